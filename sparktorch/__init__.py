@@ -1,0 +1,52 @@
+"""Train PyTorch modules on Spark DataFrames.
+
+The public names load when they are first used: importing the pure core, for example
+`sparktorch.train.loop`, imports neither pyspark nor mlflow.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sparktorch.errors import SparkTorchError
+    from sparktorch.ml.classification import TorchClassificationModel, TorchClassifier
+    from sparktorch.ml.estimator import TorchEstimator
+    from sparktorch.ml.model import TorchModel
+    from sparktorch.ml.regression import TorchRegressionModel, TorchRegressor
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "SparkTorchError",
+    "TorchClassificationModel",
+    "TorchClassifier",
+    "TorchEstimator",
+    "TorchModel",
+    "TorchRegressionModel",
+    "TorchRegressor",
+    "__version__",
+]
+
+_HOMES = {
+    "SparkTorchError": "sparktorch.errors",
+    "TorchClassificationModel": "sparktorch.ml.classification",
+    "TorchClassifier": "sparktorch.ml.classification",
+    "TorchEstimator": "sparktorch.ml.estimator",
+    "TorchModel": "sparktorch.ml.model",
+    "TorchRegressionModel": "sparktorch.ml.regression",
+    "TorchRegressor": "sparktorch.ml.regression",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'sparktorch' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,138 @@
+"""Configuration as frozen dataclasses that check themselves when they are made."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
+
+from sparktorch.errors import ConfigError, nearest
+
+__all__ = ["Device", "Task", "TrainConfig", "from_dict", "one_of", "to_dict"]
+
+Task = Literal["classification", "regression", "generic"]
+Device = Literal["auto", "cpu", "cuda"]
+
+_TASKS = ("classification", "regression", "generic")
+_STRATEGIES = ("ddp",)
+
+C = TypeVar("C")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """What the training loop needs to know besides the recipe and the data.
+
+    Attributes:
+        task: What the labels mean; decides label dtype and validation metrics.
+        batch_size: Rows of one optimizer step over all ranks together.
+        epochs: Passes over the training rows.
+        seed: Seed of the initial weights, of the sampling and of each rank's generators.
+        shuffle: Whether each epoch draws its batches anew; otherwise rows are taken in key order.
+        strategy: How the ranks share the work.
+
+    Raises:
+        ConfigError: A value is out of range.
+    """
+
+    task: Task = "generic"
+    batch_size: int = 256
+    epochs: int = 1
+    seed: int = 0
+    shuffle: bool = True
+    strategy: str = "ddp"
+
+    def __post_init__(self) -> None:
+        one_of("task", self.task, _TASKS)
+        at_least("batchSize", self.batch_size, 1)
+        at_least("epochs", self.epochs, 1)
+        one_of("strategy", self.strategy, _STRATEGIES)
+
+
+def at_least(param: str, value: float, least: float) -> None:
+    """Refuses a number that is not finite or below `least`.
+
+    Raises:
+        ConfigError: The value is too small, NaN or infinite.
+    """
+    if not math.isfinite(value) or value < least:
+        raise ConfigError(f"{param} must be at least {least}, got {value}", param=param)
+
+
+def above(param: str, value: float, bound: float) -> None:
+    """Refuses a number that is not finite or not strictly above `bound`.
+
+    Raises:
+        ConfigError: The value is too small, NaN or infinite.
+    """
+    if not math.isfinite(value) or value <= bound:
+        raise ConfigError(f"{param} must be above {bound}, got {value}", param=param)
+
+
+def one_of(param: str, value: str, valid: tuple[str, ...]) -> None:
+    """Refuses a name that is not among the valid ones.
+
+    Raises:
+        ConfigError: The name is unknown; the hint names the nearest valid one.
+    """
+    if value not in valid:
+        raise ConfigError(f"{param} {value!r} is unknown", hint=nearest(str(value), valid), param=param)
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Returns a configuration dataclass as plain JSON-ready values."""
+    return dataclasses.asdict(config)
+
+
+def from_dict(kind: type[C], values: Mapping[str, Any], *, where: str = "") -> C:
+    """Builds a configuration dataclass from a mapping, refusing keys it does not have.
+
+    Args:
+        kind: The dataclass to build.
+        values: Field values by name.
+        where: The section of the file the values come from, for the error message.
+
+    Raises:
+        ConfigError: A key is unknown (the hint names the nearest valid one), one is missing, or a
+            value has the wrong type.
+    """
+    fields = {field.name: field for field in dataclasses.fields(kind) if field.init}  # type: ignore[arg-type]
+    prefix = f"{where}." if where else ""
+    for name in values:
+        if name not in fields:
+            raise ConfigError(
+                f"unknown key {prefix}{name}", hint=nearest(str(name), fields), section=where or "top level"
+            )
+    for name, field in fields.items():
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if required and name not in values:
+            raise ConfigError(f"missing key {prefix}{name}", section=where or "top level")
+        if name in values:
+            _check_type(f"{prefix}{name}", values[name], str(field.type))
+    return kind(**values)
+
+
+_PLAIN: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (int, float),
+    "str": (str,),
+    "bool": (bool,),
+    "dict": (dict,),
+    "list": (list,),
+}
+
+
+def _check_type(key: str, value: Any, annotation: str) -> None:
+    """Checks a value against a plain annotation (`int`, `str | None`, ...); richer ones pass."""
+    names = [name.strip() for name in annotation.split("|")]
+    if value is None and "None" in names:
+        return
+    expected = [name for name in names if name != "None"]
+    if not all(name.split("[")[0] in _PLAIN for name in expected):
+        return
+    for name in expected:
+        base = name.split("[")[0]
+        if isinstance(value, _PLAIN[base]) and not (isinstance(value, bool) and base != "bool"):
+            return
+    raise ConfigError(f"{key} must be {annotation}, got {value!r} ({type(value).__name__})", key=key)

@@ -1,0 +1,1 @@
+"""From Arrow batches to the micro-batches of a rank. No pyspark, no mlflow."""

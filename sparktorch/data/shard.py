@@ -1,0 +1,195 @@
+"""A rank's rows in memory, handed out as the rank's part of each global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import torch
+
+from sparktorch.data.columns import KEY, VALIDATION, Columns
+from sparktorch.data.plan import SamplingPlan
+from sparktorch.data.tensors import check_finite, check_labels, check_weights, to_numpy
+
+__all__ = ["Batch", "Rows", "Shard"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's part of a global batch.
+
+    Attributes:
+        inputs: One tensor of shape `(rows, ...)` per argument of `forward`.
+        label: Tensor of shape `(rows, ...)`, or `None`.
+        weight: float32 sample weights of shape `(rows,)`; `None` means all ones.
+        rows: Number of real rows. Where the rank has none at this step, the tensors hold two
+            stand-in rows of weight zero, so that the rank can join every collective.
+    """
+
+    inputs: tuple[torch.Tensor, ...]
+    label: torch.Tensor | None
+    weight: torch.Tensor | None
+    rows: int
+
+
+class Rows:
+    """Tensors of equal length, addressed by row number."""
+
+    def __init__(self, arrays: dict[str, npt.NDArray[Any]], columns: Columns, device: str) -> None:
+        """Takes arrays of shape `(rows, ...)` by wire name; they are moved to `device` once."""
+        tensors = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+        self._inputs = tuple(tensors[spec.name] for spec in columns.inputs)
+        self._label = tensors[columns.label.name] if columns.label else None
+        self._weight = tensors[columns.weight.name] if columns.weight else None
+        self._device = device
+        self.count = len(self._inputs[0])
+
+    def take(self, index: torch.Tensor) -> Batch:
+        """Returns the rows with those numbers; `index` is int64 of shape `(rows,)`."""
+        if not len(index):
+            return self._stand_in()
+        return Batch(
+            tuple(tensor.index_select(0, index) for tensor in self._inputs),
+            None if self._label is None else self._label.index_select(0, index),
+            None if self._weight is None else self._weight.index_select(0, index),
+            len(index),
+        )
+
+    def slices(self, size: int) -> Iterator[Batch]:
+        """Yields all rows in order, `size` at a time."""
+        for start in range(0, self.count, size):
+            part = slice(start, start + size)
+            yield Batch(
+                tuple(tensor[part] for tensor in self._inputs),
+                None if self._label is None else self._label[part],
+                None if self._weight is None else self._weight[part],
+                min(size, self.count - start),
+            )
+
+    def weights(self) -> torch.Tensor:
+        """Returns every row's weight, float64 of shape `(count,)` on the CPU."""
+        if self._weight is None:
+            return torch.ones(self.count, dtype=torch.float64)
+        return self._weight.double().cpu()
+
+    def _stand_in(self) -> Batch:
+        """Two rows of weight zero: batch normalisation refuses a single one."""
+
+        def two(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor[:1].expand(2, *tensor.shape[1:]) if len(tensor) else tensor.new_zeros(2, *tensor.shape[1:])
+
+        return Batch(
+            tuple(two(tensor) for tensor in self._inputs),
+            None if self._label is None else two(self._label),
+            torch.zeros(2, device=self._device),
+            0,
+        )
+
+
+class Shard:
+    """The rows of one rank: training rows addressed by position, validation rows in key order."""
+
+    def __init__(self, batches: Iterable[pa.RecordBatch], columns: Columns, *, device: str = "cpu") -> None:
+        """Reads the batches of one partition and checks every row.
+
+        Args:
+            batches: Record batches with the wire names of `columns` and an int64 column `k`.
+            columns: Which columns become which tensors.
+            device: Where the tensors are kept.
+
+        Raises:
+            ColumnError: A row cannot be trained on; says column, count and first row.
+        """
+        arrays, keys, held_out = _read(batches, columns)
+        # Positions are the ranks of the keys read as unsigned: the order of the ranks' key ranges.
+        order = np.argsort(keys.view(np.uint64), kind="stable")
+        marked = held_out[order]
+        self._order = torch.from_numpy(order[~marked])
+        self._validation_order = torch.from_numpy(order[marked])
+        self._all = Rows(arrays, columns, device)
+        self.fingerprint = int(keys[~held_out].view(np.uint64).sum(dtype=np.uint64))
+        self.bytes = sum(array.nbytes for array in arrays.values())
+        self._device = device
+        self._first = 0
+        self._plan: SamplingPlan | None = None
+
+    @property
+    def rows(self) -> int:
+        """Number of training rows in this rank."""
+        return len(self._order)
+
+    @property
+    def validation_rows(self) -> int:
+        """Number of validation rows in this rank."""
+        return len(self._validation_order)
+
+    def place(self, first: int, plan: SamplingPlan) -> None:
+        """Tells the shard the position of its first row and the plan it trains by."""
+        self._first = first
+        self._plan = plan
+
+    def step_weights(self, epoch: int) -> torch.Tensor:
+        """Returns this rank's weight in each step of the epoch, float64 of shape `(steps,)`."""
+        assert self._plan is not None
+        totals = torch.zeros(self._plan.steps, dtype=torch.float64)
+        weights = self._all.weights().index_select(0, self._order)
+        return totals.index_add_(0, torch.from_numpy(self._steps(epoch)), weights)
+
+    def epoch(self, epoch: int) -> Iterator[Batch]:
+        """Yields this rank's part of every global batch of the epoch, in the order of the steps."""
+        assert self._plan is not None
+        step = self._steps(epoch)
+        by_step = torch.from_numpy(np.argsort(step, kind="stable"))
+        index = self._order.index_select(0, by_step).to(self._device)
+        ends = np.cumsum(np.bincount(step, minlength=self._plan.steps)).tolist()
+        for start, end in zip([0, *ends[:-1]], ends, strict=True):
+            yield self._all.take(index[start:end])
+
+    def validation(self, size: int) -> Iterator[Batch]:
+        """Yields this rank's validation rows, at most `size` at a time."""
+        index = self._validation_order.to(self._device)
+        for start in range(0, len(index), size):
+            yield self._all.take(index[start : start + size])
+
+    def _steps(self, epoch: int) -> npt.NDArray[np.int64]:
+        assert self._plan is not None
+        return self._plan.steps_of(self._first, self._first + self.rows, epoch)
+
+
+def _read(
+    batches: Iterable[pa.RecordBatch], columns: Columns
+) -> tuple[dict[str, npt.NDArray[Any]], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """Reads all batches into one array per tensor, the keys, and the mask of validation rows."""
+    parts: dict[str, list[npt.NDArray[Any]]] = {spec.name: [] for spec in columns.tensors}
+    keys: list[npt.NDArray[np.int64]] = [np.empty(0, np.int64)]
+    held_out: list[npt.NDArray[np.bool_]] = [np.empty(0, np.bool_)]
+    row = 0
+    for batch in batches:
+        for spec in columns.tensors:
+            values = to_numpy(batch.column(spec.name), spec, first_row=row)
+            if spec is columns.label:
+                values = check_labels(values, columns)
+            elif spec is columns.weight:
+                check_weights(values, spec)
+            else:
+                check_finite(values, spec)
+            parts[spec.name].append(values)
+        keys.append(batch.column(KEY).to_numpy())
+        if columns.validation:
+            # A null flag is no flag.
+            held_out.append(batch.column(VALIDATION).fill_null(False).to_numpy(zero_copy_only=False))
+        else:
+            held_out.append(np.zeros(batch.num_rows, np.bool_))
+        row += batch.num_rows
+    arrays = {}
+    for spec in columns.tensors:
+        dtype = np.int64 if spec is columns.label and columns.classes is not None else spec.dtype
+        empty = np.empty((0, *spec.shape), dtype)
+        # Concatenating also makes the one private, writable copy; each column's Arrow buffers
+        # are let go as soon as it has been copied.
+        arrays[spec.name] = np.concatenate([empty, *parts.pop(spec.name)])
+    return arrays, np.concatenate(keys), np.concatenate(held_out)

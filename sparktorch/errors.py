@@ -1,0 +1,111 @@
+"""Every exception a user can meet. Each one carries what was wrong, where, and what to do about it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+__all__ = [
+    "ClusterError",
+    "ColumnError",
+    "ConfigError",
+    "ModuleError",
+    "PersistenceError",
+    "RankError",
+    "SparkTorchError",
+    "nearest",
+]
+
+
+class SparkTorchError(Exception):
+    """Base class of the exceptions that sparktorch raises on purpose.
+
+    Args:
+        what: What was wrong, one sentence without its full stop.
+        hint: What to do about it; empty when `what` already says it.
+        trace: The traceback of the process it happened in, when that was not the driver.
+        where: The place: `column=`, `param=`, `rank=`, `host=`, `epoch=`, `step=`, ...
+    """
+
+    def __init__(self, what: str, *, hint: str = "", trace: str = "", **where: Any) -> None:
+        self.what = what
+        self.hint = hint
+        self.trace = trace
+        self.where = {name: value for name, value in where.items() if value is not None}
+        super().__init__(str(self))
+
+    def __str__(self) -> str:
+        place = ", ".join(f"{name}={value}" for name, value in self.where.items())
+        text = f"{self.what} [{place}]" if place else self.what
+        if self.hint:
+            text += f"\n  -> {self.hint}"
+        if self.trace:
+            text += f"\n\n{self.trace.rstrip()}"
+        return text
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore, (self.to_dict(),)
+
+    def at(self, **where: Any) -> SparkTorchError:
+        """Returns the same error with more of its place known; what is already known stays."""
+        return _restore({**self.to_dict(), "where": {**where, **self.where}})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns a JSON-ready form, the inverse of `from_dict`."""
+        return {
+            "kind": type(self).__name__,
+            "what": self.what,
+            "hint": self.hint,
+            "trace": self.trace,
+            "where": self.where,
+        }
+
+    @staticmethod
+    def from_dict(form: dict[str, Any]) -> SparkTorchError:
+        """Rebuilds an error from `to_dict`; an unknown kind becomes a `RankError`."""
+        return _restore(form)
+
+
+class ConfigError(SparkTorchError, ValueError):
+    """A Param or a configuration key has a value that cannot work."""
+
+
+class ColumnError(SparkTorchError, ValueError):
+    """A column is missing, has the wrong type, or holds values that cannot be trained on."""
+
+
+class ModuleError(SparkTorchError, ValueError):
+    """The module, loss or optimizer does not fit the columns, or cannot be shipped to the ranks."""
+
+
+class ClusterError(SparkTorchError, RuntimeError):
+    """The cluster cannot run the job as it is set up."""
+
+
+class RankError(SparkTorchError, RuntimeError):
+    """A rank failed; `where` holds rank, host, epoch and step, `trace` its own traceback."""
+
+
+class PersistenceError(SparkTorchError, ValueError):
+    """A model or estimator cannot be saved as it is, or a saved one cannot be loaded."""
+
+
+_KINDS: dict[str, type[SparkTorchError]] = {
+    kind.__name__: kind for kind in (ConfigError, ColumnError, ModuleError, ClusterError, RankError, PersistenceError)
+}
+
+
+def _restore(form: dict[str, Any]) -> SparkTorchError:
+    kind = _KINDS.get(form["kind"], RankError)
+    return kind(form["what"], hint=form["hint"], trace=form["trace"], **form["where"])
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """Returns a hint that names the valid name nearest to `name`, or all of them if none is near."""
+    names = sorted(valid)
+    by_lower = {candidate.lower(): candidate for candidate in names}
+    close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
+    if close:
+        return f"did you mean {by_lower[close[0]]!r}?"
+    return f"valid names: {', '.join(names)}"

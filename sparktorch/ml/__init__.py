@@ -1,0 +1,1 @@
+"""Spark ML idioms: Params, estimators, models, persistence."""

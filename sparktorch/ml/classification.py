@@ -1,0 +1,100 @@
+"""Classification: scores, probabilities and predicted classes, as Spark ML's own classifiers give them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pyspark import keyword_only
+from pyspark.ml.functions import array_to_vector
+from pyspark.sql import Column
+
+from sparktorch.ml.estimator import TorchEstimatorBase
+from sparktorch.ml.model import TorchModelBase
+from sparktorch.ml.params import DEFAULTS, ClassifierColumns
+from sparktorch.ml.translate import given
+from sparktorch.train.task import classes_in
+
+__all__ = ["TorchClassificationModel", "TorchClassifier"]
+
+
+class TorchClassificationModel(TorchModelBase, ClassifierColumns):
+    """A classifier fitted by `TorchClassifier`.
+
+    `transform` adds `rawPredictionCol` and `probabilityCol` (vectors, one entry per class) and
+    `predictionCol` (double). An empty name leaves a column out.
+    """
+
+    def __init__(self) -> None:
+        """Makes a model without a module, for `load` to fill."""
+        super().__init__()
+        self._setDefault(probabilityCol="probability", rawPredictionCol="rawPrediction")
+
+    @property
+    def numClasses(self) -> int:
+        """Number of classes."""
+        return classes_in(self.trained.outputs[0].shape)
+
+    def _fields(self) -> tuple[dict[str, str], dict[str, str]]:
+        fields = {"scores": "array<double>", "probability": "array<double>", "prediction": "double"}
+        names = (self.getRawPredictionCol(), self.getProbabilityCol(), self.getPredictionCol())
+        outputs = {name: field for name, field in zip(names, fields, strict=True) if name}
+        return {field: fields[field] for field in outputs.values()}, outputs
+
+    def _result(self, column: Column, field: str) -> Column:
+        return column if field == "prediction" else array_to_vector(column)
+
+
+class TorchClassifier(TorchEstimatorBase[TorchClassificationModel], ClassifierColumns):
+    """Trains a PyTorch module to tell classes apart.
+
+    The module returns one score (logit) per class, shape `(rows, classes)`, or a single one for two
+    classes with `loss="BCEWithLogitsLoss"`. Labels are whole numbers `0 ... classes - 1`.
+
+    Raises:
+        ConfigError, ColumnError, ModuleError, ClusterError: From `fit`, before training starts.
+        RankError: From `fit`, when a rank fails.
+    """
+
+    _task = "classification"
+    _model_class = TorchClassificationModel
+
+    @keyword_only
+    def __init__(
+        self,
+        *,
+        module: Any = None,
+        moduleParams: dict[str, Any] | None = None,
+        featuresCol: str = "features",
+        inputCols: list[str] | None = None,
+        labelCol: str = "label",
+        predictionCol: str = "prediction",
+        probabilityCol: str = "probability",
+        rawPredictionCol: str = "rawPrediction",
+        weightCol: str | None = None,
+        validationIndicatorCol: str | None = None,
+        idCol: str | None = None,
+        loss: str | Callable[..., Any] = "CrossEntropyLoss",
+        lossParams: dict[str, Any] | None = None,
+        optimizer: str | Callable[..., Any] = "AdamW",
+        optimizerParams: dict[str, Any] | None = None,
+        learningRate: float = 1e-3,
+        batchSize: int = 256,
+        epochs: int = 1,
+        shuffle: bool = True,
+        seed: int = 0,
+        strategy: str = "ddp",
+        numWorkers: int = 1,
+        device: str = "auto",
+        rendezvous: str = "auto",
+        predictBatchSize: int = 8192,
+        progress: bool = True,
+    ) -> None:
+        super().__init__()
+        self._setDefault(
+            **DEFAULTS,
+            loss="CrossEntropyLoss",
+            probabilityCol="probability",
+            rawPredictionCol="rawPrediction",
+        )
+        self._set(**given(self))

@@ -1,0 +1,192 @@
+"""The estimators: Params in, a fitted model out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import numpy as np
+import torch
+from pyspark import keyword_only
+from pyspark.ml import Estimator
+from pyspark.sql import DataFrame
+
+from sparktorch.artifact import TrainedModule
+from sparktorch.config import Task
+from sparktorch.data.tensors import check_finite, to_numpy
+from sparktorch.ml.events import FitReport
+from sparktorch.ml.io import EstimatorReader, EstimatorWriter
+from sparktorch.ml.model import TorchModel, TorchModelBase
+from sparktorch.ml.params import (
+    DEFAULTS,
+    LaunchParams,
+    ModuleParams,
+    OutputColumns,
+    ScoringParams,
+    TrainingParams,
+)
+from sparktorch.ml.summary import TrainingSummary
+from sparktorch.ml.translate import Request, given, translate
+from sparktorch.spark.barrier import run_ranks
+from sparktorch.spark.frame import Frame, prepare, split
+from sparktorch.spark.preflight import check_cluster
+from sparktorch.spark.resources import gpu_profile
+from sparktorch.train.dryrun import Trial, dry_run
+from sparktorch.worker import TrainJob, train_partition
+
+if TYPE_CHECKING:
+    from sparktorch.data.columns import TensorSpec
+
+__all__ = ["TorchEstimator", "TorchEstimatorBase"]
+
+M = TypeVar("M", bound=TorchModelBase)
+
+
+class TorchEstimatorBase(Estimator[M], ScoringParams, ModuleParams, TrainingParams, LaunchParams, Generic[M]):
+    """What all the estimators share."""
+
+    _task: Task
+    _model_class: type[M]
+
+    def _fit(self, dataset: DataFrame) -> M:
+        started = time.perf_counter()
+        request = translate(self, self._task)
+        spark = dataset.sparkSession
+        profile = gpu_profile(spark, request.launch.device, request.launch.world_size)
+        check_cluster(spark, request.launch.world_size, profile)
+        frame = prepare(dataset, self._task, **request.columns)
+        trial = _try_out(frame, request)
+        prepared = time.perf_counter()
+        request = replace(request, launch=replace(request.launch, profile=profile))
+        with FitReport(self, rows_per_step=request.config.batch_size, show=self.getProgress()) as report:
+            results = _train(frame, trial, request, report)
+            seconds = {"prepare": prepared - started, "job": time.perf_counter() - prepared}
+            summary = _summarise(results, seconds)
+            model = self._model(request, frame, trial, results[0][1], summary)
+            report.finished(model, summary)
+        return model
+
+    def _model(self, request: Request, frame: Frame, trial: Trial, state: bytes, summary: TrainingSummary) -> M:
+        trained = TrainedModule(
+            source=request.recipe.module,
+            params=request.recipe.module_params,
+            state=state,
+            inputs=frame.columns.inputs,
+            outputs=trial.outputs,
+            task=self._task,
+        )
+        model = self._model_class()._with(trained, summary)
+        model._resetUid(self.uid)
+        return self._copyValues(model)
+
+    def write(self) -> EstimatorWriter:
+        """Returns a writer; `option("allowPickle", "true")` admits Params that have no import path."""
+        return EstimatorWriter(self)
+
+    def save(self, path: str) -> None:
+        """Saves the estimator, a shortcut of `write().save(path)`."""
+        self.write().save(path)
+
+    @classmethod
+    def read(cls) -> EstimatorReader[Any]:
+        """Returns a reader; `option("allowPickle", "true")` admits pickled Params."""
+        return EstimatorReader(cls)
+
+    @classmethod
+    def load(cls, path: str) -> Any:
+        """Loads an estimator, a shortcut of `read().load(path)`."""
+        return cls.read().load(path)
+
+
+class TorchEstimator(TorchEstimatorBase[TorchModel], OutputColumns):
+    """Trains any PyTorch module on a DataFrame.
+
+    `forward` gets one tensor per input column and returns a tensor, or a tuple or dict of tensors,
+    with one row per input row. `loss(output, label)` returns one loss per row or their mean; with
+    `labelCol=""` it is called as `loss(output)`. `transform` adds the output as `predictionCol`
+    (a number or nested arrays of float), or several outputs under `outputCols`.
+
+    Raises:
+        ConfigError, ColumnError, ModuleError, ClusterError: From `fit`, before a job starts.
+        RankError: From `fit`, when a rank fails.
+    """
+
+    _task = "generic"
+    _model_class = TorchModel
+
+    @keyword_only
+    def __init__(
+        self,
+        *,
+        module: Any = None,
+        moduleParams: dict[str, Any] | None = None,
+        featuresCol: str = "features",
+        inputCols: list[str] | None = None,
+        labelCol: str = "label",
+        predictionCol: str = "prediction",
+        outputCols: list[str] | None = None,
+        weightCol: str | None = None,
+        validationIndicatorCol: str | None = None,
+        idCol: str | None = None,
+        loss: str | Callable[..., Any] | None = None,
+        lossParams: dict[str, Any] | None = None,
+        optimizer: str | Callable[..., Any] = "AdamW",
+        optimizerParams: dict[str, Any] | None = None,
+        learningRate: float = 1e-3,
+        batchSize: int = 256,
+        epochs: int = 1,
+        shuffle: bool = True,
+        seed: int = 0,
+        strategy: str = "ddp",
+        numWorkers: int = 1,
+        device: str = "auto",
+        rendezvous: str = "auto",
+        predictBatchSize: int = 8192,
+        progress: bool = True,
+    ) -> None:
+        super().__init__()
+        self._setDefault(**DEFAULTS)
+        self._set(**given(self))
+
+
+def _try_out(frame: Frame, request: Request) -> Trial:
+    """Runs module and loss on the first row, twice over so that rows show in every shape."""
+
+    def rows(spec: TensorSpec) -> torch.Tensor:
+        values = to_numpy(frame.sample.column(spec.name), spec)
+        check_finite(values, spec)
+        return torch.from_numpy(np.repeat(values, 2, axis=0))
+
+    inputs = {f"column {spec.column!r}": rows(spec) for spec in frame.columns.inputs}
+    label = rows(frame.columns.label) if frame.columns.label else None
+    return dry_run(request.recipe, request.config.task, request.config.seed, inputs, label)
+
+
+def _train(frame: Frame, trial: Trial, request: Request, report: FitReport) -> list[tuple[dict[str, Any], bytes]]:
+    """Runs the barrier job; once more, split by place, if equal rows have crowded into one rank."""
+    job = TrainJob(columns=replace(frame.columns, classes=trial.classes), recipe=request.recipe, config=request.config)
+    ranks = request.launch.world_size
+    results = run_ranks(split(frame.data, ranks), partial(train_partition, job=job), request.launch, report)
+    if results[0][0].get("imbalanced"):
+        data = split(frame.data, ranks, by_place=True)
+        job = replace(job, max_imbalance=None)
+        results = run_ranks(data, partial(train_partition, job=job), request.launch, report)
+    return results
+
+
+def _summarise(results: list[tuple[dict[str, Any], bytes]], seconds: dict[str, float]) -> TrainingSummary:
+    ranks = [meta for meta, _ in results]
+    main = ranks[0]
+    return TrainingSummary(
+        history=main.pop("history"),
+        rows=sum(meta["rows"] for meta in ranks),
+        validationRows=sum(meta["validation_rows"] for meta in ranks),
+        stepsPerEpoch=main.pop("steps_per_epoch"),
+        numWorkers=len(ranks),
+        fingerprint=main.pop("fingerprint"),
+        seconds=seconds | {f"rank0.{name}": value for name, value in main["seconds"].items()},
+        ranks=ranks,
+    )

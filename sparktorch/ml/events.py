@@ -1,0 +1,117 @@
+"""Who hears of a fit, on the driver: the progress bar, and listeners named by import path."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import time
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pyspark.ml import Estimator, Model
+from tqdm.auto import tqdm
+
+if TYPE_CHECKING:
+    from sparktorch.ml.summary import TrainingSummary
+
+__all__ = ["LISTENERS", "FitListener", "FitReport"]
+
+_LOG = logging.getLogger(__name__)
+
+# Import paths of functions `(estimator) -> FitListener | None`, asked at the start of each fit.
+# They are named, not imported: this floor does not depend on the ones above it.
+LISTENERS = ["sparktorch.tracking.listener:listener_for"]
+
+
+class FitListener(Protocol):
+    """Hears of one fit. A listener that raises is warned about and heard no more; the fit goes on."""
+
+    def epoch(self, record: dict[str, Any]) -> None:
+        """Receives an epoch's record as soon as the epoch is over."""
+        ...
+
+    def finished(self, model: Model, summary: TrainingSummary) -> None:
+        """Receives the fitted model."""
+        ...
+
+    def failed(self, error: BaseException) -> None:
+        """Receives the error that ended the fit."""
+        ...
+
+
+class FitReport:
+    """Passes what happens in one fit to the progress bar and to the listeners."""
+
+    def __init__(self, estimator: Estimator[Any], *, rows_per_step: int, show: bool) -> None:
+        """Asks the listeners whether they want to hear of this fit."""
+        self._estimator = estimator
+        self._rows_per_step = rows_per_step
+        self._show = show
+        self._bar: tqdm[Any] | None = None
+        self._listeners: list[FitListener] = []
+        self._last = (time.monotonic(), 0)
+
+    def __enter__(self) -> FitReport:
+        for path in LISTENERS:
+            module, _, name = path.partition(":")
+            try:
+                listener = getattr(importlib.import_module(module), name)(self._estimator)
+            except Exception:
+                _LOG.warning("listener %s could not start; the fit goes on without it", path, exc_info=True)
+            else:
+                self._listeners += [listener] if listener is not None else []
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        if error is not None:
+            self._tell("failed", error)
+
+    def progress(self, record: dict[str, Any]) -> None:
+        """Moves the bar to where rank 0 is."""
+        if not self._show:
+            return
+        done = (record["epoch"] - 1) * record["steps"] + record["step"]
+        if self._bar is None:
+            total = record["epochs"] * record["steps"]
+            self._bar = tqdm(total=total, unit="step", desc="fit", leave=True, dynamic_ncols=True)
+            self._last = (time.monotonic(), done)
+        if done == self._bar.n:
+            return
+        now = time.monotonic()
+        steps_per_second = (done - self._last[1]) / max(now - self._last[0], 1e-9)
+        self._last = (now, done)
+        self._bar.set_postfix_str(
+            f"epoch {record['epoch']}/{record['epochs']}, loss {record['loss']:.4g}, "
+            f"{steps_per_second * self._rows_per_step:,.0f} samples/s",
+            refresh=False,
+        )
+        self._bar.update(done - self._bar.n)
+
+    def epoch(self, record: dict[str, Any]) -> None:
+        """Tells the listeners of a finished epoch."""
+        self._tell("epoch", record)
+
+    def finished(self, model: Model, summary: TrainingSummary) -> None:
+        """Tells the listeners of the fitted model, and fills the bar."""
+        if self._bar is not None:
+            record = summary.history[-1]
+            self._bar.set_postfix_str(
+                f"epoch {record['epoch']}/{record['epoch']}, loss {record['loss']:.4g}, "
+                f"{record['rows_per_second']:,.0f} samples/s",
+                refresh=False,
+            )
+            self._bar.update(summary.totalIterations - self._bar.n)
+        self._tell("finished", model, summary)
+
+    def _tell(self, what: str, *arguments: Any) -> None:
+        self._listeners = [listener for listener in self._listeners if _heard(listener, what, arguments)]
+
+
+def _heard(listener: FitListener, what: str, arguments: tuple[Any, ...]) -> bool:
+    try:
+        getattr(listener, what)(*arguments)
+    except Exception:
+        _LOG.warning("%r failed and hears no more of this fit", listener, exc_info=True)
+        return False
+    return True

@@ -1,0 +1,220 @@
+"""Saving and loading through Spark: JSON metadata as Spark ML writes it, and files in a Parquet data set.
+
+`<path>/metadata` is what `Pipeline` and `CrossValidator` read of any stage. `<path>/data` holds the
+files of the artifact as rows `(name, part, content)`: a DataFrame can be written wherever Spark can
+write, on Connect too, where there is no other way to a remote file system.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import pyarrow as pa
+from pyspark import cloudpickle
+from pyspark.ml.param import Params
+from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReader, MLWriter
+from pyspark.sql import SparkSession
+
+from sparktorch.artifact import TrainedModule
+from sparktorch.errors import PersistenceError
+from sparktorch.ml.summary import TrainingSummary
+from sparktorch.train.recipe import import_path, load_object
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from sparktorch.ml.model import TorchModelBase
+
+__all__ = ["EstimatorReader", "EstimatorWriter", "ModelReader", "ModelWriter"]
+
+R = TypeVar("R", bound=Any)
+
+_PART_BYTES = 16 << 20
+_PICKLED = "params.pkl"
+
+
+class _Writer(MLWriter):
+    """Common to estimators and models."""
+
+    def __init__(self, instance: Params) -> None:
+        """Takes what is to be saved."""
+        super().__init__()
+        self._instance = instance
+
+    @property
+    def _allow_pickle(self) -> bool:
+        return str(self.optionMap.get("allowpickle", "")).lower() == "true"
+
+    def save(self, path: str) -> None:
+        """Saves to a path that Spark can write; refuses one that is taken unless `overwrite()` was called."""
+        self.saveImpl(path)
+
+    def _write_metadata(self, path: str, values: dict[str, Any], extra: dict[str, Any]) -> None:
+        text = DefaultParamsWriter._get_metadata_to_save(self._instance, self.sparkSession, extra, values)
+        row = self.sparkSession.createDataFrame([(text,)], "value string").coalesce(1)
+        row.write.mode(self._mode).text(os.path.join(path, "metadata"))
+
+    def _write_files(self, path: str, directory: Path) -> None:
+        names: list[str] = []
+        parts: list[int] = []
+        contents: list[bytes] = []
+        for file in sorted(directory.iterdir()):
+            content = file.read_bytes()
+            for part, start in enumerate(range(0, max(1, len(content)), _PART_BYTES)):
+                names.append(file.name)
+                parts.append(part)
+                contents.append(content[start : start + _PART_BYTES])
+        table = pa.table({"name": names, "part": pa.array(parts, pa.int32()), "content": contents})
+        data = self.sparkSession.createDataFrame(table)
+        data.write.mode(self._mode).parquet(os.path.join(path, "data"))
+
+    @property
+    def _mode(self) -> str:
+        return "overwrite" if self.shouldOverwrite else "error"
+
+
+class _Reader(MLReader[R]):
+    """Common to estimators and models."""
+
+    def __init__(self, cls: type[R]) -> None:
+        """Takes the class that is expected."""
+        super().__init__()
+        self._cls = cls
+        self._allow_pickle = False
+
+    def option(self, key: str, value: Any) -> Self:
+        """Sets an option: `allowPickle` = `true` runs pickled code, from sources you trust."""
+        if key.lower() != "allowpickle":
+            raise PersistenceError(f"unknown option {key!r}", hint="did you mean 'allowPickle'?")
+        self._allow_pickle = str(value).lower() == "true"
+        return self
+
+    def _read_metadata(self, path: str) -> tuple[R, dict[str, Any]]:
+        metadata = DefaultParamsReader.loadMetadata(path, self.sparkSession)
+        expected = f"{self._cls.__module__}.{self._cls.__name__}"
+        if metadata["class"] != expected:
+            raise PersistenceError(
+                f"{path} holds a {metadata['class']}", hint=f"load it with that class, not {expected}"
+            )
+        instance = self._cls()
+        instance._resetUid(metadata["uid"])
+        return instance, metadata
+
+
+def read_files(spark: SparkSession, path: str, directory: Path) -> None:
+    """Copies the files that were saved under `path` into a local directory."""
+    table = spark.read.parquet(os.path.join(path, "data")).orderBy("name", "part").toArrow()
+    for batch in table.to_batches():
+        for name, content in zip(batch.column("name"), batch.column("content"), strict=True):
+            # Names come from a file somebody else may have written: none may leave the directory.
+            with (directory / Path(name.as_py()).name).open("ab") as file:
+                file.write(content.as_buffer())
+
+
+class ModelWriter(_Writer):
+    """Saves a fitted model."""
+
+    _instance: TorchModelBase
+
+    def saveImpl(self, path: str) -> None:
+        """Writes Params, summary and module under `path`."""
+        with tempfile.TemporaryDirectory() as temporary:
+            directory = Path(temporary)
+            self._instance.trained.save(directory, allow_pickle=self._allow_pickle)
+            if self._instance.hasSummary:
+                (directory / "summary.json").write_text(json.dumps(self._instance.summary.to_dict()))
+            values = {param.name: value for param, value in self._instance._paramMap.items()}
+            self._write_metadata(path, values, {})
+            self._write_files(path, directory)
+
+
+class ModelReader(_Reader[R]):
+    """Loads a fitted model."""
+
+    def load(self, path: str) -> R:
+        """Loads the model saved under `path`.
+
+        Raises:
+            PersistenceError: It is another class, of a newer format, or pickled.
+        """
+        instance, metadata = self._read_metadata(path)
+        DefaultParamsReader.getAndSetParams(instance, metadata)
+        with tempfile.TemporaryDirectory() as temporary:
+            directory = Path(temporary)
+            read_files(self.sparkSession, path, directory)
+            trained = TrainedModule.load(directory, allow_pickle=self._allow_pickle)
+            summary = directory / "summary.json"
+            course = TrainingSummary(**json.loads(summary.read_text())) if summary.exists() else None
+        return instance._with(trained, course)  # type: ignore[no-any-return]
+
+
+class EstimatorWriter(_Writer):
+    """Saves an estimator: Params as JSON, classes and functions as import paths."""
+
+    def saveImpl(self, path: str) -> None:
+        """Writes the Params under `path`.
+
+        Raises:
+            PersistenceError: A Param has no import path, and `allowPickle` is not set.
+        """
+        values: dict[str, Any] = {}
+        pickled: dict[str, Any] = {}
+        for param, value in self._instance._paramMap.items():
+            if _is_json(value):
+                values[param.name] = value
+            elif (target := import_path(value)) is not None:
+                values[param.name] = {"$import": target}
+            else:
+                pickled[param.name] = value
+        if pickled and not self._allow_pickle:
+            name = next(iter(pickled))
+            raise PersistenceError(
+                f"{name} has no import path that works outside this session",
+                hint="put it into a module file, or allow pickled code with .write().option('allowPickle', 'true')",
+                param=name,
+            )
+        self._write_metadata(path, values, {"pickled": sorted(pickled)})
+        if pickled:
+            with tempfile.TemporaryDirectory() as temporary:
+                content: bytes = cloudpickle.dumps(pickled)  # type: ignore[no-untyped-call]
+                (Path(temporary) / _PICKLED).write_bytes(content)
+                self._write_files(path, Path(temporary))
+
+
+class EstimatorReader(_Reader[R]):
+    """Loads an estimator."""
+
+    def load(self, path: str) -> R:
+        """Loads the estimator saved under `path`.
+
+        Raises:
+            PersistenceError: It is another class, or holds pickled Params.
+        """
+        instance, metadata = self._read_metadata(path)
+        for name, value in metadata["paramMap"].items():
+            if isinstance(value, dict) and value.keys() == {"$import"}:
+                metadata["paramMap"][name] = load_object(value["$import"])
+        DefaultParamsReader.getAndSetParams(instance, metadata)
+        if metadata["pickled"]:
+            if not self._allow_pickle:
+                raise PersistenceError(
+                    f"the Params {', '.join(metadata['pickled'])} were pickled, and loading a pickle runs "
+                    "whatever is in it",
+                    hint="if you trust where it comes from: .read().option('allowPickle', 'true').load(path)",
+                )
+            with tempfile.TemporaryDirectory() as temporary:
+                read_files(self.sparkSession, path, Path(temporary))
+                pickled = cloudpickle.loads((Path(temporary) / _PICKLED).read_bytes())
+            instance._set(**pickled)
+        return instance
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        return bool(json.loads(json.dumps(value)) == value)
+    except (TypeError, ValueError):
+        return False

@@ -1,0 +1,157 @@
+"""The fitted models: Transformers that score with the trained module."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from pyspark.ml import Model
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+from torch import nn
+
+from sparktorch.artifact import TrainedModule
+from sparktorch.errors import ColumnError, ConfigError
+from sparktorch.ml.io import ModelReader, ModelWriter
+from sparktorch.ml.params import OutputColumns, ScoringParams
+from sparktorch.ml.summary import TrainingSummary
+from sparktorch.ml.translate import input_names
+from sparktorch.spark.frame import input_columns
+from sparktorch.spark.predict import scoring_column
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["TorchModel", "TorchModelBase"]
+
+
+class TorchModelBase(Model, ScoringParams):
+    """What all the fitted models share.
+
+    A model comes from `fit` or `load`; one that is constructed by hand holds no module.
+    """
+
+    _trained: TrainedModule | None = None
+    _summary: TrainingSummary | None = None
+
+    def __init__(self) -> None:
+        """Makes a model without a module, for `load` to fill."""
+        super().__init__()
+        self._setDefault(featuresCol="features", predictionCol="prediction", predictBatchSize=8192)
+
+    def _with(self, trained: TrainedModule, summary: TrainingSummary | None) -> Self:
+        self._trained = trained
+        self._summary = summary
+        return self
+
+    @property
+    def trained(self) -> TrainedModule:
+        """The trained module as a value: code, weights, inputs and outputs.
+
+        Raises:
+            ConfigError: The model was constructed by hand.
+        """
+        if self._trained is None:
+            raise ConfigError(f"this {type(self).__name__} holds no module", hint="get one from fit() or load()")
+        return self._trained
+
+    @property
+    def module(self) -> nn.Module:
+        """The plain `nn.Module` with its trained weights, in evaluation mode, on the CPU; a fresh copy."""
+        return self.trained.build()
+
+    @property
+    def hasSummary(self) -> bool:
+        """Whether the course of the training is known."""
+        return self._summary is not None
+
+    @property
+    def summary(self) -> TrainingSummary:
+        """The course of the training.
+
+        Raises:
+            ConfigError: It is not known.
+        """
+        if self._summary is None:
+            raise ConfigError("this model has no training summary")
+        return self._summary
+
+    def _transform(self, dataset: DataFrame) -> DataFrame:
+        fields, outputs = self._fields()
+        taken = [name for name in outputs if name in dataset.columns]
+        if taken:
+            raise ColumnError(
+                f"the DataFrame already has a column {taken[0]!r}",
+                hint="drop it, or name the model's output columns otherwise",
+                column=taken[0],
+            )
+        columns = input_columns(dataset, self._inputs())
+        scored = f"__{self.uid}"
+        struct = scoring_column(self.trained, columns, fields, batch_size=self.getPredictBatchSize())
+        results = [self._result(F.col(scored)[field], field).alias(name) for name, field in outputs.items()]
+        return dataset.withColumn(scored, struct).select(*map(_quoted, dataset.columns), *results)
+
+    def _inputs(self) -> list[Any]:
+        """Returns the input specs under the columns that the Params name now."""
+        specs = self.trained.inputs
+        names = input_names(self)
+        if len(names) != len(specs):
+            raise ConfigError(f"the model takes {len(specs)} input columns, got {names}", param="inputCols")
+        return [replace(spec, column=name) for spec, name in zip(specs, names, strict=True)]
+
+    def _fields(self) -> tuple[dict[str, str], dict[str, str]]:
+        """Returns the SQL type of each field to score, and the field of each output column."""
+        raise NotImplementedError
+
+    def _result(self, column: Column, field: str) -> Column:
+        """Returns a scored field as users get it."""
+        return column
+
+    def write(self) -> ModelWriter:
+        """Returns a writer; `option("allowPickle", "true")` admits a module without import path."""
+        return ModelWriter(self)
+
+    def save(self, path: str) -> None:
+        """Saves the model, a shortcut of `write().save(path)`."""
+        self.write().save(path)
+
+    @classmethod
+    def read(cls) -> ModelReader[Any]:
+        """Returns a reader; `option("allowPickle", "true")` admits a pickled module."""
+        return ModelReader(cls)
+
+    @classmethod
+    def load(cls, path: str) -> Any:
+        """Loads a model, a shortcut of `read().load(path)`."""
+        return cls.read().load(path)
+
+
+class TorchModel(TorchModelBase, OutputColumns):
+    """A module fitted by `TorchEstimator`.
+
+    `transform` adds its output as `predictionCol`: float for one value a row, (nested) arrays of
+    float otherwise; several outputs go under `outputCols`, in the order `forward` returns them.
+    """
+
+    def _fields(self) -> tuple[dict[str, str], dict[str, str]]:
+        specs = self.trained.outputs
+        if len(specs) == 1:
+            return {"prediction": _sql_type(specs[0].shape)}, {self.getPredictionCol(): "prediction"}
+        names = self.getOutputCols() if self.isDefined("outputCols") else []
+        if len(names) != len(specs):
+            raise ConfigError(
+                f"the module returns {len(specs)} tensors ({', '.join(spec.name for spec in specs)}), "
+                f"outputCols names {len(names)}",
+                hint="set outputCols, one name per tensor",
+                param="outputCols",
+            )
+        fields = {spec.name: _sql_type(spec.shape) for spec in specs}
+        return fields, dict(zip(names, fields, strict=True))
+
+
+def _sql_type(shape: tuple[int, ...]) -> str:
+    return "array<" * len(shape) + "float" + ">" * len(shape)
+
+
+def _quoted(name: str) -> str:
+    return "`" + name.replace("`", "``") + "`"

@@ -1,0 +1,365 @@
+"""The Params of estimators and models. Camel case lives here and nowhere below."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from pyspark.ml.param import Param, Params, TypeConverters
+from pyspark.ml.param.shared import (
+    HasFeaturesCol,
+    HasInputCols,
+    HasLabelCol,
+    HasOutputCols,
+    HasPredictionCol,
+    HasProbabilityCol,
+    HasRawPredictionCol,
+    HasSeed,
+    HasValidationIndicatorCol,
+    HasWeightCol,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = [
+    "DEFAULTS",
+    "ClassifierColumns",
+    "LaunchParams",
+    "ModuleParams",
+    "OutputColumns",
+    "ScoringParams",
+    "TrainingParams",
+]
+
+
+# Defaults of every estimator; the constructors repeat them where a reader looks for them.
+DEFAULTS: dict[str, Any] = {
+    "moduleParams": {},
+    "featuresCol": "features",
+    "labelCol": "label",
+    "predictionCol": "prediction",
+    "lossParams": {},
+    "optimizer": "AdamW",
+    "optimizerParams": {},
+    "learningRate": 1e-3,
+    "batchSize": 256,
+    "epochs": 1,
+    "shuffle": True,
+    "seed": 0,
+    "strategy": "ddp",
+    "numWorkers": 1,
+    "device": "auto",
+    "rendezvous": "auto",
+    "predictBatchSize": 8192,
+    "progress": True,
+}
+
+
+def _to_dict(value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"expected a dict, got {type(value).__name__}")
+    return dict(value)
+
+
+class ScoringParams(HasFeaturesCol, HasInputCols, HasPredictionCol):
+    """What estimator and model share: input columns, prediction column, scoring batch."""
+
+    predictBatchSize: Param[int] = Param(
+        Params._dummy(),
+        "predictBatchSize",
+        "rows that go through the module at a time when scoring (> 0)",
+        typeConverter=TypeConverters.toInt,
+    )
+
+    def getPredictBatchSize(self) -> int:
+        """Gets the value of `predictBatchSize` or its default."""
+        return self.getOrDefault(self.predictBatchSize)
+
+    def setPredictBatchSize(self, value: int) -> Self:
+        """Sets the value of `predictBatchSize`."""
+        return self._set(predictBatchSize=value)
+
+    def setFeaturesCol(self, value: str) -> Self:
+        """Sets the value of `featuresCol`."""
+        return self._set(featuresCol=value)
+
+    def setInputCols(self, value: list[str]) -> Self:
+        """Sets the value of `inputCols`."""
+        return self._set(inputCols=value)
+
+    def setPredictionCol(self, value: str) -> Self:
+        """Sets the value of `predictionCol`."""
+        return self._set(predictionCol=value)
+
+
+class ClassifierColumns(HasRawPredictionCol, HasProbabilityCol):
+    """The further output columns of a classifier; an empty name leaves a column out."""
+
+    def setRawPredictionCol(self, value: str) -> Self:
+        """Sets the value of `rawPredictionCol`."""
+        return self._set(rawPredictionCol=value)
+
+    def setProbabilityCol(self, value: str) -> Self:
+        """Sets the value of `probabilityCol`."""
+        return self._set(probabilityCol=value)
+
+
+class OutputColumns(HasOutputCols):
+    """Names for the outputs of a module that returns several."""
+
+    def setOutputCols(self, value: list[str]) -> Self:
+        """Sets the value of `outputCols`."""
+        return self._set(outputCols=value)
+
+
+class ModuleParams(Params):
+    """What is trained."""
+
+    module: Param[Any] = Param(
+        Params._dummy(),
+        "module",
+        "the nn.Module class or factory, its import path 'package.module:Name', or an instance",
+    )
+    moduleParams: Param[dict[str, Any]] = Param(
+        Params._dummy(),
+        "moduleParams",
+        "keyword arguments of the module's factory",
+        typeConverter=_to_dict,
+    )
+    loss: Param[str | Callable[..., Any]] = Param(
+        Params._dummy(),
+        "loss",
+        "a class in torch.nn by name, an import path, or a callable (output, label) -> loss per row",
+    )
+    lossParams: Param[dict[str, Any]] = Param(
+        Params._dummy(),
+        "lossParams",
+        "keyword arguments of the loss class",
+        typeConverter=_to_dict,
+    )
+    optimizer: Param[str | Callable[..., Any]] = Param(
+        Params._dummy(),
+        "optimizer",
+        "a class in torch.optim by name, an import path, or a factory",
+    )
+    optimizerParams: Param[dict[str, Any]] = Param(
+        Params._dummy(),
+        "optimizerParams",
+        "keyword arguments of the optimizer besides the learning rate",
+        typeConverter=_to_dict,
+    )
+    learningRate: Param[float] = Param(
+        Params._dummy(),
+        "learningRate",
+        "learning rate (> 0)",
+        typeConverter=TypeConverters.toFloat,
+    )
+
+    def getModule(self) -> Any:
+        """Gets the value of `module` or its default."""
+        return self.getOrDefault(self.module)
+
+    def setModule(self, value: Any) -> Self:
+        """Sets the value of `module`."""
+        return self._set(module=value)
+
+    def getModuleParams(self) -> dict[str, Any]:
+        """Gets the value of `moduleParams` or its default."""
+        return self.getOrDefault(self.moduleParams)
+
+    def setModuleParams(self, value: dict[str, Any]) -> Self:
+        """Sets the value of `moduleParams`."""
+        return self._set(moduleParams=value)
+
+    def getLoss(self) -> str | Callable[..., Any]:
+        """Gets the value of `loss` or its default."""
+        return self.getOrDefault(self.loss)
+
+    def setLoss(self, value: str | Callable[..., Any]) -> Self:
+        """Sets the value of `loss`."""
+        return self._set(loss=value)
+
+    def getLossParams(self) -> dict[str, Any]:
+        """Gets the value of `lossParams` or its default."""
+        return self.getOrDefault(self.lossParams)
+
+    def setLossParams(self, value: dict[str, Any]) -> Self:
+        """Sets the value of `lossParams`."""
+        return self._set(lossParams=value)
+
+    def getOptimizer(self) -> str | Callable[..., Any]:
+        """Gets the value of `optimizer` or its default."""
+        return self.getOrDefault(self.optimizer)
+
+    def setOptimizer(self, value: str | Callable[..., Any]) -> Self:
+        """Sets the value of `optimizer`."""
+        return self._set(optimizer=value)
+
+    def getOptimizerParams(self) -> dict[str, Any]:
+        """Gets the value of `optimizerParams` or its default."""
+        return self.getOrDefault(self.optimizerParams)
+
+    def setOptimizerParams(self, value: dict[str, Any]) -> Self:
+        """Sets the value of `optimizerParams`."""
+        return self._set(optimizerParams=value)
+
+    def getLearningRate(self) -> float:
+        """Gets the value of `learningRate` or its default."""
+        return self.getOrDefault(self.learningRate)
+
+    def setLearningRate(self, value: float) -> Self:
+        """Sets the value of `learningRate`."""
+        return self._set(learningRate=value)
+
+
+class TrainingParams(HasLabelCol, HasWeightCol, HasValidationIndicatorCol, HasSeed):
+    """How it is trained, and on which columns."""
+
+    batchSize: Param[int] = Param(
+        Params._dummy(),
+        "batchSize",
+        "rows of one optimizer step over all workers together (> 0)",
+        typeConverter=TypeConverters.toInt,
+    )
+    epochs: Param[int] = Param(
+        Params._dummy(),
+        "epochs",
+        "passes over the training rows (> 0)",
+        typeConverter=TypeConverters.toInt,
+    )
+    shuffle: Param[bool] = Param(
+        Params._dummy(),
+        "shuffle",
+        "whether every epoch draws its batches anew",
+        typeConverter=TypeConverters.toBoolean,
+    )
+    idCol: Param[str] = Param(
+        Params._dummy(),
+        "idCol",
+        "a column that identifies a row, used in place of its contents to order the training",
+        typeConverter=TypeConverters.toString,
+    )
+    strategy: Param[str] = Param(
+        Params._dummy(),
+        "strategy",
+        "how the workers share the work: 'ddp'",
+        typeConverter=TypeConverters.toString,
+    )
+
+    def getBatchSize(self) -> int:
+        """Gets the value of `batchSize` or its default."""
+        return self.getOrDefault(self.batchSize)
+
+    def setBatchSize(self, value: int) -> Self:
+        """Sets the value of `batchSize`."""
+        return self._set(batchSize=value)
+
+    def getEpochs(self) -> int:
+        """Gets the value of `epochs` or its default."""
+        return self.getOrDefault(self.epochs)
+
+    def setEpochs(self, value: int) -> Self:
+        """Sets the value of `epochs`."""
+        return self._set(epochs=value)
+
+    def getShuffle(self) -> bool:
+        """Gets the value of `shuffle` or its default."""
+        return self.getOrDefault(self.shuffle)
+
+    def setShuffle(self, value: bool) -> Self:
+        """Sets the value of `shuffle`."""
+        return self._set(shuffle=value)
+
+    def getIdCol(self) -> str:
+        """Gets the value of `idCol` or its default."""
+        return self.getOrDefault(self.idCol)
+
+    def setIdCol(self, value: str) -> Self:
+        """Sets the value of `idCol`."""
+        return self._set(idCol=value)
+
+    def getStrategy(self) -> str:
+        """Gets the value of `strategy` or its default."""
+        return self.getOrDefault(self.strategy)
+
+    def setStrategy(self, value: str) -> Self:
+        """Sets the value of `strategy`."""
+        return self._set(strategy=value)
+
+    def setLabelCol(self, value: str) -> Self:
+        """Sets the value of `labelCol`."""
+        return self._set(labelCol=value)
+
+    def setWeightCol(self, value: str) -> Self:
+        """Sets the value of `weightCol`."""
+        return self._set(weightCol=value)
+
+    def setValidationIndicatorCol(self, value: str) -> Self:
+        """Sets the value of `validationIndicatorCol`."""
+        return self._set(validationIndicatorCol=value)
+
+    def setSeed(self, value: int) -> Self:
+        """Sets the value of `seed`."""
+        return self._set(seed=value)
+
+
+class LaunchParams(Params):
+    """Where it is trained."""
+
+    numWorkers: Param[int] = Param(
+        Params._dummy(),
+        "numWorkers",
+        "number of barrier tasks, the world size (> 0)",
+        typeConverter=TypeConverters.toInt,
+    )
+    device: Param[str] = Param(
+        Params._dummy(),
+        "device",
+        "'auto', 'cpu' or 'cuda'; auto takes a GPU per worker where Spark has them",
+        typeConverter=TypeConverters.toString,
+    )
+    rendezvous: Param[str] = Param(
+        Params._dummy(),
+        "rendezvous",
+        "who hosts the store at which workers meet: 'auto', 'driver' or 'rank0'",
+        typeConverter=TypeConverters.toString,
+    )
+    progress: Param[bool] = Param(
+        Params._dummy(),
+        "progress",
+        "whether fit shows a progress bar on the driver",
+        typeConverter=TypeConverters.toBoolean,
+    )
+
+    def getNumWorkers(self) -> int:
+        """Gets the value of `numWorkers` or its default."""
+        return self.getOrDefault(self.numWorkers)
+
+    def setNumWorkers(self, value: int) -> Self:
+        """Sets the value of `numWorkers`."""
+        return self._set(numWorkers=value)
+
+    def getDevice(self) -> str:
+        """Gets the value of `device` or its default."""
+        return self.getOrDefault(self.device)
+
+    def setDevice(self, value: str) -> Self:
+        """Sets the value of `device`."""
+        return self._set(device=value)
+
+    def getRendezvous(self) -> str:
+        """Gets the value of `rendezvous` or its default."""
+        return self.getOrDefault(self.rendezvous)
+
+    def setRendezvous(self, value: str) -> Self:
+        """Sets the value of `rendezvous`."""
+        return self._set(rendezvous=value)
+
+    def getProgress(self) -> bool:
+        """Gets the value of `progress` or its default."""
+        return self.getOrDefault(self.progress)
+
+    def setProgress(self, value: bool) -> Self:
+        """Sets the value of `progress`."""
+        return self._set(progress=value)

@@ -1,0 +1,75 @@
+"""Regression: one number a row, or a row of numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pyspark import keyword_only
+
+from sparktorch.ml.estimator import TorchEstimatorBase
+from sparktorch.ml.model import TorchModelBase
+from sparktorch.ml.params import DEFAULTS
+from sparktorch.ml.translate import given
+
+__all__ = ["TorchRegressionModel", "TorchRegressor"]
+
+
+class TorchRegressionModel(TorchModelBase):
+    """A module fitted by `TorchRegressor`.
+
+    `transform` adds `predictionCol`: double for one value a row, an array of double for several.
+    """
+
+    def _fields(self) -> tuple[dict[str, str], dict[str, str]]:
+        shape = self.trained.outputs[0].shape
+        kind = "double" if shape in ((), (1,)) else "array<double>"
+        return {"prediction": kind}, {self.getPredictionCol(): "prediction"}
+
+
+class TorchRegressor(TorchEstimatorBase[TorchRegressionModel]):
+    """Trains a PyTorch module to predict numbers.
+
+    The module returns shape `(rows,)` or `(rows, 1)` for a number as label, `(rows, values)` for
+    an array.
+
+    Raises:
+        ConfigError, ColumnError, ModuleError, ClusterError: From `fit`, before training starts.
+        RankError: From `fit`, when a rank fails.
+    """
+
+    _task = "regression"
+    _model_class = TorchRegressionModel
+
+    @keyword_only
+    def __init__(
+        self,
+        *,
+        module: Any = None,
+        moduleParams: dict[str, Any] | None = None,
+        featuresCol: str = "features",
+        inputCols: list[str] | None = None,
+        labelCol: str = "label",
+        predictionCol: str = "prediction",
+        weightCol: str | None = None,
+        validationIndicatorCol: str | None = None,
+        idCol: str | None = None,
+        loss: str | Callable[..., Any] = "MSELoss",
+        lossParams: dict[str, Any] | None = None,
+        optimizer: str | Callable[..., Any] = "AdamW",
+        optimizerParams: dict[str, Any] | None = None,
+        learningRate: float = 1e-3,
+        batchSize: int = 256,
+        epochs: int = 1,
+        shuffle: bool = True,
+        seed: int = 0,
+        strategy: str = "ddp",
+        numWorkers: int = 1,
+        device: str = "auto",
+        rendezvous: str = "auto",
+        predictBatchSize: int = 8192,
+        progress: bool = True,
+    ) -> None:
+        super().__init__()
+        self._setDefault(**DEFAULTS, loss="MSELoss")
+        self._set(**given(self))

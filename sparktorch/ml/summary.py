@@ -1,0 +1,49 @@
+"""What a fit looked like."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+__all__ = ["TrainingSummary"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSummary:
+    """The course of a fit.
+
+    Attributes:
+        history: One record per epoch: `epoch` from 1, `loss` (mean over the training rows, weighted),
+            `val_loss` and `val_accuracy` where there are validation rows, `seconds`,
+            `rows_per_second` over all ranks, `data_wait_share` in `[0, 1]`.
+        rows: Number of training rows.
+        validationRows: Number of validation rows.
+        stepsPerEpoch: Optimizer steps in an epoch.
+        numWorkers: Number of ranks.
+        fingerprint: Identifies the training rows, whatever their order and partitioning.
+        seconds: Wall seconds of the driver's phases and of rank 0's.
+        ranks: Per rank: host, device, threads, rows, bytes, seconds.
+    """
+
+    history: list[dict[str, Any]]
+    rows: int
+    validationRows: int
+    stepsPerEpoch: int
+    numWorkers: int
+    fingerprint: str
+    seconds: dict[str, float]
+    ranks: list[dict[str, Any]]
+
+    @property
+    def objectiveHistory(self) -> list[float]:
+        """The training loss of every epoch."""
+        return [record["loss"] for record in self.history]
+
+    @property
+    def totalIterations(self) -> int:
+        """Optimizer steps in all."""
+        return self.stepsPerEpoch * len(self.history)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns a JSON-ready form; `TrainingSummary(**form)` is its inverse."""
+        return asdict(self)

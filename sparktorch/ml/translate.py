@@ -1,0 +1,125 @@
+"""The one place where camelCase Params become configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from sparktorch.config import Device, Task, TrainConfig, above, at_least, one_of
+from sparktorch.errors import ConfigError, nearest
+from sparktorch.spark.barrier import Launch
+from sparktorch.train.recipe import Recipe
+
+if TYPE_CHECKING:
+    from pyspark.ml.param import Params
+
+    from sparktorch.ml.estimator import TorchEstimatorBase
+
+__all__ = ["Request", "given", "input_names", "translate"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What an estimator's Params ask for.
+
+    Attributes:
+        recipe: What is trained.
+        config: How.
+        launch: Where.
+        columns: Column names by role, the arguments of `spark.frame.prepare`.
+    """
+
+    recipe: Recipe
+    config: TrainConfig
+    launch: Launch
+    columns: dict[str, Any]
+
+
+def given(instance: Params) -> dict[str, Any]:
+    """Returns the constructor arguments that the caller gave, without the `None`s."""
+    arguments: dict[str, Any] = instance._input_kwargs  # type: ignore[attr-defined]
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
+def input_names(instance: Any) -> list[str]:
+    """Returns the input columns: `inputCols` where it is set, else `featuresCol`.
+
+    Raises:
+        ConfigError: Both were set, or `inputCols` is empty.
+    """
+    if not instance.isSet("inputCols"):
+        return [instance.getFeaturesCol()]
+    if instance.isSet("featuresCol"):
+        raise ConfigError("featuresCol and inputCols are both set", hint="set one of them", param="inputCols")
+    names: list[str] = instance.getInputCols()
+    if not names:
+        raise ConfigError("inputCols is empty", param="inputCols")
+    return names
+
+
+def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
+    """Checks the Params and translates them.
+
+    Raises:
+        ConfigError: A Param is missing or out of range.
+    """
+    p = _Values(estimator)
+    for name in ("module", "loss"):
+        if p[name] is None:
+            raise ConfigError(f"{name} is not set", hint=f"pass {name}=... to the constructor", param=name)
+    above("learningRate", p["learningRate"], 0)
+    at_least("numWorkers", p["numWorkers"], 1)
+    at_least("predictBatchSize", p["predictBatchSize"], 1)
+    one_of("device", p["device"], ("auto", "cpu", "cuda"))
+    one_of("rendezvous", p["rendezvous"], ("auto", "driver", "rank0"))
+    if "lr" in p["optimizerParams"]:
+        raise ConfigError("optimizerParams holds 'lr'", hint="set learningRate", param="optimizerParams")
+    return Request(
+        recipe=Recipe(
+            module=p["module"],
+            module_params=p["moduleParams"],
+            loss=p["loss"],
+            loss_params=p["lossParams"],
+            optimizer=p["optimizer"],
+            optimizer_params=p["optimizerParams"],
+            learning_rate=p["learningRate"],
+        ),
+        config=TrainConfig(
+            task=task,
+            batch_size=p["batchSize"],
+            epochs=p["epochs"],
+            seed=p["seed"],
+            shuffle=p["shuffle"],
+            strategy=p["strategy"],
+        ),
+        launch=Launch(world_size=p["numWorkers"], device=cast(Device, p["device"]), rendezvous=p["rendezvous"]),
+        columns={
+            "inputs": input_names(estimator),
+            "label": p["labelCol"] or None,
+            "weight": p["weightCol"],
+            "validation": p["validationIndicatorCol"],
+            "key": p["idCol"],
+        },
+    )
+
+
+class _Values:
+    """An estimator's Param values by name; `None` where neither value nor default is there."""
+
+    def __init__(self, instance: Params) -> None:
+        self._instance = instance
+
+    def __getitem__(self, name: str) -> Any:
+        return self._instance.getOrDefault(name) if self._instance.isDefined(name) else None
+
+
+def check_param_names(instance: Params, names: list[str], *, where: str) -> None:
+    """Refuses names that are not Params of the instance.
+
+    Raises:
+        ConfigError: The hint names the nearest Param.
+    """
+    valid = [param.name for param in instance.params]
+    for name in names:
+        if name not in valid:
+            raise ConfigError(f"unknown key {where}.{name}", hint=nearest(name, valid), section=where)

@@ -1,0 +1,1 @@
+"""Spark as the distributed engine: frames in, barrier tasks out. No training code."""

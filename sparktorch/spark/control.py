@@ -1,0 +1,136 @@
+"""The driver's end of the line: it hosts the store and reads what the ranks say on it."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from sparktorch.errors import RankError, SparkTorchError
+
+__all__ = ["ControlServer", "Rendezvous", "host_store"]
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the ranks of one attempt meet.
+
+    Attributes:
+        host: Name or address of the store's host, as the ranks reach it.
+        port: Its TCP port.
+        prefix: Random prefix of the attempt's keys; who does not know it cannot take part.
+    """
+
+    host: str
+    port: int
+    prefix: str
+
+
+def host_store(bind: str) -> tuple[dist.TCPStore, int]:
+    """Hosts a store on one address and a free port; returns the store and the port.
+
+    The socket is bound here and handed over, so there is no moment in which somebody else could
+    take the port, and it listens on this one address instead of on all.
+    """
+    family, _, _, _, address = socket.getaddrinfo(bind, 0, type=socket.SOCK_STREAM)[0]
+    listener = socket.create_server(address[:2], family=family, backlog=1024)
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(
+        str(address[0]),
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=60),
+        master_listen_fd=listener.detach(),
+    )
+    return store, port
+
+
+class ControlServer:
+    """The store of one attempt, seen from the driver."""
+
+    def __init__(self, bind: str, advertise: str) -> None:
+        """Starts the store.
+
+        Args:
+            bind: The local address to listen on.
+            advertise: The name or address by which executors reach it.
+        """
+        self._server, port = host_store(bind)
+        self.rendezvous = Rendezvous(advertise, port, secrets.token_hex(16))
+        self._store = dist.PrefixStore(self.rendezvous.prefix, self._server)
+        self._epochs_seen = 0
+
+    def progress(self) -> dict[str, Any] | None:
+        """Returns the last progress record of rank 0, or `None` before the first one."""
+        return self._read("progress")
+
+    def new_epochs(self) -> list[dict[str, Any]]:
+        """Returns the records of the epochs finished since the last call, each exactly once."""
+        if not self._store.check(["epochs"]):
+            return []
+        done = int(self._store.get("epochs"))
+        numbers = range(self._epochs_seen + 1, done + 1)
+        self._epochs_seen = done
+        return [json.loads(self._store.get(f"epoch/{number}")) for number in numbers]
+
+    def beats(self, world_size: int) -> list[dict[str, Any] | None]:
+        """Returns each rank's last heartbeat; `None` for a rank that has not arrived."""
+        return [self._read(f"beat/{rank}") for rank in range(world_size)]
+
+    def first_failure(self) -> tuple[SparkTorchError | None, bool]:
+        """Returns the failure that came first, and whether it is a cause.
+
+        What ranks report because another one has gone is a consequence, and comes after any cause.
+        """
+        forms = self._failures()
+        if not forms:
+            return None, False
+        first = min(forms, key=lambda form: form["secondary"])
+        return SparkTorchError.from_dict(first), not first["secondary"]
+
+    def silent(self, world_size: int) -> SparkTorchError | None:
+        """Returns an error for the rank that had arrived, reported nothing, and beats no more."""
+        reported = {form["where"].get("rank") for form in self._failures()}
+        beats = {rank: beat for rank, beat in enumerate(self.beats(world_size)) if beat is not None}
+        quiet = [rank for rank in beats if rank not in reported]
+        if not quiet:
+            return None
+        rank = min(quiet, key=lambda rank: float(beats[rank]["time"]))
+        beat = beats[rank]
+        return RankError(
+            f"rank {rank} died while {beat['phase']}, without an error of its own",
+            hint="it was killed: by the out-of-memory killer, by the cluster manager, or by a crash in "
+            "native code; see the executor's log on that host",
+            rank=rank,
+            host=beat["host"],
+            pid=beat["pid"],
+            epoch=beat["epoch"],
+            step=beat["step"],
+        )
+
+    def cancel(self) -> None:
+        """Tells the ranks that the fit is over."""
+        self._store.set("cancel", "1")
+
+    def close(self) -> None:
+        """Closes the store and its port."""
+        del self._store, self._server
+
+    def _failures(self) -> list[dict[str, Any]]:
+        if not self._store.check(["errors"]):
+            return []
+        count = int(self._store.add("errors", 0))
+        found = [self._read(f"error/{index}") for index in range(1, count + 1)]
+        return [form for form in found if form is not None]
+
+    def _read(self, key: str) -> dict[str, Any] | None:
+        if not self._store.check([key]):
+            return None
+        record: dict[str, Any] = json.loads(self._store.get(key))
+        return record

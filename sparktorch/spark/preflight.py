@@ -1,0 +1,69 @@
+"""Whether the cluster can run a barrier job of this size, before one is submitted."""
+
+from __future__ import annotations
+
+import time
+
+from pyspark.resource import ResourceProfile
+from pyspark.sql import SparkSession
+
+from sparktorch.errors import ClusterError
+from sparktorch.spark.session import setting, slots
+
+__all__ = ["check_cluster"]
+
+_SETTLE_SECONDS = 2.0
+_EMPTY_SECONDS = 60.0
+
+
+def check_cluster(spark: SparkSession, world_size: int, profile: ResourceProfile | None = None) -> None:
+    """Refuses what Spark would refuse late, hang on, or run wrongly.
+
+    A cluster that is still starting gets a moment: as long as slots keep appearing, and a minute
+    for the first one.
+
+    Args:
+        spark: The session.
+        world_size: Number of barrier tasks.
+        profile: The resource profile the tasks will have.
+
+    Raises:
+        ClusterError: With the setting to change.
+    """
+    if setting(spark, "spark.dynamicAllocation.enabled") == "true":
+        raise ClusterError(
+            "dynamic allocation is on, and Spark runs no barrier job under it",
+            hint="start the session with spark.dynamicAllocation.enabled=false and a fixed spark.executor.instances",
+        )
+    if setting(spark, "spark.speculation") == "true":
+        raise ClusterError(
+            "speculation is on: Spark would start second copies of slow ranks",
+            hint="start the session with spark.speculation=false",
+        )
+    found = _settled_slots(spark, world_size, profile)
+    if found is not None and found < world_size:
+        raise ClusterError(
+            f"numWorkers={world_size}, but the cluster has {found} slots",
+            hint=f"set numWorkers={found or 1} or less, or start the session with more: "
+            "spark.executor.instances x spark.executor.cores / spark.task.cpus "
+            f"(master {setting(spark, 'spark.master', 'unknown')!r})",
+            param="numWorkers",
+        )
+
+
+def _settled_slots(spark: SparkSession, wanted: int, profile: ResourceProfile | None) -> int | None:
+    """Returns the number of slots once it is enough or has stopped growing; `None` if unknown."""
+    java_profile = None
+    if profile is not None and profile._java_resource_profile is not None:
+        java_profile = profile._java_resource_profile
+    found = slots(spark, java_profile)
+    if found is None or setting(spark, "spark.master").startswith("local["):
+        return found
+    deadline = time.monotonic() + (_SETTLE_SECONDS if found else _EMPTY_SECONDS)
+    while found < wanted and time.monotonic() < deadline:
+        time.sleep(0.1)
+        now = slots(spark, java_profile) or 0
+        if now > found:
+            deadline = time.monotonic() + _SETTLE_SECONDS
+        found = now
+    return found

@@ -1,0 +1,159 @@
+"""The rank's side of a barrier job: a task finds its place, opens its line, runs the body, reports."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
+
+import pyarrow as pa
+from pyspark import BarrierTaskContext
+
+from sparktorch.config import Device
+from sparktorch.errors import RankError, SparkTorchError
+from sparktorch.spark.control import Rendezvous, host_store
+from sparktorch.spark.resources import choose_device
+from sparktorch.train.link import Link, connect
+from sparktorch.world import World
+
+__all__ = ["RESULT_SCHEMA", "Body", "RankTask", "Result", "assemble", "failure_in"]
+
+RESULT_SCHEMA = "rank int, meta string, payload binary"
+
+_CHUNK_BYTES = 16 << 20
+_FAILURE_MARK = "sparktorch-failure:"
+
+
+class Result(Protocol):
+    """What a rank hands back; see `sparktorch.worker.RankResult`."""
+
+    meta: dict[str, Any]
+    payload: bytes
+
+
+class Body(Protocol):
+    """What a rank runs; see `sparktorch.worker.train_partition`."""
+
+    def __call__(self, batches: Iterator[pa.RecordBatch], *, world: World, link: Link) -> Result:
+        """Turns the rank's record batches into its result."""
+        ...
+
+
+class RankTask:
+    """One barrier task: finds its place, opens its line, runs the body, reports or returns."""
+
+    def __init__(self, body: Body, world_size: int, device: Device, rendezvous: Rendezvous | None) -> None:
+        self._body = body
+        self._world_size = world_size
+        self._device = device
+        self._rendezvous = rendezvous
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Runs the body on the task's batches and yields its result as record batches."""
+        started = time.perf_counter()
+        context = BarrierTaskContext.get()
+        assert isinstance(context, BarrierTaskContext)
+        world = _world(context, self._world_size)
+        rendezvous, store = self._rendezvous, None
+        if rendezvous is None:
+            rendezvous, store = _meet_at_rank0(context, world)
+        world = replace(world, address=_address_towards(rendezvous.host))
+        link = Link(partial(connect, rendezvous.host, rendezvous.port, rendezvous.prefix), world)
+        opened = time.perf_counter() - started
+        with link.beating():
+            try:
+                gpus = context.resources().get("gpu")
+                addresses = gpus.addresses if gpus else []
+                hosts = [info.address for info in context.getTaskInfos()]
+                local = [_host(host) for host in hosts].count(world.host)
+                device = choose_device(self._device, addresses, local_rank=world.local_rank, local_size=local)
+                result = self._body(batches, world=replace(world, device=device), link=link)
+                if store is not None:  # rank 0 hosts the store: nobody may still need it
+                    link.agree("finished", {})
+            except Exception as error:
+                failure = link.fail(error)
+                raise RankError(
+                    failure.what, **failure.where, trace=f"{_FAILURE_MARK}{json.dumps(failure.to_dict())}"
+                ) from None
+        result.meta.setdefault("seconds", {})["connect"] = opened
+        yield from _chunks(world.rank, result)
+
+
+def _world(context: BarrierTaskContext, world_size: int) -> World:
+    hosts = [_host(info.address) for info in context.getTaskInfos()]
+    if len(hosts) != world_size:
+        raise RuntimeError(f"{len(hosts)} barrier tasks for a world size of {world_size}")
+    rank = context.partitionId()
+    return World(
+        rank=rank,
+        world_size=world_size,
+        local_rank=hosts[:rank].count(hosts[rank]),
+        host=hosts[rank],
+        threads=max(1, context.cpus()),
+    )
+
+
+def _meet_at_rank0(context: BarrierTaskContext, world: World) -> tuple[Rendezvous, Any]:
+    """Lets rank 0 host the store; its address travels by `allGather`, which costs a second."""
+    store = None
+    offer = ""
+    if world.is_main:
+        host = _host(context.getTaskInfos()[0].address)
+        store, port = host_store(host)
+        offer = json.dumps([host, port, secrets.token_hex(16)])
+    host, port, prefix = json.loads(context.allGather(offer)[0])
+    return Rendezvous(host, port, prefix), store
+
+
+def _host(address: str) -> str:
+    """Returns the host of `host`, `host:port` or `[v6]:port`."""
+    matched = re.fullmatch(r"\[?(.*?)\]?(?::\d+)?", address)
+    assert matched is not None
+    return matched[1]
+
+
+def _address_towards(host: str) -> str:
+    """Returns the local IPv4 address from which `host` is reached; empty if it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.connect((host, 9))  # sends nothing
+        return str(probe.getsockname()[0])
+    return ""
+
+
+def _chunks(rank: int, result: Result) -> Iterator[pa.RecordBatch]:
+    """Yields the result as record batches of one row, small enough for Arrow and for gRPC."""
+    payload = memoryview(result.payload)
+    meta = json.dumps(result.meta)
+    for start in range(0, max(1, len(payload)), _CHUNK_BYTES):
+        yield pa.RecordBatch.from_pydict(
+            {
+                "rank": pa.array([rank], pa.int32()),
+                "meta": pa.array([meta if start == 0 else None], pa.string()),
+                "payload": pa.array([payload[start : start + _CHUNK_BYTES]], pa.binary()),
+            }
+        )
+
+
+def assemble(table: pa.Table, world_size: int) -> list[tuple[dict[str, Any], bytes]]:
+    """Puts the chunks of all ranks together again; returns `(meta, payload)` by rank."""
+    metas: dict[int, dict[str, Any]] = {}
+    parts: dict[int, list[bytes]] = {rank: [] for rank in range(world_size)}
+    for batch in table.to_batches():
+        for rank, meta, payload in zip(*(batch.column(i).to_pylist() for i in range(3)), strict=True):
+            if meta is not None:
+                metas[rank] = json.loads(meta)
+            parts[rank].append(payload)
+    return [(metas[rank], b"".join(parts[rank])) for rank in range(world_size)]
+
+
+def failure_in(message: str) -> SparkTorchError | None:
+    """Returns the failure that a rank wrote into its exception, where Spark's message shows it."""
+    marked = re.search(re.escape(_FAILURE_MARK) + r"(\{.*\})", message)
+    return SparkTorchError.from_dict(json.loads(marked[1])) if marked else None

@@ -1,0 +1,113 @@
+"""Which device a rank trains on: GPU addresses from Spark, one rank per GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+from pyspark.resource import ResourceProfile, ResourceProfileBuilder, TaskResourceRequests
+from pyspark.sql import SparkSession
+
+from sparktorch.config import Device
+from sparktorch.errors import ClusterError
+from sparktorch.spark.session import setting
+
+__all__ = ["choose_device", "cuda_index", "gpu_profile"]
+
+_AMOUNT = "spark.executor.resource.gpu.amount"
+
+
+def gpu_profile(spark: SparkSession, device: Device, world_size: int) -> ResourceProfile | None:
+    """Returns the resource profile that gives every rank one whole GPU, where one is needed.
+
+    Args:
+        spark: The session.
+        device: What the user asked for.
+        world_size: Number of ranks.
+
+    Returns:
+        A profile of task resources, or `None` where the session's own task resources already
+        give one GPU a task, or where no GPU is wanted.
+
+    Raises:
+        ClusterError: A GPU was asked for and there is none.
+    """
+    if device == "cpu":
+        return None
+    if setting(spark, "spark.master").startswith("local["):  # resource profiles are refused there
+        if device == "cuda" and torch.cuda.device_count() < world_size:
+            raise ClusterError(
+                f"device='cuda' with {world_size} workers, but this machine has "
+                f"{torch.cuda.device_count()} CUDA devices",
+                hint="lower numWorkers, or set device='cpu' or 'auto'",
+            )
+        return None
+    if float(setting(spark, _AMOUNT, "0")) < 1:
+        if device == "cuda":
+            raise ClusterError(
+                "device='cuda', but the executors have no GPU",
+                hint=f"start the session with {_AMOUNT}=1 and "
+                "spark.executor.resource.gpu.discoveryScript=conf/gpu_discovery.sh, or set device='cpu'",
+            )
+        return None
+    if float(setting(spark, "spark.task.resource.gpu.amount", "0")) >= 1:
+        return None
+    cpus = int(setting(spark, "spark.task.cpus", "1"))
+    requests = TaskResourceRequests().cpus(cpus).resource("gpu", 1)
+    return ResourceProfileBuilder().require(requests).build
+
+
+def choose_device(device: Device, addresses: Sequence[str], *, local_rank: int, local_size: int) -> str:
+    """Returns the torch device of one rank; runs in the rank.
+
+    Args:
+        device: What the user asked for.
+        addresses: The GPU addresses Spark gave this task; empty where it gives none.
+        local_rank: This rank's index among the ranks on its host.
+        local_size: Number of ranks on its host.
+
+    Raises:
+        ClusterError: A GPU was asked for, or assigned, that torch cannot use.
+    """
+    if device == "cpu" or (device == "auto" and not addresses and torch.cuda.device_count() < local_size):
+        return "cpu"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    index = cuda_index(addresses[0], visible) if addresses else local_rank
+    if index >= torch.cuda.device_count():
+        raise ClusterError(
+            f"this rank was to use CUDA device {index}, but torch sees {torch.cuda.device_count()}",
+            hint="is the CUDA build of torch installed on the executors, and does the GPU discovery "
+            "script list the devices that torch sees?",
+            gpu_addresses=list(addresses) or None,
+        )
+    return f"cuda:{index}"
+
+
+def cuda_index(address: str, visible: str | None) -> int:
+    """Returns the CUDA device index of a GPU address from Spark.
+
+    Spark's addresses are those of the machine; where `CUDA_VISIBLE_DEVICES` hides some devices,
+    CUDA counts only the visible ones.
+
+    Args:
+        address: A device index or UUID, as the discovery script printed it.
+        visible: The value of `CUDA_VISIBLE_DEVICES`, `None` where it is not set.
+
+    Raises:
+        ClusterError: The address is not visible.
+    """
+    if not visible:
+        if address.isdigit():
+            return int(address)
+        raise ClusterError(
+            f"GPU address {address!r} is no device index",
+            hint="let the discovery script print indices, or set CUDA_VISIBLE_DEVICES to the UUIDs",
+        )
+    devices = [entry.strip() for entry in visible.split(",")]
+    if address not in devices:
+        raise ClusterError(
+            f"Spark assigned GPU {address}, which CUDA_VISIBLE_DEVICES={visible} hides",
+            hint="make the discovery script list the visible devices, or unset CUDA_VISIBLE_DEVICES",
+        )
+    return devices.index(address)

@@ -1,0 +1,66 @@
+"""What can be asked of a session, classic or Connect, without touching the SparkContext where it is closed."""
+
+from __future__ import annotations
+
+import re
+import socket
+from typing import Any
+
+from pyspark.errors import PySparkException
+from pyspark.sql import SparkSession
+
+__all__ = ["driver_address", "is_connect", "setting", "slots"]
+
+
+def is_connect(spark: SparkSession) -> bool:
+    """Whether the session is a Spark Connect client."""
+    return type(spark).__module__.startswith("pyspark.sql.connect")
+
+
+def setting(spark: SparkSession, name: str, default: str = "") -> str:
+    """Returns a Spark setting, or `default` where it is not set or cannot be read."""
+    try:
+        value = spark.conf.get(name, default)
+    except PySparkException:
+        return default
+    return default if value is None else str(value)
+
+
+def slots(spark: SparkSession, profile: Any = None) -> int | None:
+    """Returns how many tasks can run at once, as Spark's own barrier check counts them.
+
+    Args:
+        spark: The session.
+        profile: The resource profile the tasks will have, `None` for the default one.
+
+    Returns:
+        The number, or `None` where the session does not let it be known (remote Connect).
+    """
+    if is_connect(spark):
+        local = re.fullmatch(r"local\[(\d+)(?:,\d+)?\]", setting(spark, "spark.master"))
+        return int(local[1]) if local else None
+    context: Any = spark.sparkContext._jsc.sc()
+    if profile is None:
+        profile = context.resourceProfileManager().defaultResourceProfile()
+    return int(context.maxNumConcurrentTasks(profile))
+
+
+def driver_address(spark: SparkSession) -> tuple[str, str] | None:
+    """Returns the address to bind on this process's machine and the name executors reach it by.
+
+    Returns:
+        `(bind, advertise)`, or `None` where this process is a Connect client on another machine
+        than the driver, which executors may not be able to reach.
+    """
+    if is_connect(spark) and not _is_loopback(str(spark.client.host)):
+        return None
+    advertise = setting(spark, "spark.driver.host", "127.0.0.1")
+    bind = setting(spark, "spark.driver.bindAddress") or advertise
+    return bind, advertise
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return socket.gethostbyname(host).startswith("127.")
+    except OSError:
+        return False

@@ -1,0 +1,1 @@
+"""The training engine: what is trained, how ranks share the work, and the loop. No pyspark."""

@@ -1,0 +1,164 @@
+"""One forward pass and one loss on the driver, before a job starts."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparktorch.config import Task
+from sparktorch.errors import ModuleError, SparkTorchError
+from sparktorch.train.recipe import Recipe
+from sparktorch.train.task import align, classes_in
+
+__all__ = ["OutputSpec", "Trial", "describe_outputs", "dry_run"]
+
+
+@dataclass(frozen=True)
+class OutputSpec:
+    """One tensor that `forward` returns.
+
+    Attributes:
+        name: Its key if `forward` returns a mapping, its index if a tuple, empty if one tensor.
+        shape: One row's shape.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What the dry run found out.
+
+    Attributes:
+        module: The module as it will start training, on the CPU.
+        outputs: What `forward` returns.
+        classes: Number of classes a classifier tells apart, `None` for other tasks.
+    """
+
+    module: nn.Module
+    outputs: tuple[OutputSpec, ...]
+    classes: int | None
+
+
+def dry_run(
+    recipe: Recipe,
+    task: Task,
+    seed: int,
+    inputs: Mapping[str, torch.Tensor],
+    label: torch.Tensor | None,
+) -> Trial:
+    """Builds everything the ranks will build and runs it forward on a few rows.
+
+    Args:
+        recipe: What is trained.
+        task: What the labels mean.
+        seed: Seed of the initial weights.
+        inputs: One tensor of shape `(rows, ...)` per argument of `forward`, keyed by what the
+            user knows it by.
+        label: Labels of shape `(rows, ...)`, or `None`.
+
+    Raises:
+        ModuleError: The module, loss or optimizer cannot be built or does not fit the columns.
+    """
+    module = recipe.build_module(seed)
+    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if not trainable:
+        raise ModuleError("the module has no parameters that require a gradient", param="module")
+    loss = recipe.build_loss()
+    recipe.build_optimizer(trainable)
+    mapping = "".join(
+        f"\n     argument {i} of forward <- {name}: {_describe(tensor)}"
+        for i, (name, tensor) in enumerate(inputs.items())
+    )
+    was_training = module.training
+    module.eval()  # one row has no batch statistics
+    try:
+        with torch.no_grad():
+            output = module(*inputs.values())
+    except Exception as error:
+        raise ModuleError(
+            f"forward of {type(module).__qualname__} failed on the first row: {type(error).__name__}: {error}",
+            hint=f"the columns arrive as{mapping}",
+            param="module",
+        ) from error
+    outputs = describe_outputs(output)
+    classes = _check_classes(task, output, loss.name)
+    if label is not None and classes is not None:
+        label = label.to(torch.int64).clamp(0, classes - 1)  # the ranks check every label
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            # "Using a target size that is different to the input size": a silent broadcast.
+            warnings.filterwarnings("error", message="Using a target size")
+            loss(*align(task, output, label), weight=None)
+    except SparkTorchError:
+        raise
+    except Exception as error:
+        got = "" if label is None else f" and labels {_describe(label)}"
+        raise ModuleError(
+            f"loss {loss.name} failed on the first row: {error}",
+            hint=f"the module returned {_describe(output)}{got}",
+            param="loss",
+        ) from error
+    module.train(was_training)
+    return Trial(module, outputs, classes)
+
+
+def describe_outputs(output: Any) -> tuple[OutputSpec, ...]:
+    """Returns one spec per tensor of what `forward` returned.
+
+    Raises:
+        ModuleError: It is neither a tensor nor a tuple or mapping of tensors with rows first.
+    """
+    if isinstance(output, torch.Tensor):
+        named = {"": output}
+    elif isinstance(output, Mapping):
+        named = dict(output)
+    elif isinstance(output, tuple | list):
+        named = {str(i): tensor for i, tensor in enumerate(output)}
+    else:
+        named = {}
+    if not named or not all(isinstance(t, torch.Tensor) and t.dim() for t in named.values()):
+        raise ModuleError(
+            f"forward returned {_describe(output)}",
+            hint="return a tensor with one row per row of the input, or a tuple or dict of such tensors",
+        )
+    return tuple(OutputSpec(str(name), tuple(tensor.shape[1:])) for name, tensor in named.items())
+
+
+def _check_classes(task: Task, output: Any, loss: str) -> int | None:
+    """Returns the number of classes of a classifier, having refused outputs that cannot be scores."""
+    if task == "generic":
+        return None
+    if not isinstance(output, torch.Tensor) or output.dim() > 2:
+        raise ModuleError(
+            f"the module returned {_describe(output)}",
+            hint="a classifier returns scores of shape (rows, classes), a regressor (rows,) or "
+            "(rows, values); for anything else there is TorchEstimator",
+            param="module",
+        )
+    if task == "regression":
+        return None
+    if loss == "CrossEntropyLoss" and (output.dim() == 1 or output.shape[1] == 1):
+        raise ModuleError(
+            "the module returns one score a row, which CrossEntropyLoss cannot train",
+            hint="use loss='BCEWithLogitsLoss' for two classes, or return one score per class",
+            param="loss",
+        )
+    return classes_in(tuple(output.shape[1:]))
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        shape = ", ".join(("rows", *map(str, value.shape[1:]))) if value.dim() else ""
+        return f"{str(value.dtype).removeprefix('torch.')} of shape ({shape})"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_describe(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, tuple | list):
+        return "(" + ", ".join(_describe(item) for item in value) + ")"
+    return type(value).__name__

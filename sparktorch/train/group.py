@@ -1,0 +1,94 @@
+"""The process group as a context: opened for a fit, closed after it, whatever happened inside."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from sparktorch.world import World
+
+__all__ = ["process_group", "sum_over_ranks"]
+
+_SIOCGIFADDR = 0x8915
+
+
+@contextmanager
+def process_group(world: World, store: dist.Store, *, timeout: timedelta) -> Iterator[None]:
+    """Opens the default process group over `store` and closes it on the way out; alone, does nothing.
+
+    Reused Python workers keep module state: a group that an earlier job left open is closed first.
+
+    Args:
+        world: This rank's place.
+        store: The store the ranks meet at.
+        timeout: How long a collective may wait for the other ranks.
+    """
+    if world.world_size == 1:
+        yield
+        return
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    with _gloo_interface(world.address):
+        dist.init_process_group(
+            world.backend,
+            store=dist.PrefixStore("group", store),
+            rank=world.rank,
+            world_size=world.world_size,
+            timeout=timeout,
+        )
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def sum_over_ranks(values: torch.Tensor, world: World) -> torch.Tensor:
+    """Returns the element-wise sum of `values` over all ranks, on the CPU.
+
+    Args:
+        values: A float64 tensor, of the same shape on every rank.
+        world: This rank's place; alone, nothing is sent.
+    """
+    if world.world_size == 1:
+        return values.cpu()
+    values = values.to(world.device, copy=True)
+    dist.all_reduce(values)
+    return values.cpu()
+
+
+@contextmanager
+def _gloo_interface(address: str) -> Iterator[None]:
+    """Makes Gloo listen on the interface with that address instead of guessing by host name."""
+    name = _interface_of(address) if address else None
+    before = os.environ.get("GLOO_SOCKET_IFNAME")
+    if name is None or before is not None:  # the user's own choice stands
+        yield
+        return
+    os.environ["GLOO_SOCKET_IFNAME"] = name
+    try:
+        yield
+    finally:
+        os.environ.pop("GLOO_SOCKET_IFNAME", None)
+
+
+def _interface_of(address: str) -> str | None:
+    """Returns the name of the network interface that has the IPv4 address, or `None`."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+            except OSError:  # an interface without an IPv4 address
+                continue
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return None

@@ -1,0 +1,245 @@
+"""What to train: how module, loss and optimizer are made, as a value that travels to the ranks."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparktorch.errors import ModuleError, nearest
+
+__all__ = ["Loss", "ModuleSource", "Recipe", "import_path", "load_object"]
+
+ModuleSource = str | nn.Module | Callable[..., nn.Module]
+
+
+def load_object(path: str) -> Any:
+    """Imports `"package.module:attribute"`.
+
+    Raises:
+        ModuleError: The path has another form, or cannot be imported.
+    """
+    name, _, attribute = path.partition(":")
+    if not name or not attribute:
+        raise ModuleError(f"{path!r} is not an import path", hint="write it as 'package.module:Name'")
+    try:
+        found: Any = importlib.import_module(name)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise ModuleError(
+            f"cannot import {path!r}: {error}",
+            hint="is the file on the Python path of this process? ship it with --py-files",
+        ) from error
+    return found
+
+
+def import_path(value: Any) -> str | None:
+    """Returns the path that imports `value` again anywhere, or `None` where there is none."""
+    name = getattr(value, "__module__", None)
+    qualname = getattr(value, "__qualname__", None)
+    if not name or not qualname or name == "__main__" or "<" in qualname:
+        return None
+    path = f"{name}:{qualname}"
+    try:
+        return path if load_object(path) is value else None
+    except ModuleError:
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Factories for what is trained, with their parameters.
+
+    Attributes:
+        module: An `nn.Module` class or factory, its import path `"pkg.mod:Net"`, or an instance.
+        module_params: Keyword arguments of the factory.
+        loss: The name of a class in `torch.nn`, an import path, or a callable `(output, label)`
+            that returns one loss per row, or their mean.
+        loss_params: Keyword arguments of a loss class.
+        optimizer: The name of a class in `torch.optim`, an import path, or a factory.
+        optimizer_params: Keyword arguments of the optimizer besides the learning rate.
+        learning_rate: Passed to the optimizer as `lr`.
+    """
+
+    module: ModuleSource
+    module_params: Mapping[str, Any] = field(default_factory=dict)
+    loss: str | Callable[..., torch.Tensor] = "MSELoss"
+    loss_params: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: str | Callable[..., torch.optim.Optimizer] = "AdamW"
+    optimizer_params: Mapping[str, Any] = field(default_factory=dict)
+    learning_rate: float = 1e-3
+
+    def build_module(self, seed: int) -> nn.Module:
+        """Builds the module; the same seed gives the same initial weights in every process.
+
+        Raises:
+            ModuleError: The factory fails, or what it returns is no `nn.Module`.
+        """
+        if isinstance(self.module, nn.Module):
+            if self.module_params:
+                raise ModuleError("moduleParams are given, but module is an instance", hint="pass the class instead")
+            return copy.deepcopy(self.module)
+        factory = load_object(self.module) if isinstance(self.module, str) else self.module
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(seed)
+            try:
+                module = factory(**self.module_params)
+            except Exception as error:
+                raise ModuleError(
+                    f"module {_name(factory)} cannot be built: {type(error).__name__}: {error}",
+                    hint=f"its parameters are {_signature(factory)}; moduleParams are {dict(self.module_params)}",
+                ) from error
+        if not isinstance(module, nn.Module):
+            raise ModuleError(
+                f"module {_name(factory)} returned {type(module).__name__}, not an nn.Module",
+                hint="pass an nn.Module class, a function that returns one, or an instance",
+            )
+        return module
+
+    def build_loss(self) -> Loss:
+        """Builds the loss.
+
+        Raises:
+            ModuleError: The loss is unknown or does not take its parameters.
+        """
+        return Loss(self.loss, self.loss_params)
+
+    def build_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """Builds the optimizer over `parameters`, fused where torch has a fused kernel for it.
+
+        Raises:
+            ModuleError: The optimizer is unknown or does not take its parameters.
+        """
+        factory = _lookup(self.optimizer, torch.optim, torch.optim.Optimizer, "optimizer")
+        parameters = list(parameters)
+        options = {"lr": self.learning_rate, **self.optimizer_params}
+        known = inspect.signature(factory).parameters
+        choice = {"fused", "foreach", "differentiable"} & options.keys()
+        if "fused" in known and not choice and all(p.is_floating_point() for p in parameters):
+            options["fused"] = True
+        try:
+            optimizer: torch.optim.Optimizer = factory(parameters, **options)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ModuleError(
+                f"optimizer {_name(factory)} cannot be built: {error}",
+                hint=f"its parameters are {_signature(factory)}",
+                param="optimizerParams",
+            ) from error
+        return optimizer
+
+
+class Loss:
+    """One loss per row, whatever the user's loss returns."""
+
+    def __init__(self, loss: str | Callable[..., torch.Tensor], params: Mapping[str, Any]) -> None:
+        """Resolves a name, class or callable; classes with a `reduction` are made with "none".
+
+        Raises:
+            ModuleError: The loss is unknown or does not take its parameters.
+        """
+        self.name = loss if isinstance(loss, str) else _name(loss)
+        found = _lookup(loss, nn, nn.Module, "loss", suffix="Loss")
+        self.per_row = False
+        if isinstance(found, type):
+            options = dict(params)
+            if "reduction" in inspect.signature(found).parameters:
+                if options.pop("reduction", "mean") == "sum":
+                    raise ModuleError(
+                        "loss reduction 'sum' would make the step depend on the batch size",
+                        hint="leave lossParams without 'reduction'; the gradient is that of the mean",
+                        param="lossParams",
+                    )
+                options["reduction"] = "none"
+                self.per_row = True
+            try:
+                found = found(**options)
+            except TypeError as error:
+                raise ModuleError(
+                    f"loss {self.name} cannot be built: {error}",
+                    hint=f"its parameters are {_signature(found)}",
+                    param="lossParams",
+                ) from error
+        elif params:
+            raise ModuleError("lossParams are given, but loss is not a class", param="lossParams")
+        self._function: Callable[..., torch.Tensor] = found
+
+    def to(self, device: str) -> Loss:
+        """Moves the loss's own tensors, if it has any, to the device."""
+        if isinstance(self._function, nn.Module):
+            self._function.to(device)
+        return self
+
+    def __call__(self, output: Any, label: torch.Tensor | None, weight: torch.Tensor | None) -> torch.Tensor:
+        """Returns the weighted sum of the rows' losses, a scalar tensor.
+
+        Args:
+            output: What the module returned.
+            label: The labels, shape `(rows, ...)`.
+            weight: float32 weights of shape `(rows,)`, or `None` for ones.
+
+        Raises:
+            ModuleError: The loss returned neither a scalar nor a value per row, or a scalar where
+                rows have weights.
+        """
+        losses = self._function(output) if label is None else self._function(output, label)
+        rows = _rows(output)
+        if losses.dim() == 0:
+            if weight is None:
+                return losses * rows
+            if weight.any():
+                raise ModuleError(
+                    f"loss {self.name} returns one number for the batch, so rows cannot be weighted",
+                    hint="return one loss per row: a tensor of shape (rows,)",
+                )
+            return losses * 0
+        if losses.shape[0] != rows:
+            raise ModuleError(
+                f"loss {self.name} returned shape {tuple(losses.shape)} for {rows} rows",
+                hint="return one loss per row, shape (rows,), or their mean",
+            )
+        if losses.dim() > 1:
+            losses = losses.flatten(1).mean(1)
+        return losses.sum() if weight is None else (losses * weight).sum()
+
+
+def _rows(output: Any) -> int:
+    """Number of rows of an output: of the tensor, or of the first one in a tuple or mapping."""
+    while not isinstance(output, torch.Tensor):
+        output = next(iter(output.values() if isinstance(output, Mapping) else output))
+    return len(output)
+
+
+def _lookup(value: Any, namespace: Any, base: type, what: str, *, suffix: str = "") -> Any:
+    """Resolves the name of a class in a torch namespace, an import path, or passes a callable on."""
+    if not isinstance(value, str):
+        if callable(value):
+            return value
+        raise ModuleError(f"{what} must be a name or a callable, got {value!r}", param=what)
+    if ":" in value:
+        return load_object(value)
+    names = {
+        name
+        for name, found in vars(namespace).items()
+        if isinstance(found, type) and issubclass(found, base) and found is not base and name.endswith(suffix)
+    }
+    if value not in names:
+        raise ModuleError(f"{what} {value!r} is unknown", hint=nearest(value, names), param=what)
+    return getattr(namespace, value)
+
+
+def _name(value: Any) -> str:
+    return str(getattr(value, "__qualname__", type(value).__qualname__))
+
+
+def _signature(factory: Any) -> str:
+    try:
+        return str(inspect.signature(factory))
+    except (TypeError, ValueError):
+        return "unknown"

@@ -1,0 +1,43 @@
+"""What the labels mean: how outputs and labels meet in the loss, and what validation counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sparktorch.config import Task
+
+__all__ = ["align", "classes_in", "correct"]
+
+
+def align(task: Task, output: Any, label: torch.Tensor | None) -> tuple[Any, torch.Tensor | None]:
+    """Brings output and label into the shapes and dtypes that losses expect.
+
+    A trailing axis of one is dropped where the label has none: torch's element-wise losses would
+    broadcast `(rows, 1)` against `(rows,)` to `(rows, rows)` without an error. One score a row is
+    a two-class problem, whose losses want labels of the score's dtype.
+
+    Args:
+        task: What the labels mean.
+        output: What the module returned.
+        label: int64 classes or float values of shape `(rows, ...)`.
+    """
+    if task == "generic" or label is None or not isinstance(output, torch.Tensor):
+        return output, label
+    if output.dim() == label.dim() + 1 and output.shape[-1] == 1:
+        output = output.squeeze(-1)
+    if task == "classification" and output.dim() == label.dim():
+        label = label.to(output.dtype)
+    return output, label
+
+
+def classes_in(shape: tuple[int, ...]) -> int:
+    """Number of classes a classifier tells apart, from one row's shape of its output."""
+    return max(2, shape[0] if shape else 1)
+
+
+def correct(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    """Returns per row whether a classifier is right; `output` and `label` as from `align`."""
+    guess = (output > 0).to(label.dtype) if output.dim() == label.dim() else output.argmax(1)
+    return guess == label

@@ -1,0 +1,43 @@
+"""Who a process is among the ranks: a value, computed once, passed down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["World"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """One rank's place in the process group.
+
+    Attributes:
+        rank: This rank, `0 <= rank < world_size`.
+        world_size: Number of ranks.
+        local_rank: This rank's index among the ranks on its host.
+        host: The host as the cluster manager names it.
+        address: The local IP address that reaches the other ranks; empty to let torch choose.
+        device: The torch device this rank trains on, `"cpu"` or `"cuda:<index>"`.
+        threads: Number of intra-op threads torch may use in this rank.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    host: str = "localhost"
+    address: str = ""
+    device: str = "cpu"
+    threads: int = 1
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.rank < self.world_size, (self.rank, self.world_size)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the one that reports for all."""
+        return self.rank == 0
+
+    @property
+    def backend(self) -> str:
+        """The collective backend for this rank's device: `"nccl"` on CUDA, `"gloo"` elsewhere."""
+        return "nccl" if self.device.startswith("cuda") else "gloo"
