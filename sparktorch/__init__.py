@@ -7,6 +7,7 @@ The public names load when they are first used: importing the pure core, for exa
 from __future__ import annotations
 
 import importlib
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -38,6 +39,21 @@ _HOMES = {
     "TorchRegressionModel": "sparktorch.ml.regression",
     "TorchRegressor": "sparktorch.ml.regression",
 }
+
+
+def _refuse_namesake() -> None:
+    """Refuses to share the package folder with the unrelated PyPI project of the same name."""
+    try:
+        found = version("sparktorch")
+    except PackageNotFoundError:
+        return
+    raise ImportError(
+        f"the distribution 'sparktorch' {found} is installed: an unrelated project, whose files share this "
+        "package's folder. Run: pip uninstall -y sparktorch && pip install --force-reinstall sparktorch-estimator"
+    )
+
+
+_refuse_namesake()
 
 
 def __getattr__(name: str) -> Any:

@@ -91,6 +91,8 @@ class PersistenceError(SparkTorchError, ValueError):
     """A model or estimator cannot be saved as it is, or a saved one cannot be loaded."""
 
 
+_FEW = 8
+
 _KINDS: dict[str, type[SparkTorchError]] = {
     kind.__name__: kind for kind in (ConfigError, ColumnError, ModuleError, ClusterError, RankError, PersistenceError)
 }
@@ -102,10 +104,12 @@ def _restore(form: dict[str, Any]) -> SparkTorchError:
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """Returns a hint that names the valid name nearest to `name`, or all of them if none is near."""
+    """Returns a hint that names the valid name nearest to `name`, and all of them if they are few."""
     names = sorted(valid)
     by_lower = {candidate.lower(): candidate for candidate in names}
     close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
-    if close:
-        return f"did you mean {by_lower[close[0]]!r}?"
-    return f"valid names: {', '.join(names)}"
+    listed = f"valid names: {', '.join(names)}"
+    if not close:
+        return listed
+    question = f"did you mean {by_lower[close[0]]!r}?"
+    return question if len(names) > _FEW else f"{question} {listed}"

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from pyspark.ml.base import Estimator
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
+from pyspark.sql import functions as F
 
 import sparktorch
 from sparktorch.config import from_dict, one_of
@@ -106,6 +106,19 @@ class TrackingSection:
     experiment: str = "sparktorch"
     model: str = "model"
 
+    def connect(self) -> None:
+        """Points MLflow at the store and the experiment, making folders and experiment as needed."""
+        import mlflow
+
+        if self.uri is not None:
+            if self.uri.startswith("sqlite:///"):
+                Path(self.uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
+            mlflow.set_tracking_uri(self.uri)
+        if mlflow.get_experiment_by_name(self.experiment) is None:
+            location = None if self.artifacts is None else Path(self.artifacts).absolute().as_uri()
+            mlflow.create_experiment(self.experiment, artifact_location=location)
+        mlflow.set_experiment(self.experiment)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreSection:
@@ -132,8 +145,13 @@ class JobConfig:
     score: ScoreSection
     tracking: TrackingSection = field(default_factory=TrackingSection)
 
+    @property
+    def label(self) -> str:
+        """The label column."""
+        return str(self.estimator.params.get("labelCol", "label"))
 
-_SECTIONS = {
+
+_SECTIONS: dict[str, type[Any]] = {
     "data": DataSection,
     "estimator": EstimatorSection,
     "tracking": TrackingSection,
@@ -153,7 +171,7 @@ def read_job(path: str | os.PathLike[str]) -> JobConfig:
         raise ConfigError(f"cannot read {os.fspath(path)}: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{os.fspath(path)} holds no mapping")
-    sections = {}
+    sections: dict[str, Any] = {}
     for name, kind in _SECTIONS.items():
         if name in values:
             if not isinstance(values[name], dict):

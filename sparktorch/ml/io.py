@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from sparktorch.ml.model import TorchModelBase
 
-__all__ = ["EstimatorReader", "EstimatorWriter", "ModelReader", "ModelWriter"]
+__all__ = ["EstimatorReader", "EstimatorWriter", "ModelReader", "ModelWriter", "read_local", "write_local"]
 
 R = TypeVar("R", bound=Any)
 
@@ -93,16 +93,14 @@ class _Reader(MLReader[R]):
         self._allow_pickle = str(value).lower() == "true"
         return self
 
-    def _read_metadata(self, path: str) -> tuple[R, dict[str, Any]]:
+    def _check_class(self, path: str) -> dict[str, Any]:
         metadata = DefaultParamsReader.loadMetadata(path, self.sparkSession)
         expected = f"{self._cls.__module__}.{self._cls.__name__}"
         if metadata["class"] != expected:
             raise PersistenceError(
                 f"{path} holds a {metadata['class']}", hint=f"load it with that class, not {expected}"
             )
-        instance = self._cls()
-        instance._resetUid(metadata["uid"])
-        return instance, metadata
+        return metadata
 
 
 def read_files(spark: SparkSession, path: str, directory: Path) -> None:
@@ -115,6 +113,46 @@ def read_files(spark: SparkSession, path: str, directory: Path) -> None:
                 file.write(content.as_buffer())
 
 
+def write_local(model: TorchModelBase, directory: Path, *, allow_pickle: bool) -> None:
+    """Writes a model, Params and summary included, as plain files into a local directory.
+
+    Raises:
+        PersistenceError: The module has no import path and `allow_pickle` is not set.
+    """
+    model.trained.save(directory, allow_pickle=allow_pickle)
+    form = {
+        "class": f"{type(model).__module__}:{type(model).__qualname__}",
+        "uid": model.uid,
+        "params": {param.name: value for param, value in model._paramMap.items()},
+        "summary": model.summary.to_dict() if model.hasSummary else None,
+    }
+    (directory / "model.json").write_text(json.dumps(form, indent=1))
+
+
+def read_local(directory: Path, *, allow_pickle: bool, cls: type[Any] | None = None) -> Any:
+    """Reads a model that `write_local` wrote.
+
+    Args:
+        directory: Where it lies.
+        allow_pickle: Whether pickled code may be run.
+        cls: The class that is expected; `None` for the one that was saved.
+
+    Raises:
+        PersistenceError: It is no such model, of a newer format, or pickled.
+    """
+    from sparktorch.ml.model import TorchModelBase
+
+    form = json.loads((directory / "model.json").read_text())
+    cls = cls or load_object(form["class"])
+    if not (isinstance(cls, type) and issubclass(cls, TorchModelBase)):
+        raise PersistenceError(f"{form['class']} is no model of sparktorch")
+    model = cls()
+    model._resetUid(form["uid"])
+    model._set(**form["params"])
+    course = TrainingSummary(**form["summary"]) if form["summary"] else None
+    return model._with(TrainedModule.load(directory, allow_pickle=allow_pickle), course)
+
+
 class ModelWriter(_Writer):
     """Saves a fitted model."""
 
@@ -123,13 +161,10 @@ class ModelWriter(_Writer):
     def saveImpl(self, path: str) -> None:
         """Writes Params, summary and module under `path`."""
         with tempfile.TemporaryDirectory() as temporary:
-            directory = Path(temporary)
-            self._instance.trained.save(directory, allow_pickle=self._allow_pickle)
-            if self._instance.hasSummary:
-                (directory / "summary.json").write_text(json.dumps(self._instance.summary.to_dict()))
+            write_local(self._instance, Path(temporary), allow_pickle=self._allow_pickle)
             values = {param.name: value for param, value in self._instance._paramMap.items()}
             self._write_metadata(path, values, {})
-            self._write_files(path, directory)
+            self._write_files(path, Path(temporary))
 
 
 class ModelReader(_Reader[R]):
@@ -141,15 +176,11 @@ class ModelReader(_Reader[R]):
         Raises:
             PersistenceError: It is another class, of a newer format, or pickled.
         """
-        instance, metadata = self._read_metadata(path)
-        DefaultParamsReader.getAndSetParams(instance, metadata)
+        self._check_class(path)
         with tempfile.TemporaryDirectory() as temporary:
-            directory = Path(temporary)
-            read_files(self.sparkSession, path, directory)
-            trained = TrainedModule.load(directory, allow_pickle=self._allow_pickle)
-            summary = directory / "summary.json"
-            course = TrainingSummary(**json.loads(summary.read_text())) if summary.exists() else None
-        return instance._with(trained, course)  # type: ignore[no-any-return]
+            read_files(self.sparkSession, path, Path(temporary))
+            model: R = read_local(Path(temporary), allow_pickle=self._allow_pickle, cls=self._cls)
+        return model
 
 
 class EstimatorWriter(_Writer):
@@ -194,7 +225,9 @@ class EstimatorReader(_Reader[R]):
         Raises:
             PersistenceError: It is another class, or holds pickled Params.
         """
-        instance, metadata = self._read_metadata(path)
+        metadata = self._check_class(path)
+        instance = self._cls()
+        instance._resetUid(metadata["uid"])
         for name, value in metadata["paramMap"].items():
             if isinstance(value, dict) and value.keys() == {"$import"}:
                 metadata["paramMap"][name] = load_object(value["$import"])
@@ -210,7 +243,8 @@ class EstimatorReader(_Reader[R]):
                 read_files(self.sparkSession, path, Path(temporary))
                 pickled = cloudpickle.loads((Path(temporary) / _PICKLED).read_bytes())
             instance._set(**pickled)
-        return instance
+        loaded: R = instance
+        return loaded
 
 
 def _is_json(value: Any) -> bool:

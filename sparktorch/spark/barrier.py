@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import pyarrow as pa
-from pyspark import inheritable_thread_target
+from pyspark import cloudpickle, inheritable_thread_target
 from pyspark.resource import ResourceProfile
 from pyspark.sql import DataFrame, SparkSession
 
@@ -22,6 +22,7 @@ from sparktorch.errors import ClusterError, ConfigError, ModuleError, RankError,
 from sparktorch.spark.control import ControlServer, Rendezvous
 from sparktorch.spark.rank import RESULT_SCHEMA, Body, RankTask, assemble, failure_in
 from sparktorch.spark.session import driver_address
+from sparktorch.train.recipe import SHIPPING_HINT
 
 __all__ = ["Launch", "Observer", "run_ranks"]
 
@@ -121,25 +122,18 @@ def _control_server(spark: SparkSession, launch: Launch) -> ControlServer | None
 
 
 def _plan(data: DataFrame, body: Body, launch: Launch, rendezvous: Rendezvous | None) -> DataFrame:
-    task = RankTask(body, launch.world_size, launch.device, rendezvous)
+    try:
+        packed: bytes = cloudpickle.dumps(body)  # type: ignore[no-untyped-call]
+    except Exception as error:
+        raise ModuleError(
+            f"the module, loss or optimizer cannot be shipped to the ranks: {error}", hint=SHIPPING_HINT
+        ) from error
+    task = RankTask(packed, launch.world_size, launch.device, rendezvous)
 
     def run(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         return task(batches)
 
-    try:
-        return data.mapInArrow(run, RESULT_SCHEMA, barrier=True, profile=launch.profile)
-    except Exception as error:
-        if "ickl" not in f"{type(error).__name__}: {error}":
-            raise
-        raise _cannot_ship(error) from error
-
-
-def _cannot_ship(error: Exception) -> SparkTorchError:
-    return ModuleError(
-        f"the module, loss or optimizer cannot be shipped to the ranks: {error}",
-        hint="it holds something that cannot be pickled (a lock, a file, a session): build that inside "
-        "the module's __init__ and pass the class instead of an instance",
-    )
+    return data.mapInArrow(run, RESULT_SCHEMA, barrier=True, profile=launch.profile)
 
 
 class _Job:

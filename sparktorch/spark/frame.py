@@ -9,8 +9,8 @@ import pyarrow as pa
 from pyspark.ml.functions import vector_to_array
 from pyspark.ml.linalg import VectorUDT
 from pyspark.sql import Column, DataFrame
-from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
-from pyspark.sql import types as T  # noqa: N812
+from pyspark.sql import functions as F
+from pyspark.sql import types as T
 
 from sparktorch.config import Task
 from sparktorch.data.columns import KEY, LABEL, VALIDATION, WEIGHT, Columns, DType, TensorSpec, input_name

@@ -11,7 +11,7 @@ import pyarrow as pa
 import torch
 from pyspark import TaskContext
 from pyspark.sql import Column
-from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
+from pyspark.sql import functions as F
 from pyspark.sql.pandas.functions import PandasUDFType, pandas_udf
 
 from sparktorch.artifact import Scorer, TrainedModule

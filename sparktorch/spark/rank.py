@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 import secrets
 import socket
@@ -49,7 +50,8 @@ class Body(Protocol):
 class RankTask:
     """One barrier task: finds its place, opens its line, runs the body, reports or returns."""
 
-    def __init__(self, body: Body, world_size: int, device: Device, rendezvous: Rendezvous | None) -> None:
+    def __init__(self, body: bytes, world_size: int, device: Device, rendezvous: Rendezvous | None) -> None:
+        """Takes the body, a `Body`, pickled: it is unpickled where a failure to can be reported."""
         self._body = body
         self._world_size = world_size
         self._device = device
@@ -61,9 +63,10 @@ class RankTask:
         context = BarrierTaskContext.get()
         assert isinstance(context, BarrierTaskContext)
         world = _world(context, self._world_size)
-        rendezvous, store = self._rendezvous, None
+        rendezvous = self._rendezvous
+        hosted_by_rank0 = rendezvous is None
         if rendezvous is None:
-            rendezvous, store = _meet_at_rank0(context, world)
+            rendezvous, _store = _meet_at_rank0(context, world)
         world = replace(world, address=_address_towards(rendezvous.host))
         link = Link(partial(connect, rendezvous.host, rendezvous.port, rendezvous.prefix), world)
         opened = time.perf_counter() - started
@@ -74,9 +77,10 @@ class RankTask:
                 hosts = [info.address for info in context.getTaskInfos()]
                 local = [_host(host) for host in hosts].count(world.host)
                 device = choose_device(self._device, addresses, local_rank=world.local_rank, local_size=local)
-                result = self._body(batches, world=replace(world, device=device), link=link)
-                if store is not None:  # rank 0 hosts the store: nobody may still need it
-                    link.agree("finished", {})
+                body: Body = pickle.loads(self._body)
+                result = body(batches, world=replace(world, device=device), link=link)
+                if hosted_by_rank0:
+                    link.leave()
             except Exception as error:
                 failure = link.fail(error)
                 raise RankError(

@@ -25,7 +25,7 @@ from sparktorch.world import World
 __all__ = ["Cancelled", "Link", "PeerFailure", "connect"]
 
 _BEAT_SECONDS = 0.5
-_POLL = timedelta(seconds=1)
+_LONGEST_PAUSE = 0.05
 
 
 class Cancelled(Exception):  # noqa: N818 - control flow between rank and driver, no user meets it
@@ -66,8 +66,13 @@ class Link:
             thread.join()
 
     def enter(self, phase: str, *, epoch: int | None = None, step: int | None = None) -> None:
-        """Says what the rank does now; the next beat carries it."""
+        """Tells the driver what the rank does now."""
         self._state = {"phase": phase, "epoch": epoch, "step": step}
+        self._set(self.store, f"beat/{self._world.rank}", self._beat_record())
+
+    def at_step(self, step: int) -> None:
+        """Notes the step the rank is at; the next beat, or an error, carries it."""
+        self._state["step"] = step
 
     def agree(self, topic: str, value: dict[str, Any]) -> list[dict[str, Any]]:
         """Exchanges one JSON object with every rank and returns them all, by rank.
@@ -78,13 +83,14 @@ class Link:
         """
         keys = [f"{topic}/{rank}" for rank in range(self._world.world_size)]
         self._set(self.store, keys[self._world.rank], value)
-        while True:
-            try:
-                self.store.wait(keys, _POLL)
-                break
-            except dist.DistStoreError:
-                self._check_peers()
+        self._wait(keys)
         return [json.loads(raw) for raw in self.store.multi_get(keys)]
+
+    def leave(self) -> None:
+        """Says that this rank needs the store no more; rank 0, where it hosts it, goes last."""
+        self._set(self.store, f"left/{self._world.rank}", {})
+        if self._world.is_main:
+            self._wait([f"left/{rank}" for rank in range(self._world.world_size)])
 
     def progress(self, **record: Any) -> None:
         """Publishes how far the training is; each call replaces the last one."""
@@ -120,6 +126,14 @@ class Link:
             trace=f"Traceback of rank {self._world.rank}:\n{trace}",
             **place,
         )
+
+    def _wait(self, keys: list[str]) -> None:
+        # The store's own `wait` cannot look out for failures, and logs each of its time-outs.
+        pause = 0.002
+        while not self.store.check(keys):
+            self._check_peers()
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _check_peers(self) -> None:
         if self.store.check(["cancel"]):

@@ -70,6 +70,10 @@ class Reporter(Protocol):
         """Says what the rank does now."""
         ...
 
+    def at_step(self, step: int) -> None:
+        """Notes the step the rank is at."""
+        ...
+
     def progress(self, **record: Any) -> None:
         """Publishes how far the training is."""
         ...
@@ -172,6 +176,7 @@ def _train_epoch(
     batches = shard.epoch(epoch)
     next_report = 0.0
     for step, scale in enumerate(scales):
+        reporter.at_step(step + 1)
         asked = time.perf_counter()
         batch = next(batches)
         now = time.perf_counter()
@@ -187,7 +192,6 @@ def _train_epoch(
         rows += batch.rows
         if now >= next_report:  # reading the loss waits for the device: a few times a second only
             next_report = now + _REPORT_SECONDS
-            reporter.enter("training", epoch=epoch + 1, step=step + 1)
             if world.is_main:
                 mean = batch_loss.item() * scale / gradient_divisor * world.world_size
                 reporter.progress(epoch=epoch + 1, epochs=config.epochs, step=step + 1, steps=len(scales), loss=mean)

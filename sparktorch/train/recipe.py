@@ -14,7 +14,12 @@ from torch import nn
 
 from sparktorch.errors import ModuleError, nearest
 
-__all__ = ["Loss", "ModuleSource", "Recipe", "import_path", "load_object"]
+__all__ = ["SHIPPING_HINT", "Loss", "ModuleSource", "Recipe", "import_path", "load_object"]
+
+SHIPPING_HINT = (
+    "it holds something that stays in this process (a lock, a file, a session): make that inside the "
+    "module's __init__ and pass the class in place of an instance"
+)
 
 ModuleSource = str | nn.Module | Callable[..., nn.Module]
 
@@ -85,7 +90,12 @@ class Recipe:
         if isinstance(self.module, nn.Module):
             if self.module_params:
                 raise ModuleError("moduleParams are given, but module is an instance", hint="pass the class instead")
-            return copy.deepcopy(self.module)
+            try:
+                return copy.deepcopy(self.module)
+            except Exception as error:
+                raise ModuleError(
+                    f"the module instance cannot be copied: {error}", hint=SHIPPING_HINT, param="module"
+                ) from error
         factory = load_object(self.module) if isinstance(self.module, str) else self.module
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(seed)

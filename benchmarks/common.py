@@ -1,0 +1,204 @@
+"""What the benchmarks share: arguments, interleaved medians, a quiet Spark session, the report.
+
+A benchmark measures both of its sides in one run and prints one JSON object as its last line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pyspark.sql import SparkSession
+
+__all__ = ["Goal", "arguments", "interleave", "machine", "report", "run_process", "session", "spread", "workspace"]
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A bound on a measured number.
+
+    Attributes:
+        bound: The number to keep to.
+        at_least: Whether more is better; otherwise less is.
+    """
+
+    bound: float
+    at_least: bool = False
+
+    def met(self, value: float) -> bool:
+        """Whether `value` keeps to the bound."""
+        return value >= self.bound if self.at_least else value <= self.bound
+
+    def __str__(self) -> str:
+        return f"{'>=' if self.at_least else '<='} {self.bound:g}"
+
+
+def arguments(doc: str) -> argparse.Namespace:
+    """Parses `--quick` and `--json PATH`."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="small data and few rounds, to see that it works")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the JSON object to this file")
+    return parser.parse_args()
+
+
+def interleave(sides: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Runs every side once a round, every other round in reverse, and collects what they return.
+
+    Warm the sides up before.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in sides}
+    for index in range(rounds):
+        for name in list(sides)[:: -1 if index % 2 else 1]:
+            samples[name].append(sides[name]())
+    return samples
+
+
+def seconds(function: Callable[[], object]) -> float:
+    """Returns how long a call takes."""
+    started = time.perf_counter()
+    function()
+    return time.perf_counter() - started
+
+
+def spread(samples: Iterable[float]) -> dict[str, float]:
+    """Returns median, least and greatest of the samples, and how many there are."""
+    values = sorted(samples)
+    return {"median": statistics.median(values), "min": values[0], "max": values[-1], "n": len(values)}
+
+
+def machine(*packages: str) -> dict[str, Any]:
+    """Returns cores, platform, load and the versions of Python and of `packages`."""
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "machine": platform.machine(),
+        "load": round(os.getloadavg()[0], 2),
+        "versions": {"python": platform.python_version()}
+        | {package: importlib.metadata.version(package) for package in packages},
+    }
+
+
+@contextlib.contextmanager
+def workspace() -> Iterator[Path]:
+    """A temporary directory; inside, every process started can import this checkout and talks over loopback."""
+    inherited = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
+    os.environ |= {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *inherited]),
+        "PYSPARK_PYTHON": sys.executable,
+        "PYSPARK_DRIVER_PYTHON": sys.executable,
+        "SPARK_LOCAL_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
+    with tempfile.TemporaryDirectory(prefix="sparktorch-bench-", ignore_cleanup_errors=True) as directory:
+        yield Path(directory)
+
+
+@contextlib.contextmanager
+def session(work: Path, *, cores: int = 2, **settings: str) -> Iterator[SparkSession]:
+    """A `local[cores]` session on loopback, without UI or progress bars, its files under `work`.
+
+    Args:
+        work: From `workspace`.
+        cores: Number of task slots.
+        **settings: Further settings, with `__` in place of the dots.
+    """
+    builder = SparkSession.builder.master(f"local[{cores}]").appName("benchmark")
+    fixed = {
+        "spark.ui.enabled": "false",
+        "spark.ui.showConsoleProgress": "false",
+        "spark.driver.bindAddress": "127.0.0.1",
+        "spark.driver.host": "127.0.0.1",
+        "spark.driver.memory": "4g",
+        "spark.local.dir": str(work / "spark"),
+        "spark.sql.warehouse.dir": str(work / "warehouse"),
+    }
+    for name, value in {**fixed, **{name.replace("__", "."): value for name, value in settings.items()}}.items():
+        builder = builder.config(name, value)
+    spark = builder.getOrCreate()
+    spark.sparkContext.setLogLevel("ERROR")
+    spark.range(1).count()
+    try:
+        yield spark
+    finally:
+        spark.stop()
+
+
+def run_process(command: list[str], *, timeout: float = 600) -> tuple[float, str]:
+    """Runs a command to its end; returns its wall seconds and its standard output.
+
+    Raises:
+        RuntimeError: It failed, or took longer than `timeout`; with the end of its output.
+    """
+    started = time.perf_counter()
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)  # its children too
+        process.communicate()
+        raise
+    wall = time.perf_counter() - started
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed with {process.returncode}:\n{out[-2000:]}\n{err[-4000:]}")
+    return wall, out
+
+
+def report(
+    benchmark: str,
+    *,
+    samples: Mapping[str, Iterable[float]],
+    ratios: Mapping[str, float],
+    goals: Mapping[str, Goal],
+    facts: Mapping[str, Any],
+    path: Path | None = None,
+) -> None:
+    """Prints a table for people and, as the last line, one JSON object; writes that to `path`, too.
+
+    Args:
+        benchmark: Its name.
+        samples: All measurements by name; medians and spreads come from them.
+        ratios: What is compared with the goals.
+        goals: A goal for every ratio that has one.
+        facts: From `machine`, and whatever else belongs to the result.
+        path: Where to write the JSON object.
+    """
+    spreads = {name: spread(values) for name, values in samples.items()}
+    width = max(map(len, [*spreads, *ratios])) + 2
+    print(f"\n{benchmark}\n{'':{width}}{'median':>10}{'min':>10}{'max':>10}{'n':>4}")
+    for name, found in spreads.items():
+        print(f"{name:{width}}{found['median']:10.4g}{found['min']:10.4g}{found['max']:10.4g}{found['n']:4d}")
+    print()
+    for name, value in ratios.items():
+        verdict = f"{goals[name]!s:>10}  {'met' if goals[name].met(value) else 'MISSED'}" if name in goals else ""
+        print(f"{name:{width}}{value:10.3f}{verdict}")
+    result = {
+        "benchmark": benchmark,
+        "ratios": {name: round(value, 4) for name, value in ratios.items()},
+        "goals": {name: str(goal) for name, goal in goals.items()},
+        "met": all(goal.met(ratios[name]) for name, goal in goals.items()),
+        "medians": {name: round(found["median"], 5) for name, found in spreads.items()},
+        "spreads": {name: [round(found["min"], 5), round(found["max"], 5)] for name, found in spreads.items()},
+        **facts,
+    }
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"\n{json.dumps(result)}", flush=True)

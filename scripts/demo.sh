@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Trains a small CNN on handwritten digits with two ranks, then scores the held-out rows from MLflow.
+set -euo pipefail
+
+bin=$1
+config=conf/digits.yaml
+started=$SECONDS
+submit=("$bin/spark-submit" --properties-file conf/spark-defaults-local.conf
+  --py-files dist/sparktorch.zip,jobs/models.py)
+
+mkdir -p out
+"${submit[@]}" jobs/train.py --config "$config"
+"${submit[@]}" jobs/score.py --config "$config" | tee out/score.log
+
+echo
+grep '^held-out accuracy' out/score.log
+echo "wall time: $((SECONDS - started)) s"
+echo "MLflow page: make mlflow, then open http://127.0.0.1:5000"

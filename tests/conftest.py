@@ -1,0 +1,47 @@
+"""Hygiene of every ring in one place: a test leaves nothing behind, or it fails."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+_JOIN_SECONDS = 5.0
+_SET_BY_LIBRARIES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing_behind() -> Iterator[None]:
+    """Fails a test that leaks environment variables, a process group, non-daemon threads or files."""
+    environment, threads, files = _environment(), set(threading.enumerate()), _files()
+    yield
+    assert _environment() == environment, "the test leaked environment variables"
+    distributed = sys.modules.get("torch.distributed")
+    assert distributed is None or not distributed.is_initialized(), "the test leaked a process group"
+    leaked = _running(set(threading.enumerate()) - threads)
+    assert not leaked, f"the test leaked threads: {leaked}"
+    assert _files() <= files, f"the test left files in the working directory: {_files() - files}"
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in _SET_BY_LIBRARIES}
+
+
+def _files() -> set[str]:
+    """Names in the working directory; caches of tools are hidden and do not count."""
+    return {entry.name for entry in os.scandir() if not entry.name.startswith((".", "__pycache__"))}
+
+
+def _running(threads: set[threading.Thread]) -> list[str]:
+    """Names of the threads that keep the interpreter alive; those about to end get a moment to."""
+    deadline = time.monotonic() + _JOIN_SECONDS
+    names = []
+    for thread in threads:
+        if not thread.daemon:
+            thread.join(max(0.0, deadline - time.monotonic()))
+            names += [thread.name] if thread.is_alive() else []
+    return names

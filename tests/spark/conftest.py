@@ -1,0 +1,67 @@
+"""One Spark session for the whole ring, the demo's data as DataFrames, and small modules."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import pandas as pd
+import pytest
+from pyspark.ml.linalg import Vectors
+from pyspark.sql import DataFrame, SparkSession
+from sklearn.datasets import load_digits
+
+
+@pytest.fixture(scope="session")
+def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
+    os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+    os.environ["PYSPARK_PYTHON"] = sys.executable
+    session = (
+        SparkSession.builder.master("local[3]")
+        .config("spark.ui.enabled", "false")
+        .config("spark.ui.showConsoleProgress", "false")
+        .config("spark.driver.bindAddress", "127.0.0.1")
+        .config("spark.sql.shuffle.partitions", "3")
+        .config("spark.sql.warehouse.dir", str(tmp_path_factory.mktemp("warehouse")))
+        .config("spark.driver.extraJavaOptions", "-Dderby.system.home=/tmp")
+        .getOrCreate()
+    )
+    session.sparkContext.setLogLevel("OFF")
+    yield session
+    session.stop()
+
+
+@pytest.fixture(scope="session")
+def digits(spark: SparkSession) -> DataFrame:
+    """1,797 rows: `features` vector, `pixels` array<double>, `label` int, `held_out` boolean."""
+    x, y = load_digits(return_X_y=True)
+    rows = [
+        (Vectors.dense(row), row.tolist(), int(label), i % 5 == 0)
+        for i, (row, label) in enumerate(zip(x / 16, y, strict=True))
+    ]
+    frame = spark.createDataFrame(rows, ["features", "pixels", "label", "held_out"])
+    return frame.repartition(4).cache()
+
+
+@pytest.fixture(scope="session")
+def table() -> pd.DataFrame:
+    """1,001 rows with weights: `features` (5 floats), `label` class 0 ... 2, `target` float, `weight`."""
+    draw = np.random.default_rng(5)
+    x = draw.normal(size=(1001, 5)).astype(np.float32)
+    target = x @ np.array([1.0, -2.0, 0.5, 0.0, 3.0], np.float32) + draw.normal(size=1001).astype(np.float32)
+    return pd.DataFrame(
+        {
+            "features": list(x),
+            "label": np.digitize(target, [-2.0, 2.0]).astype(np.int64),
+            "target": target,
+            "weight": draw.uniform(0.1, 2.0, 1001).astype(np.float32),
+        }
+    )
+
+
+@pytest.fixture(scope="session")
+def frame(spark: SparkSession, table: pd.DataFrame) -> DataFrame:
+    schema = "features array<float>, label bigint, target float, weight float"
+    return spark.createDataFrame(table, schema).repartition(3).cache()

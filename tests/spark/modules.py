@@ -1,0 +1,72 @@
+"""Small modules with an import path, for ranks in other processes to import."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import torch
+from torch import nn
+
+
+class MLP(nn.Module):
+    """`inputs` -> `hidden` -> `outputs`, tanh between."""
+
+    def __init__(self, inputs: int = 5, outputs: int = 1, hidden: int = 16) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, outputs))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.body(x)
+        return out
+
+
+class DigitsCNN(nn.Module):
+    """A convolution over 8x8 pixels, ten scores."""
+
+    def __init__(self, channels: int = 8) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, channels, 3, padding=1)
+        self.head = nn.Linear(channels * 64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(torch.relu(self.conv(x.view(-1, 1, 8, 8))).flatten(1))
+        return out
+
+
+class TwoInputs(nn.Module):
+    """Embeds an integer, adds a number; returns both parts and their sum by name."""
+
+    def __init__(self, size: int = 10, named: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(size, 1)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.named = named
+
+    def forward(self, index: torch.Tensor, value: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
+        base = self.embed(index).squeeze(-1)
+        total = base + self.scale * value
+        return {"total": total, "base": base} if self.named else total
+
+
+class Faulty(MLP):
+    """Does something bad in training, once a batch holds a row whose first feature is above 1e6."""
+
+    def __init__(self, fault: str = "raise", pid_file: str = "") -> None:
+        super().__init__()
+        self.fault = fault
+        self.pid_file = pid_file
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and self.pid_file:
+            with open(self.pid_file, "a") as file:
+                file.write(f"{os.getpid()}\n")
+        if self.training and self.fault == "hang":
+            time.sleep(600)
+        if self.training and (x[:, 0] > 1e6).any():
+            if self.fault == "raise":
+                raise ArithmeticError("the planted row has come")
+            if self.fault == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(x.clamp(max=10))

@@ -1,0 +1,104 @@
+"""Networks for ranks and artifacts without Spark: importable, so that they travel by name."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+__all__ = ["Bias", "DiesAt", "FailsAt", "Logit", "Mlp", "NamedPair", "Pair", "Score", "not_a_module"]
+
+
+class Mlp(nn.Module):
+    """Two smooth layers, so that float noise stays noise; scores of shape `(rows, outputs)`."""
+
+    def __init__(self, inputs: int = 5, outputs: int = 3, hidden: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, outputs))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers(x)
+        return out
+
+
+class Score(Mlp):
+    """One number a row, shape `(rows,)`."""
+
+    def __init__(self, inputs: int = 5) -> None:
+        super().__init__(inputs, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).squeeze(-1)
+
+
+class Logit(Mlp):
+    """One number a row, shape `(rows, 1)`."""
+
+    def __init__(self, inputs: int = 5) -> None:
+        super().__init__(inputs, 1)
+
+
+class Pair(nn.Module):
+    """Two inputs, and a tuple of two outputs of unequal shapes."""
+
+    def __init__(self, width: int = 5) -> None:
+        super().__init__()
+        self.left = nn.Linear(width, 2)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        left = self.left(x) * scale[:, None]
+        return left, left.sum(1)
+
+
+class NamedPair(nn.Module):
+    """`Pair`, its outputs by name."""
+
+    def __init__(self, width: int = 5) -> None:
+        super().__init__()
+        self.pair = Pair(width)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
+        left, total = self.pair(x, scale)
+        return {"left": left, "total": total}
+
+
+class Bias(nn.Module):
+    """One parameter, trainable or frozen."""
+
+    def __init__(self, *, trainable: bool = True) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(()), requires_grad=trainable)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sum(1) + self.bias
+
+
+class FailsAt(Mlp):
+    """Raises on one rank, at one step of the training counted from 1."""
+
+    def __init__(self, rank: int, step: int) -> None:
+        super().__init__()
+        self._rank, self._step, self._seen = rank, step, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self._seen += self.training
+        if self._seen == self._step and dist.is_initialized() and dist.get_rank() == self._rank:
+            self.fail()
+        return super().forward(x)
+
+    def fail(self) -> None:
+        raise ArithmeticError("planted in forward")
+
+
+class DiesAt(FailsAt):
+    """Is killed on one rank, at one step, as the out-of-memory killer would."""
+
+    def fail(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def not_a_module() -> int:
+    return 3

@@ -1,0 +1,139 @@
+"""Real ranks without Spark: one process each, meeting at a `ControlServer` in this one."""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import pyarrow as pa
+import torch
+
+from sparktorch.spark.control import ControlServer, Rendezvous
+from sparktorch.train.link import Link, connect
+from sparktorch.worker import RankResult, TrainJob, train_partition
+from sparktorch.world import World
+
+__all__ = ["HOST", "Ended", "control_server", "load_state", "run_ranks", "train_on"]
+
+HOST = "127.0.0.1"
+
+_EXIT_SECONDS = 10
+
+# Children are forked from a server that has imported torch already: a rank starts in milliseconds.
+_SPAWN = multiprocessing.get_context("forkserver")
+_SPAWN.set_forkserver_preload(["tests.support.warm"])
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a rank ended.
+
+    Attributes:
+        result: What it handed back, `None` where it failed.
+        error: The type's name of the exception that it left with, empty where it did not.
+        exitcode: Of its process.
+    """
+
+    result: RankResult | None
+    error: str
+    exitcode: int | None
+
+
+@contextmanager
+def control_server() -> Iterator[ControlServer]:
+    """Hosts the store of one attempt on the loopback interface."""
+    server = ControlServer(HOST, HOST)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def run_ranks(
+    server: ControlServer, partitions: Sequence[Sequence[pa.RecordBatch]], job: TrainJob, *, seconds: float = 60
+) -> list[Ended]:
+    """Runs `train_partition` in one process per partition and returns how each one ended, by rank.
+
+    Raises:
+        TimeoutError: A rank was still running after `seconds`; all of them have been killed.
+    """
+    size = len(partitions)
+    ranks = []
+    for rank, batches in enumerate(partitions):
+        world = World(rank=rank, world_size=size, local_rank=rank, host=f"host-{rank}", address=HOST)
+        ours, theirs = _SPAWN.Pipe(duplex=False)
+        process = _SPAWN.Process(target=_rank, args=(theirs, server.rendezvous, world, job, list(batches)))
+        process.start()
+        theirs.close()
+        ranks.append((process, ours))
+    try:
+        messages = _receive([pipe for _, pipe in ranks], seconds)
+    finally:
+        for process, pipe in ranks:
+            if pipe.closed:
+                process.join(_EXIT_SECONDS)
+            process.kill()
+            process.join()
+            pipe.close()
+    return [Ended(*message, process.exitcode) for message, (process, _) in zip(messages, ranks, strict=True)]
+
+
+def train_on(
+    partitions: Sequence[Sequence[pa.RecordBatch]], job: TrainJob
+) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+    """Trains on one rank per partition; returns the weights and every rank's meta."""
+    with control_server() as server:
+        ended = run_ranks(server, partitions, job)
+        failure, _ = server.first_failure()
+    if failure is not None:
+        raise failure
+    results = [rank.result for rank in ended if rank.result is not None]
+    assert len(results) == len(partitions), ended
+    return load_state(results[0]), [result.meta for result in results]
+
+
+def load_state(result: RankResult) -> dict[str, torch.Tensor]:
+    """Returns the state that rank 0 handed back."""
+    state: dict[str, torch.Tensor] = torch.load(io.BytesIO(result.payload), weights_only=True)
+    return state
+
+
+def _receive(pipes: list[Connection], seconds: float) -> list[tuple[RankResult | None, str]]:
+    """Returns one message per pipe and closes each one as it ends; a rank that died sends none."""
+    deadline = time.monotonic() + seconds
+    messages: dict[Connection, tuple[RankResult | None, str]] = {}
+    while open_pipes := [pipe for pipe in pipes if not pipe.closed]:
+        ready = wait(open_pipes, max(0.0, deadline - time.monotonic()))
+        if not ready:
+            late = [rank for rank, pipe in enumerate(pipes) if not pipe.closed]
+            raise TimeoutError(f"ranks {late} were still running after {seconds} s")
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            try:
+                messages[pipe] = pipe.recv()
+            except EOFError:
+                messages.setdefault(pipe, (None, ""))
+                pipe.close()
+    return [messages[pipe] for pipe in pipes]
+
+
+def _rank(
+    pipe: Connection, rendezvous: Rendezvous, world: World, job: TrainJob, batches: list[pa.RecordBatch]
+) -> None:
+    """The body of a rank's process: what a barrier task does, without the barrier."""
+    link = Link(partial(connect, rendezvous.host, rendezvous.port, rendezvous.prefix), world)
+    with link.beating():
+        try:
+            result = train_partition(iter(batches), world=world, job=job, link=link)
+        except Exception as error:
+            link.fail(error)
+            pipe.send((None, type(error).__name__))
+        else:
+            pipe.send((result, ""))

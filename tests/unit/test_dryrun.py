@@ -1,0 +1,171 @@
+"""What does not fit together is refused on the driver, in the user's own terms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sparktorch.config import Task
+from sparktorch.errors import ModuleError
+from sparktorch.train.dryrun import OutputSpec, Trial, describe_outputs, dry_run
+from sparktorch.train.recipe import Recipe
+from tests.support.nets import Bias, Logit, Mlp, NamedPair, Pair, Score
+
+FEATURES = {"column 'features'": torch.ones(2, 5)}
+PAIR = {"column 'user'": torch.ones(2, 5), "column 'scale'": torch.ones(2)}
+CLASS = torch.tensor([1.0, 1.0], dtype=torch.float64)
+NUMBER = torch.tensor([1.5, 1.5])
+
+
+def first_of(output: Any, label: torch.Tensor) -> torch.Tensor:
+    values = output["left"] if isinstance(output, dict) else output[0]
+    return (values.sum(1) - label) ** 2
+
+
+def trial(
+    module: Any,
+    loss: Any,
+    task: Task,
+    inputs: dict[str, torch.Tensor] = FEATURES,
+    label: torch.Tensor | None = NUMBER,
+    **recipe: Any,
+) -> Trial:
+    return dry_run(Recipe(module=module, loss=loss, **recipe), task, 0, inputs, label)
+
+
+@pytest.mark.parametrize(
+    ("module", "loss", "task", "inputs", "label", "outputs", "classes"),
+    [
+        (Mlp, "CrossEntropyLoss", "classification", FEATURES, CLASS, [OutputSpec("", (3,))], 3),
+        (Logit, "BCEWithLogitsLoss", "classification", FEATURES, CLASS, [OutputSpec("", (1,))], 2),
+        (Score, "BCEWithLogitsLoss", "classification", FEATURES, CLASS, [OutputSpec("", ())], 2),
+        (Logit, "MSELoss", "regression", FEATURES, NUMBER, [OutputSpec("", (1,))], None),
+        (Score, "HuberLoss", "regression", FEATURES, NUMBER, [OutputSpec("", ())], None),
+        (Mlp, "MSELoss", "regression", FEATURES, torch.ones(2, 3), [OutputSpec("", (3,))], None),
+        (Pair, first_of, "generic", PAIR, NUMBER, [OutputSpec("0", (2,)), OutputSpec("1", ())], None),
+        (NamedPair, first_of, "generic", PAIR, NUMBER, [OutputSpec("left", (2,)), OutputSpec("total", ())], None),
+        (Mlp, lambda output: output.sum(1), "generic", FEATURES, None, [OutputSpec("", (3,))], None),
+    ],
+)
+def test_what_fits_together_is_described(
+    module: Any,
+    loss: Any,
+    task: Task,
+    inputs: dict[str, torch.Tensor],
+    label: torch.Tensor | None,
+    outputs: list[OutputSpec],
+    classes: int | None,
+) -> None:
+    found = trial(module, loss, task, inputs, label)
+    assert list(found.outputs) == outputs
+    assert found.classes == classes
+    assert isinstance(found.module, module)
+    assert found.module.training
+
+
+def test_a_module_that_does_not_take_the_columns_is_refused_with_what_arrives() -> None:
+    with pytest.raises(ModuleError) as caught:
+        trial(Pair, first_of, "generic", {"column 'user'": torch.ones(2, 7), "column 'n'": torch.ones(2).long()})
+    assert caught.value.what.startswith("forward of Pair failed on the first row: RuntimeError: mat1 and mat2 shapes")
+    assert caught.value.hint == (
+        "the columns arrive as\n"
+        "     argument 0 of forward <- column 'user': float32 of shape (rows, 7)\n"
+        "     argument 1 of forward <- column 'n': int64 of shape (rows)"
+    )
+
+
+def test_too_many_columns_are_refused_too() -> None:
+    with pytest.raises(ModuleError, match="forward of Mlp failed on the first row: TypeError"):
+        trial(Mlp, "MSELoss", "regression", PAIR)
+
+
+@pytest.mark.parametrize(
+    ("module", "loss", "task", "label", "message", "hint"),
+    [
+        (lambda: Bias(trainable=False), "MSELoss", "regression", NUMBER, "no parameters that require a gradient", ""),
+        (Logit, "CrossEntropyLoss", "classification", CLASS, "returns one score a row", "BCEWithLogitsLoss"),
+        (Score, "CrossEntropyLoss", "classification", CLASS, "returns one score a row", "BCEWithLogitsLoss"),
+        (
+            Score,
+            nn.CrossEntropyLoss,
+            "classification",
+            CLASS,
+            "returns one score a row",
+            "BCEWithLogitsLoss",
+        ),
+        (Mlp, "MSELoss", "regression", NUMBER, "loss MSELoss failed on the first row", "float32 of shape (rows, 3)"),
+        # torch would broadcast (rows, 1) against (rows,) to (rows, rows) with no more than a warning.
+        (Logit, "MSELoss", "generic", NUMBER, "loss MSELoss failed on the first row: Using a target size", "(rows, 1)"),
+        (
+            Logit,
+            lambda output, label: (output - label) ** 2,
+            "generic",
+            NUMBER,
+            "returned shape",
+            "one loss per row",
+        ),
+        (Mlp, "NLLLoss2d", "classification", CLASS, "loss NLLLoss2d failed", ""),
+        (Mlp, "CrossEntropyLos", "classification", CLASS, "loss 'CrossEntropyLos' is unknown", "CrossEntropyLoss"),
+        (Mlp, lambda output, label: None, "generic", NUMBER, "loss <lambda> failed on the first row", ""),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    module: Any, loss: Any, task: Task, label: torch.Tensor, message: str, hint: str
+) -> None:
+    with pytest.raises(ModuleError) as caught:
+        trial(module, loss, task, FEATURES, label)
+    assert message in caught.value.what.replace("the module has ", "")
+    assert hint in caught.value.hint
+
+
+def test_what_a_classifier_returns_must_be_scores() -> None:
+    with pytest.raises(ModuleError, match=r"the module returned \(float32 of shape \(rows, 2\), ") as caught:
+        trial(Pair, "CrossEntropyLoss", "classification", PAIR, CLASS)
+    assert "TorchEstimator" in caught.value.hint
+
+
+def test_the_optimizer_is_tried_too() -> None:
+    with pytest.raises(ModuleError, match="optimizer 'AdamX' is unknown"):
+        trial(Mlp, "CrossEntropyLoss", "classification", label=CLASS, optimizer="AdamX")
+
+
+def test_labels_out_of_range_are_left_to_the_ranks_that_see_every_row() -> None:
+    found = trial(Mlp, "CrossEntropyLoss", "classification", label=torch.tensor([7.0, 7.0], dtype=torch.float64))
+    assert found.classes == 3
+
+
+def test_one_row_is_enough_for_batch_normalisation_and_leaves_no_trace_in_it() -> None:
+    norm = nn.BatchNorm1d(5)
+    found = trial(nn.Sequential(norm, nn.Linear(5, 1)), "MSELoss", "regression")
+    assert float(norm.num_batches_tracked) == 0
+    assert float(found.module[0].num_batches_tracked) == 0  # type: ignore[index, union-attr, arg-type]
+
+
+@pytest.mark.parametrize(
+    ("output", "described"),
+    [
+        (3, "int"),
+        (torch.ones(()), r"float32 of shape \(\)"),
+        ((torch.ones(2), None), r"\(float32 of shape \(rows\), NoneType\)"),
+        ({}, "{}"),
+        ({"a": torch.ones(2, 3).long(), "b": 1}, r"{a: int64 of shape \(rows, 3\), b: int}"),
+    ],
+)
+def test_outputs_that_are_no_tensors_are_described(output: Any, described: str) -> None:
+    with pytest.raises(ModuleError, match=f"^forward returned {described}\n"):
+        describe_outputs(output)
+
+
+@pytest.mark.parametrize(
+    ("output", "names"),
+    [
+        (torch.ones(2, 3), [""]),
+        ([torch.ones(2, 3), torch.ones(2)], ["0", "1"]),
+        ({"a": torch.ones(2, 3)}, ["a"]),
+    ],
+)
+def test_outputs_are_named_by_key_or_index(output: Any, names: list[str]) -> None:
+    assert [spec.name for spec in describe_outputs(output)] == names

@@ -1,0 +1,66 @@
+"""An error says what, where and what to do, and says the same after a journey."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import pytest
+
+from sparktorch import errors
+from sparktorch.errors import ColumnError, ConfigError, RankError, SparkTorchError, nearest
+
+KINDS = [getattr(errors, name) for name in errors.__all__ if name.endswith("Error") and name != "SparkTorchError"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_error_survives_pickle_and_json(kind: type[SparkTorchError]) -> None:
+    error = kind("it broke", hint="mend it", trace="Traceback ...", column="age", row=7, rank=None)
+    for copy in (
+        pickle.loads(pickle.dumps(error)),
+        SparkTorchError.from_dict(json.loads(json.dumps(error.to_dict()))),
+    ):
+        assert type(copy) is kind
+        assert copy.to_dict() == error.to_dict()
+        assert str(copy) == str(error)
+
+
+def test_a_message_says_what_where_what_to_do_and_how_it_came() -> None:
+    error = RankError("it broke", hint="mend it", trace="Traceback of rank 1:\n  line\n\n", rank=1, step=None)
+    assert str(error) == "it broke [rank=1]\n  -> mend it\n\nTraceback of rank 1:\n  line"
+    assert str(RankError("it broke")) == "it broke"
+    assert error.args == (str(error),)
+
+
+def test_more_of_the_place_can_be_told_and_what_is_known_stays() -> None:
+    error = ColumnError("it broke", hint="mend it", column="age", rank=1)
+    told = error.at(rank=2, host="a", epoch=None)
+    assert type(told) is ColumnError
+    assert told.where == {"rank": 1, "host": "a", "column": "age"}
+    assert told.hint == "mend it"
+    assert error.where == {"column": "age", "rank": 1}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_callers_that_know_only_the_builtin_kinds_can_catch_them(kind: type[SparkTorchError]) -> None:
+    assert issubclass(kind, SparkTorchError)
+    assert issubclass(kind, ValueError | RuntimeError)
+
+
+def test_an_error_of_an_unknown_kind_is_one_of_a_rank() -> None:
+    form = {**ConfigError("it broke").to_dict(), "kind": "FromALaterVersion"}
+    assert type(SparkTorchError.from_dict(form)) is RankError
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("batchsize", "did you mean 'batchSize'?"),
+        ("batchSzie", "did you mean 'batchSize'?"),
+        ("EPOCH", "did you mean 'epochs'?"),
+        ("qqq", "valid names: batchSize, epochs"),
+        ("", "valid names: batchSize, epochs"),
+    ],
+)
+def test_the_nearest_name_is_found_whatever_its_case(name: str, hint: str) -> None:
+    assert nearest(name, ["epochs", "batchSize"]) == hint

@@ -1,0 +1,156 @@
+"""The arithmetic of sampling: who is trained when, as properties that hold for any sizes."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from sparktorch.data.plan import SamplingPlan, mix, rank_of_key
+
+settings.register_profile("sparktorch", max_examples=300, deadline=None, database=None)
+settings.load_profile("sparktorch")
+
+_MASK = 2**64 - 1
+
+rows = st.integers(1, 700)
+batch_sizes = st.integers(1, 900)
+seeds = st.integers(-(2**63), 2**64 - 1)
+epochs = st.integers(0, 2**31)
+shuffled = st.builds(SamplingPlan, rows=rows, batch_size=batch_sizes, seed=seeds)
+plans = shuffled | st.builds(SamplingPlan, rows=rows, batch_size=batch_sizes, shuffle=st.just(False))
+
+
+@st.composite
+def cuts(draw: st.DrawFn, total: int) -> list[int]:
+    """Borders of ranks over the positions, empty ranks included."""
+    inner = draw(st.lists(st.integers(0, total), max_size=6))
+    return [0, *sorted(inner), total]
+
+
+def steps(plan: SamplingPlan, epoch: int = 0) -> npt.NDArray[np.int64]:
+    return plan.steps_of(0, plan.rows, epoch)
+
+
+@given(plan=plans, epoch=epochs)
+@example(plan=SamplingPlan(rows=1, batch_size=1), epoch=0)
+@example(plan=SamplingPlan(rows=5, batch_size=5), epoch=0)
+@example(plan=SamplingPlan(rows=64, batch_size=65), epoch=3)
+def test_every_position_is_trained_once_in_batches_of_exactly_the_batch_size(plan: SamplingPlan, epoch: int) -> None:
+    sizes = np.bincount(steps(plan, epoch), minlength=plan.steps)
+    assert len(sizes) == plan.steps == -(-plan.rows // plan.batch_size)
+    assert sizes.sum() == plan.rows
+    assert (sizes[:-1] == plan.batch_size).all()
+    assert 1 <= sizes[-1] <= plan.batch_size
+    assert [plan.rows_in(step) for step in range(plan.steps)] == sizes.tolist()
+
+
+@given(data=st.data(), plan=plans, epoch=epochs)
+def test_any_cut_into_ranks_trains_the_same_steps(data: st.DataObject, plan: SamplingPlan, epoch: int) -> None:
+    borders = data.draw(cuts(plan.rows))
+    parts = [plan.steps_of(lo, hi, epoch) for lo, hi in zip(borders, borders[1:], strict=False)]
+    assert np.concatenate(parts).tolist() == steps(plan, epoch).tolist()
+
+
+@given(data=st.data(), plan=shuffled, epoch=epochs)
+def test_a_ranks_share_of_a_step_is_its_share_of_the_strata(
+    data: st.DataObject, plan: SamplingPlan, epoch: int
+) -> None:
+    strata = min(plan.batch_size, plan.rows)
+    lo, hi = sorted((data.draw(st.integers(0, plan.rows)), data.draw(st.integers(0, plan.rows))))
+    sizes = np.bincount(plan.steps_of(lo, hi, epoch), minlength=plan.steps)
+    full = sizes if plan.rows % plan.batch_size == 0 else sizes[:-1]  # the last step lacks some strata
+    assert (abs(full - (hi - lo) * strata / plan.rows) <= 2).all()
+
+
+@given(rows=rows, batch_size=batch_sizes, epoch=epochs)
+def test_without_shuffling_the_batches_follow_the_positions(rows: int, batch_size: int, epoch: int) -> None:
+    plan = SamplingPlan(rows=rows, batch_size=batch_size, shuffle=False)
+    assert steps(plan, epoch).tolist() == [position // batch_size for position in range(rows)]
+
+
+@given(batch_size=st.integers(2, 100), seed=seeds, epoch=epochs)
+def test_epochs_and_seeds_have_orders_of_their_own(batch_size: int, seed: int, epoch: int) -> None:
+    plan = SamplingPlan(rows=1_000, batch_size=batch_size, seed=seed)
+    other = SamplingPlan(rows=1_000, batch_size=batch_size, seed=seed ^ 1)
+    order = steps(plan, epoch)
+    assert np.array_equal(order, steps(plan, epoch))
+    by_chance = 1_000 / plan.steps
+    for different in (steps(plan, epoch + 1), steps(other, epoch)):
+        assert (order == different).sum() < by_chance + 8 * np.sqrt(by_chance)
+
+
+def test_no_two_rows_are_kept_apart_for_ever() -> None:
+    plan = SamplingPlan(rows=40, batch_size=10)
+    met = np.zeros((40, 40), bool)
+    for epoch in range(300):
+        order = steps(plan, epoch)
+        met |= order[:, None] == order[None, :]
+    assert met.all()
+
+
+def test_every_step_is_equally_likely_for_every_position() -> None:
+    plan = SamplingPlan(rows=60, batch_size=6)
+    orders = np.stack([steps(plan, epoch) for epoch in range(2_000)])
+    counts = np.stack([(orders == step).sum(0) for step in range(plan.steps)])
+    assert abs(counts - 200).max() < 6 * np.sqrt(200)
+
+
+def test_a_million_rows_keep_their_batches_exact() -> None:
+    plan = SamplingPlan(rows=1_000_003, batch_size=4_096, seed=7)
+    third = plan.rows // 3
+    parts = [plan.steps_of(lo, hi, 1) for lo, hi in ((0, third), (third, 2 * third), (2 * third, plan.rows))]
+    sizes = np.bincount(np.concatenate(parts))
+    assert set(sizes[:-1]) == {4_096}
+    assert sizes.sum() == plan.rows
+
+
+@given(keys=st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=50), ranks=st.integers(1, 300))
+@example(keys=[0, -1, 2**63 - 1, -(2**63)], ranks=2)
+def test_a_rank_holds_its_range_of_the_unsigned_keys(keys: list[int], ranks: int) -> None:
+    found = rank_of_key(np.array(keys, np.int64), ranks)
+    top = [(key & _MASK) >> 33 for key in keys]  # 31 bits decide, as in the JVM
+    assert found.tolist() == [bits * ranks // 2**31 for bits in top]
+    assert found.min() >= 0
+    assert found.max() < ranks
+    order = np.argsort(np.array(keys, np.int64).view(np.uint64))
+    assert (np.diff(found[order]) >= 0).all(), "the order of the ranks is that of the positions"
+
+
+def test_ranks_get_equal_parts_of_random_keys() -> None:
+    keys = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, 70_000, dtype=np.int64)
+    counts = np.bincount(rank_of_key(keys, 7))
+    assert abs(counts - 10_000).max() < 5 * np.sqrt(10_000)
+
+
+def _reference_mix(word: int) -> int:
+    """The splitmix64 finaliser over Python's integers."""
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK
+    return word ^ (word >> 31)
+
+
+def _unmix(word: int) -> int:
+    """The inverse of `mix`: each of its three steps undone."""
+    word ^= (word >> 31) ^ (word >> 62)
+    word = word * pow(0x94D049BB133111EB, -1, 2**64) & _MASK
+    word ^= (word >> 27) ^ (word >> 54)
+    word = word * pow(0xBF58476D1CE4E5B9, -1, 2**64) & _MASK
+    return word ^ (word >> 30) ^ (word >> 60)
+
+
+@given(words=st.lists(st.integers(0, _MASK), min_size=1, max_size=50))
+def test_mix_is_splitmix64_and_can_be_undone(words: list[int]) -> None:
+    mixed = mix(np.array(words, np.uint64)).tolist()
+    assert mixed == [_reference_mix(word) for word in words]
+    assert [_unmix(word) for word in mixed] == words
+
+
+@pytest.mark.parametrize(
+    ("draw", "expected"), [(1, 0xE220A8397B1DCDAF), (2, 0x6E789E6AA1B965F4), (3, 0x06C45D188009454F)]
+)
+def test_mix_gives_the_published_values(draw: int, expected: int) -> None:
+    state = np.array([draw * 0x9E3779B97F4A7C15 & _MASK], np.uint64)
+    assert mix(state).tolist() == [expected]

@@ -1,0 +1,181 @@
+"""A rank's rows: every row once an epoch with its own label, stand-ins where there is none."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from sparktorch.data.columns import KEY, LABEL, VALIDATION, WEIGHT, Columns, TensorSpec, input_name
+from sparktorch.data.plan import SamplingPlan
+from sparktorch.data.shard import Batch, Rows, Shard
+from sparktorch.errors import ColumnError
+from tests.support.frames import Table, record_batches
+
+PLAN = SamplingPlan(rows=203, batch_size=20, seed=3)
+
+
+def shard_of(table: Table, *, plan: SamplingPlan | None = None, first: int = 0) -> Shard:
+    shard = Shard(table.batches(size=30), table.columns)
+    shard.place(first, plan or SamplingPlan(rows=shard.rows, batch_size=20, seed=3))
+    return shard
+
+
+def rows_in(batch: Batch) -> list[tuple[float, ...]]:
+    """Returns one tuple of features, label and weight per row."""
+    assert batch.label is not None
+    columns = [*batch.inputs[0].T, batch.label, *([] if batch.weight is None else [batch.weight])]
+    return [tuple(float(value) for value in row) for row in zip(*columns, strict=True)]
+
+
+def rows_of(table: Table) -> list[tuple[float, ...]]:
+    named = [*table.arrays["x0"].T, table.arrays[LABEL], *([table.arrays[WEIGHT]] if WEIGHT in table.arrays else [])]
+    return [tuple(float(np.float32(value)) for value in row) for row in zip(*named, strict=True)]
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("classes", [None, 4])
+def test_an_epoch_holds_every_row_once_with_its_own_label_and_weight(weighted: bool, classes: int | None) -> None:
+    table = Table.random(203, classes=classes, weighted=weighted)
+    shard = shard_of(table)
+    for epoch in range(2):
+        batches = list(shard.epoch(epoch))
+        assert [batch.rows for batch in batches] == [20] * 10 + [3]
+        assert sorted(row for batch in batches for row in rows_in(batch)) == sorted(rows_of(table))
+
+
+def test_the_order_of_the_epoch_is_that_of_the_plan_over_the_unsigned_keys() -> None:
+    table = Table.random(203)
+    by_key = rows_of(table.by_key())
+    steps = PLAN.steps_of(0, 203, 5)
+    for step, batch in enumerate(shard_of(table, plan=PLAN).epoch(5)):
+        assert sorted(rows_in(batch)) == sorted(row for row, at in zip(by_key, steps, strict=True) if at == step)
+
+
+def test_two_ranks_hold_the_two_parts_of_every_batch() -> None:
+    table = Table.random(203, weighted=True)
+    parts = table.parts(2)
+    shards = [
+        shard_of(parts[0], plan=PLAN),
+        shard_of(parts[1], plan=PLAN, first=len(parts[0])),
+    ]
+    whole = shard_of(table, plan=PLAN)
+    for ours, theirs, all_of_it in zip(*(shard.epoch(1) for shard in (*shards, whole)), strict=True):
+        assert sorted(rows_in(ours) + rows_in(theirs)) == sorted(rows_in(all_of_it))
+    totals = sum(shard.step_weights(1) for shard in shards)
+    torch.testing.assert_close(totals, whole.step_weights(1), rtol=1e-12, atol=0)
+
+
+def test_labels_of_classes_are_integers_and_other_tensors_have_the_dtypes_of_their_specs() -> None:
+    batch = next(shard_of(Table.random(50, classes=3, weighted=True)).epoch(0))
+    assert batch.label is not None
+    assert batch.weight is not None
+    assert (batch.inputs[0].dtype, batch.label.dtype, batch.weight.dtype) == (
+        torch.float32,
+        torch.int64,
+        torch.float32,
+    )
+    assert next(shard_of(Table.random(50)).epoch(0)).weight is None
+
+
+@pytest.mark.parametrize("rows", [0, 1, 5])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_step_without_rows_holds_two_rows_of_weight_zero(rows: int, weighted: bool) -> None:
+    table = Table.random(5, classes=3, weighted=weighted).take(np.arange(rows))
+    shard = shard_of(table, plan=PLAN, first=100)
+    batches = list(shard.epoch(0))
+    assert len(batches) == PLAN.steps
+    assert sum(batch.rows for batch in batches) == rows
+    empty = [batch for batch in batches if not batch.rows]
+    assert empty
+    for batch in empty:
+        assert batch.inputs[0].shape == (2, 5)
+        assert batch.label is not None
+        assert (batch.label.shape, batch.label.dtype) == ((2,), torch.int64)
+        assert batch.weight is not None
+        assert batch.weight.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_step_weights_are_the_weights_of_the_rows_of_each_step(weighted: bool) -> None:
+    shard = shard_of(Table.random(203, weighted=weighted))
+    found = shard.step_weights(2)
+    expected = [batch.rows if batch.weight is None else batch.weight.double().sum() for batch in shard.epoch(2)]
+    assert found.dtype == torch.float64
+    assert found.tolist() == pytest.approx([float(weight) for weight in expected], rel=1e-12)
+
+
+def test_validation_rows_are_held_out_and_come_in_pieces() -> None:
+    table = Table.random(203, weighted=True, validated=True)
+    held_out = table.arrays[VALIDATION]
+    shard = shard_of(table)
+    assert (shard.rows, shard.validation_rows) == ((~held_out).sum(), held_out.sum())
+    trained = [row for batch in shard.epoch(0) for row in rows_in(batch)]
+    validated = list(shard.validation(16))
+    assert sorted(trained) == sorted(rows_of(table.take(~held_out)))
+    assert sorted(row for batch in validated for row in rows_in(batch)) == sorted(rows_of(table.take(held_out)))
+    assert max(batch.rows for batch in validated) == 16
+    assert [*shard_of(Table.random(9)).validation(16)] == []
+
+
+def test_a_null_flag_is_no_flag() -> None:
+    table = Table.random(3, validated=True)
+    batch = table.batches()[0]
+    index = batch.schema.get_field_index(VALIDATION)
+    flags = batch.column(index).take([None, 0, 1])
+    shard = Shard([batch.set_column(index, VALIDATION, flags)], table.columns)
+    assert shard.rows + shard.validation_rows == 3
+    assert shard.validation_rows == sum(bool(flag) for flag in flags.to_pylist())
+
+
+def test_the_fingerprint_is_that_of_the_training_rows_in_any_order_and_partitioning() -> None:
+    table = Table.random(203, validated=True)
+    fingerprint = shard_of(table).fingerprint
+    trained = table.take(~table.arrays[VALIDATION])
+    assert fingerprint == sum(int(key) for key in trained.arrays[KEY]) % 2**64
+    assert shard_of(table.shuffled(seed=1)).fingerprint == fingerprint
+    assert sum(Shard(part.batches(), part.columns).fingerprint for part in table.parts(3)) % 2**64 == fingerprint
+    assert shard_of(trained.take(np.arange(1, len(trained)))).fingerprint != fingerprint
+
+
+def test_a_bad_row_is_counted_over_the_batches() -> None:
+    table = Table.random(203)
+    batches = table.batches(size=50)
+    bad = batches[2].set_column(
+        0, "x0", record_batches({"x0": np.zeros((50, 4), np.float32)}, size=50)[0].column("x0")
+    )
+    with pytest.raises(ColumnError, match="50 rows of column 'features' do not hold 5 values") as caught:
+        Shard([*batches[:2], bad], table.columns)
+    assert caught.value.where["row"] == 100
+
+
+def test_a_shard_keeps_nothing_of_the_batches_it_was_fed() -> None:
+    table = Table.random(40)
+    shard = shard_of(table)
+    before = [rows_in(batch) for batch in shard.epoch(0)]
+    batch = next(shard.epoch(0))
+    batch.inputs[0].zero_()
+    assert [rows_in(batch) for batch in shard.epoch(0)] == before
+    assert shard.bytes == 40 * (5 * 4 + 4)
+
+
+def test_several_inputs_arrive_in_the_order_of_forward() -> None:
+    specs = tuple(
+        TensorSpec(name=input_name(i), column=f"c{i}", dtype="int64" if i else "float32") for i in range(3)
+    )
+    arrays = {spec.name: np.full(4, i, spec.dtype) for i, spec in enumerate(specs)}
+    keys = np.arange(4)
+    shard = Shard(record_batches({**arrays, KEY: keys}), Columns(inputs=specs))
+    shard.place(0, SamplingPlan(rows=4, batch_size=4))
+    batch = next(shard.epoch(0))
+    assert [tensor.tolist() for tensor in batch.inputs] == [[0.0] * 4, [1] * 4, [2] * 4]
+    assert [tensor.dtype for tensor in batch.inputs] == [torch.float32, torch.int64, torch.int64]
+    assert batch.label is None
+
+
+def test_rows_are_sliced_in_order() -> None:
+    table = Table.random(7, weighted=True)
+    rows = Rows({name: table.arrays[name] for name in ("x0", LABEL, WEIGHT)}, table.columns, "cpu")
+    pieces = list(rows.slices(3))
+    assert [piece.rows for piece in pieces] == [3, 3, 1]
+    assert [row for piece in pieces for row in rows_in(piece)] == rows_of(table)
