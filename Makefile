@@ -8,6 +8,7 @@ BIN := $(VENV)/bin
 SHELL := /bin/bash
 
 export SPARK_LOCAL_IP := 127.0.0.1
+export MLFLOW_DISABLE_TELEMETRY := true
 export PYSPARK_PYTHON := $(abspath $(BIN)/python)
 
 .PHONY: setup demo test lint zip mlflow clean

@@ -19,16 +19,22 @@ def _leaves_nothing_behind() -> Iterator[None]:
     """Fails a test that leaks environment variables, a process group, non-daemon threads or files."""
     environment, threads, files = _environment(), set(threading.enumerate()), _files()
     yield
-    assert _environment() == environment, "the test leaked environment variables"
+    leaked = _changed(environment, _environment())
+    assert not leaked, f"the test leaked environment variables: {leaked}"
     distributed = sys.modules.get("torch.distributed")
     assert distributed is None or not distributed.is_initialized(), "the test leaked a process group"
-    leaked = _running(set(threading.enumerate()) - threads)
-    assert not leaked, f"the test leaked threads: {leaked}"
+    running = _running(set(threading.enumerate()) - threads)
+    assert not running, f"the test leaked threads: {running}"
     assert _files() <= files, f"the test left files in the working directory: {_files() - files}"
 
 
 def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in _SET_BY_LIBRARIES}
+
+
+def _changed(before: dict[str, str], after: dict[str, str]) -> list[str]:
+    """Names only: values may be secrets."""
+    return sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
 
 
 def _files() -> set[str]:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from pyspark import keyword_only
 from pyspark.ml import Estimator
+from pyspark.ml.util import MLReadable, MLWritable
 from pyspark.sql import DataFrame
 
 from sparktorch.artifact import TrainedModule
@@ -45,7 +46,9 @@ __all__ = ["TorchEstimator", "TorchEstimatorBase"]
 M = TypeVar("M", bound=TorchModelBase)
 
 
-class TorchEstimatorBase(Estimator[M], ScoringParams, ModuleParams, TrainingParams, LaunchParams, Generic[M]):
+class TorchEstimatorBase(
+    Estimator[M], ScoringParams, ModuleParams, TrainingParams, LaunchParams, MLReadable[Any], MLWritable, Generic[M]
+):
     """What all the estimators share."""
 
     _task: Task

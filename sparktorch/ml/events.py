@@ -48,7 +48,7 @@ class FitReport:
         self._show = show
         self._bar: tqdm[Any] | None = None
         self._listeners: list[FitListener] = []
-        self._last = (time.monotonic(), 0)
+        self._first = (time.monotonic(), 0)
 
     def __enter__(self) -> FitReport:
         for path in LISTENERS:
@@ -75,18 +75,11 @@ class FitReport:
         if self._bar is None:
             total = record["epochs"] * record["steps"]
             self._bar = tqdm(total=total, unit="step", desc="fit", leave=True, dynamic_ncols=True)
-            self._last = (time.monotonic(), done)
+            self._first = (time.monotonic(), done)
         if done == self._bar.n:
             return
-        now = time.monotonic()
-        steps_per_second = (done - self._last[1]) / max(now - self._last[0], 1e-9)
-        self._last = (now, done)
-        self._bar.set_postfix_str(
-            f"epoch {record['epoch']}/{record['epochs']}, loss {record['loss']:.4g}, "
-            f"{steps_per_second * self._rows_per_step:,.0f} samples/s",
-            refresh=False,
-        )
-        self._bar.update(done - self._bar.n)
+        per_second = (done - self._first[1]) / max(time.monotonic() - self._first[0], 1e-9)
+        self._move(done, record["epoch"], record["epochs"], record["loss"], per_second * self._rows_per_step)
 
     def epoch(self, record: dict[str, Any]) -> None:
         """Tells the listeners of a finished epoch."""
@@ -95,14 +88,14 @@ class FitReport:
     def finished(self, model: Model, summary: TrainingSummary) -> None:
         """Tells the listeners of the fitted model, and fills the bar."""
         if self._bar is not None:
-            record = summary.history[-1]
-            self._bar.set_postfix_str(
-                f"epoch {record['epoch']}/{record['epoch']}, loss {record['loss']:.4g}, "
-                f"{record['rows_per_second']:,.0f} samples/s",
-                refresh=False,
-            )
-            self._bar.update(summary.totalIterations - self._bar.n)
+            last, epochs = summary.history[-1], len(summary.history)
+            self._move(summary.totalIterations, epochs, epochs, last["loss"], last["rows_per_second"])
         self._tell("finished", model, summary)
+
+    def _move(self, done: int, epoch: int, epochs: int, loss: float, rate: float) -> None:
+        assert self._bar is not None
+        self._bar.set_postfix_str(f"epoch {epoch}/{epochs}, loss {loss:.4g}, {rate:,.0f} samples/s", refresh=False)
+        self._bar.update(done - self._bar.n)
 
     def _tell(self, what: str, *arguments: Any) -> None:
         self._listeners = [listener for listener in self._listeners if _heard(listener, what, arguments)]

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pyspark.ml import Model
+from pyspark.ml.util import MLReadable, MLWritable
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from torch import nn
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["TorchModel", "TorchModelBase"]
 
 
-class TorchModelBase(Model, ScoringParams):
+class TorchModelBase(Model, ScoringParams, MLReadable[Any], MLWritable):
     """What all the fitted models share.
 
     A model comes from `fit` or `load`; one that is constructed by hand holds no module.

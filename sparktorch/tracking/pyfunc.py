@@ -43,7 +43,7 @@ class PyFuncModel:
         self._outputs: dict[str, str] = settings["outputs"]
         self._scorer = Scorer(trained)
 
-    def predict(self, model_input: Any, params: dict[str, Any] | None = None) -> pd.DataFrame:
+    def predict(self, model_input: pd.DataFrame, params: dict[str, Any] | None = None) -> pd.DataFrame:
         """Scores rows.
 
         Args:

@@ -9,7 +9,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["Bias", "DiesAt", "FailsAt", "Logit", "Mlp", "NamedPair", "Pair", "Score", "not_a_module"]
+__all__ = [
+    "Bias",
+    "DiesAt",
+    "FailsAt",
+    "Logarithm",
+    "Logit",
+    "Mlp",
+    "NamedPair",
+    "Pair",
+    "Score",
+    "Spare",
+    "not_a_module",
+]
 
 
 class Mlp(nn.Module):
@@ -63,6 +75,21 @@ class NamedPair(nn.Module):
     def forward(self, x: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
         left, total = self.pair(x, scale)
         return {"left": left, "total": total}
+
+
+class Spare(Score):
+    """Has a layer that `forward` never reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(3, 3)
+
+
+class Logarithm(Score):
+    """Takes no zeros: their output and its gradient are not finite."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.abs().log())
 
 
 class Bias(nn.Module):

@@ -124,9 +124,7 @@ def _receive(pipes: list[Connection], seconds: float) -> list[tuple[RankResult |
     return [messages[pipe] for pipe in pipes]
 
 
-def _rank(
-    pipe: Connection, rendezvous: Rendezvous, world: World, job: TrainJob, batches: list[pa.RecordBatch]
-) -> None:
+def _rank(pipe: Connection, rendezvous: Rendezvous, world: World, job: TrainJob, batches: list[pa.RecordBatch]) -> None:
     """The body of a rank's process: what a barrier task does, without the barrier."""
     link = Link(partial(connect, rendezvous.host, rendezvous.port, rendezvous.prefix), world)
     with link.beating():

@@ -101,7 +101,7 @@ def test_a_saved_module_predicts_the_same_to_the_last_bit(
 
 def test_code_without_an_import_path_is_pickled_only_where_that_is_allowed(tmp_path: Path) -> None:
     before = trained(local_module(), "classification")
-    with pytest.raises(PersistenceError, match="the module .*Local has no import path") as caught:
+    with pytest.raises(PersistenceError, match=r"the module .*Local has no import path") as caught:
         before.save(tmp_path)
     assert "allowPickle" in caught.value.hint
     before.save(tmp_path, allow_pickle=True)

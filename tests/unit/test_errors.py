@@ -55,9 +55,9 @@ def test_an_error_of_an_unknown_kind_is_one_of_a_rank() -> None:
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("batchsize", "did you mean 'batchSize'?"),
-        ("batchSzie", "did you mean 'batchSize'?"),
-        ("EPOCH", "did you mean 'epochs'?"),
+        ("batchsize", "did you mean 'batchSize'? valid names: batchSize, epochs"),
+        ("batchSzie", "did you mean 'batchSize'? valid names: batchSize, epochs"),
+        ("EPOCH", "did you mean 'epochs'? valid names: batchSize, epochs"),
         ("qqq", "valid names: batchSize, epochs"),
         ("", "valid names: batchSize, epochs"),
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -50,7 +52,7 @@ def test_every_position_is_trained_once_in_batches_of_exactly_the_batch_size(pla
 @given(data=st.data(), plan=plans, epoch=epochs)
 def test_any_cut_into_ranks_trains_the_same_steps(data: st.DataObject, plan: SamplingPlan, epoch: int) -> None:
     borders = data.draw(cuts(plan.rows))
-    parts = [plan.steps_of(lo, hi, epoch) for lo, hi in zip(borders, borders[1:], strict=False)]
+    parts = [plan.steps_of(lo, hi, epoch) for lo, hi in pairwise(borders)]
     assert np.concatenate(parts).tolist() == steps(plan, epoch).tolist()
 
 

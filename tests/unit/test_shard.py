@@ -141,9 +141,7 @@ def test_the_fingerprint_is_that_of_the_training_rows_in_any_order_and_partition
 def test_a_bad_row_is_counted_over_the_batches() -> None:
     table = Table.random(203)
     batches = table.batches(size=50)
-    bad = batches[2].set_column(
-        0, "x0", record_batches({"x0": np.zeros((50, 4), np.float32)}, size=50)[0].column("x0")
-    )
+    bad = batches[2].set_column(0, "x0", record_batches({"x0": np.zeros((50, 4), np.float32)}, size=50)[0].column("x0"))
     with pytest.raises(ColumnError, match="50 rows of column 'features' do not hold 5 values") as caught:
         Shard([*batches[:2], bad], table.columns)
     assert caught.value.where["row"] == 100
@@ -160,9 +158,7 @@ def test_a_shard_keeps_nothing_of_the_batches_it_was_fed() -> None:
 
 
 def test_several_inputs_arrive_in_the_order_of_forward() -> None:
-    specs = tuple(
-        TensorSpec(name=input_name(i), column=f"c{i}", dtype="int64" if i else "float32") for i in range(3)
-    )
+    specs = tuple(TensorSpec(name=input_name(i), column=f"c{i}", dtype="int64" if i else "float32") for i in range(3))
     arrays = {spec.name: np.full(4, i, spec.dtype) for i, spec in enumerate(specs)}
     keys = np.arange(4)
     shard = Shard(record_batches({**arrays, KEY: keys}), Columns(inputs=specs))

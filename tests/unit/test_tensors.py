@@ -120,7 +120,7 @@ def test_labels_that_are_no_classes_are_refused_with_an_example(label: float, sh
 
 @pytest.mark.parametrize("columns", [CLASSES, NUMBERS])
 def test_a_nan_label_is_refused(columns: Columns) -> None:
-    with pytest.raises(ColumnError, match="1 rows of column '(kind|price)' are NaN"):
+    with pytest.raises(ColumnError, match=r"1 rows of column '(kind|price)' are NaN"):
         check_labels(np.array([0.0, np.nan], np.float64), columns)
 
 

@@ -1,0 +1,59 @@
+"""Fits, scores, saves and loads on the master it is given; prints what came out as one JSON line."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+from pyspark.sql import SparkSession
+
+from sparktorch import TorchClassificationModel, TorchClassifier
+from sparktorch.errors import SparkTorchError
+
+
+def main(master: str, directory: str, settings: dict[str, str]) -> dict[str, object]:
+    sys.path.insert(0, str(Path(__file__).parents[3] / "jobs"))
+    from datasets import digits
+
+    builder = SparkSession.builder.config("spark.ui.enabled", "false")
+    for name, value in settings.items():
+        builder = builder.config(name, value)
+    connect = master.startswith("connect:")
+    spark = (builder.remote(master.removeprefix("connect:")) if connect else builder.master(master)).getOrCreate()
+    data = digits(spark)
+    classifier = TorchClassifier(
+        module="torch.nn:Linear",
+        moduleParams={"in_features": 64, "out_features": 10},
+        validationIndicatorCol="is_validation",
+        learningRate=0.02,
+        epochs=5,
+        batchSize=128,
+        numWorkers=2,
+        seed=3,
+    )
+    try:
+        model = classifier.fit(data)
+    except SparkTorchError as error:
+        return {"error": type(error).__name__, "message": str(error)}
+    state = b"".join(tensor.numpy().tobytes() for tensor in model.module.state_dict().values())
+    scored = model.transform(data).select("label", "prediction", "probability").toPandas()
+
+    path = f"{directory}/model"
+    model.write().overwrite().save(path)
+    loaded = TorchClassificationModel.load(path)
+    again = loaded.transform(data).select("label", "prediction", "probability").toPandas()
+    result = {
+        "weights": hashlib.sha256(state).hexdigest(),
+        "accuracy": float((scored["label"] == scored["prediction"]).mean()),
+        "round_trip": bool(again.equals(scored)) and loaded.summary == model.summary,
+        "hosts": [rank["host"] for rank in model.summary.ranks],
+        "session": type(spark).__module__,
+    }
+    spark.stop()
+    return result
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]))))

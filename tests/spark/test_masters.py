@@ -1,0 +1,159 @@
+"""The same fit on every kind of cluster that fits on one machine, each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyspark
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SPARK_HOME = Path(pyspark.__file__).parent
+
+
+def environment(**more: str) -> dict[str, str]:
+    """The environment of a user's shell on loopback: nothing of this test's own Spark in it."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SPARK", "PYSPARK", "_PYSPARK", "COV_"))}
+    return {
+        **inherited,
+        "SPARK_LOCAL_IP": "127.0.0.1",
+        "SPARK_HOME": str(SPARK_HOME),
+        "PYSPARK_PYTHON": sys.executable,
+        "PYTHONPATH": str(ROOT),
+        **more,
+    }
+
+
+def fit_on(master: str, directory: Path, **settings: str) -> dict[str, Any]:
+    names = {name.replace("_", "."): value for name, value in settings.items()}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.spark.programs.fit_once", master, str(directory), json.dumps(names)],
+        env=environment(),
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+@pytest.fixture(scope="module")
+def on_local(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return fit_on("local[2]", tmp_path_factory.mktemp("local"))
+
+
+def test_local_trains_and_keeps_its_model_bit_for_bit(on_local: dict[str, Any]) -> None:
+    assert on_local["accuracy"] > 0.9
+    assert on_local["round_trip"]
+
+
+@pytest.mark.parametrize("master", ["local-cluster[2,1,1024]", "connect:local[2]"])
+def test_other_masters_train_the_very_same_weights(master: str, on_local: dict[str, Any], tmp_path: Path) -> None:
+    result = fit_on(master, tmp_path)
+    assert result["weights"] == on_local["weights"]
+    assert result["round_trip"]
+    assert ("connect" in result["session"]) == master.startswith("connect")
+
+
+@pytest.mark.parametrize("setting", ["spark_dynamicAllocation_enabled", "spark_speculation"])
+def test_settings_that_break_barrier_jobs_are_refused(setting: str, tmp_path: Path) -> None:
+    result = fit_on("local[2]", tmp_path, **{setting: "true"})
+    assert result["error"] == "ClusterError"
+    assert setting.replace("_", ".") + "=false" in result["message"]
+
+
+@pytest.fixture(scope="module")
+def standalone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A master and two workers of one core each, from pyspark's own jars; yields the master's URL."""
+    directory = tmp_path_factory.mktemp("standalone")
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def start(name: str, *arguments: str) -> Path:
+        log = directory / f"{name}.log"
+        command = [str(SPARK_HOME / "bin" / "spark-class"), *arguments, "--host", "127.0.0.1", "--webui-port", "0"]
+        with log.open("wb") as file:
+            processes.append(subprocess.Popen(command, stdout=file, stderr=file, env=environment(), cwd=directory))
+        return log
+
+    try:
+        log = start("master", "org.apache.spark.deploy.master.Master", "--port", "0")
+        url = wait_for(log, r"Starting Spark master at (spark://\S+)")
+        worker = ("org.apache.spark.deploy.worker.Worker", url, "--cores", "1", "--memory", "1g")
+        logs = [start(f"worker{i}", *worker, "--work-dir", str(directory / f"work{i}")) for i in (0, 1)]
+        for log in logs:
+            wait_for(log, r"(Successfully registered) with master")
+        yield url
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.wait(30)
+
+
+def wait_for(log: Path, pattern: str) -> str:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        found = re.search(pattern, log.read_text())
+        if found:
+            return found[1]
+        time.sleep(0.1)
+    raise AssertionError(f"{pattern} did not show in {log}:\n{log.read_text()[-2000:]}")
+
+
+@pytest.fixture(scope="module")
+def executor_python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A Python with torch and pyarrow but without sparktorch, as the executors of a cluster have it."""
+    import torch
+
+    site = Path(torch.__file__).parents[1]
+    wrapper = tmp_path_factory.mktemp("python") / "python"
+    # Without the site module no .pth file is read, the one of the editable install among them.
+    wrapper.write_text(f'#!/bin/sh\nPYTHONPATH="$PYTHONPATH:{site}" exec {sys.executable} -S "$@"\n')
+    wrapper.chmod(0o755)
+    plain = {**environment(), "PYTHONPATH": ""}
+    for module, found in (("torch", 0), ("pyarrow", 0), ("sparktorch", 1)):
+        done = subprocess.run(
+            [str(wrapper), "-c", f"import {module}"], env=plain, cwd=wrapper.parent, capture_output=True
+        )
+        assert (done.returncode != 0) == bool(found), done.stderr
+    return str(wrapper)
+
+
+def test_spark_submit_trains_and_scores_on_a_standalone_cluster(
+    standalone: str, executor_python: str, tmp_path: Path
+) -> None:
+    subprocess.run(["make", "zip"], cwd=ROOT, check=True, capture_output=True)
+    py_files = f"{ROOT}/dist/sparktorch.zip,{ROOT}/jobs/models.py"
+    env = environment(PYSPARK_PYTHON=executor_python, PYSPARK_DRIVER_PYTHON=sys.executable)
+    output = ""
+    for job in ("train", "score"):
+        done = subprocess.run(
+            [
+                str(SPARK_HOME / "bin" / "spark-submit"),
+                *("--master", standalone, "--properties-file", str(ROOT / "conf" / "spark-defaults-local.conf")),
+                *("--conf", f"spark.pyspark.python={executor_python}", "--py-files", py_files),
+                *(str(ROOT / "jobs" / f"{job}.py"), "--config", str(ROOT / "conf" / "digits.yaml")),
+            ],
+            env=env,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        output += done.stdout
+    assert "by 2 workers" in output
+    accuracy = re.search(r"held-out accuracy: (0\.\d+)", output)
+    assert accuracy is not None
+    assert float(accuracy[1]) >= 0.95
+    assert list((tmp_path / "out" / "digits-scored").glob("*.parquet"))

@@ -1,0 +1,28 @@
+"""The notebook runs from top to bottom, and is stored without its output."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+# The kernel's client leaves a socket to the garbage collector.
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_it_runs_and_is_stored_without_output(path: Path, tmp_path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert all(not cell.outputs and cell.execution_count is None for cell in code)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("SPARK", "PYSPARK", "_PYSPARK"))}
+    client = NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}})
+    client.execute(env=environment)
+    printed = "".join(output.get("text", "") for cell in code for output in cell.outputs)
+    assert "accuracy on rows the fit has not seen: 0.9" in printed
+    assert any("image/png" in output.get("data", {}) for cell in code for output in cell.outputs)

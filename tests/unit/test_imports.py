@@ -1,0 +1,39 @@
+"""The core knows neither Spark nor MLflow, and the package loads what is asked for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import sparktorch
+
+CORE = ["train.loop", "data.shard", "data.plan", "worker", "artifact", "config", "spark.control"]
+
+
+def run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_the_core_imports_neither_pyspark_nor_mlflow() -> None:
+    names = ", ".join(f"sparktorch.{name}" for name in CORE)
+    foreign = "{'pyspark', 'py4j', 'mlflow'}"
+    assert run(f"import sys, {names}; print({foreign} & set(sys.modules))") == "set()"
+
+
+def test_the_package_alone_imports_next_to_nothing() -> None:
+    assert run("import sys, sparktorch; print({'torch', 'pyspark', 'numpy'} & set(sys.modules))") == "set()"
+
+
+def test_every_public_name_is_there() -> None:
+    assert dir(sparktorch) == sorted(sparktorch.__all__)
+    for name in sparktorch.__all__:
+        assert getattr(sparktorch, name) is not None
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'sparktorch' has no attribute 'TorchClasifier'"):
+        _ = sparktorch.TorchClasifier

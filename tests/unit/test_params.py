@@ -1,0 +1,158 @@
+"""Params and their one translation to configuration; no JVM is needed for either."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+
+from sparktorch import (
+    TorchClassificationModel,
+    TorchClassifier,
+    TorchEstimator,
+    TorchModel,
+    TorchRegressionModel,
+    TorchRegressor,
+)
+from sparktorch.errors import ConfigError
+from sparktorch.ml.translate import translate
+from tests.support.nets import Mlp
+
+ESTIMATORS = [TorchClassifier, TorchRegressor, TorchEstimator]
+MODELS = [TorchClassificationModel, TorchRegressionModel, TorchModel]
+# Mutable defaults, which a signature cannot show.
+EMPTY = {"moduleParams": {}, "lossParams": {}, "optimizerParams": {}}
+
+
+def signature_of(kind: type) -> dict[str, inspect.Parameter]:
+    parameters = dict(inspect.signature(kind.__init__).parameters)  # type: ignore[misc]
+    del parameters["self"]
+    return parameters
+
+
+def value_of(instance: Any, param: Any) -> Any:
+    return instance.getOrDefault(param) if instance.isDefined(param) else None
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_the_constructor_shows_every_param_with_its_default(kind: Any) -> None:
+    estimator, parameters = kind(), signature_of(kind)
+    assert {parameter.kind for parameter in parameters.values()} == {inspect.Parameter.KEYWORD_ONLY}
+    assert parameters.keys() == {param.name for param in estimator.params}
+    shown = {name: parameter.default for name, parameter in parameters.items()}
+    actual = {param.name: value_of(estimator, param) for param in estimator.params}
+    assert {**shown, **EMPTY} == actual
+    assert all(type(shown[name]) is type(actual[name]) for name in shown.keys() - EMPTY.keys())
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_nothing_is_set_that_was_not_given(kind: Any) -> None:
+    assert not kind()._paramMap
+    assert {param.name for param in kind(epochs=1, weightCol=None)._paramMap} == {"epochs"}
+
+
+@pytest.mark.parametrize("kind", [*ESTIMATORS, *MODELS])
+def test_every_param_has_a_doc_a_getter_and_a_setter(kind: Any) -> None:
+    values: dict[type, Any] = {int: 3, float: 0.5, str: "a", bool: False, dict: {"a": 1}, type(None): "a"}
+    lists = {"inputCols", "outputCols"}
+    instance = kind()
+    for param in instance.params:
+        assert param.doc
+        name = param.name[0].upper() + param.name[1:]
+        value = ["a"] if param.name in lists else values[type(value_of(instance, param))]
+        assert getattr(instance, f"set{name}")(value) is instance
+        assert getattr(instance, f"get{name}")() == value
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_copies_do_not_share_their_values(kind: Any) -> None:
+    first = kind(epochs=3)
+    second = first.copy({first.epochs: 5})
+    assert (first.getEpochs(), second.getEpochs()) == (3, 5)
+    assert second.uid == first.uid
+
+
+@pytest.mark.parametrize(("name", "value"), [("epochs", "three"), ("moduleParams", [1]), ("module_params", {})])
+def test_a_wrong_type_or_name_is_a_type_error(name: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=name):
+        TorchClassifier(**{name: value})
+
+
+def test_params_become_configuration() -> None:
+    request = translate(
+        TorchClassifier(
+            module=Mlp,
+            moduleParams={"hidden": 4},
+            inputCols=["a", "b"],
+            weightCol="w",
+            validationIndicatorCol="v",
+            idCol="id",
+            lossParams={"label_smoothing": 0.1},
+            optimizer="SGD",
+            optimizerParams={"momentum": 0.9},
+            learningRate=0.5,
+            batchSize=64,
+            epochs=3,
+            shuffle=False,
+            seed=7,
+            numWorkers=2,
+            device="cpu",
+            rendezvous="rank0",
+        ),
+        "classification",
+    )
+    assert request.columns == {"inputs": ["a", "b"], "label": "label", "weight": "w", "validation": "v", "key": "id"}
+    recipe, config, launch = request.recipe, request.config, request.launch
+    assert (recipe.module, recipe.module_params, recipe.loss) == (Mlp, {"hidden": 4}, "CrossEntropyLoss")
+    assert (recipe.loss_params, recipe.learning_rate) == ({"label_smoothing": 0.1}, 0.5)
+    assert (recipe.optimizer, recipe.optimizer_params) == ("SGD", {"momentum": 0.9})
+    assert (config.task, config.batch_size, config.epochs) == ("classification", 64, 3)
+    assert (config.seed, config.shuffle, config.strategy) == (7, False, "ddp")
+    assert (launch.world_size, launch.device, launch.rendezvous) == (2, "cpu", "rank0")
+
+
+def test_the_defaults_take_the_features_column_and_no_label_column_means_no_label() -> None:
+    request = translate(TorchEstimator(module=Mlp, loss="MSELoss", labelCol=""), "generic")
+    assert request.columns == {
+        "inputs": ["features"],
+        "label": None,
+        "weight": None,
+        "validation": None,
+        "key": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("params", "param", "message"),
+    [
+        ({"module": None}, "module", "module is not set"),
+        ({"loss": None}, "loss", "loss is not set"),
+        ({"learningRate": 0.0}, "learningRate", "learningRate must be above 0, got 0.0"),
+        ({"learningRate": float("nan")}, "learningRate", "learningRate must be above 0, got nan"),
+        ({"batchSize": 0}, "batchSize", "batchSize must be at least 1, got 0"),
+        ({"epochs": 0}, "epochs", "epochs must be at least 1, got 0"),
+        ({"numWorkers": 0}, "numWorkers", "numWorkers must be at least 1, got 0"),
+        ({"predictBatchSize": 0}, "predictBatchSize", "predictBatchSize must be at least 1, got 0"),
+        ({"device": "gpu"}, "device", "device 'gpu' is unknown"),
+        ({"rendezvous": "rank1"}, "rendezvous", "rendezvous 'rank1' is unknown"),
+        ({"strategy": "fsdp"}, "strategy", "strategy 'fsdp' is unknown"),
+        ({"optimizerParams": {"lr": 1}}, "optimizerParams", "optimizerParams holds 'lr'"),
+        ({"inputCols": []}, "inputCols", "inputCols is empty"),
+        ({"inputCols": ["a"], "featuresCol": "b"}, "inputCols", "featuresCol and inputCols are both set"),
+    ],
+)
+def test_a_param_that_cannot_work_is_refused_by_name(params: dict[str, Any], param: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        translate(TorchEstimator(**{"module": Mlp, "loss": "MSELoss", **params}), "generic")
+    assert caught.value.what == message
+    assert caught.value.where == {"param": param}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_model_that_was_made_by_hand_says_so(kind: Any) -> None:
+    model = kind()
+    assert not model.hasSummary
+    for name in ("module", "trained", "summary"):
+        with pytest.raises(ConfigError, match=r"holds no module|has no training summary"):
+            getattr(model, name)
