@@ -6,6 +6,7 @@ Run as `torchrun --nproc-per-node 2 by_hand.py DATA OUT EPOCHS BATCH`, `BATCH` t
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -81,4 +82,5 @@ def _writable(column: pa.Array) -> torch.Tensor:
 
 if __name__ == "__main__":
     found = train(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
-    print(json.dumps(found), flush=True)
+    if os.environ["RANK"] == "0":
+        print(json.dumps(found), flush=True)

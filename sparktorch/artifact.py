@@ -13,6 +13,7 @@ import hashlib
 import io
 import json
 import pickle
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -30,12 +31,14 @@ from sparktorch.data.columns import TensorSpec
 from sparktorch.data.tensors import to_numpy
 from sparktorch.errors import PersistenceError
 from sparktorch.train.dryrun import OutputSpec
-from sparktorch.train.recipe import ModuleSource, Recipe, import_path
+from sparktorch.train.recipe import ModuleSource, Recipe, import_path, load_object
 from sparktorch.train.task import align
 
 __all__ = ["FORMAT_VERSION", "Scorer", "TrainedModule"]
 
 FORMAT_VERSION = 1
+
+_OPT_IN = ".read().option('allowPickle', 'true').load(path) (or allow_pickle=True in sparktorch.tracking)"
 
 Array = npt.NDArray[Any]
 
@@ -62,8 +65,9 @@ class TrainedModule:
 
     @cached_property
     def digest(self) -> str:
-        """Identifies the weights and the way they are used."""
-        described = json.dumps([self._describe(), repr(self.source)], default=repr)
+        """Identifies the weights and the way they are used; code without import path is like no other."""
+        path = self.source if isinstance(self.source, str) else import_path(self.source)
+        described = json.dumps([self._describe(), path or uuid.uuid4().hex, repr(dict(self.params))])
         return hashlib.sha256(self.state + described.encode()).hexdigest()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -133,15 +137,21 @@ class TrainedModule:
                 hint="upgrade sparktorch-estimator",
             )
         how = form["module"]
+        source: ModuleSource
         if "path" in how:
             source, params = how["path"], how["params"]
+            made_by = load_object(how["path"])
+            if not (allow_pickle or (isinstance(made_by, type) and issubclass(made_by, nn.Module))):
+                raise PersistenceError(
+                    f"the model is made by {how['path']}, which is no nn.Module class, and loading it calls that",
+                    hint=f"if you trust where it comes from: {_OPT_IN}",
+                )
         elif allow_pickle:
             source, params = pickle.loads((directory / "module.pkl").read_bytes())
         else:
             raise PersistenceError(
                 "the model's code was pickled, and loading a pickle runs whatever is in it",
-                hint="if you trust where it comes from: .read().option('allowPickle', 'true').load(path) "
-                "(or allow_pickle=True in sparktorch.tracking)",
+                hint=f"if you trust where it comes from: {_OPT_IN}",
             )
         buffer = io.BytesIO()
         torch.save(load_file(directory / "weights.safetensors"), buffer)

@@ -31,6 +31,8 @@ class TrainConfig:
         seed: Seed of the initial weights, of the sampling and of each rank's generators.
         shuffle: Whether each epoch draws its batches anew; otherwise rows are taken in key order.
         strategy: How the ranks share the work.
+        unused_parameters: Whether some parameters may get no gradient in a step. The ranks then
+            look for them after each forward, which costs time.
 
     Raises:
         ConfigError: A value is out of range.
@@ -42,6 +44,7 @@ class TrainConfig:
     seed: int = 0
     shuffle: bool = True
     strategy: str = "ddp"
+    unused_parameters: bool = False
 
     def __post_init__(self) -> None:
         one_of("task", self.task, _TASKS)

@@ -42,12 +42,14 @@ class TrainJob:
         config: How it is trained.
         max_imbalance: The largest share by which a rank's rows may exceed the mean before the
             ranks give up for a better split; `None` accepts any split.
+        spare: Any one row of the training set, for a rank without rows to stand in with.
     """
 
     columns: Columns
     recipe: Recipe
     config: TrainConfig
     max_imbalance: float | None = 0.1
+    spare: pa.RecordBatch | None = None
 
 
 @dataclass
@@ -82,10 +84,12 @@ def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: Tra
         Cancelled: The driver cancelled the fit.
     """
     torch.set_num_threads(world.threads)
+    if world.device.startswith("cuda"):
+        torch.cuda.set_device(world.device)
     clock = _Clock()
 
     link.enter("loading")
-    shard = Shard(batches, job.columns, device=world.device)
+    shard = Shard(batches, job.columns, spare=job.spare, device=world.device)
     clock.lap("load")
 
     link.enter("waiting for the other ranks")

@@ -59,17 +59,6 @@ class Rows:
             len(index),
         )
 
-    def slices(self, size: int) -> Iterator[Batch]:
-        """Yields all rows in order, `size` at a time."""
-        for start in range(0, self.count, size):
-            part = slice(start, start + size)
-            yield Batch(
-                tuple(tensor[part] for tensor in self._inputs),
-                None if self._label is None else self._label[part],
-                None if self._weight is None else self._weight[part],
-                min(size, self.count - start),
-            )
-
     def weights(self) -> torch.Tensor:
         """Returns every row's weight, float64 of shape `(count,)` on the CPU."""
         if self._weight is None:
@@ -77,34 +66,41 @@ class Rows:
         return self._weight.double().cpu()
 
     def _stand_in(self) -> Batch:
-        """Two rows of weight zero: batch normalisation refuses a single one."""
-
-        def two(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor[:1].expand(2, *tensor.shape[1:]) if len(tensor) else tensor.new_zeros(2, *tensor.shape[1:])
-
-        return Batch(
-            tuple(two(tensor) for tensor in self._inputs),
-            None if self._label is None else two(self._label),
-            torch.zeros(2, device=self._device),
-            0,
-        )
+        """The last row twice, of weight zero: batch normalisation refuses a single row."""
+        last = torch.tensor([-1, -1], device=self._device) % self.count
+        twice = self.take(last)
+        return Batch(twice.inputs, twice.label, torch.zeros(2, device=self._device), 0)
 
 
 class Shard:
     """The rows of one rank: training rows addressed by position, validation rows in key order."""
 
-    def __init__(self, batches: Iterable[pa.RecordBatch], columns: Columns, *, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        batches: Iterable[pa.RecordBatch],
+        columns: Columns,
+        *,
+        spare: pa.RecordBatch | None = None,
+        device: str = "cpu",
+    ) -> None:
         """Reads the batches of one partition and checks every row.
 
         Args:
             batches: Record batches with the wire names of `columns` and an int64 column `k`.
             columns: Which columns become which tensors.
+            spare: A row for a rank without any to stand in with; zeros without it.
             device: Where the tensors are kept.
 
         Raises:
             ColumnError: A row cannot be trained on; says column, count and first row.
         """
         arrays, keys, held_out = _read(batches, columns)
+        self.bytes = sum(array.nbytes for array in arrays.values())
+        if not len(keys):
+            if spare is not None:
+                arrays, _, _ = _read([spare], columns)
+            else:
+                arrays = {name: np.zeros((1, *a.shape[1:]), a.dtype) for name, a in arrays.items()}
         # Positions are the ranks of the keys read as unsigned: the order of the ranks' key ranges.
         order = np.argsort(keys.view(np.uint64), kind="stable")
         marked = held_out[order]
@@ -112,7 +108,6 @@ class Shard:
         self._validation_order = torch.from_numpy(order[marked])
         self._all = Rows(arrays, columns, device)
         self.fingerprint = int(keys[~held_out].view(np.uint64).sum(dtype=np.uint64))
-        self.bytes = sum(array.nbytes for array in arrays.values())
         self._device = device
         self._first = 0
         self._plan: SamplingPlan | None = None

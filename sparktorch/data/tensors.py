@@ -74,8 +74,11 @@ def check_finite(values: npt.NDArray[Any], spec: TensorSpec) -> None:
     """
     # The sum is finite only if every value is, and costs a tenth of an element-wise test; only
     # a sum that overflowed needs the second look.
-    if values.dtype.kind != "f" or np.isfinite(values.sum(dtype=np.float64)):
+    if values.dtype.kind != "f":
         return
+    with np.errstate(over="ignore", invalid="ignore"):
+        if np.isfinite(values.sum(dtype=np.float64)):
+            return
     bad = ~np.isfinite(values.reshape(len(values), -1)).all(axis=1)
     if bad.any():
         raise ColumnError(
@@ -96,8 +99,7 @@ def check_labels(values: npt.NDArray[Any], columns: Columns) -> npt.NDArray[Any]
     check_finite(values, spec)
     if columns.classes is None:
         return values
-    whole = values.astype(np.int64)
-    bad = (whole != values) | (whole < 0) | (whole >= columns.classes)
+    bad = (values < 0) | (values >= columns.classes) | (values != np.floor(values))
     if bad.any():
         raise ColumnError(
             f"{int(bad.sum())} labels in column {spec.column!r} are not classes 0 ... "
@@ -106,7 +108,7 @@ def check_labels(values: npt.NDArray[Any], columns: Columns) -> npt.NDArray[Any]
             "StringIndexer, or give the module as many outputs as there are classes",
             column=spec.column,
         )
-    return whole
+    return values.astype(np.int64)
 
 
 def check_weights(values: npt.NDArray[Any], spec: TensorSpec) -> None:

@@ -170,7 +170,12 @@ def _try_out(frame: Frame, request: Request) -> Trial:
 
 def _train(frame: Frame, trial: Trial, request: Request, report: FitReport) -> list[tuple[dict[str, Any], bytes]]:
     """Runs the barrier job; once more, split by place, if equal rows have crowded into one rank."""
-    job = TrainJob(columns=replace(frame.columns, classes=trial.classes), recipe=request.recipe, config=request.config)
+    job = TrainJob(
+        columns=replace(frame.columns, classes=trial.classes),
+        recipe=request.recipe,
+        config=replace(request.config, unused_parameters=trial.unused_parameters),
+        spare=frame.sample,
+    )
     ranks = request.launch.world_size
     results = run_ranks(split(frame.data, ranks), partial(train_partition, job=job), request.launch, report)
     if results[0][0].get("imbalanced"):

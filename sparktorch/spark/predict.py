@@ -35,10 +35,11 @@ def scoring_column(
         batch_size: Rows that go through the module at a time.
     """
     names = list(fields)
+    digest = trained.digest  # computed here, so that the executors' processes agree on it
 
     # Spark reads the kind of UDF from these annotations; with one input it passes bare arrays.
     def score(batches: Iterator[tuple[pa.Array, ...]]) -> Iterator[pa.Array]:
-        scorer = _scorer(trained, batch_size)
+        scorer = _scorer(digest, trained, batch_size)
         for batch in batches:
             results = scorer.score(batch if isinstance(batch, tuple) else (batch,))
             yield pa.StructArray.from_arrays([to_arrow(results[name]) for name in names], names=names)
@@ -50,11 +51,11 @@ def scoring_column(
     return scored
 
 
-def _scorer(trained: TrainedModule, batch_size: int) -> Scorer:
+def _scorer(digest: str, trained: TrainedModule, batch_size: int) -> Scorer:
     """Returns this process's scorer for the module, built the first time it is asked for."""
     context = TaskContext.get()
     torch.set_num_threads(max(1, context.cpus()) if context else 1)
-    key = (trained.digest, batch_size)
+    key = (digest, batch_size)
     if key not in _scorers:
         _scorers[key] = Scorer(trained, batch_size=batch_size)
         if len(_scorers) > _KEPT_SCORERS:

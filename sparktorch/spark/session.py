@@ -40,8 +40,11 @@ def slots(spark: SparkSession, profile: Any = None) -> int | None:
         local = re.fullmatch(r"local\[(\d+)(?:,\d+)?\]", setting(spark, "spark.master"))
         return int(local[1]) if local else None
     context: Any = spark.sparkContext._jsc.sc()
+    manager = context.resourceProfileManager()
     if profile is None:
-        profile = context.resourceProfileManager().defaultResourceProfile()
+        profile = manager.defaultResourceProfile()
+    else:
+        manager.addResourceProfile(profile)  # Spark counts for profiles it knows; knowing one twice is fine
     return int(context.maxNumConcurrentTasks(profile))
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from sparktorch.config import Task
 from sparktorch.errors import ModuleError, SparkTorchError
-from sparktorch.train.recipe import Recipe
+from sparktorch.train.recipe import Loss, Recipe
 from sparktorch.train.task import align, classes_in
 
 __all__ = ["OutputSpec", "Trial", "describe_outputs", "dry_run"]
@@ -39,11 +39,13 @@ class Trial:
         module: The module as it will start training, on the CPU.
         outputs: What `forward` returns.
         classes: Number of classes a classifier tells apart, `None` for other tasks.
+        unused_parameters: Whether a trainable parameter got no gradient.
     """
 
     module: nn.Module
     outputs: tuple[OutputSpec, ...]
     classes: int | None
+    unused_parameters: bool
 
 
 def dry_run(
@@ -53,7 +55,7 @@ def dry_run(
     inputs: Mapping[str, torch.Tensor],
     label: torch.Tensor | None,
 ) -> Trial:
-    """Builds everything the ranks will build and runs it forward on a few rows.
+    """Builds everything the ranks will build and runs it forward and backward on a few rows.
 
     Args:
         recipe: What is trained.
@@ -71,16 +73,15 @@ def dry_run(
     if not trainable:
         raise ModuleError("the module has no parameters that require a gradient", param="module")
     loss = recipe.build_loss()
-    recipe.build_optimizer(trainable)
+    recipe.build_optimizer(module)
     mapping = "".join(
         f"\n     argument {i} of forward <- {name}: {_describe(tensor)}"
         for i, (name, tensor) in enumerate(inputs.items())
     )
     was_training = module.training
-    module.eval()  # one row has no batch statistics
+    module.eval()  # a few equal rows have no batch statistics
     try:
-        with torch.no_grad():
-            output = module(*inputs.values())
+        output = module(*inputs.values())
     except Exception as error:
         raise ModuleError(
             f"forward of {type(module).__qualname__} failed on the first row: {type(error).__name__}: {error}",
@@ -92,10 +93,9 @@ def dry_run(
     if label is not None and classes is not None:
         label = label.to(torch.int64).clamp(0, classes - 1)  # the ranks check every label
     try:
-        with torch.no_grad(), warnings.catch_warnings():
-            # "Using a target size that is different to the input size": a silent broadcast.
-            warnings.filterwarnings("error", message="Using a target size")
-            loss(*align(task, output, label), weight=None)
+        _check_loss(loss, task, output, label)
+        value = loss(*align(task, output, label), weight=None)
+        value.backward()  # type: ignore[no-untyped-call]
     except SparkTorchError:
         raise
     except Exception as error:
@@ -105,8 +105,35 @@ def dry_run(
             hint=f"the module returned {_describe(output)}{got}",
             param="loss",
         ) from error
-    module.train(was_training)
-    return Trial(module, outputs, classes)
+    unused = any(parameter.grad is None for parameter in trainable)
+    module.zero_grad()
+    return Trial(module.train(was_training), outputs, classes, unused)
+
+
+def _check_loss(loss: Loss, task: Task, output: Any, label: torch.Tensor | None) -> None:
+    """Refuses a loss that pairs every row with every other by broadcasting `(rows, 1)` with `(rows,)`."""
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Using a target size")  # torch's own losses say it so
+        shapes = []
+        for rows in (1, 2):
+            part = None if label is None else label[:rows]
+            shapes.append(loss.per_row(*align(task, _first(output, rows), part)).shape[1:])
+    if shapes[0] != shapes[1]:
+        got = "" if label is None else f" and labels {_describe(label)}"
+        raise ModuleError(
+            f"loss {loss.name} pairs every row with every other: its shape grows with the square of the rows",
+            hint=f"the module returned {_describe(output)}{got}: squeeze or unsqueeze one of them",
+            param="loss",
+        )
+
+
+def _first(output: Any, rows: int) -> Any:
+    """Returns the first rows of an output, whatever its structure."""
+    if isinstance(output, torch.Tensor):
+        return output[:rows]
+    if isinstance(output, Mapping):
+        return {name: tensor[:rows] for name, tensor in output.items()}
+    return tuple(tensor[:rows] for tensor in output)
 
 
 def describe_outputs(output: Any) -> tuple[OutputSpec, ...]:

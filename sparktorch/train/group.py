@@ -43,6 +43,7 @@ def process_group(world: World, store: dist.Store, *, timeout: timedelta) -> Ite
             rank=world.rank,
             world_size=world.world_size,
             timeout=timeout,
+            device_id=torch.device(world.device) if world.backend == "nccl" else None,
         )
     try:
         yield

@@ -121,7 +121,7 @@ def train(
         has_validation: Whether any rank has validation rows, the same on every rank.
     """
     device = torch.device(world.device)
-    strategy = build_strategy(config.strategy, world)
+    strategy = build_strategy(config, world)
     plain = recipe.build_module(config.seed).to(device)
     module = strategy.prepare(plain)
     optimizer = strategy.optimizer(recipe, plain)

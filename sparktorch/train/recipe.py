@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,18 +122,23 @@ class Recipe:
         """
         return Loss(self.loss, self.loss_params)
 
-    def build_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Builds the optimizer over `parameters`, fused where torch has a fused kernel for it.
+    def build_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
+        """Builds the optimizer over the module's trainable parameters.
+
+        It is the fused one where torch has such a kernel, the user has not chosen another, and
+        neither complex parameters nor sparse gradients stand in its way.
 
         Raises:
             ModuleError: The optimizer is unknown or does not take its parameters.
         """
         factory = _lookup(self.optimizer, torch.optim, torch.optim.Optimizer, "optimizer")
-        parameters = list(parameters)
+        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         options = {"lr": self.learning_rate, **self.optimizer_params}
-        known = inspect.signature(factory).parameters
-        choice = {"fused", "foreach", "differentiable"} & options.keys()
-        if "fused" in known and not choice and all(p.is_floating_point() for p in parameters):
+        chosen = {"fused", "foreach", "differentiable"} & options.keys()
+        dense = all(p.is_floating_point() for p in parameters) and not any(
+            getattr(part, "sparse", False) for part in module.modules()
+        )
+        if "fused" in _parameters(factory) and dense and not chosen:
             options["fused"] = True
         try:
             optimizer: torch.optim.Optimizer = factory(parameters, **options)
@@ -156,18 +162,12 @@ class Loss:
         """
         self.name = loss if isinstance(loss, str) else _name(loss)
         found = _lookup(loss, nn, nn.Module, "loss", suffix="Loss")
-        self.per_row = False
+        reducing = "reduction" in _parameters(found)
         if isinstance(found, type):
             options = dict(params)
-            if "reduction" in inspect.signature(found).parameters:
-                if options.pop("reduction", "mean") == "sum":
-                    raise ModuleError(
-                        "loss reduction 'sum' would make the step depend on the batch size",
-                        hint="leave lossParams without 'reduction'; the gradient is that of the mean",
-                        param="lossParams",
-                    )
+            if reducing:
+                self._refuse_sum(options.get("reduction", "mean"))
                 options["reduction"] = "none"
-                self.per_row = True
             try:
                 found = found(**options)
             except TypeError as error:
@@ -178,7 +178,22 @@ class Loss:
                 ) from error
         elif params:
             raise ModuleError("lossParams are given, but loss is not a class", param="lossParams")
+        elif isinstance(found, nn.Module):
+            found = copy.copy(found)
+            if hasattr(found, "reduction"):
+                self._refuse_sum(str(found.reduction))
+                vars(found)["reduction"] = "none"
+        elif reducing:  # the functions of torch.nn.functional
+            found = functools.partial(found, reduction="none")
         self._function: Callable[..., torch.Tensor] = found
+
+    def _refuse_sum(self, reduction: str) -> None:
+        if reduction == "sum":
+            raise ModuleError(
+                f"loss {self.name} with reduction 'sum' would make the step depend on the batch size",
+                hint="leave 'reduction' out: the gradient is that of the mean",
+                param="loss",
+            )
 
     def to(self, device: str) -> Loss:
         """Moves the loss's own tensors, if it has any, to the device."""
@@ -198,8 +213,8 @@ class Loss:
             ModuleError: The loss returned neither a scalar nor a value per row, or a scalar where
                 rows have weights.
         """
-        losses = self._function(output) if label is None else self._function(output, label)
         rows = _rows(output)
+        losses = self.per_row(output, label)
         if losses.dim() == 0:
             if weight is None:
                 return losses * rows
@@ -217,6 +232,10 @@ class Loss:
         if losses.dim() > 1:
             losses = losses.flatten(1).mean(1)
         return losses.sum() if weight is None else (losses * weight).sum()
+
+    def per_row(self, output: Any, label: torch.Tensor | None) -> torch.Tensor:
+        """Returns what the user's loss returns: shape `(rows, ...)`, or a scalar mean."""
+        return self._function(output) if label is None else self._function(output, label)
 
 
 def _rows(output: Any) -> int:
@@ -246,6 +265,13 @@ def _lookup(value: Any, namespace: Any, base: type, what: str, *, suffix: str = 
 
 def _name(value: Any) -> str:
     return str(getattr(value, "__qualname__", type(value).__qualname__))
+
+
+def _parameters(factory: Any) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(factory).parameters
+    except (TypeError, ValueError):
+        return {}
 
 
 def _signature(factory: Any) -> str:

@@ -32,10 +32,10 @@ def environment(**more: str) -> dict[str, str]:
     }
 
 
-def fit_on(master: str, directory: Path, **settings: str) -> dict[str, Any]:
+def fit_on(master: str, directory: Path, device: str = "auto", **settings: str) -> dict[str, Any]:
     names = {name.replace("_", "."): value for name, value in settings.items()}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.spark.programs.fit_once", master, str(directory), json.dumps(names)],
+        [sys.executable, "-m", "tests.spark.programs.fit_once", master, str(directory), json.dumps(names), device],
         env=environment(),
         cwd=directory,
         capture_output=True,
@@ -70,6 +70,27 @@ def test_settings_that_break_barrier_jobs_are_refused(setting: str, tmp_path: Pa
     result = fit_on("local[2]", tmp_path, **{setting: "true"})
     assert result["error"] == "ClusterError"
     assert setting.replace("_", ".") + "=false" in result["message"]
+
+
+def test_gpu_addresses_reach_the_ranks_through_a_resource_profile(tmp_path: Path) -> None:
+    # The executors' GPUs are made up: what Spark assigns is real, and what torch then says is too.
+    script = tmp_path / "gpus.sh"
+    script.write_text("""#!/bin/sh\necho '{"name": "gpu", "addresses": ["5"]}'\n""")
+    script.chmod(0o755)
+    gpu = {"amount": "1", "discoveryScript": str(script)}
+    settings = {
+        f"spark_{who}_resource_gpu_{name}": value for who in ("worker", "executor") for name, value in gpu.items()
+    }
+    result = fit_on("local-cluster[2,1,1024]", tmp_path, "cuda", **settings)
+    assert result["error"] == "ClusterError"
+    assert "this rank was to use CUDA device 5, but torch sees 0" in result["message"]
+    assert "gpu_addresses=['5']" in result["message"]
+
+
+def test_a_gpu_that_no_executor_has_is_refused_on_the_driver(tmp_path: Path) -> None:
+    result = fit_on("local-cluster[2,1,1024]", tmp_path, "cuda")
+    assert result["error"] == "ClusterError"
+    assert "the executors have no GPU" in result["message"]
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,10 @@ __all__ = ["DDP"]
 class DDP:
     """`DistributedDataParallel`; alone, the plain module."""
 
-    def __init__(self, world: World) -> None:
-        """Takes the rank it works for."""
+    def __init__(self, world: World, *, unused_parameters: bool) -> None:
+        """Takes the rank it works for, and whether some parameters may get no gradient in a step."""
         self._world = world
+        self._unused_parameters = unused_parameters
 
     @property
     def gradient_divisor(self) -> int:
@@ -33,11 +34,12 @@ class DDP:
             module,
             device_ids=None if index is None else [index],
             gradient_as_bucket_view=True,
+            find_unused_parameters=self._unused_parameters,
         )
 
     def optimizer(self, recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer:
         """Builds the optimizer over all trainable parameters."""
-        return recipe.build_optimizer(p for p in module.parameters() if p.requires_grad)
+        return recipe.build_optimizer(module)
 
     def state_dict(self, module: nn.Module) -> dict[str, torch.Tensor]:
         """Returns the wrapped module's state; parameters are the same on every rank."""

@@ -13,7 +13,7 @@ from sparktorch import TorchClassificationModel, TorchClassifier
 from sparktorch.errors import SparkTorchError
 
 
-def main(master: str, directory: str, settings: dict[str, str]) -> dict[str, object]:
+def main(master: str, directory: str, settings: dict[str, str], device: str) -> dict[str, object]:
     sys.path.insert(0, str(Path(__file__).parents[3] / "jobs"))
     from datasets import digits
 
@@ -31,6 +31,7 @@ def main(master: str, directory: str, settings: dict[str, str]) -> dict[str, obj
         epochs=5,
         batchSize=128,
         numWorkers=2,
+        device=device,
         seed=3,
     )
     try:
@@ -56,4 +57,4 @@ def main(master: str, directory: str, settings: dict[str, str]) -> dict[str, obj
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]))))
+    print(json.dumps(main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), sys.argv[4])))
