@@ -5,6 +5,7 @@ Each function takes a session, classic or Connect, and returns a DataFrame: what
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ import pyarrow as pa
 import pyspark
 from pyspark.ml.functions import array_to_vector
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
+from pyspark.sql import functions as F
 from sklearn.datasets import load_diabetes, load_digits
 
 __all__ = ["diabetes", "digits", "movielens"]
@@ -49,7 +50,9 @@ def movielens(spark: SparkSession) -> DataFrame:
 
     Columns: `user`, an int `0 ... 29`; `item`, an int `0 ... 99`; `rating`, a float between 1 and 5.
     """
-    path = Path(pyspark.__file__).parent / "data" / "mllib" / "sample_movielens_data.txt"
+    # spark-submit imports pyspark from a zip file, and says where the rest of Spark is.
+    home = os.environ.get("SPARK_HOME") or Path(pyspark.__file__).parent
+    path = Path(home, "data", "mllib", "sample_movielens_data.txt")
     ratings = pd.read_csv(path, sep="::", engine="python", names=["user", "item", "rating"])
     schema = pa.schema({"user": pa.int32(), "item": pa.int32(), "rating": pa.float32()})
     return spark.createDataFrame(pa.Table.from_pandas(ratings, schema, preserve_index=False))

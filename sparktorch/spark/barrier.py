@@ -8,7 +8,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -78,24 +78,24 @@ def run_ranks(data: DataFrame, body: Body, launch: Launch, observer: Observer) -
         KeyboardInterrupt: Passed on after the job has been cancelled.
     """
     spark = data.sparkSession
-    server = _control_server(spark, launch)
-    job = _Job(spark, _plan(data, body, launch, server.rendezvous if server else None))
-    watch = _Watch(server, launch.world_size, observer)
-    job.start()
-    try:
-        while not job.wait(_POLL_SECONDS):
+    with ExitStack() as stack:
+        server = _control_server(spark, launch)
+        if server is not None:
+            stack.enter_context(closing(server))
+        job = _Job(spark, _plan(data, body, launch, server.rendezvous if server else None))
+        watch = _Watch(server, launch.world_size, observer)
+        job.start()
+        try:
+            while not job.wait(_POLL_SECONDS):
+                watch.look()
             watch.look()
-        watch.look()
+        except BaseException:  # an interrupt above all
+            if server is not None:
+                server.cancel()
+            job.cancel()
+            raise
         if job.error is not None:
             raise _cause(job.error, watch) from (None if server else job.error)
-    except BaseException:
-        if server:
-            server.cancel()
-        job.cancel()
-        raise
-    finally:
-        if server:
-            server.close()
     assert job.table is not None
     return assemble(job.table, launch.world_size)
 

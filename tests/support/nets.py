@@ -11,6 +11,7 @@ from torch import nn
 
 __all__ = [
     "Bias",
+    "Complex",
     "DiesAt",
     "FailsAt",
     "Logarithm",
@@ -20,6 +21,7 @@ __all__ = [
     "Pair",
     "Score",
     "Spare",
+    "mean_cross_entropy",
     "not_a_module",
 ]
 
@@ -125,6 +127,18 @@ class DiesAt(FailsAt):
 
     def fail(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Complex(nn.Module):
+    """A parameter that no fused kernel takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+
+
+def mean_cross_entropy(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return -output.log_softmax(1)[torch.arange(len(output)), label].mean()
 
 
 def not_a_module() -> int:

@@ -12,7 +12,7 @@ from sparktorch.config import Task
 from sparktorch.errors import ModuleError
 from sparktorch.train.dryrun import OutputSpec, Trial, describe_outputs, dry_run
 from sparktorch.train.recipe import Recipe
-from tests.support.nets import Bias, Logit, Mlp, NamedPair, Pair, Score
+from tests.support.nets import Bias, Logit, Mlp, NamedPair, Pair, Score, Spare
 
 FEATURES = {"column 'features'": torch.ones(2, 5)}
 PAIR = {"column 'user'": torch.ones(2, 5), "column 'scale'": torch.ones(2)}
@@ -72,6 +72,12 @@ def test_what_fits_together_is_described(
     assert found.classes == classes
     assert isinstance(found.module, module)
     assert found.module.training
+    assert not any(parameter.grad is not None for parameter in found.module.parameters())
+
+
+@pytest.mark.parametrize(("module", "unused"), [(Score, False), (Spare, True)])
+def test_a_parameter_that_gets_no_gradient_is_noticed(module: Any, unused: bool) -> None:
+    assert trial(module, "MSELoss", "regression").unused_parameters is unused
 
 
 def test_a_module_that_does_not_take_the_columns_is_refused_with_what_arrives() -> None:
@@ -100,7 +106,7 @@ def test_too_many_columns_are_refused_too() -> None:
         (Mlp, "MSELoss", "regression", NUMBER, "loss MSELoss failed on the first row", "float32 of shape (rows, 3)"),
         # torch would broadcast (rows, 1) against (rows,) to (rows, rows) with no more than a warning.
         (Logit, "MSELoss", "generic", NUMBER, "loss MSELoss failed on the first row: Using a target size", "(rows, 1)"),
-        (Logit, squares, "generic", NUMBER, "loss squares returned shape (2, 2) for 2 rows", "one loss per row"),
+        (Logit, squares, "generic", NUMBER, "loss squares pairs every row with every other", "unsqueeze"),
         (Mlp, "CrossEntropyLos", "classification", CLASS, "loss 'CrossEntropyLos' is unknown", "CrossEntropyLoss"),
         (Mlp, no_loss, "generic", NUMBER, "loss no_loss failed on the first row", ""),
     ],

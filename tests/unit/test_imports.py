@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -37,3 +38,14 @@ def test_every_public_name_is_there() -> None:
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'sparktorch' has no attribute 'TorchClasifier'"):
         _ = sparktorch.TorchClasifier
+
+
+def test_the_namesake_on_pypi_is_refused_beside_this_package(tmp_path: Path) -> None:
+    metadata = tmp_path / "sparktorch-0.2.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: sparktorch\nVersion: 0.2.0\n")
+    code = f"import sys; sys.path.append({str(tmp_path)!r}); import sparktorch"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "the distribution 'sparktorch' 0.2.0 is installed: an unrelated project" in done.stderr
+    assert "pip uninstall -y sparktorch" in done.stderr

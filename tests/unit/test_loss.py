@@ -32,6 +32,11 @@ class OwnLoss(nn.Module):
         return squares(output, label)
 
 
+class OwnMean(nn.Module):
+    def forward(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return mean_square(output, label)
+
+
 PER_ROW: list[Any] = [
     "MSELoss",
     "torch.nn:MSELoss",
@@ -39,9 +44,12 @@ PER_ROW: list[Any] = [
     squares,
     OwnLoss,
     OwnLoss(),
+    nn.MSELoss(),
     nn.MSELoss(reduction="none"),
+    nn.functional.mse_loss,
+    "torch.nn.functional:mse_loss",
 ]
-SCALAR: list[Any] = [mean_square, "torch.nn.functional:mse_loss", nn.MSELoss()]
+SCALAR: list[Any] = [mean_square, OwnMean, OwnMean()]
 
 
 @pytest.mark.parametrize("loss", PER_ROW)
@@ -91,8 +99,8 @@ def test_parameters_reach_the_loss_class() -> None:
         ("mseloss", {}, "loss 'mseloss' is unknown", "did you mean 'MSELoss'?"),
         ("Linear", {}, "loss 'Linear' is unknown", ""),
         (None, {}, "loss must be a name or a callable, got None", ""),
-        ("MSELoss", {"reduction": "sum"}, "loss reduction 'sum' would make the step depend on", "that of the mean"),
-        (nn.MSELoss(reduction="sum"), {}, "loss reduction 'sum' would make the step depend on", "that of the mean"),
+        ("MSELoss", {"reduction": "sum"}, "loss MSELoss with reduction 'sum' would make", "that of the mean"),
+        (nn.MSELoss(reduction="sum"), {}, "loss MSELoss with reduction 'sum' would make", "that of the mean"),
         ("MSELoss", {"betta": 1}, "loss MSELoss cannot be built", "reduction"),
         (squares, {"beta": 1}, "lossParams are given, but loss is not a class", ""),
     ],
@@ -102,6 +110,12 @@ def test_a_loss_that_cannot_work_is_refused(loss: Any, params: dict[str, Any], m
         Recipe(module=OwnLoss, loss=loss, loss_params=params).build_loss()
     assert caught.value.what.startswith(message)
     assert hint in caught.value.hint
+
+
+def test_a_loss_that_was_given_as_an_instance_is_left_as_it_was() -> None:
+    given = nn.MSELoss()
+    Loss(given, {})(OUTPUT, LABEL, WEIGHT)
+    assert given.reduction == "mean"
 
 
 def test_a_mean_that_was_asked_for_is_the_default() -> None:

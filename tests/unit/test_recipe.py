@@ -123,9 +123,9 @@ def test_a_module_that_cannot_be_built_is_refused(module: Any, params: dict[str,
     assert hint in caught.value.hint
 
 
-def build_optimizer(name: Any, *, dtype: torch.dtype = torch.float32, **params: Any) -> torch.optim.Optimizer:
+def build_optimizer(name: Any, module: nn.Module | None = None, **params: Any) -> torch.optim.Optimizer:
     recipe = Recipe(module=Mlp, optimizer=name, optimizer_params=params, learning_rate=0.25)
-    return recipe.build_optimizer([nn.Parameter(torch.ones(3, dtype=dtype))])
+    return recipe.build_optimizer(module or Mlp())
 
 
 @pytest.mark.parametrize(
@@ -158,15 +158,22 @@ def test_a_fused_kernel_is_used_unless_the_user_chose(name: Any, params: dict[st
     assert build_optimizer(name, **params).param_groups[0].get("fused") is fused
 
 
+def test_frozen_parameters_are_left_out() -> None:
+    module = Mlp()
+    module.layers[0].requires_grad_(False)
+    groups = build_optimizer("AdamW", module).param_groups
+    assert [id(p) for p in groups[0]["params"]] == [id(p) for p in module.layers[2].parameters()]
+
+
 def test_parameters_without_a_fused_kernel_get_none() -> None:
-    assert build_optimizer("AdamW", dtype=torch.complex64).param_groups[0]["fused"] is None
+    assert build_optimizer("AdamW", nets.Complex()).param_groups[0]["fused"] is None
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adagrad"])
 def test_sparse_gradients_train_as_they_do_in_plain_torch(name: str) -> None:
     embedding = nn.Embedding(4, 2, sparse=True)
     before = embedding.weight.detach().clone()
-    optimizer = Recipe(module=Mlp, optimizer=name).build_optimizer(embedding.parameters())
+    optimizer = build_optimizer(name, nn.Sequential(embedding))
     embedding(torch.tensor([1])).sum().backward()
     with torch.sparse.check_sparse_tensor_invariants():  # torch warns where nobody chose
         optimizer.step()

@@ -8,7 +8,7 @@ import torch
 
 from sparktorch.data.columns import KEY, LABEL, VALIDATION, WEIGHT, Columns, TensorSpec, input_name
 from sparktorch.data.plan import SamplingPlan
-from sparktorch.data.shard import Batch, Rows, Shard
+from sparktorch.data.shard import Batch, Shard
 from sparktorch.errors import ColumnError
 from tests.support.frames import Table, record_batches
 
@@ -169,9 +169,13 @@ def test_several_inputs_arrive_in_the_order_of_forward() -> None:
     assert batch.label is None
 
 
-def test_rows_are_sliced_in_order() -> None:
-    table = Table.random(7, weighted=True)
-    rows = Rows({name: table.arrays[name] for name in ("x0", LABEL, WEIGHT)}, table.columns, "cpu")
-    pieces = list(rows.slices(3))
-    assert [piece.rows for piece in pieces] == [3, 3, 1]
-    assert [row for piece in pieces for row in rows_in(piece)] == rows_of(table)
+def test_a_rank_without_rows_stands_in_with_the_spare_one_and_holds_nothing() -> None:
+    table = Table.random(9, classes=3, weighted=True)
+    shard = Shard([], table.columns, spare=table.batches()[0].slice(4, 1))
+    shard.place(0, PLAN)
+    assert (shard.rows, shard.validation_rows, shard.bytes, shard.fingerprint) == (0, 0, 0, 0)
+    assert shard.step_weights(0).tolist() == [0] * PLAN.steps
+    spare = rows_of(table)[4]
+    for batch in shard.epoch(0):
+        assert batch.rows == 0
+        assert rows_in(batch) == [(*spare[:-1], 0.0)] * 2
