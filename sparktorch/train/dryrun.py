@@ -73,7 +73,7 @@ def dry_run(
     if not trainable:
         raise ModuleError("the module has no parameters that require a gradient", param="module")
     loss = recipe.build_loss()
-    recipe.build_optimizer(module)
+    recipe.check_optimizer(module)
     mapping = "".join(
         f"\n     argument {i} of forward <- {name}: {_describe(tensor)}"
         for i, (name, tensor) in enumerate(inputs.items())

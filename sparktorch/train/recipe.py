@@ -131,15 +131,7 @@ class Recipe:
         Raises:
             ModuleError: The optimizer is unknown or does not take its parameters.
         """
-        factory = _lookup(self.optimizer, torch.optim, torch.optim.Optimizer, "optimizer")
-        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        options = {"lr": self.learning_rate, **self.optimizer_params}
-        chosen = {"fused", "foreach", "differentiable"} & options.keys()
-        dense = all(p.is_floating_point() for p in parameters) and not any(
-            getattr(part, "sparse", False) for part in module.modules()
-        )
-        if "fused" in _parameters(factory) and dense and not chosen:
-            options["fused"] = True
+        factory, parameters, options = self._optimizer_call(module)
         try:
             optimizer: torch.optim.Optimizer = factory(parameters, **options)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -149,6 +141,37 @@ class Recipe:
                 param="optimizerParams",
             ) from error
         return optimizer
+
+    def check_optimizer(self, module: nn.Module) -> None:
+        """Refuses what `build_optimizer` would refuse, mostly without building one.
+
+        The first optimizer of a process imports `torch._dynamo`, which takes a second. torch's own
+        optimizers check their options before they miss the parameters.
+
+        Raises:
+            ModuleError: The optimizer is unknown or does not take its parameters.
+        """
+        factory, _, options = self._optimizer_call(module)
+        if getattr(factory, "__module__", "").startswith("torch.optim."):
+            try:
+                factory([], **options)
+            except (TypeError, ValueError, RuntimeError) as error:
+                if "empty parameter list" in str(error):
+                    return
+        self.build_optimizer(module)
+
+    def _optimizer_call(self, module: nn.Module) -> tuple[Any, list[nn.Parameter], dict[str, Any]]:
+        """Returns the optimizer's factory, the trainable parameters, and its options."""
+        factory = _lookup(self.optimizer, torch.optim, torch.optim.Optimizer, "optimizer")
+        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        options = {"lr": self.learning_rate, **self.optimizer_params}
+        chosen = {"fused", "foreach", "differentiable"} & options.keys()
+        dense = all(p.is_floating_point() for p in parameters) and not any(
+            getattr(part, "sparse", False) for part in module.modules()
+        )
+        if "fused" in _parameters(factory) and dense and not chosen:
+            options["fused"] = True
+        return factory, parameters, options
 
 
 class Loss:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import io
 import multiprocessing
 import time
@@ -69,7 +70,7 @@ def run_ranks(
     for rank, batches in enumerate(partitions):
         world = World(rank=rank, world_size=size, local_rank=rank, host=f"host-{rank}", address=HOST)
         ours, theirs = _SPAWN.Pipe(duplex=False)
-        process = _SPAWN.Process(target=_rank, args=(theirs, server.rendezvous, world, job, list(batches)))
+        process = _SPAWN.Process(target=_rank, args=(theirs, server.rendezvous, world, job, list(batches), seconds))
         process.start()
         theirs.close()
         ranks.append((process, ours))
@@ -124,8 +125,16 @@ def _receive(pipes: list[Connection], seconds: float) -> list[tuple[RankResult |
     return [messages[pipe] for pipe in pipes]
 
 
-def _rank(pipe: Connection, rendezvous: Rendezvous, world: World, job: TrainJob, batches: list[pa.RecordBatch]) -> None:
+def _rank(
+    pipe: Connection,
+    rendezvous: Rendezvous,
+    world: World,
+    job: TrainJob,
+    batches: list[pa.RecordBatch],
+    seconds: float,
+) -> None:
     """The body of a rank's process: what a barrier task does, without the barrier."""
+    faulthandler.dump_traceback_later(0.9 * seconds)  # a rank that hangs says where
     link = Link(partial(connect, rendezvous.host, rendezvous.port, rendezvous.prefix), world)
     with link.beating():
         try:
