@@ -26,8 +26,9 @@ class Batch:
         inputs: One tensor of shape `(rows, ...)` per argument of `forward`.
         label: Tensor of shape `(rows, ...)`, or `None`.
         weight: float32 sample weights of shape `(rows,)`; `None` means all ones.
-        rows: Number of real rows. Where the rank has none at this step, the tensors hold two
-            stand-in rows of weight zero, so that the rank can join every collective.
+        rows: Number of real rows. The inputs may hold more, to fill them up; where the rank has no
+            row at this step, so that it can join every collective, label and weight hold them too,
+            the weight zero.
     """
 
     inputs: tuple[torch.Tensor, ...]
@@ -48,15 +49,25 @@ class Rows:
         self._device = device
         self.count = len(self._inputs[0])
 
-    def take(self, index: torch.Tensor) -> Batch:
-        """Returns the rows with those numbers; `index` is int64 of shape `(rows,)`."""
-        if not len(index):
-            return self._stand_in()
+    def take(self, index: torch.Tensor, *, least: int = 0) -> Batch:
+        """Returns the rows with those numbers.
+
+        Args:
+            index: int64 row numbers of shape `(rows,)`.
+            least: Fill the inputs up to this many rows.
+        """
+        rows = len(index)
+        filled = index
+        if rows < least:
+            filled = torch.cat([index, index.new_full((least - rows,), self.count - 1)])
+        weight = None if self._weight is None else self._weight.index_select(0, index)
+        if not rows and least:
+            index, weight = filled, torch.zeros(least, device=self._device)
         return Batch(
-            tuple(tensor.index_select(0, index) for tensor in self._inputs),
+            tuple(tensor.index_select(0, filled) for tensor in self._inputs),
             None if self._label is None else self._label.index_select(0, index),
-            None if self._weight is None else self._weight.index_select(0, index),
-            len(index),
+            weight,
+            rows,
         )
 
     def weights(self) -> torch.Tensor:
@@ -64,12 +75,6 @@ class Rows:
         if self._weight is None:
             return torch.ones(self.count, dtype=torch.float64)
         return self._weight.double().cpu()
-
-    def _stand_in(self) -> Batch:
-        """The last row twice, of weight zero: batch normalisation refuses a single row."""
-        last = torch.tensor([-1, -1], device=self._device) % self.count
-        twice = self.take(last)
-        return Batch(twice.inputs, twice.label, torch.zeros(2, device=self._device), 0)
 
 
 class Shard:
@@ -111,6 +116,7 @@ class Shard:
         self._device = device
         self._first = 0
         self._plan: SamplingPlan | None = None
+        self._planned = (-1, np.empty(0, np.int64))
 
     @property
     def rows(self) -> int:
@@ -134,15 +140,20 @@ class Shard:
         weights = self._all.weights().index_select(0, self._order)
         return totals.index_add_(0, torch.from_numpy(self._steps(epoch)), weights)
 
-    def epoch(self, epoch: int) -> Iterator[Batch]:
-        """Yields this rank's part of every global batch of the epoch, in the order of the steps."""
+    def epoch(self, epoch: int, *, least: int = 1) -> Iterator[Batch]:
+        """Yields this rank's part of every global batch of the epoch, in the order of the steps.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+            least: Fill the inputs of each part up to this many rows.
+        """
         assert self._plan is not None
         step = self._steps(epoch)
         by_step = torch.from_numpy(np.argsort(step, kind="stable"))
         index = self._order.index_select(0, by_step).to(self._device)
         ends = np.cumsum(np.bincount(step, minlength=self._plan.steps)).tolist()
         for start, end in zip([0, *ends[:-1]], ends, strict=True):
-            yield self._all.take(index[start:end])
+            yield self._all.take(index[start:end], least=least)
 
     def validation(self, size: int) -> Iterator[Batch]:
         """Yields this rank's validation rows, at most `size` at a time."""
@@ -152,7 +163,9 @@ class Shard:
 
     def _steps(self, epoch: int) -> npt.NDArray[np.int64]:
         assert self._plan is not None
-        return self._plan.steps_of(self._first, self._first + self.rows, epoch)
+        if self._planned[0] != epoch:
+            self._planned = (epoch, self._plan.steps_of(self._first, self._first + self.rows, epoch))
+        return self._planned[1]
 
 
 def _read(

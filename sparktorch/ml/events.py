@@ -49,6 +49,7 @@ class FitReport:
         self._bar: tqdm[Any] | None = None
         self._listeners: list[FitListener] = []
         self._first = (time.monotonic(), 0)
+        self._epochs_told = 0
 
     def __enter__(self) -> FitReport:
         for path in LISTENERS:
@@ -83,6 +84,7 @@ class FitReport:
 
     def epoch(self, record: dict[str, Any]) -> None:
         """Tells the listeners of a finished epoch."""
+        self._epochs_told += 1
         self._tell("epoch", record)
 
     def finished(self, model: Model, summary: TrainingSummary) -> None:
@@ -90,6 +92,8 @@ class FitReport:
         if self._bar is not None:
             last, epochs = summary.history[-1], len(summary.history)
             self._move(summary.totalIterations, epochs, epochs, last["loss"], last["rows_per_second"])
+        for record in summary.history[self._epochs_told :]:  # all of them where rank 0 hosts the store
+            self.epoch(record)
         self._tell("finished", model, summary)
 
     def _move(self, done: int, epoch: int, epochs: int, loss: float, rate: float) -> None:

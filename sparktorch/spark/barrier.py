@@ -21,7 +21,7 @@ from sparktorch.config import Device
 from sparktorch.errors import ClusterError, ConfigError, ModuleError, RankError, SparkTorchError
 from sparktorch.spark.control import ControlServer, Rendezvous
 from sparktorch.spark.rank import RESULT_SCHEMA, Body, RankTask, assemble, failure_in
-from sparktorch.spark.session import driver_address
+from sparktorch.spark.session import driver_address, is_connect
 from sparktorch.train.recipe import SHIPPING_HINT
 
 __all__ = ["Launch", "Observer", "run_ranks"]
@@ -29,6 +29,7 @@ __all__ = ["Launch", "Observer", "run_ranks"]
 _LOG = logging.getLogger(__name__)
 _POLL_SECONDS = 0.05
 _LATE_SECONDS = 30.0
+_DEATH = r"exited unexpectedly|ExecutorLostFailure|Executor heartbeat timed out|exit code|worker crashed"
 
 
 class Observer(Protocol):
@@ -115,6 +116,8 @@ def _control_server(spark: SparkSession, launch: Launch) -> ControlServer | None
     try:
         return ControlServer(*address)
     except OSError as error:
+        if launch.rendezvous == "auto" and is_connect(spark):
+            return None  # the server's address, seen through a tunnel, is none of this machine's
         raise ClusterError(
             f"cannot listen on {address[0]!r}: {error}",
             hint="set spark.driver.bindAddress to an address of this machine that executors reach",
@@ -218,9 +221,16 @@ def _cause(error: Exception, watch: _Watch) -> SparkTorchError:
         told = failure_in(str(error))
         if told is not None:
             return told
-    dead = watch.server.silent(watch.world_size) if watch.server else None
-    if dead is not None:
-        return dead
+    if "spark.driver.maxResultSize" in str(error):
+        return ClusterError(
+            "the trained model is larger than the driver accepts as the result of a job",
+            hint="start the session with a larger spark.driver.maxResultSize",
+        )
+    # A rank that died is known by what it left: peers that lost it, or a worker process that was gone.
+    if watch.server is not None and (failure is not None or re.search(_DEATH, str(error))):
+        dead = watch.server.silent(watch.world_size)
+        if dead is not None:
+            return dead
     if failure is not None:
         return failure
     return _from_message(str(error))
@@ -231,6 +241,12 @@ def _from_message(message: str) -> SparkTorchError:
     raised = re.search(r"Traceback \(most recent call last\):\n(?:.*\n)*?(\w[\w.]*: .*)\n", message)
     if raised is None:
         return ClusterError("the barrier job failed", trace=message)
+    if "DistNetworkError" in raised[1]:
+        return ClusterError(
+            f"a rank did not reach the store at which the ranks meet: {raised[1].partition(': ')[2]}",
+            hint="open the ephemeral ports of its host to the executors, set spark.driver.host to an address they "
+            "reach, or let a rank host it with rendezvous='rank0'",
+        )
     missing = re.match(r"(?:ModuleNotFoundError|ImportError): (.*)", raised[1])
     if missing is None:
         return RankError(f"a rank could not start: {raised[1]}", trace=raised[0])

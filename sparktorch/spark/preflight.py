@@ -45,7 +45,8 @@ def check_cluster(spark: SparkSession, world_size: int, profile: ResourceProfile
         raise ClusterError(
             f"numWorkers={world_size}, but the cluster has {found} slots",
             hint=f"set numWorkers={found or 1} or less, or start the session with more: "
-            "spark.executor.instances x spark.executor.cores / spark.task.cpus "
+            "spark.executor.instances x spark.executor.cores / spark.task.cpus"
+            f"{' (and spark.executor.resource.gpu.amount: one GPU a worker)' if profile is not None else ''} "
             f"(master {setting(spark, 'spark.master', 'unknown')!r})",
             param="numWorkers",
         )

@@ -38,7 +38,7 @@ def slots(spark: SparkSession, profile: Any = None) -> int | None:
     """
     if is_connect(spark):
         local = re.fullmatch(r"local\[(\d+)(?:,\d+)?\]", setting(spark, "spark.master"))
-        return int(local[1]) if local else None
+        return int(local[1]) // int(setting(spark, "spark.task.cpus", "1")) if local else None
     context: Any = spark.sparkContext._jsc.sc()
     manager = context.resourceProfileManager()
     if profile is None:

@@ -13,7 +13,7 @@ from torch import nn
 from sparktorch.config import Task
 from sparktorch.errors import ModuleError, SparkTorchError
 from sparktorch.train.recipe import Loss, Recipe
-from sparktorch.train.task import align, classes_in
+from sparktorch.train.task import align, classes_in, first_rows
 
 __all__ = ["OutputSpec", "Trial", "describe_outputs", "dry_run"]
 
@@ -117,7 +117,7 @@ def _check_loss(loss: Loss, task: Task, output: Any, label: torch.Tensor | None)
         shapes = []
         for rows in (1, 2):
             part = None if label is None else label[:rows]
-            shapes.append(loss.per_row(*align(task, _first(output, rows), part)).shape[1:])
+            shapes.append(loss.per_row(*align(task, first_rows(output, rows), part)).shape[1:])
     if shapes[0] != shapes[1]:
         got = "" if label is None else f" and labels {_describe(label)}"
         raise ModuleError(
@@ -125,15 +125,6 @@ def _check_loss(loss: Loss, task: Task, output: Any, label: torch.Tensor | None)
             hint=f"the module returned {_describe(output)}{got}: squeeze or unsqueeze one of them",
             param="loss",
         )
-
-
-def _first(output: Any, rows: int) -> Any:
-    """Returns the first rows of an output, whatever its structure."""
-    if isinstance(output, torch.Tensor):
-        return output[:rows]
-    if isinstance(output, Mapping):
-        return {name: tensor[:rows] for name, tensor in output.items()}
-    return tuple(tensor[:rows] for tensor in output)
 
 
 def describe_outputs(output: Any) -> tuple[OutputSpec, ...]:

@@ -7,7 +7,7 @@ import os
 import socket
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
@@ -47,6 +47,13 @@ def process_group(world: World, store: dist.Store, *, timeout: timedelta) -> Ite
         )
     try:
         yield
+    except BaseException:
+        # Destroying waits for what is in flight, and that for peers which may do the same.
+        world_group = dist.group.WORLD
+        if world_group is not None:
+            with suppress(RuntimeError):
+                world_group.abort()
+        raise
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -77,6 +84,13 @@ def _gloo_interface(address: str) -> Iterator[None]:
     os.environ["GLOO_SOCKET_IFNAME"] = name
     try:
         yield
+    except BaseException:
+        # Destroying waits for what is in flight, and that for peers which may do the same.
+        world_group = dist.group.WORLD
+        if world_group is not None:
+            with suppress(RuntimeError):
+                world_group.abort()
+        raise
     finally:
         os.environ.pop("GLOO_SOCKET_IFNAME", None)
 

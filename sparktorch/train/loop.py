@@ -14,7 +14,7 @@ from sparktorch.config import Task, TrainConfig
 from sparktorch.train.group import sum_over_ranks
 from sparktorch.train.recipe import Loss, Recipe
 from sparktorch.train.strategy import build_strategy
-from sparktorch.train.task import align, correct
+from sparktorch.train.task import align, correct, first_rows
 from sparktorch.world import World
 
 __all__ = ["BatchLike", "Outcome", "Reporter", "ShardLike", "train"]
@@ -50,8 +50,8 @@ class BatchLike(Protocol):
 class ShardLike(Protocol):
     """What the loop asks of a rank's rows; see `sparktorch.data.shard.Shard`."""
 
-    def epoch(self, epoch: int) -> Iterator[BatchLike]:
-        """Yields this rank's part of every global batch of the epoch."""
+    def epoch(self, epoch: int, *, least: int) -> Iterator[BatchLike]:
+        """Yields this rank's part of every global batch, its inputs filled up to `least` rows."""
         ...
 
     def step_weights(self, epoch: int) -> torch.Tensor:
@@ -173,7 +173,11 @@ def _train_epoch(
     scales = [gradient_divisor / weight if weight > 0 else 0.0 for weight in weights.tolist()]
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     rows, waited = 0, 0.0
-    batches = shard.epoch(epoch)
+    # A rank joins every all-reduce, with a row of weight zero where it has none; batch
+    # normalisation in training refuses a single row.
+    normalised = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules())
+    least = 2 if normalised else 1
+    batches = shard.epoch(epoch, least=least)
     next_report = 0.0
     for step, scale in enumerate(scales):
         reporter.at_step(step + 1)
@@ -183,7 +187,10 @@ def _train_epoch(
         waited += now - asked
 
         optimizer.zero_grad()
-        output, label = align(config.task, module(*batch.inputs), batch.label)
+        output = module(*batch.inputs)
+        if 0 < batch.rows < least:  # filled up for the module's sake alone
+            output = first_rows(output, batch.rows)
+        output, label = align(config.task, output, batch.label)
         batch_loss = loss(output, label, batch.weight)
         (batch_loss * scale).backward()  # type: ignore[no-untyped-call]
         optimizer.step()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from sparktorch.config import Task
 
-__all__ = ["align", "classes_in", "correct"]
+__all__ = ["align", "classes_in", "correct", "first_rows"]
 
 
 def align(task: Task, output: Any, label: torch.Tensor | None) -> tuple[Any, torch.Tensor | None]:
@@ -41,3 +42,12 @@ def correct(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     """Returns per row whether a classifier is right; `output` and `label` as from `align`."""
     guess = (output > 0).to(label.dtype) if output.dim() == label.dim() else output.argmax(1)
     return guess == label
+
+
+def first_rows(output: Any, rows: int) -> Any:
+    """Returns the first rows of what a module returned: a tensor, or a mapping or tuple of tensors."""
+    if isinstance(output, torch.Tensor):
+        return output[:rows]
+    if isinstance(output, Mapping):
+        return {name: tensor[:rows] for name, tensor in output.items()}
+    return tuple(tensor[:rows] for tensor in output)

@@ -18,6 +18,7 @@ __all__ = [
     "Logit",
     "Mlp",
     "NamedPair",
+    "Normalised",
     "Pair",
     "Score",
     "Spare",
@@ -92,6 +93,17 @@ class Logarithm(Score):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x.abs().log())
+
+
+class Normalised(Mlp):
+    """Normalises over the batch, which takes two rows at least."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.norm(x))
 
 
 class Bias(nn.Module):

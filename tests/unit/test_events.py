@@ -67,10 +67,10 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_a_listener_hears_every_epoch_and_the_end(heard: list[str], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), FitReport(ESTIMATOR, rows_per_step=8, show=False) as report:
-        report.epoch({"epoch": 1})
-        report.epoch({"epoch": 2})
-        report.finished(TorchClassificationModel(), SUMMARY)
-    assert heard == ["epoch 1", "epoch 2", "finished"]
+        report.epoch(SUMMARY.history[0])
+        report.epoch(SUMMARY.history[1])
+        report.finished(TorchClassificationModel(), SUMMARY)  # an epoch that nobody told of is told now
+    assert heard == ["epoch 1", "epoch 2", "epoch 3", "finished"]
     assert "listener no_such_module:listener_for could not start" in caplog.text
 
 

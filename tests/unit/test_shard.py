@@ -79,21 +79,25 @@ def test_labels_of_classes_are_integers_and_other_tensors_have_the_dtypes_of_the
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5])
+@pytest.mark.parametrize("least", [1, 2])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_a_step_without_rows_holds_two_rows_of_weight_zero(rows: int, weighted: bool) -> None:
+def test_a_step_with_too_few_rows_has_its_inputs_filled_up(rows: int, least: int, weighted: bool) -> None:
     table = Table.random(5, classes=3, weighted=weighted).take(np.arange(rows))
     shard = shard_of(table, plan=PLAN, first=100)
-    batches = list(shard.epoch(0))
+    batches = list(shard.epoch(0, least=least))
     assert len(batches) == PLAN.steps
     assert sum(batch.rows for batch in batches) == rows
-    empty = [batch for batch in batches if not batch.rows]
-    assert empty
-    for batch in empty:
-        assert batch.inputs[0].shape == (2, 5)
+    filled = [batch for batch in batches if batch.rows < least]
+    assert filled
+    for batch in filled:
+        assert batch.inputs[0].shape == (least, 5)
         assert batch.label is not None
-        assert (batch.label.shape, batch.label.dtype) == ((2,), torch.int64)
-        assert batch.weight is not None
-        assert batch.weight.tolist() == [0, 0]
+        assert (batch.label.shape, batch.label.dtype) == ((batch.rows or least,), torch.int64)
+        if not batch.rows:
+            assert batch.weight is not None
+            assert batch.weight.tolist() == [0] * least
+    real = [row for batch in batches for row in rows_in(batch)[: batch.rows]]
+    assert sorted(row[: 7 if weighted else 6] for row in real) == sorted(rows_of(table))
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -176,6 +180,6 @@ def test_a_rank_without_rows_stands_in_with_the_spare_one_and_holds_nothing() ->
     assert (shard.rows, shard.validation_rows, shard.bytes, shard.fingerprint) == (0, 0, 0, 0)
     assert shard.step_weights(0).tolist() == [0] * PLAN.steps
     spare = rows_of(table)[4]
-    for batch in shard.epoch(0):
+    for batch in shard.epoch(0, least=2):
         assert batch.rows == 0
         assert rows_in(batch) == [(*spare[:-1], 0.0)] * 2
