@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +81,12 @@ def test_it_is_refused_before_a_job_starts(
 ) -> None:
     data = frame.withColumn("name", F.lit("x")).withColumn("when", F.current_date())
     context = frame.sparkSession.sparkContext
-    context.setJobGroup("refused", "what a refused fit runs")
+    group = uuid.uuid4().hex
+    context.setJobGroup(group, "what a refused fit runs")
     try:
         with pytest.raises(kind) as caught:
             classifier(**params).fit(data)
-        jobs = context.statusTracker().getJobIdsForGroup("refused")
+        jobs = context.statusTracker().getJobIdsForGroup(group)
     finally:
         context.setJobGroup("", "")
     assert len(jobs) <= 1, "more than the reading of the first row"

@@ -24,7 +24,8 @@ def shard_of(table: Table, *, plan: SamplingPlan | None = None, first: int = 0) 
 def rows_in(batch: Batch) -> list[tuple[float, ...]]:
     """Returns one tuple of features, label and weight per row."""
     assert batch.label is not None
-    columns = [*batch.inputs[0].T, batch.label, *([] if batch.weight is None else [batch.weight])]
+    features = batch.inputs[0][: len(batch.label)]  # the inputs may be filled up
+    columns = [*features.T, batch.label, *([] if batch.weight is None else [batch.weight])]
     return [tuple(float(value) for value in row) for row in zip(*columns, strict=True)]
 
 
