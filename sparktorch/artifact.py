@@ -97,7 +97,10 @@ class TrainedModule:
         path = self.source if isinstance(self.source, str) else import_path(self.source)
         if path is not None:
             try:
-                form["module"] = {"path": path, "params": json.loads(json.dumps(dict(self.params)))}
+                params = json.loads(json.dumps(dict(self.params)))
+                if params != _listed(dict(self.params)):
+                    raise TypeError("keys must be strings")
+                form["module"] = {"path": path, "params": params}
             except TypeError as error:
                 raise PersistenceError(
                     f"moduleParams cannot be saved as JSON: {error}",
@@ -238,6 +241,13 @@ def _classify(scores: torch.Tensor) -> dict[str, Array]:
 
 def _tuple(output: Any) -> tuple[torch.Tensor, ...]:
     return (output,) if isinstance(output, torch.Tensor) else tuple(output)
+
+
+def _listed(value: Any) -> Any:
+    """Returns a value with its tuples as lists, which is all that JSON may change about it."""
+    if isinstance(value, Mapping):
+        return {key: _listed(item) for key, item in value.items()}
+    return [_listed(item) for item in value] if isinstance(value, tuple | list) else value
 
 
 def _named(source: Any) -> str:

@@ -5,8 +5,10 @@ Tests and GPU machines call `train_partition` directly.
 
 from __future__ import annotations
 
+import importlib
 import io
 import math
+import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -88,6 +90,8 @@ def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: Tra
         torch.cuda.set_device(world.device)
     clock = _Clock()
 
+    # The first optimizer of a process imports torch._dynamo, most of a second: meanwhile, rows arrive.
+    threading.Thread(target=importlib.import_module, args=("torch._dynamo",), daemon=True).start()
     link.enter("loading")
     shard = Shard(batches, job.columns, spare=job.spare, device=world.device)
     clock.lap("load")

@@ -23,7 +23,7 @@ class Rendezvous:
     Attributes:
         host: Name or address of the store's host, as the ranks reach it.
         port: Its TCP port.
-        prefix: Random prefix of the attempt's keys; who does not know it cannot take part.
+        prefix: Random prefix of the attempt's keys, so that ranks of another attempt cannot meddle.
     """
 
     host: str

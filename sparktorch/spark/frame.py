@@ -11,6 +11,7 @@ from pyspark.ml.linalg import VectorUDT
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
+from pyspark.sql.pandas.types import to_arrow_schema
 
 from sparktorch.config import Task
 from sparktorch.data.columns import KEY, LABEL, VALIDATION, WEIGHT, Columns, DType, TensorSpec, input_name
@@ -87,10 +88,10 @@ def prepare(
     if key is None:
         data = data.withColumn(KEY, F.xxhash64(*data.columns))
 
-    first = data.limit(1).toArrow()
-    if first.num_rows == 0:
+    first = data.head(1)  # reads one partition; `limit(1).toArrow()` would run a task on every one
+    if not first:
         raise ColumnError("the DataFrame has no rows", hint="check the filter or the path it comes from")
-    sample = first.combine_chunks().to_batches()[0]
+    sample = pa.RecordBatch.from_pylist([row.asDict() for row in first], to_arrow_schema(data.schema))
     columns = Columns(
         inputs=tuple(_measured(spec, sample) for spec in specs),
         label=_measured(label_spec, sample) if label_spec else None,

@@ -64,4 +64,6 @@ def table() -> pd.DataFrame:
 @pytest.fixture(scope="session")
 def frame(spark: SparkSession, table: pd.DataFrame) -> DataFrame:
     schema = "features array<float>, label bigint, target float, weight float"
-    return spark.createDataFrame(table, schema).repartition(3).cache()
+    data = spark.createDataFrame(table, schema).repartition(3).cache()
+    data.count()
+    return data

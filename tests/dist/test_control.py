@@ -1,0 +1,203 @@
+"""The line between driver and ranks: one store, several ends, in one process."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from sparktorch.errors import ColumnError, RankError
+from sparktorch.spark.control import ControlServer
+from sparktorch.train.link import Cancelled, Link, PeerFailure, connect
+from sparktorch.world import World
+from tests.support.ranks import HOST, control_server
+
+
+@pytest.fixture
+def server() -> Iterator[ControlServer]:
+    with control_server() as started:
+        yield started
+
+
+@pytest.fixture
+def links(server: ControlServer) -> list[Link]:
+    """The ends of three ranks."""
+    meeting = server.rendezvous
+    opened = partial(connect, meeting.host, meeting.port, meeting.prefix)
+    return [Link(opened, World(rank=rank, world_size=3, host=f"host-{rank}")) for rank in range(3)]
+
+
+def in_threads(calls: list[Callable[[], Any]]) -> list[Future[Any]]:
+    """Runs all the calls at once and returns when every one has ended.
+
+    Raises:
+        TimeoutError: One of them has not.
+    """
+    futures: list[Future[Any]] = [Future() for _ in calls]
+
+    def settle(future: Future[Any], call: Callable[[], Any]) -> None:
+        try:
+            future.set_result(call())
+        except Exception as error:
+            future.set_exception(error)
+
+    for future, call in zip(futures, calls, strict=True):
+        threading.Thread(target=settle, args=(future, call), daemon=True).start()  # one that hangs must not keep us
+    if wait(futures, timeout=30).not_done:
+        raise TimeoutError("a call hangs")
+    return futures
+
+
+def test_the_driver_hears_of_every_epoch_exactly_once(server: ControlServer, links: list[Link]) -> None:
+    assert server.new_epochs() == []
+    links[0].epoch_done(1, {"epoch": 1, "loss": 0.5})
+    assert server.new_epochs() == [{"epoch": 1, "loss": 0.5}]
+    assert server.new_epochs() == []
+    for number in (2, 3, 4):
+        links[0].epoch_done(number, {"epoch": number})
+    assert [record["epoch"] for record in server.new_epochs()] == [2, 3, 4]
+    assert server.new_epochs() == []
+
+
+def test_progress_is_what_was_said_last(server: ControlServer, links: list[Link]) -> None:
+    assert server.progress() is None
+    links[0].progress(epoch=1, step=1, loss=2.0)
+    links[0].progress(epoch=1, step=2, loss=float("nan"))
+    assert links[0].store.check(["progress"])  # a set is not answered: what comes after it has passed it
+    record = server.progress()
+    assert record is not None
+    assert (record["step"], str(record["loss"])) == (2, "nan")
+
+
+def test_the_ranks_exchange_one_value_each(links: list[Link]) -> None:
+    values = in_threads([partial(link.agree, "shard", {"rows": 10 + i}) for i, link in enumerate(links)])
+    assert [value.result() for value in values] == [[{"rows": 10}, {"rows": 11}, {"rows": 12}]] * 3
+
+
+def test_a_cancelled_fit_reaches_ranks_that_wait_for_others(server: ControlServer, links: list[Link]) -> None:
+    first, second, _ = links
+    waiting = in_threads([partial(first.agree, "shard", {}), partial(second.agree, "shard", {}), server.cancel])
+    for rank in waiting[:2]:
+        with pytest.raises(Cancelled):
+            rank.result()
+
+
+def test_a_failed_rank_frees_those_that_wait_for_it(server: ControlServer, links: list[Link]) -> None:
+    first, second, third = links
+    error = ColumnError("column 'a' has 3 null values", column="a")
+    second.enter("loading")
+    waiting = in_threads(
+        [partial(first.agree, "shard", {}), partial(second.fail, error), partial(third.agree, "shard", {})]
+    )
+    for rank in (waiting[0], waiting[2]):
+        with pytest.raises(PeerFailure):
+            rank.result()
+    failure, primary = server.first_failure()
+    assert primary
+    assert failure is not None
+    assert failure.to_dict() == error.at(rank=1, host="host-1").to_dict()
+
+
+@pytest.mark.parametrize(
+    "consequence",
+    [
+        PeerFailure("another rank failed"),
+        Cancelled("the fit was cancelled"),
+        RuntimeError("[/pytorch/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:38211"),
+        dist.DistStoreError("wait timeout after 1000ms"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_cause_goes_before_its_consequences_whenever_it_is_told(
+    consequence: Exception, server: ControlServer, links: list[Link]
+) -> None:
+    assert server.first_failure() == (None, False)
+    links[0].fail(consequence)
+    found, primary = server.first_failure()
+    assert (type(found), primary) == (RankError, False)
+    links[2].enter("training", epoch=2, step=9)
+    links[2].fail(ZeroDivisionError("division by zero"))
+    failure, primary = server.first_failure()
+    assert primary
+    assert failure is not None
+    assert failure.what == "ZeroDivisionError while training: division by zero"
+    assert failure.where == {"rank": 2, "host": "host-2", "epoch": 2, "step": 9}
+
+
+def test_of_two_causes_the_first_is_told(server: ControlServer, links: list[Link]) -> None:
+    links[1].fail(ValueError("first"))
+    links[0].fail(ValueError("second"))
+    failure, _ = server.first_failure()
+    assert failure is not None
+    assert failure.where["rank"] == 1
+
+
+def test_a_rank_beats_while_it_works_and_carries_its_place(server: ControlServer, links: list[Link]) -> None:
+    assert server.beats(3) == [None, None, None]
+    links[1].enter("training", epoch=3, step=14)
+    with links[1].beating():
+        missing, beat, other = server.beats(3)
+    assert missing is other is None
+    assert beat is not None
+    assert {name: beat[name] for name in ("host", "phase", "epoch", "step")} == {
+        "host": "host-1",
+        "phase": "training",
+        "epoch": 3,
+        "step": 14,
+    }
+    assert "sparktorch-beat" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_silent_rank_is_one_that_arrived_and_reported_nothing(server: ControlServer, links: list[Link]) -> None:
+    assert server.silent(3) is None
+    for link in links[:2]:
+        link.enter("training", epoch=1, step=2)
+        with link.beating():
+            pass
+    links[0].fail(RuntimeError("Connection reset by peer"))
+    dead = server.silent(3)
+    assert dead is not None
+    assert (dead.where["rank"], dead.where["epoch"], dead.where["step"]) == (1, 1, 2)
+
+
+def test_another_attempt_sees_nothing_and_disturbs_nothing(server: ControlServer, links: list[Link]) -> None:
+    links[0].progress(epoch=1)
+    meeting = server.rendezvous
+    earlier = Link(partial(connect, meeting.host, meeting.port, "an earlier attempt"), World())
+    assert not earlier.store.check(["progress"])
+    earlier.progress(epoch=7)
+    earlier.epoch_done(1, {})
+    earlier.fail(ValueError("too late"))
+    assert server.progress() == {"epoch": 1}
+    assert server.new_epochs() == []
+    assert server.first_failure() == (None, False)
+
+
+def test_the_store_listens_on_the_one_address_it_was_bound_to() -> None:
+    with control_server() as server:
+        port = server.rendezvous.port
+        socket.create_connection((HOST, port), timeout=5).close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", port), timeout=5)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((HOST, port), timeout=5)
+
+
+def test_two_attempts_side_by_side_have_ports_and_prefixes_of_their_own() -> None:
+    with control_server() as one, control_server() as other:
+        assert one.rendezvous.port != other.rendezvous.port
+        assert one.rendezvous.prefix != other.rendezvous.prefix
+
+
+def test_a_store_that_is_gone_is_an_error_within_the_timeout() -> None:
+    with control_server() as server:
+        port = server.rendezvous.port
+    with pytest.raises(dist.DistError):
+        connect(HOST, port, "any", timeout=timedelta(seconds=1))
