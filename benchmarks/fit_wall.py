@@ -145,7 +145,7 @@ def cold_fit(data: str) -> None:
 def main() -> None:
     """Measures, prints and writes the result."""
     options = arguments(__doc__ or "")
-    rows, rounds, one_steps = (40_000, 2, 5) if options.quick else (400_000, 7, 15)
+    rows, rounds, one_steps = (40_000, 2, 5) if options.quick else (400_000, 5, 11)
     with workspace() as work:
         write_rows(work / "data", rows, FILES)
         write_rows(work / "hundred", 100, 1)
