@@ -1,0 +1,255 @@
+"""Rows a second of `model.transform`, beside what one would score with otherwise.
+
+400,000 rows of 100 float32, MLP 100-256-1, and 8,000 images of 32x32x3 through a small ResNet, CPU, `local[2]`, one
+torch thread a task. All the sides in Spark read the same cached rows, in 8 partitions, so that the scan costs next to
+nothing, and end in the noop sink. The slow ones score the first of the rows only: rates are compared. Raw torch is two
+processes, one for each task slot, that score tensors in memory in batches of the same size: a second thread in one
+process would share its cores less well, and a task is a process, too.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from pyspark.ml.functions import predict_batch_udf
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql.types import FloatType
+from torch import nn
+
+from benchmarks.by_hand import MLP, WIDTH
+from benchmarks.common import Goal, arguments, interleave, machine, report, seconds, session, workspace
+from sparktorch import TorchClassifier, TorchRegressionModel, TorchRegressor
+from sparktorch.tracking import log_model
+
+TASKS = 2
+PARTITIONS = 8
+BATCH = 8192
+IMAGE_BATCH = 256
+GOALS = {
+    "transform / predict_batch_udf": Goal(1.2, at_least=True),
+    "transform / floor": Goal(0.65, at_least=True),
+    "transform / mlflow spark_udf": Goal(3, at_least=True),
+    "transform / row udf": Goal(10, at_least=True),
+    "classifier / transform": Goal(0.7, at_least=True),
+    "images / raw torch": Goal(0.9, at_least=True),
+}
+
+
+class Block(nn.Module):
+    """Two convolutions and a shortcut."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False),
+            nn.BatchNorm2d(outputs),
+            nn.ReLU(),
+            nn.Conv2d(outputs, outputs, 3, padding=1, bias=False),
+            nn.BatchNorm2d(outputs),
+        )
+        self.shortcut = nn.Conv2d(inputs, outputs, 1, stride, bias=False) if stride > 1 else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps `(rows, inputs, height, width)` to `(rows, outputs, height / stride, width / stride)`."""
+        return torch.relu(self.body(x) + self.shortcut(x))
+
+
+class ResNet(nn.Module):
+    """Three residual blocks over images of 32x32x3, flat; one number each."""
+
+    width = 3 * 32 * 32
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3, padding=1)
+        self.blocks = nn.Sequential(Block(16, 16, 1), Block(16, 32, 2), Block(32, 64, 2))
+        self.head = nn.Linear(64, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps `(rows, 3072)` to `(rows, 1)`."""
+        images = x.view(-1, 32, 32, 3).permute(0, 3, 1, 2)
+        return self.head(self.blocks(self.stem(images)).mean((2, 3)))  # type: ignore[no-any-return]
+
+
+class Raw:
+    """A module and its share of the rows in one process of the raw torch side."""
+
+    module: nn.Module
+    rows: torch.Tensor
+    batch: int
+
+    @classmethod
+    def prepare(cls, module: nn.Module, rows: int, width: int, batch: int) -> None:
+        """Makes this process's rows."""
+        torch.set_num_threads(1)
+        cls.module, cls.rows, cls.batch = module.eval(), torch.randn(rows, width), batch
+
+    @classmethod
+    @torch.inference_mode()
+    def score(cls, _: int) -> float:
+        """Scores them and returns the sum of what comes out."""
+        starts = range(0, len(cls.rows), cls.batch)
+        return float(torch.cat([cls.module(cls.rows[start : start + cls.batch]) for start in starts]).sum())
+
+
+def raw_torch(module: nn.Module, rows: int, width: int, batch: int) -> ProcessPoolExecutor:
+    """Starts a process for each task slot, with its share of the rows in memory."""
+    context = multiprocessing.get_context("spawn")
+    share = (module, rows // TASKS, width, batch)
+    return ProcessPoolExecutor(TASKS, context, Raw.prepare, share)
+
+
+def cached(spark: SparkSession, path: Path, rows: int, width: int) -> DataFrame:
+    """Writes random `features` and a `label` of 0 or 1 as Parquet, and caches them in equal partitions."""
+    values = np.random.default_rng(7).standard_normal((rows, width), np.float32)
+    features = pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), width).cast(pa.list_(pa.float32()))
+    pq.write_table(pa.table({"features": features, "label": pa.array((values[:, 0] > 0).astype(np.float32))}), path)
+    frame = spark.read.parquet(str(path)).repartition(PARTITIONS).cache()
+    frame.count()
+    return frame
+
+
+def fitted(module: type[nn.Module] | str, rows: DataFrame, batch: int, **params: Any) -> Any:
+    """Fits for an epoch; a classifier if it is given a loss for one."""
+    estimator = TorchClassifier if "loss" in params else TorchRegressor
+    return estimator(module=module, predictBatchSize=batch, progress=False, device="cpu", **params).fit(rows)
+
+
+def floor_udf() -> Any:
+    """An Arrow UDF that takes the batches and gives a constant: what Spark costs."""
+
+    def drain(batches: Iterator[pa.Array]) -> Iterator[pa.Array]:
+        for batch in batches:
+            yield pa.array(np.zeros(len(batch), np.float32))
+
+    return F.arrow_udf(drain, "float")  # type: ignore[attr-defined]
+
+
+def batch_udf(module: nn.Module, path: Path) -> Any:
+    """`predict_batch_udf`, as its documentation shows it."""
+    torch.save(module.state_dict(), path)
+
+    def make_predict() -> Callable[[npt.NDArray[Any]], npt.NDArray[Any]]:
+        torch.set_num_threads(1)
+        module = MLP()
+        module.load_state_dict(torch.load(path, weights_only=True))
+        module.eval()
+
+        def predict(inputs: npt.NDArray[Any]) -> npt.NDArray[Any]:
+            with torch.inference_mode():
+                return module(torch.from_numpy(inputs)).squeeze(1).numpy()  # type: ignore[no-any-return]
+
+        return predict
+
+    return predict_batch_udf(make_predict, return_type=FloatType(), batch_size=BATCH, input_tensor_shapes=[[WIDTH]])
+
+
+def mlflow_udf(spark: SparkSession, model: TorchRegressionModel, work: Path) -> Any:
+    """`mlflow.pyfunc.spark_udf` of the model, logged to a store of its own."""
+    mlflow.set_tracking_uri(f"sqlite:///{work}/mlflow.db")
+    experiment = mlflow.create_experiment("score", artifact_location=(work / "artifacts").as_uri())
+    with mlflow.start_run(experiment_id=experiment):
+        uri = log_model(model).model_uri
+    return mlflow.pyfunc.spark_udf(spark, uri, result_type="double", env_manager="local")
+
+
+def row_udf(module: nn.Module) -> Any:
+    """A Python UDF that calls the module for every row."""
+
+    def predict(features: list[float]) -> float:
+        with torch.inference_mode():
+            return float(module(torch.tensor(features)))
+
+    return F.udf(predict, "float", useArrow=False)
+
+
+def check(scored: dict[str, DataFrame]) -> None:
+    """Compares what the sides say of the first rows.
+
+    Raises:
+        RuntimeError: They differ.
+    """
+    found = {name: [row[-1] for row in frame.limit(100).collect()] for name, frame in scored.items()}
+    for name, values in found.items():
+        if not np.allclose(values, found["transform"], atol=1e-4):
+            raise RuntimeError(f"{name} predicts other values than transform")
+
+
+def main() -> None:
+    """Measures, prints and writes the result."""
+    options = arguments(__doc__ or "")
+    rows, images, rounds = (40_000, 800, 2) if options.quick else (400_000, 8_000, 5)
+    few = rows // 20
+    with workspace() as work, session(work, cores=TASKS) as spark:
+        table = cached(spark, work / "rows.parquet", rows, WIDTH)
+        pictures = cached(spark, work / "images.parquet", images, ResNet.width)
+        subset = table.limit(few).repartition(PARTITIONS).cache()
+        model = fitted(MLP, subset.limit(1000), BATCH)
+        classifier = fitted(MLP, subset.limit(1000), BATCH, loss="BCEWithLogitsLoss")
+        resnet = fitted("benchmarks.score:ResNet", pictures.limit(100), IMAGE_BATCH)
+        raw = raw_torch(model.module, rows, WIDTH, BATCH)
+        raw_images = raw_torch(resnet.module, images, ResNet.width, IMAGE_BATCH)
+        udfs = {
+            "predict_batch_udf": batch_udf(model.module, work / "state.pt"),
+            "mlflow spark_udf": mlflow_udf(spark, model, work),
+            "row udf": row_udf(model.module),
+            "floor": floor_udf(),
+        }
+
+        def through(name: str) -> Callable[[DataFrame], DataFrame]:
+            return lambda frame: frame.withColumn("prediction", udfs[name](F.col("features")))
+
+        def sink(side: Callable[[DataFrame], DataFrame], frame: DataFrame, count: int) -> Callable[[], float]:
+            features = frame.select("features")
+            return lambda: count / seconds(lambda: side(features).write.format("noop").mode("overwrite").save())
+
+        def processes(pool: ProcessPoolExecutor, count: int) -> Callable[[], float]:
+            return lambda: count / seconds(lambda: list(pool.map(Raw.score, range(TASKS))))
+
+        features = table.select("features")
+        check({"transform": model.transform(features)} | {name: through(name)(features) for name in list(udfs)[:-1]})
+        sides = {
+            "transform": sink(model.transform, table, rows),
+            "predict_batch_udf": sink(through("predict_batch_udf"), table, rows),
+            "floor": sink(through("floor"), table, rows),
+            "mlflow spark_udf": sink(through("mlflow spark_udf"), subset, few),
+            "row udf": sink(through("row udf"), subset, few),
+            "raw torch": processes(raw, rows),
+            "classifier": sink(classifier.transform, table, rows),
+            "images": sink(resnet.transform, pictures, images),
+            "images, raw torch": processes(raw_images, images),
+        }
+        interleave(sides, 2)  # warms up
+        samples = interleave(sides, rounds)
+        raw.shutdown()
+        raw_images.shutdown()
+    rate = {name: statistics.median(values) for name, values in samples.items()}
+    others = ("predict_batch_udf", "floor", "mlflow spark_udf", "row udf", "raw torch")
+    report(
+        "score",
+        samples={f"{name}, rows/s": values for name, values in samples.items()},
+        ratios={f"transform / {other}": rate["transform"] / rate[other] for other in others}
+        | {
+            "classifier / transform": rate["classifier"] / rate["transform"],
+            "images / raw torch": rate["images"] / rate["images, raw torch"],
+        },
+        goals=GOALS,
+        facts={"rows": rows, "images": images, "few rows": few, **machine("torch", "pyspark", "pyarrow", "mlflow")},
+        path=options.json,
+    )
+
+
+if __name__ == "__main__":
+    main()
