@@ -104,6 +104,8 @@ def workspace() -> Iterator[Path]:
         "SPARK_LOCAL_IP": "127.0.0.1",
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     }
     with tempfile.TemporaryDirectory(prefix="sparktorch-bench-", ignore_cleanup_errors=True) as directory:
         yield Path(directory)

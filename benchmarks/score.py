@@ -1,10 +1,11 @@
 """Rows a second of `model.transform`, beside what one would score with otherwise.
 
-400,000 rows of 100 float32, MLP 100-256-1, and 8,000 images of 32x32x3 through a small ResNet, CPU, `local[2]`, one
-torch thread a task. All the sides in Spark read the same cached rows, in 8 partitions, so that the scan costs next to
-nothing, and end in the noop sink. The slow ones score the first of the rows only: rates are compared. Raw torch is two
-processes, one for each task slot, that score tensors in memory in batches of the same size: a second thread in one
-process would share its cores less well, and a task is a process, too.
+400,000 rows of 100 float32 through an MLP 100-256-1, and 8,000 images of 32x32x3 through a small ResNet, on CPU,
+`local[2]`, one torch thread a task. The sides in Spark read the same cached rows, in 8 partitions, so that the scan
+costs next to nothing, and end in the noop sink; each has Python workers of its own, as in an application of its own.
+The slow ones score some of the rows only: rates are compared. The floor is an Arrow UDF that drains the rows. Raw torch
+is two processes, as the tasks are, that score tensors in memory, in batches of the same size. Two threads in one would
+share each batch.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import multiprocessing
 import statistics
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import mlflow
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -31,7 +32,6 @@ from torch import nn
 from benchmarks.by_hand import MLP, WIDTH
 from benchmarks.common import Goal, arguments, interleave, machine, report, seconds, session, workspace
 from sparktorch import TorchClassifier, TorchRegressionModel, TorchRegressor
-from sparktorch.tracking import log_model
 
 TASKS = 2
 PARTITIONS = 8
@@ -84,31 +84,28 @@ class ResNet(nn.Module):
 
 
 class Raw:
-    """A module and its share of the rows in one process of the raw torch side."""
+    """A module and its share of the rows, in a process of the raw torch side."""
 
     module: nn.Module
-    rows: torch.Tensor
-    batch: int
+    batches: tuple[torch.Tensor, ...]
 
     @classmethod
     def prepare(cls, module: nn.Module, rows: int, width: int, batch: int) -> None:
-        """Makes this process's rows."""
+        """Makes the rows of this process."""
         torch.set_num_threads(1)
-        cls.module, cls.rows, cls.batch = module.eval(), torch.randn(rows, width), batch
+        cls.module, cls.batches = module.eval(), torch.split(torch.randn(rows, width), batch)
 
     @classmethod
     @torch.inference_mode()
     def score(cls, _: int) -> float:
         """Scores them and returns the sum of what comes out."""
-        starts = range(0, len(cls.rows), cls.batch)
-        return float(torch.cat([cls.module(cls.rows[start : start + cls.batch]) for start in starts]).sum())
+        return float(torch.cat([cls.module(rows) for rows in cls.batches]).sum())
 
-
-def raw_torch(module: nn.Module, rows: int, width: int, batch: int) -> ProcessPoolExecutor:
-    """Starts a process for each task slot, with its share of the rows in memory."""
-    context = multiprocessing.get_context("spawn")
-    share = (module, rows // TASKS, width, batch)
-    return ProcessPoolExecutor(TASKS, context, Raw.prepare, share)
+    @classmethod
+    def processes(cls, module: nn.Module, rows: int, width: int, batch: int) -> ProcessPoolExecutor:
+        """Starts a process for each task slot."""
+        share = (module, rows // TASKS, width, batch)
+        return ProcessPoolExecutor(TASKS, multiprocessing.get_context("spawn"), cls.prepare, share)
 
 
 def cached(spark: SparkSession, path: Path, rows: int, width: int) -> DataFrame:
@@ -158,6 +155,10 @@ def batch_udf(module: nn.Module, path: Path) -> Any:
 
 def mlflow_udf(spark: SparkSession, model: TorchRegressionModel, work: Path) -> Any:
     """`mlflow.pyfunc.spark_udf` of the model, logged to a store of its own."""
+    import mlflow  # not in every process that imports this file for its ResNet
+
+    from sparktorch.tracking import log_model
+
     mlflow.set_tracking_uri(f"sqlite:///{work}/mlflow.db")
     experiment = mlflow.create_experiment("score", artifact_location=(work / "artifacts").as_uri())
     with mlflow.start_run(experiment_id=experiment):
@@ -190,7 +191,7 @@ def check(scored: dict[str, DataFrame]) -> None:
 def main() -> None:
     """Measures, prints and writes the result."""
     options = arguments(__doc__ or "")
-    rows, images, rounds = (40_000, 800, 2) if options.quick else (400_000, 8_000, 5)
+    rows, images, rounds = (40_000, 800, 2) if options.quick else (400_000, 8_000, 7)
     few = rows // 20
     with workspace() as work, session(work, cores=TASKS) as spark:
         table = cached(spark, work / "rows.parquet", rows, WIDTH)
@@ -199,8 +200,8 @@ def main() -> None:
         model = fitted(MLP, subset.limit(1000), BATCH)
         classifier = fitted(MLP, subset.limit(1000), BATCH, loss="BCEWithLogitsLoss")
         resnet = fitted("benchmarks.score:ResNet", pictures.limit(100), IMAGE_BATCH)
-        raw = raw_torch(model.module, rows, WIDTH, BATCH)
-        raw_images = raw_torch(resnet.module, images, ResNet.width, IMAGE_BATCH)
+        raw = Raw.processes(model.module, rows, WIDTH, BATCH)
+        raw_images = Raw.processes(resnet.module, images, ResNet.width, IMAGE_BATCH)
         udfs = {
             "predict_batch_udf": batch_udf(model.module, work / "state.pt"),
             "mlflow spark_udf": mlflow_udf(spark, model, work),
@@ -211,25 +212,31 @@ def main() -> None:
         def through(name: str) -> Callable[[DataFrame], DataFrame]:
             return lambda frame: frame.withColumn("prediction", udfs[name](F.col("features")))
 
-        def sink(side: Callable[[DataFrame], DataFrame], frame: DataFrame, count: int) -> Callable[[], float]:
-            features = frame.select("features")
-            return lambda: count / seconds(lambda: side(features).write.format("noop").mode("overwrite").save())
+        transforms: dict[str, Callable[[DataFrame], DataFrame]] = {
+            "transform": model.transform,
+            "classifier": classifier.transform,
+            "images": resnet.transform,
+        } | {name: through(name) for name in udfs}
+        frames = dict.fromkeys(transforms, (table, rows))
+        frames |= {"images": (pictures, images), "mlflow spark_udf": (subset, few), "row udf": (subset, few)}
 
-        def processes(pool: ProcessPoolExecutor, count: int) -> Callable[[], float]:
-            return lambda: count / seconds(lambda: list(pool.map(Raw.score, range(TASKS))))
+        def scored(name: str, frame: DataFrame) -> DataFrame:
+            spark.sparkContext.environment["SIDE"] = name  # each in Python workers of its own
+            return transforms[name](frame.select("features"))
 
-        features = table.select("features")
-        check({"transform": model.transform(features)} | {name: through(name)(features) for name in list(udfs)[:-1]})
-        sides = {
-            "transform": sink(model.transform, table, rows),
-            "predict_batch_udf": sink(through("predict_batch_udf"), table, rows),
-            "floor": sink(through("floor"), table, rows),
-            "mlflow spark_udf": sink(through("mlflow spark_udf"), subset, few),
-            "row udf": sink(through("row udf"), subset, few),
-            "raw torch": processes(raw, rows),
-            "classifier": sink(classifier.transform, table, rows),
-            "images": sink(resnet.transform, pictures, images),
-            "images, raw torch": processes(raw_images, images),
+        def sink(name: str) -> float:
+            frame, count = frames[name]
+            return count / seconds(lambda: scored(name, frame).write.format("noop").mode("overwrite").save())
+
+        def processes(pool: ProcessPoolExecutor, count: int) -> float:
+            return count / seconds(lambda: list(pool.map(Raw.score, range(TASKS))))
+
+        check(
+            {name: scored(name, subset) for name in ("transform", "predict_batch_udf", "mlflow spark_udf", "row udf")}
+        )
+        sides = {name: partial(sink, name) for name in transforms} | {
+            "raw torch": partial(processes, raw, rows),
+            "images, raw torch": partial(processes, raw_images, images),
         }
         interleave(sides, 2)  # warms up
         samples = interleave(sides, rounds)

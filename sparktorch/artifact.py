@@ -4,43 +4,52 @@ It scores Arrow columns, and it is a directory of plain files:
 
     weights.safetensors   the weights
     module.json           how to make the module, and its inputs and outputs
-    module.pkl            the module's code, pickled, only where it has no import path
+    module.pt2            the module's graph, where its code has no import path
+    module.pkl            the module's code, pickled, where it has neither
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
+import math
 import pickle
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from torch import nn
 
 from sparktorch.config import Task
 from sparktorch.data.columns import TensorSpec
-from sparktorch.data.tensors import to_numpy
+from sparktorch.data.tensors import present, to_arrow, to_numpy
 from sparktorch.errors import PersistenceError
+from sparktorch.program import ExportError, Program, check_archive, export_program
 from sparktorch.train.dryrun import OutputSpec
 from sparktorch.train.recipe import ModuleSource, Recipe, import_path, load_object
 from sparktorch.train.task import align
+from sparktorch.train.weights import unpack_state
 
-__all__ = ["FORMAT_VERSION", "Scorer", "TrainedModule"]
+__all__ = ["FORMAT_VERSION", "Precision", "Scorer", "TrainedModule"]
 
 FORMAT_VERSION = 1
 
+_WEIGHTS = "weights.safetensors"
+_GRAPH = "module.pt2"
+_PICKLE = "module.pkl"
 _OPT_IN = ".read().option('allowPickle', 'true').load(path) (or allow_pickle=True in sparktorch.tracking)"
 
 Array = npt.NDArray[Any]
+Precision = Literal["fp32", "bf16", "fp16"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,17 +57,17 @@ class TrainedModule:
     """A module's code and weights, and what goes in and comes out.
 
     Attributes:
-        source: The module class, factory, import path or instance.
+        source: The module class, factory, import path or instance, or its exported graph.
         params: Keyword arguments of the factory.
-        state: The state dict, as `torch.save` writes it.
+        weights: The state dict as a safetensors file.
         inputs: One spec per argument of `forward`.
         outputs: What `forward` returns.
         task: What the outputs mean.
     """
 
-    source: ModuleSource
+    source: ModuleSource | Program
     params: Mapping[str, Any]
-    state: bytes
+    weights: bytes
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[OutputSpec, ...]
     task: Task
@@ -66,59 +75,56 @@ class TrainedModule:
     @cached_property
     def digest(self) -> str:
         """Identifies the weights and the way they are used; code without import path is like no other."""
-        path = self.source if isinstance(self.source, str) else import_path(self.source)
-        described = json.dumps([self._describe(), path or uuid.uuid4().hex, repr(dict(self.params))])
-        return hashlib.sha256(self.state + described.encode()).hexdigest()
+        code = hashlib.sha256(self.source.archive).hexdigest() if isinstance(self.source, Program) else self._path
+        described = json.dumps([self._describe(), code or uuid.uuid4().hex, repr(dict(self.params))])
+        digest = hashlib.sha256(described.encode())
+        digest.update(self.weights)
+        return digest.hexdigest()
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Returns the weights, on the CPU."""
-        state: dict[str, torch.Tensor] = torch.load(io.BytesIO(self.state), weights_only=True)
-        return state
-
-    def build(self) -> nn.Module:
-        """Returns the module with its trained weights, in evaluation mode, on the CPU."""
+    def build(self, state: Mapping[str, torch.Tensor] | None = None) -> nn.Module:
+        """Returns the module with its trained weights, or with `state`, in evaluation mode, on the CPU."""
+        weights = unpack_state(self.weights) if state is None else state
+        if isinstance(self.source, Program):
+            return self.source(**weights).eval()
         module = Recipe(module=self.source, module_params=self.params).build_module(seed=0)
-        module.load_state_dict(self.state_dict())
+        module.load_state_dict(weights)
         return module.eval()
 
     def save(self, directory: Path, *, allow_pickle: bool = False) -> None:
         """Writes the module into an existing directory.
 
         Raises:
-            PersistenceError: The code has no import path and `allow_pickle` is not set, or the
-                parameters are not JSON.
+            PersistenceError: The code has no import path, or parameters that are not JSON; its
+                graph cannot be exported; and `allow_pickle` is not set.
         """
-        from safetensors.torch import save_file
+        (directory / _WEIGHTS).write_bytes(self.weights)
+        form = {**self._describe(), "module": self._save_code(directory, allow_pickle)}
+        (directory / "module.json").write_text(json.dumps(form, indent=1))
 
-        state = self.state_dict()
-        # safetensors refuses tensors that share memory; tied weights are stored once each.
-        save_file({k: v.clone().contiguous() for k, v in state.items()}, directory / "weights.safetensors")
-        form = self._describe()
-        path = self.source if isinstance(self.source, str) else import_path(self.source)
-        if path is not None:
-            try:
-                params = json.loads(json.dumps(dict(self.params)))
-                if params != _listed(dict(self.params)):
-                    raise TypeError("keys must be strings")
-                form["module"] = {"path": path, "params": params}
-            except TypeError as error:
-                raise PersistenceError(
-                    f"moduleParams cannot be saved as JSON: {error}",
-                    hint="use numbers, strings, lists and dicts",
-                    param="moduleParams",
-                ) from error
-        elif allow_pickle:
-            import cloudpickle
-
-            (directory / "module.pkl").write_bytes(cloudpickle.dumps((self.source, dict(self.params))))
-            form["module"] = {"pickle": "module.pkl"}
+    def _save_code(self, directory: Path, allow_pickle: bool) -> dict[str, Any]:
+        """Writes the code where it needs a file; returns how `load` finds it."""
+        if isinstance(self.source, Program):
+            return _write_program(self.source, directory)
+        params = dict(self.params)
+        if self._path is None:
+            why = f"the module {_named(self.source)} has no import path that works outside this session"
+        elif _is_json(params):
+            return {"path": self._path, "params": params}
         else:
+            why = f"the parameters of {self._path} are not all numbers, strings, lists and dicts"
+        try:
+            return _write_program(export_program(self.build(), self.inputs), directory)
+        except ExportError as error:
+            if allow_pickle:
+                import cloudpickle
+
+                (directory / _PICKLE).write_bytes(cloudpickle.dumps((self.source, params)))
+                return {"pickle": _PICKLE}
             raise PersistenceError(
-                f"the module {_named(self.source)} has no import path that works outside this session",
+                f"{why}, and torch.export cannot capture its graph: {error}",
                 hint="put the class into a module file, or allow pickled code with "
                 ".write().option('allowPickle', 'true') (or allow_pickle=True in sparktorch.tracking)",
-            )
-        (directory / "module.json").write_text(json.dumps(form, indent=1))
+            ) from error
 
     @classmethod
     def load(cls, directory: Path, *, allow_pickle: bool = False) -> TrainedModule:
@@ -128,8 +134,6 @@ class TrainedModule:
             PersistenceError: The directory holds no module, one of a newer format, or pickled
                 code and `allow_pickle` is not set.
         """
-        from safetensors.torch import load_file
-
         try:
             form = json.loads((directory / "module.json").read_text())
         except FileNotFoundError as error:
@@ -139,33 +143,20 @@ class TrainedModule:
                 f"the model was saved in format {form['format']}, this version reads up to {FORMAT_VERSION}",
                 hint="upgrade sparktorch-estimator",
             )
-        how = form["module"]
-        source: ModuleSource
-        if "path" in how:
-            source, params = how["path"], how["params"]
-            made_by = load_object(how["path"])
-            if not (allow_pickle or (isinstance(made_by, type) and issubclass(made_by, nn.Module))):
-                raise PersistenceError(
-                    f"the model is made by {how['path']}, which is no nn.Module class, and loading it calls that",
-                    hint=f"if you trust where it comes from: {_OPT_IN}",
-                )
-        elif allow_pickle:
-            source, params = pickle.loads((directory / "module.pkl").read_bytes())
-        else:
-            raise PersistenceError(
-                "the model's code was pickled, and loading a pickle runs whatever is in it",
-                hint=f"if you trust where it comes from: {_OPT_IN}",
-            )
-        buffer = io.BytesIO()
-        torch.save(load_file(directory / "weights.safetensors"), buffer)
+        source, params = _load_code(directory, form["module"], allow_pickle)
         return cls(
             source=source,
             params=params,
-            state=buffer.getvalue(),
+            weights=(directory / _WEIGHTS).read_bytes(),
             inputs=tuple(TensorSpec.from_dict(spec) for spec in form["inputs"]),
             outputs=tuple(OutputSpec(spec["name"], tuple(spec["shape"])) for spec in form["outputs"]),
             task=form["task"],
         )
+
+    @property
+    def _path(self) -> str | None:
+        """The import path of the module's class or factory."""
+        return self.source if isinstance(self.source, str) else import_path(self.source)
 
     def _describe(self) -> dict[str, Any]:
         return {
@@ -177,15 +168,96 @@ class TrainedModule:
         }
 
 
+def _write_program(program: Program, directory: Path) -> dict[str, Any]:
+    (directory / _GRAPH).write_bytes(program.archive)
+    return {"program": _GRAPH, "parameters": list(program.parameters)}
+
+
+def _load_code(directory: Path, how: Mapping[str, Any], allow_pickle: bool) -> tuple[Any, Mapping[str, Any]]:
+    """Returns source and parameters as `_save_code` wrote them."""
+    if "path" in how:
+        made_by = load_object(how["path"])
+        if not (allow_pickle or (isinstance(made_by, type) and issubclass(made_by, nn.Module))):
+            raise PersistenceError(
+                f"the model is made by {how['path']}, which is no nn.Module class, and loading it calls that",
+                hint=f"if you trust where it comes from: {_OPT_IN}",
+            )
+        return how["path"], how["params"]
+    if "program" in how:
+        program = Program((directory / _GRAPH).read_bytes(), tuple(how["parameters"]))
+        if not allow_pickle:
+            try:
+                check_archive(program.archive)
+            except ExportError as error:
+                raise PersistenceError(
+                    f"the model's exported graph could run code of its own when it is loaded: {error}",
+                    hint=f"if you trust where it comes from: {_OPT_IN}",
+                ) from error
+        return program, {}
+    if allow_pickle:
+        source, params = pickle.loads((directory / _PICKLE).read_bytes())
+        return source, params
+    raise PersistenceError(
+        "the model's code was pickled, and loading a pickle runs whatever is in it",
+        hint=f"if you trust where it comes from: {_OPT_IN}",
+    )
+
+
 class Scorer:
     """Scores columns with one built module."""
 
-    def __init__(self, trained: TrainedModule, *, device: str = "cpu", batch_size: int = 8192) -> None:
-        """Builds the module on `device`; `batch_size` rows go through it at a time."""
+    def __init__(
+        self,
+        trained: TrainedModule,
+        *,
+        device: str = "cpu",
+        batch_size: int = 8192,
+        precision: Precision = "fp32",
+        compiled: bool = False,
+        weights: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        """Builds the module.
+
+        Args:
+            trained: What scores.
+            device: Where, as torch names it.
+            batch_size: The most rows that go through the module at a time.
+            precision: "bf16" and "fp16" run the module under autocast.
+            compiled: Whether the module goes through `torch.compile`.
+            weights: The state dict to use in place of that in `trained`.
+        """
         self._trained = trained
-        self._device = device
+        self._device = torch.device(device)
         self._batch_size = batch_size
-        self._module = trained.build().to(device)
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+        self._autocast = torch.autocast(self._device.type, dtype) if dtype else nullcontext()
+        self._module: Any = trained.build(weights).to(self._device)
+        if compiled:
+            self._module = torch.compile(self._module, dynamic=True)
+
+    def score_arrow(self, columns: Sequence[pa.Array], names: Sequence[str], *, keep_null: bool = False) -> pa.Array:
+        """Scores one Arrow array per input.
+
+        Args:
+            columns: One array per input, of equal length.
+            names: Which results to return, as `score` names them.
+            keep_null: Whether a row with a null in it gets a null result, and is no error.
+
+        Returns:
+            A struct array with one field per name.
+
+        Raises:
+            ColumnError: A row is null or has another shape than the model was fitted on.
+        """
+        rows = present(columns) if keep_null else None
+        if rows is not None:
+            columns = [column.filter(rows) for column in columns]
+        results = self.score(columns)
+        fields = [to_arrow(results[name]) for name in names]
+        if rows is not None:  # spread the results over the rows that had any
+            places = pc.if_else(rows, pc.subtract(pc.cumulative_sum(rows.cast(pa.int64())), 1), None)
+            fields = [field.take(places) for field in fields]
+        return pa.StructArray.from_arrays(fields, names=list(names))
 
     def score(self, columns: Sequence[pa.Array]) -> dict[str, Array]:
         """Scores one Arrow array per input.
@@ -204,15 +276,19 @@ class Scorer:
     def score_arrays(self, arrays: Sequence[Array]) -> dict[str, Array]:
         """Scores one array of shape `(rows, ...)` per input; returns as `score`."""
         rows = len(arrays[0])
-        starts = range(0, max(rows, 1), self._batch_size)
-        parts = [self._forward([a[start : start + self._batch_size] for a in arrays]) for start in starts]
+        pieces = max(1, math.ceil(rows / self._batch_size))
+        size = max(1, math.ceil(rows / pieces))  # of equal size, so that none is a tiny rest
+        parts = [self._forward([a[start : start + size] for a in arrays]) for start in range(0, max(1, rows), size)]
+        if len(parts) == 1:
+            return parts[0]
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     @torch.inference_mode()
     def _forward(self, arrays: Sequence[Array]) -> dict[str, Array]:
         # Arrow's buffers are read-only, which torch warns about though nothing writes to them.
         inputs = [torch.from_numpy(np.require(a, requirements="W")).to(self._device) for a in arrays]
-        output = self._module(*inputs)
+        with self._autocast:
+            output = self._module(*inputs)
         if self._trained.task == "classification":
             return _classify(output.double().cpu())
         if self._trained.task == "regression":
@@ -241,6 +317,14 @@ def _classify(scores: torch.Tensor) -> dict[str, Array]:
 
 def _tuple(output: Any) -> tuple[torch.Tensor, ...]:
     return (output,) if isinstance(output, torch.Tensor) else tuple(output)
+
+
+def _is_json(value: Any) -> bool:
+    """Whether JSON gives the value back, tuples as lists at most."""
+    try:
+        return bool(json.loads(json.dumps(value)) == _listed(value))
+    except (TypeError, ValueError):
+        return False
 
 
 def _listed(value: Any) -> Any:

@@ -6,7 +6,6 @@ Tests and GPU machines call `train_partition` directly.
 from __future__ import annotations
 
 import importlib
-import io
 import math
 import threading
 import time
@@ -27,6 +26,7 @@ from sparktorch.train.group import process_group
 from sparktorch.train.link import Link
 from sparktorch.train.loop import train
 from sparktorch.train.recipe import Recipe
+from sparktorch.train.weights import pack_state
 from sparktorch.world import World
 
 __all__ = ["RankResult", "TrainJob", "train_partition"]
@@ -59,8 +59,8 @@ class RankResult:
     """What a rank hands back to the driver.
 
     Attributes:
-        meta: JSON-ready facts: rows, times, and on rank 0 history and fingerprint.
-        payload: On rank 0 the model's state, `torch.save`d; elsewhere empty.
+        meta: JSON-ready facts: rows, times, and on rank 0 history, confusion matrix and fingerprint.
+        payload: On rank 0 the model's state as a safetensors file; elsewhere empty.
     """
 
     meta: dict[str, Any] = field(default_factory=dict)
@@ -119,7 +119,9 @@ def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: Tra
     with process_group(world, link.store, timeout=_COLLECTIVE_TIMEOUT):
         clock.lap("group")
         has_validation = any(peer["validation"] for peer in peers)
-        outcome = train(shard, job.recipe, job.config, world, link, has_validation=has_validation)
+        outcome = train(
+            shard, job.recipe, job.config, world, link, has_validation=has_validation, classes=job.columns.classes
+        )
     clock.lap("train")
     meta: dict[str, Any] = {
         "rows": shard.rows,
@@ -133,11 +135,10 @@ def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: Tra
     if not world.is_main:
         return RankResult(meta)
     meta["history"] = outcome.history
+    meta["confusion"] = outcome.confusion
     meta["steps_per_epoch"] = plan.steps
     meta["fingerprint"] = f"{sum(peer['fingerprint'] for peer in peers) % 2**64:016x}"
-    buffer = io.BytesIO()
-    torch.save(outcome.state, buffer)
-    return RankResult(meta, buffer.getvalue())
+    return RankResult(meta, pack_state(outcome.state))
 
 
 def _imbalanced(counts: list[int], share: float) -> bool:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from sparktorch.data.columns import Columns, TensorSpec
 from sparktorch.errors import ColumnError
 
-__all__ = ["check_finite", "check_labels", "check_weights", "to_arrow", "to_numpy"]
+__all__ = ["check_finite", "check_labels", "check_weights", "present", "to_arrow", "to_numpy"]
 
 
 def to_numpy(array: pa.Array, spec: TensorSpec, *, first_row: int = 0) -> npt.NDArray[Any]:
@@ -20,7 +22,8 @@ def to_numpy(array: pa.Array, spec: TensorSpec, *, first_row: int = 0) -> npt.ND
     The result may share the Arrow buffer and be read-only.
 
     Args:
-        array: A primitive column, or a list column with one list of `spec.width` values a row.
+        array: A primitive column, or a list column with one list of `spec.width` values a row; in
+            place of a list an ML vector, the struct that Spark keeps it as.
         spec: What the column is to become.
         first_row: Number of the batch's first row, for messages.
 
@@ -32,17 +35,13 @@ def to_numpy(array: pa.Array, spec: TensorSpec, *, first_row: int = 0) -> npt.ND
         raise _nulls(spec, array.null_count, row)
     if not spec.shape:
         return _flat(array, spec)
+    if pa.types.is_struct(array.type):
+        return _vectors(array, spec, first_row)
     offsets = array.offsets.to_numpy()
     lengths = np.diff(offsets)
     wrong = np.flatnonzero(lengths != spec.width)
     if wrong.size:
-        raise ColumnError(
-            f"{wrong.size} rows of column {spec.column!r} do not hold {spec.width} values; "
-            f"the first has {lengths[wrong[0]]}",
-            hint="every row of an input must have the same length: pad, truncate or filter",
-            column=spec.column,
-            row=first_row + int(wrong[0]),
-        )
+        raise _lengths(spec, wrong, int(lengths[wrong[0]]), first_row)
     # `flatten()` would drop null rows and shift features against labels; `values` with the
     # slice's own offsets cannot.
     values = array.values.slice(int(offsets[0]), int(offsets[-1] - offsets[0]))
@@ -52,9 +51,50 @@ def to_numpy(array: pa.Array, spec: TensorSpec, *, first_row: int = 0) -> npt.ND
     return _flat(values, spec).reshape(len(array), *spec.shape)
 
 
+def present(columns: Sequence[pa.Array]) -> pa.BooleanArray | None:
+    """Returns which rows have no null in any of the columns; `None` where that is every row."""
+    found = None
+    for column in columns:
+        masks = [column.is_valid()] if column.null_count else []
+        if pa.types.is_list(column.type) and column.flatten().null_count:
+            inner = pc.list_parent_indices(column).filter(column.flatten().is_null())
+            masks.append(pc.invert(pc.is_in(pa.array(np.arange(len(column))), inner)))
+        for mask in masks:
+            found = mask if found is None else pc.and_(found, mask)
+    return found
+
+
+def _vectors(array: pa.StructArray, spec: TensorSpec, first_row: int) -> npt.NDArray[Any]:
+    """Converts ML vectors, dense and sparse: structs of type, size, indices and values."""
+    sparse = array.field("type").to_numpy() == 0
+    values = array.field("values")
+    if not sparse.any():
+        return to_numpy(values, spec, first_row=first_row)
+    sizes = np.where(sparse, array.field("size").fill_null(-1).to_numpy(), values.value_lengths().to_numpy())
+    wrong = np.flatnonzero(sizes != spec.width)
+    if wrong.size:
+        raise _lengths(spec, wrong, int(sizes[wrong[0]]), first_row)
+    rows = pc.list_parent_indices(values).to_numpy()
+    places = np.empty(len(rows), np.int64)
+    places[sparse[rows]] = array.field("indices").filter(pa.array(sparse)).flatten().to_numpy()
+    places[~sparse[rows]] = np.tile(np.arange(spec.width), int((~sparse).sum()))
+    dense = np.zeros((len(array), spec.width), spec.dtype)
+    dense[rows, places] = values.flatten().to_numpy()
+    return dense.reshape(len(array), *spec.shape)
+
+
 def _flat(array: pa.Array, spec: TensorSpec) -> npt.NDArray[Any]:
     values: npt.NDArray[Any] = array.to_numpy(zero_copy_only=False)
     return values.astype(spec.dtype, copy=False)
+
+
+def _lengths(spec: TensorSpec, wrong: npt.NDArray[np.intp], first: int, first_row: int) -> ColumnError:
+    return ColumnError(
+        f"{wrong.size} rows of column {spec.column!r} do not hold {spec.width} values; the first has {first}",
+        hint="every row of an input must have the same length: pad, truncate or filter",
+        column=spec.column,
+        row=first_row + int(wrong[0]),
+    )
 
 
 def _nulls(spec: TensorSpec, count: int, row: int) -> ColumnError:

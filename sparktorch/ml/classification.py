@@ -8,6 +8,7 @@ from typing import Any
 from pyspark import keyword_only
 from pyspark.ml.functions import array_to_vector
 from pyspark.sql import Column
+from pyspark.sql import functions as F
 
 from sparktorch.ml.estimator import TorchEstimatorBase
 from sparktorch.ml.model import TorchModelBase
@@ -42,7 +43,11 @@ class TorchClassificationModel(TorchModelBase, ClassifierColumns):
         return {field: fields[field] for field in outputs.values()}, outputs
 
     def _result(self, column: Column, field: str) -> Column:
-        return column if field == "prediction" else array_to_vector(column)
+        if field == "prediction":
+            return column
+        if self.getHandleInvalid() == "keep":  # Spark's function fails on null
+            return F.when(column.isNotNull(), array_to_vector(column))
+        return array_to_vector(column)
 
 
 class TorchClassifier(TorchEstimatorBase[TorchClassificationModel], ClassifierColumns):
@@ -87,8 +92,13 @@ class TorchClassifier(TorchEstimatorBase[TorchClassificationModel], ClassifierCo
         numWorkers: int = 1,
         device: str = "auto",
         rendezvous: str = "auto",
+        handleInvalid: str = "error",
         predictBatchSize: int = 8192,
+        predictPrecision: str = "fp32",
+        predictCompile: bool = False,
         progress: bool = True,
+        mlflowExperiment: str | None = None,
+        mlflowRunName: str | None = None,
     ) -> None:
         super().__init__()
         self._setDefault(

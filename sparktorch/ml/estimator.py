@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +19,7 @@ from pyspark.sql import DataFrame
 from sparktorch.artifact import TrainedModule
 from sparktorch.config import Task
 from sparktorch.data.tensors import check_finite, to_numpy
-from sparktorch.ml.events import FitReport
+from sparktorch.ml.events import Fit, FitReport, callers
 from sparktorch.ml.io import EstimatorReader, EstimatorWriter
 from sparktorch.ml.model import TorchModel, TorchModelBase
 from sparktorch.ml.params import (
@@ -27,18 +28,22 @@ from sparktorch.ml.params import (
     ModuleParams,
     OutputColumns,
     ScoringParams,
+    TrackingParams,
     TrainingParams,
 )
 from sparktorch.ml.summary import TrainingSummary
 from sparktorch.ml.translate import Request, given, translate
 from sparktorch.spark.barrier import run_ranks
 from sparktorch.spark.frame import Frame, prepare, split
-from sparktorch.spark.preflight import check_cluster
+from sparktorch.spark.preflight import check_cluster, check_result_size
 from sparktorch.spark.resources import gpu_profile
 from sparktorch.train.dryrun import Trial, dry_run
 from sparktorch.worker import TrainJob, train_partition
 
 if TYPE_CHECKING:
+    from pyspark.ml._typing import ParamMap
+    from typing_extensions import Self
+
     from sparktorch.data.columns import TensorSpec
 
 __all__ = ["TorchEstimator", "TorchEstimatorBase"]
@@ -47,12 +52,35 @@ M = TypeVar("M", bound=TorchModelBase)
 
 
 class TorchEstimatorBase(
-    Estimator[M], ScoringParams, ModuleParams, TrainingParams, LaunchParams, MLReadable[Any], MLWritable, Generic[M]
+    Estimator[M],
+    ScoringParams,
+    ModuleParams,
+    TrainingParams,
+    LaunchParams,
+    TrackingParams,
+    MLReadable[Any],
+    MLWritable,
+    Generic[M],
 ):
     """What all the estimators share."""
 
     _task: Task
     _model_class: type[M]
+    _callers: dict[str, Any] = {}
+
+    if not TYPE_CHECKING:
+        # MLflow's autologging replaces `Estimator.fit`, to log what our listener logs already.
+        fit = inspect.unwrap(Estimator.fit)
+
+    def copy(self, extra: ParamMap | None = None) -> Self:
+        """Copies the estimator, with the Params in `extra` set.
+
+        Fits of the copy belong where it was made: cross-validation copies its estimator in the
+        caller's thread, and fits in others, which know nothing of the caller's MLflow run.
+        """
+        that = super().copy(extra)
+        that._callers = {**self._callers, **callers()}
+        return that
 
     def _fit(self, dataset: DataFrame) -> M:
         started = time.perf_counter()
@@ -62,9 +90,11 @@ class TorchEstimatorBase(
         check_cluster(spark, request.launch.world_size, profile)
         frame = prepare(dataset, self._task, **request.columns)
         trial = _try_out(frame, request)
+        check_result_size(spark, sum(tensor.nbytes for tensor in trial.module.state_dict().values()))
         prepared = time.perf_counter()
         request = replace(request, launch=replace(request.launch, profile=profile))
-        with FitReport(self, rows_per_step=request.config.batch_size, show=self.getProgress()) as report:
+        fit = Fit(estimator=self, columns=frame.columns, spark=spark, callers=self._callers)
+        with FitReport(fit, rows_per_step=request.config.batch_size, show=self.getProgress()) as report:
             results = _train(frame, trial, request, report)
             seconds = {"prepare": prepared - started, "job": time.perf_counter() - prepared}
             summary = _summarise(results, seconds)
@@ -72,11 +102,11 @@ class TorchEstimatorBase(
             report.finished(model, summary)
         return model
 
-    def _model(self, request: Request, frame: Frame, trial: Trial, state: bytes, summary: TrainingSummary) -> M:
+    def _model(self, request: Request, frame: Frame, trial: Trial, weights: bytes, summary: TrainingSummary) -> M:
         trained = TrainedModule(
             source=request.recipe.module,
             params=request.recipe.module_params,
-            state=state,
+            weights=weights,
             inputs=frame.columns.inputs,
             outputs=trial.outputs,
             task=self._task,
@@ -147,8 +177,13 @@ class TorchEstimator(TorchEstimatorBase[TorchModel], OutputColumns):
         numWorkers: int = 1,
         device: str = "auto",
         rendezvous: str = "auto",
+        handleInvalid: str = "error",
         predictBatchSize: int = 8192,
+        predictPrecision: str = "fp32",
+        predictCompile: bool = False,
         progress: bool = True,
+        mlflowExperiment: str | None = None,
+        mlflowRunName: str | None = None,
     ) -> None:
         super().__init__()
         self._setDefault(**DEFAULTS)
@@ -197,4 +232,5 @@ def _summarise(results: list[tuple[dict[str, Any], bytes]], seconds: dict[str, f
         fingerprint=main.pop("fingerprint"),
         seconds=seconds | {f"rank0.{name}": value for name, value in main["seconds"].items()},
         ranks=ranks,
+        confusionMatrix=main.pop("confusion"),
     )

@@ -5,25 +5,53 @@ from __future__ import annotations
 import importlib
 import logging
 import time
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pyspark.ml import Estimator, Model
+from pyspark.sql import SparkSession
 from tqdm.auto import tqdm
 
 if TYPE_CHECKING:
+    from sparktorch.data.columns import Columns
     from sparktorch.ml.summary import TrainingSummary
 
-__all__ = ["LISTENERS", "FitListener", "FitReport"]
+__all__ = ["LISTENERS", "Fit", "FitListener", "FitReport", "callers"]
 
 _LOG = logging.getLogger(__name__)
 
-# Import paths of functions `(estimator) -> FitListener | None`, asked at the start of each fit.
+# Modules with two functions: `listener_for(fit) -> FitListener | None`, asked at the start of each
+# fit, and `caller() -> Any`, asked in the thread that copies an estimator.
 # They are named, not imported: this floor does not depend on the ones above it.
-LISTENERS = ["sparktorch.tracking.listener:listener_for"]
+LISTENERS = ["sparktorch.tracking.listener"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """A fit that begins.
+
+    Attributes:
+        estimator: Whose Params hold.
+        columns: What is trained on.
+        spark: The session.
+        callers: What `callers` returned where the estimator was copied.
+    """
+
+    estimator: Estimator[Any]
+    columns: Columns
+    spark: SparkSession
+    callers: dict[str, Any] = field(default_factory=dict)
 
 
 class FitListener(Protocol):
-    """Hears of one fit. A listener that raises is warned about and heard no more; the fit goes on."""
+    """Hears of one fit, in its thread, and must not block it.
+
+    A listener that raises is warned about and heard no more; the fit goes on.
+    """
+
+    def progress(self, record: dict[str, Any]) -> None:
+        """Receives rank 0's position, a few times a second: epoch, epochs, step, steps, loss."""
+        ...
 
     def epoch(self, record: dict[str, Any]) -> None:
         """Receives an epoch's record as soon as the epoch is over."""
@@ -41,25 +69,21 @@ class FitListener(Protocol):
 class FitReport:
     """Passes what happens in one fit to the progress bar and to the listeners."""
 
-    def __init__(self, estimator: Estimator[Any], *, rows_per_step: int, show: bool) -> None:
-        """Asks the listeners whether they want to hear of this fit."""
-        self._estimator = estimator
+    def __init__(self, fit: Fit, *, rows_per_step: int, show: bool) -> None:
+        """Prepares the report; the listeners are asked when its block is entered."""
+        self._fit = fit
         self._rows_per_step = rows_per_step
         self._show = show
         self._bar: tqdm[Any] | None = None
         self._listeners: list[FitListener] = []
         self._first = (time.monotonic(), 0)
+        self._place = (0, 0)
         self._epochs_told = 0
 
     def __enter__(self) -> FitReport:
-        for path in LISTENERS:
-            module, _, name = path.partition(":")
-            try:
-                listener = getattr(importlib.import_module(module), name)(self._estimator)
-            except Exception:
-                _LOG.warning("listener %s could not start; the fit goes on without it", path, exc_info=True)
-            else:
-                self._listeners += [listener] if listener is not None else []
+        for module in LISTENERS:
+            listener = _ask(module, "listener_for", self._fit)
+            self._listeners += [listener] if listener is not None else []
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -69,7 +93,12 @@ class FitReport:
             self._tell("failed", error)
 
     def progress(self, record: dict[str, Any]) -> None:
-        """Moves the bar to where rank 0 is."""
+        """Moves the bar to where rank 0 is, and tells the listeners."""
+        place = (record["epoch"], record["step"])
+        if place == self._place:
+            return
+        self._place = place
+        self._tell("progress", record)
         if not self._show:
             return
         done = (record["epoch"] - 1) * record["steps"] + record["step"]
@@ -77,8 +106,6 @@ class FitReport:
             total = record["epochs"] * record["steps"]
             self._bar = tqdm(total=total, unit="step", desc="fit", leave=True, dynamic_ncols=True)
             self._first = (time.monotonic(), done)
-        if done == self._bar.n:
-            return
         per_second = (done - self._first[1]) / max(time.monotonic() - self._first[0], 1e-9)
         self._move(done, record["epoch"], record["epochs"], record["loss"], per_second * self._rows_per_step)
 
@@ -103,6 +130,20 @@ class FitReport:
 
     def _tell(self, what: str, *arguments: Any) -> None:
         self._listeners = [listener for listener in self._listeners if _heard(listener, what, arguments)]
+
+
+def callers() -> dict[str, Any]:
+    """Returns what the listeners say of the thread this is called in, by listener."""
+    found = {module: _ask(module, "caller") for module in LISTENERS}
+    return {module: caller for module, caller in found.items() if caller is not None}
+
+
+def _ask(module: str, name: str, *arguments: Any) -> Any:
+    try:
+        return getattr(importlib.import_module(module), name)(*arguments)
+    except Exception:
+        _LOG.warning("listener %s could not start; the fit goes on without it", module, exc_info=True)
+        return None
 
 
 def _heard(listener: FitListener, what: str, arguments: tuple[Any, ...]) -> bool:

@@ -1,15 +1,18 @@
 """Saving and loading through Spark: JSON metadata as Spark ML writes it, and files in a Parquet data set.
 
 `<path>/metadata` is what `Pipeline` and `CrossValidator` read of any stage. `<path>/data` holds the
-files of the artifact as rows `(name, part, content)`: a DataFrame can be written wherever Spark can
-write, on Connect too, where there is no other way to a remote file system.
+files of the artifact as rows `(batch, name, part, content)`: a DataFrame can be written wherever Spark
+can write, on Connect too, where there is no other way to a remote file system. It is written and read a
+batch at a time, so that a model may be larger than what a job may bring to the driver.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,6 +21,7 @@ from pyspark import cloudpickle
 from pyspark.ml.param import Params
 from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReader, MLWriter
 from pyspark.sql import SparkSession
+from pyspark.sql import functions as F
 
 from sparktorch.artifact import TrainedModule
 from sparktorch.errors import PersistenceError
@@ -34,6 +38,7 @@ __all__ = ["EstimatorReader", "EstimatorWriter", "ModelReader", "ModelWriter", "
 R = TypeVar("R", bound=Any)
 
 _PART_BYTES = 16 << 20
+_BATCH_BYTES = 128 << 20
 _PICKLED = "params.pkl"
 
 
@@ -59,18 +64,20 @@ class _Writer(MLWriter):
         row.write.mode(self._mode).text(os.path.join(path, "metadata"))
 
     def _write_files(self, path: str, directory: Path) -> None:
-        names: list[str] = []
-        parts: list[int] = []
-        contents: list[bytes] = []
-        for file in sorted(directory.iterdir()):
-            content = file.read_bytes()
-            for part, start in enumerate(range(0, max(1, len(content)), _PART_BYTES)):
-                names.append(file.name)
-                parts.append(part)
-                contents.append(content[start : start + _PART_BYTES])
-        table = pa.table({"name": names, "part": pa.array(parts, pa.int32()), "content": contents})
-        data = self.sparkSession.createDataFrame(table)
-        data.write.mode(self._mode).parquet(os.path.join(path, "data"))
+        mode = self._mode
+        for number, chunks in enumerate(_grouped(directory)):
+            names, parts, contents = zip(*chunks, strict=True)
+            table = pa.table(
+                {
+                    "batch": pa.array([number] * len(parts), pa.int32()),
+                    "name": list(names),
+                    "part": pa.array(parts, pa.int32()),
+                    "content": list(contents),
+                }
+            )
+            data = self.sparkSession.createDataFrame(table).coalesce(1)
+            data.write.mode(mode).parquet(os.path.join(path, "data"))
+            mode = "append"
 
     @property
     def _mode(self) -> str:
@@ -103,11 +110,27 @@ class _Reader(MLReader[R]):
         return metadata
 
 
+def _grouped(directory: Path) -> Iterator[list[tuple[str, int, bytes]]]:
+    """Yields the files of a directory as `(name, part, content)`, in lists that memory holds with ease."""
+    group: list[tuple[str, int, bytes]] = []
+    for path in sorted(directory.iterdir()):
+        with path.open("rb") as file:
+            for part in range(max(1, math.ceil(path.stat().st_size / _PART_BYTES))):
+                group.append((path.name, part, file.read(_PART_BYTES)))
+                if sum(len(content) for _, _, content in group) >= _BATCH_BYTES:
+                    yield group
+                    group = []
+    if group:
+        yield group
+
+
 def read_files(spark: SparkSession, path: str, directory: Path) -> None:
     """Copies the files that were saved under `path` into a local directory."""
-    table = spark.read.parquet(os.path.join(path, "data")).orderBy("name", "part").toArrow()
-    for batch in table.to_batches():
-        for name, content in zip(batch.column("name"), batch.column("content"), strict=True):
+    data = spark.read.parquet(os.path.join(path, "data"))
+    last = data.agg(F.max("batch")).head()
+    for batch in range(0 if last is None else last[0] + 1):
+        table = data.where(F.col("batch") == batch).orderBy("name", "part").toArrow()
+        for name, content in zip(table.column("name"), table.column("content"), strict=True):
             # Names come from a file somebody else may have written: none may leave the directory.
             with (directory / Path(name.as_py()).name).open("ab") as file:
                 file.write(content.as_buffer())

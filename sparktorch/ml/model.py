@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from pyspark.ml import Model
 from pyspark.ml.util import MLReadable, MLWritable
-from pyspark.sql import Column, DataFrame
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 from torch import nn
 
-from sparktorch.artifact import TrainedModule
-from sparktorch.errors import ColumnError, ConfigError
+from sparktorch.artifact import Precision, TrainedModule
+from sparktorch.config import Device
+from sparktorch.errors import ColumnError, ConfigError, nearest
 from sparktorch.ml.io import ModelReader, ModelWriter
-from sparktorch.ml.params import OutputColumns, ScoringParams
+from sparktorch.ml.params import SCORING_DEFAULTS, OutputColumns, ScoringParams
 from sparktorch.ml.summary import TrainingSummary
-from sparktorch.ml.translate import input_names
+from sparktorch.ml.translate import check_scoring, input_names
 from sparktorch.spark.frame import input_columns
-from sparktorch.spark.predict import scoring_column
+from sparktorch.spark.predict import Scoring, scoring_udf
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -38,7 +39,7 @@ class TorchModelBase(Model, ScoringParams, MLReadable[Any], MLWritable):
     def __init__(self) -> None:
         """Makes a model without a module, for `load` to fill."""
         super().__init__()
-        self._setDefault(featuresCol="features", predictionCol="prediction", predictBatchSize=8192)
+        self._setDefault(featuresCol="features", predictionCol="prediction", **SCORING_DEFAULTS)
 
     def _with(self, trained: TrainedModule, summary: TrainingSummary | None) -> Self:
         self._trained = trained
@@ -88,9 +89,50 @@ class TorchModelBase(Model, ScoringParams, MLReadable[Any], MLWritable):
             )
         columns = input_columns(dataset, self._inputs())
         scored = f"__{self.uid}"
-        struct = scoring_column(self.trained, columns, fields, batch_size=self.getPredictBatchSize())
+        struct = scoring_udf(dataset.sparkSession, self.trained, fields, self._scoring())(*columns)
         results = [self._result(F.col(scored)[field], field).alias(name) for name, field in outputs.items()]
         return dataset.withColumn(scored, struct).select(*map(_quoted, dataset.columns), *results)
+
+    def registerUDF(self, name: str, outputCol: str | None = None) -> None:
+        """Registers the model with the active session as an SQL function, `SELECT name(features) FROM ...`.
+
+        It takes one argument per input column, of any type that the model could have been fitted on,
+        and returns what `transform` adds as `outputCol`, vectors as arrays.
+
+        Args:
+            name: The function's name.
+            outputCol: One of the model's output columns; by default `predictionCol`, or the first one.
+
+        Raises:
+            ConfigError: The model has no such output column, or there is no active session.
+        """
+        spark = SparkSession.getActiveSession()
+        if spark is None:
+            raise ConfigError("there is no active Spark session", hint="start one with SparkSession.builder")
+        fields, outputs = self._fields()
+        column = outputCol or (self.getPredictionCol() if self.getPredictionCol() in outputs else next(iter(outputs)))
+        if column not in outputs:
+            raise ConfigError(
+                f"the model has no output column {column!r}", hint=nearest(column, outputs), param="outputCol"
+            )
+        field = outputs[column]
+        udf = scoring_udf(spark, self.trained, {field: fields[field]}, self._scoring(), struct=False)
+        spark.udf.register(name, udf)
+
+    def _scoring(self) -> Scoring:
+        """Returns the Params that say how to score.
+
+        Raises:
+            ConfigError: One of them is out of range.
+        """
+        check_scoring(self)
+        return Scoring(
+            batch_size=self.getPredictBatchSize(),
+            device=cast(Device, self.getDevice()),
+            precision=cast(Precision, self.getPredictPrecision()),
+            compiled=self.getPredictCompile(),
+            keep_null=self.getHandleInvalid() == "keep",
+        )
 
     def _inputs(self) -> list[Any]:
         """Returns the input specs under the columns that the Params name now."""

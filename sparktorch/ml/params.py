@@ -24,17 +24,29 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEFAULTS",
+    "SCORING_DEFAULTS",
     "ClassifierColumns",
     "LaunchParams",
     "ModuleParams",
     "OutputColumns",
     "ScoringParams",
+    "TrackingParams",
     "TrainingParams",
 ]
 
 
+# Defaults of estimators and models.
+SCORING_DEFAULTS: dict[str, Any] = {
+    "device": "auto",
+    "handleInvalid": "error",
+    "predictBatchSize": 8192,
+    "predictCompile": False,
+    "predictPrecision": "fp32",
+}
+
 # Defaults of every estimator; the constructors repeat them where a reader looks for them.
 DEFAULTS: dict[str, Any] = {
+    **SCORING_DEFAULTS,
     "moduleParams": {},
     "featuresCol": "features",
     "labelCol": "label",
@@ -49,9 +61,7 @@ DEFAULTS: dict[str, Any] = {
     "seed": 0,
     "strategy": "ddp",
     "numWorkers": 1,
-    "device": "auto",
     "rendezvous": "auto",
-    "predictBatchSize": 8192,
     "progress": True,
 }
 
@@ -63,14 +73,70 @@ def _to_dict(value: Any) -> dict[str, Any]:
 
 
 class ScoringParams(HasFeaturesCol, HasInputCols, HasPredictionCol):
-    """What estimator and model share: input columns, prediction column, scoring batch."""
+    """What estimator and model share: input columns, prediction column, how to score."""
 
+    device: Param[str] = Param(
+        Params._dummy(),
+        "device",
+        "'auto', 'cpu' or 'cuda', for training and for scoring; auto takes a GPU per task where there are any",
+        typeConverter=TypeConverters.toString,
+    )
+    handleInvalid: Param[str] = Param(
+        Params._dummy(),
+        "handleInvalid",
+        "what transform does with a row whose inputs are null or hold a null: 'error', or 'keep' it with null results",
+        typeConverter=TypeConverters.toString,
+    )
     predictBatchSize: Param[int] = Param(
         Params._dummy(),
         "predictBatchSize",
-        "rows that go through the module at a time when scoring (> 0)",
+        "the most rows that go through the module at a time when scoring (> 0)",
         typeConverter=TypeConverters.toInt,
     )
+    predictPrecision: Param[str] = Param(
+        Params._dummy(),
+        "predictPrecision",
+        "'fp32', or 'bf16' or 'fp16' to score under autocast",
+        typeConverter=TypeConverters.toString,
+    )
+    predictCompile: Param[bool] = Param(
+        Params._dummy(),
+        "predictCompile",
+        "whether to score through torch.compile; executors need a C++ compiler for it on CPUs",
+        typeConverter=TypeConverters.toBoolean,
+    )
+
+    def getDevice(self) -> str:
+        """Gets the value of `device` or its default."""
+        return self.getOrDefault(self.device)
+
+    def setDevice(self, value: str) -> Self:
+        """Sets the value of `device`."""
+        return self._set(device=value)
+
+    def getHandleInvalid(self) -> str:
+        """Gets the value of `handleInvalid` or its default."""
+        return self.getOrDefault(self.handleInvalid)
+
+    def setHandleInvalid(self, value: str) -> Self:
+        """Sets the value of `handleInvalid`."""
+        return self._set(handleInvalid=value)
+
+    def getPredictPrecision(self) -> str:
+        """Gets the value of `predictPrecision` or its default."""
+        return self.getOrDefault(self.predictPrecision)
+
+    def setPredictPrecision(self, value: str) -> Self:
+        """Sets the value of `predictPrecision`."""
+        return self._set(predictPrecision=value)
+
+    def getPredictCompile(self) -> bool:
+        """Gets the value of `predictCompile` or its default."""
+        return self.getOrDefault(self.predictCompile)
+
+    def setPredictCompile(self, value: bool) -> Self:
+        """Sets the value of `predictCompile`."""
+        return self._set(predictCompile=value)
 
     def getPredictBatchSize(self) -> int:
         """Gets the value of `predictBatchSize` or its default."""
@@ -119,7 +185,8 @@ class ModuleParams(Params):
     module: Param[Any] = Param(
         Params._dummy(),
         "module",
-        "the nn.Module class or factory, its import path 'package.module:Name', or an instance",
+        "the nn.Module class or factory, its import path 'package.module:Name', an instance, or a fitted model "
+        "to go on from",
     )
     moduleParams: Param[dict[str, Any]] = Param(
         Params._dummy(),
@@ -313,12 +380,6 @@ class LaunchParams(Params):
         "number of barrier tasks, the world size (> 0)",
         typeConverter=TypeConverters.toInt,
     )
-    device: Param[str] = Param(
-        Params._dummy(),
-        "device",
-        "'auto', 'cpu' or 'cuda'; auto takes a GPU per worker where Spark has them",
-        typeConverter=TypeConverters.toString,
-    )
     rendezvous: Param[str] = Param(
         Params._dummy(),
         "rendezvous",
@@ -340,14 +401,6 @@ class LaunchParams(Params):
         """Sets the value of `numWorkers`."""
         return self._set(numWorkers=value)
 
-    def getDevice(self) -> str:
-        """Gets the value of `device` or its default."""
-        return self.getOrDefault(self.device)
-
-    def setDevice(self, value: str) -> Self:
-        """Sets the value of `device`."""
-        return self._set(device=value)
-
     def getRendezvous(self) -> str:
         """Gets the value of `rendezvous` or its default."""
         return self.getOrDefault(self.rendezvous)
@@ -363,3 +416,37 @@ class LaunchParams(Params):
     def setProgress(self, value: bool) -> Self:
         """Sets the value of `progress`."""
         return self._set(progress=value)
+
+
+class TrackingParams(Params):
+    """Where it is logged. Inside an active MLflow run every fit is logged, without these."""
+
+    mlflowExperiment: Param[str] = Param(
+        Params._dummy(),
+        "mlflowExperiment",
+        "name of the MLflow experiment, made if it is missing, in which each fit starts a run of its own, "
+        "nested where a run is active",
+        typeConverter=TypeConverters.toString,
+    )
+    mlflowRunName: Param[str] = Param(
+        Params._dummy(),
+        "mlflowRunName",
+        "name of the MLflow run that each fit starts for itself, nested where a run is active",
+        typeConverter=TypeConverters.toString,
+    )
+
+    def getMlflowExperiment(self) -> str:
+        """Gets the value of `mlflowExperiment`."""
+        return self.getOrDefault(self.mlflowExperiment)
+
+    def setMlflowExperiment(self, value: str) -> Self:
+        """Sets the value of `mlflowExperiment`."""
+        return self._set(mlflowExperiment=value)
+
+    def getMlflowRunName(self) -> str:
+        """Gets the value of `mlflowRunName`."""
+        return self.getOrDefault(self.mlflowRunName)
+
+    def setMlflowRunName(self, value: str) -> Self:
+        """Sets the value of `mlflowRunName`."""
+        return self._set(mlflowRunName=value)

@@ -67,8 +67,13 @@ class TorchRegressor(TorchEstimatorBase[TorchRegressionModel]):
         numWorkers: int = 1,
         device: str = "auto",
         rendezvous: str = "auto",
+        handleInvalid: str = "error",
         predictBatchSize: int = 8192,
+        predictPrecision: str = "fp32",
+        predictCompile: bool = False,
         progress: bool = True,
+        mlflowExperiment: str | None = None,
+        mlflowRunName: str | None = None,
     ) -> None:
         super().__init__()
         self._setDefault(**DEFAULTS, loss="MSELoss")

@@ -23,6 +23,9 @@ class TrainingSummary:
         fingerprint: Identifies the training rows, whatever their order and partitioning.
         seconds: Wall seconds of the driver's phases and of rank 0's.
         ranks: Per rank: host, device, threads, rows, bytes, seconds.
+        confusionMatrix: Of a classifier with validation rows, how many of them with class `i` (row)
+            were predicted as class `j` (column) after the last epoch, sample weights aside; `None`
+            otherwise, and with more than 100 classes.
     """
 
     history: list[dict[str, Any]]
@@ -33,6 +36,7 @@ class TrainingSummary:
     fingerprint: str
     seconds: dict[str, float]
     ranks: list[dict[str, Any]]
+    confusionMatrix: list[list[int]] | None = None
 
     @property
     def objectiveHistory(self) -> list[float]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+from sparktorch.artifact import TrainedModule
 from sparktorch.config import Device, Task, TrainConfig, above, at_least, one_of
 from sparktorch.errors import ConfigError, nearest
+from sparktorch.program import Program
 from sparktorch.spark.barrier import Launch
 from sparktorch.train.recipe import Recipe
 
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from pyspark.ml.param import Params
 
     from sparktorch.ml.estimator import TorchEstimatorBase
+    from sparktorch.ml.params import ScoringParams
 
 __all__ = ["Request", "given", "input_names", "translate"]
 
@@ -69,15 +72,13 @@ def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
             raise ConfigError(f"{name} is not set", hint=f"pass {name}=... to the constructor", param=name)
     above("learningRate", p["learningRate"], 0)
     at_least("numWorkers", p["numWorkers"], 1)
-    at_least("predictBatchSize", p["predictBatchSize"], 1)
-    one_of("device", p["device"], ("auto", "cpu", "cuda"))
+    check_scoring(estimator)
     one_of("rendezvous", p["rendezvous"], ("auto", "driver", "rank0"))
     if "lr" in p["optimizerParams"]:
         raise ConfigError("optimizerParams holds 'lr'", hint="set learningRate", param="optimizerParams")
     return Request(
         recipe=Recipe(
-            module=p["module"],
-            module_params=p["moduleParams"],
+            **_module(p["module"], p["moduleParams"]),
             loss=p["loss"],
             loss_params=p["lossParams"],
             optimizer=p["optimizer"],
@@ -101,6 +102,34 @@ def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
             "key": p["idCol"],
         },
     )
+
+
+def check_scoring(instance: ScoringParams) -> None:
+    """Checks the Params that say how to score.
+
+    Raises:
+        ConfigError: One of them is out of range.
+    """
+    at_least("predictBatchSize", instance.getPredictBatchSize(), 1)
+    one_of("device", instance.getDevice(), ("auto", "cpu", "cuda"))
+    one_of("handleInvalid", instance.getHandleInvalid(), ("error", "keep"))
+    one_of("predictPrecision", instance.getPredictPrecision(), ("fp32", "bf16", "fp16"))
+
+
+def _module(module: Any, params: dict[str, Any]) -> dict[str, Any]:
+    """Returns the recipe's arguments for a module; a fitted model gives its code and its weights."""
+    trained = getattr(module, "trained", None)
+    if not isinstance(trained, TrainedModule):
+        return {"module": module, "module_params": params}
+    if isinstance(trained.source, Program):
+        raise ConfigError(
+            "the model to go on from was loaded from its exported graph, which is that of evaluation mode",
+            hint="pass the module's class, and load the weights of model.module.state_dict() in it",
+            param="module",
+        )
+    if params:
+        raise ConfigError("moduleParams are given, but module is a fitted model", param="moduleParams")
+    return {"module": trained.source, "module_params": trained.params, "initial": trained.weights}
 
 
 class _Values:

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 import pyarrow as pa
 from pyspark import cloudpickle, inheritable_thread_target
 from pyspark.resource import ResourceProfile
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import DataFrame, Row, SparkSession
 
 from sparktorch.config import Device
 from sparktorch.errors import ClusterError, ConfigError, ModuleError, RankError, SparkTorchError
@@ -97,8 +97,7 @@ def run_ranks(data: DataFrame, body: Body, launch: Launch, observer: Observer) -
             raise
         if job.error is not None:
             raise _cause(job.error, watch) from (None if server else job.error)
-    assert job.table is not None
-    return assemble(job.table, launch.world_size)
+    return assemble(job.rows, launch.world_size)
 
 
 def _control_server(spark: SparkSession, launch: Launch) -> ControlServer | None:
@@ -143,7 +142,7 @@ class _Job:
     """The Spark job, run in a thread of its own so that the caller can watch it and interrupt it."""
 
     def __init__(self, spark: SparkSession, plan: DataFrame) -> None:
-        self.table: pa.Table | None = None
+        self.rows: list[Row] = []
         self.error: Exception | None = None
         self._spark = spark
         self._tag = f"sparktorch-{secrets.token_hex(8)}"
@@ -152,7 +151,7 @@ class _Job:
         def collect() -> None:
             try:
                 spark.addTag(self._tag)
-                self.table = plan.toArrow()
+                self.rows = plan.collect()  # toArrow() would make one vector of all, which ends at 2 GiB
             except Exception as error:  # handed to the thread that waits
                 self.error = error
             finally:

@@ -2,66 +2,162 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pyarrow as pa
 import torch
-from pyspark import TaskContext
-from pyspark.sql import Column
+from pyspark import SparkFiles, TaskContext
+from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.pandas.functions import PandasUDFType, pandas_udf
 
-from sparktorch.artifact import Scorer, TrainedModule
-from sparktorch.data.tensors import to_arrow
+from sparktorch.artifact import Precision, Scorer, TrainedModule
+from sparktorch.config import Device
+from sparktorch.spark.resources import choose_device
 
-__all__ = ["scoring_column"]
+__all__ = ["INLINE_BYTES", "Scoring", "rechunk", "scoring_udf"]
 
 _KEPT_SCORERS = 4
-_scorers: OrderedDict[tuple[str, int], Scorer] = OrderedDict()
+_scorers: OrderedDict[tuple[str, Scoring, str], Scorer] = OrderedDict()
+
+# Weights beyond this size travel once per executor as a file, not with every task.
+INLINE_BYTES = 1 << 20
+_shipped: WeakKeyDictionary[SparkSession, set[str]] = WeakKeyDictionary()
 
 
-def scoring_column(
-    trained: TrainedModule, columns: Sequence[Column], fields: dict[str, str], *, batch_size: int
-) -> Column:
-    """Returns a struct column with one field per entry of `fields`.
+@dataclass(frozen=True, kw_only=True)
+class Scoring:
+    """How a module scores.
+
+    Attributes:
+        batch_size: The most rows that go through the module at a time.
+        device: "cpu", "cuda", or "auto" for a GPU where there is one.
+        precision: As for `Scorer`.
+        compiled: As for `Scorer`.
+        keep_null: Whether a row with a null in it gets a null result, and is no error.
+    """
+
+    batch_size: int = 8192
+    device: Device = "auto"
+    precision: Precision = "fp32"
+    compiled: bool = False
+    keep_null: bool = False
+
+
+def scoring_udf(
+    spark: SparkSession, trained: TrainedModule, results: dict[str, str], scoring: Scoring, *, struct: bool = True
+) -> Any:
+    """Returns a UDF over the module's inputs.
 
     Args:
+        spark: The session that it is for: large weights are sent to its executors.
         trained: What scores.
-        columns: One column per input, cast as the module's specs say.
-        fields: SQL type by name of a result of `Scorer.score`.
-        batch_size: Rows that go through the module at a time.
+        results: SQL type by name of a result of `Scorer.score`.
+        scoring: How.
+        struct: Whether it returns a struct with a field per result; otherwise it returns the only one.
     """
-    names = list(fields)
+    names = list(results)
     digest = trained.digest  # computed here, so that the executors' processes agree on it
+    file = _ship(spark, trained)
+    sent = trained if file is None else replace(trained, weights=b"")
 
     # Spark reads the kind of UDF from these annotations; with one input it passes bare arrays.
     def score(batches: Iterator[tuple[pa.Array, ...]]) -> Iterator[pa.Array]:
-        scorer = _scorer(digest, trained, batch_size)
-        for batch in batches:
-            results = scorer.score(batch if isinstance(batch, tuple) else (batch,))
-            yield pa.StructArray.from_arrays([to_arrow(results[name]) for name in names], names=names)
+        scorer = _scorer(digest, sent, file, scoring)
+        columns = (batch if isinstance(batch, tuple) else (batch,) for batch in batches)
+        for chunk in rechunk(columns, scoring.batch_size):
+            scored = scorer.score_arrow(chunk, names, keep_null=scoring.keep_null)
+            yield scored if struct else scored.field(0)
 
-    return_type = "struct<" + ", ".join(f"`{name}`: {kind}" for name, kind in fields.items()) + ">"
+    kind = "struct<" + ", ".join(f"`{name}`: {kind}" for name, kind in results.items()) + ">"
+    if not struct:
+        (kind,) = results.values()
     arrow_udf: Any = getattr(F, "arrow_udf", None)  # pyspark >= 4.1
-    udf = arrow_udf(score, return_type) if arrow_udf else pandas_scoring_udf(score, return_type)
-    scored: Column = udf(*columns)
-    return scored
+    return arrow_udf(score, kind) if arrow_udf else pandas_scoring_udf(score, kind)
 
 
-def _scorer(digest: str, trained: TrainedModule, batch_size: int) -> Scorer:
+def rechunk(batches: Iterable[tuple[pa.Array, ...]], size: int) -> Iterator[tuple[pa.Array, ...]]:
+    """Joins batches until the next one would make them more than `size` rows."""
+    pending: list[tuple[pa.Array, ...]] = []
+    rows = 0
+    for batch in batches:
+        if pending and rows + len(batch[0]) > size:
+            yield _joined(pending)
+            pending, rows = [], 0
+        pending.append(batch)
+        rows += len(batch[0])
+    if pending:
+        yield _joined(pending)
+
+
+def _joined(batches: list[tuple[pa.Array, ...]]) -> tuple[pa.Array, ...]:
+    if len(batches) == 1:
+        return batches[0]
+    return tuple(pa.concat_arrays(parts) for parts in zip(*batches, strict=True))
+
+
+def _ship(spark: SparkSession, trained: TrainedModule) -> str | None:
+    """Sends large weights to the executors as a file; returns its name, `None` where they are small."""
+    if len(trained.weights) <= INLINE_BYTES:
+        return None
+    name = f"sparktorch-{trained.digest}.safetensors"
+    sent = _shipped.setdefault(spark, set())
+    if name not in sent:
+        file = Path(_folder().name, name)
+        if not file.exists():
+            file.write_bytes(trained.weights)
+        spark.addArtifacts(str(file), file=True)
+        sent.add(name)
+    return name
+
+
+@cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """The folder of the files that executors fetch while the session lives; gone with this process."""
+    return tempfile.TemporaryDirectory(prefix="sparktorch-")
+
+
+def _scorer(digest: str, trained: TrainedModule, file: str | None, scoring: Scoring) -> Scorer:
     """Returns this process's scorer for the module, built the first time it is asked for."""
     context = TaskContext.get()
     torch.set_num_threads(max(1, context.cpus()) if context else 1)
-    key = (digest, batch_size)
+    device = _device(context, scoring.device)
+    key = (digest, scoring, device)
     if key not in _scorers:
-        _scorers[key] = Scorer(trained, batch_size=batch_size)
+        weights = None
+        if file is not None:
+            from safetensors.torch import load_file
+
+            weights = load_file(SparkFiles.get(file))  # mapped: the processes of an executor share the pages
+        _scorers[key] = Scorer(
+            trained,
+            device=device,
+            batch_size=scoring.batch_size,
+            precision=scoring.precision,
+            compiled=scoring.compiled,
+            weights=weights,
+        )
         if len(_scorers) > _KEPT_SCORERS:
             _scorers.popitem(last=False)
     _scorers.move_to_end(key)
     return _scorers[key]
+
+
+def _device(context: TaskContext | None, device: Device) -> str:
+    """Returns the torch device of this task: the GPU that Spark assigned, or one of the machine's by process."""
+    gpus = context.resources().get("gpu") if context else None
+    count = torch.cuda.device_count()
+    own = os.getpid() % count if count else 0
+    return choose_device(device, gpus.addresses if gpus else [], local_rank=own, local_size=1)
 
 
 def pandas_scoring_udf(score: Callable[[Iterator[Any]], Iterator[pa.Array]], kind: str) -> Any:
@@ -73,7 +169,8 @@ def pandas_scoring_udf(score: Callable[[Iterator[Any]], Iterator[pa.Array]], kin
                 yield tuple(map(pa.Array.from_pandas, batch if isinstance(batch, tuple) else (batch,)))
 
         for result in score(arrays()):
-            yield pa.Table.from_struct_array(result).to_pandas()
+            table = pa.Table.from_struct_array(result) if pa.types.is_struct(result.type) else result
+            yield table.to_pandas()
 
     with warnings.catch_warnings():  # annotations would need pandas at import time in every executor
         warnings.filterwarnings("ignore", message="In Python 3.6\\+ and Spark 3.0\\+")

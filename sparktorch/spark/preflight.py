@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 from pyspark.resource import ResourceProfile
@@ -10,7 +11,7 @@ from pyspark.sql import SparkSession
 from sparktorch.errors import ClusterError
 from sparktorch.spark.session import setting, slots
 
-__all__ = ["check_cluster"]
+__all__ = ["check_cluster", "check_result_size"]
 
 _SETTLE_SECONDS = 2.0
 _EMPTY_SECONDS = 60.0
@@ -49,6 +50,27 @@ def check_cluster(spark: SparkSession, world_size: int, profile: ResourceProfile
             f"{' (and spark.executor.resource.gpu.amount: one GPU a worker)' if profile is not None else ''} "
             f"(master {setting(spark, 'spark.master', 'unknown')!r})",
             param="numWorkers",
+        )
+
+
+def check_result_size(spark: SparkSession, model_bytes: int) -> None:
+    """Refuses a model that the driver would not take as the result of a job.
+
+    Args:
+        spark: The session.
+        model_bytes: Size of the model's parameters and buffers.
+
+    Raises:
+        ClusterError: With the setting to change.
+    """
+    given = re.fullmatch(r"(\d+)([kmgtp]?)b?", setting(spark, "spark.driver.maxResultSize", "1g").strip().lower())
+    limit = int(given[1]) << 10 * " kmgtp".index(given[2] or " ") if given else 0
+    if limit and model_bytes > limit:
+        raise ClusterError(
+            f"the model takes {model_bytes / 2**30:.1f} GiB, and the driver accepts {limit / 2**30:.1f} GiB as the "
+            "result of a job",
+            hint="start the session with a larger spark.driver.maxResultSize (0 for any size), and with a "
+            "spark.driver.memory of about three times the model",
         )
 
 

@@ -8,7 +8,7 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 from pyspark import BarrierTaskContext
+from pyspark.sql import Row
 
 from sparktorch.config import Device
 from sparktorch.errors import RankError, SparkTorchError
@@ -145,15 +146,14 @@ def _chunks(rank: int, result: Result) -> Iterator[pa.RecordBatch]:
         )
 
 
-def assemble(table: pa.Table, world_size: int) -> list[tuple[dict[str, Any], bytes]]:
+def assemble(rows: Iterable[Row], world_size: int) -> list[tuple[dict[str, Any], bytes]]:
     """Puts the chunks of all ranks together again; returns `(meta, payload)` by rank."""
     metas: dict[int, dict[str, Any]] = {}
-    parts: dict[int, list[bytes]] = {rank: [] for rank in range(world_size)}
-    for batch in table.to_batches():
-        for rank, meta, payload in zip(*(batch.column(i).to_pylist() for i in range(3)), strict=True):
-            if meta is not None:
-                metas[rank] = json.loads(meta)
-            parts[rank].append(payload)
+    parts: dict[int, list[bytearray]] = {rank: [] for rank in range(world_size)}
+    for rank, meta, payload in rows:
+        if meta is not None:
+            metas[rank] = json.loads(meta)
+        parts[rank].append(payload)
     return [(metas[rank], b"".join(parts[rank])) for rank in range(world_size)]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
-__all__ = ["driver_address", "is_connect", "setting", "slots"]
+__all__ = ["driver_address", "is_connect", "java_version", "setting", "slots"]
 
 
 def is_connect(spark: SparkSession) -> bool:
@@ -24,6 +24,14 @@ def setting(spark: SparkSession, name: str, default: str = "") -> str:
     except PySparkException:
         return default
     return default if value is None else str(value)
+
+
+def java_version(spark: SparkSession) -> str | None:
+    """Returns the driver's version of Java; `None` on Connect, where it cannot be asked without a query."""
+    if is_connect(spark):
+        return None
+    jvm: Any = spark.sparkContext._jvm
+    return str(jvm.java.lang.System.getProperty("java.version"))
 
 
 def slots(spark: SparkSession, profile: Any = None) -> int | None:

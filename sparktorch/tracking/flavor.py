@@ -1,29 +1,37 @@
 """The MLflow flavour: `log_model`, `save_model`, `load_model`, and a `python_function` beside it.
 
 In the model's directory, `sparktorch/` holds the plain files of the artifact and two more:
-`model.json` (class, uid and Params of the Spark model) and `columns.json` (for the pyfunc).
+`model.json` (class, uid and Params of the Spark model) and `columns.json` (for the pyfunc). Where
+`torch.export` captures the module's graph, `data/model.pt2` holds it for MLflow's own `pytorch` flavour.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import logging
 import os
 import sysconfig
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+
 import sparktorch
 from sparktorch.errors import PersistenceError
+from sparktorch.program import ExportError, export_whole
 
 if TYPE_CHECKING:
-    from mlflow.models import ModelSignature
+    import pandas as pd
+    from mlflow.models import Model, ModelSignature
     from mlflow.models.model import ModelInfo
 
-    from sparktorch.data.columns import TensorSpec
     from sparktorch.ml.model import TorchModelBase
 
 __all__ = ["FLAVOR_NAME", "load_model", "log_model", "save_model"]
+
+_LOG = logging.getLogger(__name__)
 
 FLAVOR_NAME = "sparktorch"
 _DATA = "sparktorch"
@@ -36,6 +44,7 @@ def log_model(
     registered_model_name: str | None = None,
     code_paths: list[str] | None = None,
     allow_pickle: bool = False,
+    pytorch: bool = True,
     **kwargs: Any,
 ) -> ModelInfo:
     """Logs a fitted model to the active MLflow run.
@@ -46,11 +55,14 @@ def log_model(
         registered_model_name: Registers the model under this name.
         code_paths: Files and folders of code to keep beside the model; by default the file or
             package that the module comes from, if it is not an installed one.
-        allow_pickle: Whether a module without import path may be pickled.
-        kwargs: Passed to `mlflow.models.Model.log`: `step=`, `model_id=`, `metadata=`, ...
+        allow_pickle: Whether a module may be pickled that has no import path nor a graph to export.
+        pytorch: Whether to add the `pytorch` flavour, where the graph exports; it holds the weights
+            a second time.
+        kwargs: Passed to `save_model` (`input_example=`, `pip_requirements=`) and to
+            `mlflow.models.Model.log`: `step=`, `model_id=`, `metadata=`, ...
 
     Raises:
-        PersistenceError: The module has no import path and `allow_pickle` is not set.
+        PersistenceError: The module could only be pickled, and `allow_pickle` is not set.
     """
     from mlflow.models import Model
 
@@ -62,6 +74,7 @@ def log_model(
         sparktorch_model=model,
         code_paths=code_paths,
         allow_pickle=allow_pickle,
+        pytorch=pytorch,
         **kwargs,
     )
     return info
@@ -74,8 +87,10 @@ def save_model(
     mlflow_model: Any = None,
     code_paths: list[str] | None = None,
     allow_pickle: bool = False,
+    pytorch: bool = True,
+    input_example: Any = None,
     pip_requirements: list[str] | None = None,
-    **_: Any,
+    metadata: dict[str, Any] | None = None,
 ) -> None:
     """Saves a fitted model as an MLflow model in a new local directory.
 
@@ -85,14 +100,18 @@ def save_model(
         mlflow_model: The MLflow model to fill in; MLflow passes it.
         code_paths: As for `log_model`.
         allow_pickle: As for `log_model`.
+        pytorch: As for `log_model`.
+        input_example: A pandas DataFrame with the input columns; by default two rows of zeros.
         pip_requirements: Replaces the pinned requirements.
+        metadata: What MLflow is to keep with the model.
 
     Raises:
-        PersistenceError: The module has no import path and `allow_pickle` is not set.
+        PersistenceError: The module could only be pickled, and `allow_pickle` is not set.
     """
     from mlflow import pyfunc
     from mlflow.models import Model
     from mlflow.models.model import MLMODEL_FILE_NAME
+    from mlflow.models.utils import _save_example
     from mlflow.utils.environment import _mlflow_conda_env, _PythonEnv
     from mlflow.utils.model_utils import _validate_and_copy_code_paths, _validate_and_prepare_target_save_path
 
@@ -115,10 +134,15 @@ def save_model(
     mlflow_model = mlflow_model or Model()
     if mlflow_model.signature is None:
         mlflow_model.signature = _signature(sparktorch_model, inputs, outputs)
+    if metadata is not None:
+        mlflow_model.metadata = metadata
+    _save_example(mlflow_model, _zeros(sparktorch_model) if input_example is None else input_example, path)
     requirements = pip_requirements or _requirements()
     files = {"conda_env": "conda.yaml", "python_env": "python_env.yaml"}
     pyfunc.add_to_model(mlflow_model, loader_module="sparktorch.tracking.pyfunc", data=_DATA, code=code, **files)
     mlflow_model.add_flavor(FLAVOR_NAME, version=sparktorch.__version__, data=_DATA, code=code)
+    if pytorch:
+        _add_pytorch(mlflow_model, sparktorch_model, Path(path), code)
     mlflow_model.save(os.path.join(path, MLMODEL_FILE_NAME))
     _mlflow_conda_env(path=os.path.join(path, files["conda_env"]), additional_pip_deps=requirements)
     _PythonEnv.current().to_yaml(os.path.join(path, files["python_env"]))
@@ -162,28 +186,46 @@ def _code_of(source: Any) -> list[str]:
 
 
 def _signature(model: TorchModelBase, inputs: list[str], outputs: dict[str, str]) -> ModelSignature:
+    """Returns inputs as named tensors, which MLflow makes of columns, arrays and JSON alike; outputs as columns."""
     from mlflow.models import ModelSignature
-    from mlflow.types import ColSpec, Schema
+    from mlflow.types import ColSpec, Schema, TensorSpec
     from mlflow.types.schema import Array, DataType
 
-    numbers = {"float32": DataType.float, "float64": DataType.double, "int64": DataType.long}
-
-    def kind_of(spec: TensorSpec) -> Any:
-        return Array(numbers[spec.dtype]) if spec.shape else numbers[spec.dtype]
-
-    def output_kind(sql: str) -> Any:
-        depth = sql.count("array<")
+    def kind_of(sql: str) -> Any:
         kind: Any = DataType.double if "double" in sql else DataType.float
-        for _ in range(depth):
+        for _ in range(sql.count("array<")):
             kind = Array(kind)
         return kind
 
     fields, _ = model._fields()
-    specs = model.trained.inputs
-    return ModelSignature(
-        inputs=Schema([ColSpec(kind_of(spec), name) for spec, name in zip(specs, inputs, strict=True)]),
-        outputs=Schema([ColSpec(output_kind(fields[field]), name) for name, field in outputs.items()]),
+    tensors: list[ColSpec | TensorSpec] = [
+        TensorSpec(np.dtype(spec.dtype), (-1, *spec.shape), name)
+        for spec, name in zip(model.trained.inputs, inputs, strict=True)
+    ]
+    columns: list[ColSpec | TensorSpec] = [ColSpec(kind_of(fields[field]), name) for name, field in outputs.items()]
+    return ModelSignature(inputs=Schema(tensors), outputs=Schema(columns))
+
+
+def _zeros(model: TorchModelBase) -> pd.DataFrame:
+    """Returns two rows as the model takes them: of zeros, because a row of the training set may be secret."""
+    import pandas as pd
+
+    specs = model._inputs()
+    return pd.DataFrame({s.column: list(np.zeros((2, *s.shape), s.dtype).tolist()) for s in specs}).astype(
+        {s.column: s.dtype for s in specs if not s.shape}
     )
+
+
+def _add_pytorch(mlflow_model: Model, model: TorchModelBase, path: Path, code: str | None) -> None:
+    """Adds MLflow's `pytorch` flavour, if the module's graph can be exported."""
+    try:
+        archive = export_whole(model.module, model.trained.inputs)
+    except ExportError as error:
+        _LOG.info("no pytorch flavour: %s", error)
+        return
+    (path / "data").mkdir()
+    (path / "data" / "model.pt2").write_bytes(archive)
+    mlflow_model.add_flavor("pytorch", model_data="data", pytorch_version=str(torch.__version__), code=code)
 
 
 def _requirements() -> list[str]:

@@ -2,89 +2,135 @@
 
 from __future__ import annotations
 
-import sys
+import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pyspark.ml import Estimator, Model
+from sparktorch.tracking import facts, figures
+from sparktorch.tracking.outbox import Outbox, Sample
+from sparktorch.tracking.runs import FIT_TAG, ActiveRun, Autologging, Target, active_run, autologging, choose
+from sparktorch.tracking.system import SystemMetrics
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+    from pyspark.ml import Model
 
+    from sparktorch.ml.events import Fit
     from sparktorch.ml.summary import TrainingSummary
 
-__all__ = ["MLflowListener", "listener_for"]
+__all__ = ["MLflowListener", "caller", "listener_for"]
 
-_FIT_TAG = "sparktorch.estimator"
-_PARENT_TAG = "mlflow.parentRunId"
-_LONGEST = 500  # what every MLflow store takes as a Param's value
+_LONGEST_ERROR = 5000
 
 
-def listener_for(estimator: Estimator[Any]) -> MLflowListener | None:
-    """Returns a listener for a fit inside an active MLflow run, `None` outside of one."""
-    mlflow: Any = sys.modules.get("mlflow")
-    # A run can only be active where mlflow has been imported already; nobody else pays for it.
-    active = mlflow.active_run() if mlflow is not None and hasattr(mlflow, "active_run") else None
-    if active is None:
-        return None
-    return MLflowListener(mlflow.MlflowClient(), active.info, estimator)
+def caller() -> ActiveRun | None:
+    """Returns the run that is active in this thread; fits in other threads are told."""
+    return active_run()
+
+
+def listener_for(fit: Fit) -> MLflowListener | None:
+    """Returns a listener for a fit that belongs to a run or asks for one, `None` for any other."""
+    autologs = autologging()
+    target = choose(fit.estimator, fit.callers.get(__name__), autologs)
+    return MLflowListener(fit, target, autologs) if target is not None else None
 
 
 class MLflowListener:
-    """Logs one fit: into the active run, or into a run nested under it where that holds a fit already."""
+    """Logs one fit. Everything goes through an outbox, so nothing here waits for MLflow but the end."""
 
-    def __init__(self, client: MlflowClient, run: Any, estimator: Estimator[Any]) -> None:
+    def __init__(self, fit: Fit, target: Target, autologs: Autologging | None) -> None:
         """Logs the estimator's Params."""
-        self._client = client
-        self._nested = _FIT_TAG in client.get_run(run.run_id).data.tags
-        self._run_id = run.run_id
-        if self._nested:
-            tags = {_PARENT_TAG: run.run_id, "mlflow.user": run.user_id}
-            child = client.create_run(run.experiment_id, run_name=estimator.uid, tags=tags)
-            self._run_id = child.info.run_id
-        client.set_tag(self._run_id, _FIT_TAG, type(estimator).__name__)
-        from mlflow.entities import Param
+        self._fit = fit
+        self._target = target
+        self._autologs = autologs
+        self._environment = facts.environment(fit)
+        self._system: SystemMetrics | None = None
+        self._outbox = Outbox(self._connect, target.open)
+        self._tag({FIT_TAG: type(fit.estimator).__name__})
+        self._outbox.send(partial(_log_params, facts.params(fit.estimator)))
+        classes = fit.columns.validation is not None and fit.estimator.hasParam("rawPredictionCol")
+        self._outbox.send(lambda client, run: figures.preload(classes=classes))
 
-        values = {param.name: _shown(value) for param, value in estimator.extractParamMap().items()}
-        logged = [Param(name, value[:_LONGEST]) for name, value in sorted(values.items())]
-        client.log_batch(self._run_id, params=logged)
+    def progress(self, record: dict[str, Any]) -> None:
+        """Logs the loss of a step, its number among all optimizer steps as step."""
+        self._log({"step_loss": record["loss"]}, (record["epoch"] - 1) * record["steps"] + record["step"])
 
     def epoch(self, record: dict[str, Any]) -> None:
         """Logs the epoch's metrics, the number of the epoch as step."""
-        import time
-
-        from mlflow.entities import Metric
-
-        now = int(time.time() * 1000)
-        step = record["epoch"]
-        metrics = [Metric(name, value, now, step) for name, value in record.items() if name != "epoch"]
-        self._client.log_batch(self._run_id, metrics=metrics)
+        self._log({name: value for name, value in record.items() if name != "epoch"}, record["epoch"])
 
     def finished(self, model: Model, summary: TrainingSummary) -> None:
-        """Logs what is known at the end: sizes, digest of the data, where the time went."""
-        facts = {
-            "sparktorch.rows": summary.rows,
-            "sparktorch.validation_rows": summary.validationRows,
-            "sparktorch.data_digest": summary.fingerprint,
-            "sparktorch.num_workers": summary.numWorkers,
-        }
-        for name, value in facts.items():
-            self._client.set_tag(self._run_id, name, str(value))
-        for name, value in summary.seconds.items():
-            self._client.log_metric(self._run_id, f"seconds.{name}", value)
+        """Logs what is known at the end: data set, figures, environment, where the time went."""
+        self._log({f"seconds.{name}": value for name, value in summary.seconds.items()}, 0)
+        self._tag(
+            {
+                "sparktorch.rows": summary.rows,
+                "sparktorch.validation_rows": summary.validationRows,
+                "sparktorch.data_digest": summary.fingerprint,
+                "sparktorch.num_workers": summary.numWorkers,
+            }
+        )
+        send, autologs, columns = self._outbox.send, self._autologs, self._fit.columns
+        if autologs is None or autologs.log_datasets:
+            send(lambda client, run: client.log_inputs(run, [facts.data_set(columns, summary)]))
+        curve = partial(figures.loss_curve, summary.history)
+        send(lambda client, run: client.log_figure(run, curve(), "figures/loss.png"))
+        if summary.confusionMatrix is not None:
+            matrix = partial(figures.confusion_matrix, summary.confusionMatrix)
+            send(lambda client, run: client.log_figure(run, matrix(), "figures/confusion_matrix.png"))
+        if autologs is not None and autologs.log_models and not self._target.elsewhere:
+            send(partial(_log_model, model, autologs.registered_model_name))
+        self._environment["hosts"] = [rank["host"] for rank in summary.ranks]
+        self._environment["devices"] = [rank["device"] for rank in summary.ranks]
         self._end("FINISHED")
+        if autologs is not None:
+            # Autologging adds to this run what evaluators find of the model.
+            model._mlflow_run_id = self._outbox.run_id  # type: ignore[attr-defined]
 
     def failed(self, error: BaseException) -> None:
         """Notes why the fit failed."""
-        self._client.set_tag(self._run_id, "sparktorch.error", str(error)[:5000])
+        self._tag({"sparktorch.error": (str(error) or type(error).__name__)[:_LONGEST_ERROR]})
         self._end("FAILED")
 
+    def _connect(self) -> MlflowClient:
+        client = self._target.connect()
+        # Started here, behind the import of MLflow: two threads importing it at once can meet half of it.
+        self._system = SystemMetrics(self._target.known_run, self._log)
+        return client
+
+    def _log(self, values: dict[str, float], step: int) -> None:
+        now = _milliseconds()
+        self._outbox.metrics(Sample(name, value, now, step) for name, value in values.items())
+
+    def _tag(self, tags: dict[str, Any]) -> None:
+        for name, value in tags.items():
+            self._outbox.send(partial(_set_tag, name, str(value)))
+
     def _end(self, status: str) -> None:
-        if self._nested:  # the caller ends the run that the caller began
-            self._client.set_terminated(self._run_id, status)
+        if self._system is not None:
+            self._system.finish()
+        self._outbox.send(lambda client, run: client.log_dict(run, self._environment, "environment.json"))
+        if self._target.own:  # the caller ends the run that the caller began
+            now = _milliseconds()
+            self._outbox.send(lambda client, run: client.set_terminated(run, status, now))
+        self._outbox.close()
 
 
-def _shown(value: Any) -> str:
-    """Returns a Param's value as a person would write it."""
-    if isinstance(value, type) or callable(value):
-        return getattr(value, "__qualname__", None) or type(value).__qualname__
-    return str(value)
+def _milliseconds() -> int:
+    return int(time.time() * 1000)
+
+
+def _log_params(values: dict[str, str], client: MlflowClient, run_id: str) -> None:
+    from mlflow.entities import Param
+
+    client.log_batch(run_id, params=[Param(name, value) for name, value in values.items()])
+
+
+def _set_tag(name: str, value: str, client: MlflowClient, run_id: str) -> None:
+    client.set_tag(run_id, name, value)
+
+
+def _log_model(model: Any, registered_model_name: str | None, client: MlflowClient, run_id: str) -> None:
+    from sparktorch.tracking.flavor import log_model
+
+    log_model(model, run_id=run_id, registered_model_name=registered_model_name)

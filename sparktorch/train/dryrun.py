@@ -14,6 +14,7 @@ from sparktorch.config import Task
 from sparktorch.errors import ModuleError, SparkTorchError
 from sparktorch.train.recipe import Loss, Recipe
 from sparktorch.train.task import align, classes_in, first_rows
+from sparktorch.train.weights import check_state
 
 __all__ = ["OutputSpec", "Trial", "describe_outputs", "dry_run"]
 
@@ -72,6 +73,7 @@ def dry_run(
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not trainable:
         raise ModuleError("the module has no parameters that require a gradient", param="module")
+    check_state(module.state_dict())
     loss = recipe.build_loss()
     recipe.check_optimizer(module)
     mapping = "".join(

@@ -14,13 +14,14 @@ from sparktorch.config import Task, TrainConfig
 from sparktorch.train.group import sum_over_ranks
 from sparktorch.train.recipe import Loss, Recipe
 from sparktorch.train.strategy import build_strategy
-from sparktorch.train.task import align, correct, first_rows
+from sparktorch.train.task import align, correct, first_rows, predicted
 from sparktorch.world import World
 
 __all__ = ["BatchLike", "Outcome", "Reporter", "ShardLike", "train"]
 
 _REPORT_SECONDS = 0.2
 _EVALUATION_ROWS = 4096
+_MOST_CLASSES = 100  # of a confusion matrix
 
 
 class BatchLike(Protocol):
@@ -90,10 +91,13 @@ class Outcome:
     Attributes:
         state: The whole model's state on the CPU.
         history: One record per epoch: loss, validation metrics, throughput, times in seconds.
+        confusion: Validation rows by class (row) and predicted class (column) after the last epoch;
+            `None` without validation rows or classes, or with too many classes.
     """
 
     state: dict[str, torch.Tensor]
     history: list[dict[str, Any]]
+    confusion: list[list[int]] | None = None
 
 
 def train(
@@ -104,6 +108,7 @@ def train(
     reporter: Reporter,
     *,
     has_validation: bool,
+    classes: int | None = None,
 ) -> Outcome:
     """Trains a new model on the shards of all ranks.
 
@@ -119,6 +124,7 @@ def train(
         world: This rank's place; with more than one rank, the process group is open.
         reporter: Where progress goes.
         has_validation: Whether any rank has validation rows, the same on every rank.
+        classes: Number of classes the labels index, `None` when labels are not classes.
     """
     device = torch.device(world.device)
     strategy = build_strategy(config, world)
@@ -130,6 +136,7 @@ def train(
     torch.manual_seed(config.seed + world.rank + 1)
 
     history: list[dict[str, Any]] = []
+    confusion: torch.Tensor | None = None
     for epoch in range(config.epochs):
         reporter.enter("training", epoch=epoch + 1, step=0)
         started = time.perf_counter()
@@ -148,12 +155,13 @@ def train(
         }
         if has_validation:
             reporter.enter("validating", epoch=epoch + 1)
-            record |= _validate(module, loss, shard, config.task, world)
+            metrics, confusion = _validate(module, loss, shard, config.task, classes, world)
+            record |= metrics
         history.append(record)
         if world.is_main:
             reporter.epoch_done(epoch + 1, record)
     reporter.enter("finishing")
-    return Outcome(strategy.state_dict(module), history)
+    return Outcome(strategy.state_dict(module), history, None if confusion is None else confusion.tolist())
 
 
 def _train_epoch(
@@ -206,13 +214,21 @@ def _train_epoch(
 
 
 @torch.no_grad()
-def _validate(module: nn.Module, loss: Loss, shard: ShardLike, task: Task, world: World) -> dict[str, float]:
-    """Evaluates the validation rows of all ranks; sums, not means, travel between them."""
+def _validate(
+    module: nn.Module, loss: Loss, shard: ShardLike, task: Task, classes: int | None, world: World
+) -> tuple[dict[str, float], torch.Tensor | None]:
+    """Evaluates the validation rows of all ranks; sums, not means, travel between them.
+
+    Returns:
+        The metrics, and the confusion matrix, int64 of shape `(classes, classes)`.
+    """
     # The wrapped module may synchronise buffers on forward, and ranks have unequal numbers of
     # validation batches: the plain one underneath stays silent.
     plain = getattr(module, "module", module)
     plain.eval()
     totals = torch.zeros(3, dtype=torch.float64)
+    shown = classes if classes is not None and classes <= _MOST_CLASSES else 0
+    counts = torch.zeros(shown**2, dtype=torch.float64)
     for batch in shard.validation(_EVALUATION_ROWS):
         output, label = align(task, plain(*batch.inputs), batch.label)
         weight = torch.ones(batch.rows, device=world.device) if batch.weight is None else batch.weight
@@ -220,8 +236,12 @@ def _validate(module: nn.Module, loss: Loss, shard: ShardLike, task: Task, world
         totals[1] += float(weight.sum())
         if task == "classification" and label is not None:
             totals[2] += float((correct(output, label) * weight).sum())
-    loss_sum, weight_sum, right = sum_over_ranks(totals, world).tolist()
+            if shown:
+                cells = label.long() * shown + predicted(output, label)
+                counts += torch.bincount(cells, minlength=len(counts)).cpu()
+    summed = sum_over_ranks(torch.cat([totals, counts]), world)
+    loss_sum, weight_sum, right = summed[:3].tolist()
     metrics = {"val_loss": loss_sum / weight_sum if weight_sum else float("nan")}
     if task == "classification":
         metrics["val_accuracy"] = right / weight_sum if weight_sum else float("nan")
-    return metrics
+    return metrics, summed[3:].long().view(shown, shown) if shown else None

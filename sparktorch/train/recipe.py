@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from sparktorch.errors import ModuleError, nearest
+from sparktorch.train.weights import unpack_state
 
 __all__ = ["SHIPPING_HINT", "Loss", "ModuleSource", "Recipe", "import_path", "load_object"]
 
@@ -66,6 +67,7 @@ class Recipe:
     Attributes:
         module: An `nn.Module` class or factory, its import path `"pkg.mod:Net"`, or an instance.
         module_params: Keyword arguments of the factory.
+        initial: Weights to start from, a safetensors file; empty for those that the factory makes.
         loss: The name of a class in `torch.nn`, an import path, or a callable `(output, label)`
             that returns one loss per row, or their mean.
         loss_params: Keyword arguments of a loss class.
@@ -76,6 +78,7 @@ class Recipe:
 
     module: ModuleSource
     module_params: Mapping[str, Any] = field(default_factory=dict)
+    initial: bytes = b""
     loss: str | Callable[..., torch.Tensor] = "MSELoss"
     loss_params: Mapping[str, Any] = field(default_factory=dict)
     optimizer: str | Callable[..., torch.optim.Optimizer] = "AdamW"
@@ -112,6 +115,8 @@ class Recipe:
                 f"module {_name(factory)} returned {type(module).__name__}, not an nn.Module",
                 hint="pass an nn.Module class, a function that returns one, or an instance",
             )
+        if self.initial:
+            module.load_state_dict(unpack_state(self.initial))
         return module
 
     def build_loss(self) -> Loss:

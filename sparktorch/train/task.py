@@ -9,7 +9,7 @@ import torch
 
 from sparktorch.config import Task
 
-__all__ = ["align", "classes_in", "correct", "first_rows"]
+__all__ = ["align", "classes_in", "correct", "first_rows", "predicted"]
 
 
 def align(task: Task, output: Any, label: torch.Tensor | None) -> tuple[Any, torch.Tensor | None]:
@@ -38,10 +38,14 @@ def classes_in(shape: tuple[int, ...]) -> int:
     return max(2, shape[0] if shape else 1)
 
 
+def predicted(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    """Returns a classifier's class of every row, int64; `output` and `label` as from `align`."""
+    return (output > 0).long() if output.dim() == label.dim() else output.argmax(1)
+
+
 def correct(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     """Returns per row whether a classifier is right; `output` and `label` as from `align`."""
-    guess = (output > 0).to(label.dtype) if output.dim() == label.dim() else output.argmax(1)
-    return guess == label
+    return predicted(output, label) == label
 
 
 def first_rows(output: Any, rows: int) -> Any:

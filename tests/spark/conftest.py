@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -12,6 +13,9 @@ import pytest
 from pyspark.ml.linalg import Vectors
 from pyspark.sql import DataFrame, SparkSession
 from sklearn.datasets import load_digits
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
 
 
 @pytest.fixture(scope="session")
@@ -67,3 +71,17 @@ def frame(spark: SparkSession, table: pd.DataFrame) -> DataFrame:
     data = spark.createDataFrame(table, schema).repartition(3).cache()
     data.count()
     return data
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlflowClient]:
+    """An MLflow store of its own, with the experiment "tests", number 1."""
+    import mlflow
+
+    directory = tmp_path_factory.mktemp("mlflow")
+    before = mlflow.get_tracking_uri()
+    mlflow.set_tracking_uri(f"sqlite:///{directory}/mlflow.db")
+    mlflow.create_experiment("tests", artifact_location=(directory / "artifacts").as_uri())
+    mlflow.set_experiment("tests")
+    yield mlflow.MlflowClient()
+    mlflow.set_tracking_uri(before)

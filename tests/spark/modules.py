@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 
 import torch
+from pyspark import TaskContext
 from torch import nn
 
 
@@ -70,3 +72,26 @@ class Faulty(MLP):
             if self.fault == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
         return super().forward(x.clamp(max=10))
+
+
+class Slow(MLP):
+    """Takes its time over every batch it is trained on."""
+
+    def __init__(self, outputs: int = 3, seconds: float = 0.05) -> None:
+        super().__init__(outputs=outputs)
+        self.seconds = seconds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            time.sleep(self.seconds)
+        return super().forward(x)
+
+
+class Unlogged(MLP):
+    """Refuses to be trained where MLflow is, or a credential for it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and TaskContext.get() is not None:
+            assert "mlflow" not in sys.modules
+            assert "MLFLOW_TRACKING_TOKEN" not in os.environ
+        return super().forward(x)

@@ -55,6 +55,7 @@ def on_local(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_local_trains_and_keeps_its_model_bit_for_bit(on_local: dict[str, Any]) -> None:
     assert on_local["accuracy"] > 0.9
     assert on_local["round_trip"]
+    assert on_local["by_sql"]
 
 
 @pytest.mark.parametrize("master", ["local-cluster[2,1,1024]", "connect:local[2]"])
@@ -62,6 +63,7 @@ def test_other_masters_train_the_very_same_weights(master: str, on_local: dict[s
     result = fit_on(master, tmp_path)
     assert result["weights"] == on_local["weights"]
     assert result["round_trip"]
+    assert result["by_sql"]
     assert ("connect" in result["session"]) == master.startswith("connect")
 
 

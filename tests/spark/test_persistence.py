@@ -21,6 +21,7 @@ from sparktorch import (
     TorchRegressor,
 )
 from sparktorch.errors import ConfigError, PersistenceError
+from sparktorch.ml import io
 from tests.spark.modules import MLP
 
 QUICK = {"batchSize": 128, "progress": False, "epochs": 1}
@@ -89,19 +90,70 @@ def test_an_estimator_round_trips_with_classes_as_import_paths(spark: SparkSessi
         TorchClassifier.load(str(tmp_path / "estimator"))
 
 
-def test_a_module_without_import_path_is_pickled_only_when_both_sides_say_so(frame: DataFrame, tmp_path: Path) -> None:
+def test_a_module_without_import_path_is_saved_as_its_graph(frame: DataFrame, tmp_path: Path) -> None:
     class Local(MLP):
         pass
 
     path = str(tmp_path / "model")
     model = TorchRegressor(module=Local, labelCol="target", **QUICK).fit(frame)
-    with pytest.raises(PersistenceError, match="Local has no import path"):
+    model.save(path)
+    loaded = TorchRegressionModel.load(path)
+    assert rows_of(loaded.transform(frame)) == rows_of(model.transform(frame))
+    loaded.save(str(tmp_path / "again"))
+    again = TorchRegressionModel.load(str(tmp_path / "again"))
+    assert rows_of(again.transform(frame)) == rows_of(model.transform(frame))
+
+
+def test_a_module_with_neither_path_nor_graph_is_pickled_when_both_sides_say_so(
+    frame: DataFrame, tmp_path: Path
+) -> None:
+    class Branching(MLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = super().forward(x)
+            return out if out.sum() > 0 else out * 2
+
+    path = str(tmp_path / "model")
+    model = TorchRegressor(module=Branching, labelCol="target", **QUICK).fit(frame)
+    with pytest.raises(PersistenceError, match=r"Branching has no import path .* torch.export cannot capture"):
         model.save(path)
     model.write().option("allowPickle", "true").overwrite().save(path)
     with pytest.raises(PersistenceError, match="loading a pickle runs whatever is in it"):
         TorchRegressionModel.load(path)
     loaded = TorchRegressionModel.read().option("allowPickle", "true").load(path)
     assert rows_of(loaded.transform(frame)) == rows_of(model.transform(frame))
+
+
+def test_a_model_is_written_and_read_in_batches(
+    frame: DataFrame, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(io, "_PART_BYTES", 1000)
+    monkeypatch.setattr(io, "_BATCH_BYTES", 3000)
+    model = TorchRegressor(module=MLP, moduleParams={"hidden": 400}, labelCol="target", **QUICK).fit(frame)
+    path = (tmp_path / "model").as_uri()
+    model.save(path)
+    data = frame.sparkSession.read.parquet(path + "/data")
+    assert data.agg({"batch": "max"}).head()[0] >= 3
+    assert data.where("name = 'weights.safetensors'").count() > 8
+    loaded = TorchRegressionModel.load(path)
+    assert loaded.trained.weights == model.trained.weights
+    assert rows_of(loaded.transform(frame)) == rows_of(model.transform(frame))
+    model.write().overwrite().save(path)
+    assert TorchRegressionModel.load(path).trained.weights == model.trained.weights
+
+
+def test_fitting_goes_on_from_a_loaded_model(frame: DataFrame, tmp_path: Path) -> None:
+    plain = {**QUICK, "labelCol": "target", "optimizer": "SGD", "shuffle": False, "learningRate": 0.05}
+    both = TorchRegressor(module=MLP, **{**plain, "epochs": 2}).fit(frame)
+    first = TorchRegressor(module=MLP, **plain).fit(frame)
+    first.save(str(tmp_path / "first"))
+    loaded = TorchRegressionModel.load(str(tmp_path / "first"))
+    second = TorchRegressor(module=loaded, **plain).fit(frame)
+    for name, value in both.module.state_dict().items():
+        torch.testing.assert_close(second.module.state_dict()[name], value, atol=1e-6, rtol=1e-5)
+    second.save(str(tmp_path / "second"))  # its code has the import path that the first one's has
+    assert TorchRegressionModel.load(str(tmp_path / "second")).trained.source == MLP.__module__ + ":MLP"
+    with pytest.raises(ConfigError, match="moduleParams are given"):
+        TorchRegressor(module=loaded, moduleParams={"hidden": 3}, **plain).fit(frame)
 
 
 def test_an_instance_trains_from_its_own_weights_and_stays_as_it_was(frame: DataFrame, tmp_path: Path) -> None:

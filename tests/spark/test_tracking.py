@@ -1,31 +1,32 @@
-"""A fit inside an MLflow run is logged live, and its model comes back from the store as it went in."""
+"""A fit is logged to MLflow while it runs: into the active run, a nested one, or one of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+from urllib.request import url2pathname
 
 import mlflow
-import numpy as np
-import pandas as pd
 import pytest
+from mlflow.entities import Run
+from pyspark.ml import Pipeline
+from pyspark.ml.evaluation import MulticlassClassificationEvaluator
+from pyspark.ml.tuning import CrossValidator, ParamGridBuilder, TrainValidationSplit
 from pyspark.sql import DataFrame
+from sklearn.metrics import confusion_matrix
 
 from sparktorch import TorchClassifier
-from sparktorch.errors import PersistenceError, RankError
-from sparktorch.tracking import load_model, log_model
-from tests.spark.modules import MLP, Faulty
+from sparktorch.errors import RankError
+from sparktorch.tracking import load_model
+from tests.spark.modules import MLP, DigitsCNN, Faulty, Slow, Unlogged
+from tests.support.mlflow import QUIET
 
-pytestmark = [
-    # MLflow's SQLAlchemy store leaves its connections to the garbage collector.
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore:Exception ignored in. <sqlite3:pytest.PytestUnraisableExceptionWarning"),
-    # MLflow warns about its own type hints when mlflow.pyfunc is imported.
-    pytest.mark.filterwarnings("ignore:.*is inferred as AnyType:UserWarning"),
-    # MLflow 3.17 against the pydantic, SQLAlchemy and Alembic of today.
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-]
+pytestmark = QUIET
 
 
 def classifier(**params: object) -> TorchClassifier:
@@ -33,101 +34,262 @@ def classifier(**params: object) -> TorchClassifier:
     return TorchClassifier(**{**given, **params})  # type: ignore[arg-type]
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[mlflow.MlflowClient]:
-    directory = tmp_path_factory.mktemp("mlflow")
-    before = mlflow.get_tracking_uri()
-    mlflow.set_tracking_uri(f"sqlite:///{directory}/mlflow.db")
-    mlflow.create_experiment("tests", artifact_location=(directory / "artifacts").as_uri())
-    mlflow.set_experiment("tests")
-    yield mlflow.MlflowClient()
-    mlflow.set_tracking_uri(before)
+def runs(store: mlflow.MlflowClient, experiment: str = "tests") -> list[Run]:
+    found = store.get_experiment_by_name(experiment)
+    return list(store.search_runs([found.experiment_id])) if found else []
 
 
-def test_params_epochs_and_digest_are_in_the_run(store: mlflow.MlflowClient, frame: DataFrame) -> None:
-    with mlflow.start_run() as run:
-        model = classifier(numWorkers=2).fit(frame)
-    data = store.get_run(run.info.run_id).data
-    assert data.params["module"] == "MLP"
-    assert data.params["numWorkers"] == "2"
-    assert data.tags["sparktorch.data_digest"] == model.summary.fingerprint
-    losses = store.get_metric_history(run.info.run_id, "loss")
-    assert [(metric.step, metric.value) for metric in losses] == list(enumerate(model.summary.objectiveHistory, 1))
+def children(store: mlflow.MlflowClient, run: Run) -> list[Run]:
+    return list(store.search_runs(["1"], f"tags.mlflow.parentRunId = '{run.info.run_id}'"))
 
 
-def test_outside_of_a_run_nothing_is_logged(store: mlflow.MlflowClient, frame: DataFrame) -> None:
-    before = len(store.search_runs(["1"]))
-    classifier().fit(frame)
-    assert len(store.search_runs(["1"])) == before
+def history(store: mlflow.MlflowClient, run: Run, metric: str) -> list[tuple[int, float]]:
+    return [(point.step, point.value) for point in store.get_metric_history(run.info.run_id, metric)]
 
 
-def test_a_second_fit_in_a_run_has_a_nested_run_of_its_own(store: mlflow.MlflowClient, frame: DataFrame) -> None:
-    with mlflow.start_run() as run:
-        classifier(epochs=1).fit(frame)
-        classifier(epochs=2).fit(frame)
-    children = store.search_runs(["1"], f"tags.mlflow.parentRunId = '{run.info.run_id}'")
-    assert [child.data.params["epochs"] for child in children] == ["2"]
-    assert children[0].info.status == "FINISHED"
-    assert store.get_run(run.info.run_id).data.params["epochs"] == "1"
+def files(store: mlflow.MlflowClient, run: Run, folder: str = "") -> list[str]:
+    return [item.path for item in store.list_artifacts(run.info.run_id, folder)]
+
+
+# What is logged
+
+
+def test_params_metrics_and_tags_are_in_the_run(store: mlflow.MlflowClient, frame: DataFrame) -> None:
+    with mlflow.start_run() as active:
+        summary = classifier(numWorkers=2).fit(frame).summary
+    run = store.get_run(active.info.run_id)
+    assert run.data.params["module"] == "MLP"
+    assert run.data.params["numWorkers"] == "2"
+    assert run.data.tags["sparktorch.data_digest"] == summary.fingerprint
+    assert history(store, run, "loss") == list(enumerate(summary.objectiveHistory, 1))
+    steps = [step for step, _ in history(store, run, "step_loss")]
+    assert steps == sorted(set(steps))
+    assert steps[0] >= 1
+    assert steps[-1] <= summary.totalIterations
+    for name, seconds in summary.seconds.items():
+        assert run.data.metrics[f"seconds.{name}"] == seconds
+    assert run.data.metrics["system/cpu_utilization_percentage"] >= 0
+
+
+def test_the_data_set_is_an_input_of_the_run(store: mlflow.MlflowClient, digits: DataFrame) -> None:
+    with mlflow.start_run() as active:
+        model = classifier(module=DigitsCNN, moduleParams={}, validationIndicatorCol="held_out").fit(digits)
+    (given,) = store.get_run(active.info.run_id).inputs.dataset_inputs
+    assert given.dataset.digest == model.summary.fingerprint
+    assert json.loads(given.dataset.profile) == {"num_rows": 1437, "num_validation_rows": 360}
+    schema = json.loads(given.dataset.schema)["mlflow_colspec"]
+    assert [column["name"] for column in schema] == ["features", "label"]
+    assert {tag.key: tag.value for tag in given.tags} == {"mlflow.data.context": "train"}
+
+
+def test_figures_and_environment_are_artifacts(store: mlflow.MlflowClient, digits: DataFrame) -> None:
+    with mlflow.start_run() as active:
+        params = {"module": DigitsCNN, "moduleParams": {}, "validationIndicatorCol": "held_out"}
+        classifier(**params, numWorkers=2).fit(digits)
+    run = store.get_run(active.info.run_id)
+    assert files(store, run, "figures") == ["figures/confusion_matrix.png", "figures/loss.png"]
+    environment = json.loads(Path(url2pathname(urlparse(run.info.artifact_uri).path), "environment.json").read_text())
+    assert environment["spark.master"] == "local[3]"
+    assert environment["world_size"] == len(environment["hosts"]) == 2
+    assert environment["java"].startswith(("17", "21"))
+    assert {"python", "torch", "pyspark", "pyarrow", "mlflow"} <= environment.keys()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("classes", [2, 10])
+def test_the_confusion_matrix_counts_every_validation_row(digits: DataFrame, workers: int, classes: int) -> None:
+    data = digits if classes == 10 else digits.selectExpr("pixels features", "int(label > 4) label", "held_out")
+    params: dict[str, Any] = {"module": DigitsCNN, "moduleParams": {}}
+    if classes == 2:
+        params = {"module": MLP, "moduleParams": {"inputs": 64}, "loss": "BCEWithLogitsLoss"}
+    fitted = classifier(**params, validationIndicatorCol="held_out", weightCol=None, numWorkers=workers)
+    model = fitted.fit(data)
+    scored = model.transform(data.where("held_out")).select("label", "prediction").toPandas()
+    expected = confusion_matrix(scored["label"], scored["prediction"], labels=range(classes))
+    assert model.summary.confusionMatrix == expected.tolist()
+
+
+def test_epochs_arrive_while_the_fit_runs(store: mlflow.MlflowClient, frame: DataFrame) -> None:
+    slow = classifier(module=Slow, moduleParams={}, epochs=20, mlflowRunName="live")
+    with ThreadPoolExecutor(1) as pool:
+        fit = pool.submit(slow.fit, frame)
+        seen = 0
+        while not fit.done():
+            (run,) = [run for run in runs(store) if run.info.run_name == "live"] or [None]
+            if run is not None and "loss" in run.data.metrics:
+                seen = max(seen, len(history(store, run, "loss")))
+            time.sleep(0.1)
+    assert seen > 5
+
+
+def test_ranks_neither_import_mlflow_nor_hold_credentials(
+    store: mlflow.MlflowClient, frame: DataFrame, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frame.count()  # the session was started before there was a credential
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "secret")
+    with mlflow.start_run() as active:
+        classifier(module=Unlogged, moduleParams={"outputs": 3}, numWorkers=2).fit(frame)
+    assert history(store, active, "loss")
 
 
 def test_a_failed_fit_says_so_in_its_run(store: mlflow.MlflowClient, frame: DataFrame) -> None:
     planted = "transform(features, x -> if(target > 4, 2e6f, x)) features"
     two_classes = frame.selectExpr(planted, "int(label = 1) label")
-    with mlflow.start_run() as run, pytest.raises(RankError):
-        classifier(module=Faulty, moduleParams={}, loss="BCEWithLogitsLoss").fit(two_classes)
-    assert "planted row" in store.get_run(run.info.run_id).data.tags["sparktorch.error"]
+    faulty = classifier(module=Faulty, moduleParams={}, loss="BCEWithLogitsLoss")
+    with mlflow.start_run() as active:
+        with pytest.raises(RankError):
+            faulty.fit(two_classes)
+        with pytest.raises(RankError):
+            faulty.fit(two_classes)
+    (child,) = children(store, active)
+    for run in (store.get_run(active.info.run_id), child):
+        assert "planted row" in run.data.tags["sparktorch.error"]
+    assert child.info.status == "FAILED"
+    assert store.get_run(active.info.run_id).info.status == "FINISHED"  # the caller's own run is the caller's
 
 
-def test_a_logged_model_loads_as_spark_model_and_as_pyfunc(
-    store: mlflow.MlflowClient, frame: DataFrame, table: pd.DataFrame
+# Where it is logged
+
+
+def test_outside_of_a_run_nothing_is_logged(store: mlflow.MlflowClient, frame: DataFrame) -> None:
+    before = len(runs(store))
+    classifier().fit(frame)
+    assert len(runs(store)) == before
+
+
+def test_a_second_fit_in_a_run_has_a_nested_run_of_its_own(store: mlflow.MlflowClient, frame: DataFrame) -> None:
+    with mlflow.start_run() as active:
+        classifier(epochs=1).fit(frame)
+        classifier(epochs=2).fit(frame)
+    (child,) = children(store, active)
+    assert child.data.params["epochs"] == "2"
+    assert child.info.status == "FINISHED"
+    assert store.get_run(active.info.run_id).data.params["epochs"] == "1"
+
+
+def test_params_start_a_run_of_its_own(store: mlflow.MlflowClient, frame: DataFrame, tmp_path: Path) -> None:
+    store.create_experiment("new", artifact_location=tmp_path.as_uri())
+    classifier(mlflowExperiment="new", mlflowRunName="mine").fit(frame)
+    classifier(mlflowExperiment="new").fit(frame)
+    named, other = sorted(runs(store, "new"), key=lambda run: run.info.start_time)
+    assert named.info.run_name == "mine"
+    assert named.info.status == other.info.status == "FINISHED"
+    assert named.data.metrics.keys() >= {"loss", "step_loss"}
+    assert mlflow.active_run() is None
+
+
+def test_params_inside_a_run_start_a_nested_one(store: mlflow.MlflowClient, frame: DataFrame) -> None:
+    with mlflow.start_run() as active:
+        classifier(mlflowRunName="mine").fit(frame)
+        assert not store.get_run(active.info.run_id).data.params
+        classifier().fit(frame)
+    (child,) = children(store, active)
+    assert child.info.run_name == "mine"
+    assert store.get_run(active.info.run_id).data.params["module"] == "MLP"
+
+
+@pytest.mark.parametrize("search", [CrossValidator, TrainValidationSplit])
+@pytest.mark.parametrize("in_pipeline", [False, True])
+def test_a_search_has_a_nested_run_for_each_fit(
+    store: mlflow.MlflowClient, frame: DataFrame, search: Any, in_pipeline: bool
 ) -> None:
+    tuned = classifier(epochs=1)
+    grid = ParamGridBuilder().addGrid(tuned.learningRate, [1e-3, 1e-2]).build()
+    estimator = Pipeline(stages=[tuned]) if in_pipeline else tuned
+    evaluator = MulticlassClassificationEvaluator()
+    fits = 3 if search is TrainValidationSplit else 5
+    folds = {} if search is TrainValidationSplit else {"numFolds": 2}
+    with mlflow.start_run() as active:
+        search(estimator=estimator, estimatorParamMaps=grid, evaluator=evaluator, parallelism=2, seed=3, **folds).fit(
+            frame
+        )
+    nested = children(store, active)
+    assert len(nested) == fits
+    assert {run.data.params["learningRate"] for run in nested} == {"0.001", "0.01"}
+    assert {run.info.status for run in nested} == {"FINISHED"}
+    assert all(len(history(store, run, "loss")) == 1 for run in nested)
+    assert not store.get_run(active.info.run_id).data.params
+
+
+def test_a_copy_forgets_a_run_that_has_ended(store: mlflow.MlflowClient, frame: DataFrame) -> None:
+    with mlflow.start_run() as active:
+        copy = classifier().copy()
+    time.sleep(0.01)
+    copy.fit(frame)
+    copy.setMlflowRunName("after").fit(frame)
+    assert not children(store, active)
+    assert [run.info.run_name for run in runs(store)].count("after") == 1
+
+
+# Beside MLflow's autologging
+
+
+@pytest.fixture
+def autolog(store: mlflow.MlflowClient) -> Any:
+    yield mlflow.pyspark.ml.autolog
+    mlflow.pyspark.ml.autolog(disable=True)
+
+
+def test_autologging_logs_a_fit_once_with_its_model(
+    store: mlflow.MlflowClient, frame: DataFrame, autolog: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    autolog(extra_tags={"team": "a"})
+    before = {run.info.run_id for run in runs(store)}
     model = classifier().fit(frame)
-    with mlflow.start_run():
-        info = log_model(model, registered_model_name="tests")
-    store.set_registered_model_alias("tests", "champion", info.registered_model_version)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    (run,) = [run for run in runs(store) if run.info.run_id not in before]
+    assert run.data.tags["team"] == "a"
+    assert run.data.params["module"] == "MLP"
+    assert len(history(store, run, "loss")) == 3
+    (logged,) = store.search_logged_models(["1"], filter_string=f"source_run_id = '{run.info.run_id}'")
+    loaded = load_model(logged.model_uri)
+    assert loaded.module.body[0].weight.tolist() == model.module.body[0].weight.tolist()
+    MulticlassClassificationEvaluator(metricName="accuracy").evaluate(model.transform(frame))
+    assert any(name.startswith("accuracy") for name in store.get_run(run.info.run_id).data.metrics)
 
-    loaded = load_model("models:/tests@champion")
-    expected = model.transform(frame).orderBy("target").collect()
-    assert loaded.transform(frame).orderBy("target").collect() == expected
 
-    pyfunc = mlflow.pyfunc.load_model(info.model_uri)
-    scored = pyfunc.predict(table[["features"]])
-    assert list(scored.columns) == ["rawPrediction", "probability", "prediction"]
-    by_target = scored.assign(target=table["target"]).sort_values("target", kind="stable")
-    assert by_target["prediction"].tolist() == [row["prediction"] for row in expected]
-    np.testing.assert_allclose(
-        np.stack(by_target["probability"].tolist()), [row["probability"].toArray() for row in expected], atol=1e-6
+def test_autologging_without_models_or_switched_off_is_respected(
+    store: mlflow.MlflowClient, frame: DataFrame, autolog: Any
+) -> None:
+    autolog(log_models=False, log_datasets=False)
+    with mlflow.start_run() as active:
+        classifier().fit(frame)
+    assert history(store, active, "loss")
+    assert not store.search_logged_models(["1"], filter_string=f"source_run_id = '{active.info.run_id}'")
+    assert not store.get_run(active.info.run_id).inputs.dataset_inputs
+    autolog(disable=True)
+    before = len(runs(store))
+    classifier().fit(frame)
+    assert len(runs(store)) == before
+
+
+def test_autologging_of_a_pipeline_has_the_fit_nested(
+    store: mlflow.MlflowClient, frame: DataFrame, autolog: Any
+) -> None:
+    autolog()
+    before = {run.info.run_id for run in runs(store)}
+    Pipeline(stages=[classifier()]).fit(frame)
+    outer, inner = sorted(
+        (run for run in runs(store) if run.info.run_id not in before), key=lambda run: run.info.start_time
     )
+    assert inner.data.tags["mlflow.parentRunId"] == outer.info.run_id
+    assert inner.data.params["module"] == "MLP"
+    assert store.search_logged_models(["1"], filter_string=f"source_run_id = '{inner.info.run_id}'")
 
 
-def test_a_module_of_this_session_is_logged_as_pickle_only_on_request(
-    store: mlflow.MlflowClient, frame: DataFrame
+def test_autologging_of_a_search_has_the_fits_nested_and_one_model(
+    store: mlflow.MlflowClient, frame: DataFrame, autolog: Any
 ) -> None:
-    class Local(MLP):
-        pass
-
-    model = classifier(module=Local).fit(frame)
-    with mlflow.start_run():
-        with pytest.raises(PersistenceError, match="allow_pickle=True"):
-            log_model(model)
-        info = log_model(model, allow_pickle=True)
-    with pytest.raises(PersistenceError, match="loading a pickle"):
-        load_model(info.model_uri)
-    assert load_model(info.model_uri, allow_pickle=True).uid == model.uid
-
-
-def test_code_beside_the_module_travels_with_the_model(
-    store: mlflow.MlflowClient, frame: DataFrame, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "users_net.py").write_text("from tests.spark.modules import MLP\n\nclass Net(MLP):\n    pass\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    # Executors would get the file with --py-files; here the driver alone is looked at.
-    from users_net import Net
-
-    model = classifier(module=MLP).fit(frame)
-    model._trained = model.trained.__class__(**{**vars(model.trained), "source": Net})
-    with mlflow.start_run():
-        info = log_model(model)
-    files = [item.path for item in store.list_logged_model_artifacts(info.model_id, "code")]
-    assert files == ["code/users_net.py"]
+    autolog()
+    before = {run.info.run_id for run in runs(store)}
+    tuned = classifier(epochs=1)
+    grid = ParamGridBuilder().addGrid(tuned.learningRate, [1e-2]).build()
+    evaluator = MulticlassClassificationEvaluator()
+    CrossValidator(estimator=tuned, estimatorParamMaps=grid, evaluator=evaluator, numFolds=2, parallelism=2).fit(frame)
+    new = [run for run in runs(store) if run.info.run_id not in before]
+    (outer,) = [run for run in new if "mlflow.parentRunId" not in run.data.tags]
+    fits = [run for run in children(store, outer) if "sparktorch.estimator" in run.data.tags]
+    assert len(fits) == 3
+    assert len(new) == 5  # and MLflow's own, with the mean over the folds
+    ids = ", ".join(f"'{run.info.run_id}'" for run in fits)
+    assert len(store.search_logged_models(["1"], filter_string=f"source_run_id IN ({ids})")) == 1

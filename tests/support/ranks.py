@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import io
 import multiprocessing
 import time
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ import torch
 
 from sparktorch.spark.control import ControlServer, Rendezvous
 from sparktorch.train.link import Link, connect
+from sparktorch.train.weights import unpack_state
 from sparktorch.worker import RankResult, TrainJob, train_partition
 from sparktorch.world import World
 
@@ -102,8 +102,7 @@ def train_on(
 
 def load_state(result: RankResult) -> dict[str, torch.Tensor]:
     """Returns the state that rank 0 handed back."""
-    state: dict[str, torch.Tensor] = torch.load(io.BytesIO(result.payload), weights_only=True)
-    return state
+    return unpack_state(result.payload)
 
 
 def _receive(pipes: list[Connection], seconds: float) -> list[tuple[RankResult | None, str]]:

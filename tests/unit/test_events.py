@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from sparktorch import TorchClassificationModel, TorchClassifier
+from sparktorch.data.columns import Columns
 from sparktorch.ml import events
-from sparktorch.ml.events import FitReport
+from sparktorch.ml.events import Fit, FitReport
 from sparktorch.ml.summary import TrainingSummary
 
-ESTIMATOR = TorchClassifier()
+FIT = Fit(estimator=TorchClassifier(), columns=Columns(inputs=()), spark=cast(Any, None))
 RECORD = {"epoch": 2, "epochs": 3, "step": 4, "steps": 10, "loss": 0.25}
 SUMMARY = TrainingSummary(
     history=[{"epoch": epoch, "loss": 1 / epoch, "rows_per_second": 1e4} for epoch in (1, 2, 3)],
@@ -37,6 +40,9 @@ class Diary:
         if what == self.fails_at:
             raise ValueError("planted")
 
+    def progress(self, record: dict[str, Any]) -> None:
+        self._hear(f"step {record['step']}")
+
     def epoch(self, record: dict[str, Any]) -> None:
         self._hear(f"epoch {record['epoch']}")
 
@@ -47,38 +53,39 @@ class Diary:
         self._hear(f"failed: {error}")
 
 
-def listener_for(estimator: Any) -> Diary:
-    assert estimator is ESTIMATOR
+def listener_for(fit: Fit) -> Diary:
+    assert fit is FIT
     return Diary()
 
 
-def nobody_for(estimator: Any) -> None:
-    return None
+def caller() -> str:
+    return "here"
 
 
 @pytest.fixture
 def heard(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the one listener has heard; two others do not want to or cannot."""
     monkeypatch.setattr(Diary, "heard", [])
-    paths = [f"{__name__}:nobody_for", "no_such_module:listener_for", f"{__name__}:listener_for"]
-    monkeypatch.setattr(events, "LISTENERS", paths)
+    nobody = SimpleNamespace(listener_for=lambda fit: None, caller=lambda: None)
+    monkeypatch.setitem(sys.modules, "nobody", cast(ModuleType, nobody))
+    monkeypatch.setattr(events, "LISTENERS", ["nobody", "no_such_module", __name__])
     return Diary.heard
 
 
 def test_a_listener_hears_every_epoch_and_the_end(heard: list[str], caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING), FitReport(ESTIMATOR, rows_per_step=8, show=False) as report:
+    with caplog.at_level(logging.WARNING), FitReport(FIT, rows_per_step=8, show=False) as report:
         report.epoch(SUMMARY.history[0])
         report.epoch(SUMMARY.history[1])
         report.finished(TorchClassificationModel(), SUMMARY)  # an epoch that nobody told of is told now
     assert heard == ["epoch 1", "epoch 2", "epoch 3", "finished"]
-    assert "listener no_such_module:listener_for could not start" in caplog.text
+    assert "listener no_such_module could not start" in caplog.text
 
 
 def test_a_listener_that_fails_is_warned_about_and_heard_no_more(
     heard: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(Diary, "fails_at", "epoch 1")
-    with caplog.at_level(logging.WARNING), FitReport(ESTIMATOR, rows_per_step=8, show=False) as report:
+    with caplog.at_level(logging.WARNING), FitReport(FIT, rows_per_step=8, show=False) as report:
         report.epoch({"epoch": 1})
         report.epoch({"epoch": 2})
     assert heard == ["epoch 1"]
@@ -86,13 +93,13 @@ def test_a_listener_that_fails_is_warned_about_and_heard_no_more(
 
 
 def test_a_listener_hears_why_a_fit_failed(heard: list[str]) -> None:
-    with pytest.raises(KeyboardInterrupt), FitReport(ESTIMATOR, rows_per_step=8, show=False):
+    with pytest.raises(KeyboardInterrupt), FitReport(FIT, rows_per_step=8, show=False):
         raise KeyboardInterrupt("stop")
     assert heard == ["failed: stop"]
 
 
 def test_the_bar_follows_rank_0_and_is_full_at_the_end(heard: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with FitReport(ESTIMATOR, rows_per_step=8, show=True) as report:
+    with FitReport(FIT, rows_per_step=8, show=True) as report:
         report.progress(RECORD)
         report.progress(RECORD)
         assert report._bar is not None
@@ -104,10 +111,23 @@ def test_the_bar_follows_rank_0_and_is_full_at_the_end(heard: list[str], capsys:
 
 
 def test_the_bar_can_be_left_out(heard: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with FitReport(ESTIMATOR, rows_per_step=8, show=False) as report:
+    with FitReport(FIT, rows_per_step=8, show=False) as report:
         report.progress(RECORD)
         report.finished(TorchClassificationModel(), SUMMARY)
     assert capsys.readouterr().err == ""
+
+
+def test_a_listener_hears_of_every_place_once(heard: list[str]) -> None:
+    with FitReport(FIT, rows_per_step=8, show=False) as report:
+        report.progress(RECORD)
+        report.progress({**RECORD, "loss": float("nan")})
+        report.progress({**RECORD, "step": 5})
+    assert heard == ["step 4", "step 5"]
+
+
+def test_a_copy_knows_where_it_was_made(heard: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR):
+        assert TorchClassifier().copy()._callers == {__name__: "here"}
 
 
 def test_a_summary_knows_its_course_and_survives_the_way_to_json() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from pyspark.sql import Row
 
 from sparktorch.errors import ClusterError, ColumnError
 from sparktorch.spark.rank import RESULT_SCHEMA, _address_towards, _chunks, _host, assemble, failure_in
@@ -83,7 +84,9 @@ def test_a_result_of_any_size_survives_its_way_in_chunks(megabytes: int) -> None
     table = pa.Table.from_batches([batch for batches in (chunks[2], chunks[0], chunks[1]) for batch in batches])
     assert [f"{field.name} {field.type}" for field in table.schema] == ["rank int32", "meta string", "payload binary"]
     assert RESULT_SCHEMA == "rank int, meta string, payload binary"
-    assert assemble(table, 3) == [(result.meta, result.payload) for result in results]
+    assert assemble([Row(*row.values()) for row in table.to_pylist()], 3) == [
+        (result.meta, result.payload) for result in results
+    ]
 
 
 def test_a_failure_is_found_in_the_message_of_a_spark_job() -> None:

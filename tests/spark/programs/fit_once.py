@@ -11,6 +11,7 @@ from pyspark.sql import SparkSession
 
 from sparktorch import TorchClassificationModel, TorchClassifier
 from sparktorch.errors import SparkTorchError
+from sparktorch.spark import predict
 
 
 def main(master: str, directory: str, settings: dict[str, str], device: str) -> dict[str, object]:
@@ -44,11 +45,16 @@ def main(master: str, directory: str, settings: dict[str, str], device: str) -> 
     path = f"{directory}/model"
     model.write().overwrite().save(path)
     loaded = TorchClassificationModel.load(path)
+    predict.INLINE_BYTES = 0  # from here on, weights travel as a file
+    loaded.registerUDF("score")
+    data.createOrReplaceTempView("digits")
+    by_sql = [row[0] for row in spark.sql("select score(features) from digits").collect()]
     again = loaded.transform(data).select("label", "prediction", "probability").toPandas()
     result = {
         "weights": hashlib.sha256(state).hexdigest(),
         "accuracy": float((scored["label"] == scored["prediction"]).mean()),
         "round_trip": bool(again.equals(scored)) and loaded.summary == model.summary,
+        "by_sql": by_sql == scored["prediction"].tolist(),
         "hosts": [rank["host"] for rank in model.summary.ranks],
         "session": type(spark).__module__,
     }

@@ -1,0 +1,66 @@
+"""What a person looks at first: the course of the loss, and which classes are taken for which."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["confusion_matrix", "loss_curve", "preload"]
+
+_MOST_NUMBERS = 20  # classes whose counts can be read in a cell
+
+
+def preload(*, classes: bool) -> None:
+    """Imports what drawing takes: seconds, the first time, best spent while the ranks train."""
+    importlib.import_module("matplotlib.figure")
+    if classes:
+        importlib.import_module("sklearn.metrics")
+
+
+def loss_curve(history: list[dict[str, Any]]) -> Figure:
+    """Draws the losses of training and validation by epoch.
+
+    Args:
+        history: `TrainingSummary.history`.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
+    axes = figure.subplots()
+    epochs = [record["epoch"] for record in history]
+    for name, label in (("loss", "training"), ("val_loss", "validation")):
+        if name in history[0]:
+            axes.plot(epochs, [record[name] for record in history], marker=".", label=label)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set(xlabel="epoch", ylabel="loss")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    return figure
+
+
+def confusion_matrix(counts: list[list[int]]) -> Figure:
+    """Draws a confusion matrix.
+
+    Args:
+        counts: Validation rows by class (row) and predicted class (column).
+    """
+    import numpy as np
+    from matplotlib.figure import Figure
+    from sklearn.metrics import ConfusionMatrixDisplay
+
+    classes = len(counts)
+    side = 2.5 + 0.45 * min(classes, _MOST_NUMBERS)
+    figure = Figure(figsize=(side, side), layout="constrained")
+    axes = figure.subplots()
+    legible = classes <= _MOST_NUMBERS
+    display = ConfusionMatrixDisplay(np.array(counts))
+    display.plot(ax=axes, cmap="Blues", include_values=legible, values_format="d", colorbar=not legible)
+    ticks = list(range(0, classes, -(-classes // _MOST_NUMBERS)))
+    axes.set_xticks(ticks, labels=map(str, ticks))
+    axes.set_yticks(ticks, labels=map(str, ticks))
+    axes.set(xlabel="predicted class", ylabel="class")
+    return figure

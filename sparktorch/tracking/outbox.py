@@ -1,0 +1,216 @@
+"""What a fit has to tell MLflow, delivered in order by a thread of its own: the fit never waits for MLflow."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import partial
+from itertools import chain, repeat, takewhile
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+__all__ = ["Outbox", "Sample", "Send"]
+
+_LOG = logging.getLogger(__name__)
+_PACE_SECONDS = 1.0  # between two batches of metrics
+_CLOSE_SECONDS = 10.0
+_PROBE_SECONDS = 5.0
+_MOST_METRICS = 1000  # that MLflow takes at once
+_MOST_REFUSALS = 10  # of one delivery, by a server that can be reached
+
+Send = Callable[["MlflowClient", str], object]
+T = TypeVar("T")
+
+_open: set[Outbox] = set()
+
+
+class Sample(NamedTuple):
+    """A value of a metric; `time` is in milliseconds since 1970."""
+
+    name: str
+    value: float
+    time: int
+    step: int
+
+
+class Outbox:
+    """Takes what there is to log and returns at once; delivers it one by one, as often as it must be tried.
+
+    While MLflow cannot be reached, what is queued is kept, and metrics that have come together meanwhile
+    go in batches. A delivery that MLflow refuses for good is warned about and left out.
+    """
+
+    def __init__(self, connect: Callable[[], MlflowClient], open_run: Callable[[MlflowClient], str | None]) -> None:
+        """Starts the thread.
+
+        Args:
+            connect: Makes the client.
+            open_run: Returns the id of the run to log to, `None` if there is nothing to log after all.
+        """
+        self.run_id: str | None = None
+        self._connect = connect
+        self._open_run = open_run
+        self._uri = "its tracking URI"
+        self._queue: deque[Send | Sample] = deque()
+        self._changed = threading.Condition()
+        self._urged = threading.Event()
+        self._closing = False
+        self._done = False
+        self._attempts = 0
+        self._failures = 0  # in a row
+        self._warned: set[str] = set()
+        _open.add(self)
+        threading.Thread(target=self._work, name="sparktorch-mlflow", daemon=True).start()
+
+    def send(self, delivery: Send) -> None:
+        """Queues a call, which gets the client and the id of the run."""
+        self._put([delivery])
+
+    def metrics(self, samples: Iterable[Sample]) -> None:
+        """Queues values of metrics."""
+        self._put(samples)
+
+    def close(self, seconds: float = _CLOSE_SECONDS) -> bool:
+        """Ends the queue and waits until all is delivered, or until a further attempt has failed.
+
+        What is left then is still tried in the background.
+
+        Args:
+            seconds: The longest it may take.
+
+        Returns:
+            Whether all is delivered.
+        """
+        with self._changed:
+            tried = self._attempts
+            self._closing = True
+            self._changed.notify_all()
+            self._urged.set()
+            # One failure may be a hiccup; the attempt after it comes within a second.
+            self._changed.wait_for(
+                lambda: self._done or (self._attempts > tried and self._failures > 1), timeout=seconds
+            )
+            return self._done
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    @property
+    def uri(self) -> str:
+        """The tracking URI, for messages."""
+        return self._uri
+
+    def _put(self, items: Iterable[Send | Sample]) -> None:
+        with self._changed:
+            if not self._done:
+                self._queue.extend(items)
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        try:
+            client = self._deliver(self._connect)
+            self._uri = client.tracking_uri
+            self.run_id = self._deliver(partial(self._open_run, client))
+            while self.run_id is not None and (taken := self._take()):
+                try:
+                    self._deliver(partial(_send, taken, client, self.run_id))
+                except Exception as error:
+                    self._warn("MLflow at %s refused a part of what this fit logs (%s: %s)", error)
+                with self._changed:
+                    for _ in taken:
+                        self._queue.popleft()
+                    if isinstance(taken[0], Sample):
+                        self._changed.wait_for(lambda: self._closing, timeout=_PACE_SECONDS)
+        except Exception as error:
+            self._warn("this fit is not logged to MLflow at %s (%s: %s)", error)
+        finally:
+            with self._changed:
+                self._queue.clear()
+                self._done = True
+                self._changed.notify_all()
+            _open.discard(self)
+
+    def _take(self) -> list[Send | Sample]:
+        """Waits for the next delivery, a call or as many metrics as have come; none when all are out."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._closing)
+            metrics = list(takewhile(lambda item: isinstance(item, Sample), self._queue))
+            return metrics[:_MOST_METRICS] or list(self._queue)[:1]
+
+    def _deliver(self, send: Callable[[], T]) -> T:
+        """Tries until it works; raises what trying again does not help."""
+        refusals = 0
+        for pause in chain((1.0, 2.0, 4.0, 8.0, 16.0), repeat(30.0)):
+            reached = False
+            try:
+                _probe(self._uri)
+                reached = True
+                result = send()
+            except Exception as error:
+                refusals += reached
+                if not _may_pass(error) or refusals == _MOST_REFUSALS:
+                    raise
+                self._tried(failed=True)
+                self._warn("MLflow at %s cannot be reached (%s: %s): the fit goes on, its log follows later", error)
+                self._urged.wait(pause)
+                self._urged.clear()
+            else:
+                self._tried(failed=False)
+                return result
+        raise AssertionError  # the pauses never end
+
+    def _tried(self, *, failed: bool) -> None:
+        with self._changed:
+            self._attempts += 1
+            self._failures = self._failures + 1 if failed else 0
+            self._changed.notify_all()
+
+    def _warn(self, message: str, error: Exception) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            _LOG.warning(message, self._uri, type(error).__name__, error)
+
+
+def _send(items: list[Send | Sample], client: MlflowClient, run_id: str) -> None:
+    from mlflow.entities import Metric
+
+    if callable(items[0]):
+        items[0](client, run_id)
+    else:
+        client.log_batch(run_id, metrics=[Metric(*item) for item in items if isinstance(item, Sample)])
+
+
+def _probe(uri: str) -> None:
+    """Fails within seconds where nobody answers; MLflow's own retries, set for the process, take minutes."""
+    import requests
+
+    if uri.startswith(("http:", "https:")):
+        with suppress(requests.exceptions.SSLError):  # somebody has answered
+            requests.head(uri, timeout=_PROBE_SECONDS, allow_redirects=False)
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether trying again may help: nobody answers, or the server has a trouble of its own."""
+    import requests
+    from mlflow.exceptions import MlflowException
+
+    if isinstance(error, MlflowException):
+        status: int = error.get_http_status_code()
+        return status >= 500 or status in (408, 429)
+    return isinstance(error, requests.RequestException | ConnectionError | TimeoutError)
+
+
+@atexit.register
+def _last_attempt() -> None:
+    """Gives what is still queued when the interpreter exits one more chance."""
+    deadline = time.monotonic() + _CLOSE_SECONDS
+    for outbox in list(_open):
+        if not outbox.close(max(0.0, deadline - time.monotonic())):
+            _LOG.warning("%d entries of a fit's log have not reached MLflow at %s", len(outbox), outbox.uri)

@@ -1,0 +1,207 @@
+"""Which MLflow run a fit is logged to: the active one, a nested one, or one of its own."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from pyspark.ml import Estimator
+
+__all__ = ["FIT_TAG", "ActiveRun", "Autologging", "Target", "active_run", "autologging", "choose"]
+
+FIT_TAG = "sparktorch.estimator"
+_ID_TAG = "sparktorch.fit"
+_AUTOLOG = "pyspark.ml"
+
+_lock = threading.Lock()
+_taken: set[str] = set()  # runs that hold a fit, or the fits of a cross-validation under them
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActiveRun:
+    """A run that was active in a thread.
+
+    Attributes:
+        uri: The tracking URI of its store.
+        experiment_id: Its experiment.
+        run_id: The run.
+        taken: Whether something else has logged its Params to it.
+    """
+
+    uri: str
+    experiment_id: str
+    run_id: str
+    taken: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Autologging:
+    """What `mlflow.pyspark.ml.autolog` was asked for."""
+
+    log_models: bool
+    log_datasets: bool
+    registered_model_name: str | None
+    extra_tags: dict[str, str]
+
+
+@dataclass(kw_only=True)
+class Target:
+    """The run of one fit.
+
+    Attributes:
+        name: Name of a run of its own.
+        uri: The tracking URI, `None` for the one that holds for the process.
+        experiment: Name of the experiment, `None` for the parent's or the one that holds for the process.
+        parent: The run it is nested under.
+        own: Whether the fit gets a run of its own, or logs to `parent`.
+        elsewhere: Whether `parent` was active in another thread, and may have ended before the fit began.
+        asked: Whether Params or autologging ask for a run, even without `parent`.
+        tags: Tags of a run of its own.
+    """
+
+    name: str
+    uri: str | None = None
+    experiment: str | None = None
+    parent: ActiveRun | None = None
+    own: bool = True
+    elsewhere: bool = False
+    asked: bool = False
+    tags: dict[str, str] = field(default_factory=dict)
+    _id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    _started: int = field(default_factory=lambda: int(time.time() * 1000))
+    _requested: bool = False
+
+    @property
+    def known_run(self) -> str | None:
+        """The run, if it was there before the fit."""
+        return None if self.own or self.parent is None else self.parent.run_id
+
+    def connect(self) -> MlflowClient:
+        """Returns a client of the run's store."""
+        from mlflow import MlflowClient
+
+        return MlflowClient(self.uri)
+
+    def open(self, client: MlflowClient) -> str | None:
+        """Returns the run's id, having made it if need be; `None` if the fit belongs to no run after all."""
+        if self.known_run:
+            return self.known_run
+        if self.elsewhere and self.parent:
+            ended = client.get_run(self.parent.run_id).info.end_time
+            if ended is not None and ended < self._started:
+                if not self.asked:
+                    return None
+                self.parent = None
+        experiment = self._experiment(client)
+        if self._requested:  # and MLflow may have made the run, though its answer got lost
+            found = client.search_runs([experiment], f"tags.`{_ID_TAG}` = '{self._id}'", max_results=1)
+            if found:
+                return str(found[0].info.run_id)
+        self._requested = True
+        return str(
+            client.create_run(experiment, start_time=self._started, run_name=self.name, tags=self._tags()).info.run_id
+        )
+
+    def _experiment(self, client: MlflowClient) -> str:
+        from mlflow.exceptions import MlflowException
+        from mlflow.tracking.fluent import _get_experiment_id  # what `start_run` asks; nothing public does
+
+        if self.experiment is None:
+            return self.parent.experiment_id if self.parent else _get_experiment_id() or "0"  # MLflow's "Default"
+        found = client.get_experiment_by_name(self.experiment)
+        if found is None:
+            try:
+                return str(client.create_experiment(self.experiment))
+            except MlflowException:  # another fit may just have made it
+                found = client.get_experiment_by_name(self.experiment)
+                if found is None:
+                    raise
+        return str(found.experiment_id)
+
+    def _tags(self) -> dict[str, str]:
+        from mlflow.tracking.context.registry import resolve_tags
+        from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
+
+        parent = {MLFLOW_PARENT_RUN_ID: self.parent.run_id} if self.parent else {}
+        tags: dict[str, str] = resolve_tags({**self.tags, **parent, _ID_TAG: self._id})
+        return tags
+
+
+def active_run() -> ActiveRun | None:
+    """Returns the run that is active in this thread."""
+    mlflow: Any = sys.modules.get("mlflow")
+    # A run can only be active where mlflow has been imported already; nobody else pays for it.
+    run = mlflow.active_run() if mlflow is not None and hasattr(mlflow, "active_run") else None
+    if run is None:
+        return None
+    from mlflow.utils.mlflow_tags import MLFLOW_AUTOLOGGING
+
+    return ActiveRun(
+        uri=mlflow.get_tracking_uri(),
+        experiment_id=run.info.experiment_id,
+        run_id=run.info.run_id,
+        taken=FIT_TAG in run.data.tags or MLFLOW_AUTOLOGGING in run.data.tags,
+    )
+
+
+def autologging() -> Autologging | None:
+    """Returns how autologging of pyspark.ml is set, `None` where it is off."""
+    if "mlflow.pyspark.ml" not in sys.modules:
+        return None
+    from mlflow.utils.autologging_utils import autologging_is_disabled, get_autologging_config
+
+    if autologging_is_disabled(_AUTOLOG):
+        return None
+    return Autologging(
+        log_models=get_autologging_config(_AUTOLOG, "log_models", True),
+        log_datasets=get_autologging_config(_AUTOLOG, "log_datasets", True),
+        registered_model_name=get_autologging_config(_AUTOLOG, "registered_model_name"),
+        extra_tags=get_autologging_config(_AUTOLOG, "extra_tags") or {},
+    )
+
+
+def choose(estimator: Estimator[Any], caller: ActiveRun | None, autologs: Autologging | None) -> Target | None:
+    """Decides where a fit in this thread is logged.
+
+    Args:
+        estimator: Whose Params hold.
+        caller: The run that was active where the estimator was copied.
+        autologs: How autologging is set.
+
+    Returns:
+        The run, `None` if nothing was asked for.
+    """
+    experiment, name = (
+        estimator.getOrDefault(param) if estimator.isDefined(param) else None
+        for param in ("mlflowExperiment", "mlflowRunName")
+    )
+    here = active_run()
+    parent = here or caller
+    named = experiment is not None or name is not None
+    asked = named or autologs is not None
+    if parent is None and not asked:
+        return None
+    return Target(
+        name=name or estimator.uid,
+        uri=parent.uri if parent else None,
+        experiment=experiment,
+        parent=parent,
+        own=named or parent is None or not _take(parent) or here is None,
+        elsewhere=here is None and caller is not None,
+        asked=asked,
+        tags=autologs.extra_tags if autologs else {},
+    )
+
+
+def _take(run: ActiveRun) -> bool:
+    """Returns whether the run holds no fit so far; from now on it does."""
+    with _lock:
+        free = not run.taken and run.run_id not in _taken
+        _taken.add(run.run_id)
+        return free

@@ -1,0 +1,48 @@
+"""A state dict as safetensors bytes: the one form in which weights travel and are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from sparktorch.errors import ModuleError
+
+__all__ = ["check_state", "pack_state", "unpack_state"]
+
+
+def check_state(state: Mapping[str, object]) -> None:
+    """Refuses a state dict that safetensors cannot hold.
+
+    Raises:
+        ModuleError: An entry is no dense tensor; names it.
+    """
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+            kind = f"a {value.layout} tensor" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+            raise ModuleError(
+                f"the module's state_dict() holds {kind} under {name!r}, and models are saved as dense tensors",
+                hint="register what must be saved as parameters or buffers",
+                param="module",
+            )
+
+
+def pack_state(state: Mapping[str, torch.Tensor]) -> bytes:
+    """Returns the state dict as a safetensors file, on the CPU; weights that share memory are written out each."""
+    from safetensors.torch import save
+
+    seen: set[int] = set()
+    tensors = {}
+    for name, value in state.items():
+        tensor = value.detach().cpu().contiguous()
+        address = tensor.untyped_storage().data_ptr()
+        tensors[name] = tensor.clone() if address in seen else tensor
+        seen.add(address)
+    return save(tensors)
+
+
+def unpack_state(content: bytes) -> dict[str, torch.Tensor]:
+    """Returns the state dict of a safetensors file."""
+    from safetensors.torch import load
+
+    return load(content)

@@ -1,0 +1,40 @@
+"""Models beyond the 2 GiB that a single buffer of the JVM holds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pyspark.sql import SparkSession
+
+from sparktorch.errors import ClusterError
+from sparktorch.spark.preflight import check_result_size
+from tests.spark.test_masters import environment
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_model_of_more_than_2_gib_is_fitted_saved_loaded_and_scores(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.spark.programs.large", str(tmp_path / "model")],
+        env=environment(),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=800,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["bytes"] > 2**31
+    assert result["error"] < 0.1
+    assert result["same"]
+
+
+def test_a_model_that_the_driver_would_not_take_is_refused(spark: SparkSession) -> None:
+    check_result_size(spark, 2**30)
+    with pytest.raises(ClusterError, match=r"the model takes 1.5 GiB, and the driver accepts 1.0 GiB") as caught:
+        check_result_size(spark, 3 * 2**29)
+    assert "spark.driver.maxResultSize" in caught.value.hint
