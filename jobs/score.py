@@ -1,6 +1,6 @@
-"""Scores the held-out rows of a job file with a model from MLflow, and writes them.
+"""Scores rows with a model from MLflow and writes them: those of a job file's `score.data`, or those it held out.
 
-spark-submit --py-files dist/sparktorch.zip,jobs/models.py jobs/score.py --config conf/digits.yaml
+spark-submit --py-files dist/sparktorch.zip,jobs/models.py jobs/score.py --config conf/digits.yaml [--stream]
 """
 
 import argparse
@@ -8,9 +8,9 @@ import logging
 import time
 
 from pyspark.ml.evaluation import MulticlassClassificationEvaluator, RegressionEvaluator
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame, SparkSession
 
-from sparktorch.job import read_job
+from sparktorch.job import JobConfig, read_job
 from sparktorch.tracking import load_model
 
 
@@ -18,6 +18,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="a job file, see conf/")
     parser.add_argument("--model", help="URI of the model in MLflow; default: the newest version of the job's")
+    parser.add_argument("--stream", action="store_true", help="score what has arrived since the last time, then stop")
+    parser.add_argument("--every", metavar="INTERVAL", help="with --stream: go on, looking this often ('10 seconds')")
     arguments = parser.parse_args()
     job = read_job(arguments.config)
 
@@ -26,20 +28,45 @@ def main() -> None:
     job.tracking.connect()
     uri = arguments.model or job.score.model or f"models:/{job.tracking.model}/latest"
     model = load_model(uri)
-    _, held_out = job.data.split(job.data.load(spark))
-    model.transform(held_out).write.mode("overwrite").format(job.score.format).save(job.score.output)
+    if arguments.stream:
+        rows = stream(model.transform((job.score.data or job.data).stream(spark)), job, arguments.every)
+    else:
+        held_out = job.score.data.load(spark) if job.score.data else job.data.split(job.data.load(spark))[1]
+        scored = batch(model.transform(held_out), job)
+        rows = scored.count()
+        if job.label in scored.columns:
+            evaluate(scored, job, model.getPredictionCol())
+    print(f"scored {rows} rows with {uri} into {job.score.output}")
+    print(f"scoring job: {time.perf_counter() - started:.1f} s")
+    spark.stop()
 
-    scored = spark.read.format(job.score.format).load(job.score.output)
-    columns = {"labelCol": job.label, "predictionCol": model.getPredictionCol()}
-    print(f"scored {scored.count()} rows with {uri} into {job.score.output}")
+
+def batch(scored: DataFrame, job: JobConfig) -> DataFrame:
+    """Writes scored rows in place of what was there; returns them as they were written."""
+    scored.write.mode("overwrite").format(job.score.format).options(**job.score.options).save(job.score.output)
+    reader = scored.sparkSession.read.format(job.score.format).options(**job.score.options)
+    return reader.schema(scored.schema).load(job.score.output)
+
+
+def stream(scored: DataFrame, job: JobConfig, every: str | None) -> int:
+    """Appends scored rows to the output, each once, whatever happens in between; returns how many there were."""
+    writer = scored.writeStream.format(job.score.format).options(**job.score.options)
+    writer = writer.option("checkpointLocation", f"{job.score.output}.checkpoint")
+    writer = writer.trigger(processingTime=every) if every else writer.trigger(availableNow=True)
+    query = writer.start(job.score.output)
+    query.awaitTermination()
+    return sum(progress["numInputRows"] for progress in query.recentProgress)
+
+
+def evaluate(scored: DataFrame, job: JobConfig, prediction: str) -> None:
+    """Prints how good the predictions are."""
+    columns = {"labelCol": job.label, "predictionCol": prediction}
     if job.estimator.kind == "TorchClassifier":
         accuracy = MulticlassClassificationEvaluator(metricName="accuracy", **columns).evaluate(scored)
         print(f"held-out accuracy: {accuracy:.4f}")
     else:
         rmse = RegressionEvaluator(metricName="rmse", **columns).evaluate(scored)
         print(f"held-out rmse: {rmse:.4f}")
-    print(f"scoring job: {time.perf_counter() - started:.1f} s")
-    spark.stop()
 
 
 if __name__ == "__main__":

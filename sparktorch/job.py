@@ -32,6 +32,7 @@ class DataSection:
         format: A format of `spark.read`, in place of `source`.
         path: What it reads.
         options: Its options.
+        schema: The columns as DDL, for formats that do not know them.
         holdout: Share of the rows that training leaves out and scoring takes, chosen by content.
     """
 
@@ -39,6 +40,7 @@ class DataSection:
     format: str = "parquet"
     path: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    schema: str | None = None
     holdout: float = 0.0
 
     def __post_init__(self) -> None:
@@ -52,7 +54,25 @@ class DataSection:
         if self.source is not None:
             data: DataFrame = load_object(self.source)(spark)
             return data
-        return spark.read.format(self.format).options(**self.options).load(self.path)
+        reader = spark.read.format(self.format).options(**self.options)
+        return (reader.schema(self.schema) if self.schema else reader).load(self.path)
+
+    def stream(self, spark: SparkSession) -> DataFrame:
+        """Returns the rows that are there and those that arrive later, as a streaming DataFrame.
+
+        Its columns are those of `schema`, or of what is there now.
+
+        Raises:
+            ConfigError: The rows come from a function.
+        """
+        if self.path is None:
+            raise ConfigError(
+                f"{self.source} is a function, and only files and tables can be streamed",
+                hint="name them with format and path",
+                section="data",
+            )
+        reader = spark.readStream.format(self.format).options(**self.options)
+        return reader.schema(self.schema or self.load(spark).schema).load(self.path)
 
     def split(self, data: DataFrame) -> tuple[DataFrame, DataFrame]:
         """Returns the rows to train on and the rows held out; a row's contents decide which it is."""
@@ -125,14 +145,18 @@ class ScoreSection:
     """What scoring reads and writes.
 
     Attributes:
+        data: What is scored; by default the rows that training left out.
         model: URI of the model in MLflow; by default the newest registered one.
         output: Path the scored rows are written to.
         format: A format of `DataFrame.write`.
+        options: Its options.
     """
 
     output: str
+    data: DataSection | None = None
     model: str | None = None
     format: str = "parquet"
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +198,14 @@ def read_job(path: str | os.PathLike[str]) -> JobConfig:
     sections: dict[str, Any] = {}
     for name, kind in _SECTIONS.items():
         if name in values:
-            if not isinstance(values[name], dict):
-                raise ConfigError(f"{name} must be a mapping, got {values[name]!r}", section=name)
-            sections[name] = from_dict(kind, values[name], where=name)
+            section = dict(_mapping(values[name], name))
+            if name == "score" and section.get("data") is not None:
+                section["data"] = from_dict(DataSection, _mapping(section["data"], "score.data"), where="score.data")
+            sections[name] = from_dict(kind, section, where=name)
     return from_dict(JobConfig, {**values, **sections})
+
+
+def _mapping(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where} must be a mapping, got {value!r}", section=where)
+    return value

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
-from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import pyarrow as pa
 import torch
@@ -22,6 +18,7 @@ from pyspark.sql.pandas.functions import PandasUDFType, pandas_udf
 
 from sparktorch.artifact import Precision, Scorer, TrainedModule
 from sparktorch.config import Device
+from sparktorch.spark.files import send_bytes
 from sparktorch.spark.resources import choose_device
 
 __all__ = ["INLINE_BYTES", "Scoring", "rechunk", "scoring_udf"]
@@ -31,7 +28,6 @@ _scorers: OrderedDict[tuple[str, Scoring, str], Scorer] = OrderedDict()
 
 # Weights beyond this size travel once per executor as a file, not with every task.
 INLINE_BYTES = 1 << 20
-_shipped: WeakKeyDictionary[SparkSession, set[str]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,20 +106,8 @@ def _ship(spark: SparkSession, trained: TrainedModule) -> str | None:
     if len(trained.weights) <= INLINE_BYTES:
         return None
     name = f"sparktorch-{trained.digest}.safetensors"
-    sent = _shipped.setdefault(spark, set())
-    if name not in sent:
-        file = Path(_folder().name, name)
-        if not file.exists():
-            file.write_bytes(trained.weights)
-        spark.addArtifacts(str(file), file=True)
-        sent.add(name)
+    send_bytes(spark, name, trained.weights)
     return name
-
-
-@cache
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    """The folder of the files that executors fetch while the session lives; gone with this process."""
-    return tempfile.TemporaryDirectory(prefix="sparktorch-")
 
 
 def _scorer(digest: str, trained: TrainedModule, file: str | None, scoring: Scoring) -> Scorer:

@@ -152,6 +152,8 @@ def save_model(
 def load_model(model_uri: str, *, allow_pickle: bool = False) -> Any:
     """Loads a model from MLflow as the Spark model that was logged.
 
+    The code that was kept beside it goes to the executors of the active session, too.
+
     Args:
         model_uri: `models:/name/1`, `models:/name@alias`, `runs:/<run_id>/model`, or a path.
         allow_pickle: Whether pickled code may be run; only for models you trust.
@@ -162,14 +164,19 @@ def load_model(model_uri: str, *, allow_pickle: bool = False) -> Any:
     from mlflow.models import Model
     from mlflow.tracking.artifact_utils import _download_artifact_from_uri
     from mlflow.utils.model_utils import _add_code_from_conf_to_system_path
+    from pyspark.sql import SparkSession
 
     from sparktorch.ml.io import read_local
+    from sparktorch.spark.files import send_code
 
     local = Path(_download_artifact_from_uri(artifact_uri=model_uri))
     conf = Model.load(str(local)).flavors.get(FLAVOR_NAME)
     if conf is None:
         raise PersistenceError(f"{model_uri} was not logged by sparktorch", hint="try mlflow.pyfunc.load_model")
     _add_code_from_conf_to_system_path(str(local), conf)
+    spark = SparkSession.getActiveSession()
+    if spark is not None and conf.get("code"):
+        send_code(spark, local / conf["code"])
     return read_local(local / conf["data"], allow_pickle=allow_pickle)
 
 

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
+import mlflow
 import pytest
+import yaml
+from pyspark.ml.functions import vector_to_array
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
 from sparktorch.errors import ConfigError
 from sparktorch.job import read_job
+from sparktorch.tracking import log_model
+from tests.spark.test_masters import environment
+from tests.support.mlflow import QUIET
 
 ROOT = Path(__file__).parents[2]
+
+
+pytestmark = QUIET
 
 
 @pytest.fixture(autouse=True)
@@ -55,3 +67,67 @@ def test_a_mistyped_key_is_refused_by_name(tmp_path: Path) -> None:
     file.write_text(text.replace("batchSize:", "batchsize:"))
     with pytest.raises(ConfigError, match=r"unknown key estimator\.params\.batchsize(.|\n)*'batchSize'"):
         read_job(file)
+
+
+@pytest.mark.parametrize("key", ["unknown", "no mapping"])
+def test_what_is_scored_is_checked_as_the_rest_is(tmp_path: Path, key: str) -> None:
+    values = yaml.safe_load((ROOT / "conf" / "digits.yaml").read_text())
+    values["score"] |= {"data": {"path": "in", "pth": 1}} if key == "unknown" else {"data": "in"}
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(values))
+    with pytest.raises(ConfigError, match=r"score\.data"):
+        read_job(file)
+
+
+@pytest.fixture
+def job_file(spark: SparkSession, store: mlflow.MlflowClient, tmp_path: Path) -> Path:
+    """A job whose model is registered, and which scores JSON files under `in`."""
+    values = yaml.safe_load((ROOT / "conf" / "diabetes.yaml").read_text())
+    values["tracking"] = {"uri": mlflow.get_tracking_uri(), "experiment": "tests", "model": "diabetes"}
+    values["score"] = {
+        "data": {"format": "json", "path": str(tmp_path / "in"), "schema": "features array<double>, label double"},
+        "output": str(tmp_path / "out"),
+        "format": "json",
+        "options": {"compression": "gzip"},
+    }
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(values))
+    job = read_job(file)
+    estimator = job.estimator.build().copy()._set(epochs=1, progress=False)
+    with mlflow.start_run():
+        log_model(estimator.fit(job.data.load(spark)), registered_model_name="diabetes")
+    return file
+
+
+def arrive(spark: SparkSession, file: Path, first: int, rows: int) -> None:
+    data = read_job(ROOT / "conf" / "diabetes.yaml").data.load(spark)
+    some = data.select(vector_to_array("features").alias("features"), "label").offset(first).limit(rows)
+    some.coalesce(1).write.mode("append").json(str(file.parent / "in"))
+
+
+def score(file: Path, *flags: str) -> str:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "jobs" / "score.py"), "--config", str(file), *flags],
+        env=environment(),
+        cwd=file.parent,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_files_of_any_format_are_scored_as_a_whole_or_as_they_arrive(spark: SparkSession, job_file: Path) -> None:
+    arrive(spark, job_file, 0, 30)
+    printed = score(job_file)
+    assert "scored 30 rows with models:/diabetes/latest" in printed
+    assert "held-out rmse" in printed
+    shutil.rmtree(job_file.parent / "out")
+
+    assert "scored 30 rows" in score(job_file, "--stream")
+    arrive(spark, job_file, 30, 12)
+    assert "scored 12 rows" in score(job_file, "--stream")
+    scored = spark.read.json(str(job_file.parent / "out"))
+    assert scored.count() == 42
+    assert scored.where("prediction is null").count() == 0
