@@ -211,7 +211,7 @@ class Scorer:
         trained: TrainedModule,
         *,
         device: str = "cpu",
-        batch_size: int = 8192,
+        batch_size: int = 2048,
         precision: Precision = "fp32",
         compiled: bool = False,
         weights: Mapping[str, torch.Tensor] | None = None,
@@ -235,7 +235,9 @@ class Scorer:
         if compiled:
             self._module = torch.compile(self._module, dynamic=True)
 
-    def score_arrow(self, columns: Sequence[pa.Array], names: Sequence[str], *, keep_null: bool = False) -> pa.Array:
+    def score_arrow(
+        self, columns: Sequence[pa.Array], names: Sequence[str], *, keep_null: bool = False
+    ) -> list[pa.Array]:
         """Scores one Arrow array per input.
 
         Args:
@@ -244,7 +246,7 @@ class Scorer:
             keep_null: Whether a row with a null in it gets a null result, and is no error.
 
         Returns:
-            A struct array with one field per name.
+            One array per name.
 
         Raises:
             ColumnError: A row is null or has another shape than the model was fitted on.
@@ -253,11 +255,12 @@ class Scorer:
         if rows is not None:
             columns = [column.filter(rows) for column in columns]
         results = self.score(columns)
-        fields = [to_arrow(results[name]) for name in names]
-        if rows is not None:  # spread the results over the rows that had any
-            places = pc.if_else(rows, pc.subtract(pc.cumulative_sum(rows.cast(pa.int64())), 1), None)
-            fields = [field.take(places) for field in fields]
-        return pa.StructArray.from_arrays(fields, names=list(names))
+        scored = [to_arrow(results[name]) for name in names]
+        if rows is None:
+            return scored
+        # Spread the results over the rows that had any.
+        places = pc.if_else(rows, pc.subtract(pc.cumulative_sum(rows.cast(pa.int64())), 1), None)
+        return [column.take(places) for column in scored]
 
     def score(self, columns: Sequence[pa.Array]) -> dict[str, Array]:
         """Scores one Arrow array per input.

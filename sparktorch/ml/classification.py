@@ -6,9 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from pyspark import keyword_only
-from pyspark.ml.functions import array_to_vector
-from pyspark.sql import Column
-from pyspark.sql import functions as F
 
 from sparktorch.ml.estimator import TorchEstimatorBase
 from sparktorch.ml.model import TorchModelBase
@@ -37,17 +34,10 @@ class TorchClassificationModel(TorchModelBase, ClassifierColumns):
         return classes_in(self.trained.outputs[0].shape)
 
     def _fields(self) -> tuple[dict[str, str], dict[str, str]]:
-        fields = {"scores": "array<double>", "probability": "array<double>", "prediction": "double"}
+        fields = {"scores": "vector", "probability": "vector", "prediction": "double"}
         names = (self.getRawPredictionCol(), self.getProbabilityCol(), self.getPredictionCol())
         outputs = {name: field for name, field in zip(names, fields, strict=True) if name}
         return {field: fields[field] for field in outputs.values()}, outputs
-
-    def _result(self, column: Column, field: str) -> Column:
-        if field == "prediction":
-            return column
-        if self.getHandleInvalid() == "keep":  # Spark's function fails on null
-            return F.when(column.isNotNull(), array_to_vector(column))
-        return array_to_vector(column)
 
 
 class TorchClassifier(TorchEstimatorBase[TorchClassificationModel], ClassifierColumns):
@@ -93,7 +83,7 @@ class TorchClassifier(TorchEstimatorBase[TorchClassificationModel], ClassifierCo
         device: str = "auto",
         rendezvous: str = "auto",
         handleInvalid: str = "error",
-        predictBatchSize: int = 8192,
+        predictBatchSize: int = 2048,
         predictPrecision: str = "fp32",
         predictCompile: bool = False,
         progress: bool = True,

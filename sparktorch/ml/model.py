@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pyspark.ml import Model
 from pyspark.ml.util import MLReadable, MLWritable
-from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from torch import nn
 
@@ -19,7 +19,7 @@ from sparktorch.ml.params import SCORING_DEFAULTS, OutputColumns, ScoringParams
 from sparktorch.ml.summary import TrainingSummary
 from sparktorch.ml.translate import check_scoring, input_names
 from sparktorch.spark.frame import input_columns
-from sparktorch.spark.predict import Scoring, scoring_udf
+from sparktorch.spark.predict import Scoring, result_column, rows_for_udf, scoring_udf
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -87,11 +87,13 @@ class TorchModelBase(Model, ScoringParams, MLReadable[Any], MLWritable):
                 hint="drop it, or name the model's output columns otherwise",
                 column=taken[0],
             )
-        columns = input_columns(dataset, self._inputs())
+        inputs = self._inputs()
+        columns = input_columns(dataset, inputs)
         scored = f"__{self.uid}"
         struct = scoring_udf(dataset.sparkSession, self.trained, fields, self._scoring())(*columns)
-        results = [self._result(F.col(scored)[field], field).alias(name) for name, field in outputs.items()]
-        return dataset.withColumn(scored, struct).select(*map(_quoted, dataset.columns), *results)
+        results = [result_column(F.col(scored), f, fields[f]).alias(name) for name, f in outputs.items()]
+        rows = rows_for_udf(dataset, _quoted(inputs[0].column))
+        return rows.withColumn(scored, struct).select(*map(_quoted, dataset.columns), *results)
 
     def registerUDF(self, name: str, outputCol: str | None = None) -> None:
         """Registers the model with the active session as an SQL function, `SELECT name(features) FROM ...`.
@@ -143,12 +145,8 @@ class TorchModelBase(Model, ScoringParams, MLReadable[Any], MLWritable):
         return [replace(spec, column=name) for spec, name in zip(specs, names, strict=True)]
 
     def _fields(self) -> tuple[dict[str, str], dict[str, str]]:
-        """Returns the SQL type of each field to score, and the field of each output column."""
+        """Returns the type of each field to score, as SQL or "vector", and the field of each output column."""
         raise NotImplementedError
-
-    def _result(self, column: Column, field: str) -> Column:
-        """Returns a scored field as users get it."""
-        return column
 
     def write(self) -> ModelWriter:
         """Returns a writer; `option("allowPickle", "true")` admits a module without import path."""

@@ -39,7 +39,7 @@ __all__ = [
 SCORING_DEFAULTS: dict[str, Any] = {
     "device": "auto",
     "handleInvalid": "error",
-    "predictBatchSize": 8192,
+    "predictBatchSize": 2048,
     "predictCompile": False,
     "predictPrecision": "fp32",
 }
@@ -90,7 +90,8 @@ class ScoringParams(HasFeaturesCol, HasInputCols, HasPredictionCol):
     predictBatchSize: Param[int] = Param(
         Params._dummy(),
         "predictBatchSize",
-        "the most rows that go through the module at a time when scoring (> 0)",
+        "the most rows that go through the module at a time when scoring (> 0); less is often faster for "
+        "convolutions on a CPU",
         typeConverter=TypeConverters.toInt,
     )
     predictPrecision: Param[str] = Param(

@@ -68,7 +68,7 @@ class TorchRegressor(TorchEstimatorBase[TorchRegressionModel]):
         device: str = "auto",
         rendezvous: str = "auto",
         handleInvalid: str = "error",
-        predictBatchSize: int = 8192,
+        predictBatchSize: int = 2048,
         predictPrecision: str = "fp32",
         predictCompile: bool = False,
         progress: bool = True,

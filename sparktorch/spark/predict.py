@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
 import torch
 from pyspark import SparkFiles, TaskContext
-from pyspark.sql import SparkSession
+from pyspark.ml.functions import array_to_vector
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.pandas.functions import PandasUDFType, pandas_udf
 
@@ -20,8 +22,9 @@ from sparktorch.artifact import Precision, Scorer, TrainedModule
 from sparktorch.config import Device
 from sparktorch.spark.files import send_bytes
 from sparktorch.spark.resources import choose_device
+from sparktorch.spark.session import setting
 
-__all__ = ["INLINE_BYTES", "Scoring", "rechunk", "scoring_udf"]
+__all__ = ["INLINE_BYTES", "Scoring", "rechunk", "result_column", "rows_for_udf", "scoring_udf"]
 
 _KEPT_SCORERS = 4
 _scorers: OrderedDict[tuple[str, Scoring, str], Scorer] = OrderedDict()
@@ -42,7 +45,7 @@ class Scoring:
         keep_null: Whether a row with a null in it gets a null result, and is no error.
     """
 
-    batch_size: int = 8192
+    batch_size: int = 2048
     device: Device = "auto"
     precision: Precision = "fp32"
     compiled: bool = False
@@ -50,21 +53,23 @@ class Scoring:
 
 
 def scoring_udf(
-    spark: SparkSession, trained: TrainedModule, results: dict[str, str], scoring: Scoring, *, struct: bool = True
+    spark: SparkSession, trained: TrainedModule, results: Mapping[str, str], scoring: Scoring, *, struct: bool = True
 ) -> Any:
     """Returns a UDF over the module's inputs.
 
     Args:
         spark: The session that it is for: large weights are sent to its executors.
         trained: What scores.
-        results: SQL type by name of a result of `Scorer.score`.
+        results: Type by name of a result of `Scorer.score`: SQL's, or "vector".
         scoring: How.
-        struct: Whether it returns a struct with a field per result; otherwise it returns the only one.
+        struct: Whether it returns a struct with a field per result, to be read with `result_column`;
+            otherwise it returns the only one. Vectors come as arrays.
     """
     names = list(results)
     digest = trained.digest  # computed here, so that the executors' processes agree on it
     file = _ship(spark, trained)
     sent = trained if file is None else replace(trained, weights=b"")
+    arrow_udf: Any = getattr(F, "arrow_udf", None)  # pyspark >= 4.1
 
     # Spark reads the kind of UDF from these annotations; with one input it passes bare arrays.
     def score(batches: Iterator[tuple[pa.Array, ...]]) -> Iterator[pa.Array]:
@@ -72,13 +77,36 @@ def scoring_udf(
         columns = (batch if isinstance(batch, tuple) else (batch,) for batch in batches)
         for chunk in rechunk(columns, scoring.batch_size):
             scored = scorer.score_arrow(chunk, names, keep_null=scoring.keep_null)
-            yield scored if struct else scored.field(0)
+            yield pa.StructArray.from_arrays(scored, names=names) if struct else scored[0]
 
-    kind = "struct<" + ", ".join(f"`{name}`: {kind}" for name, kind in results.items()) + ">"
-    if not struct:
-        (kind,) = results.values()
-    arrow_udf: Any = getattr(F, "arrow_udf", None)  # pyspark >= 4.1
+    types = ["array<double>" if kind == "vector" else kind for kind in results.values()]
+    fields = [f"`{name}`: {kind}" for name, kind in zip(names, types, strict=True)]
+    kind = f"struct<{', '.join(fields)}>" if struct else types[0]
     return arrow_udf(score, kind) if arrow_udf else pandas_scoring_udf(score, kind)
+
+
+def result_column(scored: Column, name: str, kind: str) -> Column:
+    """Returns one result out of the struct that a scoring UDF returned."""
+    column = scored[name]
+    # Spark's function fails on null.
+    return F.when(column.isNotNull(), array_to_vector(column)) if kind == "vector" else column
+
+
+def rows_for_udf(dataset: DataFrame, column: str) -> DataFrame:
+    """Returns the rows as a Python UDF can take them.
+
+    Spark 4.3 keeps the batches of a columnar source as they are, and then fails if there is an ML
+    vector among the columns that go past the UDF (UNSUPPORTED_DATATYPE). A filter makes rows of
+    them; this one holds for every row, and the optimizer does not see it.
+
+    Args:
+        dataset: The user's DataFrame.
+        column: A column that the UDF takes.
+    """
+    columnar = setting(dataset.sparkSession, "spark.sql.execution.arrow.pythonUDF.columnarInput.enabled") == "true"
+    if not columnar or '"type":"udt"' not in dataset.schema.json():
+        return dataset
+    return dataset.where(dataset[column].isNull().cast("int") + 1 > 0)
 
 
 def rechunk(batches: Iterable[tuple[pa.Array, ...]], size: int) -> Iterator[tuple[pa.Array, ...]]:
@@ -132,6 +160,9 @@ def _scorer(digest: str, trained: TrainedModule, file: str | None, scoring: Scor
         )
         if len(_scorers) > _KEPT_SCORERS:
             _scorers.popitem(last=False)
+        # pyspark collects garbage after every task of a reused worker. To look at all that torch has
+        # imported takes longer than many a task.
+        gc.freeze()
     _scorers.move_to_end(key)
     return _scorers[key]
 

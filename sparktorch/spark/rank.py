@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import pickle
 import re
@@ -61,6 +62,7 @@ class RankTask:
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Runs the body on the task's batches and yields its result as record batches."""
         started = time.perf_counter()
+        gc.freeze()  # what is imported, out of the collection that pyspark runs after every task
         context = BarrierTaskContext.get()
         assert isinstance(context, BarrierTaskContext)
         world = _world(context, self._world_size)

@@ -199,6 +199,8 @@ def _signature(model: TorchModelBase, inputs: list[str], outputs: dict[str, str]
     from mlflow.types.schema import Array, DataType
 
     def kind_of(sql: str) -> Any:
+        if sql == "vector":
+            return Array(DataType.double)
         kind: Any = DataType.double if "double" in sql else DataType.float
         for _ in range(sql.count("array<")):
             kind = Array(kind)

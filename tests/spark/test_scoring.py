@@ -20,6 +20,8 @@ from sparktorch.errors import ColumnError, ConfigError
 from sparktorch.spark import predict
 from tests.spark.modules import MLP
 
+VECTORS = [("features", 5), ("another.one", 2)]
+
 
 @pytest.fixture(scope="module")
 def model(frame: DataFrame) -> TorchClassificationModel:
@@ -184,6 +186,20 @@ def test_filters_and_pruning_reach_the_source(
     assert "weight" not in shown.partition("ReadSchema")[2]
     assert shown.count("ArrowEvalPython") == 1
     assert plan.count() > 0
+
+
+def test_vectors_in_a_columnar_source_are_scored(
+    spark: SparkSession, model: TorchClassificationModel, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "vectors")
+    vectors = spark.range(50).select(
+        "id", *(array_to_vector(F.array(*[F.lit(float(i)) for i in range(n)])).alias(name) for name, n in VECTORS)
+    )
+    vectors.write.parquet(path)
+    scored = model.transform(spark.read.parquet(path)).where("id < 40 and prediction >= 0")
+    assert len(scored.collect()) == 40
+    assert set(scored.columns) > {name for name, _ in VECTORS}
+    assert "EqualTo(id,3)" in model.transform(spark.read.parquet(path)).where("id = 3")._jdf.queryExecution().toString()
 
 
 def test_a_stream_is_scored_and_goes_on_where_it_stopped(
