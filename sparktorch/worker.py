@@ -5,6 +5,7 @@ Tests and GPU machines call `train_partition` directly.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import math
 import threading
@@ -91,7 +92,7 @@ def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: Tra
     clock = _Clock()
 
     # The first optimizer of a process imports torch._dynamo, most of a second: meanwhile, rows arrive.
-    threading.Thread(target=importlib.import_module, args=("torch._dynamo",), daemon=True).start()
+    threading.Thread(target=_import_dynamo, daemon=True).start()
     link.enter("loading")
     shard = Shard(batches, job.columns, spare=job.spare, device=world.device)
     clock.lap("load")
@@ -139,6 +140,12 @@ def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: Tra
     meta["steps_per_epoch"] = plan.steps
     meta["fingerprint"] = f"{sum(peer['fingerprint'] for peer in peers) % 2**64:016x}"
     return RankResult(meta, pack_state(outcome.state))
+
+
+def _import_dynamo() -> None:
+    gc.disable()  # as long as objects are made by the hundred thousand, and none thrown away
+    importlib.import_module("torch._dynamo")
+    gc.enable()
 
 
 def _imbalanced(counts: list[int], share: float) -> bool:
