@@ -20,7 +20,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,7 @@ import pyarrow.compute as pc
 import torch
 from torch import nn
 
-from sparktorch.config import Task
+from sparktorch.config import Precision, Task
 from sparktorch.data.columns import TensorSpec
 from sparktorch.data.tensors import present, to_arrow, to_numpy
 from sparktorch.errors import PersistenceError
@@ -39,7 +39,7 @@ from sparktorch.train.recipe import ModuleSource, Recipe, import_path, load_obje
 from sparktorch.train.task import align
 from sparktorch.train.weights import unpack_state
 
-__all__ = ["FORMAT_VERSION", "Precision", "Scorer", "TrainedModule"]
+__all__ = ["FORMAT_VERSION", "Scorer", "TrainedModule"]
 
 FORMAT_VERSION = 1
 
@@ -49,7 +49,6 @@ _PICKLE = "module.pkl"
 _OPT_IN = ".read().option('allowPickle', 'true').load(path) (or allow_pickle=True in sparktorch.tracking)"
 
 Array = npt.NDArray[Any]
-Precision = Literal["fp32", "bf16", "fp16"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,11 +9,13 @@ from typing import Any, Literal, TypeVar
 
 from sparktorch.errors import ConfigError, nearest
 
-__all__ = ["Device", "Task", "TrainConfig", "from_dict", "one_of", "to_dict"]
+__all__ = ["PRECISIONS", "Device", "Precision", "Task", "TrainConfig", "from_dict", "one_of", "to_dict"]
 
 Task = Literal["classification", "regression", "generic"]
 Device = Literal["auto", "cpu", "cuda"]
+Precision = Literal["fp32", "bf16", "fp16"]
 
+PRECISIONS = ("fp32", "bf16", "fp16")
 _TASKS = ("classification", "regression", "generic")
 _STRATEGIES = ("ddp",)
 
@@ -31,6 +33,16 @@ class TrainConfig:
         seed: Seed of the initial weights, of the sampling and of each rank's generators.
         shuffle: Whether each epoch draws its batches anew; otherwise rows are taken in key order.
         strategy: How the ranks share the work.
+        accumulation_steps: Parts into which a rank splits its rows of a step, their gradients added up.
+        micro_batch_size: The most rows a rank takes through the module at a time, in place of it.
+        clip_norm: Largest norm of the whole gradient, over all parameters; larger ones are scaled down.
+        clip_value: Largest absolute value of a gradient's element; larger ones are cut off.
+        precision: "bf16" and "fp16" run the module under autocast; the weights stay float32.
+        schedule_interval: Whether the scheduler steps after each "step" or each "epoch".
+        warmup_steps: Steps over which the learning rate rises linearly to what the schedule says.
+        reference_batch_size: The batch size that the learning rate was chosen for, which turns on
+            the linear scaling rule.
+        validation_interval: Epochs from one validation to the next; the last is always validated.
         unused_parameters: Whether some parameters may get no gradient in a step. The ranks then
             look for them after each forward, which costs time.
 
@@ -44,6 +56,15 @@ class TrainConfig:
     seed: int = 0
     shuffle: bool = True
     strategy: str = "ddp"
+    accumulation_steps: int = 1
+    micro_batch_size: int | None = None
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    precision: Precision = "fp32"
+    schedule_interval: Literal["step", "epoch"] = "epoch"
+    warmup_steps: int | None = None
+    reference_batch_size: int | None = None
+    validation_interval: int = 1
     unused_parameters: bool = False
 
     def __post_init__(self) -> None:
@@ -51,6 +72,24 @@ class TrainConfig:
         at_least("batchSize", self.batch_size, 1)
         at_least("epochs", self.epochs, 1)
         one_of("strategy", self.strategy, _STRATEGIES)
+        one_of("precision", self.precision, PRECISIONS)
+        one_of("schedulerInterval", self.schedule_interval, ("step", "epoch"))
+        at_least("accumulationSteps", self.accumulation_steps, 1)
+        at_least("validationInterval", self.validation_interval, 1)
+        for name, value, least in (
+            ("microBatchSize", self.micro_batch_size, 1),
+            ("warmupSteps", self.warmup_steps, 0),
+            ("referenceBatchSize", self.reference_batch_size, 1),
+        ):
+            if value is not None:
+                at_least(name, value, least)
+        for name, bound in (("gradientClipNorm", self.clip_norm), ("gradientClipValue", self.clip_value)):
+            if bound is not None:
+                above(name, bound, 0)
+        if self.micro_batch_size is not None and self.accumulation_steps != 1:
+            raise ConfigError(
+                "accumulationSteps and microBatchSize are both set", hint="set one of them", param="microBatchSize"
+            )
 
 
 def at_least(param: str, value: float, least: float) -> None:

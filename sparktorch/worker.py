@@ -121,7 +121,14 @@ def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: Tra
         clock.lap("group")
         has_validation = any(peer["validation"] for peer in peers)
         outcome = train(
-            shard, job.recipe, job.config, world, link, has_validation=has_validation, classes=job.columns.classes
+            shard,
+            job.recipe,
+            job.config,
+            world,
+            link,
+            steps=plan.steps,
+            has_validation=has_validation,
+            classes=job.columns.classes,
         )
     clock.lap("train")
     meta: dict[str, Any] = {

@@ -11,8 +11,8 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from torch import nn
 
-from sparktorch.artifact import Precision, TrainedModule
-from sparktorch.config import Device
+from sparktorch.artifact import TrainedModule
+from sparktorch.config import Device, Precision
 from sparktorch.errors import ColumnError, ConfigError, nearest
 from sparktorch.ml.io import ModelReader, ModelWriter
 from sparktorch.ml.params import SCORING_DEFAULTS, OutputColumns, ScoringParams

@@ -55,8 +55,13 @@ DEFAULTS: dict[str, Any] = {
     "optimizer": "AdamW",
     "optimizerParams": {},
     "learningRate": 1e-3,
+    "schedulerParams": {},
+    "schedulerInterval": "epoch",
     "batchSize": 256,
     "epochs": 1,
+    "accumulationSteps": 1,
+    "precision": "fp32",
+    "validationInterval": 1,
     "shuffle": True,
     "seed": 0,
     "strategy": "ddp",
@@ -224,6 +229,36 @@ class ModuleParams(Params):
         typeConverter=TypeConverters.toFloat,
     )
 
+    scheduler: Param[str | Callable[..., Any]] = Param(
+        Params._dummy(),
+        "scheduler",
+        "a class in torch.optim.lr_scheduler by name, an import path, or a factory (optimizer, **params)",
+    )
+    schedulerParams: Param[dict[str, Any]] = Param(
+        Params._dummy(),
+        "schedulerParams",
+        "keyword arguments of the scheduler; T_max and total_steps are known without them",
+        typeConverter=_to_dict,
+    )
+    schedulerInterval: Param[str] = Param(
+        Params._dummy(),
+        "schedulerInterval",
+        "whether the scheduler steps after each 'step' or each 'epoch'",
+        typeConverter=TypeConverters.toString,
+    )
+    warmupSteps: Param[int] = Param(
+        Params._dummy(),
+        "warmupSteps",
+        "steps over which the learning rate rises linearly to what the scheduler says (>= 0)",
+        typeConverter=TypeConverters.toInt,
+    )
+    referenceBatchSize: Param[int] = Param(
+        Params._dummy(),
+        "referenceBatchSize",
+        "the batch size that learningRate was chosen for: scales it to batchSize, with a warm-up (> 0)",
+        typeConverter=TypeConverters.toInt,
+    )
+
     def getModule(self) -> Any:
         """Gets the value of `module` or its default."""
         return self.getOrDefault(self.module)
@@ -280,6 +315,46 @@ class ModuleParams(Params):
         """Sets the value of `learningRate`."""
         return self._set(learningRate=value)
 
+    def getScheduler(self) -> str | Callable[..., Any]:
+        """Gets the value of `scheduler`."""
+        return self.getOrDefault(self.scheduler)
+
+    def setScheduler(self, value: str | Callable[..., Any]) -> Self:
+        """Sets the value of `scheduler`."""
+        return self._set(scheduler=value)
+
+    def getSchedulerParams(self) -> dict[str, Any]:
+        """Gets the value of `schedulerParams` or its default."""
+        return self.getOrDefault(self.schedulerParams)
+
+    def setSchedulerParams(self, value: dict[str, Any]) -> Self:
+        """Sets the value of `schedulerParams`."""
+        return self._set(schedulerParams=value)
+
+    def getSchedulerInterval(self) -> str:
+        """Gets the value of `schedulerInterval` or its default."""
+        return self.getOrDefault(self.schedulerInterval)
+
+    def setSchedulerInterval(self, value: str) -> Self:
+        """Sets the value of `schedulerInterval`."""
+        return self._set(schedulerInterval=value)
+
+    def getWarmupSteps(self) -> int:
+        """Gets the value of `warmupSteps`."""
+        return self.getOrDefault(self.warmupSteps)
+
+    def setWarmupSteps(self, value: int) -> Self:
+        """Sets the value of `warmupSteps`."""
+        return self._set(warmupSteps=value)
+
+    def getReferenceBatchSize(self) -> int:
+        """Gets the value of `referenceBatchSize`."""
+        return self.getOrDefault(self.referenceBatchSize)
+
+    def setReferenceBatchSize(self, value: int) -> Self:
+        """Sets the value of `referenceBatchSize`."""
+        return self._set(referenceBatchSize=value)
+
 
 class TrainingParams(HasLabelCol, HasWeightCol, HasValidationIndicatorCol, HasSeed):
     """How it is trained, and on which columns."""
@@ -313,6 +388,43 @@ class TrainingParams(HasLabelCol, HasWeightCol, HasValidationIndicatorCol, HasSe
         "strategy",
         "how the workers share the work: 'ddp'",
         typeConverter=TypeConverters.toString,
+    )
+
+    accumulationSteps: Param[int] = Param(
+        Params._dummy(),
+        "accumulationSteps",
+        "parts into which a worker splits its rows of a step, their gradients added up (> 0)",
+        typeConverter=TypeConverters.toInt,
+    )
+    microBatchSize: Param[int] = Param(
+        Params._dummy(),
+        "microBatchSize",
+        "the most rows a worker takes through the module at a time, in place of accumulationSteps (> 0)",
+        typeConverter=TypeConverters.toInt,
+    )
+    gradientClipNorm: Param[float] = Param(
+        Params._dummy(),
+        "gradientClipNorm",
+        "largest norm of the whole gradient; a larger one is scaled down (> 0)",
+        typeConverter=TypeConverters.toFloat,
+    )
+    gradientClipValue: Param[float] = Param(
+        Params._dummy(),
+        "gradientClipValue",
+        "largest absolute value of an element of the gradient; a larger one is cut off (> 0)",
+        typeConverter=TypeConverters.toFloat,
+    )
+    precision: Param[str] = Param(
+        Params._dummy(),
+        "precision",
+        "'fp32', or 'bf16' or 'fp16' to train under autocast; the weights stay fp32",
+        typeConverter=TypeConverters.toString,
+    )
+    validationInterval: Param[int] = Param(
+        Params._dummy(),
+        "validationInterval",
+        "epochs from one validation to the next; the last is always validated (> 0)",
+        typeConverter=TypeConverters.toInt,
     )
 
     def getBatchSize(self) -> int:
@@ -354,6 +466,54 @@ class TrainingParams(HasLabelCol, HasWeightCol, HasValidationIndicatorCol, HasSe
     def setStrategy(self, value: str) -> Self:
         """Sets the value of `strategy`."""
         return self._set(strategy=value)
+
+    def getAccumulationSteps(self) -> int:
+        """Gets the value of `accumulationSteps` or its default."""
+        return self.getOrDefault(self.accumulationSteps)
+
+    def setAccumulationSteps(self, value: int) -> Self:
+        """Sets the value of `accumulationSteps`."""
+        return self._set(accumulationSteps=value)
+
+    def getMicroBatchSize(self) -> int:
+        """Gets the value of `microBatchSize`."""
+        return self.getOrDefault(self.microBatchSize)
+
+    def setMicroBatchSize(self, value: int) -> Self:
+        """Sets the value of `microBatchSize`."""
+        return self._set(microBatchSize=value)
+
+    def getGradientClipNorm(self) -> float:
+        """Gets the value of `gradientClipNorm`."""
+        return self.getOrDefault(self.gradientClipNorm)
+
+    def setGradientClipNorm(self, value: float) -> Self:
+        """Sets the value of `gradientClipNorm`."""
+        return self._set(gradientClipNorm=value)
+
+    def getGradientClipValue(self) -> float:
+        """Gets the value of `gradientClipValue`."""
+        return self.getOrDefault(self.gradientClipValue)
+
+    def setGradientClipValue(self, value: float) -> Self:
+        """Sets the value of `gradientClipValue`."""
+        return self._set(gradientClipValue=value)
+
+    def getPrecision(self) -> str:
+        """Gets the value of `precision` or its default."""
+        return self.getOrDefault(self.precision)
+
+    def setPrecision(self, value: str) -> Self:
+        """Sets the value of `precision`."""
+        return self._set(precision=value)
+
+    def getValidationInterval(self) -> int:
+        """Gets the value of `validationInterval` or its default."""
+        return self.getOrDefault(self.validationInterval)
+
+    def setValidationInterval(self, value: int) -> Self:
+        """Sets the value of `validationInterval`."""
+        return self._set(validationInterval=value)
 
     def setLabelCol(self, value: str) -> Self:
         """Sets the value of `labelCol`."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from sparktorch.artifact import TrainedModule
-from sparktorch.config import Device, Task, TrainConfig, above, at_least, one_of
+from sparktorch.config import PRECISIONS, Device, Task, TrainConfig, above, at_least, one_of
 from sparktorch.errors import ConfigError, nearest
 from sparktorch.program import Program
 from sparktorch.spark.barrier import Launch
@@ -74,6 +74,13 @@ def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
     at_least("numWorkers", p["numWorkers"], 1)
     check_scoring(estimator)
     one_of("rendezvous", p["rendezvous"], ("auto", "driver", "rank0"))
+    scheduler = p["scheduler"]
+    if getattr(scheduler, "__name__", scheduler) == "ReduceLROnPlateau" and p["schedulerInterval"] == "step":
+        raise ConfigError(
+            "ReduceLROnPlateau looks at the loss of an epoch, and schedulerInterval is 'step'",
+            hint="set schedulerInterval='epoch'",
+            param="schedulerInterval",
+        )
     if "lr" in p["optimizerParams"]:
         raise ConfigError("optimizerParams holds 'lr'", hint="set learningRate", param="optimizerParams")
     return Request(
@@ -84,6 +91,8 @@ def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
             optimizer=p["optimizer"],
             optimizer_params=p["optimizerParams"],
             learning_rate=p["learningRate"],
+            scheduler=scheduler,
+            scheduler_params=p["schedulerParams"],
         ),
         config=TrainConfig(
             task=task,
@@ -92,6 +101,15 @@ def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
             seed=p["seed"],
             shuffle=p["shuffle"],
             strategy=p["strategy"],
+            accumulation_steps=p["accumulationSteps"],
+            micro_batch_size=p["microBatchSize"],
+            clip_norm=p["gradientClipNorm"],
+            clip_value=p["gradientClipValue"],
+            precision=p["precision"],
+            schedule_interval=p["schedulerInterval"],
+            warmup_steps=p["warmupSteps"],
+            reference_batch_size=p["referenceBatchSize"],
+            validation_interval=p["validationInterval"],
         ),
         launch=Launch(world_size=p["numWorkers"], device=cast(Device, p["device"]), rendezvous=p["rendezvous"]),
         columns={
@@ -113,7 +131,7 @@ def check_scoring(instance: ScoringParams) -> None:
     at_least("predictBatchSize", instance.getPredictBatchSize(), 1)
     one_of("device", instance.getDevice(), ("auto", "cpu", "cuda"))
     one_of("handleInvalid", instance.getHandleInvalid(), ("error", "keep"))
-    one_of("predictPrecision", instance.getPredictPrecision(), ("fp32", "bf16", "fp16"))
+    one_of("predictPrecision", instance.getPredictPrecision(), PRECISIONS)
 
 
 def _module(module: Any, params: dict[str, Any]) -> dict[str, Any]:

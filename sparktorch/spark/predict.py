@@ -18,8 +18,8 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.pandas.functions import PandasUDFType, pandas_udf
 
-from sparktorch.artifact import Precision, Scorer, TrainedModule
-from sparktorch.config import Device
+from sparktorch.artifact import Scorer, TrainedModule
+from sparktorch.config import Device, Precision
 from sparktorch.spark.files import send_bytes
 from sparktorch.spark.resources import choose_device
 from sparktorch.spark.session import setting

@@ -76,6 +76,7 @@ def dry_run(
     check_state(module.state_dict())
     loss = recipe.build_loss()
     recipe.check_optimizer(module)
+    recipe.check_scheduler()
     mapping = "".join(
         f"\n     argument {i} of forward <- {name}: {_describe(tensor)}"
         for i, (name, tensor) in enumerate(inputs.items())

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from sparktorch.config import Task, TrainConfig
+from sparktorch.config import TrainConfig
 from sparktorch.train.group import sum_over_ranks
-from sparktorch.train.recipe import Loss, Recipe
+from sparktorch.train.recipe import Recipe
+from sparktorch.train.schedule import Schedule
 from sparktorch.train.strategy import build_strategy
 from sparktorch.train.task import align, correct, first_rows, predicted
 from sparktorch.world import World
@@ -107,6 +111,7 @@ def train(
     world: World,
     reporter: Reporter,
     *,
+    steps: int,
     has_validation: bool,
     classes: int | None = None,
 ) -> Outcome:
@@ -123,125 +128,214 @@ def train(
         config: How it is trained.
         world: This rank's place; with more than one rank, the process group is open.
         reporter: Where progress goes.
+        steps: Number of steps in an epoch.
         has_validation: Whether any rank has validation rows, the same on every rank.
         classes: Number of classes the labels index, `None` when labels are not classes.
     """
-    device = torch.device(world.device)
-    strategy = build_strategy(config, world)
-    plain = recipe.build_module(config.seed).to(device)
-    module = strategy.prepare(plain)
-    optimizer = strategy.optimizer(recipe, plain)
-    loss = recipe.build_loss().to(world.device)
-    # Same initial weights everywhere; from here on, dropout and the like differ by rank.
-    torch.manual_seed(config.seed + world.rank + 1)
-
+    training = _Training(shard, recipe, config, world, reporter, steps)
     history: list[dict[str, Any]] = []
     confusion: torch.Tensor | None = None
     for epoch in range(config.epochs):
         reporter.enter("training", epoch=epoch + 1, step=0)
-        started = time.perf_counter()
-        weights = sum_over_ranks(shard.step_weights(epoch), world)
-        totals = _train_epoch(
-            module, optimizer, loss, shard, weights, epoch, config, strategy.gradient_divisor, world, reporter
-        )
-        seconds = time.perf_counter() - started
-        loss_sum, rows, waited = sum_over_ranks(totals, world).tolist()
-        record: dict[str, Any] = {
-            "epoch": epoch + 1,
-            "loss": loss_sum / max(float(weights.sum()), torch.finfo(torch.float64).tiny),
-            "seconds": seconds,
-            "rows_per_second": rows / seconds,
-            "data_wait_share": waited / (seconds * world.world_size),
-        }
-        if has_validation:
+        record = training.epoch(epoch)
+        last = epoch + 1 == config.epochs
+        if has_validation and (last or (epoch + 1) % config.validation_interval == 0):
             reporter.enter("validating", epoch=epoch + 1)
-            metrics, confusion = _validate(module, loss, shard, config.task, classes, world)
+            metrics, confusion = training.validate(classes)
             record |= metrics
+        training.schedule.epoch_done(record)
         history.append(record)
         if world.is_main:
             reporter.epoch_done(epoch + 1, record)
     reporter.enter("finishing")
-    return Outcome(strategy.state_dict(module), history, None if confusion is None else confusion.tolist())
+    return Outcome(training.state_dict(), history, None if confusion is None else confusion.tolist())
 
 
-def _train_epoch(
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loss: Loss,
-    shard: ShardLike,
-    weights: torch.Tensor,
-    epoch: int,
-    config: TrainConfig,
-    gradient_divisor: int,
-    world: World,
-    reporter: Reporter,
-) -> torch.Tensor:
-    """Runs one epoch; returns this rank's loss sum, row count and seconds waited for data."""
-    module.train()
-    scales = [gradient_divisor / weight if weight > 0 else 0.0 for weight in weights.tolist()]
-    loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
-    rows, waited = 0, 0.0
-    # A rank joins every all-reduce, with a row of weight zero where it has none; batch
-    # normalisation in training refuses a single row.
-    normalised = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules())
-    least = 2 if normalised else 1
-    batches = shard.epoch(epoch, least=least)
-    next_report = 0.0
-    for step, scale in enumerate(scales):
-        reporter.at_step(step + 1)
-        asked = time.perf_counter()
-        batch = next(batches)
-        now = time.perf_counter()
-        waited += now - asked
+class _Training:
+    """A module with all that trains it, in one rank."""
 
-        optimizer.zero_grad()
-        output = module(*batch.inputs)
-        if 0 < batch.rows < least:  # filled up for the module's sake alone
+    def __init__(
+        self,
+        shard: ShardLike,
+        recipe: Recipe,
+        config: TrainConfig,
+        world: World,
+        reporter: Reporter,
+        steps: int,
+    ) -> None:
+        self._shard, self._config, self._world, self._reporter = shard, config, world, reporter
+        device = torch.device(world.device)
+        self._strategy = build_strategy(config, world)
+        plain = recipe.build_module(config.seed).to(device)
+        self._module = self._strategy.prepare(plain)
+        self._optimizer = self._strategy.optimizer(recipe, plain)
+        self._loss = recipe.build_loss().to(world.device)
+        self.schedule = Schedule(recipe, config, self._optimizer, steps)
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.precision)
+        self._autocast = torch.autocast(device.type, dtype) if dtype else nullcontext()
+        # Small gradients of float16 vanish unless the loss is scaled up; bfloat16 reaches as far as float32.
+        self._scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
+        # A rank joins every all-reduce, with a row of weight zero where it has none; batch
+        # normalisation in training refuses a single row.
+        normalised = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in plain.modules())
+        self._least = 2 if normalised else 1
+        # Same initial weights everywhere; from here on, dropout and the like differ by rank.
+        torch.manual_seed(config.seed + world.rank + 1)
+
+    def epoch(self, epoch: int) -> dict[str, Any]:
+        """Trains one epoch and returns its record, the same on every rank but for the seconds."""
+        started = time.perf_counter()
+        weights = sum_over_ranks(self._shard.step_weights(epoch), self._world)
+        totals = self._steps(epoch, weights)
+        seconds = time.perf_counter() - started
+        loss_sum, rows, waited = sum_over_ranks(totals, self._world).tolist()
+        return {
+            "epoch": epoch + 1,
+            "loss": loss_sum / max(float(weights.sum()), torch.finfo(torch.float64).tiny),
+            "learning_rate": self.schedule.learning_rate,
+            "seconds": seconds,
+            "rows_per_second": rows / seconds,
+            "data_wait_share": waited / (seconds * self._world.world_size),
+        }
+
+    def _steps(self, epoch: int, weights: torch.Tensor) -> torch.Tensor:
+        """Runs the steps of an epoch; returns this rank's loss sum, row count and seconds waited for data."""
+        self._module.train()
+        divisor = self._strategy.gradient_divisor
+        scales = [divisor / weight if weight > 0 else 0.0 for weight in weights.tolist()]
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self._world.device)
+        rows, waited = 0, 0.0
+        batches = self._shard.epoch(epoch, least=self._least)
+        next_report = 0.0
+        for step, scale in enumerate(scales):
+            self._reporter.at_step(step + 1)
+            asked = time.perf_counter()
+            batch = next(batches)
+            now = time.perf_counter()
+            waited += now - asked
+
+            batch_loss = self._step(batch, scale)
+
+            loss_sum += batch_loss
+            rows += batch.rows
+            if now >= next_report:  # reading the loss waits for the device: a few times a second only
+                next_report = now + _REPORT_SECONDS
+                if self._world.is_main:
+                    mean = batch_loss.item() * scale / divisor * self._world.world_size
+                    place = {"epoch": epoch + 1, "epochs": self._config.epochs, "step": step + 1, "steps": len(scales)}
+                    self._reporter.progress(**place, loss=mean)
+        return torch.tensor([float(loss_sum), rows, waited], dtype=torch.float64)
+
+    def _step(self, batch: BatchLike, scale: float) -> torch.Tensor:
+        """Takes one optimizer step; returns the sum of this rank's weighted losses, a scalar tensor."""
+        self._optimizer.zero_grad()
+        parts = _micro_batches(batch, self._config, least=self._least)
+        loss_sum = torch.zeros((), device=self._world.device)
+        for number, part in enumerate(parts, 1):
+            # Gradients add up in the rank; the last part's backward sends the sum.
+            with nullcontext() if number == len(parts) else self._strategy.no_sync(self._module):
+                loss = self._losses(self._module, part)
+                self._scaler.scale(loss * scale).backward()  # type: ignore[no-untyped-call]
+            loss_sum += loss.detach()
+        if self._config.clip_norm or self._config.clip_value:
+            self._scaler.unscale_(self._optimizer)
+            self._strategy.clip_gradients(self._module, norm=self._config.clip_norm, value=self._config.clip_value)
+        with self.schedule.step():
+            self._scaler.step(self._optimizer)
+        self._scaler.update()
+        return loss_sum
+
+    def _losses(self, module: nn.Module, batch: BatchLike) -> torch.Tensor:
+        """Returns the sum of the weighted losses of a batch."""
+        output = self._forward(module, batch)
+        if 0 < batch.rows < self._least:  # filled up for the module's sake alone
             output = first_rows(output, batch.rows)
-        output, label = align(config.task, output, batch.label)
-        batch_loss = loss(output, label, batch.weight)
-        (batch_loss * scale).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
+        output, label = align(self._config.task, output, batch.label)
+        return self._loss(output, label, batch.weight)
 
-        loss_sum += batch_loss.detach()
-        rows += batch.rows
-        if now >= next_report:  # reading the loss waits for the device: a few times a second only
-            next_report = now + _REPORT_SECONDS
-            if world.is_main:
-                mean = batch_loss.item() * scale / gradient_divisor * world.world_size
-                reporter.progress(epoch=epoch + 1, epochs=config.epochs, step=step + 1, steps=len(scales), loss=mean)
-    return torch.tensor([float(loss_sum), rows, waited], dtype=torch.float64)
+    def _forward(self, module: nn.Module, batch: BatchLike) -> Any:
+        with self._autocast:
+            output = module(*batch.inputs)
+        return output if self._config.precision == "fp32" else _full_precision(output)
+
+    @torch.no_grad()
+    def validate(self, classes: int | None) -> tuple[dict[str, float], torch.Tensor | None]:
+        """Evaluates the validation rows of all ranks; sums, not means, travel between them.
+
+        Args:
+            classes: Number of classes the labels index, `None` when labels are not classes.
+
+        Returns:
+            The metrics, and the confusion matrix, int64 of shape `(classes, classes)`.
+        """
+        # The wrapped module may synchronise buffers on forward, and ranks have unequal numbers of
+        # validation batches: the plain one underneath stays silent.
+        plain = getattr(self._module, "module", self._module)
+        plain.eval()
+        task = self._config.task
+        totals = torch.zeros(3, dtype=torch.float64)
+        shown = classes if classes is not None and classes <= _MOST_CLASSES else 0
+        counts = torch.zeros(shown**2, dtype=torch.float64)
+        for batch in self._shard.validation(_EVALUATION_ROWS):
+            output, label = align(task, self._forward(plain, batch), batch.label)
+            weight = torch.ones(batch.rows, device=self._world.device) if batch.weight is None else batch.weight
+            totals[0] += float(self._loss(output, label, batch.weight))
+            totals[1] += float(weight.sum())
+            if task == "classification" and label is not None:
+                totals[2] += float((correct(output, label) * weight).sum())
+                if shown:
+                    cells = label.long() * shown + predicted(output, label)
+                    counts += torch.bincount(cells, minlength=len(counts)).cpu()
+        summed = sum_over_ranks(torch.cat([totals, counts]), self._world)
+        loss_sum, weight_sum, right = summed[:3].tolist()
+        metrics = {"val_loss": loss_sum / weight_sum if weight_sum else float("nan")}
+        if task == "classification":
+            metrics["val_accuracy"] = right / weight_sum if weight_sum else float("nan")
+        return metrics, summed[3:].long().view(shown, shown) if shown else None
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Returns the whole model's state on the CPU."""
+        return self._strategy.state_dict(self._module)
 
 
-@torch.no_grad()
-def _validate(
-    module: nn.Module, loss: Loss, shard: ShardLike, task: Task, classes: int | None, world: World
-) -> tuple[dict[str, float], torch.Tensor | None]:
-    """Evaluates the validation rows of all ranks; sums, not means, travel between them.
+@dataclass(frozen=True)
+class _MicroBatch:
+    inputs: tuple[torch.Tensor, ...]
+    label: torch.Tensor | None
+    weight: torch.Tensor | None
+    rows: int
 
-    Returns:
-        The metrics, and the confusion matrix, int64 of shape `(classes, classes)`.
+
+def _micro_batches(batch: BatchLike, config: TrainConfig, *, least: int) -> list[BatchLike]:
+    """Splits a rank's part of a step into as many parts as the configuration asks for.
+
+    Args:
+        batch: The rank's part of the step.
+        config: Says how many.
+        least: The fewest rows of a part.
     """
-    # The wrapped module may synchronise buffers on forward, and ranks have unequal numbers of
-    # validation batches: the plain one underneath stays silent.
-    plain = getattr(module, "module", module)
-    plain.eval()
-    totals = torch.zeros(3, dtype=torch.float64)
-    shown = classes if classes is not None and classes <= _MOST_CLASSES else 0
-    counts = torch.zeros(shown**2, dtype=torch.float64)
-    for batch in shard.validation(_EVALUATION_ROWS):
-        output, label = align(task, plain(*batch.inputs), batch.label)
-        weight = torch.ones(batch.rows, device=world.device) if batch.weight is None else batch.weight
-        totals[0] += float(loss(output, label, batch.weight))
-        totals[1] += float(weight.sum())
-        if task == "classification" and label is not None:
-            totals[2] += float((correct(output, label) * weight).sum())
-            if shown:
-                cells = label.long() * shown + predicted(output, label)
-                counts += torch.bincount(cells, minlength=len(counts)).cpu()
-    summed = sum_over_ranks(torch.cat([totals, counts]), world)
-    loss_sum, weight_sum, right = summed[:3].tolist()
-    metrics = {"val_loss": loss_sum / weight_sum if weight_sum else float("nan")}
-    if task == "classification":
-        metrics["val_accuracy"] = right / weight_sum if weight_sum else float("nan")
-    return metrics, summed[3:].long().view(shown, shown) if shown else None
+    count = config.accumulation_steps
+    if config.micro_batch_size is not None:
+        count = math.ceil(batch.rows / config.micro_batch_size)
+    count = min(count, batch.rows // least)
+    if count <= 1:
+        return [batch]
+    edges = [batch.rows * i // count for i in range(count + 1)]
+    return [
+        _MicroBatch(
+            tuple(tensor[start:end] for tensor in batch.inputs),
+            None if batch.label is None else batch.label[start:end],
+            None if batch.weight is None else batch.weight[start:end],
+            end - start,
+        )
+        for start, end in pairwise(edges)
+    ]
+
+
+def _full_precision(output: Any) -> Any:
+    """Returns what a module returned under autocast in float32, for the loss."""
+    if isinstance(output, torch.Tensor):
+        return output.float() if output.is_floating_point() else output
+    if isinstance(output, Mapping):
+        return {name: _full_precision(tensor) for name, tensor in output.items()}
+    return tuple(_full_precision(tensor) for tensor in output)

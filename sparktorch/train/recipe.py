@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import lr_scheduler
 
 from sparktorch.errors import ModuleError, nearest
 from sparktorch.train.weights import unpack_state
@@ -74,6 +75,9 @@ class Recipe:
         optimizer: The name of a class in `torch.optim`, an import path, or a factory.
         optimizer_params: Keyword arguments of the optimizer besides the learning rate.
         learning_rate: Passed to the optimizer as `lr`.
+        scheduler: The name of a class in `torch.optim.lr_scheduler`, an import path, or a factory
+            `(optimizer, **params)`; `None` for a constant learning rate.
+        scheduler_params: Keyword arguments of the scheduler.
     """
 
     module: ModuleSource
@@ -84,6 +88,8 @@ class Recipe:
     optimizer: str | Callable[..., torch.optim.Optimizer] = "AdamW"
     optimizer_params: Mapping[str, Any] = field(default_factory=dict)
     learning_rate: float = 1e-3
+    scheduler: str | Callable[..., Any] | None = None
+    scheduler_params: Mapping[str, Any] = field(default_factory=dict)
 
     def build_module(self, seed: int) -> nn.Module:
         """Builds the module; the same seed gives the same initial weights in every process.
@@ -164,6 +170,54 @@ class Recipe:
                 if "empty parameter list" in str(error):
                     return
         self.build_optimizer(module)
+
+    def build_scheduler(self, optimizer: torch.optim.Optimizer, steps: int) -> Any:
+        """Builds the scheduler, `None` where none is named.
+
+        Args:
+            optimizer: Whose learning rates it sets.
+            steps: How often it will step: its `T_max` or `total_steps`, unless the user says otherwise.
+
+        Raises:
+            ModuleError: The scheduler is unknown or does not take its parameters.
+        """
+        if self.scheduler is None:
+            return None
+        factory, options = self._scheduler_call(steps)
+        try:
+            return factory(optimizer, **options)
+        except (TypeError, ValueError) as error:
+            raise self._wrong_scheduler(factory, error) from error
+
+    def check_scheduler(self) -> None:
+        """Refuses a scheduler that is unknown or does not take its parameters, without building it.
+
+        Raises:
+            ModuleError: As `build_scheduler`, for all that the signature shows.
+        """
+        if self.scheduler is None:
+            return
+        factory, options = self._scheduler_call(1)
+        try:
+            inspect.signature(factory).bind(None, **options)
+        except TypeError as error:
+            raise self._wrong_scheduler(factory, error) from error
+
+    def _scheduler_call(self, steps: int) -> tuple[Any, dict[str, Any]]:
+        """Returns the scheduler's factory and its options."""
+        found = _lookup(self.scheduler, lr_scheduler, lr_scheduler.LRScheduler, "scheduler")
+        options = dict(self.scheduler_params)
+        for name in ("T_max", "total_steps"):
+            if name in _parameters(found) and name not in options:
+                options[name] = steps
+        return found, options
+
+    def _wrong_scheduler(self, factory: Any, error: Exception) -> ModuleError:
+        return ModuleError(
+            f"scheduler {_name(factory)} cannot be built: {error}",
+            hint=f"its parameters are {_signature(factory)}",
+            param="schedulerParams",
+        )
 
     def _optimizer_call(self, module: nn.Module) -> tuple[Any, list[nn.Parameter], dict[str, Any]]:
         """Returns the optimizer's factory, the trainable parameters, and its options."""

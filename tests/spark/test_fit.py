@@ -18,6 +18,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from sparktorch import TorchClassificationModel, TorchClassifier, TorchEstimator, TorchRegressor
+from sparktorch.errors import ModuleError
 from tests.spark.modules import MLP, DigitsCNN, TwoInputs
 
 
@@ -94,6 +95,34 @@ def test_one_score_a_row_is_a_two_class_problem(frame: DataFrame) -> None:
     assert BinaryClassificationEvaluator().evaluate(scored) > 0.9
     probability = np.stack([v.toArray() for v in scored.toPandas()["probability"]])
     np.testing.assert_allclose(probability.sum(1), 1.0, atol=1e-9)
+
+
+def test_schedule_clipping_precision_and_micro_batches_work_together(digits: DataFrame) -> None:
+    model = TorchClassifier(
+        module=DigitsCNN,
+        validationIndicatorCol="held_out",
+        epochs=6,
+        validationInterval=4,
+        batchSize=64,
+        microBatchSize=20,
+        learningRate=1e-2,
+        scheduler="OneCycleLR",
+        schedulerParams={"max_lr": 2e-2},
+        schedulerInterval="step",
+        gradientClipNorm=1.0,
+        precision="bf16",
+        numWorkers=2,
+        progress=False,
+    ).fit(digits)
+    history = model.summary.history
+    rates = [record["learning_rate"] for record in history]
+    assert max(rates) == pytest.approx(2e-2, rel=0.1)
+    assert rates[-1] < 1e-4
+    assert ["val_accuracy" in record for record in history] == [False, False, False, True, False, True]
+    assert history[-1]["val_accuracy"] > 0.93
+    with pytest.raises(ModuleError, match="scheduler 'OneCycle' is unknown") as caught:
+        TorchClassifier(module=DigitsCNN, scheduler="OneCycle").fit(digits)
+    assert "'OneCycleLR'" in caught.value.hint
 
 
 def test_a_regressor_learns_and_feeds_the_evaluator(frame: DataFrame) -> None:

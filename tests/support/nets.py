@@ -12,6 +12,7 @@ from torch import nn
 __all__ = [
     "Bias",
     "Complex",
+    "Counting",
     "DiesAt",
     "FailsAt",
     "Logarithm",
@@ -23,6 +24,7 @@ __all__ = [
     "Score",
     "Spare",
     "mean_cross_entropy",
+    "mean_output_error",
     "not_a_module",
 ]
 
@@ -106,6 +108,23 @@ class Normalised(Mlp):
         return super().forward(self.norm(x))
 
 
+class Counting(Score):
+    """Keeps in its state how often it ran, and how many collectives its group had seen by then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Buffers would be sent around before each forward.
+        self.forwards = nn.Parameter(torch.zeros(()), requires_grad=False)
+        self.collectives = nn.Parameter(torch.zeros(()), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.forwards += 1
+                self.collectives.fill_(dist.distributed_c10d._get_default_group()._get_sequence_number_for_group())
+        return super().forward(x)
+
+
 class Bias(nn.Module):
     """One parameter, trainable or frozen."""
 
@@ -147,6 +166,11 @@ class Complex(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+
+
+def mean_output_error(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    """One squared error a row, of the mean of the module's outputs."""
+    return (output.mean(1) - label) ** 2
 
 
 def mean_cross_entropy(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:

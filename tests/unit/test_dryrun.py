@@ -126,6 +126,18 @@ def test_what_a_classifier_returns_must_be_scores() -> None:
     assert "TorchEstimator" in caught.value.hint
 
 
+def test_a_scheduler_is_looked_up_and_its_parameters_are_compared() -> None:
+    def with_scheduler(name: str, **params: object) -> None:
+        trial(Mlp, "CrossEntropyLoss", "classification", label=CLASS, scheduler=name, scheduler_params=params)
+
+    with_scheduler("CosineAnnealingLR")  # T_max is filled in
+    with pytest.raises(ModuleError, match="scheduler 'CosineLR' is unknown"):
+        with_scheduler("CosineLR")
+    with pytest.raises(ModuleError, match=r"scheduler StepLR cannot be built: .*'step_size'") as caught:
+        with_scheduler("StepLR", gamma=0.5)
+    assert "step_size" in caught.value.hint
+
+
 def test_the_optimizer_is_tried_too() -> None:
     with pytest.raises(ModuleError, match="optimizer 'AdamX' is unknown"):
         trial(Mlp, "CrossEntropyLoss", "classification", label=CLASS, optimizer="AdamX")

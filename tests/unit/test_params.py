@@ -22,7 +22,11 @@ from tests.support.nets import Mlp
 ESTIMATORS = [TorchClassifier, TorchRegressor, TorchEstimator]
 MODELS = [TorchClassificationModel, TorchRegressionModel, TorchModel]
 # Mutable defaults, which a signature cannot show.
-EMPTY = {"moduleParams": {}, "lossParams": {}, "optimizerParams": {}}
+EMPTY = {"moduleParams": {}, "lossParams": {}, "optimizerParams": {}, "schedulerParams": {}}
+# Numbers without a default.
+NUMBERS = {"gradientClipNorm": 0.5, "gradientClipValue": 0.5} | dict.fromkeys(
+    ("microBatchSize", "warmupSteps", "referenceBatchSize"), 3
+)
 
 
 def signature_of(kind: type) -> dict[str, inspect.Parameter]:
@@ -61,6 +65,7 @@ def test_every_param_has_a_doc_a_getter_and_a_setter(kind: Any) -> None:
         assert param.doc
         name = param.name[0].upper() + param.name[1:]
         value = ["a"] if param.name in lists else values[type(value_of(instance, param))]
+        value = NUMBERS.get(param.name, value)
         assert getattr(instance, f"set{name}")(value) is instance
         assert getattr(instance, f"get{name}")() == value
 
@@ -92,8 +97,18 @@ def test_params_become_configuration() -> None:
             optimizer="SGD",
             optimizerParams={"momentum": 0.9},
             learningRate=0.5,
+            scheduler="StepLR",
+            schedulerParams={"step_size": 2},
+            schedulerInterval="step",
+            warmupSteps=5,
+            referenceBatchSize=32,
             batchSize=64,
+            microBatchSize=16,
+            gradientClipNorm=1.5,
+            gradientClipValue=0.25,
+            precision="bf16",
             epochs=3,
+            validationInterval=2,
             shuffle=False,
             seed=7,
             numWorkers=2,
@@ -107,6 +122,10 @@ def test_params_become_configuration() -> None:
     assert (recipe.module, recipe.module_params, recipe.loss) == (Mlp, {"hidden": 4}, "CrossEntropyLoss")
     assert (recipe.loss_params, recipe.learning_rate) == ({"label_smoothing": 0.1}, 0.5)
     assert (recipe.optimizer, recipe.optimizer_params) == ("SGD", {"momentum": 0.9})
+    assert (recipe.scheduler, recipe.scheduler_params) == ("StepLR", {"step_size": 2})
+    assert (config.schedule_interval, config.warmup_steps, config.reference_batch_size) == ("step", 5, 32)
+    assert (config.micro_batch_size, config.accumulation_steps, config.precision) == (16, 1, "bf16")
+    assert (config.clip_norm, config.clip_value, config.validation_interval) == (1.5, 0.25, 2)
     assert (config.task, config.batch_size, config.epochs) == ("classification", 64, 3)
     assert (config.seed, config.shuffle, config.strategy) == (7, False, "ddp")
     assert (launch.world_size, launch.device, launch.rendezvous) == (2, "cpu", "rank0")
@@ -128,6 +147,20 @@ def test_the_defaults_take_the_features_column_and_no_label_column_means_no_labe
     [
         ({"module": None}, "module", "module is not set"),
         ({"loss": None}, "loss", "loss is not set"),
+        ({"gradientClipNorm": 0.0}, "gradientClipNorm", "gradientClipNorm must be above 0, got 0.0"),
+        ({"accumulationSteps": 0}, "accumulationSteps", "accumulationSteps must be at least 1, got 0"),
+        (
+            {"accumulationSteps": 2, "microBatchSize": 8},
+            "microBatchSize",
+            "accumulationSteps and microBatchSize are both set",
+        ),
+        (
+            {"scheduler": "ReduceLROnPlateau", "schedulerInterval": "step"},
+            "schedulerInterval",
+            "ReduceLROnPlateau looks at the loss of an epoch, and schedulerInterval is 'step'",
+        ),
+        ({"precision": "half"}, "precision", "precision 'half' is unknown"),
+        ({"schedulerInterval": "batch"}, "schedulerInterval", "schedulerInterval 'batch' is unknown"),
         ({"learningRate": 0.0}, "learningRate", "learningRate must be above 0, got 0.0"),
         ({"learningRate": float("nan")}, "learningRate", "learningRate must be above 0, got nan"),
         ({"batchSize": 0}, "batchSize", "batchSize must be at least 1, got 0"),

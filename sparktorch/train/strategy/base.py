@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -26,6 +27,14 @@ class Strategy(Protocol):
 
     def optimizer(self, recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer:
         """Builds the optimizer over the parameters this rank updates."""
+        ...
+
+    def no_sync(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Returns a block in which backward adds to this rank's gradients and sends nothing."""
+        ...
+
+    def clip_gradients(self, module: nn.Module, *, norm: float | None, value: float | None) -> None:
+        """Limits the gradients of the whole model: each element, then the norm of all."""
         ...
 
     def state_dict(self, module: nn.Module) -> dict[str, torch.Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -40,6 +42,17 @@ class DDP:
     def optimizer(self, recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer:
         """Builds the optimizer over all trainable parameters."""
         return recipe.build_optimizer(module)
+
+    def no_sync(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Leaves out the all-reduce."""
+        return module.no_sync() if isinstance(module, DistributedDataParallel) else nullcontext()
+
+    def clip_gradients(self, module: nn.Module, *, norm: float | None, value: float | None) -> None:
+        """Limits the gradients, which are the same on every rank."""
+        if value is not None:
+            nn.utils.clip_grad_value_(module.parameters(), value)
+        if norm is not None:
+            nn.utils.clip_grad_norm_(module.parameters(), norm)
 
     def state_dict(self, module: nn.Module) -> dict[str, torch.Tensor]:
         """Returns the wrapped module's state; parameters are the same on every rank."""

@@ -1,0 +1,81 @@
+"""The learning rate over the steps: a torch scheduler, warm-up, and the linear scaling rule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from sparktorch.config import TrainConfig
+from sparktorch.train.recipe import Recipe
+
+__all__ = ["Schedule"]
+
+_WARMUP_EPOCHS = 5  # Goyal et al. 2017, section 2.2
+
+
+class Schedule:
+    """Steps a scheduler after each optimizer step or each epoch, and warms up the first steps.
+
+    With a reference batch size, the optimizer's learning rate is `batch size / reference` times the
+    user's, reached by a linear warm-up from the user's own over the first five epochs: the linear
+    scaling rule of Goyal et al. 2017 (https://arxiv.org/abs/1706.02677).
+    """
+
+    def __init__(self, recipe: Recipe, config: TrainConfig, optimizer: torch.optim.Optimizer, steps: int) -> None:
+        """Builds the scheduler.
+
+        Args:
+            recipe: Names the scheduler.
+            config: Says when it steps.
+            optimizer: Whose learning rates it sets.
+            steps: Number of steps in an epoch.
+        """
+        self._optimizer = optimizer
+        self._by_step = config.schedule_interval == "step"
+        scaling = 1.0
+        if config.reference_batch_size is not None:
+            scaling = config.batch_size / config.reference_batch_size
+            for group in optimizer.param_groups:
+                group["lr"] *= scaling
+        warmup = config.warmup_steps
+        if warmup is None:
+            warmup = _WARMUP_EPOCHS * steps if scaling != 1 else 0
+        self._warmup = warmup
+        self._start = 1 / scaling if scaling > 1 else 0.0
+        self._step = 0
+        self._scheduler = recipe.build_scheduler(optimizer, config.epochs * (steps if self._by_step else 1))
+        self.learning_rate = float(optimizer.param_groups[0]["lr"])
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Runs an optimizer step at the learning rates of this step."""
+        self._step += 1
+        factor = 1.0
+        if self._step <= self._warmup:
+            factor = self._start + (1 - self._start) * self._step / self._warmup
+        scheduled = [group["lr"] for group in self._optimizer.param_groups]
+        self.learning_rate = float(scheduled[0]) * factor
+        if factor == 1:
+            yield
+        else:
+            # The scheduler may compute the next rate from this one: it never sees the warm-up.
+            for group, rate in zip(self._optimizer.param_groups, scheduled, strict=True):
+                group["lr"] = rate * factor
+            yield
+            for group, rate in zip(self._optimizer.param_groups, scheduled, strict=True):
+                group["lr"] = rate
+        if self._by_step and self._scheduler is not None:
+            self._scheduler.step()
+
+    def epoch_done(self, record: Mapping[str, Any]) -> None:
+        """Steps a scheduler that goes by epochs; one that waits for a plateau looks at the validation loss."""
+        if self._scheduler is None or self._by_step:
+            return
+        if isinstance(self._scheduler, ReduceLROnPlateau):
+            self._scheduler.step(record.get("val_loss", record["loss"]))
+        else:
+            self._scheduler.step()
