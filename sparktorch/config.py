@@ -17,7 +17,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 _TASKS = ("classification", "regression", "generic")
-_STRATEGIES = ("ddp",)
+_STRATEGIES = ("ddp", "zero1")
 
 C = TypeVar("C")
 

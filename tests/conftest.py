@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 _JOIN_SECONDS = 5.0
+_POOLS_OF_LIBRARIES = ("MlflowLocalArtifactRepository_",)  # idle until MLflow lets go of them
 _SET_BY_LIBRARIES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
 
 
@@ -47,7 +48,7 @@ def _running(threads: set[threading.Thread]) -> list[str]:
     deadline = time.monotonic() + _JOIN_SECONDS
     names = []
     for thread in threads:
-        if not thread.daemon:
+        if not thread.daemon and not thread.name.startswith(_POOLS_OF_LIBRARIES):
             thread.join(max(0.0, deadline - time.monotonic()))
             names += [thread.name] if thread.is_alive() else []
     return names

@@ -386,7 +386,7 @@ class TrainingParams(HasLabelCol, HasWeightCol, HasValidationIndicatorCol, HasSe
     strategy: Param[str] = Param(
         Params._dummy(),
         "strategy",
-        "how the workers share the work: 'ddp'",
+        "how the workers share the work: 'ddp', or 'zero1' to divide the optimizer's state among them",
         typeConverter=TypeConverters.toString,
     )
 

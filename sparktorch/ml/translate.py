@@ -81,6 +81,13 @@ def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
             hint="set schedulerInterval='epoch'",
             param="schedulerInterval",
         )
+    optimizer = p["optimizer"]
+    if p["strategy"] == "zero1" and not isinstance(optimizer, str | type):
+        raise ConfigError(
+            "strategy 'zero1' builds an optimizer for each worker's share, and optimizer is no class",
+            hint="name a class in torch.optim, or pass the class itself with optimizerParams",
+            param="optimizer",
+        )
     if "lr" in p["optimizerParams"]:
         raise ConfigError("optimizerParams holds 'lr'", hint="set learningRate", param="optimizerParams")
     return Request(

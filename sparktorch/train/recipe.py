@@ -142,7 +142,7 @@ class Recipe:
         Raises:
             ModuleError: The optimizer is unknown or does not take its parameters.
         """
-        factory, parameters, options = self._optimizer_call(module)
+        factory, parameters, options = self.optimizer_call(module)
         try:
             optimizer: torch.optim.Optimizer = factory(parameters, **options)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -162,7 +162,7 @@ class Recipe:
         Raises:
             ModuleError: The optimizer is unknown or does not take its parameters.
         """
-        factory, _, options = self._optimizer_call(module)
+        factory, _, options = self.optimizer_call(module)
         if getattr(factory, "__module__", "").startswith("torch.optim."):
             try:
                 factory([], **options)
@@ -219,8 +219,12 @@ class Recipe:
             param="schedulerParams",
         )
 
-    def _optimizer_call(self, module: nn.Module) -> tuple[Any, list[nn.Parameter], dict[str, Any]]:
-        """Returns the optimizer's factory, the trainable parameters, and its options."""
+    def optimizer_call(self, module: nn.Module) -> tuple[Any, list[nn.Parameter], dict[str, Any]]:
+        """Returns the optimizer's factory, the trainable parameters, and its options.
+
+        Raises:
+            ModuleError: The optimizer is unknown.
+        """
         factory = _lookup(self.optimizer, torch.optim, torch.optim.Optimizer, "optimizer")
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         options = {"lr": self.learning_rate, **self.optimizer_params}

@@ -61,7 +61,15 @@ def plain(
     return module.state_dict()
 
 
-def check(job: TrainJob, expected: dict[str, torch.Tensor], ranks: tuple[int, ...] = (1, 2, 3)) -> list[dict[str, Any]]:
+@pytest.fixture(params=["ddp", "zero1"])
+def strategy(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def check(
+    job: TrainJob, expected: dict[str, torch.Tensor], strategy: str, ranks: tuple[int, ...] = (1, 2, 3)
+) -> list[dict[str, Any]]:
+    job = replace(job, config=replace(job.config, strategy=strategy))
     history: list[dict[str, Any]] = []
     for count in ranks:
         state, metas = train_on([part.batches() for part in TABLE.parts(count)], job)
@@ -70,25 +78,25 @@ def check(job: TrainJob, expected: dict[str, torch.Tensor], ranks: tuple[int, ..
     return history
 
 
-def test_the_norm_of_the_gradient_is_that_of_the_whole_batch() -> None:
+def test_the_norm_of_the_gradient_is_that_of_the_whole_batch(strategy: str) -> None:
     def clip(_: Any, module: nn.Module, __: int) -> None:
         nn.utils.clip_grad_norm_(module.parameters(), 0.1)
 
     expected = plain(clip)
     assert not torch.allclose(expected["layers.0.weight"], plain()["layers.0.weight"], atol=1e-3)
-    check(job_for(clip_norm=0.1), expected)
+    check(job_for(clip_norm=0.1), expected, strategy)
 
 
-def test_elements_of_the_gradient_are_cut_off() -> None:
+def test_elements_of_the_gradient_are_cut_off(strategy: str) -> None:
     def clip(_: Any, module: nn.Module, __: int) -> None:
         nn.utils.clip_grad_value_(module.parameters(), 0.02)
 
-    check(job_for(clip_value=0.02), plain(clip))
+    check(job_for(clip_value=0.02), plain(clip), strategy)
 
 
 @pytest.mark.parametrize("split", [{"accumulation_steps": 3}, {"micro_batch_size": 5}, {"micro_batch_size": 10_000}])
-def test_micro_batches_change_nothing(split: dict[str, int]) -> None:
-    check(job_for(**split), plain())
+def test_micro_batches_change_nothing(split: dict[str, int], strategy: str) -> None:
+    check(job_for(**split), plain(), strategy)
 
 
 def test_micro_batches_send_their_gradients_once_a_step() -> None:
@@ -117,24 +125,24 @@ def by_torch(make: Callable[[torch.optim.Optimizer], Any], *, by_step: bool) -> 
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-def test_schedules_of_torch_step_by_epoch_or_by_step() -> None:
+def test_schedules_of_torch_step_by_epoch_or_by_step(strategy: str) -> None:
     cosine = by_torch(lambda o: lr_scheduler.CosineAnnealingLR(o, EPOCHS * STEPS), by_step=True)
-    history = check(job_for(recipe={"scheduler": "CosineAnnealingLR"}, schedule_interval="step"), cosine)
+    history = check(job_for(recipe={"scheduler": "CosineAnnealingLR"}, schedule_interval="step"), cosine, strategy)
     rates = [record["learning_rate"] for record in history]
     assert RATE > rates[0] > rates[1] > rates[2] > 0
 
     staged = by_torch(lambda o: lr_scheduler.StepLR(o, 1, 0.3), by_step=False)
     options = {"scheduler": "StepLR", "scheduler_params": {"step_size": 1, "gamma": 0.3}}
-    history = check(job_for(recipe=options), staged)
+    history = check(job_for(recipe=options), staged, strategy)
     assert [record["learning_rate"] for record in history] == pytest.approx([RATE, RATE * 0.3, RATE * 0.09])
 
     own = {"scheduler": lr_scheduler.ExponentialLR, "scheduler_params": {"gamma": 0.9}}
-    check(job_for(recipe=own), by_torch(lambda o: lr_scheduler.ExponentialLR(o, 0.9), by_step=False), (2,))
+    check(job_for(recipe=own), by_torch(lambda o: lr_scheduler.ExponentialLR(o, 0.9), by_step=False), strategy, (2,))
 
 
-def test_a_plateau_of_the_loss_lowers_the_rate_on_every_rank() -> None:
+def test_a_plateau_of_the_loss_lowers_the_rate_on_every_rank(strategy: str) -> None:
     options = {"scheduler": "ReduceLROnPlateau", "scheduler_params": {"patience": 0, "threshold": 1e9, "threshold_mode": "abs"}}
-    history = check(job_for(recipe=options), _plateau(), (1, 2))
+    history = check(job_for(recipe=options), _plateau(), strategy, (1, 2))
     assert [record["learning_rate"] for record in history] == pytest.approx([RATE, RATE, RATE * 0.1])
 
 
@@ -146,7 +154,7 @@ def _plateau() -> dict[str, torch.Tensor]:
     return plain(after_epoch=after)
 
 
-def test_the_rate_is_scaled_to_the_batch_and_warmed_up() -> None:
+def test_the_rate_is_scaled_to_the_batch_and_warmed_up(strategy: str) -> None:
     reference, warmup = 16, 10
     full = RATE * BATCH / reference
 
@@ -160,7 +168,7 @@ def test_the_rate_is_scaled_to_the_batch_and_warmed_up() -> None:
         nn.utils.clip_grad_norm_(module.parameters(), 1.0)  # four times the rate diverges on so few rows
 
     job = job_for(reference_batch_size=reference, warmup_steps=warmup, clip_norm=1.0)
-    history = check(job, plain(norm))
+    history = check(job, plain(norm), strategy)
     at_seven = RATE + (full - RATE) * STEPS / warmup
     assert [record["learning_rate"] for record in history] == pytest.approx([at_seven, full, full])
 

@@ -113,11 +113,22 @@ def test_any_number_of_ranks_trains_what_one_plain_loop_trains(case: str, ranks:
         assert ("val_loss" in record) == ("val_loss" in metrics)
 
 
-def test_a_rank_without_rows_takes_part_and_changes_nothing(plain: dict[str, Any]) -> None:
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_zero1_trains_what_one_plain_loop_trains(ranks: int, plain: dict[str, Any]) -> None:
+    case = "validated classification with weights"
+    job = job_for(CASES[case], strategy="zero1")
+    state, metas = train_on([part.batches() for part in CASES[case].parts(ranks)], job)
+    assert_same_weights(state, plain[case][0])
+    assert metas[0]["history"][-1]["val_accuracy"] == pytest.approx(plain[case][1][-1]["val_accuracy"], abs=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_a_rank_without_rows_takes_part_and_changes_nothing(strategy: str, plain: dict[str, Any]) -> None:
     case = "classification with weights"
     parts = CASES[case].parts(2)
     for order in ([parts[0], None, parts[1]], [None, *parts], [*parts, None]):
-        state, metas = train_on([part.batches() if part else [] for part in order], job_for(CASES[case]))
+        job = job_for(CASES[case], strategy=strategy)
+        state, metas = train_on([part.batches() if part else [] for part in order], job)
         assert_same_weights(state, plain[case][0])
         assert [meta["rows"] for meta in metas] == [len(part) if part else 0 for part in order]
 

@@ -1,0 +1,29 @@
+"""ZeRO stage 1: data parallel, but every rank keeps the optimizer's state of its share of the parameters only.
+
+Rajbhandari et al. 2020, ZeRO: Memory Optimizations Toward Training Trillion Parameter Models
+(https://arxiv.org/abs/1910.02054), section 5.1.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from sparktorch.train.recipe import Recipe
+from sparktorch.train.strategy.ddp import DDP
+
+__all__ = ["Zero1"]
+
+
+class Zero1(DDP):
+    """`ZeroRedundancyOptimizer` over `DistributedDataParallel`: each rank updates its share and sends it to all."""
+
+    def optimizer(self, recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer:
+        """Builds the optimizer over this rank's share of the trainable parameters; alone, over all of them."""
+        if self._world.world_size == 1:
+            return recipe.build_optimizer(module)
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # it takes a while, and nobody else needs it
+
+        factory, parameters, options = recipe.optimizer_call(module)
+        optimizer: torch.optim.Optimizer = ZeroRedundancyOptimizer(parameters, optimizer_class=factory, **options)
+        return optimizer
