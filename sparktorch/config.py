@@ -43,6 +43,8 @@ class TrainConfig:
         reference_batch_size: The batch size that the learning rate was chosen for, which turns on
             the linear scaling rule.
         validation_interval: Epochs from one validation to the next; the last is always validated.
+        patience: Validations in a row without a smaller loss after which training ends, with the
+            weights of the best one; `None` trains all epochs and keeps the last weights.
         unused_parameters: Whether some parameters may get no gradient in a step. The ranks then
             look for them after each forward, which costs time.
 
@@ -65,6 +67,7 @@ class TrainConfig:
     warmup_steps: int | None = None
     reference_batch_size: int | None = None
     validation_interval: int = 1
+    patience: int | None = None
     unused_parameters: bool = False
 
     def __post_init__(self) -> None:
@@ -79,6 +82,7 @@ class TrainConfig:
         for name, value, least in (
             ("microBatchSize", self.micro_batch_size, 1),
             ("warmupSteps", self.warmup_steps, 0),
+            ("earlyStoppingPatience", self.patience, 1),
             ("referenceBatchSize", self.reference_batch_size, 1),
         ):
             if value is not None:

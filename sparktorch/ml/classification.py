@@ -87,6 +87,7 @@ class TorchClassifier(TorchEstimatorBase[TorchClassificationModel], ClassifierCo
         precision: str = "fp32",
         epochs: int = 1,
         validationInterval: int = 1,
+        earlyStoppingPatience: int | None = None,
         shuffle: bool = True,
         seed: int = 0,
         strategy: str = "ddp",

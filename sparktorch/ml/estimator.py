@@ -182,6 +182,7 @@ class TorchEstimator(TorchEstimatorBase[TorchModel], OutputColumns):
         precision: str = "fp32",
         epochs: int = 1,
         validationInterval: int = 1,
+        earlyStoppingPatience: int | None = None,
         shuffle: bool = True,
         seed: int = 0,
         strategy: str = "ddp",

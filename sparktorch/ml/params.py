@@ -426,6 +426,13 @@ class TrainingParams(HasLabelCol, HasWeightCol, HasValidationIndicatorCol, HasSe
         "epochs from one validation to the next; the last is always validated (> 0)",
         typeConverter=TypeConverters.toInt,
     )
+    earlyStoppingPatience: Param[int] = Param(
+        Params._dummy(),
+        "earlyStoppingPatience",
+        "validations in a row without a smaller val_loss after which training ends; the model has the weights of "
+        "the best one (> 0)",
+        typeConverter=TypeConverters.toInt,
+    )
 
     def getBatchSize(self) -> int:
         """Gets the value of `batchSize` or its default."""
@@ -514,6 +521,14 @@ class TrainingParams(HasLabelCol, HasWeightCol, HasValidationIndicatorCol, HasSe
     def setValidationInterval(self, value: int) -> Self:
         """Sets the value of `validationInterval`."""
         return self._set(validationInterval=value)
+
+    def getEarlyStoppingPatience(self) -> int:
+        """Gets the value of `earlyStoppingPatience`."""
+        return self.getOrDefault(self.earlyStoppingPatience)
+
+    def setEarlyStoppingPatience(self, value: int) -> Self:
+        """Sets the value of `earlyStoppingPatience`."""
+        return self._set(earlyStoppingPatience=value)
 
     def setLabelCol(self, value: str) -> Self:
         """Sets the value of `labelCol`."""

@@ -72,6 +72,7 @@ class TorchRegressor(TorchEstimatorBase[TorchRegressionModel]):
         precision: str = "fp32",
         epochs: int = 1,
         validationInterval: int = 1,
+        earlyStoppingPatience: int | None = None,
         shuffle: bool = True,
         seed: int = 0,
         strategy: str = "ddp",

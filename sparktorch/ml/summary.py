@@ -14,8 +14,8 @@ class TrainingSummary:
 
     Attributes:
         history: One record per epoch: `epoch` from 1, `loss` (mean over the training rows, weighted),
-            `val_loss` and `val_accuracy` where there are validation rows, `seconds`,
-            `rows_per_second` over all ranks, `data_wait_share` in `[0, 1]`.
+            `val_loss` and `val_accuracy` where there are validation rows, `learning_rate` of the last
+            step, `seconds`, `rows_per_second` over all ranks, `data_wait_share` in `[0, 1]`.
         rows: Number of training rows.
         validationRows: Number of validation rows.
         stepsPerEpoch: Optimizer steps in an epoch.
@@ -24,8 +24,8 @@ class TrainingSummary:
         seconds: Wall seconds of the driver's phases and of rank 0's.
         ranks: Per rank: host, device, threads, rows, bytes, seconds.
         confusionMatrix: Of a classifier with validation rows, how many of them with class `i` (row)
-            were predicted as class `j` (column) after the last epoch, sample weights aside; `None`
-            otherwise, and with more than 100 classes.
+            were predicted as class `j` (column) with the weights of the model, sample weights aside;
+            `None` otherwise, and with more than 100 classes.
     """
 
     history: list[dict[str, Any]]

@@ -81,6 +81,12 @@ def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
             hint="set schedulerInterval='epoch'",
             param="schedulerInterval",
         )
+    if p["earlyStoppingPatience"] is not None and p["validationIndicatorCol"] is None:
+        raise ConfigError(
+            "earlyStoppingPatience looks at the loss of validation rows, and there are none",
+            hint="mark some with validationIndicatorCol",
+            param="earlyStoppingPatience",
+        )
     optimizer = p["optimizer"]
     if p["strategy"] == "zero1" and not isinstance(optimizer, str | type):
         raise ConfigError(
@@ -117,6 +123,7 @@ def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
             warmup_steps=p["warmupSteps"],
             reference_batch_size=p["referenceBatchSize"],
             validation_interval=p["validationInterval"],
+            patience=p["earlyStoppingPatience"],
         ),
         launch=Launch(world_size=p["numWorkers"], device=cast(Device, p["device"]), rendezvous=p["rendezvous"]),
         columns={

@@ -95,7 +95,7 @@ class Outcome:
     Attributes:
         state: The whole model's state on the CPU.
         history: One record per epoch: loss, validation metrics, throughput, times in seconds.
-        confusion: Validation rows by class (row) and predicted class (column) after the last epoch;
+        confusion: Validation rows by class (row) and predicted class (column), of these weights;
             `None` without validation rows or classes, or with too many classes.
     """
 
@@ -141,12 +141,17 @@ def train(
         last = epoch + 1 == config.epochs
         if has_validation and (last or (epoch + 1) % config.validation_interval == 0):
             reporter.enter("validating", epoch=epoch + 1)
-            metrics, confusion = training.validate(classes)
+            metrics, counts = training.validate(classes)
             record |= metrics
+            if config.patience is None or training.improves(metrics["val_loss"]):
+                confusion = counts
         training.schedule.epoch_done(record)
         history.append(record)
         if world.is_main:
             reporter.epoch_done(epoch + 1, record)
+        # Every rank has the same losses, and stops at the same epoch.
+        if config.patience is not None and training.without_progress >= config.patience:
+            break
     reporter.enter("finishing")
     return Outcome(training.state_dict(), history, None if confusion is None else confusion.tolist())
 
@@ -179,6 +184,9 @@ class _Training:
         # normalisation in training refuses a single row.
         normalised = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in plain.modules())
         self._least = 2 if normalised else 1
+        self._best_loss = math.inf
+        self._best: dict[str, torch.Tensor] = {}
+        self.without_progress = 0  # validations since the best one
         # Same initial weights everywhere; from here on, dropout and the like differ by rank.
         torch.manual_seed(config.seed + world.rank + 1)
 
@@ -229,21 +237,27 @@ class _Training:
     def _step(self, batch: BatchLike, scale: float) -> torch.Tensor:
         """Takes one optimizer step; returns the sum of this rank's weighted losses, a scalar tensor."""
         self._optimizer.zero_grad()
-        parts = _micro_batches(batch, self._config, least=self._least)
-        loss_sum = torch.zeros((), device=self._world.device)
-        for number, part in enumerate(parts, 1):
-            # Gradients add up in the rank; the last part's backward sends the sum.
-            with nullcontext() if number == len(parts) else self._strategy.no_sync(self._module):
-                loss = self._losses(self._module, part)
-                self._scaler.scale(loss * scale).backward()  # type: ignore[no-untyped-call]
-            loss_sum += loss.detach()
+        *first, last = _micro_batches(batch, self._config, least=self._least)
+        loss_sum: torch.Tensor | None = None
+        for part in first:  # gradients add up in the rank; the last part's backward sends the sum
+            with self._strategy.no_sync(self._module):
+                loss_sum = self._backward(part, scale, loss_sum)
+        loss_sum = self._backward(last, scale, loss_sum)
         if self._config.clip_norm or self._config.clip_value:
             self._scaler.unscale_(self._optimizer)
             self._strategy.clip_gradients(self._module, norm=self._config.clip_norm, value=self._config.clip_value)
-        with self.schedule.step():
-            self._scaler.step(self._optimizer)
-        self._scaler.update()
+        self.schedule.step(self._take_step)
         return loss_sum
+
+    def _backward(self, batch: BatchLike, scale: float, before: torch.Tensor | None) -> torch.Tensor:
+        """Adds the gradients of a batch to those that are there; returns its loss sum plus `before`."""
+        loss = self._losses(self._module, batch)
+        self._scaler.scale(loss * scale).backward()  # type: ignore[no-untyped-call]
+        return loss.detach() if before is None else before + loss.detach()
+
+    def _take_step(self) -> None:
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
 
     def _losses(self, module: nn.Module, batch: BatchLike) -> torch.Tensor:
         """Returns the sum of the weighted losses of a batch."""
@@ -293,9 +307,19 @@ class _Training:
             metrics["val_accuracy"] = right / weight_sum if weight_sum else float("nan")
         return metrics, summed[3:].long().view(shown, shown) if shown else None
 
+    def improves(self, loss: float) -> bool:
+        """Returns whether a validation loss is the smallest so far, and keeps the weights if it is."""
+        if not loss < self._best_loss:
+            self.without_progress += 1
+            return False
+        self.without_progress = 0
+        self._best_loss = loss
+        self._best = {name: value.clone() for name, value in self._strategy.state_dict(self._module).items()}
+        return True
+
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Returns the whole model's state on the CPU."""
-        return self._strategy.state_dict(self._module)
+        """Returns the whole model's state on the CPU: of the best validation if that was looked for, or the last."""
+        return self._best or self._strategy.state_dict(self._module)
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -48,26 +47,30 @@ class Schedule:
         self._start = 1 / scaling if scaling > 1 else 0.0
         self._step = 0
         self._scheduler = recipe.build_scheduler(optimizer, config.epochs * (steps if self._by_step else 1))
-        self.learning_rate = float(optimizer.param_groups[0]["lr"])
+        self._last_rate = optimizer.param_groups[0]["lr"]
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """Runs an optimizer step at the learning rates of this step."""
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the last step."""
+        return float(self._last_rate)
+
+    def step(self, take: Callable[[], object]) -> None:
+        """Calls `take`, an optimizer step, at the learning rates of this step."""
         self._step += 1
-        factor = 1.0
+        groups = self._optimizer.param_groups
+        self._last_rate = groups[0]["lr"]
         if self._step <= self._warmup:
-            factor = self._start + (1 - self._start) * self._step / self._warmup
-        scheduled = [group["lr"] for group in self._optimizer.param_groups]
-        self.learning_rate = float(scheduled[0]) * factor
-        if factor == 1:
-            yield
-        else:
             # The scheduler may compute the next rate from this one: it never sees the warm-up.
-            for group, rate in zip(self._optimizer.param_groups, scheduled, strict=True):
-                group["lr"] = rate * factor
-            yield
-            for group, rate in zip(self._optimizer.param_groups, scheduled, strict=True):
+            factor = self._start + (1 - self._start) * self._step / self._warmup
+            scheduled = [group["lr"] for group in groups]
+            for group in groups:
+                group["lr"] *= factor
+            self._last_rate = groups[0]["lr"]
+            take()
+            for group, rate in zip(groups, scheduled, strict=True):
                 group["lr"] = rate
+        else:
+            take()
         if self._by_step and self._scheduler is not None:
             self._scheduler.step()
 

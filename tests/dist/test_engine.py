@@ -194,3 +194,18 @@ def test_micro_batches_of_a_normalised_module_hold_two_rows_at_least() -> None:
     for ranks in (1, 3):
         state, _ = train_on([part.batches() for part in TABLE.parts(ranks)], job)
         assert all(value.isfinite().all() for value in state.values())
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_training_ends_with_the_best_weights_once_validation_stops_to_improve(ranks: int) -> None:
+    table = Table.random(ROWS, validated=True)
+    parts = [part.batches() for part in table.parts(ranks)]
+    # At such a rate the loss soon jumps about.
+    job = replace(job_for(epochs=40, recipe={"learning_rate": 0.4}, patience=3), columns=table.columns)
+    state, metas = train_on(parts, job)
+    history = metas[0]["history"]
+    losses = [record["val_loss"] for record in history]
+    best = losses.index(min(losses))
+    assert len(losses) == best + 1 + 3 < 40
+    until_best = replace(job, config=replace(job.config, epochs=best + 1, patience=None))
+    torch.testing.assert_close(state, train_on(parts, until_best)[0], atol=0, rtol=0)

@@ -25,7 +25,7 @@ MODELS = [TorchClassificationModel, TorchRegressionModel, TorchModel]
 EMPTY = {"moduleParams": {}, "lossParams": {}, "optimizerParams": {}, "schedulerParams": {}}
 # Numbers without a default.
 NUMBERS = {"gradientClipNorm": 0.5, "gradientClipValue": 0.5} | dict.fromkeys(
-    ("microBatchSize", "warmupSteps", "referenceBatchSize"), 3
+    ("microBatchSize", "warmupSteps", "referenceBatchSize", "earlyStoppingPatience"), 3
 )
 
 
@@ -109,6 +109,7 @@ def test_params_become_configuration() -> None:
             precision="bf16",
             epochs=3,
             validationInterval=2,
+            earlyStoppingPatience=4,
             shuffle=False,
             seed=7,
             numWorkers=2,
@@ -125,7 +126,7 @@ def test_params_become_configuration() -> None:
     assert (recipe.scheduler, recipe.scheduler_params) == ("StepLR", {"step_size": 2})
     assert (config.schedule_interval, config.warmup_steps, config.reference_batch_size) == ("step", 5, 32)
     assert (config.micro_batch_size, config.accumulation_steps, config.precision) == (16, 1, "bf16")
-    assert (config.clip_norm, config.clip_value, config.validation_interval) == (1.5, 0.25, 2)
+    assert (config.clip_norm, config.clip_value, config.validation_interval, config.patience) == (1.5, 0.25, 2, 4)
     assert (config.task, config.batch_size, config.epochs) == ("classification", 64, 3)
     assert (config.seed, config.shuffle, config.strategy) == (7, False, "ddp")
     assert (launch.world_size, launch.device, launch.rendezvous) == (2, "cpu", "rank0")
@@ -158,6 +159,16 @@ def test_the_defaults_take_the_features_column_and_no_label_column_means_no_labe
             {"scheduler": "ReduceLROnPlateau", "schedulerInterval": "step"},
             "schedulerInterval",
             "ReduceLROnPlateau looks at the loss of an epoch, and schedulerInterval is 'step'",
+        ),
+        (
+            {"earlyStoppingPatience": 2},
+            "earlyStoppingPatience",
+            "earlyStoppingPatience looks at the loss of validation rows, and there are none",
+        ),
+        (
+            {"strategy": "zero1", "optimizer": lambda parameters, lr: None},
+            "optimizer",
+            "strategy 'zero1' builds an optimizer for each worker's share, and optimizer is no class",
         ),
         ({"precision": "half"}, "precision", "precision 'half' is unknown"),
         ({"schedulerInterval": "batch"}, "schedulerInterval", "schedulerInterval 'batch' is unknown"),
