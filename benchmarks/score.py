@@ -84,7 +84,8 @@ class ResNet(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Maps `(rows, 3072)` to `(rows, 1)`."""
         images = x.view(-1, 32, 32, 3).permute(0, 3, 1, 2)
-        return self.head(self.blocks(self.stem(images)).mean((2, 3)))  # type: ignore[no-any-return]
+        scores: torch.Tensor = self.head(self.blocks(self.stem(images)).mean((2, 3)))
+        return scores
 
 
 class Raw:
@@ -135,7 +136,8 @@ def floor_udf() -> Any:
         for batch in batches:
             yield pa.array(np.zeros(len(batch), np.float32))
 
-    return F.arrow_udf(drain, "float")  # type: ignore[attr-defined]
+    arrow_udf: Any = F.arrow_udf  # type: ignore[attr-defined]  # pyspark's stubs leave it out
+    return arrow_udf(drain, "float")
 
 
 def batch_udf(module: nn.Module, path: Path) -> Any:
@@ -150,7 +152,8 @@ def batch_udf(module: nn.Module, path: Path) -> Any:
 
         def predict(inputs: npt.NDArray[Any]) -> npt.NDArray[Any]:
             with torch.inference_mode():
-                return module(torch.from_numpy(inputs)).squeeze(1).numpy()  # type: ignore[no-any-return]
+                scores: npt.NDArray[Any] = module(torch.from_numpy(inputs)).squeeze(1).numpy()
+            return scores
 
         return predict
 

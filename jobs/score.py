@@ -21,6 +21,8 @@ def main() -> None:
     parser.add_argument("--stream", action="store_true", help="score what has arrived since the last time, then stop")
     parser.add_argument("--every", metavar="INTERVAL", help="with --stream: go on, looking this often ('10 seconds')")
     arguments = parser.parse_args()
+    if arguments.every and not arguments.stream:
+        parser.error("--every goes with --stream")
     job = read_job(arguments.config)
 
     started = time.perf_counter()
@@ -50,6 +52,7 @@ def batch(scored: DataFrame, job: JobConfig) -> DataFrame:
 
 def stream(scored: DataFrame, job: JobConfig, every: str | None) -> int:
     """Appends scored rows to the output, each once, whatever happens in between; returns how many there were."""
+    scored.sparkSession.conf.set("spark.sql.streaming.numRecentProgressUpdates", 100_000)  # all are counted
     writer = scored.writeStream.format(job.score.format).options(**job.score.options)
     writer = writer.option("checkpointLocation", f"{job.score.output}.checkpoint")
     writer = writer.trigger(processingTime=every) if every else writer.trigger(availableNow=True)

@@ -16,7 +16,6 @@ import math
 import pickle
 import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -36,7 +35,7 @@ from sparktorch.errors import PersistenceError
 from sparktorch.program import ExportError, Program, check_archive, export_program
 from sparktorch.train.dryrun import OutputSpec
 from sparktorch.train.recipe import ModuleSource, Recipe, import_path, load_object
-from sparktorch.train.task import align
+from sparktorch.train.task import align, autocast
 from sparktorch.train.weights import unpack_state
 
 __all__ = ["FORMAT_VERSION", "Scorer", "TrainedModule"]
@@ -104,13 +103,13 @@ class TrainedModule:
         """Writes the code where it needs a file; returns how `load` finds it."""
         if isinstance(self.source, Program):
             return _write_program(self.source, directory)
-        params = dict(self.params)
-        if self._path is None:
+        path, params = self._path, dict(self.params)
+        if path is None:
             why = f"the module {_named(self.source)} has no import path that works outside this session"
         elif _is_json(params):
-            return {"path": self._path, "params": params}
+            return {"path": path, "params": params}
         else:
-            why = f"the parameters of {self._path} are not all numbers, strings, lists and dicts"
+            why = f"the parameters of {path} are not all numbers, strings, lists and dicts"
         try:
             return _write_program(export_program(self.build(), self.inputs), directory)
         except ExportError as error:
@@ -228,8 +227,7 @@ class Scorer:
         self._trained = trained
         self._device = torch.device(device)
         self._batch_size = batch_size
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
-        self._autocast = torch.autocast(self._device.type, dtype) if dtype else nullcontext()
+        self._autocast = autocast(self._device, precision)
         self._module: Any = trained.build(weights).to(self._device)
         if compiled:
             self._module = torch.compile(self._module, dynamic=True)

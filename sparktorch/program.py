@@ -32,7 +32,7 @@ _OPERATORS = r"torch\.ops\.(aten|prims)\.\w+\.\w+|_operator\.(getitem|add|sub|mu
 # Symbolic expressions are written as sympy's srepr: "Mul(Integer(8), Symbol('s21', positive=True))".
 _EXPRESSION = (
     r"(?:\b(?:Add|Mul|Pow|Min|Max|Mod|PythonMod|FloorDiv|CeilDiv|Integer|Rational|Symbol|positive|nonnegative"
-    r"|integer|True|False)\b|'[su]\d+'|-?\d+|[(),= ])*"
+    r"|integer|True|False)\b|'[su]\d+'|-?\d+(?!\d)|[(),= ])*"
 )
 _GUARD = r"(?:L\['inputs'\]\[\d+\]|\.size\(\)|\[\d+\]|[0-9+*()<>=! -]|//|%)*"
 _TEXT_RECORDS = ("archive_format", "archive_version", "version", "byteorder", "serialization_id")
@@ -149,7 +149,7 @@ def check_archive(archive: bytes) -> None:
         with zipfile.ZipFile(io.BytesIO(archive)) as records:
             for record in records.infolist():
                 _check_record(record.filename, records.read(record))
-    except (zipfile.BadZipFile, ValueError) as error:
+    except (zipfile.BadZipFile, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ExportError(f"the archive cannot be read: {error}") from error
 
 

@@ -151,8 +151,10 @@ def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: Tra
 
 def _import_dynamo() -> None:
     gc.disable()  # as long as objects are made by the hundred thousand, and none thrown away
-    importlib.import_module("torch._dynamo")
-    gc.enable()
+    try:
+        importlib.import_module("torch._dynamo")
+    finally:
+        gc.enable()
 
 
 def _imbalanced(counts: list[int], share: float) -> bool:

@@ -95,8 +95,7 @@ class ScoringParams(HasFeaturesCol, HasInputCols, HasPredictionCol):
     predictBatchSize: Param[int] = Param(
         Params._dummy(),
         "predictBatchSize",
-        "the most rows that go through the module at a time when scoring (> 0); less is often faster for "
-        "convolutions on a CPU",
+        "the most rows that go through the module at a time when scoring (> 0)",
         typeConverter=TypeConverters.toInt,
     )
     predictPrecision: Param[str] = Param(

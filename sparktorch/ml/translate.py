@@ -10,7 +10,7 @@ from sparktorch.config import PRECISIONS, Device, Task, TrainConfig, above, at_l
 from sparktorch.errors import ConfigError, nearest
 from sparktorch.program import Program
 from sparktorch.spark.barrier import Launch
-from sparktorch.train.recipe import Recipe
+from sparktorch.train.recipe import Recipe, load_object
 
 if TYPE_CHECKING:
     from pyspark.ml.param import Params
@@ -88,6 +88,8 @@ def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
             param="earlyStoppingPatience",
         )
     optimizer = p["optimizer"]
+    if isinstance(optimizer, str) and ":" in optimizer:
+        optimizer = load_object(optimizer)
     if p["strategy"] == "zero1" and not isinstance(optimizer, str | type):
         raise ConfigError(
             "strategy 'zero1' builds an optimizer for each worker's share, and optimizer is no class",

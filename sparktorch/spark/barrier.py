@@ -137,12 +137,14 @@ def _plan(data: DataFrame, body: Body, launch: Launch, rendezvous: Rendezvous | 
         import gc
         import pickle
 
-        # The first thing a rank does is to import torch: half a million objects, none of them
-        # garbage. To look for some meanwhile takes a fifth of the time.
+        # The first thing a rank does is to import torch: objects by the hundred thousand, none of
+        # them garbage. To look for some meanwhile takes a good part of the time.
         gc.disable()
-        rank_task = pickle.loads(task)
-        gc.enable()
-        return rank_task(batches)  # type: ignore[no-any-return]
+        try:
+            rank_task: RankTask = pickle.loads(task)
+        finally:
+            gc.enable()
+        return rank_task(batches)
 
     return data.mapInArrow(run, RESULT_SCHEMA, barrier=True, profile=launch.profile)
 

@@ -23,7 +23,8 @@ def _load_pyfunc(path: str) -> PyFuncModel:
 
     directory = Path(path)
     settings = json.loads((directory / "columns.json").read_text())
-    allowed = bool(MLFLOW_ALLOW_PICKLE_DESERIALIZATION.get())  # MLflow's own switch for its pyfuncs
+    # MLflow's own switch for its pyfuncs, on by default; here somebody must have switched it on.
+    allowed = MLFLOW_ALLOW_PICKLE_DESERIALIZATION.is_set() and bool(MLFLOW_ALLOW_PICKLE_DESERIALIZATION.get())
     return PyFuncModel(TrainedModule.load(directory, allow_pickle=allowed), settings)
 
 

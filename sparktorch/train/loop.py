@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
@@ -18,7 +17,7 @@ from sparktorch.train.group import sum_over_ranks
 from sparktorch.train.recipe import Recipe
 from sparktorch.train.schedule import Schedule
 from sparktorch.train.strategy import build_strategy
-from sparktorch.train.task import align, correct, first_rows, predicted
+from sparktorch.train.task import align, autocast, correct, first_rows, predicted
 from sparktorch.world import World
 
 __all__ = ["BatchLike", "Outcome", "Reporter", "ShardLike", "train"]
@@ -145,7 +144,7 @@ def train(
             record |= metrics
             if config.patience is None or training.improves(metrics["val_loss"]):
                 confusion = counts
-        training.schedule.epoch_done(record)
+        training.schedule.epoch_done(record, validated=has_validation)
         history.append(record)
         if world.is_main:
             reporter.epoch_done(epoch + 1, record)
@@ -176,8 +175,7 @@ class _Training:
         self._optimizer = self._strategy.optimizer(recipe, plain)
         self._loss = recipe.build_loss().to(world.device)
         self.schedule = Schedule(recipe, config, self._optimizer, steps)
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.precision)
-        self._autocast = torch.autocast(device.type, dtype) if dtype else nullcontext()
+        self._autocast = autocast(device, config.precision)
         # Small gradients of float16 vanish unless the loss is scaled up; bfloat16 reaches as far as float32.
         self._scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
         # A rank joins every all-reduce, with a row of weight zero where it has none; batch
@@ -314,7 +312,9 @@ class _Training:
             return False
         self.without_progress = 0
         self._best_loss = loss
-        self._best = {name: value.clone() for name, value in self._strategy.state_dict(self._module).items()}
+        state = self._strategy.state_dict(self._module)
+        if self._world.is_main:  # whose state it is that becomes the model's
+            self._best = {name: value.clone() for name, value in state.items()}
         return True
 
     def state_dict(self) -> dict[str, torch.Tensor]:

@@ -74,11 +74,18 @@ class Schedule:
         if self._by_step and self._scheduler is not None:
             self._scheduler.step()
 
-    def epoch_done(self, record: Mapping[str, Any]) -> None:
-        """Steps a scheduler that goes by epochs; one that waits for a plateau looks at the validation loss."""
+    def epoch_done(self, record: Mapping[str, Any], *, validated: bool) -> None:
+        """Steps a scheduler that goes by epochs; one that waits for a plateau looks at losses of one kind.
+
+        Args:
+            record: Of the epoch.
+            validated: Whether there are validation rows, though not every epoch looks at them.
+        """
         if self._scheduler is None or self._by_step:
             return
         if isinstance(self._scheduler, ReduceLROnPlateau):
-            self._scheduler.step(record.get("val_loss", record["loss"]))
+            loss = record.get("val_loss" if validated else "loss")
+            if loss is not None:
+                self._scheduler.step(loss)
         else:
             self._scheduler.step()

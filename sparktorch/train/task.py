@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
-from sparktorch.config import Task
+from sparktorch.config import Precision, Task
 
-__all__ = ["align", "classes_in", "correct", "first_rows", "predicted"]
+__all__ = ["align", "autocast", "classes_in", "correct", "first_rows", "predicted"]
 
 
 def align(task: Task, output: Any, label: torch.Tensor | None) -> tuple[Any, torch.Tensor | None]:
@@ -31,6 +32,12 @@ def align(task: Task, output: Any, label: torch.Tensor | None) -> tuple[Any, tor
     if task == "classification" and output.dim() == label.dim():
         label = label.to(output.dtype)
     return output, label
+
+
+def autocast(device: torch.device, precision: Precision) -> AbstractContextManager[Any]:
+    """Returns a block, to be entered as often as one likes, in which modules compute in that precision."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    return torch.autocast(device.type, dtype) if dtype else nullcontext()
 
 
 def classes_in(shape: tuple[int, ...]) -> int:

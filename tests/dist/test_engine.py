@@ -209,3 +209,17 @@ def test_training_ends_with_the_best_weights_once_validation_stops_to_improve(ra
     assert len(losses) == best + 1 + 3 < 40
     until_best = replace(job, config=replace(job.config, epochs=best + 1, patience=None))
     torch.testing.assert_close(state, train_on(parts, until_best)[0], atol=0, rtol=0)
+
+
+def test_a_plateau_of_the_validation_is_looked_for_where_there_was_one() -> None:
+    table = Table.random(ROWS, validated=True)
+    # A rate of next to nothing: the losses stay where they are, and only those of one kind may be compared.
+    options = {
+        "learning_rate": 1e-9,
+        "scheduler": "ReduceLROnPlateau",
+        "scheduler_params": {"patience": 1, "threshold": 1e-3, "threshold_mode": "abs", "eps": 0},
+    }
+    job = replace(job_for(recipe=options, epochs=7, validation_interval=2), columns=table.columns)
+    history = train_on([part.batches() for part in table.parts(2)], job)[1][0]["history"]
+    # Validated after epochs 2, 4 and 6: the third is the second in a row without progress.
+    assert [record["learning_rate"] for record in history] == pytest.approx([1e-9] * 6 + [1e-10])

@@ -81,7 +81,7 @@ def test_a_module_of_this_session_is_logged_as_its_graph(store: mlflow.MlflowCli
 
 
 def test_code_that_can_only_be_pickled_is_logged_and_loaded_on_request(
-    store: mlflow.MlflowClient, frame: DataFrame, tmp_path: Path
+    store: mlflow.MlflowClient, frame: DataFrame, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Branching(MLP):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -97,6 +97,10 @@ def test_code_that_can_only_be_pickled_is_logged_and_loaded_on_request(
     with pytest.raises(PersistenceError, match="loading a pickle"):
         load_model(info.model_uri)
     assert load_model(info.model_uri, allow_pickle=True).uid == model.uid
+    with pytest.raises(PersistenceError, match="loading a pickle"):
+        mlflow.pyfunc.load_model(info.model_uri)
+    monkeypatch.setenv("MLFLOW_ALLOW_PICKLE_DESERIALIZATION", "true")
+    assert len(mlflow.pyfunc.load_model(info.model_uri).predict({"features": np.zeros((3, 5), np.float32)})) == 3
 
 
 def test_code_beside_the_module_travels_with_the_model(

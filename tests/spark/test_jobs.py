@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import mlflow
@@ -17,11 +15,8 @@ from pyspark.sql import functions as F
 from sparktorch.errors import ConfigError
 from sparktorch.job import read_job
 from sparktorch.tracking import log_model
-from tests.spark.test_masters import environment
 from tests.support.mlflow import QUIET
-
-ROOT = Path(__file__).parents[2]
-
+from tests.support.programs import ROOT, run_python
 
 pytestmark = QUIET
 
@@ -106,16 +101,7 @@ def arrive(spark: SparkSession, file: Path, first: int, rows: int) -> None:
 
 
 def score(file: Path, *flags: str) -> str:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "jobs" / "score.py"), "--config", str(file), *flags],
-        env=environment(),
-        cwd=file.parent,
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return run_python(file.parent, str(ROOT / "jobs" / "score.py"), "--config", str(file), *flags)
 
 
 def test_files_of_any_format_are_scored_as_a_whole_or_as_they_arrive(spark: SparkSession, job_file: Path) -> None:

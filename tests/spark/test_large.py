@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,22 +10,14 @@ from pyspark.sql import SparkSession
 
 from sparktorch.errors import ClusterError
 from sparktorch.spark.preflight import check_result_size
-from tests.spark.test_masters import environment
+from tests.support.programs import run_python
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_model_of_more_than_2_gib_is_fitted_saved_loaded_and_scores(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.spark.programs.large", str(tmp_path / "model")],
-        env=environment(),
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=800,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    result = json.loads(done.stdout.splitlines()[-1])
+    out = run_python(tmp_path, "-m", "tests.spark.programs.large", str(tmp_path / "model"), seconds=800)
+    result = json.loads(out.splitlines()[-1])
     assert result["bytes"] > 2**31
     assert result["error"] < 0.1
     assert result["same"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -12,38 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pyspark
 import pytest
 
-ROOT = Path(__file__).parents[2]
-SPARK_HOME = Path(pyspark.__file__).parent
-
-
-def environment(**more: str) -> dict[str, str]:
-    """The environment of a user's shell on loopback: nothing of this test's own Spark in it."""
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SPARK", "PYSPARK", "_PYSPARK", "COV_"))}
-    return {
-        **inherited,
-        "SPARK_LOCAL_IP": "127.0.0.1",
-        "SPARK_HOME": str(SPARK_HOME),
-        "PYSPARK_PYTHON": sys.executable,
-        "PYTHONPATH": str(ROOT),
-        **more,
-    }
+from tests.support.programs import ROOT, SPARK_HOME, environment, run_python
 
 
 def fit_on(master: str, directory: Path, device: str = "auto", **settings: str) -> dict[str, Any]:
-    names = {name.replace("_", "."): value for name, value in settings.items()}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.spark.programs.fit_once", master, str(directory), json.dumps(names), device],
-        env=environment(),
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    names = json.dumps({name.replace("_", "."): value for name, value in settings.items()})
+    out = run_python(directory, "-m", "tests.spark.programs.fit_once", master, str(directory), names, device)
+    result: dict[str, Any] = json.loads(out.splitlines()[-1])
     return result
 
 

@@ -166,6 +166,11 @@ def test_the_defaults_take_the_features_column_and_no_label_column_means_no_labe
             "earlyStoppingPatience looks at the loss of validation rows, and there are none",
         ),
         (
+            {"strategy": "zero1", "optimizer": "tests.support.nets:mean_output_error"},
+            "optimizer",
+            "strategy 'zero1' builds an optimizer for each worker's share, and optimizer is no class",
+        ),
+        (
             {"strategy": "zero1", "optimizer": lambda parameters, lr: None},
             "optimizer",
             "strategy 'zero1' builds an optimizer for each worker's share, and optimizer is no class",

@@ -39,7 +39,8 @@ class Picture(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = self.norm(self.convolve(x.view(-1, 1, 4, 4))) + self.position
-        return self.out(self.drop(found.flatten(1)))  # type: ignore[no-any-return]
+        scores: torch.Tensor = self.out(self.drop(found.flatten(1)))
+        return scores
 
 
 class Tied(nn.Module):
@@ -52,7 +53,8 @@ class Tied(nn.Module):
         self.second.weight = self.first.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(torch.relu(self.first(x)))  # type: ignore[no-any-return]
+        out: torch.Tensor = self.second(torch.relu(self.first(x)))
+        return out
 
 
 def exported(module: nn.Module, *inputs: TensorSpec) -> tuple[Program, nn.Module]:
@@ -153,6 +155,9 @@ class Planted:
         in_graph("expr_str", "exec(chr(49))"),
         in_graph("expr_str", "Symbol('s0').__class__"),
         in_graph("expr_str", "open('x')"),
+        in_graph("expr_str", "1" * 500 + "x"),
+        in_record("constants/model_constants_config.json", b'{"config": {"x": {}}}'),
+        in_record("constants/model_constants_config.json", b"[]"),
         in_graph("guards_code", "__import__('os').system('true')"),
         in_graph("guards_code", "exit()"),
         in_record("sample_inputs/model.pt", pickle.dumps(Planted())),

@@ -50,6 +50,32 @@ def test_a_column_becomes_rows_of_the_spec(array: pa.Array, spec: TensorSpec, ex
     assert np.array_equal(found, expected)
 
 
+def vectors(*rows: dict[str, Any]) -> pa.Array:
+    """ML vectors as Spark keeps them: type 0 sparse, 1 dense."""
+    fields = {"type": pa.int8(), "size": pa.int32(), "indices": pa.list_(pa.int32()), "values": pa.list_(pa.float64())}
+    return pa.array([{name: row.get(name) for name in fields} for row in rows], pa.struct(list(fields.items())))
+
+
+DENSE = {"type": 1, "values": [1.0, 2.0]}
+SPARSE = {"type": 0, "size": 2, "indices": [1], "values": [7.0]}
+EMPTY = {"type": 0, "size": 2, "indices": [], "values": []}
+
+
+def test_dense_and_sparse_vectors_mix_in_a_column_and_in_a_slice_of_it() -> None:
+    column = vectors(SPARSE, DENSE, EMPTY, SPARSE, DENSE)
+    expected = np.array([[0, 7], [1, 2], [0, 0], [0, 7], [1, 2]], np.float32)
+    assert np.array_equal(to_numpy(column, PAIR), expected)
+    assert np.array_equal(to_numpy(column.slice(1, 3), PAIR), expected[1:4])
+    assert np.array_equal(to_numpy(column.take(pa.array([1, 4])), PAIR), expected[[1, 4]])
+
+
+def test_a_vector_of_another_size_is_refused_by_row() -> None:
+    for wrong, size in (({**SPARSE, "size": 3}, 3), ({"type": 1, "values": [1.0]}, 1)):
+        with pytest.raises(ColumnError, match=f"do not hold 2 values; the first has {size}") as caught:
+            to_numpy(vectors(SPARSE, wrong), PAIR, first_row=10)
+        assert caught.value.where["row"] == 11
+
+
 @pytest.mark.parametrize(
     ("array", "spec", "row", "message"),
     [
