@@ -243,7 +243,12 @@ def serving(path: str, log: Path) -> Iterator[str]:
             stdout=out,
             stderr=out,
             start_new_session=True,
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+            env={
+                **os.environ,
+                "PYTHONPATH": str(Path(__file__).parents[2]),
+                # MLflow starts its server by name, which is found only where this environment is active.
+                "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+            },
         )
     try:
         deadline = time.monotonic() + 90
@@ -255,7 +260,8 @@ def serving(path: str, log: Path) -> Iterator[str]:
             raise AssertionError(log.read_text()[-3000:])
         yield f"http://127.0.0.1:{port}/invocations"
     finally:
-        os.killpg(server.pid, signal.SIGTERM)
+        with suppress(ProcessLookupError):  # it may have ended by itself
+            os.killpg(server.pid, signal.SIGTERM)
         server.wait(20)
 
 
