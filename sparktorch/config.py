@@ -9,13 +9,13 @@ from typing import Any, Literal, TypeVar
 
 from sparktorch.errors import ConfigError, nearest
 
-__all__ = ["PRECISIONS", "Device", "Precision", "Task", "TrainConfig", "from_dict", "one_of", "to_dict"]
+__all__ = ["Device", "Precision", "Task", "TrainConfig", "from_dict", "one_of", "to_dict"]
 
 Task = Literal["classification", "regression", "generic"]
 Device = Literal["auto", "cpu", "cuda"]
-Precision = Literal["fp32", "bf16", "fp16"]
+Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 
-PRECISIONS = ("fp32", "bf16", "fp16")
+_PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 _TASKS = ("classification", "regression", "generic")
 _STRATEGIES = ("ddp", "zero1")
 
@@ -33,18 +33,28 @@ class TrainConfig:
         seed: Seed of the initial weights, of the sampling and of each rank's generators.
         shuffle: Whether each epoch draws its batches anew; otherwise rows are taken in key order.
         strategy: How the ranks share the work.
+        strategy_params: Options of the strategy; `train.strategy` checks them.
         accumulation_steps: Parts into which a rank splits its rows of a step, their gradients added up.
         micro_batch_size: The most rows a rank takes through the module at a time, in place of it.
         clip_norm: Largest norm of the whole gradient, over all parameters; larger ones are scaled down.
         clip_value: Largest absolute value of a gradient's element; larger ones are cut off.
-        precision: "bf16" and "fp16" run the module under autocast; the weights stay float32.
+        precision: "bf16" and "fp16" run the module under autocast; the weights stay float32. "tf32" lets
+            GPUs multiply float32 matrices with shorter mantissas, and is "fp32" elsewhere.
         schedule_interval: Whether the scheduler steps after each "step" or each "epoch".
         warmup_steps: Steps over which the learning rate rises linearly to what the schedule says.
         reference_batch_size: The batch size that the learning rate was chosen for, which turns on
             the linear scaling rule.
-        validation_interval: Epochs from one validation to the next; the last is always validated.
+        validation_interval: Epochs or steps from one validation to the next; the end is always validated.
+        validation_unit: Whether that counts "epoch"s or "step"s.
         patience: Validations in a row without a smaller loss after which training ends, with the
             weights of the best one; `None` trains all epochs and keeps the last weights.
+        class_weights: What rows' weights are multiplied by, one number per class, or "balanced".
+        ema_decay: Decay of a moving average of the weights, which validation and the result then use.
+        non_finite: Whether a loss that is NaN or infinite is an "error", or its step is "skip"ped.
+        deterministic: Whether operations that may differ from run to run are errors.
+        compile: Whether the module is compiled.
+        channels_last: Whether inputs of four axes and the module's weights have the channels last in memory.
+        sync_batch_norm: Whether batch normalisation takes its statistics over the rows of all ranks.
         unused_parameters: Whether some parameters may get no gradient in a step. The ranks then
             look for them after each forward, which costs time.
 
@@ -58,6 +68,7 @@ class TrainConfig:
     seed: int = 0
     shuffle: bool = True
     strategy: str = "ddp"
+    strategy_params: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     accumulation_steps: int = 1
     micro_batch_size: int | None = None
     clip_norm: float | None = None
@@ -67,7 +78,15 @@ class TrainConfig:
     warmup_steps: int | None = None
     reference_batch_size: int | None = None
     validation_interval: int = 1
+    validation_unit: Literal["epoch", "step"] = "epoch"
     patience: int | None = None
+    class_weights: tuple[float, ...] | Literal["balanced"] | None = None
+    ema_decay: float | None = None
+    non_finite: Literal["error", "skip"] = "error"
+    deterministic: bool = False
+    compile: bool = False
+    channels_last: bool = False
+    sync_batch_norm: bool = False
     unused_parameters: bool = False
 
     def __post_init__(self) -> None:
@@ -75,8 +94,10 @@ class TrainConfig:
         at_least("batchSize", self.batch_size, 1)
         at_least("epochs", self.epochs, 1)
         one_of("strategy", self.strategy, _STRATEGIES)
-        one_of("precision", self.precision, PRECISIONS)
+        one_of("precision", self.precision, _PRECISIONS)
         one_of("schedulerInterval", self.schedule_interval, ("step", "epoch"))
+        one_of("validationUnit", self.validation_unit, ("epoch", "step"))
+        one_of("nonFiniteLoss", self.non_finite, ("error", "skip"))
         at_least("accumulationSteps", self.accumulation_steps, 1)
         at_least("validationInterval", self.validation_interval, 1)
         for name, value, least in (
@@ -90,6 +111,8 @@ class TrainConfig:
         for name, bound in (("gradientClipNorm", self.clip_norm), ("gradientClipValue", self.clip_value)):
             if bound is not None:
                 above(name, bound, 0)
+        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
+            raise ConfigError(f"emaDecay must be between 0 and 1, got {self.ema_decay}", param="emaDecay")
         if self.micro_batch_size is not None and self.accumulation_steps != 1:
             raise ConfigError(
                 "accumulationSteps and microBatchSize are both set", hint="set one of them", param="microBatchSize"

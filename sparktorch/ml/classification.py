@@ -9,7 +9,7 @@ from pyspark import keyword_only
 
 from sparktorch.ml.estimator import TorchEstimatorBase
 from sparktorch.ml.model import TorchModelBase
-from sparktorch.ml.params import DEFAULTS, ClassifierColumns
+from sparktorch.ml.params import DEFAULTS, ClassifierColumns, ClassWeightParams
 from sparktorch.ml.translate import given
 from sparktorch.train.task import classes_in
 
@@ -40,7 +40,7 @@ class TorchClassificationModel(TorchModelBase, ClassifierColumns):
         return {field: fields[field] for field in outputs.values()}, outputs
 
 
-class TorchClassifier(TorchEstimatorBase[TorchClassificationModel], ClassifierColumns):
+class TorchClassifier(TorchEstimatorBase[TorchClassificationModel], ClassifierColumns, ClassWeightParams):
     """Trains a PyTorch module to tell classes apart.
 
     The module returns one score (logit) per class, shape `(rows, classes)`, or a single one for two
@@ -71,9 +71,13 @@ class TorchClassifier(TorchEstimatorBase[TorchClassificationModel], ClassifierCo
         idCol: str | None = None,
         loss: str | Callable[..., Any] = "CrossEntropyLoss",
         lossParams: dict[str, Any] | None = None,
+        classWeights: str | list[float] | None = None,
+        trainingStep: str | Callable[..., Any] | None = None,
         optimizer: str | Callable[..., Any] = "AdamW",
         optimizerParams: dict[str, Any] | None = None,
         learningRate: float = 1e-3,
+        parameterGroups: list[dict[str, Any]] | None = None,
+        freeze: list[str] | None = None,
         scheduler: str | Callable[..., Any] | None = None,
         schedulerParams: dict[str, Any] | None = None,
         schedulerInterval: str = "epoch",
@@ -85,12 +89,22 @@ class TorchClassifier(TorchEstimatorBase[TorchClassificationModel], ClassifierCo
         gradientClipNorm: float | None = None,
         gradientClipValue: float | None = None,
         precision: str = "fp32",
+        compile: bool = False,
+        channelsLast: bool = False,
+        syncBatchNorm: bool = False,
+        emaDecay: float | None = None,
+        nonFiniteLoss: str = "error",
+        deterministic: bool = False,
         epochs: int = 1,
         validationInterval: int = 1,
+        validationUnit: str = "epoch",
+        metrics: dict[str, Any] | None = None,
         earlyStoppingPatience: int | None = None,
+        callbacks: list[Any] | None = None,
         shuffle: bool = True,
         seed: int = 0,
         strategy: str = "ddp",
+        strategyParams: dict[str, Any] | None = None,
         numWorkers: int = 1,
         device: str = "auto",
         rendezvous: str = "auto",

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DEFAULTS",
     "SCORING_DEFAULTS",
+    "ClassWeightParams",
     "ClassifierColumns",
     "LaunchParams",
     "ModuleParams",
@@ -57,18 +58,35 @@ DEFAULTS: dict[str, Any] = {
     "learningRate": 1e-3,
     "schedulerParams": {},
     "schedulerInterval": "epoch",
+    "parameterGroups": [],
+    "freeze": [],
     "batchSize": 256,
     "epochs": 1,
     "accumulationSteps": 1,
     "precision": "fp32",
+    "compile": False,
+    "channelsLast": False,
+    "syncBatchNorm": False,
+    "nonFiniteLoss": "error",
+    "deterministic": False,
     "validationInterval": 1,
+    "validationUnit": "epoch",
+    "metrics": {},
+    "callbacks": [],
     "shuffle": True,
     "seed": 0,
     "strategy": "ddp",
+    "strategyParams": {},
     "numWorkers": 1,
     "rendezvous": "auto",
     "progress": True,
 }
+
+
+def _to_dicts(value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, list | tuple):
+        raise TypeError(f"expected a list of dicts, got {type(value).__name__}")
+    return [_to_dict(item) for item in value]
 
 
 def _to_dict(value: Any) -> dict[str, Any]:
@@ -176,6 +194,25 @@ class ClassifierColumns(HasRawPredictionCol, HasProbabilityCol):
         return self._set(probabilityCol=value)
 
 
+class ClassWeightParams(Params):
+    """What each class counts for."""
+
+    classWeights: Param[str | list[float]] = Param(
+        Params._dummy(),
+        "classWeights",
+        "one weight per class, which rows' weights are multiplied by, or 'balanced' for rows / (classes * rows of the "
+        "class)",
+    )
+
+    def getClassWeights(self) -> str | list[float]:
+        """Gets the value of `classWeights`."""
+        return self.getOrDefault(self.classWeights)
+
+    def setClassWeights(self, value: str | list[float]) -> Self:
+        """Sets the value of `classWeights`."""
+        return self._set(classWeights=value)
+
+
 class OutputColumns(HasOutputCols):
     """Names for the outputs of a module that returns several."""
 
@@ -256,6 +293,25 @@ class ModuleParams(Params):
         "referenceBatchSize",
         "the batch size that learningRate was chosen for: scales it to batchSize, with a warm-up (> 0)",
         typeConverter=TypeConverters.toInt,
+    )
+
+    trainingStep: Param[str | Callable[..., Any]] = Param(
+        Params._dummy(),
+        "trainingStep",
+        "a callable (module, batch) -> loss, or (loss, metrics), or its import path, in place of loss",
+    )
+    parameterGroups: Param[list[dict[str, Any]]] = Param(
+        Params._dummy(),
+        "parameterGroups",
+        "optimizer settings of some parameters: dicts with 'params', glob patterns of names, and what differs for "
+        "them, such as lr or weight_decay; the first that matches a name holds",
+        typeConverter=_to_dicts,
+    )
+    freeze: Param[list[str]] = Param(
+        Params._dummy(),
+        "freeze",
+        "glob patterns of the names of parameters that are not trained; '!pattern' takes some out again",
+        typeConverter=TypeConverters.toListString,
     )
 
     def getModule(self) -> Any:
@@ -354,6 +410,30 @@ class ModuleParams(Params):
         """Sets the value of `referenceBatchSize`."""
         return self._set(referenceBatchSize=value)
 
+    def getTrainingStep(self) -> str | Callable[..., Any]:
+        """Gets the value of `trainingStep`."""
+        return self.getOrDefault(self.trainingStep)
+
+    def setTrainingStep(self, value: str | Callable[..., Any]) -> Self:
+        """Sets the value of `trainingStep`."""
+        return self._set(trainingStep=value)
+
+    def getParameterGroups(self) -> list[dict[str, Any]]:
+        """Gets the value of `parameterGroups` or its default."""
+        return self.getOrDefault(self.parameterGroups)
+
+    def setParameterGroups(self, value: list[dict[str, Any]]) -> Self:
+        """Sets the value of `parameterGroups`."""
+        return self._set(parameterGroups=value)
+
+    def getFreeze(self) -> list[str]:
+        """Gets the value of `freeze` or its default."""
+        return self.getOrDefault(self.freeze)
+
+    def setFreeze(self, value: list[str]) -> Self:
+        """Sets the value of `freeze`."""
+        return self._set(freeze=value)
+
 
 class TrainingParams(HasLabelCol, HasWeightCol, HasValidationIndicatorCol, HasSeed):
     """How it is trained, and on which columns."""
@@ -431,6 +511,67 @@ class TrainingParams(HasLabelCol, HasWeightCol, HasValidationIndicatorCol, HasSe
         "validations in a row without a smaller val_loss after which training ends; the model has the weights of "
         "the best one (> 0)",
         typeConverter=TypeConverters.toInt,
+    )
+
+    strategyParams: Param[dict[str, Any]] = Param(
+        Params._dummy(),
+        "strategyParams",
+        "options of the strategy",
+        typeConverter=_to_dict,
+    )
+    syncBatchNorm: Param[bool] = Param(
+        Params._dummy(),
+        "syncBatchNorm",
+        "whether batch normalisation takes its statistics over the rows of all workers",
+        typeConverter=TypeConverters.toBoolean,
+    )
+    emaDecay: Param[float] = Param(
+        Params._dummy(),
+        "emaDecay",
+        "decay of an exponential moving average of the weights, which validation and the model then use (> 0, < 1)",
+        typeConverter=TypeConverters.toFloat,
+    )
+    nonFiniteLoss: Param[str] = Param(
+        Params._dummy(),
+        "nonFiniteLoss",
+        "what happens at a loss that is NaN or infinite: 'error', or 'skip' the step",
+        typeConverter=TypeConverters.toString,
+    )
+    deterministic: Param[bool] = Param(
+        Params._dummy(),
+        "deterministic",
+        "whether two runs on the same machines give the same bits; operations that cannot are errors",
+        typeConverter=TypeConverters.toBoolean,
+    )
+    compile: Param[bool] = Param(
+        Params._dummy(),
+        "compile",
+        "whether to train through torch.compile; workers need a C++ compiler for it on CPUs",
+        typeConverter=TypeConverters.toBoolean,
+    )
+    channelsLast: Param[bool] = Param(
+        Params._dummy(),
+        "channelsLast",
+        "whether images, inputs of four axes, and the module's weights are laid out with the channels last",
+        typeConverter=TypeConverters.toBoolean,
+    )
+    validationUnit: Param[str] = Param(
+        Params._dummy(),
+        "validationUnit",
+        "what validationInterval counts: 'epoch' or 'step'",
+        typeConverter=TypeConverters.toString,
+    )
+    metrics: Param[dict[str, Any]] = Param(
+        Params._dummy(),
+        "metrics",
+        "further validation metrics by name: classes in torchmetrics by name, factories or instances",
+        typeConverter=_to_dict,
+    )
+    callbacks: Param[list[Any]] = Param(
+        Params._dummy(),
+        "callbacks",
+        "Callback instances, whose hooks run in the workers and on the driver",
+        typeConverter=TypeConverters.toList,
     )
 
     def getBatchSize(self) -> int:
@@ -528,6 +669,86 @@ class TrainingParams(HasLabelCol, HasWeightCol, HasValidationIndicatorCol, HasSe
     def setEarlyStoppingPatience(self, value: int) -> Self:
         """Sets the value of `earlyStoppingPatience`."""
         return self._set(earlyStoppingPatience=value)
+
+    def getStrategyParams(self) -> dict[str, Any]:
+        """Gets the value of `strategyParams` or its default."""
+        return self.getOrDefault(self.strategyParams)
+
+    def setStrategyParams(self, value: dict[str, Any]) -> Self:
+        """Sets the value of `strategyParams`."""
+        return self._set(strategyParams=value)
+
+    def getSyncBatchNorm(self) -> bool:
+        """Gets the value of `syncBatchNorm` or its default."""
+        return self.getOrDefault(self.syncBatchNorm)
+
+    def setSyncBatchNorm(self, value: bool) -> Self:
+        """Sets the value of `syncBatchNorm`."""
+        return self._set(syncBatchNorm=value)
+
+    def getEmaDecay(self) -> float:
+        """Gets the value of `emaDecay`."""
+        return self.getOrDefault(self.emaDecay)
+
+    def setEmaDecay(self, value: float) -> Self:
+        """Sets the value of `emaDecay`."""
+        return self._set(emaDecay=value)
+
+    def getNonFiniteLoss(self) -> str:
+        """Gets the value of `nonFiniteLoss` or its default."""
+        return self.getOrDefault(self.nonFiniteLoss)
+
+    def setNonFiniteLoss(self, value: str) -> Self:
+        """Sets the value of `nonFiniteLoss`."""
+        return self._set(nonFiniteLoss=value)
+
+    def getDeterministic(self) -> bool:
+        """Gets the value of `deterministic` or its default."""
+        return self.getOrDefault(self.deterministic)
+
+    def setDeterministic(self, value: bool) -> Self:
+        """Sets the value of `deterministic`."""
+        return self._set(deterministic=value)
+
+    def getCompile(self) -> bool:
+        """Gets the value of `compile` or its default."""
+        return self.getOrDefault(self.compile)
+
+    def setCompile(self, value: bool) -> Self:
+        """Sets the value of `compile`."""
+        return self._set(compile=value)
+
+    def getChannelsLast(self) -> bool:
+        """Gets the value of `channelsLast` or its default."""
+        return self.getOrDefault(self.channelsLast)
+
+    def setChannelsLast(self, value: bool) -> Self:
+        """Sets the value of `channelsLast`."""
+        return self._set(channelsLast=value)
+
+    def getValidationUnit(self) -> str:
+        """Gets the value of `validationUnit` or its default."""
+        return self.getOrDefault(self.validationUnit)
+
+    def setValidationUnit(self, value: str) -> Self:
+        """Sets the value of `validationUnit`."""
+        return self._set(validationUnit=value)
+
+    def getMetrics(self) -> dict[str, Any]:
+        """Gets the value of `metrics` or its default."""
+        return self.getOrDefault(self.metrics)
+
+    def setMetrics(self, value: dict[str, Any]) -> Self:
+        """Sets the value of `metrics`."""
+        return self._set(metrics=value)
+
+    def getCallbacks(self) -> list[Any]:
+        """Gets the value of `callbacks` or its default."""
+        return self.getOrDefault(self.callbacks)
+
+    def setCallbacks(self, value: list[Any]) -> Self:
+        """Sets the value of `callbacks`."""
+        return self._set(callbacks=value)
 
     def setLabelCol(self, value: str) -> Self:
         """Sets the value of `labelCol`."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from sparktorch.artifact import TrainedModule
-from sparktorch.config import PRECISIONS, Device, Task, TrainConfig, above, at_least, one_of
+from sparktorch.config import Device, Task, TrainConfig, above, at_least, one_of
 from sparktorch.errors import ConfigError, nearest
 from sparktorch.program import Program
 from sparktorch.spark.barrier import Launch
 from sparktorch.train.recipe import Recipe, load_object
+from sparktorch.train.strategy import strategy_options
 
 if TYPE_CHECKING:
     from pyspark.ml.param import Params
@@ -98,7 +100,7 @@ def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
         )
     if "lr" in p["optimizerParams"]:
         raise ConfigError("optimizerParams holds 'lr'", hint="set learningRate", param="optimizerParams")
-    return Request(
+    request = Request(
         recipe=Recipe(
             **_module(p["module"], p["moduleParams"]),
             loss=p["loss"],
@@ -108,6 +110,11 @@ def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
             learning_rate=p["learningRate"],
             scheduler=scheduler,
             scheduler_params=p["schedulerParams"],
+            training_step=p["trainingStep"],
+            parameter_groups=tuple(p["parameterGroups"]),
+            freeze=tuple(p["freeze"]),
+            metrics=p["metrics"],
+            callbacks=tuple(p["callbacks"]),
         ),
         config=TrainConfig(
             task=task,
@@ -116,6 +123,7 @@ def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
             seed=p["seed"],
             shuffle=p["shuffle"],
             strategy=p["strategy"],
+            strategy_params=p["strategyParams"],
             accumulation_steps=p["accumulationSteps"],
             micro_batch_size=p["microBatchSize"],
             clip_norm=p["gradientClipNorm"],
@@ -125,7 +133,15 @@ def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
             warmup_steps=p["warmupSteps"],
             reference_batch_size=p["referenceBatchSize"],
             validation_interval=p["validationInterval"],
+            validation_unit=p["validationUnit"],
             patience=p["earlyStoppingPatience"],
+            class_weights=_class_weights(p["classWeights"]),
+            ema_decay=p["emaDecay"],
+            non_finite=p["nonFiniteLoss"],
+            deterministic=p["deterministic"],
+            compile=p["compile"],
+            channels_last=p["channelsLast"],
+            sync_batch_norm=p["syncBatchNorm"],
         ),
         launch=Launch(world_size=p["numWorkers"], device=cast(Device, p["device"]), rendezvous=p["rendezvous"]),
         columns={
@@ -136,6 +152,8 @@ def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
             "key": p["idCol"],
         },
     )
+    strategy_options(request.config)
+    return request
 
 
 def check_scoring(instance: ScoringParams) -> None:
@@ -147,7 +165,7 @@ def check_scoring(instance: ScoringParams) -> None:
     at_least("predictBatchSize", instance.getPredictBatchSize(), 1)
     one_of("device", instance.getDevice(), ("auto", "cpu", "cuda"))
     one_of("handleInvalid", instance.getHandleInvalid(), ("error", "keep"))
-    one_of("predictPrecision", instance.getPredictPrecision(), PRECISIONS)
+    one_of("predictPrecision", instance.getPredictPrecision(), ("fp32", "bf16", "fp16"))
 
 
 def _module(module: Any, params: dict[str, Any]) -> dict[str, Any]:
@@ -166,14 +184,23 @@ def _module(module: Any, params: dict[str, Any]) -> dict[str, Any]:
     return {"module": trained.source, "module_params": trained.params, "initial": trained.weights}
 
 
+def _class_weights(value: Any) -> tuple[float, ...] | Literal["balanced"] | None:
+    if value is None or value == "balanced":
+        return "balanced" if value else None
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise ConfigError(f"classWeights must be 'balanced' or a list, got {value!r}", param="classWeights")
+    return tuple(float(weight) for weight in value)
+
+
 class _Values:
-    """An estimator's Param values by name; `None` where neither value nor default is there."""
+    """An estimator's Param values by name; `None` where there is no such Param, no value and no default."""
 
     def __init__(self, instance: Params) -> None:
         self._instance = instance
 
     def __getitem__(self, name: str) -> Any:
-        return self._instance.getOrDefault(name) if self._instance.isDefined(name) else None
+        instance = self._instance
+        return instance.getOrDefault(name) if instance.hasParam(name) and instance.isDefined(name) else None
 
 
 def check_param_names(instance: Params, names: list[str], *, where: str) -> None:

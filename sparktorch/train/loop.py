@@ -241,10 +241,12 @@ class _Training:
             with self._strategy.no_sync(self._module):
                 loss_sum = self._backward(part, scale, loss_sum)
         loss_sum = self._backward(last, scale, loss_sum)
+        self._strategy.before_step(self._module)
         if self._config.clip_norm or self._config.clip_value:
             self._scaler.unscale_(self._optimizer)
             self._strategy.clip_gradients(self._module, norm=self._config.clip_norm, value=self._config.clip_value)
         self.schedule.step(self._take_step)
+        self._strategy.after_step(self._module)
         return loss_sum
 
     def _backward(self, batch: BatchLike, scale: float, before: torch.Tensor | None) -> torch.Tensor:
@@ -280,24 +282,22 @@ class _Training:
         Returns:
             The metrics, and the confusion matrix, int64 of shape `(classes, classes)`.
         """
-        # The wrapped module may synchronise buffers on forward, and ranks have unequal numbers of
-        # validation batches: the plain one underneath stays silent.
-        plain = getattr(self._module, "module", self._module)
-        plain.eval()
         task = self._config.task
         totals = torch.zeros(3, dtype=torch.float64)
         shown = classes if classes is not None and classes <= _MOST_CLASSES else 0
         counts = torch.zeros(shown**2, dtype=torch.float64)
-        for batch in self._shard.validation(_EVALUATION_ROWS):
-            output, label = align(task, self._forward(plain, batch), batch.label)
-            weight = torch.ones(batch.rows, device=self._world.device) if batch.weight is None else batch.weight
-            totals[0] += float(self._loss(output, label, batch.weight))
-            totals[1] += float(weight.sum())
-            if task == "classification" and label is not None:
-                totals[2] += float((correct(output, label) * weight).sum())
-                if shown:
-                    cells = label.long() * shown + predicted(output, label)
-                    counts += torch.bincount(cells, minlength=len(counts)).cpu()
+        with self._strategy.evaluating(self._module) as module:
+            module.eval()
+            for batch in self._shard.validation(_EVALUATION_ROWS):
+                output, label = align(task, self._forward(module, batch), batch.label)
+                weight = torch.ones(batch.rows, device=self._world.device) if batch.weight is None else batch.weight
+                totals[0] += float(self._loss(output, label, batch.weight))
+                totals[1] += float(weight.sum())
+                if task == "classification" and label is not None:
+                    totals[2] += float((correct(output, label) * weight).sum())
+                    if shown:
+                        cells = label.long() * shown + predicted(output, label)
+                        counts += torch.bincount(cells, minlength=len(counts)).cpu()
         summed = sum_over_ranks(torch.cat([totals, counts]), self._world)
         loss_sum, weight_sum, right = summed[:3].tolist()
         metrics = {"val_loss": loss_sum / weight_sum if weight_sum else float("nan")}

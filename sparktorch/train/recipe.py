@@ -6,7 +6,7 @@ import copy
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,6 +78,13 @@ class Recipe:
         scheduler: The name of a class in `torch.optim.lr_scheduler`, an import path, or a factory
             `(optimizer, **params)`; `None` for a constant learning rate.
         scheduler_params: Keyword arguments of the scheduler.
+        training_step: A callable `(module, batch)` that returns the loss, or the loss and a mapping of
+            metrics, or its import path; in place of `loss`.
+        parameter_groups: Options of the optimizer for parameters whose names match the patterns
+            under "params"; the first group that matches a name holds.
+        freeze: Patterns of names of parameters that are not trained; `"!pattern"` takes some out again.
+        metrics: Further validation metrics by name: names of classes in torchmetrics, factories or instances.
+        callbacks: What is called as the training goes on.
     """
 
     module: ModuleSource
@@ -90,6 +97,11 @@ class Recipe:
     learning_rate: float = 1e-3
     scheduler: str | Callable[..., Any] | None = None
     scheduler_params: Mapping[str, Any] = field(default_factory=dict)
+    training_step: str | Callable[..., Any] | None = None
+    parameter_groups: Sequence[Mapping[str, Any]] = ()
+    freeze: Sequence[str] = ()
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    callbacks: Sequence[Any] = ()
 
     def build_module(self, seed: int) -> nn.Module:
         """Builds the module; the same seed gives the same initial weights in every process.

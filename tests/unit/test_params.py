@@ -22,9 +22,13 @@ from tests.support.nets import Mlp
 ESTIMATORS = [TorchClassifier, TorchRegressor, TorchEstimator]
 MODELS = [TorchClassificationModel, TorchRegressionModel, TorchModel]
 # Mutable defaults, which a signature cannot show.
-EMPTY = {"moduleParams": {}, "lossParams": {}, "optimizerParams": {}, "schedulerParams": {}}
+EMPTY: dict[str, Any] = {
+    **{name: {} for name in ("moduleParams", "lossParams", "optimizerParams", "schedulerParams")},
+    **{name: {} for name in ("strategyParams", "metrics")},
+    **{name: [] for name in ("parameterGroups", "freeze", "callbacks")},
+}
 # Numbers without a default.
-NUMBERS = {"gradientClipNorm": 0.5, "gradientClipValue": 0.5} | dict.fromkeys(
+NUMBERS = {"gradientClipNorm": 0.5, "gradientClipValue": 0.5, "emaDecay": 0.5} | dict.fromkeys(
     ("microBatchSize", "warmupSteps", "referenceBatchSize", "earlyStoppingPatience"), 3
 )
 
@@ -58,14 +62,14 @@ def test_nothing_is_set_that_was_not_given(kind: Any) -> None:
 
 @pytest.mark.parametrize("kind", [*ESTIMATORS, *MODELS])
 def test_every_param_has_a_doc_a_getter_and_a_setter(kind: Any) -> None:
-    values: dict[type, Any] = {int: 3, float: 0.5, str: "a", bool: False, dict: {"a": 1}, type(None): "a"}
+    values: dict[type, Any] = {int: 3, float: 0.5, str: "a", bool: False, dict: {"a": 1}, type(None): "a", list: ["a"]}
     lists = {"inputCols", "outputCols"}
     instance = kind()
     for param in instance.params:
         assert param.doc
         name = param.name[0].upper() + param.name[1:]
         value = ["a"] if param.name in lists else values[type(value_of(instance, param))]
-        value = NUMBERS.get(param.name, value)
+        value = {**NUMBERS, "parameterGroups": [{"params": "a"}]}.get(param.name, value)
         assert getattr(instance, f"set{name}")(value) is instance
         assert getattr(instance, f"get{name}")() == value
 

@@ -1,42 +1,133 @@
-"""What the training loop asks of a strategy."""
+"""What the training loop asks of a strategy, and what most strategies answer."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from sparktorch.config import TrainConfig
 from sparktorch.train.recipe import Recipe
+from sparktorch.world import World
 
-__all__ = ["Strategy"]
+__all__ = ["DATA", "Layout", "NoOptions", "Strategy"]
+
+DATA = "data"  # the mesh's dimension along which ranks hold different samples
+
+O = TypeVar("O")  # noqa: E741 - the options of a strategy
 
 
-class Strategy(Protocol):
-    """How the ranks of a process group share one model."""
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Which dimensions of the device mesh divide what; along all others, ranks hold the same.
+
+    Attributes:
+        samples: Ranks along these dimensions train on different rows.
+        parameters: They keep a part of the parameters each.
+        gradients: They keep a part of the gradients each.
+        optimizer_state: They keep a part of the optimizer's state each.
+    """
+
+    samples: tuple[str, ...] = (DATA,)
+    parameters: tuple[str, ...] = ()
+    gradients: tuple[str, ...] = ()
+    optimizer_state: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoOptions:
+    """The options of a strategy that has none."""
+
+
+class Strategy(ABC, Generic[O]):
+    """How the ranks of a process group share the training of one model.
+
+    Every rank calls every method at the same place, for any of them may be a collective.
+    """
+
+    layout: ClassVar[Layout] = Layout()
+    options_type: ClassVar[type[Any]] = NoOptions
+    # Whether a forward pass waits for the other ranks, so that all must take equally many.
+    collective_forward: ClassVar[bool] = False
+
+    def __init__(self, config: TrainConfig, world: World, options: O) -> None:
+        """Takes the configuration, the rank it works for, and its own options."""
+        self._config = config
+        self._world = world
+        self._options = options
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """The ranks as a mesh of one dimension, named `data`."""
+        kind = torch.device(self._world.device).type
+        return init_device_mesh(kind, (self._world.world_size,), mesh_dim_names=(DATA,))
+
+    @property
+    def alone(self) -> bool:
+        """Whether this rank is the only one, and there is no process group."""
+        return self._world.world_size == 1
 
     @property
     def gradient_divisor(self) -> int:
         """What the strategy divides summed gradients by; the loop multiplies the loss by it."""
-        ...
+        return self._world.world_size
 
+    @abstractmethod
     def prepare(self, module: nn.Module) -> nn.Module:
         """Returns the module that the loop calls, its gradients reduced over the ranks."""
-        ...
 
     def optimizer(self, recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer:
-        """Builds the optimizer over the parameters this rank updates."""
-        ...
+        """Builds the optimizer over the parameters this rank updates.
+
+        Args:
+            recipe: Names the optimizer.
+            module: The module as it was given to `prepare`.
+        """
+        return recipe.build_optimizer(module)
+
+    def plain(self, module: nn.Module) -> nn.Module:
+        """Returns the user's module under the one that `prepare` returned."""
+        return module
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[None]:
         """Returns a block in which backward adds to this rank's gradients and sends nothing."""
-        ...
+        return nullcontext()
 
     def clip_gradients(self, module: nn.Module, *, norm: float | None, value: float | None) -> None:
         """Limits the gradients of the whole model: each element, then the norm of all."""
-        ...
+        if value is not None:
+            nn.utils.clip_grad_value_(module.parameters(), value)
+        if norm is not None:
+            nn.utils.clip_grad_norm_(module.parameters(), norm)
+
+    def before_step(self, module: nn.Module) -> None:
+        """Is called when the gradients of a step are complete in this rank, before they are clipped."""
+
+    def after_step(self, module: nn.Module) -> None:
+        """Is called after each step of the optimizer."""
+
+    @contextmanager
+    def evaluating(self, module: nn.Module) -> Iterator[nn.Module]:
+        """A block in which every rank holds the same model, the one that training would now return.
+
+        Yields:
+            The module to call, whose forward waits for no other rank unless `collective_forward`.
+        """
+        plain = self.plain(module)
+        if not self.alone:
+            for buffer in plain.buffers():  # running statistics are each rank's own
+                dist.broadcast(buffer, 0)
+        yield plain
 
     def state_dict(self, module: nn.Module) -> dict[str, torch.Tensor]:
-        """Returns the whole model's state on the CPU; called by every rank, meant for rank 0."""
-        ...
+        """Returns the whole model's state on the CPU; meant for rank 0, others may get less."""
+        with self.evaluating(module) as plain:
+            return {name: value.detach().cpu() for name, value in plain.state_dict().items()}

@@ -1,60 +1,112 @@
-"""Data parallel: every rank holds the whole model, gradients are all-reduced while they appear."""
+"""Data parallel: every rank holds the whole model, gradients are all-reduced while they appear.
+
+Li et al. 2020, PyTorch Distributed: Experiences on Accelerating Data Parallel Training
+(https://arxiv.org/abs/2006.15704).
+"""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sparktorch.train.recipe import Recipe
-from sparktorch.world import World
+from sparktorch.config import at_least, one_of
+from sparktorch.train.strategy.base import Strategy
 
-__all__ = ["DDP"]
+__all__ = ["DDP", "DDPOptions"]
+
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-class DDP:
+@dataclass(frozen=True, kw_only=True)
+class DDPOptions:
+    """Options of `ddp` and `zero1`; see `torch.nn.parallel.DistributedDataParallel`.
+
+    Attributes:
+        bucket_cap_mb: Gradients are sent in buckets of this many MB; 0 sends each by itself.
+        gradient_as_bucket_view: Whether gradients live in the buckets, which saves a copy of them.
+        static_graph: Whether every step uses the same parameters, in the same order.
+        broadcast_buffers: Whether rank 0's buffers go to every rank before each forward pass.
+        find_unused_parameters: Whether some parameters may get no gradient in a step; `None` lets the
+            dry run on the driver decide.
+        comm_hook: Sends gradients as "fp16" or "bf16", or compressed by "powerSGD".
+        powersgd_rank: Rank of the matrices that PowerSGD sends.
+        powersgd_start_step: Steps that PowerSGD sends whole gradients for, at first.
+    """
+
+    bucket_cap_mb: float = 25
+    gradient_as_bucket_view: bool = True
+    static_graph: bool = False
+    broadcast_buffers: bool = True
+    find_unused_parameters: bool | None = None
+    comm_hook: Literal["fp16", "bf16", "powerSGD"] | None = None
+    powersgd_rank: int = 1
+    powersgd_start_step: int = 1000
+
+    def __post_init__(self) -> None:
+        at_least("strategyParams.bucket_cap_mb", self.bucket_cap_mb, 0)
+        at_least("strategyParams.powersgd_rank", self.powersgd_rank, 1)
+        at_least("strategyParams.powersgd_start_step", self.powersgd_start_step, 2)  # torch's own bound
+        if self.comm_hook is not None:
+            one_of("strategyParams.comm_hook", self.comm_hook, ("fp16", "bf16", "powerSGD"))
+
+
+class DDP(Strategy[DDPOptions]):
     """`DistributedDataParallel`; alone, the plain module."""
 
-    def __init__(self, world: World, *, unused_parameters: bool) -> None:
-        """Takes the rank it works for, and whether some parameters may get no gradient in a step."""
-        self._world = world
-        self._unused_parameters = unused_parameters
-
-    @property
-    def gradient_divisor(self) -> int:
-        """DDP averages over the ranks."""
-        return self._world.world_size
+    options_type = DDPOptions
 
     def prepare(self, module: nn.Module) -> nn.Module:
         """Wraps the module; rank 0's initial parameters and buffers go to every rank."""
-        if self._world.world_size == 1:
+        if self.alone:
             return module
+        options = self._options
         index = torch.device(self._world.device).index
-        return DistributedDataParallel(
+        unused = options.find_unused_parameters
+        wrapped = DistributedDataParallel(
             module,
             device_ids=None if index is None else [index],
-            gradient_as_bucket_view=True,
-            find_unused_parameters=self._unused_parameters,
+            bucket_cap_mb=options.bucket_cap_mb,
+            gradient_as_bucket_view=options.gradient_as_bucket_view,
+            static_graph=options.static_graph,
+            broadcast_buffers=options.broadcast_buffers,
+            find_unused_parameters=self._config.unused_parameters if unused is None else unused,
         )
+        if options.comm_hook == "powerSGD":
+            from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
 
-    def optimizer(self, recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer:
-        """Builds the optimizer over all trainable parameters."""
-        return recipe.build_optimizer(module)
+            state = powersgd.PowerSGDState(
+                None,
+                matrix_approximation_rank=options.powersgd_rank,
+                start_powerSGD_iter=options.powersgd_start_step,
+            )
+            wrapped.register_comm_hook(state, powersgd.powerSGD_hook)
+        elif options.comm_hook is not None:
+            wrapped.register_comm_hook(_DTYPES[options.comm_hook], _narrow_all_reduce)
+        return wrapped
+
+    def plain(self, module: nn.Module) -> nn.Module:
+        """Returns the wrapped module."""
+        return module.module if isinstance(module, DistributedDataParallel) else module
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[None]:
         """Leaves out the all-reduce."""
         return module.no_sync() if isinstance(module, DistributedDataParallel) else nullcontext()
 
-    def clip_gradients(self, module: nn.Module, *, norm: float | None, value: float | None) -> None:
-        """Limits the gradients, which are the same on every rank."""
-        if value is not None:
-            nn.utils.clip_grad_value_(module.parameters(), value)
-        if norm is not None:
-            nn.utils.clip_grad_norm_(module.parameters(), norm)
 
-    def state_dict(self, module: nn.Module) -> dict[str, torch.Tensor]:
-        """Returns the wrapped module's state; parameters are the same on every rank."""
-        plain = module.module if isinstance(module, DistributedDataParallel) else module
-        return {name: value.detach().cpu() for name, value in plain.state_dict().items()}
+def _narrow_all_reduce(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Averages a bucket in a narrower type. torch's own hook for bfloat16 takes NCCL only."""
+    wide = bucket.buffer()
+    narrow = wide.to(dtype).div_(dist.get_world_size())
+    work: Any = dist.all_reduce(narrow, async_op=True)
+
+    def widen(_: Any) -> torch.Tensor:
+        return wide.copy_(narrow)
+
+    future: torch.futures.Future[torch.Tensor] = work.get_future().then(widen)
+    return future

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from sparktorch.train.recipe import Recipe
+from sparktorch.train.strategy.base import DATA, Layout
 from sparktorch.train.strategy.ddp import DDP
 
 __all__ = ["Zero1"]
@@ -18,9 +19,11 @@ __all__ = ["Zero1"]
 class Zero1(DDP):
     """`ZeroRedundancyOptimizer` over `DistributedDataParallel`: each rank updates its share and sends it to all."""
 
+    layout = Layout(optimizer_state=(DATA,))
+
     def optimizer(self, recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer:
         """Builds the optimizer over this rank's share of the trainable parameters; alone, over all of them."""
-        if self._world.world_size == 1:
+        if self.alone:
             return recipe.build_optimizer(module)
         from torch.distributed.optim import ZeroRedundancyOptimizer  # it takes a while, and nobody else needs it
 
