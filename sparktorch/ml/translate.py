@@ -12,7 +12,7 @@ from sparktorch.errors import ConfigError, nearest
 from sparktorch.program import Program
 from sparktorch.spark.barrier import Launch
 from sparktorch.train.recipe import Recipe, load_object
-from sparktorch.train.strategy import strategy_options
+from sparktorch.train.strategy import check_strategy
 
 if TYPE_CHECKING:
     from pyspark.ml.param import Params
@@ -152,7 +152,7 @@ def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
             "key": p["idCol"],
         },
     )
-    strategy_options(request.config)
+    check_strategy(request.config, request.recipe)
     return request
 
 

@@ -183,7 +183,7 @@ class _Training:
         normalised = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in plain.modules())
         self._least = 2 if normalised else 1
         self._best_loss = math.inf
-        self._best: dict[str, torch.Tensor] = {}
+        self._best: dict[str, torch.Tensor] | None = None
         self.without_progress = 0  # validations since the best one
         # Same initial weights everywhere; from here on, dropout and the like differ by rank.
         torch.manual_seed(config.seed + world.rank + 1)
@@ -193,8 +193,8 @@ class _Training:
         started = time.perf_counter()
         weights = sum_over_ranks(self._shard.step_weights(epoch), self._world)
         totals = self._steps(epoch, weights)
-        seconds = time.perf_counter() - started
         loss_sum, rows, waited = sum_over_ranks(totals, self._world).tolist()
+        seconds = time.perf_counter() - started  # of the slowest rank, which others need not keep pace with
         return {
             "epoch": epoch + 1,
             "loss": loss_sum / max(float(weights.sum()), torch.finfo(torch.float64).tiny),
@@ -202,6 +202,7 @@ class _Training:
             "seconds": seconds,
             "rows_per_second": rows / seconds,
             "data_wait_share": waited / (seconds * self._world.world_size),
+            **self._strategy.metrics(),
         }
 
     def _steps(self, epoch: int, weights: torch.Tensor) -> torch.Tensor:
@@ -313,13 +314,13 @@ class _Training:
         self.without_progress = 0
         self._best_loss = loss
         state = self._strategy.state_dict(self._module)
-        if self._world.is_main:  # whose state it is that becomes the model's
-            self._best = {name: value.clone() for name, value in state.items()}
+        # Rank 0's state becomes the model's.
+        self._best = {name: value.clone() for name, value in state.items()} if self._world.is_main else {}
         return True
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns the whole model's state on the CPU: of the best validation if that was looked for, or the last."""
-        return self._best or self._strategy.state_dict(self._module)
+        return self._strategy.state_dict(self._module) if self._best is None else self._best
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,14 @@ class Strategy(ABC, Generic[O]):
         """What the strategy divides summed gradients by; the loop multiplies the loss by it."""
         return self._world.world_size
 
+    @classmethod
+    def check(cls, config: TrainConfig, recipe: Recipe) -> None:
+        """Refuses, on the driver, what the strategy does not go with; its options are sound already.
+
+        Raises:
+            ConfigError: Names the Param.
+        """
+
     @abstractmethod
     def prepare(self, module: nn.Module) -> nn.Module:
         """Returns the module that the loop calls, its gradients reduced over the ranks."""
@@ -113,6 +121,10 @@ class Strategy(ABC, Generic[O]):
 
     def after_step(self, module: nn.Module) -> None:
         """Is called after each step of the optimizer."""
+
+    def metrics(self) -> dict[str, float]:
+        """Returns what the strategy measured since the last call, over all ranks: part of an epoch's record."""
+        return {}
 
     @contextmanager
     def evaluating(self, module: nn.Module) -> Iterator[nn.Module]:
