@@ -17,19 +17,16 @@ import torch.distributed as dist
 
 from sparktorch.world import World
 
-__all__ = ["attach", "close_connections", "gloo_group", "process_group", "sum_over_ranks"]
+__all__ = ["attach", "process_group", "sum_over_ranks"]
 
 _SIOCGIFADDR = 0x8915
 
-# The last groups of this process, kept until the next ones. Ending a group joins threads that may be
+# The last group of this process, kept until the next one. Ending a group joins threads that may be
 # waiting for the GIL: this reference lets go of it meanwhile, the one in DDP's reducer, which a
 # traceback keeps alive, does not.
 _kept: list[dist.ProcessGroup | None] = []
 
-# What is left together with the default group.
 _attached = ExitStack()
-
-_NOBODY = 1 << 16  # a tag that nothing is sent with
 
 
 @contextmanager
@@ -89,29 +86,8 @@ def sum_over_ranks(values: torch.Tensor, world: World) -> torch.Tensor:
 
 
 def attach(resource: AbstractContextManager[Any]) -> None:
-    """Enters a context and leaves it just before the process group closes, with the error if there is one."""
+    """Enters a context, to be left just before the process group closes, with the error if there is one."""
     _attached.enter_context(resource)
-
-
-def gloo_group(world: World) -> dist.ProcessGroup:
-    """Opens a further group of all ranks, whatever the default one's backend; each rank calls it."""
-    with _gloo_interface(world.address):
-        group: dist.ProcessGroup = dist.new_group(backend="gloo")
-    _kept.append(group)
-    _calm_gloo()
-    return group
-
-
-def close_connections(group: dist.ProcessGroup) -> None:
-    """Ends at once, as errors, all that waits on a Gloo group in this process, and for it in others.
-
-    `abort` leaves a thread in `recv` where it is. A wait that times out does not: Gloo then closes
-    all connections of the group.
-    """
-    for peer in set(range(dist.get_world_size(group))) - {dist.get_rank(group)}:
-        with suppress(RuntimeError):  # at once, from a connection that is closed already
-            work: Any = dist.irecv(torch.empty(1), peer, group=group, tag=_NOBODY)
-            work.wait(timedelta(milliseconds=1))
 
 
 @contextmanager

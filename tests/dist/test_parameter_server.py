@@ -25,6 +25,7 @@ from sparktorch.worker import TrainJob
 from tests.support.frames import Table
 from tests.support.nets import (
     DiesAt,
+    DiesWithin,
     FailsAt,
     Linear,
     Mlp,
@@ -353,6 +354,20 @@ def test_a_rank_that_is_killed_ends_the_others_within_seconds(options: dict[str,
     assert not primary, "what the surviving ranks report is no cause"
     assert silent is not None
     assert silent.where["rank"] == dead
+
+
+@pytest.mark.parametrize("options", [{"staleness": 0}, {"staleness": 1, "servers": None}, {}])
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_rank_that_is_killed_in_the_middle_of_a_message_ends_the_others(options: dict[str, Any], dead: int) -> None:
+    table = Table.random(ROWS, classes=3)
+    recipe = {"module": DiesWithin, "module_params": {"rank": dead, "seconds": 0.2}, "loss": "CrossEntropyLoss"}
+    with control_server() as server:
+        job = job_for(table, recipe=recipe, options=options, epochs=200)
+        ended = run_ranks(server, parts(2, table), job, seconds=40)
+        _, primary = server.first_failure()
+    assert ended[dead].exitcode == -signal.SIGKILL
+    assert ended[1 - dead].error
+    assert not primary
 
 
 @pytest.mark.parametrize("options", [{"staleness": 0}, {"staleness": 2, "servers": None}, {}])

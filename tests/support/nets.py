@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ __all__ = [
     "Complex",
     "Counting",
     "DiesAt",
+    "DiesWithin",
     "FailsAt",
     "Linear",
     "Logarithm",
@@ -188,6 +190,20 @@ class DiesAt(FailsAt):
 
     def fail(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+class DiesWithin(Mlp):
+    """Large, and killed on one rank some seconds into training, whatever that rank is doing then."""
+
+    def __init__(self, rank: int, seconds: float) -> None:
+        super().__init__(hidden=300_000)
+        self._rank, self._seconds, self._seen = rank, seconds, False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self._seen and dist.is_initialized() and dist.get_rank() == self._rank:
+            threading.Timer(self._seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        self._seen = True
+        return super().forward(x)
 
 
 class Unsteady(torch.optim.SGD):

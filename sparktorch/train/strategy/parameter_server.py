@@ -21,16 +21,14 @@ from torch import nn
 
 from sparktorch.config import TrainConfig, at_least
 from sparktorch.errors import ConfigError
-from sparktorch.train.group import attach, close_connections, gloo_group, sum_over_ranks
+from sparktorch.train.group import attach, sum_over_ranks
 from sparktorch.train.recipe import Recipe, load_object
 from sparktorch.train.strategy.base import DATA, Layout, Strategy
+from sparktorch.train.strategy.lines import Line, connect
 from sparktorch.train.strategy.server import Frame, Share, assign, read_numbers
 from sparktorch.world import World
 
 __all__ = ["ParameterServer", "ParameterServerOptions"]
-
-_PUSH, _REPLY = 0, 1  # tags: two servers send each other both
-_JOIN_SECONDS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +56,7 @@ class ParameterServer(Strategy[ParameterServerOptions]):
     """Gradients go to servers, which hold parameters and optimizer; parameters come back.
 
     The servers' copies lie in the memory of some ranks' hosts, whole tensors each. Traffic with them
-    has a Gloo group of its own, so that no collective of the loop meets it.
+    has connections of its own, so that no collective of the loop meets it.
     """
 
     layout = Layout(optimizer_state=(DATA,))
@@ -171,7 +169,7 @@ class _Pushing(torch.optim.Optimizer):
 
 
 class _Exchange:
-    """One rank's line to all servers, and the threads of the server it hosts, if any."""
+    """One rank's lines to all servers, and the threads of the server it hosts, if any."""
 
     def __init__(
         self,
@@ -181,7 +179,7 @@ class _Exchange:
         *,
         numbers: int,
     ) -> None:
-        """Opens the group.
+        """Connects.
 
         Args:
             world: This rank's place.
@@ -189,24 +187,20 @@ class _Exchange:
             share: What this rank serves.
             numbers: How many numbers each push carries.
         """
-        self._rank, self._share = world.rank, share
-        self._group = gloo_group(world)
+        self._world, self._share = world, share
+        self._parameters = dict(shares)
         pinned = world.device.startswith("cuda")
-        self._lines = [(rank, own, Frame(own, numbers, pinned=pinned)) for rank, own in shares]
-        self._remote = [(rank, frame) for rank, _, frame in self._lines if rank != self._rank]
-        self._threads: list[threading.Thread] = []
-        if share is not None:
-            own = dict(shares)[world.rank]
-            self._threads = [
-                threading.Thread(
-                    target=self._serve,
-                    args=(share, peer, Frame(own, numbers)),
-                    name=f"sparktorch-server-of-{peer}",
-                    daemon=True,
-                )
-                for peer in range(world.world_size)
-                if peer != world.rank
-            ]
+        self._frames = {server: Frame(own, numbers, pinned=pinned) for server, own in shares}
+        self._ups, self._downs = connect(world, list(self._parameters))
+        self._threads = [
+            threading.Thread(
+                target=self._serve,
+                args=(peer, line, Frame(self._parameters[world.rank], numbers)),
+                name=f"sparktorch-server-of-{peer}",
+                daemon=True,
+            )
+            for peer, line in self._downs.items()
+        ]
 
     def __enter__(self) -> _Exchange:
         for thread in self._threads:
@@ -216,19 +210,24 @@ class _Exchange:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            for server, frame in self._remote:
-                frame.end()
-                dist.send(frame.bytes, server, group=self._group, tag=_PUSH)
-        else:
-            if self._share is not None:
-                self._share.fail(error)
-            close_connections(self._group)
+        found = error
+        if found is None:
+            try:
+                for server, line in self._ups.items():
+                    self._frames[server].end()
+                    line.send(self._frames[server].bytes)
+            except dist.DistError as gone:
+                found = gone
+        if found is not None:
+            self._stop(found)
         for thread in self._threads:
-            thread.join(None if error is None else _JOIN_SECONDS)
-        failure = None if self._share is None else self._share.failure
-        if failure not in (None, error) and isinstance(error, RuntimeError | None):
-            raise failure  # in a thread of the server, whose peers left and took this rank's collective with them
+            thread.join()
+        for line in (*self._ups.values(), *self._downs.values()):
+            line.close()
+        if self._share is not None:
+            found = self._share.failure
+        if found not in (None, error) and isinstance(error, RuntimeError | None):
+            raise found  # where there is an error, it is that of a collective whose peers left because of this one
 
     def step(self, groups: list[dict[str, Any]]) -> None:
         """Pushes the gradients to all servers and sets the parameters to what they reply.
@@ -237,46 +236,48 @@ class _Exchange:
             groups: The parameter groups, for their learning rates.
         """
         numbers = read_numbers(groups)
-        for _, parameters, frame in self._lines:
-            frame.push(numbers, [parameter.grad for parameter in parameters])
-        sent = [dist.isend(frame.bytes, server, group=self._group, tag=_PUSH) for server, frame in self._remote]
-        _wait(sent)
-        replies = [dist.irecv(frame.bytes, server, group=self._group, tag=_REPLY) for server, frame in self._remote]
+        for server, frame in self._frames.items():
+            frame.push(numbers, [parameter.grad for parameter in self._parameters[server]])
+        for server, line in self._ups.items():
+            line.send(self._frames[server].bytes)
         if self._share is not None:
-            for server, _, frame in self._lines:
-                if server == self._rank:
-                    self._share.push(server, frame)
-        _wait(replies)
-        for _, parameters, frame in self._lines:
-            frame.load(parameters)
+            self._share.push(self._world.rank, self._frames[self._world.rank])
+        for server, line in self._ups.items():
+            line.receive(self._frames[server].bytes)
+        for server, frame in self._frames.items():
+            frame.load(self._parameters[server])
 
     def pull_together(self) -> None:
         """Gives every rank the same parameters, after the pushes of all."""
-        dist.barrier(group=self._group)
-        for server, parameters, frame in self._lines:
-            if server == self._rank and self._share is not None:
+        dist.barrier()
+        for server, frame in self._frames.items():
+            if server == self._world.rank and self._share is not None:
                 self._share.read(frame)
-            dist.broadcast(frame.bytes, server, group=self._group)
-            frame.load(parameters)
+            whole = frame.bytes.to(self._world.device)
+            dist.broadcast(whole, server)
+            frame.bytes.copy_(whole)
+            frame.load(self._parameters[server])
 
     def take_staleness(self) -> list[int]:
         """Returns what this rank's server has measured since the last call."""
         return [] if self._share is None else self._share.take_staleness()
 
-    def _serve(self, share: Share, peer: int, frame: Frame) -> None:
+    def _serve(self, peer: int, line: Line, frame: Frame) -> None:
         """Answers one rank's pushes until its last."""
+        assert self._share is not None
         try:
             while True:
-                dist.recv(frame.bytes, peer, group=self._group, tag=_PUSH)
+                line.receive(frame.bytes)
                 if frame.last:
                     return
-                share.push(peer, frame)
-                dist.send(frame.bytes, peer, group=self._group, tag=_REPLY)
+                self._share.push(peer, frame)
+                line.send(frame.bytes)
         except BaseException as error:
-            share.fail(error)
-            close_connections(self._group)  # whoever waits for a reply learns that none will come
+            self._stop(error)
 
-
-def _wait(works: Sequence[Any]) -> None:
-    for work in works:
-        work.wait()
+    def _stop(self, error: BaseException) -> None:
+        """Wakes whoever waits for a reply, in this rank and in others, to learn that none will come."""
+        if self._share is not None:
+            self._share.fail(error)
+        for line in (*self._ups.values(), *self._downs.values()):
+            line.shut()
