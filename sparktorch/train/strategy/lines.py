@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 import socket
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -19,6 +20,7 @@ from sparktorch.world import World
 __all__ = ["Line", "connect"]
 
 _CONNECT_SECONDS = 60
+_HELLO_SECONDS = 5
 _TOKEN_BYTES = 16
 _PLACE_BYTES = 256
 # A host that vanishes without a word is given up after a minute and a half.
@@ -26,7 +28,7 @@ _KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
 
 
 class Line:
-    """One end of a connection; any thread may break it, and so end what waits on it, here and there."""
+    """One end of a connection, which one thread sends to and receives from and any thread may break."""
 
     def __init__(self, end: socket.socket) -> None:
         """Takes a connected socket."""
@@ -37,6 +39,7 @@ class Line:
             if hasattr(socket, name):
                 end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         self._end = end
+        self._closing = threading.Lock()
 
     def send(self, message: torch.Tensor) -> None:
         """Sends a uint8 tensor in host memory.
@@ -66,13 +69,14 @@ class Line:
             left = left[count:]
 
     def shut(self) -> None:
-        """Breaks the connection; whoever waits on it gets an error."""
-        with suppress(OSError):  # broken already
+        """Breaks the connection: its thread gets an error, if it waits, and is to close it."""
+        with self._closing, suppress(OSError):  # closed already
             self._end.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Lets go of it, when no thread uses it any more: the system may give its number to another."""
-        self._end.close()
+        """Lets go of the connection; only this ends a peer's `send` that waits for room."""
+        with self._closing:
+            self._end.close()
 
 
 def connect(world: World, servers: Sequence[int]) -> tuple[dict[int, Line], dict[int, Line]]:
@@ -125,9 +129,11 @@ def _accept(listener: socket.socket, token: bytes, count: int) -> dict[int, Line
     listener.settimeout(_CONNECT_SECONDS)
     while len(lines) < count:
         end, _ = listener.accept()
-        end.settimeout(_CONNECT_SECONDS)
-        hello = end.recv(len(token) + 4, socket.MSG_WAITALL)
-        if secrets.compare_digest(hello[: len(token)], token):
+        end.settimeout(_HELLO_SECONDS)
+        hello = b""
+        with suppress(OSError):  # it has left, or has nothing to say
+            hello = end.recv(len(token) + 4, socket.MSG_WAITALL)
+        if len(hello) == len(token) + 4 and secrets.compare_digest(hello[: len(token)], token):
             lines[int.from_bytes(hello[len(token) :], "big")] = Line(end)
         else:
             end.close()

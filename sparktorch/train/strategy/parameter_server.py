@@ -222,7 +222,7 @@ class _Exchange:
             self._stop(found)
         for thread in self._threads:
             thread.join()
-        for line in (*self._ups.values(), *self._downs.values()):
+        for line in self._ups.values():
             line.close()
         if self._share is not None:
             found = self._share.failure
@@ -274,6 +274,8 @@ class _Exchange:
                 line.send(frame.bytes)
         except BaseException as error:
             self._stop(error)
+        finally:
+            line.close()
 
     def _stop(self, error: BaseException) -> None:
         """Wakes whoever waits for a reply, in this rank and in others, to learn that none will come."""
