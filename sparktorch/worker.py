@@ -119,7 +119,6 @@ def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: Tra
 
     with process_group(world, link.store, timeout=_COLLECTIVE_TIMEOUT):
         clock.lap("group")
-        has_validation = any(peer["validation"] for peer in peers)
         outcome = train(
             shard,
             job.recipe,
@@ -127,7 +126,7 @@ def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: Tra
             world,
             link,
             steps=plan.steps,
-            has_validation=has_validation,
+            validation_rows=max(peer["validation"] for peer in peers),
             classes=job.columns.classes,
         )
     clock.lap("train")

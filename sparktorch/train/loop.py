@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from sparktorch.config import TrainConfig
-from sparktorch.train.group import sum_over_ranks
+from sparktorch.train.group import max_over_ranks, sum_over_ranks
 from sparktorch.train.recipe import Recipe
 from sparktorch.train.schedule import Schedule
 from sparktorch.train.strategy import build_strategy
@@ -62,8 +62,12 @@ class ShardLike(Protocol):
         """Returns this rank's weight in each step, float64 of shape `(steps,)`."""
         ...
 
-    def validation(self, size: int) -> Iterator[BatchLike]:
-        """Yields this rank's validation rows."""
+    def step_rows(self, epoch: int) -> torch.Tensor:
+        """Returns this rank's number of rows in each step, int64 of shape `(steps,)`."""
+        ...
+
+    def validation(self, size: int, *, batches: int = 0) -> Iterator[BatchLike]:
+        """Yields this rank's validation rows in batches of that size, at least so many."""
         ...
 
 
@@ -111,7 +115,7 @@ def train(
     reporter: Reporter,
     *,
     steps: int,
-    has_validation: bool,
+    validation_rows: int,
     classes: int | None = None,
 ) -> Outcome:
     """Trains a new model on the shards of all ranks.
@@ -128,7 +132,7 @@ def train(
         world: This rank's place; with more than one rank, the process group is open.
         reporter: Where progress goes.
         steps: Number of steps in an epoch.
-        has_validation: Whether any rank has validation rows, the same on every rank.
+        validation_rows: The most validation rows of any rank; without any, nothing is validated.
         classes: Number of classes the labels index, `None` when labels are not classes.
     """
     training = _Training(shard, recipe, config, world, reporter, steps)
@@ -138,13 +142,13 @@ def train(
         reporter.enter("training", epoch=epoch + 1, step=0)
         record = training.epoch(epoch)
         last = epoch + 1 == config.epochs
-        if has_validation and (last or (epoch + 1) % config.validation_interval == 0):
+        if validation_rows and (last or (epoch + 1) % config.validation_interval == 0):
             reporter.enter("validating", epoch=epoch + 1)
-            metrics, counts = training.validate(classes)
+            metrics, counts = training.validate(validation_rows, classes)
             record |= metrics
             if config.patience is None or training.improves(metrics["val_loss"]):
                 confusion = counts
-        training.schedule.epoch_done(record, validated=has_validation)
+        training.schedule.epoch_done(record, validated=bool(validation_rows))
         history.append(record)
         if world.is_main:
             reporter.epoch_done(epoch + 1, record)
@@ -213,6 +217,7 @@ class _Training:
         rows, waited = 0, 0.0
         batches = self._shard.epoch(epoch, least=self._least)
         next_report = 0.0
+        parts = self._parts(epoch, len(scales))
         for step, scale in enumerate(scales):
             self._reporter.at_step(step + 1)
             asked = time.perf_counter()
@@ -220,7 +225,7 @@ class _Training:
             now = time.perf_counter()
             waited += now - asked
 
-            batch_loss = self._step(batch, scale)
+            batch_loss = self._step(batch, scale, parts[step])
 
             loss_sum += batch_loss
             rows += batch.rows
@@ -232,10 +237,22 @@ class _Training:
                     self._reporter.progress(**place, loss=mean)
         return torch.tensor([float(loss_sum), rows, waited], dtype=torch.float64)
 
-    def _step(self, batch: BatchLike, scale: float) -> torch.Tensor:
+    def _parts(self, epoch: int, steps: int) -> list[int]:
+        """Returns the number of micro-batches of each step."""
+        size, count = self._config.micro_batch_size, self._config.accumulation_steps
+        if size is None and count == 1:
+            return [1] * steps
+        rows = self._shard.step_rows(epoch)
+        parts = torch.full_like(rows, count) if size is None else -(-rows // size)
+        parts = parts.minimum(rows // self._least).clamp(min=1)
+        if self._strategy.collective_forward:
+            parts = max_over_ranks(parts, self._world)
+        return parts.tolist()
+
+    def _step(self, batch: BatchLike, scale: float, parts: int) -> torch.Tensor:
         """Takes one optimizer step; returns the sum of this rank's weighted losses, a scalar tensor."""
         self._optimizer.zero_grad()
-        *first, last = _micro_batches(batch, self._config, least=self._least)
+        *first, last = _micro_batches(batch, parts, least=self._least)
         loss_sum: torch.Tensor | None = None
         for part in first:  # gradients add up in the rank; the last part's backward sends the sum
             with self._strategy.no_sync(self._module):
@@ -273,10 +290,11 @@ class _Training:
         return output if self._config.precision == "fp32" else _full_precision(output)
 
     @torch.no_grad()
-    def validate(self, classes: int | None) -> tuple[dict[str, float], torch.Tensor | None]:
+    def validate(self, most_rows: int, classes: int | None) -> tuple[dict[str, float], torch.Tensor | None]:
         """Evaluates the validation rows of all ranks; sums, not means, travel between them.
 
         Args:
+            most_rows: The most validation rows of any rank.
             classes: Number of classes the labels index, `None` when labels are not classes.
 
         Returns:
@@ -288,8 +306,12 @@ class _Training:
         counts = torch.zeros(shown**2, dtype=torch.float64)
         with self._strategy.evaluating(self._module) as module:
             module.eval()
-            for batch in self._shard.validation(_EVALUATION_ROWS):
-                output, label = align(task, self._forward(module, batch), batch.label)
+            batches = math.ceil(most_rows / _EVALUATION_ROWS) if self._strategy.collective_forward else 0
+            for batch in self._shard.validation(_EVALUATION_ROWS, batches=batches):
+                output = self._forward(module, batch)
+                if not batch.rows:  # its peers' forward passes wait for this rank's
+                    continue
+                output, label = align(task, output, batch.label)
                 weight = torch.ones(batch.rows, device=self._world.device) if batch.weight is None else batch.weight
                 totals[0] += float(self._loss(output, label, batch.weight))
                 totals[1] += float(weight.sum())
@@ -330,30 +352,31 @@ class _MicroBatch:
     rows: int
 
 
-def _micro_batches(batch: BatchLike, config: TrainConfig, *, least: int) -> list[BatchLike]:
-    """Splits a rank's part of a step into as many parts as the configuration asks for.
+def _micro_batches(batch: BatchLike, parts: int, *, least: int) -> list[BatchLike]:
+    """Splits a rank's part of a step.
 
     Args:
         batch: The rank's part of the step.
-        config: Says how many.
-        least: The fewest rows of a part.
+        parts: Into how many micro-batches. Those that get too few rows come last, with weight zero.
+        least: The fewest rows of a micro-batch.
     """
-    count = config.accumulation_steps
-    if config.micro_batch_size is not None:
-        count = math.ceil(batch.rows / config.micro_batch_size)
-    count = min(count, batch.rows // least)
-    if count <= 1:
+    if parts == 1:
         return [batch]
-    edges = [batch.rows * i // count for i in range(count + 1)]
-    return [
-        _MicroBatch(
-            tuple(tensor[start:end] for tensor in batch.inputs),
-            None if batch.label is None else batch.label[start:end],
-            None if batch.weight is None else batch.weight[start:end],
-            end - start,
-        )
-        for start, end in pairwise(edges)
-    ]
+    filled = min(parts, batch.rows // least)
+    edges = [batch.rows * i // filled for i in range(filled + 1)] if filled else [0]
+    found: list[BatchLike] = [_cut(batch, start, end) for start, end in pairwise(edges)] or [batch]
+    empty = _cut(batch, 0, least)
+    empty = replace(empty, weight=torch.zeros(least, device=empty.inputs[0].device), rows=0)
+    return [*found, *[empty] * (parts - len(found))]
+
+
+def _cut(batch: BatchLike, start: int, end: int) -> _MicroBatch:
+    return _MicroBatch(
+        tuple(tensor[start:end] for tensor in batch.inputs),
+        None if batch.label is None else batch.label[start:end],
+        None if batch.weight is None else batch.weight[start:end],
+        end - start,
+    )
 
 
 def _full_precision(output: Any) -> Any:

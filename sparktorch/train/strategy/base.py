@@ -58,6 +58,14 @@ class Strategy(ABC, Generic[O]):
     # Whether a forward pass waits for the other ranks, so that all must take equally many.
     collective_forward: ClassVar[bool] = False
 
+    @classmethod
+    def check(cls, config: TrainConfig, recipe: Recipe, options: O) -> None:
+        """Refuses, on the driver, what does not go together with this strategy.
+
+        Raises:
+            ConfigError: Names the Params.
+        """
+
     def __init__(self, config: TrainConfig, world: World, options: O) -> None:
         """Takes the configuration, the rank it works for, and its own options."""
         self._config = config
