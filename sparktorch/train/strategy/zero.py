@@ -26,6 +26,7 @@ class Zero1(DDP):
     @classmethod
     def check(cls, config: TrainConfig, recipe: Recipe, options: DDPOptions) -> None:
         """Refuses factories of optimizers: `ZeroRedundancyOptimizer` takes a class."""
+        super().check(config, recipe, options)
         optimizer = recipe.optimizer
         if isinstance(optimizer, str) and ":" in optimizer:
             optimizer = load_object(optimizer)
