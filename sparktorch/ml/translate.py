@@ -144,6 +144,12 @@ def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
         },
     )
     check_strategy(request.config, request.recipe)
+    if p["strategyParams"].get("folds") and p["validationIndicatorCol"] is not None:
+        raise ConfigError(
+            "strategyParams.folds makes the validation rows, and validationIndicatorCol names some",
+            hint="leave one of them out",
+            param="validationIndicatorCol",
+        )
     return request
 
 

@@ -7,12 +7,14 @@ from sparktorch.train.recipe import Recipe
 from sparktorch.train.strategy.base import Layout, Strategy
 from sparktorch.train.strategy.ddp import DDP
 from sparktorch.train.strategy.fsdp import Zero2, Zero3
+from sparktorch.train.strategy.independent import Independent
 from sparktorch.train.strategy.local_sgd import LocalSGD
 from sparktorch.train.strategy.zero import Zero1
 from sparktorch.world import World
 
 __all__ = [
     "DDP",
+    "Independent",
     "Layout",
     "LocalSGD",
     "Strategy",
@@ -31,6 +33,7 @@ _STRATEGIES: dict[str, type[Strategy[Any]]] = {
     "zero2": Zero2,
     "zero3": Zero3,
     "localSGD": LocalSGD,
+    "independent": Independent,
 }
 
 

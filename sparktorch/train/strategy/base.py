@@ -30,7 +30,7 @@ class Layout:
     """Which dimensions of the device mesh divide what; along all others, ranks hold the same.
 
     Attributes:
-        samples: Ranks along these dimensions train on different rows.
+        samples: Ranks along these dimensions train one model on different rows.
         parameters: They keep a part of the parameters each.
         gradients: They keep a part of the gradients each.
         optimizer_state: They keep a part of the optimizer's state each.
