@@ -83,6 +83,10 @@ class Strategy(ABC, Generic[O]):
         """Whether this rank is the only one, and there is no process group."""
         return self._world.world_size == 1
 
+    def saves(self, name: str) -> bool:
+        """Whether it falls to this rank to save a tensor of `state.named_tensors` that is not divided."""
+        return self._world.is_main
+
     @property
     def gradient_divisor(self) -> int:
         """What the strategy divides summed gradients by; the loop multiplies the loss by it."""

@@ -46,3 +46,7 @@ class Zero1(DDP):
         factory, parameters, options = recipe.optimizer_call(module)
         optimizer: torch.optim.Optimizer = ZeroRedundancyOptimizer(parameters, optimizer_class=factory, **options)
         return optimizer
+
+    def saves(self, name: str) -> bool:
+        """Every rank saves the state of its own share."""
+        return super().saves(name) or name.startswith("optimizer.")
