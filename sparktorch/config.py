@@ -113,6 +113,12 @@ class TrainConfig:
                 above(name, bound, 0)
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
             raise ConfigError(f"emaDecay must be between 0 and 1, got {self.ema_decay}", param="emaDecay")
+        if self.sync_batch_norm and (self.micro_batch_size is not None or self.accumulation_steps != 1):
+            raise ConfigError(
+                "syncBatchNorm takes the rows of all workers together, and micro-batches keep them apart",
+                hint="leave out accumulationSteps and microBatchSize, or syncBatchNorm",
+                param="syncBatchNorm",
+            )
         if self.micro_batch_size is not None and self.accumulation_steps != 1:
             raise ConfigError(
                 "accumulationSteps and microBatchSize are both set", hint="set one of them", param="microBatchSize"

@@ -234,7 +234,7 @@ def _train(frame: Frame, trial: Trial, request: Request, report: FitReport) -> l
     """Runs the barrier job; once more, split by place, if equal rows have crowded into one rank."""
     job = TrainJob(
         columns=replace(frame.columns, classes=trial.classes),
-        recipe=request.recipe,
+        recipe=replace(request.recipe, metrics=trial.metrics),
         config=replace(request.config, unused_parameters=trial.unused_parameters),
         spare=frame.sample,
     )

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from pyspark import cloudpickle
+
 from sparktorch.artifact import TrainedModule
 from sparktorch.config import Device, Task, TrainConfig, above, at_least, one_of
 from sparktorch.errors import ConfigError, nearest
 from sparktorch.program import Program
 from sparktorch.spark.barrier import Launch
+from sparktorch.train.callbacks import check_callback
 from sparktorch.train.recipe import Recipe
 from sparktorch.train.strategy import check_strategy
 
@@ -89,6 +92,13 @@ def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
             hint="mark some with validationIndicatorCol",
             param="earlyStoppingPatience",
         )
+    if p["metrics"] and p["validationIndicatorCol"] is None:
+        raise ConfigError(
+            "metrics are those of validation rows, and there are none",
+            hint="mark some with validationIndicatorCol",
+            param="metrics",
+        )
+    _check_callbacks(p["callbacks"])
     if "lr" in p["optimizerParams"]:
         raise ConfigError("optimizerParams holds 'lr'", hint="set learningRate", param="optimizerParams")
     request = Request(
@@ -179,6 +189,20 @@ def _module(module: Any, params: dict[str, Any]) -> dict[str, Any]:
     if params:
         raise ConfigError("moduleParams are given, but module is a fitted model", param="moduleParams")
     return {"module": trained.source, "module_params": trained.params, "initial": trained.weights}
+
+
+def _check_callbacks(callbacks: list[Any]) -> None:
+    for callback in callbacks:
+        check_callback(callback)
+        try:
+            cloudpickle.dumps(callback)  # type: ignore[no-untyped-call]
+        except Exception as error:
+            raise ConfigError(
+                f"{type(callback).__qualname__} cannot be shipped to the ranks: {error}",
+                hint="it holds something that stays in this process (a lock, a file, a session): make that in "
+                "on_fit_start",
+                param="callbacks",
+            ) from error
 
 
 def _class_weights(value: Any) -> tuple[float, ...] | Literal["balanced"] | None:

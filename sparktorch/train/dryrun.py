@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 
 from sparktorch.config import Task
 from sparktorch.errors import ModuleError, SparkTorchError
+from sparktorch.train.metrics import try_metrics
 from sparktorch.train.recipe import Loss, Recipe
 from sparktorch.train.task import align, classes_in, first_rows
 from sparktorch.train.weights import check_state
@@ -41,12 +42,14 @@ class Trial:
         outputs: What `forward` returns.
         classes: Number of classes a classifier tells apart, `None` for other tasks.
         unused_parameters: Whether a trainable parameter got no gradient.
+        metrics: The recipe's metrics, with what they ask for and the dry run knows filled in.
     """
 
     module: nn.Module
     outputs: tuple[OutputSpec, ...]
     classes: int | None
     unused_parameters: bool
+    metrics: Mapping[str, Any] = field(default_factory=dict)
 
 
 def dry_run(
@@ -68,6 +71,7 @@ def dry_run(
 
     Raises:
         ModuleError: The module, loss or optimizer cannot be built or does not fit the columns.
+        ConfigError: A metric cannot be built or computed.
     """
     module = recipe.build_module(seed)
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -110,7 +114,8 @@ def dry_run(
         ) from error
     unused = any(parameter.grad is None for parameter in trainable)
     module.zero_grad()
-    return Trial(module.train(was_training), outputs, classes, unused)
+    metrics = try_metrics(recipe.metrics, task, classes, *align(task, output, label))
+    return Trial(module.train(was_training), outputs, classes, unused, metrics)
 
 
 def _check_loss(loss: Loss, task: Task, output: Any, label: torch.Tensor | None) -> None:

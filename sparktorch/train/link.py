@@ -118,7 +118,7 @@ class Link:
             "epoch": state["epoch"],
             "step": state["step"],
         }
-        if isinstance(error, SparkTorchError) and not isinstance(error, RankError):
+        if isinstance(error, SparkTorchError) and (error.trace or not isinstance(error, RankError)):
             return error.at(**place)
         trace = "".join(traceback.format_exception(error))
         return RankError(
@@ -158,7 +158,9 @@ class Link:
 
 
 def _is_communication(error: BaseException) -> bool:
-    """Whether the error is what a rank sees when another one has died."""
+    """Whether the error, or what it was raised from, is what a rank sees when another one has died."""
+    if error.__cause__ is not None and _is_communication(error.__cause__):
+        return True
     if isinstance(error, dist.DistError):
         return True
     text = str(error)
