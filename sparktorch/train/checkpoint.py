@@ -15,9 +15,11 @@ import io
 import json
 import os
 import re
+import socket
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,6 +37,9 @@ E = TypeVar("E", bound=Exception)
 
 _FORMAT = 1
 _MANIFEST = "manifest.json"
+_FINISHED = "finished.json"
+_CLAIM = "claim.json"
+_CLAIM_SECONDS = 30.0
 _NAME = re.compile(r"step-(\d{9})")
 _FILE = re.compile(r"rank-\d{5}\.(safetensors|pt)")
 
@@ -82,6 +87,7 @@ class Manifest:
         step_in_epoch: Steps taken in that epoch.
         world_size: Number of ranks that wrote it.
         job: What identifies the training; one with another may not go on from it.
+        loss: Of the last validation; `None` without any.
         files: Size in bytes and SHA-256 of each file.
         format: Of the files.
     """
@@ -91,6 +97,7 @@ class Manifest:
     step_in_epoch: int
     world_size: int
     job: dict[str, Any]
+    loss: float | None = None
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     format: int = _FORMAT
 
@@ -133,6 +140,50 @@ class CheckpointStore:
         values = asdict(manifest)
         content = json.dumps({"manifest": values, "sha256": _digest(values)}, indent=1).encode()
         self._put(f"{self._directory(manifest.step)}/{_MANIFEST}", content)
+
+    def claim(self, owner: str) -> None:
+        """Takes the directory for one fit, or renews the claim; to be called every few seconds.
+
+        Raises:
+            PersistenceError: Another fit has claimed it, and not long ago.
+        """
+        path = f"{self._root}/{_CLAIM}"
+        with suppress(FileNotFoundError, ValueError):
+            self._fs.invalidate_cache()
+            claim = json.loads(self._fs.cat_file(path))
+            age = time.time() - float(claim["time"])
+            if claim["owner"] != owner and age < _CLAIM_SECONDS:
+                raise PersistenceError(
+                    f"{self._root} is being written by another fit, {age:.0f} s ago from {claim['host']}",
+                    hint="give each fit a directory of its own; if that fit is dead, try again in "
+                    f"{_CLAIM_SECONDS - age:.0f} s",
+                    param="checkpointDir",
+                )
+        claim = {"owner": owner, "time": time.time(), "host": socket.gethostname()}
+        self._put(path, json.dumps(claim).encode())
+
+    def release(self, owner: str) -> None:
+        """Gives the directory back, if it is this fit's."""
+        path = f"{self._root}/{_CLAIM}"
+        with suppress(FileNotFoundError, ValueError):
+            if json.loads(self._fs.cat_file(path))["owner"] == owner:
+                self._fs.rm_file(path)
+
+    def finish(self, step: int) -> None:
+        """Notes that the training has come to its end, so that none goes on from its checkpoints."""
+        self._put(f"{self._root}/{_FINISHED}", json.dumps({"step": step}).encode())
+
+    @property
+    def finished(self) -> bool:
+        """Whether the training that these checkpoints belong to has come to its end."""
+        self._fs.invalidate_cache()
+        return bool(self._fs.exists(f"{self._root}/{_FINISHED}"))
+
+    def clear(self) -> None:
+        """Removes all checkpoints."""
+        self.keep(set())
+        if self.finished:
+            self._fs.rm_file(f"{self._root}/{_FINISHED}")
 
     def keep(self, steps: set[int]) -> None:
         """Removes all checkpoints but those of the given steps, and what unfinished ones have left behind."""
