@@ -21,7 +21,7 @@ import torch
 from sparktorch.config import TrainConfig
 from sparktorch.data.columns import Columns
 from sparktorch.data.plan import SamplingPlan
-from sparktorch.data.shard import Shard
+from sparktorch.data.shard import Shard, balanced
 from sparktorch.errors import ColumnError
 from sparktorch.train.group import process_group
 from sparktorch.train.link import Link
@@ -98,9 +98,15 @@ def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: Tra
     clock.lap("load")
 
     link.enter("waiting for the other ranks")
+    class_weights = job.config.class_weights
     peers = link.agree(
         "shard",
-        {"rows": shard.rows, "validation": shard.validation_rows, "fingerprint": shard.fingerprint},
+        {
+            "rows": shard.rows,
+            "validation": shard.validation_rows,
+            "fingerprint": shard.fingerprint,
+            "classes": shard.weight_by_class(job.columns.classes or 0) if class_weights == "balanced" else [],
+        },
     )
     counts = [peer["rows"] for peer in peers]
     clock.lap("wait")
@@ -116,6 +122,10 @@ def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: Tra
         shuffle=job.config.shuffle,
     )
     shard.place(sum(counts[: world.rank]), plan)
+    if class_weights == "balanced":
+        shard.weigh_classes(balanced([sum(sums) for sums in zip(*(peer["classes"] for peer in peers), strict=True)]))
+    elif class_weights is not None:
+        shard.weigh_classes(class_weights)
 
     with process_group(world, link.store, timeout=_COLLECTIVE_TIMEOUT):
         clock.lap("group")

@@ -4,51 +4,28 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from sparktorch.config import TrainConfig
+from sparktorch.train.finite import LossWatch, all_finite
 from sparktorch.train.group import sum_over_ranks
 from sparktorch.train.recipe import Recipe
 from sparktorch.train.schedule import Schedule
+from sparktorch.train.step import BatchLike, Means, Metrics, full_precision, micro_batches
 from sparktorch.train.strategy import build_strategy
 from sparktorch.train.task import align, autocast, correct, first_rows, predicted
 from sparktorch.world import World
 
-__all__ = ["BatchLike", "Outcome", "Reporter", "ShardLike", "train"]
+__all__ = ["Outcome", "Reporter", "ShardLike", "train"]
 
 _REPORT_SECONDS = 0.2
 _EVALUATION_ROWS = 4096
 _MOST_CLASSES = 100  # of a confusion matrix
-
-
-class BatchLike(Protocol):
-    """One rank's part of a global batch; see `sparktorch.data.shard.Batch`."""
-
-    @property
-    def inputs(self) -> tuple[torch.Tensor, ...]:
-        """Arguments of `forward`."""
-        ...
-
-    @property
-    def label(self) -> torch.Tensor | None:
-        """Labels."""
-        ...
-
-    @property
-    def weight(self) -> torch.Tensor | None:
-        """Sample weights; `None` means all ones."""
-        ...
-
-    @property
-    def rows(self) -> int:
-        """Number of real rows."""
-        ...
 
 
 class ShardLike(Protocol):
@@ -173,7 +150,11 @@ class _Training:
         plain = recipe.build_module(config.seed).to(device)
         self._module = self._strategy.prepare(plain)
         self._optimizer = self._strategy.optimizer(recipe, plain)
-        self._loss = recipe.build_loss().to(world.device)
+        self._training_step = recipe.build_training_step()
+        self._loss = None if self._training_step else recipe.build_loss().to(world.device)
+        self._watch = LossWatch(world) if config.non_finite == "error" else None
+        self._means = Means()  # of the training step's metrics in an epoch
+        self._skipped = 0  # steps of the epoch that were left out
         self.schedule = Schedule(recipe, config, self._optimizer, steps)
         self._autocast = autocast(device, config.precision)
         # Small gradients of float16 vanish unless the loss is scaled up; bfloat16 reaches as far as float32.
@@ -191,11 +172,12 @@ class _Training:
     def epoch(self, epoch: int) -> dict[str, Any]:
         """Trains one epoch and returns its record, the same on every rank but for the seconds."""
         started = time.perf_counter()
+        self._means, self._skipped = Means(), 0
         weights = sum_over_ranks(self._shard.step_weights(epoch), self._world)
         totals = self._steps(epoch, weights)
         seconds = time.perf_counter() - started
         loss_sum, rows, waited = sum_over_ranks(totals, self._world).tolist()
-        return {
+        record = {
             "epoch": epoch + 1,
             "loss": loss_sum / max(float(weights.sum()), torch.finfo(torch.float64).tiny),
             "learning_rate": self.schedule.learning_rate,
@@ -203,13 +185,26 @@ class _Training:
             "rows_per_second": rows / seconds,
             "data_wait_share": waited / (seconds * self._world.world_size),
         }
+        if self._training_step is not None:
+            means = self._means.over_ranks(self._world)
+            record |= {f"train_{name}": mean for name, mean in means.items()}
+        if self._config.non_finite == "skip":
+            record["skipped_steps"] = self._skipped
+            if self._skipped == len(weights):
+                record["loss"] = math.nan
+        return record
 
     def _steps(self, epoch: int, weights: torch.Tensor) -> torch.Tensor:
-        """Runs the steps of an epoch; returns this rank's loss sum, row count and seconds waited for data."""
+        """Runs the steps of an epoch; returns this rank's loss sum, row count and seconds waited for data.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+            weights: The weight of every step over all ranks; that of steps that are left out becomes 0.
+        """
         self._module.train()
         divisor = self._strategy.gradient_divisor
         scales = [divisor / weight if weight > 0 else 0.0 for weight in weights.tolist()]
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self._world.device)
+        losses = torch.zeros(len(scales), dtype=torch.float64, device=self._world.device)
         rows, waited = 0, 0.0
         batches = self._shard.epoch(epoch, least=self._least)
         next_report = 0.0
@@ -222,26 +217,47 @@ class _Training:
 
             batch_loss = self._step(batch, scale)
 
-            loss_sum += batch_loss
             rows += batch.rows
-            if now >= next_report:  # reading the loss waits for the device: a few times a second only
+            if batch_loss is None:
+                weights[step] = 0
+                self._skipped += 1
+            else:
+                losses[step] = batch_loss
+            if self._watch is not None:
+                self._watch.look_back(losses, step + 1)
+            if (
+                batch_loss is not None and now >= next_report
+            ):  # reading the loss waits for the device: a few times a second only
                 next_report = now + _REPORT_SECONDS
                 if self._world.is_main:
                     mean = batch_loss.item() * scale / divisor * self._world.world_size
                     place = {"epoch": epoch + 1, "epochs": self._config.epochs, "step": step + 1, "steps": len(scales)}
                     self._reporter.progress(**place, loss=mean)
-        return torch.tensor([float(loss_sum), rows, waited], dtype=torch.float64)
+        return torch.tensor([float(losses.sum()), rows, waited], dtype=torch.float64)
 
-    def _step(self, batch: BatchLike, scale: float) -> torch.Tensor:
-        """Takes one optimizer step; returns the sum of this rank's weighted losses, a scalar tensor."""
+    def _step(self, batch: BatchLike, scale: float) -> torch.Tensor | None:
+        """Takes one optimizer step.
+
+        Returns:
+            The sum of this rank's weighted losses, a scalar tensor; `None` if the step was left out on all ranks.
+        """
         self._optimizer.zero_grad()
-        *first, last = _micro_batches(batch, self._config, least=self._least)
-        loss_sum: torch.Tensor | None = None
+        skips = self._config.non_finite == "skip"
+        buffers = [buffer.clone() for buffer in self._module.buffers()] if skips else []
+        *first, last = micro_batches(batch, self._config, least=self._least)
+        parts = []
         for part in first:  # gradients add up in the rank; the last part's backward sends the sum
             with self._strategy.no_sync(self._module):
-                loss_sum = self._backward(part, scale, loss_sum)
-        loss_sum = self._backward(last, scale, loss_sum)
+                parts.append(self._backward(part, scale))
+        parts.append(self._backward(last, scale))
+        losses, metrics = zip(*parts, strict=True)
+        loss_sum: torch.Tensor = sum(losses[1:], losses[0])
         self._strategy.before_step(self._module)
+        if skips and not all_finite(loss_sum, self._module, self._world):
+            self._skip(buffers)
+            return None
+        for sums in metrics:
+            self._means.add(sums)
         if self._config.clip_norm or self._config.clip_value:
             self._scaler.unscale_(self._optimizer)
             self._strategy.clip_gradients(self._module, norm=self._config.clip_norm, value=self._config.clip_value)
@@ -249,28 +265,43 @@ class _Training:
         self._strategy.after_step(self._module)
         return loss_sum
 
-    def _backward(self, batch: BatchLike, scale: float, before: torch.Tensor | None) -> torch.Tensor:
-        """Adds the gradients of a batch to those that are there; returns its loss sum plus `before`."""
-        loss = self._losses(self._module, batch)
+    def _backward(self, batch: BatchLike, scale: float) -> tuple[torch.Tensor, Metrics]:
+        """Adds the gradients of a batch to those that are there; returns its loss sum and metrics."""
+        loss, metrics = self._losses(self._module, batch)
+        if self._watch is not None:
+            self._watch.check(loss)
         self._scaler.scale(loss * scale).backward()  # type: ignore[no-untyped-call]
-        return loss.detach() if before is None else before + loss.detach()
+        return loss.detach(), metrics
 
     def _take_step(self) -> None:
         self._scaler.step(self._optimizer)
         self._scaler.update()
 
-    def _losses(self, module: nn.Module, batch: BatchLike) -> torch.Tensor:
-        """Returns the sum of the weighted losses of a batch."""
+    def _skip(self, buffers: list[torch.Tensor]) -> None:
+        """Leaves out a step, which counts in the schedule nevertheless, and puts the buffers back."""
+        for buffer, before in zip(self._module.buffers(), buffers, strict=True):
+            buffer.copy_(before)
+        if self._scaler.is_enabled():  # it may have scaled too far
+            self._scaler.unscale_(self._optimizer)
+            self._scaler.update()
+        self.schedule.step(lambda: None)
+
+    def _losses(self, module: nn.Module, batch: BatchLike) -> tuple[torch.Tensor, Metrics]:
+        """Returns the sum of the weighted losses of a batch, and the sums of the training step's metrics."""
+        if self._training_step is not None:
+            with self._autocast:
+                return self._training_step(module, batch)
+        assert self._loss is not None
         output = self._forward(module, batch)
         if 0 < batch.rows < self._least:  # filled up for the module's sake alone
             output = first_rows(output, batch.rows)
         output, label = align(self._config.task, output, batch.label)
-        return self._loss(output, label, batch.weight)
+        return self._loss(output, label, batch.loss_weight), {}
 
     def _forward(self, module: nn.Module, batch: BatchLike) -> Any:
         with self._autocast:
             output = module(*batch.inputs)
-        return output if self._config.precision == "fp32" else _full_precision(output)
+        return output if self._config.precision == "fp32" else full_precision(output)
 
     @torch.no_grad()
     def validate(self, classes: int | None) -> tuple[dict[str, float], torch.Tensor | None]:
@@ -283,7 +314,8 @@ class _Training:
             The metrics, and the confusion matrix, int64 of shape `(classes, classes)`.
         """
         task = self._config.task
-        totals = torch.zeros(3, dtype=torch.float64)
+        totals = torch.zeros(4, dtype=torch.float64)
+        means = Means()
         shown = classes if classes is not None and classes <= _MOST_CLASSES else 0
         counts = torch.zeros(shown**2, dtype=torch.float64)
         with self._strategy.evaluating(self._module) as module:
@@ -291,19 +323,28 @@ class _Training:
             for batch in self._shard.validation(_EVALUATION_ROWS):
                 output, label = align(task, self._forward(module, batch), batch.label)
                 weight = torch.ones(batch.rows, device=self._world.device) if batch.weight is None else batch.weight
-                totals[0] += float(self._loss(output, label, batch.weight))
-                totals[1] += float(weight.sum())
+                if self._loss is not None:
+                    totals[0] += float(self._loss(output, label, batch.loss_weight))
+                else:
+                    loss, sums = self._losses(module, batch)
+                    totals[0] += float(loss)
+                    means.add(sums)
+                totals[1] += float(weight.sum() if batch.loss_weight is None else batch.loss_weight.sum())
+                totals[2] += float(weight.sum())
                 if task == "classification" and label is not None:
-                    totals[2] += float((correct(output, label) * weight).sum())
+                    totals[3] += float((correct(output, label) * weight).sum())
                     if shown:
                         cells = label.long() * shown + predicted(output, label)
                         counts += torch.bincount(cells, minlength=len(counts)).cpu()
         summed = sum_over_ranks(torch.cat([totals, counts]), self._world)
-        loss_sum, weight_sum, right = summed[:3].tolist()
-        metrics = {"val_loss": loss_sum / weight_sum if weight_sum else float("nan")}
+        loss_sum, loss_weight_sum, weight_sum, right = summed[:4].tolist()
+        metrics = {}
+        if self._training_step is not None:
+            metrics = {f"val_{name}": mean for name, mean in means.over_ranks(self._world).items()}
+        metrics["val_loss"] = loss_sum / loss_weight_sum if loss_weight_sum else float("nan")
         if task == "classification":
             metrics["val_accuracy"] = right / weight_sum if weight_sum else float("nan")
-        return metrics, summed[3:].long().view(shown, shown) if shown else None
+        return metrics, summed[4:].long().view(shown, shown) if shown else None
 
     def improves(self, loss: float) -> bool:
         """Returns whether a validation loss is the smallest so far, and keeps the weights if it is."""
@@ -320,46 +361,3 @@ class _Training:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns the whole model's state on the CPU: of the best validation if that was looked for, or the last."""
         return self._best or self._strategy.state_dict(self._module)
-
-
-@dataclass(frozen=True)
-class _MicroBatch:
-    inputs: tuple[torch.Tensor, ...]
-    label: torch.Tensor | None
-    weight: torch.Tensor | None
-    rows: int
-
-
-def _micro_batches(batch: BatchLike, config: TrainConfig, *, least: int) -> list[BatchLike]:
-    """Splits a rank's part of a step into as many parts as the configuration asks for.
-
-    Args:
-        batch: The rank's part of the step.
-        config: Says how many.
-        least: The fewest rows of a part.
-    """
-    count = config.accumulation_steps
-    if config.micro_batch_size is not None:
-        count = math.ceil(batch.rows / config.micro_batch_size)
-    count = min(count, batch.rows // least)
-    if count <= 1:
-        return [batch]
-    edges = [batch.rows * i // count for i in range(count + 1)]
-    return [
-        _MicroBatch(
-            tuple(tensor[start:end] for tensor in batch.inputs),
-            None if batch.label is None else batch.label[start:end],
-            None if batch.weight is None else batch.weight[start:end],
-            end - start,
-        )
-        for start, end in pairwise(edges)
-    ]
-
-
-def _full_precision(output: Any) -> Any:
-    """Returns what a module returned under autocast in float32, for the loss."""
-    if isinstance(output, torch.Tensor):
-        return output.float() if output.is_floating_point() else output
-    if isinstance(output, Mapping):
-        return {name: _full_precision(tensor) for name, tensor in output.items()}
-    return tuple(_full_precision(tensor) for tensor in output)
