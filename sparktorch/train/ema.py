@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from sparktorch.train.state import divided_like
+
 __all__ = ["MovingAverage"]
 
 
@@ -55,6 +57,15 @@ class MovingAverage:
         if state["averages"]:  # there are none before the first step
             pairs = zip(state["averages"], self._weights(), strict=True)
             self._averages = [average.to(weight, copy=True) for average, weight in pairs]
+
+    def named_tensors(self, names: Mapping[torch.Tensor, str]) -> dict[str, torch.Tensor]:
+        """Returns the averages by the names of their parameters, divided as these are; they share memory.
+
+        Before the first `update`, which would make them, they are made.
+        """
+        self._averages = self._averages or [weight.clone() for weight in self._weights()]
+        pairs = zip(self._parameters, self._averages, strict=True)
+        return {names[parameter]: divided_like(average, parameter) for parameter, average in pairs}
 
     def _weights(self) -> list[torch.Tensor]:
         # A parameter that is divided among the ranks is a DTensor; arithmetic is with this rank's part.

@@ -108,7 +108,7 @@ def test_too_many_columns_are_refused_too() -> None:
         (Logit, "MSELoss", "generic", NUMBER, "loss MSELoss failed on the first row: Using a target size", "(rows, 1)"),
         (Logit, squares, "generic", NUMBER, "loss squares pairs every row with every other", "unsqueeze"),
         (Mlp, "CrossEntropyLos", "classification", CLASS, "loss 'CrossEntropyLos' is unknown", "CrossEntropyLoss"),
-        (Mlp, no_loss, "generic", NUMBER, "loss no_loss failed on the first row", ""),
+        (Mlp, no_loss, "generic", NUMBER, "loss no_loss returned NoneType, which is no tensor", "one loss per row"),
     ],
 )
 def test_what_does_not_fit_is_refused(

@@ -47,6 +47,7 @@ class LocalSGD(Strategy[LocalSGDOptions]):
     """
 
     layout = Layout()
+    resumable = False
     options_type = LocalSGDOptions
 
     def __init__(self, config: TrainConfig, world: World, options: LocalSGDOptions) -> None:
