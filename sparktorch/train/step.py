@@ -166,11 +166,11 @@ class TrainingStep:
         losses, metrics = self.per_row(module, batch)
         rows = batch.rows or len(batch.inputs[0])  # stand-ins are complete, and weigh nothing
         if isinstance(losses, torch.Tensor):
-            losses = (losses[:rows] if losses.dim() else losses).to(torch.promote_types(losses.dtype, torch.float32))
+            losses = _without_filler(losses, batch).to(torch.promote_types(losses.dtype, torch.float32))
         total = weigh(losses, rows, batch.loss_weight, what=f"trainingStep {self.name}", param="trainingStep")
         if not batch.rows:
             return total, {}
-        return total, {name: self._sums(name, value, rows, batch.weight) for name, value in metrics.items()}
+        return total, {name: self._sums(name, value, batch) for name, value in metrics.items()}
 
     def per_row(self, module: nn.Module, batch: BatchLike) -> tuple[Any, Mapping[str, Any]]:
         """Returns the loss as the callable returned it, and its metrics."""
@@ -185,17 +185,14 @@ class TrainingStep:
             param="trainingStep",
         )
 
-    def _sums(
-        self, name: str, value: Any, rows: int, weight: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | int]:
+    def _sums(self, name: str, value: Any, batch: BatchLike) -> tuple[torch.Tensor, torch.Tensor | int]:
         """Returns the weighted sum of a metric and the sum of its weights; a scalar counts for all rows."""
         value = torch.as_tensor(value).detach().float()
-        count = rows if weight is None else weight.sum()
+        count = batch.rows if batch.weight is None else batch.weight.sum()
         if value.dim() == 0:
             return value * count, count
-        return weigh(
-            value[:rows], rows, weight, what=f"metric {name!r} of trainingStep {self.name}", param="trainingStep"
-        ), count
+        what = f"metric {name!r} of trainingStep {self.name}"
+        return weigh(_without_filler(value, batch), batch.rows, batch.weight, what=what, param="trainingStep"), count
 
 
 def _complete(batch: BatchLike) -> StepBatch:
@@ -208,6 +205,12 @@ def _complete(batch: BatchLike) -> StepBatch:
         if weight is not None:
             weight = torch.cat([weight, weight.new_zeros(missing)])
     return StepBatch(batch.inputs, label, weight, shown)
+
+
+def _without_filler(values: torch.Tensor, batch: BatchLike) -> torch.Tensor:
+    """Returns what was computed of a batch without the rows that fill it up."""
+    filled = 0 < batch.rows < len(batch.inputs[0])
+    return values[: batch.rows] if filled and values.dim() and len(values) == len(batch.inputs[0]) else values
 
 
 class Means:
