@@ -225,7 +225,9 @@ class _Training:
         self._callbacks.call("on_fit_end")
         self._reporter.enter("finishing")
         confusion = None if self._confusion is None else self._confusion.tolist()
-        return Outcome(self._best.state or self._state(), history, confusion)
+        # Where a best one is kept, other ranks than rank 0 have none of it: all of them ask whether there is.
+        state = self._state() if self._best.state is None else self._best.state
+        return Outcome(state, history, confusion)
 
     def _epoch(self, epoch: int) -> dict[str, Any]:
         """Trains one epoch and returns its record, the same on every rank but for the seconds."""

@@ -97,7 +97,7 @@ class Best:
         self._patience = patience
         self._loss = math.inf
         self._waited = 0
-        self.state: dict[str, torch.Tensor] = {}
+        self.state: dict[str, torch.Tensor] | None = None
 
     @property
     def out_of_patience(self) -> bool:
