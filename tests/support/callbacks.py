@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
+import random
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from sparktorch import Callback
 from sparktorch.train.callbacks import FitContext
 
-__all__ = ["Adds", "Diary", "FailsIn", "Locked", "Stops"]
+__all__ = ["Adds", "Diary", "Draws", "FailsIn", "Locked", "NoCompiler", "Stops", "draws"]
 
 
 class Diary(Callback):
@@ -84,6 +91,23 @@ class Stops(Callback):
         self._ask("on_epoch_end", context)
 
 
+def draws() -> list[float]:
+    """Draws from each generator that a fit seeds."""
+    return [random.random(), float(np.random.random()), float(torch.rand(()))]
+
+
+class Draws(Callback):
+    """Writes what each rank draws first into a file per rank."""
+
+    ranks = "all"
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def on_fit_start(self, context: FitContext) -> None:
+        (self._directory / f"rank{context.world.rank}").write_text(json.dumps(draws()))
+
+
 class FailsIn(Callback):
     """Raises in every rank, or in rank 0 alone."""
 
@@ -100,3 +124,13 @@ class Locked(Callback):
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
+
+
+class NoCompiler(Callback):
+    """Takes the C++ compiler away from a rank, and what it has compiled before."""
+
+    def on_fit_start(self, context: FitContext) -> None:
+        from torch._inductor import config
+
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp()
+        config.cpp.cxx = (None, "no-such-compiler")

@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.support.nets import Score
 
-__all__ = ["Convolved", "Dropped", "Drawn", "Marked", "NormalisedImages", "NormalisedScore", "Steps"]
+__all__ = ["Convolved", "Drawn", "Dropped", "Marked", "NormalisedImages", "NormalisedScore", "OwnNorm", "Steps"]
 
 
 class Steps(Score):
@@ -35,17 +35,13 @@ class Dropped(Score):
 
 
 class Drawn(Score):
-    """Starts from NumPy's and Python's generators, and draws from them in each training step."""
+    """Starts from the generators of Python and NumPy."""
 
     def __init__(self) -> None:
         super().__init__()
         self.start = nn.Parameter(torch.tensor([random.random(), float(np.random.random())]))
-        self.seen = nn.Parameter(torch.zeros(2, dtype=torch.float64), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            with torch.no_grad():
-                self.seen.copy_(torch.tensor([random.random(), np.random.random()]))
         return super().forward(x) + self.start.sum()
 
 
@@ -59,17 +55,20 @@ class Marked(Score):
 
 
 class NormalisedScore(nn.Module):
-    """Normalises its input and its hidden layer, the one cumulatively and the other by momentum."""
+    """Normalises its input and its hidden layer, the one cumulatively and the other by momentum.
 
-    def __init__(self) -> None:
+    Far from zero, sums of squares would lose the variance.
+    """
+
+    def __init__(self, far: float = 300) -> None:
         super().__init__()
+        self._far = far
         self.layers = nn.Sequential(
             nn.BatchNorm1d(5, momentum=None), nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1)
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # Far from zero, where sums of squares lose the variance.
-        out: torch.Tensor = self.layers(x + 300).squeeze(-1)
+        out: torch.Tensor = self.layers(x + self._far).squeeze(-1)
         return out
 
 
@@ -106,3 +105,10 @@ class NormalisedImages(Convolved):
     def images(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.norm(super().images(x))
         return out
+
+
+class OwnNorm(nn.BatchNorm1d):
+    """Normalises in a way of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 2
