@@ -23,8 +23,9 @@ class TrainingSummary:
         stepsPerEpoch: Optimizer steps in an epoch.
         numWorkers: Number of ranks.
         fingerprint: Identifies the training rows, whatever their order and partitioning.
-        seconds: Wall seconds of the driver's phases and of rank 0's.
-        ranks: Per rank: host, device, threads, rows, bytes, seconds.
+        seconds: Wall seconds of the driver's phases and of those of the rank that the model comes from.
+        ranks: Per rank: host, device, threads, rows, bytes, seconds; and `epochs`, the history of its own
+            model, under strategy "independent".
         confusionMatrix: Of a classifier with validation rows, how many of them with class `i` (row)
             were predicted as class `j` (column) with the weights of the model, sample weights aside;
             `None` otherwise, and with more than 100 classes.

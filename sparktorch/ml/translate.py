@@ -14,8 +14,8 @@ from sparktorch.errors import ConfigError, nearest
 from sparktorch.program import Program
 from sparktorch.spark.barrier import Launch
 from sparktorch.train.callbacks import check_callback
-from sparktorch.train.recipe import Recipe, load_object
-from sparktorch.train.strategy import strategy_options
+from sparktorch.train.recipe import Recipe
+from sparktorch.train.strategy import check_strategy
 
 if TYPE_CHECKING:
     from pyspark.ml.param import Params
@@ -99,15 +99,6 @@ def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
             param="metrics",
         )
     _check_callbacks(p["callbacks"])
-    optimizer = p["optimizer"]
-    if isinstance(optimizer, str) and ":" in optimizer:
-        optimizer = load_object(optimizer)
-    if p["strategy"] == "zero1" and not isinstance(optimizer, str | type):
-        raise ConfigError(
-            "strategy 'zero1' builds an optimizer for each worker's share, and optimizer is no class",
-            hint="name a class in torch.optim, or pass the class itself with optimizerParams",
-            param="optimizer",
-        )
     if "lr" in p["optimizerParams"]:
         raise ConfigError("optimizerParams holds 'lr'", hint="set learningRate", param="optimizerParams")
     request = Request(
@@ -162,7 +153,13 @@ def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
             "key": p["idCol"],
         },
     )
-    strategy_options(request.config)
+    check_strategy(request.config, request.recipe)
+    if p["strategyParams"].get("folds") and p["validationIndicatorCol"] is not None:
+        raise ConfigError(
+            "strategyParams.folds makes the validation rows, and validationIndicatorCol names some",
+            hint="leave one of them out",
+            param="validationIndicatorCol",
+        )
     return request
 
 

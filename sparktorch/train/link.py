@@ -81,10 +81,28 @@ class Link:
             Cancelled: The driver cancelled while waiting.
             PeerFailure: A rank failed while waiting.
         """
+        self.post(topic, value)
+        return self.collect(topic)
+
+    def post(self, topic: str, value: dict[str, Any]) -> None:
+        """Lays down a JSON object for one rank that collects them."""
+        self._set(self.store, f"{topic}/{self._world.rank}", value)
+
+    def collect(self, topic: str) -> list[dict[str, Any]]:
+        """Waits for what every rank posts under a topic, and returns it, by rank.
+
+        Raises:
+            Cancelled: The driver cancelled while waiting.
+            PeerFailure: A rank failed while waiting.
+        """
         keys = [f"{topic}/{rank}" for rank in range(self._world.world_size)]
-        self._set(self.store, keys[self._world.rank], value)
         self._wait(keys)
         return [json.loads(raw) for raw in self.store.multi_get(keys)]
+
+    def warn(self, text: str) -> None:
+        """Has the driver warn of something that does not end the fit."""
+        index = self.store.add("warnings", 1)
+        self._set(self.store, f"warning/{index}", {"rank": self._world.rank, "host": self._world.host, "text": text})
 
     def leave(self) -> None:
         """Says that this rank needs the store no more; rank 0, where it hosts it, goes last."""

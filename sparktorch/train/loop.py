@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -18,7 +17,7 @@ from sparktorch.train.batchnorm import Presence, has_batch_norm, synchronise
 from sparktorch.train.callbacks import Callbacks, FitContext
 from sparktorch.train.ema import MovingAverage
 from sparktorch.train.explain import explained
-from sparktorch.train.group import sum_over_ranks
+from sparktorch.train.group import max_over_ranks, sum_over_ranks
 from sparktorch.train.layout import channels_last
 from sparktorch.train.metrics import Metrics
 from sparktorch.train.recipe import Recipe
@@ -69,8 +68,12 @@ class ShardLike(Protocol):
         """Returns this rank's weight in each step, float64 of shape `(steps,)`."""
         ...
 
-    def validation(self, size: int) -> Iterator[BatchLike]:
-        """Yields this rank's validation rows."""
+    def step_rows(self, epoch: int) -> torch.Tensor:
+        """Returns this rank's number of rows in each step, int64 of shape `(steps,)`."""
+        ...
+
+    def validation(self, size: int, *, batches: int = 0) -> Iterator[BatchLike]:
+        """Yields this rank's validation rows in batches of that size, at least so many."""
         ...
 
 
@@ -118,7 +121,7 @@ def train(
     reporter: Reporter,
     *,
     steps: int,
-    has_validation: bool,
+    validation_rows: int,
     classes: int | None = None,
 ) -> Outcome:
     """Trains a new model on the shards of all ranks.
@@ -135,11 +138,11 @@ def train(
         world: This rank's place; with more than one rank, the process group is open.
         reporter: Where progress goes.
         steps: Number of steps in an epoch.
-        has_validation: Whether any rank has validation rows, the same on every rank.
+        validation_rows: The most validation rows of any rank; without any, nothing is validated.
         classes: Number of classes the labels index, `None` when labels are not classes.
     """
     with reproducible(config, torch.device(world.device)), explained(config):
-        training = _Training(shard, recipe, config, world, reporter, steps, has_validation, classes)
+        training = _Training(shard, recipe, config, world, reporter, steps, validation_rows, classes)
         return training.run()
 
 
@@ -154,7 +157,7 @@ class _Training:
         world: World,
         reporter: Reporter,
         steps: int,
-        has_validation: bool,
+        validation_rows: int,
         classes: int | None,
     ) -> None:
         self._shard, self._config, self._world, self._reporter = shard, config, world, reporter
@@ -185,10 +188,17 @@ class _Training:
         self._context = FitContext(self._strategy.plain(self._module), self._optimizer, world)
         self._callbacks = Callbacks(recipe.callbacks, self._context)
         self._validation: Validation | None = None
-        if has_validation:
+        if validation_rows:
             metrics = Metrics(recipe.metrics, config.task, world.device)
             self._validation = Validation(
-                shard, config, world, forward=self._forward, loss=self._loss, metrics=metrics, classes=classes
+                shard,
+                config,
+                world,
+                forward=self._forward,
+                loss=self._loss,
+                metrics=metrics,
+                classes=classes,
+                in_step_for=validation_rows if self._strategy.collective_forward else 0,
             )
         self._validations: list[dict[str, Any]] = []  # of this epoch, by step
         self._validating = 0.0  # seconds of this epoch
@@ -262,6 +272,7 @@ class _Training:
         rows, waited = 0, 0.0
         batches = self._shard.epoch(epoch, least=self._least)
         next_report = 0.0
+        parts = self._parts(epoch, len(scales))
         for step, scale in enumerate(scales):
             self._reporter.at_step(step + 1)
             asked = time.perf_counter()
@@ -271,7 +282,7 @@ class _Training:
             if self._presence is not None:
                 self._presence.rows = batch.rows > 0
 
-            batch_loss = self._step(batch, scale)
+            batch_loss = self._step(batch, scale, parts[step])
 
             loss_sum += batch_loss
             rows += batch.rows
@@ -295,10 +306,22 @@ class _Training:
                 self._module.train()
         return torch.tensor([float(loss_sum), rows, waited], dtype=torch.float64)
 
-    def _step(self, batch: BatchLike, scale: float) -> torch.Tensor:
+    def _parts(self, epoch: int, steps: int) -> list[int]:
+        """Returns the number of micro-batches of each step."""
+        size, count = self._config.micro_batch_size, self._config.accumulation_steps
+        if size is None and count == 1:
+            return [1] * steps
+        rows = self._shard.step_rows(epoch)
+        parts = torch.full_like(rows, count) if size is None else -(-rows // size)
+        parts = parts.minimum(rows // self._least).clamp(min=1)
+        if self._strategy.collective_forward:
+            parts = max_over_ranks(parts, self._world)
+        return parts.tolist()
+
+    def _step(self, batch: BatchLike, scale: float, parts: int) -> torch.Tensor:
         """Takes one optimizer step; returns the sum of this rank's weighted losses, a scalar tensor."""
         self._optimizer.zero_grad()
-        *first, last = _micro_batches(batch, self._config, least=self._least)
+        *first, last = _micro_batches(batch, parts, least=self._least)
         loss_sum: torch.Tensor | None = None
         for part in first:  # gradients add up in the rank; the last part's backward sends the sum
             with self._strategy.no_sync(self._module):
@@ -384,30 +407,31 @@ class _MicroBatch:
     rows: int
 
 
-def _micro_batches(batch: BatchLike, config: TrainConfig, *, least: int) -> list[BatchLike]:
-    """Splits a rank's part of a step into as many parts as the configuration asks for.
+def _micro_batches(batch: BatchLike, parts: int, *, least: int) -> list[BatchLike]:
+    """Splits a rank's part of a step.
 
     Args:
         batch: The rank's part of the step.
-        config: Says how many.
-        least: The fewest rows of a part.
+        parts: Into how many micro-batches. Those that get too few rows come last, with weight zero.
+        least: The fewest rows of a micro-batch.
     """
-    count = config.accumulation_steps
-    if config.micro_batch_size is not None:
-        count = math.ceil(batch.rows / config.micro_batch_size)
-    count = min(count, batch.rows // least)
-    if count <= 1:
+    if parts == 1:
         return [batch]
-    edges = [batch.rows * i // count for i in range(count + 1)]
-    return [
-        _MicroBatch(
-            tuple(tensor[start:end] for tensor in batch.inputs),
-            None if batch.label is None else batch.label[start:end],
-            None if batch.weight is None else batch.weight[start:end],
-            end - start,
-        )
-        for start, end in pairwise(edges)
-    ]
+    filled = min(parts, batch.rows // least)
+    edges = [batch.rows * i // filled for i in range(filled + 1)] if filled else [0]
+    found: list[BatchLike] = [_cut(batch, start, end) for start, end in pairwise(edges)] or [batch]
+    empty = _cut(batch, 0, least)
+    empty = replace(empty, weight=torch.zeros(least, device=empty.inputs[0].device), rows=0)
+    return [*found, *[empty] * (parts - len(found))]
+
+
+def _cut(batch: BatchLike, start: int, end: int) -> _MicroBatch:
+    return _MicroBatch(
+        tuple(tensor[start:end] for tensor in batch.inputs),
+        None if batch.label is None else batch.label[start:end],
+        None if batch.weight is None else batch.weight[start:end],
+        end - start,
+    )
 
 
 def _full_precision(output: Any) -> Any:

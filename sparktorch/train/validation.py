@@ -38,6 +38,7 @@ class Validation:
         loss: Loss,
         metrics: Metrics,
         classes: int | None,
+        in_step_for: int = 0,
     ) -> None:
         """Prepares the evaluation.
 
@@ -49,7 +50,10 @@ class Validation:
             loss: The loss.
             metrics: What is computed besides.
             classes: Number of classes the labels index, `None` when labels are not classes.
+            in_step_for: Call the module as often as a rank with so many rows does, for each call waits for
+                those of the other ranks.
         """
+        self._batches = math.ceil(in_step_for / _ROWS)
         self._shard, self._world, self._task = shard, world, config.task
         self._forward, self._loss, self._metrics = forward, loss, metrics
         self._shown = classes if classes is not None and classes <= _MOST_CLASSES else 0
@@ -84,9 +88,10 @@ class Validation:
 
     def _outputs(self, module: nn.Module) -> Iterator[tuple[BatchLike, Any, torch.Tensor | None]]:
         """Yields each batch of this rank with output and label as from `align`."""
-        for batch in self._shard.validation(_ROWS):
-            output, label = align(self._task, self._forward(module, batch), batch.label)
-            yield batch, output, label
+        for batch in self._shard.validation(_ROWS, batches=self._batches):
+            output = self._forward(module, batch)
+            if batch.rows:
+                yield batch, *align(self._task, output, batch.label)
 
 
 class Best:
