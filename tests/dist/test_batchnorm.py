@@ -54,7 +54,7 @@ def check(job: TrainJob, table: Table, partitions: list[Any]) -> None:
         torch.testing.assert_close(state[name], expected[name], atol=1e-5, rtol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("module", [NormalisedScore, NormalisedImages])
 def test_statistics_are_those_of_the_rows_of_all_ranks(module: type[nn.Module], ranks: int, strategy: str) -> None:

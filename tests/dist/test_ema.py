@@ -33,6 +33,14 @@ JOB = TrainJob(
     max_imbalance=None,
 )
 
+STRATEGIES: dict[str, dict[str, int]] = {
+    "ddp": {},
+    "zero1": {},
+    "zero2": {"min_parameters": 10},
+    "zero3": {"min_parameters": 10},
+    "localSGD": {"period": 1},
+}
+
 
 def loss_of(module: nn.Module, part: Part) -> torch.Tensor:
     losses: torch.Tensor = (module(part.x) - part.y) ** 2
@@ -57,12 +65,12 @@ def by_torch() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[f
     return module.state_dict(), averaged.module.state_dict(), losses
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_the_average_is_validated_and_returned_while_the_weights_train_on(strategy: str, ranks: int) -> None:
     last, averages, losses = by_torch()
     assert not torch.allclose(last["layers.0.weight"], averages["layers.0.weight"], atol=1e-3)
-    job = replace(JOB, config=replace(JOB.config, strategy=strategy))
+    job = replace(JOB, config=replace(JOB.config, strategy=strategy, strategy_params=STRATEGIES[strategy]))
     state, metas = train_on([part.batches() for part in TABLE.parts(ranks)], job)
     assert int(state.pop("steps")) == int(last["steps"])  # buffers are not averaged
     del averages["steps"]

@@ -16,7 +16,7 @@ import torch
 from sparktorch import Callback
 from sparktorch.train.callbacks import FitContext
 
-__all__ = ["Adds", "Diary", "Draws", "FailsIn", "Locked", "NoCompiler", "Stops", "draws"]
+__all__ = ["Adds", "Diary", "Draws", "FailsIn", "Locked", "Misspelt", "NoCompiler", "Stops", "draws"]
 
 
 class Diary(Callback):
@@ -124,6 +124,12 @@ class Locked(Callback):
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
+
+
+class Misspelt(Callback):
+    """Asks for ranks that there are not."""
+
+    ranks = "mian"  # type: ignore[assignment]
 
 
 class NoCompiler(Callback):
