@@ -214,7 +214,9 @@ class _Training:
         if self._saver is not None:
             self._saver.close(Position(self._context.step, epoch))
         confusion = None if self._confusion is None else self._confusion.tolist()
-        return Outcome(self._best.state or self._state(), self._history, confusion)
+        # Where a best one is kept, other ranks than rank 0 have none of it: all of them ask whether there is.
+        state = self._state() if self._best.state is None else self._best.state
+        return Outcome(state, self._history, confusion)
 
     def _epoch(self, epoch: int) -> None:
         """Trains what is left of an epoch, validates, and decides whether it was the last."""
@@ -418,7 +420,7 @@ class _Training:
             "tally": asdict(self._tally),
             "generators": generators_state(self._device),
         }
-        best = {f"{_BEST}{name}": value for name, value in self._best.state.items()}
+        best = {f"{_BEST}{name}": value for name, value in (self._best.state or {}).items()}
         return snapshot(self._tensors() | best, rest, engine.strategy.saves)
 
     def _load(self, directory: Path, manifest: Manifest) -> None:

@@ -9,10 +9,11 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from sparktorch.config import Task
 from sparktorch.errors import ConfigError, nearest
@@ -136,7 +137,7 @@ def try_metrics(
 
 
 def _filled_in(name: str, value: Any, classes: int, output: torch.Tensor, label: torch.Tensor | None) -> Any:
-    if _is_metric(value):
+    if isinstance(value, nn.Module):
         return value
     factory, params = _resolve(name, value)
     one_score = label is not None and output.dim() == label.dim()
@@ -147,25 +148,25 @@ def _filled_in(name: str, value: Any, classes: int, output: torch.Tensor, label:
 
 
 def _build(name: str, value: Any) -> Metric:
-    if _is_metric(value):
-        built: Metric = copy.deepcopy(value)
-        return built
-    factory, params = _resolve(name, value)
-    try:
-        built = factory(**params)
-    except Exception as error:
-        raise ConfigError(
-            f"metric {name!r} cannot be built: {type(error).__name__}: {error}",
-            hint=f"its parameters are {inspect.signature(factory)}",
-            param="metrics",
-        ) from error
+    if isinstance(value, nn.Module):
+        built = copy.deepcopy(value)
+    else:
+        factory, params = _resolve(name, value)
+        try:
+            built = factory(**params)
+        except Exception as error:
+            raise ConfigError(
+                f"metric {name!r} cannot be built: {type(error).__name__}: {error}",
+                hint=f"its parameters are {inspect.signature(factory)}",
+                param="metrics",
+            ) from error
     if not _is_metric(built):
         raise ConfigError(
             f"metric {name!r} is a {type(built).__name__}, no torchmetrics.Metric",
             hint="name the metrics of a collection one by one",
             param="metrics",
         )
-    return built
+    return cast("Metric", built)
 
 
 def _resolve(name: str, value: Any) -> tuple[Callable[..., Any], dict[str, Any]]:

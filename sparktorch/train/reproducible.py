@@ -13,7 +13,14 @@ import torch
 
 from sparktorch.config import TrainConfig
 
-__all__ = ["generators_state", "reproducible", "seed_all", "set_generators_state", "untouched_generators"]
+__all__ = [
+    "generators_state",
+    "reproducible",
+    "seed_all",
+    "set_generators_state",
+    "switched",
+    "untouched_generators",
+]
 
 _CUDNN: Any = torch.backends.cudnn  # whose parts torch's own types leave out
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -25,13 +32,19 @@ def reproducible(config: TrainConfig, device: torch.device) -> Iterator[None]:
 
     All generators start from the configuration's seed, the same in every rank.
     """
+    with untouched_generators(device), switched(config, device):
+        seed_all(config.seed)
+        yield
+
+
+@contextmanager
+def switched(config: TrainConfig, device: torch.device) -> Iterator[None]:
+    """A block in which torch computes as `deterministic` and the precision "tf32" ask for."""
     with ExitStack() as stack:
-        stack.enter_context(untouched_generators(device))
         if config.deterministic:
             stack.enter_context(_deterministic())
         if config.precision == "tf32" and device.type == "cuda":
             stack.enter_context(_short_mantissas())
-        seed_all(config.seed)
         yield
 
 

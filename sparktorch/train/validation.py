@@ -116,7 +116,7 @@ class Best:
         self._patience = patience
         self._loss = math.inf
         self._waited = 0
-        self.state: dict[str, torch.Tensor] = {}
+        self.state: dict[str, torch.Tensor] | None = None
 
     @property
     def out_of_patience(self) -> bool:
@@ -144,5 +144,6 @@ class Best:
         return {"loss": self._loss, "waited": self._waited}
 
     def load_state_dict(self, state: Mapping[str, Any], weights: dict[str, torch.Tensor]) -> None:
-        """Goes on from such counters, and from the weights of that validation."""
-        self._loss, self._waited, self.state = state["loss"], state["waited"], weights
+        """Goes on from such counters, and from the weights of that validation; only rank 0 has any."""
+        self._loss, self._waited = state["loss"], state["waited"]
+        self.state = weights if math.isfinite(self._loss) else None

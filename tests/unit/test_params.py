@@ -19,6 +19,7 @@ from sparktorch import (
 )
 from sparktorch.errors import ConfigError
 from sparktorch.ml.translate import translate
+from tests.support.callbacks import Locked, Misspelt, Stops
 from tests.support.nets import Mlp
 
 ESTIMATORS = [TorchClassifier, TorchRegressor, TorchEstimator]
@@ -205,6 +206,36 @@ def test_the_defaults_take_the_features_column_and_no_label_column_means_no_labe
             "optimizer",
             "strategy 'zero1' builds an optimizer for each worker's share, and optimizer is no class",
         ),
+        (
+            {"metrics": {"r2": "R2Score"}},
+            "metrics",
+            "metrics are those of validation rows, and there are none",
+        ),
+        ({"callbacks": [3]}, "callbacks", "callbacks holds a int"),
+        ({"callbacks": [Stops]}, "callbacks", "callbacks holds the class Stops"),
+        ({"callbacks": [Misspelt()]}, "ranks of Misspelt", "ranks of Misspelt 'mian' is unknown"),
+        (
+            {"callbacks": [Locked()]},
+            "callbacks",
+            "Locked cannot be shipped to the ranks: cannot pickle '_thread.lock' object",
+        ),
+        (
+            {"syncBatchNorm": True, "microBatchSize": 8},
+            "syncBatchNorm",
+            "syncBatchNorm takes the rows of all workers together, and micro-batches keep them apart",
+        ),
+        (
+            {"syncBatchNorm": True, "strategy": "localSGD"},
+            "syncBatchNorm",
+            "strategy 'localSGD' lets each worker train by itself, and syncBatchNorm joins them in every step",
+        ),
+        (
+            {"channelsLast": True, "strategy": "zero3"},
+            "channelsLast",
+            "channelsLast lays out weights in a way that strategy 'zero3' cannot divide",
+        ),
+        ({"emaDecay": 1.0}, "emaDecay", "emaDecay must be between 0 and 1, got 1.0"),
+        ({"validationUnit": "steps"}, "validationUnit", "validationUnit 'steps' is unknown"),
         ({"precision": "half"}, "precision", "precision 'half' is unknown"),
         ({"schedulerInterval": "batch"}, "schedulerInterval", "schedulerInterval 'batch' is unknown"),
         ({"learningRate": 0.0}, "learningRate", "learningRate must be above 0, got 0.0"),

@@ -70,7 +70,13 @@ class Zero3(Strategy[ShardingOptions]):
 
     @classmethod
     def check(cls, config: TrainConfig, recipe: Recipe, options: ShardingOptions) -> None:
-        """Refuses fp16, whose scaler does not see the gradients of the other ranks."""
+        """Refuses fp16, whose scaler sees no gradients of other ranks, and weights with the channels last."""
+        if config.channels_last:
+            raise ConfigError(
+                f"channelsLast lays out weights in a way that strategy {config.strategy!r} cannot divide",
+                hint="leave it out, or use strategy='zero1'",
+                param="channelsLast",
+            )
         if config.precision == "fp16":
             raise ConfigError(
                 f"precision 'fp16' scales the loss, and strategy {config.strategy!r} divides the gradients",

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from sparktorch.config import TrainConfig, at_least
+from sparktorch.errors import ConfigError
+from sparktorch.train.recipe import Recipe
 from sparktorch.train.strategy.base import Layout, Strategy
 from sparktorch.world import World
 
@@ -49,6 +51,16 @@ class LocalSGD(Strategy[LocalSGDOptions]):
     layout = Layout()
     resumable = False
     options_type = LocalSGDOptions
+
+    @classmethod
+    def check(cls, config: TrainConfig, recipe: Recipe, options: LocalSGDOptions) -> None:
+        """Refuses what would make the ranks wait for each other in every step."""
+        if config.sync_batch_norm:
+            raise ConfigError(
+                "strategy 'localSGD' lets each worker train by itself, and syncBatchNorm joins them in every step",
+                hint="leave syncBatchNorm out",
+                param="syncBatchNorm",
+            )
 
     def __init__(self, config: TrainConfig, world: World, options: LocalSGDOptions) -> None:
         """Takes the configuration, the rank it works for, and the options."""
