@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,11 +20,13 @@ from pyspark.sql import DataFrame
 from sparktorch.artifact import TrainedModule
 from sparktorch.config import Task
 from sparktorch.data.tensors import check_finite, to_numpy
+from sparktorch.errors import RankLostError
 from sparktorch.ml.events import Fit, FitReport, callers
 from sparktorch.ml.io import EstimatorReader, EstimatorWriter
 from sparktorch.ml.model import TorchModel, TorchModelBase
 from sparktorch.ml.params import (
     DEFAULTS,
+    CheckpointParams,
     LaunchParams,
     ModuleParams,
     OutputColumns,
@@ -51,6 +54,9 @@ __all__ = ["TorchEstimator", "TorchEstimatorBase"]
 
 M = TypeVar("M", bound=TorchModelBase)
 
+_LOG = logging.getLogger(__name__)
+_LONGEST_PAUSE = 30.0  # before a restart, in seconds
+
 
 class TorchEstimatorBase(
     Estimator[M],
@@ -58,6 +64,7 @@ class TorchEstimatorBase(
     ModuleParams,
     TrainingParams,
     LaunchParams,
+    CheckpointParams,
     TrackingParams,
     MLReadable[Any],
     MLWritable,
@@ -204,6 +211,11 @@ class TorchEstimator(TorchEstimatorBase[TorchModel], OutputColumns):
         numWorkers: int = 1,
         device: str = "auto",
         rendezvous: str = "auto",
+        checkpointDir: str | None = None,
+        checkpointInterval: int = 1,
+        checkpointUnit: str = "epoch",
+        keepCheckpoints: int = 2,
+        maxRestarts: int = 0,
         handleInvalid: str = "error",
         predictBatchSize: int = 2048,
         predictPrecision: str = "fp32",
@@ -235,13 +247,30 @@ def _try_out(frame: Frame, request: Request) -> Trial:
 
 
 def _train(frame: Frame, trial: Trial, request: Request, report: FitReport) -> list[tuple[dict[str, Any], bytes]]:
-    """Runs the barrier job; once more, split by place, if equal rows have crowded into one rank."""
+    """Runs the barrier job; again, from its last checkpoint, where it has lost a rank."""
     job = TrainJob(
         columns=replace(frame.columns, classes=trial.classes),
         recipe=replace(request.recipe, metrics=trial.metrics),
         config=replace(request.config, unused_parameters=trial.unused_parameters),
+        checkpoint=request.checkpoint,
         spare=frame.sample,
     )
+    for restart in range(request.max_restarts):
+        try:
+            return _run(frame, job, request, report)
+        except RankLostError as error:
+            pause = min(_LONGEST_PAUSE, 2.0**restart)
+            _LOG.warning(
+                "%s; restart %d of %d in %.0f s, from %s",
+                *(error.what, restart + 1, request.max_restarts, pause),
+                "the last checkpoint" if request.checkpoint else "the beginning",
+            )
+            time.sleep(pause)
+    return _run(frame, job, request, report)
+
+
+def _run(frame: Frame, job: TrainJob, request: Request, report: FitReport) -> list[tuple[dict[str, Any], bytes]]:
+    """Runs the barrier job; once more, split by place, if equal rows have crowded into one rank."""
     ranks = request.launch.world_size
     if getattr(strategy_options(request.config), "folds", False):
         columns = replace(job.columns, validation="fold")

@@ -112,8 +112,10 @@ class FitReport:
         self._move(done, record["epoch"], record["epochs"], record["loss"], per_second * self._rows_per_step)
 
     def epoch(self, record: dict[str, Any]) -> None:
-        """Tells the listeners of a finished epoch."""
-        self._epochs_told += 1
+        """Tells the listeners of a finished epoch, once: a training that goes on from a checkpoint says it again."""
+        if record["epoch"] <= self._epochs_told:
+            return
+        self._epochs_told = record["epoch"]
         self._tell("epoch", record)
 
     def finished(self, model: Model, summary: TrainingSummary) -> None:

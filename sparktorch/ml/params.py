@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DEFAULTS",
     "SCORING_DEFAULTS",
+    "CheckpointParams",
     "ClassWeightParams",
     "ClassifierColumns",
     "LaunchParams",
@@ -79,6 +80,10 @@ DEFAULTS: dict[str, Any] = {
     "strategyParams": {},
     "numWorkers": 1,
     "rendezvous": "auto",
+    "checkpointInterval": 1,
+    "checkpointUnit": "epoch",
+    "keepCheckpoints": 2,
+    "maxRestarts": 0,
     "progress": True,
 }
 
@@ -814,6 +819,82 @@ class LaunchParams(Params):
     def setProgress(self, value: bool) -> Self:
         """Sets the value of `progress`."""
         return self._set(progress=value)
+
+
+class CheckpointParams(Params):
+    """What survives the loss of workers."""
+
+    checkpointDir: Param[str] = Param(
+        Params._dummy(),
+        "checkpointDir",
+        "path or URL of a directory that all workers can write, for checkpoints; a fit whose directory holds an "
+        "unfinished training of the same configuration goes on with it",
+        typeConverter=TypeConverters.toString,
+    )
+    checkpointInterval: Param[int] = Param(
+        Params._dummy(),
+        "checkpointInterval",
+        "epochs or steps from one checkpoint to the next (> 0)",
+        typeConverter=TypeConverters.toInt,
+    )
+    checkpointUnit: Param[str] = Param(
+        Params._dummy(),
+        "checkpointUnit",
+        "what checkpointInterval counts: 'epoch' or 'step'",
+        typeConverter=TypeConverters.toString,
+    )
+    keepCheckpoints: Param[int] = Param(
+        Params._dummy(),
+        "keepCheckpoints",
+        "number of checkpoints that are kept, besides that of the best validation (> 0)",
+        typeConverter=TypeConverters.toInt,
+    )
+    maxRestarts: Param[int] = Param(
+        Params._dummy(),
+        "maxRestarts",
+        "how often a training that loses a worker is started again, from its last checkpoint if it has one (>= 0)",
+        typeConverter=TypeConverters.toInt,
+    )
+
+    def getCheckpointDir(self) -> str:
+        """Gets the value of `checkpointDir`."""
+        return self.getOrDefault(self.checkpointDir)
+
+    def setCheckpointDir(self, value: str) -> Self:
+        """Sets the value of `checkpointDir`."""
+        return self._set(checkpointDir=value)
+
+    def getCheckpointInterval(self) -> int:
+        """Gets the value of `checkpointInterval` or its default."""
+        return self.getOrDefault(self.checkpointInterval)
+
+    def setCheckpointInterval(self, value: int) -> Self:
+        """Sets the value of `checkpointInterval`."""
+        return self._set(checkpointInterval=value)
+
+    def getCheckpointUnit(self) -> str:
+        """Gets the value of `checkpointUnit` or its default."""
+        return self.getOrDefault(self.checkpointUnit)
+
+    def setCheckpointUnit(self, value: str) -> Self:
+        """Sets the value of `checkpointUnit`."""
+        return self._set(checkpointUnit=value)
+
+    def getKeepCheckpoints(self) -> int:
+        """Gets the value of `keepCheckpoints` or its default."""
+        return self.getOrDefault(self.keepCheckpoints)
+
+    def setKeepCheckpoints(self, value: int) -> Self:
+        """Sets the value of `keepCheckpoints`."""
+        return self._set(keepCheckpoints=value)
+
+    def getMaxRestarts(self) -> int:
+        """Gets the value of `maxRestarts` or its default."""
+        return self.getOrDefault(self.maxRestarts)
+
+    def setMaxRestarts(self, value: int) -> Self:
+        """Sets the value of `maxRestarts`."""
+        return self._set(maxRestarts=value)
 
 
 class TrackingParams(Params):

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import secrets
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from pyspark import cloudpickle
 
 from sparktorch.artifact import TrainedModule
-from sparktorch.config import Device, Task, TrainConfig, above, at_least, one_of
+from sparktorch.config import CheckpointConfig, Device, Task, TrainConfig, above, at_least, one_of
 from sparktorch.errors import ConfigError, nearest
 from sparktorch.program import Program
 from sparktorch.spark.barrier import Launch
 from sparktorch.train.callbacks import check_callback
+from sparktorch.train.checkpoint import CheckpointStore
 from sparktorch.train.recipe import Recipe, load_object
-from sparktorch.train.strategy import check_strategy
+from sparktorch.train.strategy import check_strategy, strategy_type
 
 if TYPE_CHECKING:
     from pyspark.ml.param import Params
@@ -26,6 +28,16 @@ if TYPE_CHECKING:
 __all__ = ["Request", "given", "input_names", "translate"]
 
 
+# Params that decide what a step trains.
+_SAME = (
+    *("module", "moduleParams", "loss", "lossParams", "trainingStep", "classWeights", "freeze"),
+    *("optimizer", "optimizerParams", "learningRate", "parameterGroups"),
+    *("scheduler", "schedulerParams", "schedulerInterval", "warmupSteps", "referenceBatchSize"),
+    *("batchSize", "epochs", "shuffle", "seed", "gradientClipNorm", "gradientClipValue", "precision", "emaDecay"),
+    *("nonFiniteLoss", "syncBatchNorm", "earlyStoppingPatience", "validationInterval", "validationUnit"),
+)
+
+
 @dataclass(frozen=True)
 class Request:
     """What an estimator's Params ask for.
@@ -34,12 +46,16 @@ class Request:
         recipe: What is trained.
         config: How.
         launch: Where.
+        checkpoint: Where and how often its state is saved; `None` for nowhere.
+        max_restarts: How often it is started again after the loss of a rank.
         columns: Column names by role, the arguments of `spark.frame.prepare`.
     """
 
     recipe: Recipe
     config: TrainConfig
     launch: Launch
+    checkpoint: CheckpointConfig | None
+    max_restarts: int
     columns: dict[str, Any]
 
 
@@ -77,6 +93,7 @@ def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
             raise ConfigError(f"{name} is not set", hint=f"pass {name}=... to the constructor", param=name)
     above("learningRate", p["learningRate"], 0)
     at_least("numWorkers", p["numWorkers"], 1)
+    at_least("maxRestarts", p["maxRestarts"], 0)
     check_scoring(estimator)
     one_of("rendezvous", p["rendezvous"], ("auto", "driver", "rank0"))
     _check_loss(estimator, p)
@@ -141,6 +158,8 @@ def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
             sync_batch_norm=p["syncBatchNorm"],
         ),
         launch=Launch(world_size=p["numWorkers"], device=cast(Device, p["device"]), rendezvous=p["rendezvous"]),
+        checkpoint=_checkpoint(p),
+        max_restarts=p["maxRestarts"],
         columns={
             "inputs": input_names(estimator),
             "label": p["labelCol"] or None,
@@ -150,6 +169,12 @@ def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
         },
     )
     check_strategy(request.config, request.recipe)
+    if request.checkpoint is not None and not strategy_type(request.config).resumable:
+        raise ConfigError(
+            f"checkpointDir is set, and strategy {p['strategy']!r} has state in its workers that no checkpoint holds",
+            hint="use 'ddp', 'zero1', 'zero2' or 'zero3', or leave checkpointDir out",
+            param="checkpointDir",
+        )
     if p["strategyParams"].get("folds") and p["validationIndicatorCol"] is not None:
         raise ConfigError(
             "strategyParams.folds makes the validation rows, and validationIndicatorCol names some",
@@ -157,6 +182,36 @@ def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
             param="validationIndicatorCol",
         )
     return request
+
+
+def _checkpoint(p: _Values) -> CheckpointConfig | None:
+    if p["checkpointDir"] is None:
+        return None
+    CheckpointStore(p["checkpointDir"])  # refuses a file system that is unknown
+    return CheckpointConfig(
+        directory=p["checkpointDir"],
+        interval=p["checkpointInterval"],
+        unit=p["checkpointUnit"],
+        keep=p["keepCheckpoints"],
+        owner=secrets.token_hex(16),
+        job=_identity(p),
+    )
+
+
+def _identity(p: _Values) -> dict[str, str]:
+    """Returns what must be the same for a training to go on from another's checkpoint."""
+    return {name: _described(p[name]) for name in _SAME}
+
+
+def _described(value: Any) -> str:
+    """Returns the same text for the same value in every process."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_described(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_described, value)) + "]"
+    if isinstance(value, str | int | float | bool | None):
+        return repr(value)
+    return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
 def _check_loss(estimator: Params, p: _Values) -> None:

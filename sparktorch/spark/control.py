@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from sparktorch.errors import RankError, SparkTorchError
+from sparktorch.errors import RankLostError, SparkTorchError
 
 __all__ = ["ControlServer", "Rendezvous", "host_store"]
 
@@ -116,7 +116,7 @@ class ControlServer:
             return None
         rank = min(quiet, key=lambda rank: float(beats[rank]["time"]))
         beat = beats[rank]
-        return RankError(
+        return RankLostError(
             f"rank {rank} died while {beat['phase']}, without an error of its own",
             hint="it was killed: by the out-of-memory killer, by the cluster manager, or by a crash in "
             "native code; see the executor's log on that host",
