@@ -111,6 +111,7 @@ class TrainConfig:
         for name, bound in (("gradientClipNorm", self.clip_norm), ("gradientClipValue", self.clip_value)):
             if bound is not None:
                 above(name, bound, 0)
+        self._check_class_weights()
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
             raise ConfigError(f"emaDecay must be between 0 and 1, got {self.ema_decay}", param="emaDecay")
         if self.sync_batch_norm and (self.micro_batch_size is not None or self.accumulation_steps != 1):
@@ -122,6 +123,36 @@ class TrainConfig:
         if self.micro_batch_size is not None and self.accumulation_steps != 1:
             raise ConfigError(
                 "accumulationSteps and microBatchSize are both set", hint="set one of them", param="microBatchSize"
+            )
+
+    def _check_class_weights(self) -> None:
+        weights = self.class_weights
+        if weights is None:
+            return
+        if self.task != "classification":
+            raise ConfigError("classWeights are given, but the labels are no classes", param="classWeights")
+        if weights == "balanced":
+            return
+        for weight in weights:
+            at_least("classWeights", float(weight), 0)
+        if not any(weights):
+            raise ConfigError("classWeights are all zero", hint="give some class a weight", param="classWeights")
+
+    def check_classes(self, classes: int | None) -> None:
+        """Refuses another number of class weights than there are classes.
+
+        Args:
+            classes: Number of classes that the module tells apart, `None` where labels are no classes.
+
+        Raises:
+            ConfigError: The numbers differ.
+        """
+        weights = self.class_weights
+        if weights is not None and weights != "balanced" and len(weights) != classes:
+            raise ConfigError(
+                f"classWeights holds {len(weights)} weights, and the module tells {classes} classes apart",
+                hint="give one weight for each class, in the order of the labels",
+                param="classWeights",
             )
 
 

@@ -18,15 +18,16 @@ from typing import Any
 import pyarrow as pa
 import torch
 
-from sparktorch.config import TrainConfig
+from sparktorch.config import CheckpointConfig, TrainConfig
 from sparktorch.data.columns import Columns
 from sparktorch.data.plan import SamplingPlan
-from sparktorch.data.shard import Shard
+from sparktorch.data.shard import Shard, balanced
 from sparktorch.errors import ColumnError
 from sparktorch.train.group import process_group
 from sparktorch.train.link import Link
 from sparktorch.train.loop import train
 from sparktorch.train.recipe import Recipe
+from sparktorch.train.saver import Saver
 from sparktorch.train.strategy import strategy_options
 from sparktorch.train.weights import pack_state
 from sparktorch.world import World
@@ -46,6 +47,7 @@ class TrainJob:
         config: How it is trained.
         max_imbalance: The largest share by which a rank's rows may exceed the mean before the
             ranks give up for a better split; `None` accepts any split.
+        checkpoint: Where and how often its state is saved; `None` for nowhere.
         spare: Any one row of the training set, for a rank without rows to stand in with.
     """
 
@@ -53,6 +55,7 @@ class TrainJob:
     recipe: Recipe
     config: TrainConfig
     max_imbalance: float | None = 0.1
+    checkpoint: CheckpointConfig | None = None
     spare: pa.RecordBatch | None = None
 
 
@@ -100,9 +103,15 @@ def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: Tra
     clock.lap("load")
 
     link.enter("waiting for the other ranks")
+    class_weights = job.config.class_weights
     peers = link.agree(
         "shard",
-        {"rows": shard.rows, "validation": shard.validation_rows, "fingerprint": shard.fingerprint},
+        {
+            "rows": shard.rows,
+            "validation": shard.validation_rows,
+            "fingerprint": shard.fingerprint,
+            "classes": shard.weight_by_class(job.columns.classes or 0) if class_weights == "balanced" else [],
+        },
     )
     counts = [peer["rows"] for peer in peers]
     clock.lap("wait")
@@ -125,6 +134,16 @@ def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: Tra
         shuffle=config.shuffle,
     )
     shard.place(0 if independent else sum(counts[: world.rank]), plan)
+    if class_weights == "balanced":
+        shard.weigh_classes(balanced([sum(sums) for sums in zip(*(peer["classes"] for peer in peers), strict=True)]))
+    elif class_weights is not None:
+        shard.weigh_classes(class_weights)
+
+    fingerprint = f"{sum(peer['fingerprint'] for peer in peers) % 2**64:016x}"
+    saver = None
+    if job.checkpoint is not None:
+        link.enter("looking for a checkpoint")
+        saver = Saver(job.checkpoint, {**job.checkpoint.job, "data": fingerprint}, world, link)
 
     with process_group(team, link.store, timeout=_COLLECTIVE_TIMEOUT):
         clock.lap("group")
@@ -137,6 +156,7 @@ def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: Tra
             steps=plan.steps,
             validation_rows=shard.validation_rows if independent else max(peer["validation"] for peer in peers),
             classes=job.columns.classes,
+            saver=saver,
         )
     clock.lap("train")
     meta: dict[str, Any] = {
@@ -157,7 +177,7 @@ def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: Tra
     meta["history"] = outcome.history
     meta["confusion"] = outcome.confusion
     meta["steps_per_epoch"] = plan.steps
-    meta["fingerprint"] = f"{sum(peer['fingerprint'] for peer in peers) % 2**64:016x}"
+    meta["fingerprint"] = fingerprint
     return RankResult(meta, pack_state(outcome.state))
 
 

@@ -227,7 +227,11 @@ def _try_out(frame: Frame, request: Request) -> Trial:
 
     inputs = {f"column {spec.column!r}": rows(spec) for spec in frame.columns.inputs}
     label = rows(frame.columns.label) if frame.columns.label else None
-    return dry_run(request.recipe, request.config.task, request.config.seed, inputs, label)
+    config = request.config
+    weighted = frame.columns.weight is not None or config.class_weights is not None
+    trial = dry_run(request.recipe, config.task, config.seed, inputs, label, weighted=weighted)
+    config.check_classes(trial.classes)
+    return trial
 
 
 def _train(frame: Frame, trial: Trial, request: Request, report: FitReport) -> list[tuple[dict[str, Any], bytes]]:

@@ -14,7 +14,7 @@ from sparktorch.errors import ConfigError, nearest
 from sparktorch.program import Program
 from sparktorch.spark.barrier import Launch
 from sparktorch.train.callbacks import check_callback
-from sparktorch.train.recipe import Recipe
+from sparktorch.train.recipe import Recipe, load_object
 from sparktorch.train.strategy import check_strategy
 
 if TYPE_CHECKING:
@@ -73,19 +73,15 @@ def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
     """
     p = _Values(estimator)
     for name in ("module", "loss"):
-        if p[name] is None:
+        if p[name] is None and (name == "module" or p["trainingStep"] is None):
             raise ConfigError(f"{name} is not set", hint=f"pass {name}=... to the constructor", param=name)
     above("learningRate", p["learningRate"], 0)
     at_least("numWorkers", p["numWorkers"], 1)
     check_scoring(estimator)
     one_of("rendezvous", p["rendezvous"], ("auto", "driver", "rank0"))
-    scheduler = p["scheduler"]
-    if getattr(scheduler, "__name__", scheduler) == "ReduceLROnPlateau" and p["schedulerInterval"] == "step":
-        raise ConfigError(
-            "ReduceLROnPlateau looks at the loss of an epoch, and schedulerInterval is 'step'",
-            hint="set schedulerInterval='epoch'",
-            param="schedulerInterval",
-        )
+    _check_loss(estimator, p)
+    _check_schedule(p)
+    _check_sizes(p)
     if p["earlyStoppingPatience"] is not None and p["validationIndicatorCol"] is None:
         raise ConfigError(
             "earlyStoppingPatience looks at the loss of validation rows, and there are none",
@@ -104,12 +100,12 @@ def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
     request = Request(
         recipe=Recipe(
             **_module(p["module"], p["moduleParams"]),
-            loss=p["loss"],
+            loss=p["loss"] if p["trainingStep"] is None else None,
             loss_params=p["lossParams"],
             optimizer=p["optimizer"],
             optimizer_params=p["optimizerParams"],
             learning_rate=p["learningRate"],
-            scheduler=scheduler,
+            scheduler=p["scheduler"],
             scheduler_params=p["schedulerParams"],
             training_step=p["trainingStep"],
             parameter_groups=tuple(p["parameterGroups"]),
@@ -163,6 +159,53 @@ def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
     return request
 
 
+def _check_loss(estimator: Params, p: _Values) -> None:
+    if p["trainingStep"] is not None and (estimator.isSet("loss") or p["lossParams"]):
+        raise ConfigError(
+            "trainingStep computes the loss, and loss or lossParams are set",
+            hint="set one of them",
+            param="trainingStep",
+        )
+
+
+def _check_schedule(p: _Values) -> None:
+    scheduler = p["scheduler"]
+    if scheduler is None and p["schedulerParams"]:
+        raise ConfigError("schedulerParams are given, but no scheduler", param="schedulerParams")
+    if isinstance(scheduler, str) and ":" in scheduler:
+        scheduler = load_object(scheduler)
+    if getattr(scheduler, "__name__", scheduler) != "ReduceLROnPlateau":
+        return
+    if p["schedulerInterval"] == "step":
+        raise ConfigError(
+            "ReduceLROnPlateau looks at the loss of an epoch, and schedulerInterval is 'step'",
+            hint="set schedulerInterval='epoch'",
+            param="schedulerInterval",
+        )
+    if p["validationIndicatorCol"] is None:
+        raise ConfigError(
+            "ReduceLROnPlateau looks at the loss of validation rows, and there are none",
+            hint="mark some with validationIndicatorCol",
+            param="scheduler",
+        )
+
+
+def _check_sizes(p: _Values) -> None:
+    rows, workers, parts = p["batchSize"], p["numWorkers"], p["accumulationSteps"]
+    if 0 < rows < workers:
+        raise ConfigError(
+            f"batchSize is {rows}, to be shared by {workers} workers",
+            hint="set it to numWorkers at least: it counts the rows of all workers together",
+            param="batchSize",
+        )
+    if parts > 1 and parts * workers > rows:
+        raise ConfigError(
+            f"accumulationSteps is {parts}, and each of {workers} workers has {rows / workers:.3g} rows of a batch",
+            hint="set it to batchSize / numWorkers at most",
+            param="accumulationSteps",
+        )
+
+
 def check_scoring(instance: ScoringParams) -> None:
     """Checks the Params that say how to score.
 
@@ -210,7 +253,10 @@ def _class_weights(value: Any) -> tuple[float, ...] | Literal["balanced"] | None
         return "balanced" if value else None
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise ConfigError(f"classWeights must be 'balanced' or a list, got {value!r}", param="classWeights")
-    return tuple(float(weight) for weight in value)
+    try:
+        return tuple(float(weight) for weight in value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"classWeights are no numbers: {error}", param="classWeights") from error
 
 
 class _Values:

@@ -123,7 +123,7 @@ class Callbacks:
     def __init__(self, callbacks: Sequence[Callback], context: FitContext) -> None:
         """Finds the hooks that are overridden and that run in this rank."""
         self._context = context
-        self._known = bool(callbacks)
+        self._all = callbacks
         here = [callback for callback in callbacks if callback.ranks == "all" or context.world.is_main]
         self._hooks = {name: [callback for callback in here if _overridden(callback, name)] for name in _HOOKS}
         self.watch_steps = bool(self._hooks["on_step_end"])
@@ -155,6 +155,15 @@ class Callbacks:
                 )
             record[name] = float(record[name])
 
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Returns the state of every callback, for `load_state_dict`."""
+        return [callback.state_dict() for callback in self._all]
+
+    def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
+        """Has every callback go on from its state."""
+        for callback, values in zip(self._all, state, strict=True):
+            callback.load_state_dict(values)
+
     def _call(self, callback: Callback, hook: str, arguments: tuple[Any, ...]) -> None:
         try:
             getattr(callback, hook)(self._context, *arguments)
@@ -166,7 +175,7 @@ class Callbacks:
 
     def ask_to_stop(self) -> bool:
         """Returns whether a callback in any rank has asked the training to end; costs nothing without callbacks."""
-        if not self._known:
+        if not self._all:
             return False
         asked = torch.tensor([float(self._context._asked_to_stop)], dtype=torch.float64)
         return bool(sum_over_ranks(asked, self._context.world))

@@ -31,7 +31,7 @@ from fsspec.implementations.local import LocalFileSystem
 from sparktorch.errors import PersistenceError
 from sparktorch.train.state import local_part
 
-__all__ = ["CheckpointStore", "Manifest", "Share", "read_rest", "snapshot"]
+__all__ = ["CheckpointStore", "Manifest", "Share", "read_rest", "read_tensors", "snapshot"]
 
 E = TypeVar("E", bound=Exception)
 
@@ -284,6 +284,18 @@ class CheckpointStore:
             os.fsync(directory)  # the new name, too, outlives a power cut
         finally:
             os.close(directory)
+
+
+def read_tensors(directory: Path, rank: int, prefix: str) -> dict[str, torch.Tensor]:
+    """Returns the whole tensors that a rank kept under names with a prefix, by the rest of their names."""
+    from safetensors import safe_open
+
+    path = directory / f"rank-{rank:05d}.safetensors"
+    if not path.exists():
+        return {}
+    with safe_open(path, framework="pt") as file:
+        names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118 - it is no mapping
+        return {name.removeprefix(prefix): file.get_tensor(name) for name in names}
 
 
 @contextmanager

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from sparktorch.train.state import divided_like
 
 __all__ = ["MovingAverage"]
 
@@ -44,17 +45,14 @@ class MovingAverage:
         finally:
             self._swap()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns this rank's averages, for `load_state_dict`."""
-        return {"averages": self._averages}
+    def named_tensors(self, names: Mapping[torch.Tensor, str]) -> dict[str, torch.Tensor]:
+        """Returns the averages by the names of their parameters, divided as these are; they share memory.
 
-    @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from the averages of a rank that held the same part of the parameters."""
-        self._averages = []
-        if state["averages"]:  # there are none before the first step
-            pairs = zip(state["averages"], self._weights(), strict=True)
-            self._averages = [average.to(weight, copy=True) for average, weight in pairs]
+        Before the first `update`, which would make them, they are made.
+        """
+        self._averages = self._averages or [weight.clone() for weight in self._weights()]
+        pairs = zip(self._parameters, self._averages, strict=True)
+        return {names[parameter]: divided_like(average, parameter) for parameter, average in pairs}
 
     def _weights(self) -> list[torch.Tensor]:
         # A parameter that is divided among the ranks is a DTensor; arithmetic is with this rank's part.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 
 from sparktorch.config import TrainConfig
 
-__all__ = ["reproducible", "seed_all", "switched"]
+__all__ = ["generators_state", "reproducible", "seed_all", "set_generators_state", "switched", "untouched_generators"]
 
 _CUDNN: Any = torch.backends.cudnn  # whose parts torch's own types leave out
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -25,7 +25,7 @@ def reproducible(config: TrainConfig, device: torch.device) -> Iterator[None]:
 
     All generators start from the configuration's seed, the same in every rank.
     """
-    with _own_generators(device), switched(config, device):
+    with untouched_generators(device), switched(config, device):
         seed_all(config.seed)
         yield
 
@@ -48,8 +48,32 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def generators_state(device: torch.device) -> dict[str, Any]:
+    """Returns where the generators stand, of plain values and tensors."""
+    version, of_python, gauss = random.getstate()
+    kind, of_numpy, *rest = np.random.get_state(legacy=True)
+    return {
+        "python": [version, list(of_python), gauss],
+        "numpy": [kind, torch.from_numpy(of_numpy.astype(np.int64)), *rest],  # type: ignore[union-attr]
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+    }
+
+
+def set_generators_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """Puts the generators where `generators_state` found them."""
+    version, of_python, gauss = state["python"]
+    random.setstate((version, tuple(of_python), gauss))
+    kind, of_numpy, *rest = state["numpy"]
+    np.random.set_state((kind, of_numpy.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
 @contextmanager
-def _own_generators(device: torch.device) -> Iterator[None]:
+def untouched_generators(device: torch.device) -> Iterator[None]:
+    """A block after which the generators stand where they stood before it."""
     of_python, of_numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):

@@ -11,7 +11,7 @@ from sparktorch.errors import PersistenceError
 from sparktorch.train.checkpoint import CheckpointStore, Manifest, Share
 from sparktorch.world import World
 
-__all__ = ["Board", "Position", "Saver", "find_start"]
+__all__ = ["Board", "Position", "Saver"]
 
 _CLAIM_AGAIN_SECONDS = 10.0
 
@@ -55,25 +55,52 @@ class Saver:
     """Writes this rank's shares in a thread; rank 0 makes checkpoints of those that all ranks have written.
 
     A share that cannot be written is warned about, and the training goes on without that checkpoint.
+
+    Attributes:
+        store: The checkpoints.
+        start: The one that the training goes on from, `None` for the beginning.
     """
 
     def __init__(self, config: CheckpointConfig, job: dict[str, Any], world: World, board: Board) -> None:
-        """Opens the directory.
+        """Claims the directory, and looks for the checkpoint to go on from; every rank does it.
+
+        The checkpoints of a training that has come to its end are removed.
 
         Args:
             config: Where and how often.
             job: What identifies the training.
             world: This rank's place.
             board: Where ranks say what they have written.
+
+        Raises:
+            PersistenceError: Another fit writes there, or the checkpoints are of another training.
         """
         self._config, self._job, self._world, self._board = config, job, world, board
-        self._store = CheckpointStore(config.directory)
+        self.store = CheckpointStore(config.directory)
+        self.start = self._find_start()
         self._thread: threading.Thread | None = None
         self._losses: dict[int, float] = {}
         self._done = threading.Event()
         self._claims = threading.Thread(target=self._claim, name="sparktorch-claim", daemon=True)
         if world.is_main:
             self._claims.start()
+
+    def _find_start(self) -> Manifest | None:
+        """Returns the checkpoint to go on from, the same in every rank; `None` for the beginning."""
+        found: dict[str, Any] = {}
+        if self._world.is_main:
+            self.store.claim(self._config.owner)
+            if self.store.finished:
+                self.store.clear()
+            manifest, problems = self.store.usable()
+            for problem in problems:
+                self._board.warn(f"a checkpoint is left out: {problem}")
+            if manifest is not None:
+                _check_same(manifest.job, self._job, self._config.directory)
+                found = {"step": manifest.step}
+            self.store.keep({step for step in self.store.steps() if manifest is not None and step <= manifest.step})
+        step = self._board.agree("start", found)[0].get("step")
+        return None if step is None else self.store.read_manifest(step)
 
     def due(self, position: Position) -> bool:
         """Whether the state at this position is to be saved; `step_in_epoch` 0 is the end of an epoch."""
@@ -102,8 +129,8 @@ class Saver:
         if self._world.is_main:
             self._claims.join()
             try:
-                self._store.finish(position.step)
-                self._store.release(self._config.owner)
+                self.store.finish(position.step)
+                self.store.release(self._config.owner)
             except (OSError, PersistenceError) as error:
                 self._board.warn(f"the end of the training could not be noted: {error}")
 
@@ -114,7 +141,7 @@ class Saver:
     def _write(self, position: Position, share: Share, loss: float | None) -> None:
         step, topic = position.step, f"saved/{position.step}"
         try:
-            written: dict[str, Any] = {"files": self._store.write_share(step, self._world.rank, share)}
+            written: dict[str, Any] = {"files": self.store.write_share(step, self._world.rank, share)}
         except Exception as error:  # file systems have errors of their own
             written = {"error": f"{type(error).__name__}: {error}"}
             self._board.warn(f"no checkpoint at step {step}: {written['error']}")
@@ -129,7 +156,7 @@ class Saver:
         if any("error" in share for share in written):
             return
         files = {name: found for share in written for name, found in share["files"].items()}
-        self._store.write_manifest(
+        self.store.write_manifest(
             Manifest(
                 step=position.step,
                 epoch=position.epoch,
@@ -142,44 +169,18 @@ class Saver:
         )
         if loss is not None:
             self._losses[position.step] = loss
-        kept = {step for step in self._store.steps() if step <= position.step}
+        kept = {step for step in self.store.steps() if step <= position.step}
         kept = set(sorted(kept)[-self._config.keep :])
         if self._losses:
             kept.add(min(self._losses, key=lambda step: self._losses[step]))
-        self._store.keep(kept)
+        self.store.keep(kept)
 
     def _claim(self) -> None:
         try:
             while not self._done.wait(_CLAIM_AGAIN_SECONDS):
-                self._store.claim(self._config.owner)
+                self.store.claim(self._config.owner)
         except Exception as error:
             self._board.warn(f"{self._config.directory} could not be claimed again: {error}")
-
-
-def find_start(config: CheckpointConfig, job: dict[str, Any], world: World, board: Board) -> Manifest | None:
-    """Returns the checkpoint that the training goes on from, the same in every rank; `None` for its beginning.
-
-    Rank 0 looks for it and claims the directory. A directory of a training that has come to its end
-    is cleared.
-
-    Raises:
-        PersistenceError: Another fit writes there, or the checkpoints are of another training.
-    """
-    store = CheckpointStore(config.directory)
-    found: dict[str, Any] = {}
-    if world.is_main:
-        store.claim(config.owner)
-        if store.finished:
-            store.clear()
-        manifest, problems = store.usable()
-        for problem in problems:
-            board.warn(f"a checkpoint is left out: {problem}")
-        if manifest is not None:
-            _check_same(manifest.job, job, config.directory)
-            found = {"step": manifest.step}
-        store.keep({step for step in store.steps() if manifest is not None and step <= manifest.step})
-    step = board.agree("start", found)[0].get("step")
-    return None if step is None else store.read_manifest(step)
 
 
 def _check_same(saved: dict[str, Any], job: dict[str, Any], directory: str) -> None:

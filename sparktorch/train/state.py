@@ -11,7 +11,17 @@ from torch import nn
 
 from sparktorch.errors import PersistenceError
 
-__all__ = ["create_optimizer_state", "load_tensors", "local_part", "named_tensors", "own_optimizer"]
+__all__ = [
+    "create_optimizer_state",
+    "divided_like",
+    "load_optimizer_values",
+    "load_tensors",
+    "local_part",
+    "named_tensors",
+    "optimizer_values",
+    "own_optimizer",
+    "parameter_names",
+]
 
 _WRAPPER = "_checkpoint_wrapped_module."  # torch's, around a part whose activations are computed twice
 
@@ -24,7 +34,7 @@ def named_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
         optimizer: Over its parameters. Of a `ZeroRedundancyOptimizer`, this rank's share is meant.
     """
     found = {f"module.{name}": value.detach() for name, value in module.state_dict().items()}
-    names: dict[torch.Tensor, str] = {p: name.replace(_WRAPPER, "") for name, p in module.named_parameters()}
+    names = parameter_names(module)
     for parameter, state in own_optimizer(optimizer).state.items():
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
@@ -32,10 +42,46 @@ def named_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
     return found
 
 
+def parameter_names(module: nn.Module) -> dict[torch.Tensor, str]:
+    """Returns the name of each parameter, as `state_dict` has it."""
+    return {parameter: name.replace(_WRAPPER, "") for name, parameter in module.named_parameters()}
+
+
+def divided_like(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's part of something as the whole of it, where the parameter is divided among ranks."""
+    if not hasattr(parameter, "to_local"):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(parameter, DTensor)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(part, mesh, placements, shape=parameter.shape, stride=parameter.stride())
+
+
 def own_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Returns the optimizer that steps this rank's share of the parameters."""
     inner: torch.optim.Optimizer = getattr(optimizer, "optim", optimizer)
     return inner
+
+
+def optimizer_values(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    """Returns what the optimizer keeps besides tensors, by the name of the parameter it is kept for."""
+    names = parameter_names(module)
+    found = {}
+    for parameter, state in own_optimizer(optimizer).state.items():
+        values = {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
+        if values:
+            found[names[parameter]] = values
+    return found
+
+
+def load_optimizer_values(
+    module: nn.Module, optimizer: torch.optim.Optimizer, values: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Puts back what `optimizer_values` returned."""
+    names = parameter_names(module)
+    for parameter, state in own_optimizer(optimizer).state.items():
+        state.update(values.get(names[parameter], {}))
 
 
 def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:

@@ -20,6 +20,7 @@ __all__ = [
     "Mlp",
     "NamedPair",
     "Normalised",
+    "NormalisedLogarithm",
     "Pair",
     "Score",
     "Spare",
@@ -107,6 +108,13 @@ class Normalised(Mlp):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(self.norm(x))
+
+
+class NormalisedLogarithm(Normalised):
+    """Takes no zeros: they spoil the running statistics too."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.abs().log())
 
 
 class Counting(Score):

@@ -57,6 +57,10 @@ class Strategy(ABC, Generic[O]):
     options_type: ClassVar[type[Any]] = NoOptions
     # Whether a forward pass waits for the other ranks, so that all must take equally many.
     collective_forward: ClassVar[bool] = False
+    # After how many passes gradients are summed in an order that stays.
+    settles_after: ClassVar[int] = 0
+    # Whether all of its state is in `state.named_tensors`, so that a checkpoint has it.
+    resumable: ClassVar[bool] = True
 
     @classmethod
     def check(cls, config: TrainConfig, recipe: Recipe, options: O) -> None:
@@ -125,6 +129,10 @@ class Strategy(ABC, Generic[O]):
 
     def after_step(self, module: nn.Module) -> None:
         """Is called after each step of the optimizer."""
+
+    def metrics(self) -> dict[str, float]:
+        """Returns what the strategy has measured in the epoch, the same on every rank, for its record."""
+        return {}
 
     @contextmanager
     def evaluating(self, module: nn.Module) -> Iterator[nn.Module]:

@@ -61,6 +61,7 @@ class DDP(Strategy[DDPOptions]):
     """`DistributedDataParallel`; alone, the plain module."""
 
     options_type = DDPOptions
+    settles_after = 2  # buckets are built anew after the first backward (pytorch#35137)
 
     @classmethod
     def check(cls, config: TrainConfig, recipe: Recipe, options: DDPOptions) -> None:

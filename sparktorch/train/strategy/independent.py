@@ -30,6 +30,7 @@ class Independent(Strategy[IndependentOptions]):
     """The plain module; the worker runs each rank as if it were the only one."""
 
     layout = Layout()
+    resumable = False
     options_type = IndependentOptions
 
     @classmethod

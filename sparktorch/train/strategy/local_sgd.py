@@ -49,6 +49,7 @@ class LocalSGD(Strategy[LocalSGDOptions]):
     """
 
     layout = Layout()
+    resumable = False
     options_type = LocalSGDOptions
 
     @classmethod
