@@ -54,6 +54,8 @@ __all__ = ["TorchEstimator", "TorchEstimatorBase"]
 
 M = TypeVar("M", bound=TorchModelBase)
 
+Results = list[tuple[dict[str, Any], bytes]]  # of every rank
+
 _LOG = logging.getLogger(__name__)
 _LONGEST_PAUSE = 30.0  # before a restart, in seconds
 
@@ -246,7 +248,7 @@ def _try_out(frame: Frame, request: Request) -> Trial:
     return trial
 
 
-def _train(frame: Frame, trial: Trial, request: Request, report: FitReport) -> list[tuple[dict[str, Any], bytes]]:
+def _train(frame: Frame, trial: Trial, request: Request, report: FitReport) -> Results:
     """Runs the barrier job; again, from its last checkpoint, where it has lost a rank."""
     job = TrainJob(
         columns=replace(frame.columns, classes=trial.classes),
@@ -255,21 +257,27 @@ def _train(frame: Frame, trial: Trial, request: Request, report: FitReport) -> l
         checkpoint=request.checkpoint,
         spare=frame.sample,
     )
+    run = partial(_run, frame, job, request, report)
     for restart in range(request.max_restarts):
-        try:
-            return _run(frame, job, request, report)
-        except RankLostError as error:
-            pause = min(_LONGEST_PAUSE, 2.0**restart)
-            _LOG.warning(
-                "%s; restart %d of %d in %.0f s, from %s",
-                *(error.what, restart + 1, request.max_restarts, pause),
-                "the last checkpoint" if request.checkpoint else "the beginning",
-            )
-            time.sleep(pause)
-    return _run(frame, job, request, report)
+        results = _unless_lost(run, restart + 1, request)
+        if results is not None:
+            return results
+    return run()
 
 
-def _run(frame: Frame, job: TrainJob, request: Request, report: FitReport) -> list[tuple[dict[str, Any], bytes]]:
+def _unless_lost(run: Callable[[], Results], number: int, request: Request) -> Results | None:
+    """Returns what the ranks hand back; `None`, after a pause, where one of them was lost."""
+    try:
+        return run()
+    except RankLostError as error:
+        pause = min(_LONGEST_PAUSE, 2.0 ** (number - 1))
+        origin = "its last checkpoint" if request.checkpoint else "the beginning"
+        _LOG.warning("%s; restart %d of %d in %.0f s, from %s", error, number, request.max_restarts, pause, origin)
+        time.sleep(pause)
+    return None
+
+
+def _run(frame: Frame, job: TrainJob, request: Request, report: FitReport) -> Results:
     """Runs the barrier job; once more, split by place, if equal rows have crowded into one rank."""
     ranks = request.launch.world_size
     if getattr(strategy_options(request.config), "folds", False):
@@ -284,7 +292,7 @@ def _run(frame: Frame, job: TrainJob, request: Request, report: FitReport) -> li
     return results
 
 
-def _summarise(results: list[tuple[dict[str, Any], bytes]], seconds: dict[str, float]) -> TrainingSummary:
+def _summarise(results: Results, seconds: dict[str, float]) -> TrainingSummary:
     ranks = [meta for meta, _ in results]
     best = next(rank for rank, (_, payload) in enumerate(results) if payload)
     main = ranks[best]

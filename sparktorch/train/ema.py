@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -45,18 +44,6 @@ class MovingAverage:
             yield
         finally:
             self._swap()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns this rank's averages, for `load_state_dict`."""
-        return {"averages": self._averages}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from the averages of a rank that held the same part of the parameters."""
-        self._averages = []
-        if state["averages"]:  # there are none before the first step
-            pairs = zip(state["averages"], self._weights(), strict=True)
-            self._averages = [average.to(weight, copy=True) for average, weight in pairs]
 
     def named_tensors(self, names: Mapping[torch.Tensor, str]) -> dict[str, torch.Tensor]:
         """Returns the averages by the names of their parameters, divided as these are; they share memory.

@@ -214,7 +214,6 @@ class _Training:
         if self._saver is not None:
             self._saver.close(Position(self._context.step, epoch))
         confusion = None if self._confusion is None else self._confusion.tolist()
-        # Where a best one is kept, other ranks than rank 0 have none of it: all of them ask whether there is.
         state = self._state() if self._best.state is None else self._best.state
         return Outcome(state, self._history, confusion)
 

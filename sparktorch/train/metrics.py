@@ -246,7 +246,7 @@ def _gather(values: torch.Tensor, group: Any = None, *, device: str) -> list[tor
     dist.all_gather(headers, header.to(device), group)
     kinds = [(_DTYPES[code], tuple(shape[:axes])) for code, axes, *shape in (found.tolist() for found in headers)]
     lengths = [torch.Size(shape).numel() * dtype.itemsize for dtype, shape in kinds]
-    content = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+    content = torch.zeros(max(1, *lengths), dtype=torch.uint8, device=device)
     content[: values.numel() * values.itemsize] = values.to(device).contiguous().view(-1).view(torch.uint8)
     contents = [torch.empty_like(content) for _ in range(size)]
     dist.all_gather(contents, content, group)

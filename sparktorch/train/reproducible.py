@@ -13,14 +13,7 @@ import torch
 
 from sparktorch.config import TrainConfig
 
-__all__ = [
-    "generators_state",
-    "reproducible",
-    "seed_all",
-    "set_generators_state",
-    "switched",
-    "untouched_generators",
-]
+__all__ = ["generators_state", "reproducible", "seed_all", "set_generators_state", "switched", "untouched_generators"]
 
 _CUDNN: Any = torch.backends.cudnn  # whose parts torch's own types leave out
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"

@@ -109,7 +109,12 @@ class Validation:
 
 
 class Best:
-    """The weights of the validation with the smallest loss, and how many have come since without a smaller one."""
+    """The weights of the validation with the smallest loss, and how many have come since without a smaller one.
+
+    Attributes:
+        state: These weights, `None` as long as there are none. Ranks other than rank 0 may hold none of
+            them, and yet know that there are some.
+    """
 
     def __init__(self, patience: int | None) -> None:
         """Takes the number of validations after which it is enough; `None` keeps no weights at all."""
@@ -144,6 +149,6 @@ class Best:
         return {"loss": self._loss, "waited": self._waited}
 
     def load_state_dict(self, state: Mapping[str, Any], weights: dict[str, torch.Tensor]) -> None:
-        """Goes on from such counters, and from the weights of that validation; only rank 0 has any."""
+        """Goes on from such counters, and from the weights of that validation, if there was one."""
         self._loss, self._waited = state["loss"], state["waited"]
-        self.state = weights if math.isfinite(self._loss) else None
+        self.state = weights if self._loss < math.inf else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -40,8 +41,8 @@ def test_a_compiled_module_trains_and_validates_the_same(ranks: int) -> None:
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)
 
 
-def test_a_worker_without_a_compiler_says_so() -> None:
-    job = compiled(replace(JOB, recipe=replace(JOB.recipe, callbacks=[NoCompiler()])))
+def test_a_worker_without_a_compiler_says_so(tmp_path: Path) -> None:
+    job = compiled(replace(JOB, recipe=replace(JOB.recipe, callbacks=[NoCompiler(tmp_path)])))
     with pytest.raises(ClusterError, match="compile=True needs a C\\+\\+ compiler on every worker") as caught:
         train_on([TABLE.batches()], job)
     assert "install g++ where the executors run" in caught.value.hint

@@ -101,10 +101,10 @@ def test_an_average_goes_on_from_where_it_was() -> None:
     layer, again = nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False)
     first = MovingAverage(layer.parameters(), DECAY)
     second = MovingAverage(again.parameters(), DECAY)
-    second.load_state_dict(first.state_dict())  # before the first step there is nothing to keep
     moved(layer, first, 1.0)
     moved(layer, first, 2.0)
-    second.load_state_dict(first.state_dict())
+    saved = first.named_tensors({layer.weight: "weight"})
+    second.named_tensors({again.weight: "weight"})["weight"].copy_(saved["weight"])
     for part, average in ((layer, first), (again, second)):
         moved(part, average, 3.0)
         with average.swapped_in():

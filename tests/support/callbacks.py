@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -135,8 +134,11 @@ class Misspelt(Callback):
 class NoCompiler(Callback):
     """Takes the C++ compiler away from a rank, and what it has compiled before."""
 
+    def __init__(self, empty: Path) -> None:
+        self._empty = empty
+
     def on_fit_start(self, context: FitContext) -> None:
         from torch._inductor import config
 
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp()
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(self._empty)
         config.cpp.cxx = (None, "no-such-compiler")
