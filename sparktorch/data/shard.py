@@ -168,6 +168,11 @@ class Shard:
             weights = weights[self._order.numpy()]
         return torch.from_numpy(np.bincount(self._steps(epoch), weights, self._plan.steps)).double()
 
+    def step_rows(self, epoch: int) -> torch.Tensor:
+        """Returns how many rows this rank has in each step of the epoch, int64 of shape `(steps,)`."""
+        assert self._plan is not None
+        return torch.from_numpy(np.bincount(self._steps(epoch), minlength=self._plan.steps))
+
     def epoch(self, epoch: int, *, least: int = 1) -> Iterator[Batch]:
         """Yields this rank's part of every global batch of the epoch, in the order of the steps.
 
@@ -184,11 +189,16 @@ class Shard:
         for start, end in zip([0, *ends[:-1]], ends, strict=True):
             yield self._all.take(index[start:end], least=least)
 
-    def validation(self, size: int) -> Iterator[Batch]:
-        """Yields this rank's validation rows, at most `size` at a time."""
+    def validation(self, size: int, *, batches: int = 0) -> Iterator[Batch]:
+        """Yields this rank's validation rows, at most `size` at a time.
+
+        Args:
+            size: The most rows of a batch.
+            batches: Yield at least so many; those without rows hold a row of weight zero.
+        """
         index = self._validation_order.to(self._device)
-        for start in range(0, len(index), size):
-            yield self._all.take(index[start : start + size])
+        for start in range(0, max(len(index), batches * size), size):
+            yield self._all.take(index[start : start + size], least=1 if batches else 0)
 
     def _steps(self, epoch: int) -> npt.NDArray[np.int64]:
         assert self._plan is not None

@@ -34,10 +34,11 @@ from sparktorch.ml.params import (
 from sparktorch.ml.summary import TrainingSummary
 from sparktorch.ml.translate import Request, given, translate
 from sparktorch.spark.barrier import run_ranks
-from sparktorch.spark.frame import Frame, prepare, split
+from sparktorch.spark.frame import Frame, prepare, split, split_into_folds
 from sparktorch.spark.preflight import check_cluster, check_result_size
 from sparktorch.spark.resources import gpu_profile
 from sparktorch.train.dryrun import Trial, dry_run
+from sparktorch.train.strategy import strategy_options
 from sparktorch.worker import TrainJob, train_partition
 
 if TYPE_CHECKING:
@@ -98,7 +99,8 @@ class TorchEstimatorBase(
             results = _train(frame, trial, request, report)
             seconds = {"prepare": prepared - started, "job": time.perf_counter() - prepared}
             summary = _summarise(results, seconds)
-            model = self._model(request, frame, trial, results[0][1], summary)
+            weights = next(payload for _, payload in results if payload)
+            model = self._model(request, frame, trial, weights, summary)
             report.finished(model, summary)
         return model
 
@@ -236,11 +238,15 @@ def _train(frame: Frame, trial: Trial, request: Request, report: FitReport) -> l
     """Runs the barrier job; once more, split by place, if equal rows have crowded into one rank."""
     job = TrainJob(
         columns=replace(frame.columns, classes=trial.classes),
-        recipe=request.recipe,
+        recipe=replace(request.recipe, metrics=trial.metrics),
         config=replace(request.config, unused_parameters=trial.unused_parameters),
         spare=frame.sample,
     )
     ranks = request.launch.world_size
+    if getattr(strategy_options(request.config), "folds", False):
+        columns = replace(job.columns, validation="fold")
+        job = replace(job, columns=columns, max_imbalance=None)
+        return run_ranks(split_into_folds(frame.data, ranks), partial(train_partition, job=job), request.launch, report)
     results = run_ranks(split(frame.data, ranks), partial(train_partition, job=job), request.launch, report)
     if results[0][0].get("imbalanced"):
         data = split(frame.data, ranks, by_place=True)
@@ -251,15 +257,17 @@ def _train(frame: Frame, trial: Trial, request: Request, report: FitReport) -> l
 
 def _summarise(results: list[tuple[dict[str, Any], bytes]], seconds: dict[str, float]) -> TrainingSummary:
     ranks = [meta for meta, _ in results]
-    main = ranks[0]
+    best = next(rank for rank, (_, payload) in enumerate(results) if payload)
+    main = ranks[best]
+    joined = [main] if "epochs" in main else ranks  # independent ranks have a model each
     return TrainingSummary(
         history=main.pop("history"),
-        rows=sum(meta["rows"] for meta in ranks),
-        validationRows=sum(meta["validation_rows"] for meta in ranks),
+        rows=sum(meta["rows"] for meta in joined),
+        validationRows=sum(meta["validation_rows"] for meta in joined),
         stepsPerEpoch=main.pop("steps_per_epoch"),
         numWorkers=len(ranks),
         fingerprint=main.pop("fingerprint"),
-        seconds=seconds | {f"rank0.{name}": value for name, value in main["seconds"].items()},
+        seconds=seconds | {f"rank{best}.{name}": value for name, value in main["seconds"].items()},
         ranks=ranks,
         confusionMatrix=main.pop("confusion"),
     )

@@ -496,7 +496,8 @@ class TrainingParams(HasLabelCol, HasWeightCol, HasValidationIndicatorCol, HasSe
     precision: Param[str] = Param(
         Params._dummy(),
         "precision",
-        "'fp32', or 'bf16' or 'fp16' to train under autocast; the weights stay fp32",
+        "'fp32', 'tf32' to let GPUs multiply float32 matrices with shorter mantissas, or 'bf16' or 'fp16' to train "
+        "under autocast; the weights stay fp32",
         typeConverter=TypeConverters.toString,
     )
     validationInterval: Param[int] = Param(
@@ -564,7 +565,8 @@ class TrainingParams(HasLabelCol, HasWeightCol, HasValidationIndicatorCol, HasSe
     metrics: Param[dict[str, Any]] = Param(
         Params._dummy(),
         "metrics",
-        "further validation metrics by name: classes in torchmetrics by name, factories or instances",
+        "further validation metrics by name: the name of a class in torchmetrics, {'name': ..., and its parameters}, "
+        "a factory or an instance",
         typeConverter=_to_dict,
     )
     callbacks: Param[list[Any]] = Param(

@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from pyspark import cloudpickle
+
 from sparktorch.artifact import TrainedModule
 from sparktorch.config import Device, Task, TrainConfig, above, at_least, one_of
 from sparktorch.errors import ConfigError, nearest
 from sparktorch.program import Program
 from sparktorch.spark.barrier import Launch
+from sparktorch.train.callbacks import check_callback
 from sparktorch.train.recipe import Recipe, load_object
-from sparktorch.train.strategy import strategy_options
+from sparktorch.train.strategy import check_strategy
 
 if TYPE_CHECKING:
     from pyspark.ml.param import Params
@@ -85,15 +88,13 @@ def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
             hint="mark some with validationIndicatorCol",
             param="earlyStoppingPatience",
         )
-    optimizer = p["optimizer"]
-    if isinstance(optimizer, str) and ":" in optimizer:
-        optimizer = load_object(optimizer)
-    if p["strategy"] == "zero1" and not isinstance(optimizer, str | type):
+    if p["metrics"] and p["validationIndicatorCol"] is None:
         raise ConfigError(
-            "strategy 'zero1' builds an optimizer for each worker's share, and optimizer is no class",
-            hint="name a class in torch.optim, or pass the class itself with optimizerParams",
-            param="optimizer",
+            "metrics are those of validation rows, and there are none",
+            hint="mark some with validationIndicatorCol",
+            param="metrics",
         )
+    _check_callbacks(p["callbacks"])
     if "lr" in p["optimizerParams"]:
         raise ConfigError("optimizerParams holds 'lr'", hint="set learningRate", param="optimizerParams")
     request = Request(
@@ -148,7 +149,13 @@ def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
             "key": p["idCol"],
         },
     )
-    strategy_options(request.config)
+    check_strategy(request.config, request.recipe)
+    if p["strategyParams"].get("folds") and p["validationIndicatorCol"] is not None:
+        raise ConfigError(
+            "strategyParams.folds makes the validation rows, and validationIndicatorCol names some",
+            hint="leave one of them out",
+            param="validationIndicatorCol",
+        )
     return request
 
 
@@ -175,7 +182,7 @@ def _check_schedule(p: _Values) -> None:
             hint="set schedulerInterval='epoch'",
             param="schedulerInterval",
         )
-    if p["validationIndicatorCol"] is None:
+    if p["validationIndicatorCol"] is None and not p["strategyParams"].get("folds"):
         raise ConfigError(
             "ReduceLROnPlateau looks at the loss of validation rows, and there are none",
             hint="mark some with validationIndicatorCol",
@@ -185,6 +192,8 @@ def _check_schedule(p: _Values) -> None:
 
 def _check_sizes(p: _Values) -> None:
     rows, workers, parts = p["batchSize"], p["numWorkers"], p["accumulationSteps"]
+    if p["strategy"] == "independent":  # each worker has batches of its own
+        workers = 1
     if 0 < rows < workers:
         raise ConfigError(
             f"batchSize is {rows}, to be shared by {workers} workers",
@@ -225,6 +234,20 @@ def _module(module: Any, params: dict[str, Any]) -> dict[str, Any]:
     if params:
         raise ConfigError("moduleParams are given, but module is a fitted model", param="moduleParams")
     return {"module": trained.source, "module_params": trained.params, "initial": trained.weights}
+
+
+def _check_callbacks(callbacks: list[Any]) -> None:
+    for callback in callbacks:
+        check_callback(callback)
+        try:
+            cloudpickle.dumps(callback)  # type: ignore[no-untyped-call]
+        except Exception as error:
+            raise ConfigError(
+                f"{type(callback).__qualname__} cannot be shipped to the ranks: {error}",
+                hint="it holds something that stays in this process (a lock, a file, a session): make that in "
+                "on_fit_start",
+                param="callbacks",
+            ) from error
 
 
 def _class_weights(value: Any) -> tuple[float, ...] | Literal["balanced"] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 
 from sparktorch.config import Task
 from sparktorch.errors import ModuleError, SparkTorchError
+from sparktorch.train.metrics import try_metrics
 from sparktorch.train.recipe import Loss, Recipe
 from sparktorch.train.step import StepBatch, TrainingStep
 from sparktorch.train.task import align, classes_in, first_rows
@@ -43,12 +44,14 @@ class Trial:
         outputs: What `forward` returns.
         classes: Number of classes a classifier tells apart, `None` for other tasks.
         unused_parameters: Whether a trainable parameter got no gradient.
+        metrics: The recipe's metrics, with what they ask for and the dry run knows filled in.
     """
 
     module: nn.Module
     outputs: tuple[OutputSpec, ...]
     classes: int | None
     unused_parameters: bool
+    metrics: Mapping[str, Any] = field(default_factory=dict)
 
 
 def dry_run(
@@ -73,7 +76,7 @@ def dry_run(
 
     Raises:
         ModuleError: The module, loss or optimizer cannot be built or does not fit the columns.
-        ConfigError: Patterns of parameter names or options of the optimizer do not fit.
+        ConfigError: Patterns of parameter names, options of the optimizer or metrics do not fit.
     """
     module = recipe.build_module(seed)
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -110,7 +113,8 @@ def dry_run(
         _try_step(training_step, module, tuple(inputs.values()), label, weight)
     unused = any(parameter.grad is None for parameter in trainable)
     module.zero_grad()
-    return Trial(module.train(was_training), outputs, classes, unused)
+    metrics = try_metrics(recipe.metrics, task, classes, *align(task, output, label))
+    return Trial(module.train(was_training), outputs, classes, unused, metrics)
 
 
 def _try_loss(loss: Loss, task: Task, output: Any, label: torch.Tensor | None, weight: torch.Tensor | None) -> None:

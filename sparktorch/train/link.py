@@ -81,10 +81,28 @@ class Link:
             Cancelled: The driver cancelled while waiting.
             PeerFailure: A rank failed while waiting.
         """
+        self.post(topic, value)
+        return self.collect(topic)
+
+    def post(self, topic: str, value: dict[str, Any]) -> None:
+        """Lays down a JSON object for one rank that collects them."""
+        self._set(self.store, f"{topic}/{self._world.rank}", value)
+
+    def collect(self, topic: str) -> list[dict[str, Any]]:
+        """Waits for what every rank posts under a topic, and returns it, by rank.
+
+        Raises:
+            Cancelled: The driver cancelled while waiting.
+            PeerFailure: A rank failed while waiting.
+        """
         keys = [f"{topic}/{rank}" for rank in range(self._world.world_size)]
-        self._set(self.store, keys[self._world.rank], value)
         self._wait(keys)
         return [json.loads(raw) for raw in self.store.multi_get(keys)]
+
+    def warn(self, text: str) -> None:
+        """Has the driver warn of something that does not end the fit."""
+        index = self.store.add("warnings", 1)
+        self._set(self.store, f"warning/{index}", {"rank": self._world.rank, "host": self._world.host, "text": text})
 
     def leave(self) -> None:
         """Says that this rank needs the store no more; rank 0, where it hosts it, goes last."""
@@ -118,7 +136,7 @@ class Link:
             "epoch": state["epoch"],
             "step": state["step"],
         }
-        if isinstance(error, SparkTorchError) and not isinstance(error, RankError):
+        if isinstance(error, SparkTorchError) and (error.trace or not isinstance(error, RankError)):
             return error.at(**place)
         trace = "".join(traceback.format_exception(error))
         return RankError(
@@ -158,7 +176,9 @@ class Link:
 
 
 def _is_communication(error: BaseException) -> bool:
-    """Whether the error is what a rank sees when another one has died."""
+    """Whether the error, or what it was raised from, is what a rank sees when another one has died."""
+    if error.__cause__ is not None and _is_communication(error.__cause__):
+        return True
     if isinstance(error, dist.DistError):
         return True
     text = str(error)

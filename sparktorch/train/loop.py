@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 
 from sparktorch.config import TrainConfig
-from sparktorch.train.finite import LossWatch, all_finite
-from sparktorch.train.group import sum_over_ranks
+from sparktorch.train.batchnorm import Presence, has_batch_norm, synchronise
+from sparktorch.train.callbacks import Callbacks, FitContext
+from sparktorch.train.ema import MovingAverage
+from sparktorch.train.explain import explained
+from sparktorch.train.group import max_over_ranks, sum_over_ranks
+from sparktorch.train.layout import channels_last
+from sparktorch.train.metrics import Metrics
 from sparktorch.train.recipe import Recipe
+from sparktorch.train.reproducible import reproducible, seed_all
 from sparktorch.train.schedule import Schedule
-from sparktorch.train.step import BatchLike, Means, Metrics, full_precision, micro_batches
+from sparktorch.train.step import BatchLike, Means
+from sparktorch.train.stepper import Stepper
 from sparktorch.train.strategy import build_strategy
-from sparktorch.train.task import align, autocast, correct, first_rows, predicted
+from sparktorch.train.validation import Best, Validation
 from sparktorch.world import World
 
 __all__ = ["Outcome", "Reporter", "ShardLike", "train"]
 
 _REPORT_SECONDS = 0.2
-_EVALUATION_ROWS = 4096
-_MOST_CLASSES = 100  # of a confusion matrix
 
 
 class ShardLike(Protocol):
@@ -39,8 +44,12 @@ class ShardLike(Protocol):
         """Returns this rank's weight in each step, float64 of shape `(steps,)`."""
         ...
 
-    def validation(self, size: int) -> Iterator[BatchLike]:
-        """Yields this rank's validation rows."""
+    def step_rows(self, epoch: int) -> torch.Tensor:
+        """Returns this rank's number of rows in each step, int64 of shape `(steps,)`."""
+        ...
+
+    def validation(self, size: int, *, batches: int = 0) -> Iterator[BatchLike]:
+        """Yields this rank's validation rows in batches of that size, at least so many."""
         ...
 
 
@@ -88,7 +97,7 @@ def train(
     reporter: Reporter,
     *,
     steps: int,
-    has_validation: bool,
+    validation_rows: int,
     classes: int | None = None,
 ) -> Outcome:
     """Trains a new model on the shards of all ranks.
@@ -105,31 +114,12 @@ def train(
         world: This rank's place; with more than one rank, the process group is open.
         reporter: Where progress goes.
         steps: Number of steps in an epoch.
-        has_validation: Whether any rank has validation rows, the same on every rank.
+        validation_rows: The most validation rows of any rank; without any, nothing is validated.
         classes: Number of classes the labels index, `None` when labels are not classes.
     """
-    training = _Training(shard, recipe, config, world, reporter, steps)
-    history: list[dict[str, Any]] = []
-    confusion: torch.Tensor | None = None
-    for epoch in range(config.epochs):
-        reporter.enter("training", epoch=epoch + 1, step=0)
-        record = training.epoch(epoch)
-        last = epoch + 1 == config.epochs
-        if has_validation and (last or (epoch + 1) % config.validation_interval == 0):
-            reporter.enter("validating", epoch=epoch + 1)
-            metrics, counts = training.validate(classes)
-            record |= metrics
-            if config.patience is None or training.improves(metrics["val_loss"]):
-                confusion = counts
-        training.schedule.epoch_done(record, validated=has_validation)
-        history.append(record)
-        if world.is_main:
-            reporter.epoch_done(epoch + 1, record)
-        # Every rank has the same losses, and stops at the same epoch.
-        if config.patience is not None and training.without_progress >= config.patience:
-            break
-    reporter.enter("finishing")
-    return Outcome(training.state_dict(), history, None if confusion is None else confusion.tolist())
+    with reproducible(config, torch.device(world.device)), explained(config):
+        training = _Training(shard, recipe, config, world, reporter, steps, validation_rows, classes)
+        return training.run()
 
 
 class _Training:
@@ -143,56 +133,123 @@ class _Training:
         world: World,
         reporter: Reporter,
         steps: int,
+        validation_rows: int,
+        classes: int | None,
     ) -> None:
         self._shard, self._config, self._world, self._reporter = shard, config, world, reporter
         device = torch.device(world.device)
         self._strategy = build_strategy(config, world)
         plain = recipe.build_module(config.seed).to(device)
+        # A rank joins every all-reduce, with a row of weight zero where it has none; batch
+        # normalisation in training refuses a single row, unless it looks at those of all ranks.
+        self._least = 2 if has_batch_norm(plain) else 1
+        self._presence: Presence | None = None
+        if config.sync_batch_norm and world.world_size > 1:
+            self._presence, self._least = Presence(), 1
+            synchronise(plain, self._presence, compiled=config.compile)
+        if config.channels_last:
+            channels_last(plain)
+        if config.compile:
+            plain.compile()
         self._module = self._strategy.prepare(plain)
         self._optimizer = self._strategy.optimizer(recipe, plain)
-        self._training_step = recipe.build_training_step()
-        self._loss = None if self._training_step else recipe.build_loss().to(world.device)
-        self._watch = LossWatch(world) if config.non_finite == "error" else None
-        self._means = Means()  # of the training step's metrics in an epoch
-        self._skipped = 0  # steps of the epoch that were left out
-        self.schedule = Schedule(recipe, config, self._optimizer, steps)
-        self._autocast = autocast(device, config.precision)
-        # Small gradients of float16 vanish unless the loss is scaled up; bfloat16 reaches as far as float32.
-        self._scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
-        # A rank joins every all-reduce, with a row of weight zero where it has none; batch
-        # normalisation in training refuses a single row.
-        normalised = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in plain.modules())
-        self._least = 2 if normalised else 1
-        self._best_loss = math.inf
-        self._best: dict[str, torch.Tensor] = {}
-        self.without_progress = 0  # validations since the best one
+        self._schedule = Schedule(recipe, config, self._optimizer, steps)
+        self._stepper = Stepper(
+            recipe,
+            config,
+            world,
+            strategy=self._strategy,
+            module=self._module,
+            optimizer=self._optimizer,
+            schedule=self._schedule,
+            least=self._least,
+        )
+        self._skipped = 0  # steps of this epoch that were left out
+        self._average: MovingAverage | None = None
+        if config.ema_decay is not None:
+            self._average = MovingAverage(self._module.parameters(), config.ema_decay)
+        self._context = FitContext(self._strategy.plain(self._module), self._optimizer, world)
+        self._callbacks = Callbacks(recipe.callbacks, self._context)
+        self._validation: Validation | None = None
+        if validation_rows:
+            metrics = Metrics(recipe.metrics, config.task, world.device)
+            self._validation = Validation(
+                shard,
+                config,
+                world,
+                forward=self._stepper.forward,
+                loss=self._stepper.loss,
+                step=self._stepper.call_step,
+                metrics=metrics,
+                classes=classes,
+                in_step_for=validation_rows if self._strategy.collective_forward else 0,
+            )
+        self._validations: list[dict[str, Any]] = []  # of this epoch, by step
+        self._validating = 0.0  # seconds of this epoch
+        self._validated_step = 0
+        self._confusion: torch.Tensor | None = None
+        self._best = Best(config.patience)
         # Same initial weights everywhere; from here on, dropout and the like differ by rank.
-        torch.manual_seed(config.seed + world.rank + 1)
+        seed_all(config.seed + world.rank + 1)
 
-    def epoch(self, epoch: int) -> dict[str, Any]:
+    def run(self) -> Outcome:
+        """Trains all epochs, or as many as early stopping and callbacks let it."""
+        config, history = self._config, []
+        self._callbacks.call("on_fit_start")
+        for epoch in range(config.epochs):
+            self._reporter.enter("training", epoch=epoch + 1, step=0)
+            record = self._epoch(epoch)
+            last = epoch + 1 == config.epochs
+            by_epoch = config.validation_unit == "epoch" and (epoch + 1) % config.validation_interval == 0
+            if last or by_epoch:
+                self._validate()
+            self._note_validations(record)
+            self._schedule.epoch_done(record, validated=self._validation is not None)
+            self._callbacks.add_to(record)
+            # Every rank has the same losses and hears of every request, and stops at the same epoch.
+            asked = self._callbacks.ask_to_stop()
+            if asked:
+                self._validate()
+                self._note_validations(record)
+            history.append(record)
+            if self._world.is_main:
+                self._reporter.epoch_done(epoch + 1, record)
+            if asked or self._best.out_of_patience:
+                break
+        self._callbacks.call("on_fit_end")
+        self._reporter.enter("finishing")
+        confusion = None if self._confusion is None else self._confusion.tolist()
+        return Outcome(self._best.state or self._state(), history, confusion)
+
+    def _epoch(self, epoch: int) -> dict[str, Any]:
         """Trains one epoch and returns its record, the same on every rank but for the seconds."""
         started = time.perf_counter()
-        self._means, self._skipped = Means(), 0
+        self._validations, self._validating = [], 0.0
+        self._stepper.means, self._skipped = Means(), 0
+        self._context.epoch = epoch + 1
+        self._callbacks.call("on_epoch_start")
+        first = self._context.step
         weights = sum_over_ranks(self._shard.step_weights(epoch), self._world)
         totals = self._steps(epoch, weights)
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - started - self._validating
         loss_sum, rows, waited = sum_over_ranks(totals, self._world).tolist()
+        taken = self._context.step - first
         record = {
             "epoch": epoch + 1,
-            "loss": loss_sum / max(float(weights.sum()), torch.finfo(torch.float64).tiny),
-            "learning_rate": self.schedule.learning_rate,
+            "loss": loss_sum / max(float(weights[:taken].sum()), torch.finfo(torch.float64).tiny),
+            "learning_rate": self._schedule.learning_rate,
             "seconds": seconds,
             "rows_per_second": rows / seconds,
             "data_wait_share": waited / (seconds * self._world.world_size),
         }
-        if self._training_step is not None:
-            means = self._means.over_ranks(self._world)
+        if self._stepper.training_step is not None:
+            means = self._stepper.means.over_ranks(self._world)
             record |= {f"train_{name}": mean for name, mean in means.items()}
         if self._config.non_finite == "skip":
             record["skipped_steps"] = self._skipped
-            if self._skipped == len(weights):
+            if self._skipped == taken:
                 record["loss"] = math.nan
-        return record
+        return record if self._config.validation_unit == "epoch" else {**record, "steps": taken}
 
     def _steps(self, epoch: int, weights: torch.Tensor) -> torch.Tensor:
         """Runs the steps of an epoch; returns this rank's loss sum, row count and seconds waited for data.
@@ -202,162 +259,108 @@ class _Training:
             weights: The weight of every step over all ranks; that of steps that are left out becomes 0.
         """
         self._module.train()
+        config, context = self._config, self._context
+        interval = config.validation_interval if config.validation_unit == "step" else 0
         divisor = self._strategy.gradient_divisor
         scales = [divisor / weight if weight > 0 else 0.0 for weight in weights.tolist()]
         losses = torch.zeros(len(scales), dtype=torch.float64, device=self._world.device)
         rows, waited = 0, 0.0
         batches = self._shard.epoch(epoch, least=self._least)
         next_report = 0.0
+        parts = self._parts(epoch, len(scales))
         for step, scale in enumerate(scales):
             self._reporter.at_step(step + 1)
             asked = time.perf_counter()
             batch = next(batches)
             now = time.perf_counter()
             waited += now - asked
+            if self._presence is not None:
+                self._presence.rows = batch.rows > 0
 
-            batch_loss = self._step(batch, scale)
+            batch_loss = self._stepper.take(batch, scale, parts[step])
 
             rows += batch.rows
+            context.step += 1
+            validates = interval > 0 and context.step % interval == 0
             if batch_loss is None:
                 weights[step] = 0
                 self._skipped += 1
             else:
                 losses[step] = batch_loss
-            if self._watch is not None:
-                self._watch.look_back(losses, step + 1)
-            if (
-                batch_loss is not None and now >= next_report
-            ):  # reading the loss waits for the device: a few times a second only
+                self._taken(losses, step, validates)
+            # Reading the loss waits for the device: a few times a second only.
+            if batch_loss is not None and now >= next_report:
                 next_report = now + _REPORT_SECONDS
                 if self._world.is_main:
                     mean = batch_loss.item() * scale / divisor * self._world.world_size
-                    place = {"epoch": epoch + 1, "epochs": self._config.epochs, "step": step + 1, "steps": len(scales)}
+                    place = {"epoch": epoch + 1, "epochs": config.epochs, "step": step + 1, "steps": len(scales)}
                     self._reporter.progress(**place, loss=mean)
+            if self._callbacks.watch_steps:
+                self._callbacks.call("on_step_end")
+            if validates:
+                losses[step].item()  # waits for the device: what it has still to do is not validation
+                self._validate()
+                if self._best.out_of_patience:
+                    break
+                self._reporter.enter("training", epoch=epoch + 1, step=step + 1)
+                self._module.train()
         return torch.tensor([float(losses.sum()), rows, waited], dtype=torch.float64)
 
-    def _step(self, batch: BatchLike, scale: float) -> torch.Tensor | None:
-        """Takes one optimizer step.
+    def _taken(self, losses: torch.Tensor, step: int, validates: bool) -> None:
+        """Looks at the losses of an epoch, and averages the weights, after a step that was not left out."""
+        if self._stepper.watch is not None:
+            self._stepper.watch.look_back(losses, step + 1, now=validates)
+        if self._average is not None:
+            self._average.update()
 
-        Returns:
-            The sum of this rank's weighted losses, a scalar tensor; `None` if the step was left out on all ranks.
-        """
-        self._optimizer.zero_grad()
-        skips = self._config.non_finite == "skip"
-        buffers = [buffer.clone() for buffer in self._module.buffers()] if skips else []
-        *first, last = micro_batches(batch, self._config, least=self._least)
-        parts = []
-        for part in first:  # gradients add up in the rank; the last part's backward sends the sum
-            with self._strategy.no_sync(self._module):
-                parts.append(self._backward(part, scale))
-        parts.append(self._backward(last, scale))
-        losses, metrics = zip(*parts, strict=True)
-        loss_sum: torch.Tensor = sum(losses[1:], losses[0])
-        self._strategy.before_step(self._module)
-        if skips and not all_finite(loss_sum, self._module, self._world):
-            self._skip(buffers)
-            return None
-        for sums in metrics:
-            self._means.add(sums)
-        if self._config.clip_norm or self._config.clip_value:
-            self._scaler.unscale_(self._optimizer)
-            self._strategy.clip_gradients(self._module, norm=self._config.clip_norm, value=self._config.clip_value)
-        self.schedule.step(self._take_step)
-        self._strategy.after_step(self._module)
-        return loss_sum
+    def _parts(self, epoch: int, steps: int) -> list[int]:
+        """Returns the number of micro-batches of each step."""
+        size, count = self._config.micro_batch_size, self._config.accumulation_steps
+        if size is None and count == 1:
+            return [1] * steps
+        rows = self._shard.step_rows(epoch)
+        parts = torch.full_like(rows, count) if size is None else -(-rows // size)
+        parts = parts.minimum(rows // self._least).clamp(min=1)
+        if self._strategy.collective_forward:
+            parts = max_over_ranks(parts, self._world)
+        return parts.tolist()
 
-    def _backward(self, batch: BatchLike, scale: float) -> tuple[torch.Tensor, Metrics]:
-        """Adds the gradients of a batch to those that are there; returns its loss sum and metrics."""
-        loss, metrics = self._losses(self._module, batch)
-        if self._watch is not None:
-            self._watch.check(loss)
-        self._scaler.scale(loss * scale).backward()  # type: ignore[no-untyped-call]
-        return loss.detach(), metrics
+    def _validate(self) -> None:
+        """Validates, unless that has been done after this very step, and keeps what is best."""
+        if self._validation is None or self._validated_step == self._context.step:
+            return
+        started = time.perf_counter()
+        self._validated_step = self._context.step
+        self._reporter.enter("validating", epoch=self._context.epoch)
+        with self._averaged(), self._strategy.evaluating(self._module) as module:
+            metrics, counts = self._validation.run(module)
+        self._validations.append({"step": self._context.step, **metrics})
+        if self._best.offer(metrics["val_loss"], self._copy_state):
+            self._confusion = counts
+        self._callbacks.call("on_validation_end", dict(metrics))  # a copy, for it decides the same in every rank
+        self._validating += time.perf_counter() - started
 
-    def _take_step(self) -> None:
-        self._scaler.step(self._optimizer)
-        self._scaler.update()
+    def _note_validations(self, record: dict[str, Any]) -> None:
+        """Adds the epoch's last validation to its record, and all of them where they go by step."""
+        if self._validations:
+            record |= {name: value for name, value in self._validations[-1].items() if name != "step"}
+        if self._validation is not None and self._config.validation_unit == "step":
+            record["validations"] = self._validations
 
-    def _skip(self, buffers: list[torch.Tensor]) -> None:
-        """Leaves out a step, which counts in the schedule nevertheless, and puts the buffers back."""
-        for buffer, before in zip(self._module.buffers(), buffers, strict=True):
-            buffer.copy_(before)
-        if self._scaler.is_enabled():  # it may have scaled too far
-            self._scaler.unscale_(self._optimizer)
-            self._scaler.update()
-        self.schedule.step(lambda: None)
+    def _state(self) -> dict[str, torch.Tensor]:
+        """Returns the whole model's state on the CPU."""
+        with self._averaged():
+            state = self._strategy.state_dict(self._module)
+            return state if self._average is None else _copies(state)  # other weights will be in its place
 
-    def _losses(self, module: nn.Module, batch: BatchLike) -> tuple[torch.Tensor, Metrics]:
-        """Returns the sum of the weighted losses of a batch, and the sums of the training step's metrics."""
-        if self._training_step is not None:
-            with self._autocast:
-                return self._training_step(module, batch)
-        assert self._loss is not None
-        output = self._forward(module, batch)
-        if 0 < batch.rows < self._least:  # filled up for the module's sake alone
-            output = first_rows(output, batch.rows)
-        output, label = align(self._config.task, output, batch.label)
-        return self._loss(output, label, batch.loss_weight), {}
+    def _copy_state(self) -> dict[str, torch.Tensor]:
+        state = self._state()
+        return _copies(state) if self._world.is_main else {}  # whose state it is that becomes the model's
 
-    def _forward(self, module: nn.Module, batch: BatchLike) -> Any:
-        with self._autocast:
-            output = module(*batch.inputs)
-        return output if self._config.precision == "fp32" else full_precision(output)
+    def _averaged(self) -> AbstractContextManager[None]:
+        """A block in which the module has the weights that training would now return."""
+        return nullcontext() if self._average is None else self._average.swapped_in()
 
-    @torch.no_grad()
-    def validate(self, classes: int | None) -> tuple[dict[str, float], torch.Tensor | None]:
-        """Evaluates the validation rows of all ranks; sums, not means, travel between them.
 
-        Args:
-            classes: Number of classes the labels index, `None` when labels are not classes.
-
-        Returns:
-            The metrics, and the confusion matrix, int64 of shape `(classes, classes)`.
-        """
-        task = self._config.task
-        totals = torch.zeros(4, dtype=torch.float64)
-        means = Means()
-        shown = classes if classes is not None and classes <= _MOST_CLASSES else 0
-        counts = torch.zeros(shown**2, dtype=torch.float64)
-        with self._strategy.evaluating(self._module) as module:
-            module.eval()
-            for batch in self._shard.validation(_EVALUATION_ROWS):
-                output, label = align(task, self._forward(module, batch), batch.label)
-                weight = torch.ones(batch.rows, device=self._world.device) if batch.weight is None else batch.weight
-                if self._loss is not None:
-                    totals[0] += float(self._loss(output, label, batch.loss_weight))
-                else:
-                    loss, sums = self._losses(module, batch)
-                    totals[0] += float(loss)
-                    means.add(sums)
-                totals[1] += float(weight.sum() if batch.loss_weight is None else batch.loss_weight.sum())
-                totals[2] += float(weight.sum())
-                if task == "classification" and label is not None:
-                    totals[3] += float((correct(output, label) * weight).sum())
-                    if shown:
-                        cells = label.long() * shown + predicted(output, label)
-                        counts += torch.bincount(cells, minlength=len(counts)).cpu()
-        summed = sum_over_ranks(torch.cat([totals, counts]), self._world)
-        loss_sum, loss_weight_sum, weight_sum, right = summed[:4].tolist()
-        metrics = {}
-        if self._training_step is not None:
-            metrics = {f"val_{name}": mean for name, mean in means.over_ranks(self._world).items()}
-        metrics["val_loss"] = loss_sum / loss_weight_sum if loss_weight_sum else float("nan")
-        if task == "classification":
-            metrics["val_accuracy"] = right / weight_sum if weight_sum else float("nan")
-        return metrics, summed[4:].long().view(shown, shown) if shown else None
-
-    def improves(self, loss: float) -> bool:
-        """Returns whether a validation loss is the smallest so far, and keeps the weights if it is."""
-        if not loss < self._best_loss:
-            self.without_progress += 1
-            return False
-        self.without_progress = 0
-        self._best_loss = loss
-        state = self._strategy.state_dict(self._module)
-        if self._world.is_main:  # whose state it is that becomes the model's
-            self._best = {name: value.clone() for name, value in state.items()}
-        return True
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Returns the whole model's state on the CPU: of the best validation if that was looked for, or the last."""
-        return self._best or self._strategy.state_dict(self._module)
+def _copies(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in state.items()}

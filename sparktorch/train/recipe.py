@@ -275,7 +275,9 @@ class Recipe:
         dense = all(p.is_floating_point() for p in parameters) and not any(
             getattr(part, "sparse", False) for part in module.modules()
         )
-        if "fused" in _parameters(factory) and dense and not chosen:
+        # Of the fused kernels, these two take parameters that are divided among ranks.
+        whole = not any(hasattr(p, "to_local") for p in parameters) or factory in (torch.optim.Adam, torch.optim.AdamW)
+        if "fused" in _parameters(factory) and dense and whole and not chosen:
             options["fused"] = True
         return factory, group(module, self.parameter_groups) if self.parameter_groups else parameters, options
 

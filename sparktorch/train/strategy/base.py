@@ -30,7 +30,7 @@ class Layout:
     """Which dimensions of the device mesh divide what; along all others, ranks hold the same.
 
     Attributes:
-        samples: Ranks along these dimensions train on different rows.
+        samples: Ranks along these dimensions train one model on different rows.
         parameters: They keep a part of the parameters each.
         gradients: They keep a part of the gradients each.
         optimizer_state: They keep a part of the optimizer's state each.
@@ -58,6 +58,14 @@ class Strategy(ABC, Generic[O]):
     # Whether a forward pass waits for the other ranks, so that all must take equally many.
     collective_forward: ClassVar[bool] = False
 
+    @classmethod
+    def check(cls, config: TrainConfig, recipe: Recipe, options: O) -> None:
+        """Refuses, on the driver, what does not go together with this strategy.
+
+        Raises:
+            ConfigError: Names the Params.
+        """
+
     def __init__(self, config: TrainConfig, world: World, options: O) -> None:
         """Takes the configuration, the rank it works for, and its own options."""
         self._config = config
@@ -74,6 +82,10 @@ class Strategy(ABC, Generic[O]):
     def alone(self) -> bool:
         """Whether this rank is the only one, and there is no process group."""
         return self._world.world_size == 1
+
+    def saves(self, name: str) -> bool:
+        """Whether it falls to this rank to save a tensor of `state.named_tensors` that is not divided."""
+        return self._world.is_main
 
     @property
     def gradient_divisor(self) -> int:

@@ -4,8 +4,7 @@ Li et al. 2020, PyTorch Distributed: Experiences on Accelerating Data Parallel T
 (https://arxiv.org/abs/2006.15704).
 """
 
-from __future__ import annotations
-
+# No postponed annotations here: torch reads those of a communication hook.
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,7 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sparktorch.config import at_least, one_of
+from sparktorch.config import TrainConfig, at_least, one_of
+from sparktorch.errors import ConfigError
+from sparktorch.train.recipe import Recipe
 from sparktorch.train.strategy.base import Strategy
 
 __all__ = ["DDP", "DDPOptions"]
@@ -60,6 +61,16 @@ class DDP(Strategy[DDPOptions]):
     """`DistributedDataParallel`; alone, the plain module."""
 
     options_type = DDPOptions
+
+    @classmethod
+    def check(cls, config: TrainConfig, recipe: Recipe, options: DDPOptions) -> None:
+        """Refuses a static graph whose first backward sends nothing, at which torch learns the graph."""
+        if options.static_graph and (config.accumulation_steps > 1 or config.micro_batch_size is not None):
+            raise ConfigError(
+                "strategyParams.static_graph does not go together with micro-batches",
+                hint="leave out static_graph, or accumulationSteps and microBatchSize",
+                param="strategyParams",
+            )
 
     def prepare(self, module: nn.Module) -> nn.Module:
         """Wraps the module; rank 0's initial parameters and buffers go to every rank."""
