@@ -135,7 +135,8 @@ def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: Tra
     )
     shard.place(0 if independent else sum(counts[: world.rank]), plan)
     if class_weights == "balanced":
-        shard.weigh_classes(balanced([sum(sums) for sums in zip(*(peer["classes"] for peer in peers), strict=True)]))
+        sums = [peers[world.rank]] if independent else peers
+        shard.weigh_classes(balanced([sum(of_class) for of_class in zip(*(p["classes"] for p in sums), strict=True)]))
     elif class_weights is not None:
         shard.weigh_classes(class_weights)
 

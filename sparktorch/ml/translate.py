@@ -99,13 +99,14 @@ def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
     _check_loss(estimator, p)
     _check_schedule(p)
     _check_sizes(p)
-    if p["earlyStoppingPatience"] is not None and p["validationIndicatorCol"] is None:
+    validated = p["validationIndicatorCol"] is not None or p["strategyParams"].get("folds")
+    if p["earlyStoppingPatience"] is not None and not validated:
         raise ConfigError(
             "earlyStoppingPatience looks at the loss of validation rows, and there are none",
             hint="mark some with validationIndicatorCol",
             param="earlyStoppingPatience",
         )
-    if p["metrics"] and p["validationIndicatorCol"] is None:
+    if p["metrics"] and not validated:
         raise ConfigError(
             "metrics are those of validation rows, and there are none",
             hint="mark some with validationIndicatorCol",
@@ -237,7 +238,7 @@ def _check_schedule(p: _Values) -> None:
             hint="set schedulerInterval='epoch'",
             param="schedulerInterval",
         )
-    if p["validationIndicatorCol"] is None:
+    if p["validationIndicatorCol"] is None and not p["strategyParams"].get("folds"):
         raise ConfigError(
             "ReduceLROnPlateau looks at the loss of validation rows, and there are none",
             hint="mark some with validationIndicatorCol",
@@ -247,6 +248,8 @@ def _check_schedule(p: _Values) -> None:
 
 def _check_sizes(p: _Values) -> None:
     rows, workers, parts = p["batchSize"], p["numWorkers"], p["accumulationSteps"]
+    if p["strategy"] == "independent":  # each worker has batches of its own
+        workers = 1
     if 0 < rows < workers:
         raise ConfigError(
             f"batchSize is {rows}, to be shared by {workers} workers",

@@ -14,7 +14,7 @@ from sparktorch.train.layout import channels_last
 from sparktorch.train.recipe import Recipe
 from sparktorch.train.reproducible import untouched_generators
 from sparktorch.train.schedule import Schedule
-from sparktorch.train.step import BatchLike, Means, Metrics, full_precision, micro_batches
+from sparktorch.train.step import BatchLike, Means, Sums, full_precision, micro_batches
 from sparktorch.train.strategy import Strategy, build_strategy
 from sparktorch.train.task import align, autocast, first_rows
 from sparktorch.world import World
@@ -126,7 +126,7 @@ class Engine:
             for buffer, before in zip(self.module.buffers(), buffers, strict=True):
                 buffer.copy_(before)
 
-    def losses_of(self, module: nn.Module, batch: BatchLike) -> tuple[torch.Tensor, Metrics]:
+    def losses_of(self, module: nn.Module, batch: BatchLike) -> tuple[torch.Tensor, Sums]:
         """Returns the sum of the weighted losses of a batch, and the sums of the training step's metrics."""
         if self.training_step is not None:
             with self._autocast:
@@ -147,7 +147,7 @@ class Engine:
         assert self._loss is not None
         return self._loss(output, label, weight)
 
-    def _backward(self, batch: BatchLike, scale: float) -> tuple[torch.Tensor, Metrics]:
+    def _backward(self, batch: BatchLike, scale: float) -> tuple[torch.Tensor, Sums]:
         """Adds the gradients of a batch to those that are there; returns its loss sum and metrics."""
         loss, metrics = self.losses_of(self.module, batch)
         if self.watch is not None:
@@ -160,10 +160,11 @@ class Engine:
         self.scaler.update()
 
     def _skip(self, buffers: list[torch.Tensor]) -> None:
-        """Leaves out a step, which counts in the schedule nevertheless, and puts the buffers back."""
+        """Leaves out a step, which schedule and strategy count nevertheless, and puts the buffers back."""
         for buffer, before in zip(self.module.buffers(), buffers, strict=True):
             buffer.copy_(before)
         if self.scaler.is_enabled():  # it may have scaled too far
             self.scaler.unscale_(self.optimizer)
             self.scaler.update()
         self.schedule.step(lambda: None)
+        self.strategy.after_step(self.module)

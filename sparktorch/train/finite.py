@@ -40,18 +40,19 @@ class LossWatch:
         if self._at_once and not math.isfinite(value := loss.item()):
             raise _stopped(value)
 
-    def look_back(self, losses: torch.Tensor, steps: int) -> None:
+    def look_back(self, losses: torch.Tensor, steps: int, *, now: bool = False) -> None:
         """Looks at the losses since it last did; every rank calls it after each step.
 
         Args:
             losses: This rank's losses of the epoch, shape `(steps of the epoch,)`.
             steps: Number of steps of the epoch that were taken.
+            now: Whether it must not be put off, on all ranks or on none.
 
         Raises:
             ModuleError: This rank's was the first that is not finite.
             PeerFailure: That of another rank was.
         """
-        if self._at_once or (steps % _LOOK_STEPS and steps < len(losses)):
+        if self._at_once or (steps % _LOOK_STEPS and steps < len(losses) and not now):
             return
         since = (steps - 1) // _LOOK_STEPS * _LOOK_STEPS
         size, rank = self._world.world_size, self._world.rank
@@ -88,7 +89,8 @@ def all_finite(loss: torch.Tensor, module: nn.Module, world: World) -> bool:
         world: This rank's place.
     """
     gradients = [_local(parameter.grad) for parameter in module.parameters() if parameter.grad is not None]
-    largest = nn.utils.get_total_norm(gradients, math.inf)  # no sum that could overflow
+    # The largest element: no sum that could overflow. An empty share has none.
+    largest = nn.utils.get_total_norm([part for part in gradients if part.numel()], math.inf)
     finite = (loss.isfinite() & largest.isfinite()).float()
     if world.world_size > 1:
         dist.all_reduce(finite, dist.ReduceOp.MIN)

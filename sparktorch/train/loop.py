@@ -309,6 +309,7 @@ class _Training:
             if self._callbacks.watch_steps:
                 self._callbacks.call("on_step_end")
             if interval and context.step % interval == 0:
+                self._look_back(now=True)
                 tally.losses.sum().item()  # waits for the device: what it has still to do is not validation
                 self._validate()
                 if self._best.out_of_patience:
@@ -329,10 +330,14 @@ class _Training:
             tally.skipped.append(step)
         else:
             tally.losses[step] = loss
-        if self._engine.watch is not None:
-            self._engine.watch.look_back(tally.losses, step + 1)
+        self._look_back()
         if self._average is not None:
             self._average.update()
+
+    def _look_back(self, *, now: bool = False) -> None:
+        """Stops the training if a loss was not finite; `now` before something is made of the weights."""
+        if self._engine.watch is not None and self._tally.taken:
+            self._engine.watch.look_back(self._tally.losses, self._tally.taken, now=now)
 
     def _parts(self, epoch: int) -> list[int]:
         """Returns the number of micro-batches of each step."""
@@ -390,6 +395,7 @@ class _Training:
         """Saves a checkpoint, if one is due."""
         if self._saver is None or not self._saver.due(position):
             return
+        self._look_back(now=True)
         record = (self._tally.validations or self._history or [{}])[-1]
         self._saver.save(position, self._share(), record.get("val_loss"))
 

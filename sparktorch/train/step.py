@@ -15,9 +15,9 @@ from torch import nn
 from sparktorch.errors import ModuleError
 from sparktorch.world import World
 
-__all__ = ["BatchLike", "Means", "Metrics", "StepBatch", "TrainingStep", "full_precision", "micro_batches", "weigh"]
+__all__ = ["BatchLike", "Means", "StepBatch", "Sums", "TrainingStep", "full_precision", "micro_batches", "weigh"]
 
-Metrics = Mapping[str, tuple[torch.Tensor, torch.Tensor | int]]  # weighted sums, and sums of weights
+Sums = Mapping[str, tuple[torch.Tensor, torch.Tensor | int]]  # weighted sums, and sums of weights
 
 
 class BatchLike(Protocol):
@@ -73,8 +73,7 @@ def micro_batches(batch: BatchLike, parts: int, *, least: int) -> list[BatchLike
 
     Args:
         batch: The rank's part of the step.
-        parts: Into how many micro-batches. Where there are too few rows for so many, the last hold
-            stand-ins of weight zero.
+        parts: Into how many micro-batches. Those that get too few rows come last, with weight zero.
         least: The fewest rows of a micro-batch.
     """
     if parts == 1:
@@ -82,8 +81,10 @@ def micro_batches(batch: BatchLike, parts: int, *, least: int) -> list[BatchLike
     filled = min(parts, batch.rows // least)
     edges = [batch.rows * i // filled for i in range(filled + 1)] if filled else [0]
     found: list[BatchLike] = [_cut(batch, start, end) for start, end in pairwise(edges)] or [batch]
+    if len(found) == parts:
+        return found
     nothing = torch.zeros(least, device=batch.inputs[0].device)
-    empty = replace(_cut(batch, 0, least), weight=nothing, loss_weight=nothing, rows=0)
+    empty = replace(_cut(_complete(batch), 0, least), weight=nothing, loss_weight=nothing, rows=0)
     return [*found, *[empty] * (parts - len(found))]
 
 
@@ -91,13 +92,8 @@ def _cut(batch: BatchLike, start: int, end: int) -> StepBatch:
     def part(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else tensor[start:end]
 
-    return StepBatch(
-        tuple(tensor[start:end] for tensor in batch.inputs),
-        part(batch.label),
-        part(batch.weight),
-        end - start,
-        part(batch.loss_weight),
-    )
+    inputs = tuple(tensor[start:end] for tensor in batch.inputs)
+    return StepBatch(inputs, part(batch.label), part(batch.weight), end - start, part(batch.loss_weight))
 
 
 def full_precision(output: Any) -> Any:
@@ -157,7 +153,7 @@ class TrainingStep:
         self.name = str(getattr(function, "__qualname__", type(function).__qualname__))
         self._function = function
 
-    def __call__(self, module: nn.Module, batch: BatchLike) -> tuple[torch.Tensor, Metrics]:
+    def __call__(self, module: nn.Module, batch: BatchLike) -> tuple[torch.Tensor, Sums]:
         """Returns the weighted sum of the rows' losses, and those of the metrics.
 
         Raises:
@@ -219,7 +215,7 @@ class Means:
     def __init__(self) -> None:
         self._sums: dict[str, tuple[Any, Any]] = {}
 
-    def add(self, metrics: Metrics) -> None:
+    def add(self, metrics: Sums) -> None:
         """Adds the sums of a batch."""
         for name, (value, weight) in metrics.items():
             before = self._sums.get(name, (0.0, 0.0))

@@ -126,7 +126,9 @@ def skipping(loss: Any) -> tuple[nn.Module, list[float], list[int]]:
 
 @pytest.mark.parametrize("loss", [spoilt_loss, endless_loss, spoilt_gradient])
 @pytest.mark.parametrize(
-    "config", [{}, {"strategy": "zero1"}, {"micro_batch_size": 5}], ids=["ddp", "zero1", "micro-batches"]
+    "config",
+    [{}, {"strategy": "zero1"}, {"strategy": "zero2"}, {"strategy": "zero3"}, {"micro_batch_size": 5}],
+    ids=["ddp", "zero1", "zero2", "zero3", "micro-batches"],
 )
 def test_a_step_is_left_out_on_all_ranks_if_it_is_spoilt_on_one(loss: Any, config: dict[str, Any]) -> None:
     module, losses, skipped = skipping(loss)

@@ -78,7 +78,7 @@ def trained(table: Table, job: TrainJob, ranks: int) -> tuple[dict[str, torch.Te
 # Freezing and groups
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_frozen_parameters_come_back_to_the_last_bit_and_the_others_trained(ranks: int, strategy: str) -> None:
     job = job_for(
@@ -123,7 +123,7 @@ def groups_for(rate: float) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
 @pytest.mark.parametrize(
     ("optimizer", "options"),
     [("SGD", {"momentum": 0.9, "weight_decay": 0.1}), ("AdamW", {"weight_decay": 0.2}), ("RMSprop", {"weight_decay": 0.1})],
@@ -306,7 +306,9 @@ def _stepped(table: Table, job: TrainJob) -> tuple[nn.Module, list[dict[str, flo
     ("step", "table"),
     [(noisy_step, CLASSES), ("tests.dist.test_what_trains:noisy_step", UNWEIGHTED), (mean_step, UNWEIGHTED)],
 )
-@pytest.mark.parametrize("config", [{}, {"accumulation_steps": 3}], ids=["", "accumulated"])
+@pytest.mark.parametrize(
+    "config", [{}, {"accumulation_steps": 3}, {"strategy": "zero3", "micro_batch_size": 5}], ids=["", "parts", "zero3"]
+)
 def test_a_training_step_trains_and_measures_what_a_plain_loop_does(step: Any, table: Table, config: dict[str, Any]) -> None:
     job = job_for(table, config, loss=None, training_step=step, learning_rate=0.01)
     module, expected = _stepped(table, job)
