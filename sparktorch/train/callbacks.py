@@ -155,14 +155,15 @@ class Callbacks:
                 )
             record[name] = float(record[name])
 
-    def state_dict(self) -> list[dict[str, Any]]:
-        """Returns the state of every callback, for `load_state_dict`."""
-        return [callback.state_dict() for callback in self._all]
+    def state_dict(self) -> list[tuple[str, dict[str, Any]]]:
+        """Returns class and state of every callback, for `load_state_dict`."""
+        return [(type(callback).__qualname__, callback.state_dict()) for callback in self._all]
 
-    def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
-        """Has every callback go on from its state."""
-        for callback, values in zip(self._all, state, strict=True):
-            callback.load_state_dict(values)
+    def load_state_dict(self, state: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+        """Has every callback go on from its state; one that was not there before begins anew."""
+        for callback, (name, values) in zip(self._all, state, strict=False):
+            if name == type(callback).__qualname__:
+                callback.load_state_dict(values)
 
     def _call(self, callback: Callback, hook: str, arguments: tuple[Any, ...]) -> None:
         try:

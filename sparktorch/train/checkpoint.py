@@ -218,6 +218,8 @@ class CheckpointStore:
             manifest = Manifest(**values)
         except FileNotFoundError as error:
             raise PersistenceError(f"checkpoint {where} was never finished") from error
+        except OSError as error:
+            raise PersistenceError(f"{where} cannot be read: {error}") from error
         except (ValueError, TypeError, KeyError) as error:
             raise PersistenceError(f"{where} is damaged: {error}") from error
         if manifest.format > _FORMAT:

@@ -19,6 +19,7 @@ __all__ = [
     "Logit",
     "Mlp",
     "NamedPair",
+    "Noisy",
     "Normalised",
     "NormalisedLogarithm",
     "Pair",
@@ -211,3 +212,15 @@ class Tower(nn.Module):
         x = self.tied_again(torch.tanh(self.tied(x))) * self.frozen.mean() + self.shift
         out: torch.Tensor = self.last(x).squeeze(-1)
         return out
+
+
+class Noisy(Tower):
+    """A tower that draws random numbers, and keeps running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(5)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.dropout(self.norm(x)))
