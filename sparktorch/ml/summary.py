@@ -16,7 +16,8 @@ class TrainingSummary:
         history: One record per epoch: `epoch` from 1, `loss` (mean over the training rows, weighted),
             `val_loss` and `val_accuracy` where there are validation rows, `learning_rate` of the last
             step, `seconds`, `rows_per_second` over all ranks, `data_wait_share` in `[0, 1]`; further
-            metrics as `val_NAME`, and what callbacks have added. Where validation goes by step, `steps`
+            metrics as `val_NAME`, those of a training step as `train_NAME` too, `skipped_steps` where
+            `nonFiniteLoss` is "skip", and what callbacks have added. Where validation goes by step, `steps`
             that the epoch took, and `validations`: a dict of `step` and metrics for each.
         rows: Number of training rows.
         validationRows: Number of validation rows.

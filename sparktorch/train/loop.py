@@ -326,10 +326,10 @@ class _Training:
         self._context.step += 1
         tally.taken += 1
         tally.rows += rows
-        if loss is None:
+        if loss is None:  # the weights are what they were
             tally.skipped.append(step)
-        else:
-            tally.losses[step] = loss
+            return
+        tally.losses[step] = loss
         self._look_back()
         if self._average is not None:
             self._average.update()

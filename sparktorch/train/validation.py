@@ -83,11 +83,12 @@ class Validation:
             self._metrics.update(output, label)
         summed = sum_over_ranks(torch.cat([totals, counts]), self._world)
         loss_sum, loss_weight_sum, weight_sum, right = summed[:4].tolist()
-        found = {"val_loss": loss_sum / loss_weight_sum if loss_weight_sum else float("nan")}
+        found = {}
+        if self._engine.training_step is not None:
+            found = {f"val_{name}": mean for name, mean in means.over_ranks(self._world).items()}
+        found["val_loss"] = loss_sum / loss_weight_sum if loss_weight_sum else float("nan")
         if self._task == "classification":
             found["val_accuracy"] = right / weight_sum if weight_sum else float("nan")
-        if self._engine.training_step is not None:
-            found |= {f"val_{name}": mean for name, mean in means.over_ranks(self._world).items()}
         found |= {f"val_{name}": value for name, value in self._metrics.compute().items()}
         return found, summed[4:].long().view(self._shown, self._shown) if self._shown else None
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from sparktorch.config import TrainConfig
 from sparktorch.data.columns import KEY, LABEL
@@ -51,6 +52,10 @@ def spoilt_gradient(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
 def spoilt_step(module: nn.Module, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     losses = spoilt_loss(module(batch.inputs[0]), batch.label)
     return losses, {"loss": losses}
+
+
+def constant_step(module: nn.Module, batch: Any) -> tuple[torch.Tensor, dict[str, float]]:
+    return (module(batch.inputs[0]) - batch.label) ** 2, {"loss": 7.0, "seven": 7.0}
 
 
 def job_for(config: dict[str, Any] | None = None, **recipe: Any) -> TrainJob:
@@ -147,6 +152,37 @@ def test_what_a_training_step_measures_in_a_step_left_out_is_left_out() -> None:
     history = train_on([part.batches() for part in MARKED.parts(2)], job)[1][0]["history"]
     for record, loss in zip(history, skipping(spoilt_loss)[1], strict=True):
         assert record["train_loss"] == pytest.approx(record["loss"]) == pytest.approx(loss, abs=1e-5)
+
+
+def test_a_metric_of_the_name_of_the_loss_does_not_take_its_place() -> None:
+    table = Table.random(ROWS, validated=True)
+    job = replace(job_for(loss=None, training_step=constant_step), columns=table.columns)
+    record = train_on([part.batches() for part in table.parts(2)], job)[1][0]["history"][-1]
+    assert (record["train_loss"], record["train_seven"], record["val_seven"]) == pytest.approx((7, 7, 7))
+    assert 0 < record["val_loss"] < 1
+
+
+def test_the_moving_average_stands_still_in_a_step_that_is_left_out() -> None:
+    # That of the first step would be an average of the initial weights.
+    rows, plan = CLEAN.by_key(), SamplingPlan(rows=ROWS, batch_size=BATCH, seed=SEED)
+    first = rows.take(plan.steps_of(0, ROWS, 0) == 0).arrays[KEY]
+    marked = np.where(np.isin(CLEAN.arrays[KEY], first), MARK, CLEAN.arrays[LABEL])
+    table = CLEAN.with_values(LABEL, marked)
+    job = job_for({"non_finite": "skip", "epochs": 1, "ema_decay": 0.9})
+    torch.manual_seed(SEED)
+    module = Score()
+    optimizer = torch.optim.SGD(module.parameters(), lr=RATE, momentum=0.9)
+    averaged = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.9))  # type: ignore[no-untyped-call]
+    for number, batch in enumerate(global_batches(table, job.config, 0)):
+        if number:
+            x, y, w = tensors(batch)
+            optimizer.zero_grad()
+            (((module(x) - y) ** 2 * w).sum() / w.sum()).backward()
+            optimizer.step()
+            averaged.update_parameters(module)
+    state, metas = train_on([part.batches() for part in table.parts(2)], job)
+    assert metas[0]["history"][0]["skipped_steps"] == 1
+    torch.testing.assert_close(state, averaged.module.state_dict(), atol=1e-5, rtol=0)
 
 
 def test_a_rank_without_rows_leaves_out_what_the_others_do() -> None:
