@@ -6,6 +6,7 @@ import inspect
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -40,6 +41,7 @@ from sparktorch.spark.barrier import run_ranks
 from sparktorch.spark.frame import Frame, prepare, split, split_into_folds
 from sparktorch.spark.preflight import check_cluster, check_result_size
 from sparktorch.spark.resources import gpu_profile
+from sparktorch.train.checkpoint import CheckpointStore
 from sparktorch.train.dryrun import Trial, dry_run
 from sparktorch.train.strategy import strategy_options
 from sparktorch.worker import TrainJob, train_partition
@@ -258,11 +260,16 @@ def _train(frame: Frame, trial: Trial, request: Request, report: FitReport) -> R
         spare=frame.sample,
     )
     run = partial(_run, frame, job, request, report)
-    for restart in range(request.max_restarts):
-        results = _unless_lost(run, restart + 1, request)
-        if results is not None:
-            return results
-    return run()
+    try:
+        for restart in range(request.max_restarts):
+            results = _unless_lost(run, restart + 1, request)
+            if results is not None:
+                return results
+        return run()
+    finally:
+        if request.checkpoint is not None:
+            with suppress(Exception):  # if only ranks reach the directory, the claim ends by itself
+                CheckpointStore(request.checkpoint.directory).release(request.checkpoint.owner)
 
 
 def _unless_lost(run: Callable[[], Results], number: int, request: Request) -> Results | None:

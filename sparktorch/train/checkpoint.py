@@ -148,17 +148,18 @@ class CheckpointStore:
             PersistenceError: Another fit has claimed it, and not long ago.
         """
         path = f"{self._root}/{_CLAIM}"
-        with suppress(FileNotFoundError, ValueError):
+        there: dict[str, Any] = {}
+        with suppress(FileNotFoundError, ValueError):  # a claim that cannot be read is none
             self._fs.invalidate_cache()
-            claim = json.loads(self._fs.cat_file(path))
-            age = time.time() - float(claim["time"])
-            if claim["owner"] != owner and age < _CLAIM_SECONDS:
-                raise PersistenceError(
-                    f"{self._root} is being written by another fit, {age:.0f} s ago from {claim['host']}",
-                    hint="give each fit a directory of its own; if that fit is dead, try again in "
-                    f"{_CLAIM_SECONDS - age:.0f} s",
-                    param="checkpointDir",
-                )
+            there = json.loads(self._fs.cat_file(path))
+        age = time.time() - float(there.get("time", 0))
+        if there.get("owner", owner) != owner and age < _CLAIM_SECONDS:
+            raise PersistenceError(
+                f"{self._root} is being written by another fit, {age:.0f} s ago from {there.get('host')}",
+                hint="give each fit a directory of its own; if that fit is dead, try again in "
+                f"{_CLAIM_SECONDS - age:.0f} s",
+                param="checkpointDir",
+            )
         claim = {"owner": owner, "time": time.time(), "host": socket.gethostname()}
         self._put(path, json.dumps(claim).encode())
 
@@ -185,10 +186,15 @@ class CheckpointStore:
         if self.finished:
             self._fs.rm_file(f"{self._root}/{_FINISHED}")
 
-    def keep(self, steps: set[int]) -> None:
-        """Removes all checkpoints but those of the given steps, and what unfinished ones have left behind."""
+    def keep(self, steps: set[int], *, before: int | None = None) -> None:
+        """Removes all checkpoints but those of the given steps, and what unfinished ones have left behind.
+
+        Args:
+            steps: What is kept.
+            before: Where ranks may be writing later ones, remove only those of earlier steps.
+        """
         for step in self.steps():
-            if step not in steps:
+            if step not in steps and (before is None or step < before):
                 manifest = f"{self._directory(step)}/{_MANIFEST}"
                 if self._fs.exists(manifest):  # first, so that no half-removed checkpoint looks whole
                     self._fs.rm_file(manifest)

@@ -173,7 +173,7 @@ class Saver:
         kept = set(sorted(kept)[-self._config.keep :])
         if self._losses:
             kept.add(min(self._losses, key=lambda step: self._losses[step]))
-        self.store.keep(kept)
+        self.store.keep(kept, before=position.step)
 
     def _claim(self) -> None:
         try:
