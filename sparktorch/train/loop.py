@@ -438,7 +438,9 @@ class _Training:
         load_optimizer_values(engine.plain, engine.optimizer, main["optimizer"])
         engine.schedule.load_state_dict(main["schedule"])
         engine.scaler.load_state_dict(main["scaler"])
-        weights = read_tensors(directory, 0, _BEST) if self._world.is_main else {}
+        shapes = {name: value.shape for name, value in engine.plain.state_dict().items()}
+        best = read_tensors(directory, 0, _BEST) if self._world.is_main else {}
+        weights = {name: value.view(shapes[name]) for name, value in best.items()}
         self._best.load_state_dict(main["best"], weights)
         self._confusion, self._validated_step = main["confusion"], main["validated_step"]
         self._history, self._ended = main["history"], main["ended"]

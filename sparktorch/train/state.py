@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -137,7 +138,9 @@ def load_tensors(directory: Path, wanted: Mapping[str, torch.Tensor]) -> set[str
                 f"{tuple(value.shape)}",
                 hint="is the module the same as when it was saved?",
             )
-    dcp.load(dict(flat), storage_reader=reader, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is not asked to talk
+        dcp.load(dict(flat), storage_reader=reader, no_dist=True)
     return set(known)
 
 

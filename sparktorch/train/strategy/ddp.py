@@ -5,6 +5,7 @@ Li et al. 2020, PyTorch Distributed: Experiences on Accelerating Data Parallel T
 """
 
 # No postponed annotations here: torch reads those of a communication hook.
+import inspect
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -32,7 +33,7 @@ class DDPOptions:
         bucket_cap_mb: Gradients are sent in buckets of this many MB; 0 sends each by itself.
         gradient_as_bucket_view: Whether gradients live in the buckets, which saves a copy of them.
         static_graph: Whether every step uses the same parameters, in the same order.
-        broadcast_buffers: Whether rank 0's buffers go to every rank before each forward pass.
+        forward_sync_buffers: Whether rank 0's buffers go to every rank before each forward pass.
         find_unused_parameters: Whether some parameters may get no gradient in a step; `None` lets the
             dry run on the driver decide.
         comm_hook: Sends gradients as "fp16" or "bf16", or compressed by "powerSGD".
@@ -43,7 +44,7 @@ class DDPOptions:
     bucket_cap_mb: float = 25
     gradient_as_bucket_view: bool = True
     static_graph: bool = False
-    broadcast_buffers: bool = True
+    forward_sync_buffers: bool = True
     find_unused_parameters: bool | None = None
     comm_hook: Literal["fp16", "bf16", "powerSGD"] | None = None
     powersgd_rank: int = 1
@@ -86,7 +87,7 @@ class DDP(Strategy[DDPOptions]):
             bucket_cap_mb=options.bucket_cap_mb,
             gradient_as_bucket_view=options.gradient_as_bucket_view,
             static_graph=options.static_graph,
-            broadcast_buffers=options.broadcast_buffers,
+            **_without_buffers(options),  # type: ignore[arg-type]
             find_unused_parameters=self._config.unused_parameters if unused is None else unused,
         )
         if options.comm_hook == "powerSGD":
@@ -109,6 +110,14 @@ class DDP(Strategy[DDPOptions]):
     def no_sync(self, module: nn.Module) -> AbstractContextManager[None]:
         """Leaves out the all-reduce."""
         return module.no_sync() if isinstance(module, DistributedDataParallel) else nullcontext()
+
+
+def _without_buffers(options: DDPOptions) -> dict[str, bool]:
+    """Returns the argument that keeps buffers from being sent around, under its name in this version of torch."""
+    if options.forward_sync_buffers:
+        return {}
+    known = inspect.signature(DistributedDataParallel).parameters
+    return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
 
 
 def _narrow_all_reduce(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
