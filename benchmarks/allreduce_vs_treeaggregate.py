@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -39,20 +39,20 @@ Tensors = tuple[torch.Tensor, torch.Tensor]
 Sums = tuple[npt.NDArray[np.float32], float, int]  # of gradients and losses, and of how many rows
 
 
-def to_tensors(rows: Iterator[Any]) -> Iterator[Tensors]:
+def to_tensors(rows: Iterable[Any]) -> Iterator[Tensors]:
     """Turns the rows of a partition into one pair of tensors."""
     features, label = zip(*((row.features, row.label) for row in rows), strict=True)
     yield torch.tensor(features), torch.tensor(label)
 
 
-def draw(pairs: Iterator[Tensors], rows: int, step: int) -> Iterator[Tensors]:
+def draw(pairs: Iterable[Tensors], rows: int, step: int) -> Iterator[Tensors]:
     """Draws the rows of a step from a partition."""
     for features, label in pairs:
         index = torch.randint(len(label), (rows,), generator=torch.Generator().manual_seed(step))
         yield features.index_select(0, index), label.index_select(0, index)
 
 
-def gradient(pairs: Iterator[Tensors], weights: Broadcast[npt.NDArray[np.float32]]) -> Iterator[Sums]:
+def gradient(pairs: Iterable[Tensors], weights: Broadcast[npt.NDArray[np.float32]]) -> Iterator[Sums]:
     """Returns the sum of the gradients over the rows of a partition."""
     torch.set_num_threads(1)
     module = MLP()
@@ -115,8 +115,8 @@ class ByRDD:
         batch = self._next_batch(0)
         total, _, rows = self.gradients(batch)
         features, label = (torch.cat(tensors) for tensors in zip(*batch.collect(), strict=True))
-        nn.functional.mse_loss(self._module(features).squeeze(-1), label).backward()
-        expected = torch.cat([parameter.grad.flatten() for parameter in self._module.parameters()])
+        loss = nn.functional.mse_loss(self._module(features).squeeze(-1), label)
+        expected = nn.utils.parameters_to_vector(torch.autograd.grad(loss, list(self._module.parameters())))
         if rows != BATCH or not np.allclose(total / rows, expected.numpy(), atol=1e-5):
             raise RuntimeError("treeAggregate gives another gradient than one process")
 

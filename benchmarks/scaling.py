@@ -40,7 +40,6 @@ from sparktorch.config import TrainConfig
 from sparktorch.train.recipe import Recipe
 
 BUCKETS_MB = (0, 1, 5, 25)
-DEFAULT_MB = 25
 ONE_BUCKET_MB = 100_000  # larger than any model here
 
 
@@ -67,23 +66,29 @@ CASES = {
 
 @dataclass(frozen=True)
 class Way:
-    """How a case is trained: on how many ranks, with which buckets, or `alone` in each of them."""
+    """How a case is trained: on how many ranks, with buckets of another size than usual, or `alone` in each rank."""
 
     ranks: int
-    bucket_mb: float = DEFAULT_MB
+    bucket_mb: float | None = None
     alone: bool = False
 
     def __str__(self) -> str:
         if self.ranks == 1:
             return "1 rank"
-        how = "no overlap" if self.bucket_mb == ONE_BUCKET_MB else f"buckets of {self.bucket_mb} MB"
-        return f"{self.ranks} ranks, {'nothing sent' if self.alone else how}"
+        how = f", buckets of {self.bucket_mb} MB"
+        if self.alone:
+            how = ", nothing sent"
+        elif self.bucket_mb is None:
+            how = ""
+        elif self.bucket_mb == ONE_BUCKET_MB:
+            how = ", no overlap"
+        return f"{self.ranks} ranks{how}"
 
 
 def ways(ranks: int) -> list[Way]:
     """Returns the ways to train on one rank to `ranks`, and all the ways on that many."""
     sizes = [1, *(size for size in (2, 4, 8, 16, 32, 64) if size < ranks)]
-    many = [Way(ranks, alone=True), *(Way(ranks, mb) for mb in (*BUCKETS_MB, ONE_BUCKET_MB))]
+    many = [Way(ranks, alone=True), Way(ranks), *(Way(ranks, mb) for mb in (*BUCKETS_MB, ONE_BUCKET_MB))]
     return [Way(size) for size in sizes] + (many if ranks > 1 else [])
 
 
@@ -109,7 +114,7 @@ def train(place: Place, case: Case, way: Way) -> tuple[Step, bool]:
         task="regression",
         batch_size=case.batch * place.world.world_size,
         epochs=2,
-        strategy_params={"bucket_cap_mb": way.bucket_mb},
+        strategy_params={} if way.bucket_mb is None else {"bucket_cap_mb": way.bucket_mb},
     )
     with optimizer_seconds() as stepping:
         course = fit(place, case.batch * case.steps, case.inputs, case.recipe, config)
@@ -223,8 +228,9 @@ def main() -> None:
                 ratios[efficiency] = alone / turns.median(name, way).whole
                 if case.goal:
                     goals[efficiency] = case.goal
-        overlapped, flat = (turns.median(name, Way(size, mb)).whole for mb in (DEFAULT_MB, ONE_BUCKET_MB))
-        ratios[f"{name}: saved by overlap"] = 1 - overlapped / flat
+        for mb in BUCKETS_MB:
+            saved = 1 - turns.median(name, Way(size, mb)).whole / turns.median(name, Way(size, ONE_BUCKET_MB)).whole
+            ratios[f"{name}: saved by overlap, buckets of {mb} MB"] = saved
     report(
         "scaling",
         samples={f"{name}, ms a step": values for name, values in samples.items()},
