@@ -7,16 +7,14 @@ https://arxiv.org/abs/1910.02054, section 5.1). Shares are whole tensors: the la
 
 from __future__ import annotations
 
-import multiprocessing
-import tempfile
 from itertools import product
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from benchmarks.common import Goal, arguments, machine, report, workspace
+from benchmarks.ranks import Place, Ranks
 from sparktorch.config import TrainConfig
 from sparktorch.train.recipe import Recipe
 from sparktorch.train.strategy import build_strategy
@@ -34,11 +32,14 @@ class Deep(nn.Sequential):
         super().__init__(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
 
 
-def measure(rank: int, size: int, strategy: str, store: str) -> dict[str, int]:
+def measure(place: Place, strategy: str) -> dict[str, int]:
     """Takes two steps as one rank; returns its bytes of parameters, gradients and optimizer state."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
-    world = World(rank=rank, world_size=size, local_rank=rank, host="localhost")
+    with place.plain_group():
+        return two_steps(place.world, strategy)
+
+
+def two_steps(world: World, strategy: str) -> dict[str, int]:
+    """Takes the steps and measures; what trained is gone before the group is."""
     shared = build_strategy(TrainConfig(strategy=strategy), world)
     plain = Recipe(module=Deep).build_module(seed=0)
     module = shared.prepare(plain)
@@ -48,19 +49,17 @@ def measure(rank: int, size: int, strategy: str, store: str) -> dict[str, int]:
         module(torch.ones(1, WIDTH)).sum().backward()
         optimizer.step()
     own: Any = getattr(optimizer, "optim", optimizer)  # what ZeroRedundancyOptimizer runs on its share
-    found = {
+    return {
         "parameters": sum(p.nbytes for p in plain.parameters()),
         "gradients": sum(p.grad.nbytes for p in plain.parameters() if p.grad is not None),
         "state": sum(t.nbytes for s in own.state.values() for t in s.values() if isinstance(t, torch.Tensor)),
     }
-    dist.destroy_process_group()
-    return found
 
 
 def largest(size: int, strategy: str) -> dict[str, int]:
     """Runs the ranks and returns the largest figure of each kind."""
-    with tempfile.TemporaryDirectory() as folder, multiprocessing.get_context("spawn").Pool(size) as pool:
-        ranks = pool.starmap(measure, [(rank, size, strategy, f"{folder}/store") for rank in range(size)], chunksize=1)
+    with Ranks(size) as run:
+        ranks = run(measure, strategy)
     return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
 
 
