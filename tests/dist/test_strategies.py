@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,13 +11,16 @@ import pytest
 import torch
 from torch import nn
 
+from sparktorch import Callback
 from sparktorch.config import TrainConfig
 from sparktorch.data.columns import VALIDATION, WEIGHT
 from sparktorch.data.plan import SamplingPlan
 from sparktorch.errors import ConfigError, ModuleError
+from sparktorch.train.callbacks import FitContext
 from sparktorch.train.recipe import Recipe
 from sparktorch.train.strategy import check_strategy
 from sparktorch.train.strategy.fsdp import ShardingOptions, units
+from sparktorch.train.weights import pack_state
 from sparktorch.worker import TrainJob
 from tests.support.frames import Table
 from tests.support.nets import Tower
@@ -89,6 +93,29 @@ def test_any_number_of_ranks_trains_what_one_plain_loop_trains(
     state, metas = train_on([part.batches() for part in TABLE.parts(ranks)], job_for(**CASES[case]))
     torch.testing.assert_close(state, expected[0], atol=1e-5, rtol=0)
     assert metas[0]["history"][-1]["val_loss"] == pytest.approx(expected[1], abs=1e-5)
+
+
+class Weights(Callback):
+    """Leaves the bytes of the whole model, as each rank has it in the end."""
+
+    ranks = "all"
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def on_fit_end(self, context: FitContext) -> None:
+        state: dict[str, Any] = context.module.state_dict()
+        whole = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()}
+        (self._folder / str(context.world.rank)).write_bytes(pack_state(whole))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_end_with_the_same_bits(case: str, tmp_path: Path) -> None:
+    job = job_for(recipe={"callbacks": [Weights(tmp_path)]}, **CASES[case])
+    train_on([part.batches() for part in TABLE.parts(3)], job)
+    states = {path.read_bytes() for path in tmp_path.iterdir()}
+    assert len(list(tmp_path.iterdir())) == 3
+    assert len(states) == 1
 
 
 @pytest.mark.parametrize("case", ["ddp", "zero1", "zero2", "zero3"])
@@ -213,8 +240,10 @@ def test_parts_are_gathered_by_themselves_if_they_are_large_or_of_a_class() -> N
 
 def test_tied_parameters_are_gathered_with_the_whole_module() -> None:
     tower = Tower()
-    assert tower.tied not in units(tower, ShardingOptions(min_parameters=1))
-    assert nn.Module in type(tower).__mro__
+    found = units(tower, ShardingOptions(min_parameters=1))
+    assert tower.last in found
+    assert tower.tied not in found
+    assert tower.tied_again not in found
 
 
 @pytest.mark.parametrize(
