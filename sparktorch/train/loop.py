@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -19,6 +19,7 @@ from sparktorch.train.ema import MovingAverage
 from sparktorch.train.engine import Engine
 from sparktorch.train.explain import explained
 from sparktorch.train.group import max_over_ranks, sum_over_ranks
+from sparktorch.train.ports import Reporter, ShardLike
 from sparktorch.train.recipe import Recipe
 from sparktorch.train.reproducible import generators_state, reproducible, seed_all, set_generators_state
 from sparktorch.train.saver import Position, Saver
@@ -30,54 +31,13 @@ from sparktorch.train.state import (
     optimizer_values,
     parameter_names,
 )
-from sparktorch.train.step import BatchLike
 from sparktorch.train.validation import Best, Validation
 from sparktorch.world import World
 
-__all__ = ["Outcome", "Reporter", "ShardLike", "train"]
+__all__ = ["Outcome", "train"]
 
 _REPORT_SECONDS = 0.2
 _BEST = "best."
-
-
-class ShardLike(Protocol):
-    """What the loop asks of a rank's rows; see `sparktorch.data.shard.Shard`."""
-
-    def epoch(self, epoch: int, *, least: int, first: int = 0) -> Iterator[BatchLike]:
-        """Yields this rank's part of every global batch from step `first` on, its inputs filled up to `least` rows."""
-        ...
-
-    def step_weights(self, epoch: int) -> torch.Tensor:
-        """Returns this rank's weight in each step, float64 of shape `(steps,)`."""
-        ...
-
-    def step_rows(self, epoch: int) -> torch.Tensor:
-        """Returns this rank's number of rows in each step, int64 of shape `(steps,)`."""
-        ...
-
-    def validation(self, size: int, *, batches: int = 0) -> Iterator[BatchLike]:
-        """Yields this rank's validation rows in batches of that size, at least so many."""
-        ...
-
-
-class Reporter(Protocol):
-    """Where the loop says how far it is; see `sparktorch.train.link.Link`."""
-
-    def enter(self, phase: str, *, epoch: int | None = None, step: int | None = None) -> None:
-        """Says what the rank does now."""
-        ...
-
-    def at_step(self, step: int) -> None:
-        """Notes the step the rank is at."""
-        ...
-
-    def progress(self, **record: Any) -> None:
-        """Publishes how far the training is."""
-        ...
-
-    def epoch_done(self, number: int, record: dict[str, Any]) -> None:
-        """Publishes the metrics of a finished epoch."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from sparktorch.train.task import align, correct, predicted
 if TYPE_CHECKING:
     from sparktorch.config import TrainConfig
     from sparktorch.train.engine import Engine
-    from sparktorch.train.loop import ShardLike
+    from sparktorch.train.ports import ShardLike
     from sparktorch.train.recipe import Recipe
     from sparktorch.train.step import BatchLike
     from sparktorch.world import World
