@@ -6,7 +6,7 @@ and which share of it keeps the processor busy. From these the model predicts th
 takes, probe and steps in turn. Nothing is fitted to the steps.
 
 For the published points, models, batches and links are what the publications state; `PUBLISHED` names sources, and what
-had to be assumed. Where overlap is not known exactly, the two limits bracket it.
+had to be assumed. Each is predicted with all the overlap there can be, and with none.
 """
 
 from __future__ import annotations

@@ -30,7 +30,8 @@ class DDPOptions:
     """Options of `ddp` and `zero1`; see `torch.nn.parallel.DistributedDataParallel`.
 
     Attributes:
-        bucket_cap_mb: Gradients are sent in buckets of this many MB; 0 sends each by itself.
+        bucket_cap_mb: Gradients are sent in buckets of this many MB; 0 sends each by itself. `None` is torch's
+            own choice: 25, and 1 for the first, which is sent while most of backward is still to come.
         gradient_as_bucket_view: Whether gradients live in the buckets, which saves a copy of them.
         static_graph: Whether every step uses the same parameters, in the same order.
         forward_sync_buffers: Whether rank 0's buffers go to every rank before each forward pass.
@@ -41,7 +42,7 @@ class DDPOptions:
         powersgd_start_step: Steps that PowerSGD sends whole gradients for, at first.
     """
 
-    bucket_cap_mb: float = 25
+    bucket_cap_mb: float | None = None
     gradient_as_bucket_view: bool = True
     static_graph: bool = False
     forward_sync_buffers: bool = True
@@ -51,7 +52,8 @@ class DDPOptions:
     powersgd_start_step: int = 1000
 
     def __post_init__(self) -> None:
-        at_least("strategyParams.bucket_cap_mb", self.bucket_cap_mb, 0)
+        if self.bucket_cap_mb is not None:
+            at_least("strategyParams.bucket_cap_mb", self.bucket_cap_mb, 0)
         at_least("strategyParams.powersgd_rank", self.powersgd_rank, 1)
         at_least("strategyParams.powersgd_start_step", self.powersgd_start_step, 2)  # torch's own bound
         if self.comm_hook is not None:
