@@ -17,7 +17,7 @@ Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 
 _PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 _TASKS = ("classification", "regression", "generic")
-_STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "localSGD", "independent")
+_STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "localSGD", "parameterServer", "independent")
 
 C = TypeVar("C")
 

@@ -7,16 +7,17 @@ import os
 import socket
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from sparktorch.world import World
 
-__all__ = ["max_over_ranks", "process_group", "sum_over_ranks"]
+__all__ = ["attach", "max_over_ranks", "process_group", "sum_over_ranks"]
 
 _SIOCGIFADDR = 0x8915
 
@@ -24,6 +25,8 @@ _SIOCGIFADDR = 0x8915
 # waiting for the GIL: this reference lets go of it meanwhile, the one in DDP's reducer, which a
 # traceback keeps alive, does not.
 _kept: list[dist.ProcessGroup | None] = []
+
+_attached = ExitStack()
 
 
 @contextmanager
@@ -54,7 +57,8 @@ def process_group(world: World, store: dist.Store, *, timeout: timedelta) -> Ite
     _kept[:] = [dist.group.WORLD]
     _calm_gloo()
     try:
-        yield
+        with _attached:
+            yield
     except BaseException:
         # Destroying waits for what is in flight, and that for peers which may do the same.
         world_group = dist.group.WORLD
@@ -88,6 +92,11 @@ def _reduced(values: torch.Tensor, world: World, operation: dist.ReduceOp.RedOpT
     values = values.to(world.device, copy=True)
     dist.all_reduce(values, operation)
     return values.cpu()
+
+
+def attach(resource: AbstractContextManager[Any]) -> None:
+    """Enters a context, to be left just before the process group closes, with the error if there is one."""
+    _attached.enter_context(resource)
 
 
 @contextmanager

@@ -210,9 +210,10 @@ class _Training:
             self._callbacks.call("on_epoch_start")
         weights = sum_over_ranks(self._shard.step_weights(epoch), self._world)
         self._take_steps(epoch, weights, started)
-        seconds = time.perf_counter() - started - tally.validating
         totals = torch.tensor([float(tally.losses.sum()), tally.rows, tally.waited], dtype=torch.float64)
         loss_sum, rows, waited = sum_over_ranks(totals, self._world).tolist()
+        # Of the slowest rank: others need not keep pace with it.
+        seconds = time.perf_counter() - started - tally.validating
         weights[tally.skipped] = 0
         weight = float(weights[: tally.taken].sum())
         record = {

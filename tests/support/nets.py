@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +19,9 @@ __all__ = [
     "Complex",
     "Counting",
     "DiesAt",
+    "DiesWithin",
     "FailsAt",
+    "Linear",
     "Logarithm",
     "Logit",
     "Mlp",
@@ -26,9 +33,12 @@ __all__ = [
     "Score",
     "Spare",
     "Tower",
+    "Unsteady",
+    "Watched",
     "mean_cross_entropy",
     "mean_output_error",
     "not_a_module",
+    "output_times_label",
 ]
 
 
@@ -135,6 +145,28 @@ class Counting(Score):
         return super().forward(x)
 
 
+class Watched(Score):
+    """Writes down when each rank takes a training step, and which weights it validates; one rank is slow."""
+
+    def __init__(self, folder: str, slow: int = -1, seconds: float = 0.0) -> None:
+        super().__init__()
+        self._folder, self._slow, self._seconds = Path(folder), slow, seconds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rank = dist.get_rank() if dist.is_initialized() else None
+        if rank is not None and self.training:
+            self._note(f"steps-{rank}", repr(time.monotonic()))
+            time.sleep(self._seconds if rank == self._slow else 0)
+        elif rank is not None:
+            weights = b"".join(value.numpy().tobytes() for value in self.state_dict().values())
+            self._note(f"weights-{rank}", hashlib.sha256(weights).hexdigest())
+        return super().forward(x)
+
+    def _note(self, name: str, line: str) -> None:
+        with (self._folder / name).open("a") as file:
+            file.write(line + "\n")
+
+
 class Bias(nn.Module):
     """One parameter, trainable or frozen."""
 
@@ -170,6 +202,39 @@ class DiesAt(FailsAt):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+class DiesWithin(Mlp):
+    """Large, and killed on one rank some seconds into training, whatever that rank is doing then."""
+
+    def __init__(self, rank: int, seconds: float) -> None:
+        super().__init__(hidden=300_000)
+        self._rank, self._seconds, self._seen = rank, seconds, False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self._seen and dist.is_initialized() and dist.get_rank() == self._rank:
+            threading.Timer(self._seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        self._seen = True
+        return super().forward(x)
+
+
+class Unsteady(torch.optim.SGD):
+    """Fails at its tenth step."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps += 1
+        if self.steps == 10:
+            raise ArithmeticError("planted in the optimizer")
+        super().step()
+
+
+class Linear(nn.Linear):
+    """One number a row, shape `(rows, 1)`, and linear in its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 1)
+
+
 class Complex(nn.Module):
     """A parameter that no fused kernel takes."""
 
@@ -181,6 +246,11 @@ class Complex(nn.Module):
 def mean_output_error(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     """One squared error a row, of the mean of the module's outputs."""
     return (output.mean(1) - label) ** 2
+
+
+def output_times_label(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    """Its gradient with respect to a linear module's parameters does not depend on them."""
+    return output * label
 
 
 def mean_cross_entropy(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:

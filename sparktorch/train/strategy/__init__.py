@@ -9,6 +9,7 @@ from sparktorch.train.strategy.ddp import DDP
 from sparktorch.train.strategy.fsdp import Zero2, Zero3
 from sparktorch.train.strategy.independent import Independent
 from sparktorch.train.strategy.local_sgd import LocalSGD
+from sparktorch.train.strategy.parameter_server import ParameterServer
 from sparktorch.train.strategy.zero import Zero1
 from sparktorch.world import World
 
@@ -17,6 +18,7 @@ __all__ = [
     "Independent",
     "Layout",
     "LocalSGD",
+    "ParameterServer",
     "Strategy",
     "Zero1",
     "Zero2",
@@ -33,6 +35,7 @@ _STRATEGIES: dict[str, type[Strategy[Any]]] = {
     "zero2": Zero2,
     "zero3": Zero3,
     "localSGD": LocalSGD,
+    "parameterServer": ParameterServer,
     "independent": Independent,
 }
 

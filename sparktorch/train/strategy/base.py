@@ -131,7 +131,7 @@ class Strategy(ABC, Generic[O]):
         """Is called after each step of the optimizer."""
 
     def metrics(self) -> dict[str, float]:
-        """Returns what the strategy has measured in the epoch, the same on every rank, for its record."""
+        """Returns what the strategy measured since the last call, over all ranks: part of an epoch's record."""
         return {}
 
     @contextmanager

@@ -1,0 +1,223 @@
+"""A server of parameters: the master copy of whole tensors, their optimizer, and who has pushed how often."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["Frame", "Share", "assign", "read_numbers", "write_numbers"]
+
+_ALIGNED = 16  # bytes: the widest element of a tensor
+_CHANGING = ("lr", "weight_decay", "momentum", "betas")  # what schedules and callbacks set while training
+
+
+def assign(sizes: Sequence[int], servers: int) -> list[int]:
+    """Returns a server for each tensor: the largest first, each to the server that has least so far."""
+    load = [0] * servers
+    chosen = [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        chosen[index] = load.index(min(load))
+        load[chosen[index]] += sizes[index]
+    return chosen
+
+
+def read_numbers(groups: Iterable[dict[str, Any]]) -> list[float]:
+    """Returns the options of parameter groups that may change from step to step, in a fixed order."""
+    return [
+        float(number)
+        for group in groups
+        for name in _CHANGING
+        if name in group
+        for number in (group[name] if isinstance(group[name], tuple | list) else [group[name]])
+    ]
+
+
+def write_numbers(groups: Iterable[dict[str, Any]], numbers: Sequence[float]) -> None:
+    """Sets what `read_numbers` returned of groups with the same options."""
+    left = iter(numbers)
+    for group in groups:
+        for name in _CHANGING:
+            if name in group:
+                several = isinstance(group[name], tuple | list)
+                group[name] = tuple(next(left) for _ in group[name]) if several else next(left)
+
+
+class Frame:
+    """One message, there and back: numbers, gradients or parameters, in one stretch of host memory.
+
+    Attributes:
+        bytes: What is sent, uint8.
+    """
+
+    def __init__(self, like: Sequence[torch.Tensor], numbers: int, *, pinned: bool = False) -> None:
+        """Allocates it.
+
+        Args:
+            like: Tensors of the shapes and dtypes that it holds.
+            numbers: How many numbers go with them.
+            pinned: Whether GPUs copy from and to it.
+        """
+        count = 1 + len(like) + numbers
+        end = _round_up(8 * count)
+        starts = []
+        for tensor in like:
+            starts.append(end)
+            end = _round_up(end + tensor.nbytes)
+        self.bytes = torch.zeros(end, dtype=torch.uint8, pin_memory=pinned)
+        self._head = self.bytes[: 8 * count].view(torch.float64)  # whether it is the last, what is there, numbers
+        self._tensors = [
+            self.bytes[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for start, tensor in zip(starts, like, strict=True)
+        ]
+
+    @property
+    def last(self) -> bool:
+        """Whether the sender pushes no more."""
+        return bool(self._head[0])
+
+    @property
+    def numbers(self) -> list[float]:
+        """The numbers."""
+        return self._head[1 + len(self._tensors) :].tolist()
+
+    @property
+    def gradients(self) -> list[torch.Tensor | None]:
+        """The gradients, which lie in this frame; `None` where the sender had none."""
+        there = self._head[1 : 1 + len(self._tensors)].tolist()
+        return [tensor if flag else None for flag, tensor in zip(there, self._tensors, strict=True)]
+
+    def end(self) -> None:
+        """Makes this the sender's last message."""
+        self._head[0] = 1
+
+    def push(self, numbers: Sequence[float], gradients: Sequence[torch.Tensor | None]) -> None:
+        """Fills it with the gradients of a step."""
+        there = [gradient is not None for gradient in gradients]
+        self._head.copy_(torch.tensor([False, *there, *numbers], dtype=torch.float64))
+        for tensor, gradient in zip(self._tensors, gradients, strict=True):
+            if gradient is not None:
+                tensor.copy_(gradient.to_dense() if gradient.layout != torch.strided else gradient)
+
+    @torch.no_grad()
+    def store(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Fills it with parameters."""
+        for tensor, parameter in zip(self._tensors, parameters, strict=True):
+            tensor.copy_(parameter)
+
+    @torch.no_grad()
+    def load(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Sets parameters to what it holds."""
+        for tensor, parameter in zip(self._tensors, parameters, strict=True):
+            parameter.copy_(tensor)
+
+
+class Share:
+    """The parameters of one server; each rank's pushes come from a thread of their own.
+
+    With staleness 0 a step's gradients wait for those of all ranks, and their mean is one update.
+    Otherwise each push is an update when it arrives, at its share of the learning rate: N small
+    steps of the optimizer for one large, of gradients that are each an estimate of the whole one.
+
+    Attributes:
+        failure: What ended a thread that serves a rank, `None` as long as all is well.
+    """
+
+    def __init__(
+        self, masters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer, *, ranks: int, staleness: int | None
+    ) -> None:
+        """Takes what it serves.
+
+        Args:
+            masters: The parameters, on the CPU.
+            optimizer: Updates them.
+            ranks: How many push.
+            staleness: Steps that a rank may be ahead of the slowest; `None` does not bound it.
+        """
+        self.failure: BaseException | None = None
+        self._masters, self._optimizer, self._staleness = masters, optimizer, staleness
+        self._changed = threading.Condition()
+        self._clock = [0] * ranks  # pushes of each rank
+        self._version = 0  # updates so far
+        self._seen = [0] * ranks  # the version that each rank has
+        self._waiting: dict[int, Frame] = {}
+        self._stale: list[int] = []
+
+    def push(self, rank: int, frame: Frame) -> None:
+        """Takes a rank's gradients and leaves it the parameters for its next step, once it may take that.
+
+        Args:
+            rank: Whose they are.
+            frame: Holds the gradients, and then the parameters.
+        """
+        try:
+            with self._changed:
+                self._clock[rank] += 1
+                least = 0 if self._staleness is None else self._clock[rank] - self._staleness
+                self._take(rank, frame)
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self.failure is not None or min(self._clock) >= least)
+                if self.failure is not None:
+                    raise self.failure
+                frame.store(self._masters)
+                self._seen[rank] = self._version
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def fail(self, error: BaseException) -> None:
+        """Notes why no more replies will come, and wakes whoever waits for one."""
+        with self._changed:
+            self.failure = self.failure or error
+            self._changed.notify_all()
+
+    def read(self, frame: Frame) -> None:
+        """Fills a frame with the parameters as every rank will have them, none of which is pushing meanwhile."""
+        with self._changed:
+            frame.store(self._masters)
+            self._seen = [self._version] * len(self._seen)
+
+    def take_staleness(self) -> list[int]:
+        """Returns, for each push since the last call, how many updates its gradient had not seen."""
+        with self._changed:
+            taken, self._stale = self._stale, []
+            return taken
+
+    def _take(self, rank: int, frame: Frame) -> None:
+        self._stale.append(self._version - self._seen[rank])
+        if self._staleness != 0:
+            self._update(frame.gradients, frame.numbers, share=1 / len(self._clock))
+            return
+        self._waiting[rank] = frame
+        if len(self._waiting) == len(self._clock):
+            frames = [self._waiting[rank] for rank in sorted(self._waiting)]  # sums of the same order are the same
+            self._waiting = {}
+            self._update(_mean([frame.gradients for frame in frames]), frame.numbers, share=1)
+
+    def _update(self, gradients: Iterable[torch.Tensor | None], numbers: Sequence[float], *, share: float) -> None:
+        groups = self._optimizer.param_groups
+        write_numbers(groups, numbers)
+        for group in groups:
+            group["lr"] *= share
+        for master, gradient in zip(self._masters, gradients, strict=True):
+            master.grad = gradient
+        self._optimizer.step()
+        self._version += 1
+
+
+def _mean(pushes: Sequence[list[torch.Tensor | None]]) -> Iterator[torch.Tensor | None]:
+    """Yields the mean of each tensor's gradients, a missing one being zero; `None` where all are missing."""
+    for column in zip(*pushes, strict=True):
+        total, *others = [gradient for gradient in column if gradient is not None] or [None]
+        if total is not None:
+            for gradient in others:
+                total.add_(gradient)
+            total.div_(len(pushes))
+        yield total
+
+
+def _round_up(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
