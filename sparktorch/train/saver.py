@@ -14,6 +14,7 @@ from sparktorch.world import World
 __all__ = ["Board", "Position", "Saver"]
 
 _CLAIM_AGAIN_SECONDS = 10.0
+_PATIENCE = 10.0  # seconds without a heartbeat of a rank whose share is missing
 
 
 class Board(Protocol):
@@ -23,8 +24,8 @@ class Board(Protocol):
         """Lays down a JSON object."""
         ...
 
-    def collect(self, topic: str) -> list[dict[str, Any]]:
-        """Waits for those of all ranks."""
+    def collect(self, topic: str, *, patience: float | None = None) -> list[dict[str, Any]]:
+        """Waits for those of all ranks, but not for one that has not been heard of for `patience` seconds."""
         ...
 
     def agree(self, topic: str, value: dict[str, Any]) -> list[dict[str, Any]]:
@@ -148,7 +149,7 @@ class Saver:
         try:
             self._board.post(topic, written)
             if self._world.is_main:
-                self._complete(position, self._board.collect(topic), loss)
+                self._complete(position, self._board.collect(topic, patience=_PATIENCE), loss)
         except Exception as error:
             self._board.warn(f"no checkpoint at step {step}: {type(error).__name__}: {error}")
 
