@@ -470,7 +470,8 @@ class TrainingParams(HasLabelCol, HasWeightCol, HasValidationIndicatorCol, HasSe
     strategy: Param[str] = Param(
         Params._dummy(),
         "strategy",
-        "how the workers share the work: 'ddp', or 'zero1' to divide the optimizer's state among them",
+        "how the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and "
+        "parameters among them; 'localSGD', 'parameterServer', 'independent'",
         typeConverter=TypeConverters.toString,
     )
 
@@ -522,7 +523,7 @@ class TrainingParams(HasLabelCol, HasWeightCol, HasValidationIndicatorCol, HasSe
     strategyParams: Param[dict[str, Any]] = Param(
         Params._dummy(),
         "strategyParams",
-        "options of the strategy",
+        "options of the strategy, as docs/training.md lists them",
         typeConverter=_to_dict,
     )
     syncBatchNorm: Param[bool] = Param(
