@@ -49,11 +49,12 @@ class Goal:
         return f"{'>=' if self.at_least else '<='} {self.bound:g}"
 
 
-def arguments(doc: str) -> argparse.Namespace:
-    """Parses `--quick` and `--json PATH`."""
+def arguments(doc: str, add: Callable[[argparse.ArgumentParser], None] = lambda parser: None) -> argparse.Namespace:
+    """Parses `--quick` and `--json PATH`, and what `add` adds."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small data and few rounds, to see that it works")
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the JSON object to this file")
+    add(parser)
     return parser.parse_args()
 
 

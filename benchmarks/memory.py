@@ -1,22 +1,22 @@
 """Bytes of parameters, gradients and optimizer state a rank, beside the formulas of the ZeRO paper.
 
 An MLP of eight layers of 1024, AdamW, spawned Gloo ranks on one machine; no Spark. With P bytes of parameters,
-data parallel keeps P, P and 2P (AdamW's two moments); stage 1 keeps P, P and 2P / N (Rajbhandari et al. 2020,
-https://arxiv.org/abs/1910.02054, section 5.1). Shares are whole tensors: the largest rank is measured.
+data parallel keeps P, P and 2P (AdamW's two moments); stage 1 keeps P, P and 2P / N; stage 2 P, P / N and 2P / N;
+stage 3 P / N, P / N and 2P / N (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054, section 5). Measured are
+the parameters between forward and backward, and gradients and state after the step, of the rank that keeps most: under
+stage 1 shares are whole tensors.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import tempfile
 from itertools import product
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from benchmarks.common import Goal, arguments, machine, report, workspace
+from benchmarks.ranks import Place, Ranks
 from sparktorch.config import TrainConfig
 from sparktorch.train.recipe import Recipe
 from sparktorch.train.strategy import build_strategy
@@ -24,7 +24,19 @@ from sparktorch.world import World
 
 LAYERS, WIDTH = 8, 1024
 SIZES = (2, 4, 8)
-GOALS = {f"zero1 state / formula, {size} ranks": Goal(1.15) for size in SIZES}
+# By strategy, what of it is divided by the number of ranks.
+DIVIDED: dict[str, tuple[str, ...]] = {
+    "ddp": (),
+    "zero1": ("state",),
+    "zero2": ("gradients", "state"),
+    "zero3": ("parameters", "gradients", "state"),
+}
+GOALS = {
+    f"{strategy} {kind} / formula, {size} ranks": Goal(1.15)
+    for size in SIZES
+    for strategy, kinds in DIVIDED.items()
+    for kind in kinds
+}
 
 
 class Deep(nn.Sequential):
@@ -34,33 +46,43 @@ class Deep(nn.Sequential):
         super().__init__(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
 
 
-def measure(rank: int, size: int, strategy: str, store: str) -> dict[str, int]:
+def measure(place: Place, strategy: str) -> dict[str, int]:
     """Takes two steps as one rank; returns its bytes of parameters, gradients and optimizer state."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
-    world = World(rank=rank, world_size=size, local_rank=rank, host="localhost")
-    shared = build_strategy(TrainConfig(strategy=strategy), world)
+    with place.plain_group():
+        return two_steps(place.world, strategy)
+
+
+def two_steps(world: World, strategy: str) -> dict[str, int]:
+    """Takes the steps and measures; what trained is gone before the group is."""
+    options = {"min_parameters": WIDTH**2} if strategy in ("zero2", "zero3") else {}
+    shared = build_strategy(TrainConfig(strategy=strategy, strategy_params=options), world)
     plain = Recipe(module=Deep).build_module(seed=0)
     module = shared.prepare(plain)
     optimizer = shared.optimizer(Recipe(module=Deep), plain)
+    parameters = 0
     for _ in range(2):
         optimizer.zero_grad()
-        module(torch.ones(1, WIDTH)).sum().backward()
+        loss = module(torch.ones(1, WIDTH)).sum()
+        parameters = sum(here(p).nbytes for p in plain.parameters())
+        loss.backward()
         optimizer.step()
     own: Any = getattr(optimizer, "optim", optimizer)  # what ZeroRedundancyOptimizer runs on its share
-    found = {
-        "parameters": sum(p.nbytes for p in plain.parameters()),
-        "gradients": sum(p.grad.nbytes for p in plain.parameters() if p.grad is not None),
-        "state": sum(t.nbytes for s in own.state.values() for t in s.values() if isinstance(t, torch.Tensor)),
+    return {
+        "parameters": parameters,
+        "gradients": sum(here(p.grad).nbytes for p in plain.parameters() if p.grad is not None),
+        "state": sum(here(t).nbytes for s in own.state.values() for t in s.values() if isinstance(t, torch.Tensor)),
     }
-    dist.destroy_process_group()
-    return found
+
+
+def here(tensor: Any) -> torch.Tensor:
+    """Returns what this rank holds of a tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def largest(size: int, strategy: str) -> dict[str, int]:
     """Runs the ranks and returns the largest figure of each kind."""
-    with tempfile.TemporaryDirectory() as folder, multiprocessing.get_context("spawn").Pool(size) as pool:
-        ranks = pool.starmap(measure, [(rank, size, strategy, f"{folder}/store") for rank in range(size)], chunksize=1)
+    with Ranks(size) as run:
+        ranks = run(measure, strategy)
     return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
 
 
@@ -71,11 +93,10 @@ def main() -> None:
     ratios = {}
     model = LAYERS * WIDTH * WIDTH * 4
     with workspace():
-        for size, strategy in product(SIZES[:1] if options.quick else SIZES, ("ddp", "zero1")):
+        for size, strategy in product(SIZES[:1] if options.quick else SIZES, DIVIDED):
             found = largest(size, strategy)
             formula = {"parameters": model, "gradients": model, "state": 2 * model}
-            if strategy == "zero1":
-                formula["state"] //= size
+            formula |= {kind: formula[kind] // size for kind in DIVIDED[strategy]}
             for name, value in found.items():
                 samples[f"{strategy}, {size} ranks: {name}, MiB"] = [value / 2**20]
                 ratios[f"{strategy} {name} / formula, {size} ranks"] = value / formula[name]

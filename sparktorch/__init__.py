@@ -16,10 +16,12 @@ if TYPE_CHECKING:
     from sparktorch.ml.estimator import TorchEstimator
     from sparktorch.ml.model import TorchModel
     from sparktorch.ml.regression import TorchRegressionModel, TorchRegressor
+    from sparktorch.train.callbacks import Callback
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Callback",
     "SparkTorchError",
     "TorchClassificationModel",
     "TorchClassifier",
@@ -31,6 +33,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Callback": "sparktorch.train.callbacks",
     "SparkTorchError": "sparktorch.errors",
     "TorchClassificationModel": "sparktorch.ml.classification",
     "TorchClassifier": "sparktorch.ml.classification",

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 
 from sparktorch.errors import ConfigError, nearest
 
-__all__ = ["Device", "Precision", "Task", "TrainConfig", "from_dict", "one_of", "to_dict"]
+__all__ = ["CheckpointConfig", "Device", "Precision", "Task", "TrainConfig", "from_dict", "one_of", "to_dict"]
 
 Task = Literal["classification", "regression", "generic"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -17,7 +17,7 @@ Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 
 _PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 _TASKS = ("classification", "regression", "generic")
-_STRATEGIES = ("ddp", "zero1", "parameterServer")
+_STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "localSGD", "parameterServer", "independent")
 
 C = TypeVar("C")
 
@@ -111,12 +111,78 @@ class TrainConfig:
         for name, bound in (("gradientClipNorm", self.clip_norm), ("gradientClipValue", self.clip_value)):
             if bound is not None:
                 above(name, bound, 0)
+        self._check_class_weights()
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
             raise ConfigError(f"emaDecay must be between 0 and 1, got {self.ema_decay}", param="emaDecay")
+        if self.sync_batch_norm and (self.micro_batch_size is not None or self.accumulation_steps != 1):
+            raise ConfigError(
+                "syncBatchNorm takes the rows of all workers together, and micro-batches keep them apart",
+                hint="leave out accumulationSteps and microBatchSize, or syncBatchNorm",
+                param="syncBatchNorm",
+            )
         if self.micro_batch_size is not None and self.accumulation_steps != 1:
             raise ConfigError(
                 "accumulationSteps and microBatchSize are both set", hint="set one of them", param="microBatchSize"
             )
+
+    def _check_class_weights(self) -> None:
+        weights = self.class_weights
+        if weights is None:
+            return
+        if self.task != "classification":
+            raise ConfigError("classWeights are given, but the labels are no classes", param="classWeights")
+        if weights == "balanced":
+            return
+        for weight in weights:
+            at_least("classWeights", float(weight), 0)
+        if not any(weights):
+            raise ConfigError("classWeights are all zero", hint="give some class a weight", param="classWeights")
+
+    def check_classes(self, classes: int | None) -> None:
+        """Refuses another number of class weights than there are classes.
+
+        Args:
+            classes: Number of classes that the module tells apart, `None` where labels are no classes.
+
+        Raises:
+            ConfigError: The numbers differ.
+        """
+        weights = self.class_weights
+        if weights is not None and weights != "balanced" and len(weights) != classes:
+            raise ConfigError(
+                f"classWeights holds {len(weights)} weights, and the module tells {classes} classes apart",
+                hint="give one weight for each class, in the order of the labels",
+                param="classWeights",
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Where and how often the state of a training is saved.
+
+    Attributes:
+        directory: A path or URL that every rank can write, of any file system that fsspec knows.
+        interval: Epochs or steps from one checkpoint to the next.
+        unit: Whether that counts "epoch"s or "step"s.
+        keep: Number of checkpoints to keep; the one of the best validation stays besides.
+        owner: Identifies the fit; another one may not write into its directory at the same time.
+        job: What the training is, by name; one that differs may not go on from its checkpoints.
+
+    Raises:
+        ConfigError: A value is out of range.
+    """
+
+    directory: str
+    interval: int = 1
+    unit: Literal["epoch", "step"] = "epoch"
+    keep: int = 2
+    owner: str = ""
+    job: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        at_least("checkpointInterval", self.interval, 1)
+        one_of("checkpointUnit", self.unit, ("epoch", "step"))
+        at_least("keepCheckpoints", self.keep, 1)
 
 
 def at_least(param: str, value: float, least: float) -> None:

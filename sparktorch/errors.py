@@ -13,6 +13,7 @@ __all__ = [
     "ModuleError",
     "PersistenceError",
     "RankError",
+    "RankLostError",
     "SparkTorchError",
     "nearest",
 ]
@@ -87,6 +88,10 @@ class RankError(SparkTorchError, RuntimeError):
     """A rank failed; `where` holds rank, host, epoch and step, `trace` its own traceback."""
 
 
+class RankLostError(RankError):
+    """A rank died without an error of its own: its process, executor or machine is gone."""
+
+
 class PersistenceError(SparkTorchError, ValueError):
     """A model or estimator cannot be saved as it is, or a saved one cannot be loaded."""
 
@@ -94,7 +99,8 @@ class PersistenceError(SparkTorchError, ValueError):
 _FEW = 8
 
 _KINDS: dict[str, type[SparkTorchError]] = {
-    kind.__name__: kind for kind in (ConfigError, ColumnError, ModuleError, ClusterError, RankError, PersistenceError)
+    kind.__name__: kind
+    for kind in (ConfigError, ColumnError, ModuleError, ClusterError, RankError, RankLostError, PersistenceError)
 }
 
 

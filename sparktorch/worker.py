@@ -11,22 +11,24 @@ import math
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
 import pyarrow as pa
 import torch
 
-from sparktorch.config import TrainConfig
+from sparktorch.config import CheckpointConfig, TrainConfig
 from sparktorch.data.columns import Columns
 from sparktorch.data.plan import SamplingPlan
-from sparktorch.data.shard import Shard
+from sparktorch.data.shard import Shard, balanced
 from sparktorch.errors import ColumnError
 from sparktorch.train.group import process_group
 from sparktorch.train.link import Link
 from sparktorch.train.loop import train
 from sparktorch.train.recipe import Recipe
+from sparktorch.train.saver import Saver
+from sparktorch.train.strategy import strategy_options
 from sparktorch.train.weights import pack_state
 from sparktorch.world import World
 
@@ -45,6 +47,7 @@ class TrainJob:
         config: How it is trained.
         max_imbalance: The largest share by which a rank's rows may exceed the mean before the
             ranks give up for a better split; `None` accepts any split.
+        checkpoint: Where and how often its state is saved; `None` for nowhere.
         spare: Any one row of the training set, for a rank without rows to stand in with.
     """
 
@@ -52,6 +55,7 @@ class TrainJob:
     recipe: Recipe
     config: TrainConfig
     max_imbalance: float | None = 0.1
+    checkpoint: CheckpointConfig | None = None
     spare: pa.RecordBatch | None = None
 
 
@@ -60,8 +64,9 @@ class RankResult:
     """What a rank hands back to the driver.
 
     Attributes:
-        meta: JSON-ready facts: rows, times, and on rank 0 history, confusion matrix and fingerprint.
-        payload: On rank 0 the model's state as a safetensors file; elsewhere empty.
+        meta: JSON-ready facts: rows, times, and from the rank that speaks for all (rank 0, or the best of
+            independent ones) history, confusion matrix and fingerprint.
+        payload: From that rank, the model's state as a safetensors file; elsewhere empty.
     """
 
     meta: dict[str, Any] = field(default_factory=dict)
@@ -98,37 +103,61 @@ def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: Tra
     clock.lap("load")
 
     link.enter("waiting for the other ranks")
+    class_weights = job.config.class_weights
     peers = link.agree(
         "shard",
-        {"rows": shard.rows, "validation": shard.validation_rows, "fingerprint": shard.fingerprint},
+        {
+            "rows": shard.rows,
+            "validation": shard.validation_rows,
+            "fingerprint": shard.fingerprint,
+            "classes": shard.weight_by_class(job.columns.classes or 0) if class_weights == "balanced" else [],
+        },
     )
     counts = [peer["rows"] for peer in peers]
     clock.lap("wait")
     if job.max_imbalance is not None and _imbalanced(counts, job.max_imbalance):
         return RankResult({"imbalanced": True, "rows": shard.rows})
-    rows = sum(counts)
-    if not rows:
-        raise ColumnError("there are no rows to train on", hint="is every row marked for validation?")
+    independent = job.config.strategy == "independent"
+    if not (min(counts) if independent else sum(counts)):
+        raise ColumnError(
+            "there are no rows to train on" + (f" for rank {counts.index(0)}" if independent else ""),
+            hint="is every row marked for validation?" if not sum(counts) else "set a smaller numWorkers",
+        )
+    team = _alone(world) if independent else world
+    config = job.config
+    if independent and not strategy_options(config).folds:  # folds differ in their rows alone
+        config = replace(config, seed=config.seed + world.rank)
     plan = SamplingPlan(
-        rows=rows,
-        batch_size=job.config.batch_size,
-        seed=job.config.seed,
-        shuffle=job.config.shuffle,
+        rows=counts[world.rank] if independent else sum(counts),
+        batch_size=config.batch_size,
+        seed=config.seed,
+        shuffle=config.shuffle,
     )
-    shard.place(sum(counts[: world.rank]), plan)
+    shard.place(0 if independent else sum(counts[: world.rank]), plan)
+    if class_weights == "balanced":
+        sums = [peers[world.rank]] if independent else peers
+        shard.weigh_classes(balanced([sum(of_class) for of_class in zip(*(p["classes"] for p in sums), strict=True)]))
+    elif class_weights is not None:
+        shard.weigh_classes(class_weights)
 
-    with process_group(world, link.store, timeout=_COLLECTIVE_TIMEOUT):
+    fingerprint = f"{sum(peer['fingerprint'] for peer in peers) % 2**64:016x}"
+    saver = None
+    if job.checkpoint is not None:
+        link.enter("looking for a checkpoint")
+        saver = Saver(job.checkpoint, {**job.checkpoint.job, "data": fingerprint}, world, link)
+
+    with process_group(team, link.store, timeout=_COLLECTIVE_TIMEOUT):
         clock.lap("group")
-        has_validation = any(peer["validation"] for peer in peers)
         outcome = train(
             shard,
             job.recipe,
-            job.config,
-            world,
-            link,
+            config,
+            team,
+            _Quiet(link, progress=world.is_main) if independent else link,
             steps=plan.steps,
-            has_validation=has_validation,
+            validation_rows=shard.validation_rows if independent else max(peer["validation"] for peer in peers),
             classes=job.columns.classes,
+            saver=saver,
         )
     clock.lap("train")
     meta: dict[str, Any] = {
@@ -140,13 +169,54 @@ def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: Tra
         "threads": world.threads,
         "seconds": clock.laps,
     }
-    if not world.is_main:
+    best = 0
+    if independent:
+        meta["epochs"] = outcome.history
+        best = _best(link.agree("outcome", {"record": outcome.history[-1]}))
+    if world.rank != best:
         return RankResult(meta)
     meta["history"] = outcome.history
     meta["confusion"] = outcome.confusion
     meta["steps_per_epoch"] = plan.steps
-    meta["fingerprint"] = f"{sum(peer['fingerprint'] for peer in peers) % 2**64:016x}"
+    meta["fingerprint"] = fingerprint
     return RankResult(meta, pack_state(outcome.state))
+
+
+def _alone(world: World) -> World:
+    """Returns the world as it is for a rank that trains by itself."""
+    return replace(world, rank=0, world_size=1, local_rank=0)
+
+
+def _best(outcomes: list[dict[str, Any]]) -> int:
+    """Returns the rank with the smallest loss: of its validation, or of training where nothing is validated."""
+
+    def loss(rank: int) -> float:
+        record = outcomes[rank]["record"]
+        value = float(record.get("val_loss", record["loss"]))
+        return math.inf if math.isnan(value) else value
+
+    return min(range(len(outcomes)), key=loss)
+
+
+class _Quiet:
+    """The line of a rank that trains by itself: which model's epochs count is known at the end only."""
+
+    def __init__(self, link: Link, *, progress: bool) -> None:
+        self._link = link
+        self._progress = progress
+
+    def enter(self, phase: str, *, epoch: int | None = None, step: int | None = None) -> None:
+        self._link.enter(phase, epoch=epoch, step=step)
+
+    def at_step(self, step: int) -> None:
+        self._link.at_step(step)
+
+    def progress(self, **record: Any) -> None:
+        if self._progress:
+            self._link.progress(**record)
+
+    def epoch_done(self, number: int, record: dict[str, Any]) -> None:
+        pass
 
 
 def _import_dynamo() -> None:

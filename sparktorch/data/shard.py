@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from sparktorch.data.columns import KEY, VALIDATION, Columns
 from sparktorch.data.plan import SamplingPlan
 from sparktorch.data.tensors import check_finite, check_labels, check_weights, to_numpy
 
-__all__ = ["Batch", "Rows", "Shard"]
+__all__ = ["Batch", "Rows", "Shard", "balanced"]
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,16 @@ class Batch:
         label: Tensor of shape `(rows, ...)`, or `None`.
         weight: float32 sample weights of shape `(rows,)`; `None` means all ones.
         rows: Number of real rows. The inputs may hold more, to fill them up; where the rank has no
-            row at this step, so that it can join every collective, label and weight hold them too,
-            the weight zero.
+            row at this step, so that it can join every collective, label and weights hold them too,
+            the weights zero.
+        loss_weight: What each row counts for in the loss: its weight times that of its class.
     """
 
     inputs: tuple[torch.Tensor, ...]
     label: torch.Tensor | None
     weight: torch.Tensor | None
     rows: int
+    loss_weight: torch.Tensor | None = None
 
 
 class Rows:
@@ -46,6 +48,7 @@ class Rows:
         self._inputs = tuple(tensors[spec.name] for spec in columns.inputs)
         self._label = tensors[columns.label.name] if columns.label else None
         self._weight = tensors[columns.weight.name] if columns.weight else None
+        self._loss_weight = self._weight
         self._device = device
         self.count = len(self._inputs[0])
 
@@ -61,18 +64,35 @@ class Rows:
         if rows < least:
             filled = torch.cat([index, index.new_full((least - rows,), self.count - 1)])
         weight = None if self._weight is None else self._weight.index_select(0, index)
+        loss_weight = weight
+        if self._loss_weight is not self._weight and self._loss_weight is not None:
+            loss_weight = self._loss_weight.index_select(0, index)
         if not rows and least:
             index, weight = filled, torch.zeros(least, device=self._device)
+            loss_weight = weight
         return Batch(
             tuple(tensor.index_select(0, filled) for tensor in self._inputs),
             None if self._label is None else self._label.index_select(0, index),
             weight,
             rows,
+            loss_weight,
         )
 
-    def weights(self) -> npt.NDArray[np.float64] | None:
-        """Returns every row's weight, of shape `(count,)`; `None` means all ones."""
-        return None if self._weight is None else self._weight.double().cpu().numpy()
+    def weigh_classes(self, weights: Sequence[float]) -> None:
+        """Makes each row count in the loss for its weight times that of its class."""
+        assert self._label is not None
+        of_class = torch.tensor(weights, dtype=torch.float32, device=self._device)[self._label]
+        self._loss_weight = of_class if self._weight is None else of_class * self._weight
+
+    def weight_by_class(self, index: torch.Tensor, classes: int) -> npt.NDArray[np.float64]:
+        """Returns the sum of the weights of those rows by class, of shape `(classes,)`."""
+        assert self._label is not None
+        weights = None if self._weight is None else self._weight.double().cpu()[index].numpy()
+        return np.bincount(self._label.cpu()[index].numpy(), weights, classes).astype(np.float64)
+
+    def loss_weights(self) -> npt.NDArray[np.float64] | None:
+        """Returns what every row counts for in the loss, of shape `(count,)`; `None` means all ones."""
+        return None if self._loss_weight is None else self._loss_weight.double().cpu().numpy()
 
 
 class Shard:
@@ -131,20 +151,35 @@ class Shard:
         self._first = first
         self._plan = plan
 
+    def weight_by_class(self, classes: int) -> list[float]:
+        """Returns the sum of the weights of this rank's training rows by class."""
+        sums: list[float] = self._all.weight_by_class(self._order, classes).tolist()
+        return sums
+
+    def weigh_classes(self, weights: Sequence[float]) -> None:
+        """Makes each row count in the loss for its weight times that of its class."""
+        self._all.weigh_classes(weights)
+
     def step_weights(self, epoch: int) -> torch.Tensor:
         """Returns this rank's weight in each step of the epoch, float64 of shape `(steps,)`."""
         assert self._plan is not None
-        weights = self._all.weights()
+        weights = self._all.loss_weights()
         if weights is not None:
             weights = weights[self._order.numpy()]
         return torch.from_numpy(np.bincount(self._steps(epoch), weights, self._plan.steps)).double()
 
-    def epoch(self, epoch: int, *, least: int = 1) -> Iterator[Batch]:
+    def step_rows(self, epoch: int) -> torch.Tensor:
+        """Returns how many rows this rank has in each step of the epoch, int64 of shape `(steps,)`."""
+        assert self._plan is not None
+        return torch.from_numpy(np.bincount(self._steps(epoch), minlength=self._plan.steps))
+
+    def epoch(self, epoch: int, *, least: int = 1, first: int = 0) -> Iterator[Batch]:
         """Yields this rank's part of every global batch of the epoch, in the order of the steps.
 
         Args:
             epoch: Number of the epoch, from 0.
             least: Fill the inputs of each part up to this many rows.
+            first: The step to begin with.
         """
         assert self._plan is not None
         step = self._steps(epoch)
@@ -152,20 +187,36 @@ class Shard:
         by_step = torch.from_numpy(np.argsort(narrow, kind="stable"))
         index = self._order.index_select(0, by_step).to(self._device)
         ends = np.cumsum(np.bincount(step, minlength=self._plan.steps)).tolist()
-        for start, end in zip([0, *ends[:-1]], ends, strict=True):
+        for start, end in list(zip([0, *ends[:-1]], ends, strict=True))[first:]:
             yield self._all.take(index[start:end], least=least)
 
-    def validation(self, size: int) -> Iterator[Batch]:
-        """Yields this rank's validation rows, at most `size` at a time."""
+    def validation(self, size: int, *, batches: int = 0) -> Iterator[Batch]:
+        """Yields this rank's validation rows, at most `size` at a time.
+
+        Args:
+            size: The most rows of a batch.
+            batches: Yield at least so many; those without rows hold a row of weight zero.
+        """
         index = self._validation_order.to(self._device)
-        for start in range(0, len(index), size):
-            yield self._all.take(index[start : start + size])
+        for start in range(0, max(len(index), batches * size), size):
+            yield self._all.take(index[start : start + size], least=1 if batches else 0)
 
     def _steps(self, epoch: int) -> npt.NDArray[np.int64]:
         assert self._plan is not None
         if self._planned[0] != epoch:
             self._planned = (epoch, self._plan.steps_of(self._first, self._first + self.rows, epoch))
         return self._planned[1]
+
+
+def balanced(sums: Sequence[float]) -> list[float]:
+    """Returns the weights that make all classes count the same: `rows / (classes * rows of the class)`.
+
+    Args:
+        sums: Rows, or the sum of their weights, by class. Classes without any are not counted; their
+            weight is 1, the mean over all rows.
+    """
+    present = sum(1 for count in sums if count)
+    return [sum(sums) / (present * count) if count else 1.0 for count in sums]
 
 
 def _read(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -19,11 +21,13 @@ from pyspark.sql import DataFrame
 from sparktorch.artifact import TrainedModule
 from sparktorch.config import Task
 from sparktorch.data.tensors import check_finite, to_numpy
+from sparktorch.errors import RankLostError
 from sparktorch.ml.events import Fit, FitReport, callers
 from sparktorch.ml.io import EstimatorReader, EstimatorWriter
 from sparktorch.ml.model import TorchModel, TorchModelBase
 from sparktorch.ml.params import (
     DEFAULTS,
+    CheckpointParams,
     LaunchParams,
     ModuleParams,
     OutputColumns,
@@ -34,10 +38,12 @@ from sparktorch.ml.params import (
 from sparktorch.ml.summary import TrainingSummary
 from sparktorch.ml.translate import Request, given, translate
 from sparktorch.spark.barrier import run_ranks
-from sparktorch.spark.frame import Frame, prepare, split
+from sparktorch.spark.frame import Frame, prepare, split, split_into_folds
 from sparktorch.spark.preflight import check_cluster, check_result_size
 from sparktorch.spark.resources import gpu_profile
+from sparktorch.train.checkpoint import CheckpointStore
 from sparktorch.train.dryrun import Trial, dry_run
+from sparktorch.train.strategy import strategy_options
 from sparktorch.worker import TrainJob, train_partition
 
 if TYPE_CHECKING:
@@ -50,6 +56,11 @@ __all__ = ["TorchEstimator", "TorchEstimatorBase"]
 
 M = TypeVar("M", bound=TorchModelBase)
 
+Results = list[tuple[dict[str, Any], bytes]]  # of every rank
+
+_LOG = logging.getLogger(__name__)
+_LONGEST_PAUSE = 30.0  # before a restart, in seconds
+
 
 class TorchEstimatorBase(
     Estimator[M],
@@ -57,6 +68,7 @@ class TorchEstimatorBase(
     ModuleParams,
     TrainingParams,
     LaunchParams,
+    CheckpointParams,
     TrackingParams,
     MLReadable[Any],
     MLWritable,
@@ -98,7 +110,8 @@ class TorchEstimatorBase(
             results = _train(frame, trial, request, report)
             seconds = {"prepare": prepared - started, "job": time.perf_counter() - prepared}
             summary = _summarise(results, seconds)
-            model = self._model(request, frame, trial, results[0][1], summary)
+            weights = next(payload for _, payload in results if payload)
+            model = self._model(request, frame, trial, weights, summary)
             report.finished(model, summary)
         return model
 
@@ -202,6 +215,11 @@ class TorchEstimator(TorchEstimatorBase[TorchModel], OutputColumns):
         numWorkers: int = 1,
         device: str = "auto",
         rendezvous: str = "auto",
+        checkpointDir: str | None = None,
+        checkpointInterval: int = 1,
+        checkpointUnit: str = "epoch",
+        keepCheckpoints: int = 2,
+        maxRestarts: int = 0,
         handleInvalid: str = "error",
         predictBatchSize: int = 2048,
         predictPrecision: str = "fp32",
@@ -225,18 +243,54 @@ def _try_out(frame: Frame, request: Request) -> Trial:
 
     inputs = {f"column {spec.column!r}": rows(spec) for spec in frame.columns.inputs}
     label = rows(frame.columns.label) if frame.columns.label else None
-    return dry_run(request.recipe, request.config.task, request.config.seed, inputs, label)
+    config = request.config
+    weighted = frame.columns.weight is not None or config.class_weights is not None
+    trial = dry_run(request.recipe, config.task, config.seed, inputs, label, weighted=weighted)
+    config.check_classes(trial.classes)
+    return trial
 
 
-def _train(frame: Frame, trial: Trial, request: Request, report: FitReport) -> list[tuple[dict[str, Any], bytes]]:
-    """Runs the barrier job; once more, split by place, if equal rows have crowded into one rank."""
+def _train(frame: Frame, trial: Trial, request: Request, report: FitReport) -> Results:
+    """Runs the barrier job; again, from its last checkpoint, where it has lost a rank."""
     job = TrainJob(
         columns=replace(frame.columns, classes=trial.classes),
-        recipe=request.recipe,
+        recipe=replace(request.recipe, metrics=trial.metrics),
         config=replace(request.config, unused_parameters=trial.unused_parameters),
+        checkpoint=request.checkpoint,
         spare=frame.sample,
     )
+    run = partial(_run, frame, job, request, report)
+    try:
+        for restart in range(request.max_restarts):
+            results = _unless_lost(run, restart + 1, request)
+            if results is not None:
+                return results
+        return run()
+    finally:
+        if request.checkpoint is not None:
+            with suppress(Exception):  # if only ranks reach the directory, the claim ends by itself
+                CheckpointStore(request.checkpoint.directory).release(request.checkpoint.owner)
+
+
+def _unless_lost(run: Callable[[], Results], number: int, request: Request) -> Results | None:
+    """Returns what the ranks hand back; `None`, after a pause, where one of them was lost."""
+    try:
+        return run()
+    except RankLostError as error:
+        pause = min(_LONGEST_PAUSE, 2.0 ** (number - 1))
+        origin = "its last checkpoint" if request.checkpoint else "the beginning"
+        _LOG.warning("%s; restart %d of %d in %.0f s, from %s", error, number, request.max_restarts, pause, origin)
+        time.sleep(pause)
+    return None
+
+
+def _run(frame: Frame, job: TrainJob, request: Request, report: FitReport) -> Results:
+    """Runs the barrier job; once more, split by place, if equal rows have crowded into one rank."""
     ranks = request.launch.world_size
+    if getattr(strategy_options(request.config), "folds", False):
+        columns = replace(job.columns, validation="fold")
+        job = replace(job, columns=columns, max_imbalance=None)
+        return run_ranks(split_into_folds(frame.data, ranks), partial(train_partition, job=job), request.launch, report)
     results = run_ranks(split(frame.data, ranks), partial(train_partition, job=job), request.launch, report)
     if results[0][0].get("imbalanced"):
         data = split(frame.data, ranks, by_place=True)
@@ -245,17 +299,19 @@ def _train(frame: Frame, trial: Trial, request: Request, report: FitReport) -> l
     return results
 
 
-def _summarise(results: list[tuple[dict[str, Any], bytes]], seconds: dict[str, float]) -> TrainingSummary:
+def _summarise(results: Results, seconds: dict[str, float]) -> TrainingSummary:
     ranks = [meta for meta, _ in results]
-    main = ranks[0]
+    best = next(rank for rank, (_, payload) in enumerate(results) if payload)
+    main = ranks[best]
+    joined = [main] if "epochs" in main else ranks  # independent ranks have a model each
     return TrainingSummary(
         history=main.pop("history"),
-        rows=sum(meta["rows"] for meta in ranks),
-        validationRows=sum(meta["validation_rows"] for meta in ranks),
+        rows=sum(meta["rows"] for meta in joined),
+        validationRows=sum(meta["validation_rows"] for meta in joined),
         stepsPerEpoch=main.pop("steps_per_epoch"),
         numWorkers=len(ranks),
         fingerprint=main.pop("fingerprint"),
-        seconds=seconds | {f"rank0.{name}": value for name, value in main["seconds"].items()},
+        seconds=seconds | {f"rank{best}.{name}": value for name, value in main["seconds"].items()},
         ranks=ranks,
         confusionMatrix=main.pop("confusion"),
     )

@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 if TYPE_CHECKING:
     from sparktorch.data.columns import Columns
     from sparktorch.ml.summary import TrainingSummary
+    from sparktorch.train.callbacks import Callback
 
 __all__ = ["LISTENERS", "Fit", "FitListener", "FitReport", "callers"]
 
@@ -84,6 +85,7 @@ class FitReport:
         for module in LISTENERS:
             listener = _ask(module, "listener_for", self._fit)
             self._listeners += [listener] if listener is not None else []
+        self._listeners += [_CallbackListener(callback) for callback in self._fit.estimator.getOrDefault("callbacks")]
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -110,8 +112,10 @@ class FitReport:
         self._move(done, record["epoch"], record["epochs"], record["loss"], per_second * self._rows_per_step)
 
     def epoch(self, record: dict[str, Any]) -> None:
-        """Tells the listeners of a finished epoch."""
-        self._epochs_told += 1
+        """Tells the listeners of a finished epoch, once: a training that goes on from a checkpoint says it again."""
+        if record["epoch"] <= self._epochs_told:
+            return
+        self._epochs_told = record["epoch"]
         self._tell("epoch", record)
 
     def finished(self, model: Model, summary: TrainingSummary) -> None:
@@ -130,6 +134,24 @@ class FitReport:
 
     def _tell(self, what: str, *arguments: Any) -> None:
         self._listeners = [listener for listener in self._listeners if _heard(listener, what, arguments)]
+
+
+class _CallbackListener:
+    """Lets a callback hear of a fit as listeners do."""
+
+    def __init__(self, callback: Callback) -> None:
+        self._callback = callback
+        self.progress = callback.on_driver_progress
+        self.epoch = callback.on_driver_epoch
+
+    def __repr__(self) -> str:
+        return repr(self._callback)
+
+    def finished(self, model: Model, summary: TrainingSummary) -> None:
+        pass
+
+    def failed(self, error: BaseException) -> None:
+        pass
 
 
 def callers() -> dict[str, Any]:

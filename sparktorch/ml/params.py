@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DEFAULTS",
     "SCORING_DEFAULTS",
+    "CheckpointParams",
     "ClassWeightParams",
     "ClassifierColumns",
     "LaunchParams",
@@ -79,6 +80,10 @@ DEFAULTS: dict[str, Any] = {
     "strategyParams": {},
     "numWorkers": 1,
     "rendezvous": "auto",
+    "checkpointInterval": 1,
+    "checkpointUnit": "epoch",
+    "keepCheckpoints": 2,
+    "maxRestarts": 0,
     "progress": True,
 }
 
@@ -465,7 +470,8 @@ class TrainingParams(HasLabelCol, HasWeightCol, HasValidationIndicatorCol, HasSe
     strategy: Param[str] = Param(
         Params._dummy(),
         "strategy",
-        "how the workers share the work: 'ddp', or 'zero1' to divide the optimizer's state among them",
+        "how the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and "
+        "parameters among them; 'localSGD', 'parameterServer', 'independent'",
         typeConverter=TypeConverters.toString,
     )
 
@@ -496,7 +502,8 @@ class TrainingParams(HasLabelCol, HasWeightCol, HasValidationIndicatorCol, HasSe
     precision: Param[str] = Param(
         Params._dummy(),
         "precision",
-        "'fp32', or 'bf16' or 'fp16' to train under autocast; the weights stay fp32",
+        "'fp32', 'tf32' to let GPUs multiply float32 matrices with shorter mantissas, or 'bf16' or 'fp16' to train "
+        "under autocast; the weights stay fp32",
         typeConverter=TypeConverters.toString,
     )
     validationInterval: Param[int] = Param(
@@ -516,7 +523,7 @@ class TrainingParams(HasLabelCol, HasWeightCol, HasValidationIndicatorCol, HasSe
     strategyParams: Param[dict[str, Any]] = Param(
         Params._dummy(),
         "strategyParams",
-        "options of the strategy",
+        "options of the strategy, as docs/training.md lists them",
         typeConverter=_to_dict,
     )
     syncBatchNorm: Param[bool] = Param(
@@ -564,7 +571,8 @@ class TrainingParams(HasLabelCol, HasWeightCol, HasValidationIndicatorCol, HasSe
     metrics: Param[dict[str, Any]] = Param(
         Params._dummy(),
         "metrics",
-        "further validation metrics by name: classes in torchmetrics by name, factories or instances",
+        "further validation metrics by name: the name of a class in torchmetrics, {'name': ..., and its parameters}, "
+        "a factory or an instance",
         typeConverter=_to_dict,
     )
     callbacks: Param[list[Any]] = Param(
@@ -812,6 +820,82 @@ class LaunchParams(Params):
     def setProgress(self, value: bool) -> Self:
         """Sets the value of `progress`."""
         return self._set(progress=value)
+
+
+class CheckpointParams(Params):
+    """What survives the loss of workers."""
+
+    checkpointDir: Param[str] = Param(
+        Params._dummy(),
+        "checkpointDir",
+        "path or URL of a directory that all workers can write, for checkpoints; a fit whose directory holds an "
+        "unfinished training of the same configuration goes on with it",
+        typeConverter=TypeConverters.toString,
+    )
+    checkpointInterval: Param[int] = Param(
+        Params._dummy(),
+        "checkpointInterval",
+        "epochs or steps from one checkpoint to the next (> 0)",
+        typeConverter=TypeConverters.toInt,
+    )
+    checkpointUnit: Param[str] = Param(
+        Params._dummy(),
+        "checkpointUnit",
+        "what checkpointInterval counts: 'epoch' or 'step'",
+        typeConverter=TypeConverters.toString,
+    )
+    keepCheckpoints: Param[int] = Param(
+        Params._dummy(),
+        "keepCheckpoints",
+        "number of checkpoints that are kept, besides that of the best validation (> 0)",
+        typeConverter=TypeConverters.toInt,
+    )
+    maxRestarts: Param[int] = Param(
+        Params._dummy(),
+        "maxRestarts",
+        "how often a training that loses a worker is started again, from its last checkpoint if it has one (>= 0)",
+        typeConverter=TypeConverters.toInt,
+    )
+
+    def getCheckpointDir(self) -> str:
+        """Gets the value of `checkpointDir`."""
+        return self.getOrDefault(self.checkpointDir)
+
+    def setCheckpointDir(self, value: str) -> Self:
+        """Sets the value of `checkpointDir`."""
+        return self._set(checkpointDir=value)
+
+    def getCheckpointInterval(self) -> int:
+        """Gets the value of `checkpointInterval` or its default."""
+        return self.getOrDefault(self.checkpointInterval)
+
+    def setCheckpointInterval(self, value: int) -> Self:
+        """Sets the value of `checkpointInterval`."""
+        return self._set(checkpointInterval=value)
+
+    def getCheckpointUnit(self) -> str:
+        """Gets the value of `checkpointUnit` or its default."""
+        return self.getOrDefault(self.checkpointUnit)
+
+    def setCheckpointUnit(self, value: str) -> Self:
+        """Sets the value of `checkpointUnit`."""
+        return self._set(checkpointUnit=value)
+
+    def getKeepCheckpoints(self) -> int:
+        """Gets the value of `keepCheckpoints` or its default."""
+        return self.getOrDefault(self.keepCheckpoints)
+
+    def setKeepCheckpoints(self, value: int) -> Self:
+        """Sets the value of `keepCheckpoints`."""
+        return self._set(keepCheckpoints=value)
+
+    def getMaxRestarts(self) -> int:
+        """Gets the value of `maxRestarts` or its default."""
+        return self.getOrDefault(self.maxRestarts)
+
+    def setMaxRestarts(self, value: int) -> Self:
+        """Sets the value of `maxRestarts`."""
+        return self._set(maxRestarts=value)
 
 
 class TrackingParams(Params):

@@ -15,14 +15,18 @@ class TrainingSummary:
     Attributes:
         history: One record per epoch: `epoch` from 1, `loss` (mean over the training rows, weighted),
             `val_loss` and `val_accuracy` where there are validation rows, `learning_rate` of the last
-            step, `seconds`, `rows_per_second` over all ranks, `data_wait_share` in `[0, 1]`.
+            step, `seconds`, `rows_per_second` over all ranks, `data_wait_share` in `[0, 1]`; further
+            metrics as `val_NAME`, those of a training step as `train_NAME` too, `skipped_steps` where
+            `nonFiniteLoss` is "skip", and what callbacks have added. Where validation goes by step, `steps`
+            that the epoch took, and `validations`: a dict of `step` and metrics for each.
         rows: Number of training rows.
         validationRows: Number of validation rows.
         stepsPerEpoch: Optimizer steps in an epoch.
         numWorkers: Number of ranks.
         fingerprint: Identifies the training rows, whatever their order and partitioning.
-        seconds: Wall seconds of the driver's phases and of rank 0's.
-        ranks: Per rank: host, device, threads, rows, bytes, seconds.
+        seconds: Wall seconds of the driver's phases and of those of the rank that the model comes from.
+        ranks: Per rank: host, device, threads, rows, bytes, seconds; and `epochs`, the history of its own
+            model, under strategy "independent".
         confusionMatrix: Of a classifier with validation rows, how many of them with class `i` (row)
             were predicted as class `j` (column) with the weights of the model, sample weights aside;
             `None` otherwise, and with more than 100 classes.
@@ -46,7 +50,7 @@ class TrainingSummary:
     @property
     def totalIterations(self) -> int:
         """Optimizer steps in all."""
-        return self.stepsPerEpoch * len(self.history)
+        return sum(record.get("steps", self.stepsPerEpoch) for record in self.history)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns a JSON-ready form; `TrainingSummary(**form)` is its inverse."""

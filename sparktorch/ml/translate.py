@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import secrets
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from pyspark import cloudpickle
+
 from sparktorch.artifact import TrainedModule
-from sparktorch.config import Device, Task, TrainConfig, above, at_least, one_of
+from sparktorch.config import CheckpointConfig, Device, Task, TrainConfig, above, at_least, one_of
 from sparktorch.errors import ConfigError, nearest
 from sparktorch.program import Program
 from sparktorch.spark.barrier import Launch
+from sparktorch.train.callbacks import check_callback
+from sparktorch.train.checkpoint import CheckpointStore
 from sparktorch.train.recipe import Recipe, load_object
-from sparktorch.train.strategy import check_strategy
+from sparktorch.train.strategy import check_strategy, strategy_type
 
 if TYPE_CHECKING:
     from pyspark.ml.param import Params
@@ -23,6 +28,16 @@ if TYPE_CHECKING:
 __all__ = ["Request", "given", "input_names", "translate"]
 
 
+# Params that decide what a step trains.
+_SAME = (
+    *("module", "moduleParams", "loss", "lossParams", "trainingStep", "classWeights", "freeze"),
+    *("optimizer", "optimizerParams", "learningRate", "parameterGroups"),
+    *("scheduler", "schedulerParams", "schedulerInterval", "warmupSteps", "referenceBatchSize"),
+    *("batchSize", "epochs", "shuffle", "seed", "gradientClipNorm", "gradientClipValue", "precision", "emaDecay"),
+    *("nonFiniteLoss", "syncBatchNorm", "earlyStoppingPatience", "validationInterval", "validationUnit"),
+)
+
+
 @dataclass(frozen=True)
 class Request:
     """What an estimator's Params ask for.
@@ -31,12 +46,16 @@ class Request:
         recipe: What is trained.
         config: How.
         launch: Where.
+        checkpoint: Where and how often its state is saved; `None` for nowhere.
+        max_restarts: How often it is started again after the loss of a rank.
         columns: Column names by role, the arguments of `spark.frame.prepare`.
     """
 
     recipe: Recipe
     config: TrainConfig
     launch: Launch
+    checkpoint: CheckpointConfig | None
+    max_restarts: int
     columns: dict[str, Any]
 
 
@@ -70,45 +89,41 @@ def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
     """
     p = _Values(estimator)
     for name in ("module", "loss"):
-        if p[name] is None:
+        if p[name] is None and (name == "module" or p["trainingStep"] is None):
             raise ConfigError(f"{name} is not set", hint=f"pass {name}=... to the constructor", param=name)
     above("learningRate", p["learningRate"], 0)
     at_least("numWorkers", p["numWorkers"], 1)
+    at_least("maxRestarts", p["maxRestarts"], 0)
     check_scoring(estimator)
     one_of("rendezvous", p["rendezvous"], ("auto", "driver", "rank0"))
-    scheduler = p["scheduler"]
-    if getattr(scheduler, "__name__", scheduler) == "ReduceLROnPlateau" and p["schedulerInterval"] == "step":
-        raise ConfigError(
-            "ReduceLROnPlateau looks at the loss of an epoch, and schedulerInterval is 'step'",
-            hint="set schedulerInterval='epoch'",
-            param="schedulerInterval",
-        )
-    if p["earlyStoppingPatience"] is not None and p["validationIndicatorCol"] is None:
+    _check_loss(estimator, p)
+    _check_schedule(p)
+    _check_sizes(p)
+    validated = p["validationIndicatorCol"] is not None or p["strategyParams"].get("folds")
+    if p["earlyStoppingPatience"] is not None and not validated:
         raise ConfigError(
             "earlyStoppingPatience looks at the loss of validation rows, and there are none",
             hint="mark some with validationIndicatorCol",
             param="earlyStoppingPatience",
         )
-    optimizer = p["optimizer"]
-    if isinstance(optimizer, str) and ":" in optimizer:
-        optimizer = load_object(optimizer)
-    if p["strategy"] == "zero1" and not isinstance(optimizer, str | type):
+    if p["metrics"] and not validated:
         raise ConfigError(
-            "strategy 'zero1' builds an optimizer for each worker's share, and optimizer is no class",
-            hint="name a class in torch.optim, or pass the class itself with optimizerParams",
-            param="optimizer",
+            "metrics are those of validation rows, and there are none",
+            hint="mark some with validationIndicatorCol",
+            param="metrics",
         )
+    _check_callbacks(p["callbacks"])
     if "lr" in p["optimizerParams"]:
         raise ConfigError("optimizerParams holds 'lr'", hint="set learningRate", param="optimizerParams")
     request = Request(
         recipe=Recipe(
             **_module(p["module"], p["moduleParams"]),
-            loss=p["loss"],
+            loss=p["loss"] if p["trainingStep"] is None else None,
             loss_params=p["lossParams"],
             optimizer=p["optimizer"],
             optimizer_params=p["optimizerParams"],
             learning_rate=p["learningRate"],
-            scheduler=scheduler,
+            scheduler=p["scheduler"],
             scheduler_params=p["schedulerParams"],
             training_step=p["trainingStep"],
             parameter_groups=tuple(p["parameterGroups"]),
@@ -144,6 +159,8 @@ def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
             sync_batch_norm=p["syncBatchNorm"],
         ),
         launch=Launch(world_size=p["numWorkers"], device=cast(Device, p["device"]), rendezvous=p["rendezvous"]),
+        checkpoint=_checkpoint(p),
+        max_restarts=p["maxRestarts"],
         columns={
             "inputs": input_names(estimator),
             "label": p["labelCol"] or None,
@@ -153,7 +170,98 @@ def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
         },
     )
     check_strategy(request.config, request.recipe)
+    if request.checkpoint is not None and not strategy_type(request.config).resumable:
+        raise ConfigError(
+            f"checkpointDir is set, and strategy {p['strategy']!r} has state in its workers that no checkpoint holds",
+            hint="use 'ddp', 'zero1', 'zero2' or 'zero3', or leave checkpointDir out",
+            param="checkpointDir",
+        )
+    if p["strategyParams"].get("folds") and p["validationIndicatorCol"] is not None:
+        raise ConfigError(
+            "strategyParams.folds makes the validation rows, and validationIndicatorCol names some",
+            hint="leave one of them out",
+            param="validationIndicatorCol",
+        )
     return request
+
+
+def _checkpoint(p: _Values) -> CheckpointConfig | None:
+    if p["checkpointDir"] is None:
+        return None
+    CheckpointStore(p["checkpointDir"])  # refuses a file system that is unknown
+    return CheckpointConfig(
+        directory=p["checkpointDir"],
+        interval=p["checkpointInterval"],
+        unit=p["checkpointUnit"],
+        keep=p["keepCheckpoints"],
+        owner=secrets.token_hex(16),
+        job=_identity(p),
+    )
+
+
+def _identity(p: _Values) -> dict[str, str]:
+    """Returns what must be the same for a training to go on from another's checkpoint."""
+    return {name: _described(p[name]) for name in _SAME}
+
+
+def _described(value: Any) -> str:
+    """Returns the same text for the same value in every process."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_described(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_described, value)) + "]"
+    if isinstance(value, str | int | float | bool | None):
+        return repr(value)
+    return str(getattr(value, "__qualname__", type(value).__qualname__))
+
+
+def _check_loss(estimator: Params, p: _Values) -> None:
+    if p["trainingStep"] is not None and (estimator.isSet("loss") or p["lossParams"]):
+        raise ConfigError(
+            "trainingStep computes the loss, and loss or lossParams are set",
+            hint="set one of them",
+            param="trainingStep",
+        )
+
+
+def _check_schedule(p: _Values) -> None:
+    scheduler = p["scheduler"]
+    if scheduler is None and p["schedulerParams"]:
+        raise ConfigError("schedulerParams are given, but no scheduler", param="schedulerParams")
+    if isinstance(scheduler, str) and ":" in scheduler:
+        scheduler = load_object(scheduler)
+    if getattr(scheduler, "__name__", scheduler) != "ReduceLROnPlateau":
+        return
+    if p["schedulerInterval"] == "step":
+        raise ConfigError(
+            "ReduceLROnPlateau looks at the loss of an epoch, and schedulerInterval is 'step'",
+            hint="set schedulerInterval='epoch'",
+            param="schedulerInterval",
+        )
+    if p["validationIndicatorCol"] is None and not p["strategyParams"].get("folds"):
+        raise ConfigError(
+            "ReduceLROnPlateau looks at the loss of validation rows, and there are none",
+            hint="mark some with validationIndicatorCol",
+            param="scheduler",
+        )
+
+
+def _check_sizes(p: _Values) -> None:
+    rows, workers, parts = p["batchSize"], p["numWorkers"], p["accumulationSteps"]
+    if p["strategy"] == "independent":  # each worker has batches of its own
+        workers = 1
+    if 0 < rows < workers:
+        raise ConfigError(
+            f"batchSize is {rows}, to be shared by {workers} workers",
+            hint="set it to numWorkers at least: it counts the rows of all workers together",
+            param="batchSize",
+        )
+    if parts > 1 and parts * workers > rows:
+        raise ConfigError(
+            f"accumulationSteps is {parts}, and each of {workers} workers has {rows / workers:.3g} rows of a batch",
+            hint="set it to batchSize / numWorkers at most",
+            param="accumulationSteps",
+        )
 
 
 def check_scoring(instance: ScoringParams) -> None:
@@ -184,12 +292,29 @@ def _module(module: Any, params: dict[str, Any]) -> dict[str, Any]:
     return {"module": trained.source, "module_params": trained.params, "initial": trained.weights}
 
 
+def _check_callbacks(callbacks: list[Any]) -> None:
+    for callback in callbacks:
+        check_callback(callback)
+        try:
+            cloudpickle.dumps(callback)  # type: ignore[no-untyped-call]
+        except Exception as error:
+            raise ConfigError(
+                f"{type(callback).__qualname__} cannot be shipped to the ranks: {error}",
+                hint="it holds something that stays in this process (a lock, a file, a session): make that in "
+                "on_fit_start",
+                param="callbacks",
+            ) from error
+
+
 def _class_weights(value: Any) -> tuple[float, ...] | Literal["balanced"] | None:
     if value is None or value == "balanced":
         return "balanced" if value else None
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise ConfigError(f"classWeights must be 'balanced' or a list, got {value!r}", param="classWeights")
-    return tuple(float(weight) for weight in value)
+    try:
+        return tuple(float(weight) for weight in value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"classWeights are no numbers: {error}", param="classWeights") from error
 
 
 class _Values:

@@ -201,6 +201,8 @@ class _Watch:
             return
         for record in self.server.new_epochs():
             self._observer.epoch(record)
+        for warning in self.server.new_warnings():
+            _LOG.warning("rank %d on %s: %s", warning["rank"], warning["host"], warning["text"])
         progress = self.server.progress()
         if progress is not None:
             self._observer.progress(progress)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from sparktorch.errors import RankError, SparkTorchError
+from sparktorch.errors import RankLostError, SparkTorchError
 
 __all__ = ["ControlServer", "Rendezvous", "host_store"]
 
@@ -65,6 +65,7 @@ class ControlServer:
         self.rendezvous = Rendezvous(advertise, port, secrets.token_hex(16))
         self._store = dist.PrefixStore(self.rendezvous.prefix, self._server)
         self._epochs_seen = 0
+        self._warnings_seen = 0
 
     def progress(self) -> dict[str, Any] | None:
         """Returns the last progress record of rank 0, or `None` before the first one."""
@@ -77,7 +78,19 @@ class ControlServer:
         done = int(self._store.get("epochs"))
         numbers = range(self._epochs_seen + 1, done + 1)
         self._epochs_seen = done
-        return [json.loads(self._store.get(f"epoch/{number}")) for number in numbers]
+        # A training that goes on from a checkpoint begins with a later one.
+        return [record for record in (self._read(f"epoch/{number}") for number in numbers) if record is not None]
+
+    def new_warnings(self) -> list[dict[str, Any]]:
+        """Returns what ranks have warned of since the last call: rank, host and text."""
+        if not self._store.check(["warnings"]):
+            return []
+        count = int(self._store.add("warnings", 0))
+        found = [self._read(f"warning/{number}") for number in range(self._warnings_seen + 1, count + 1)]
+        if None in found:  # counted, but not yet written
+            return []
+        self._warnings_seen = count
+        return [warning for warning in found if warning is not None]
 
     def beats(self, world_size: int) -> list[dict[str, Any] | None]:
         """Returns each rank's last heartbeat; `None` for a rank that has not arrived."""
@@ -103,7 +116,7 @@ class ControlServer:
             return None
         rank = min(quiet, key=lambda rank: float(beats[rank]["time"]))
         beat = beats[rank]
-        return RankError(
+        return RankLostError(
             f"rank {rank} died while {beat['phase']}, without an error of its own",
             hint="it was killed: by the out-of-memory killer, by the cluster manager, or by a crash in "
             "native code; see the executor's log on that host",

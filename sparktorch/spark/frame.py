@@ -19,6 +19,7 @@ from sparktorch.errors import ColumnError, nearest
 
 __all__ = ["Frame", "input_columns", "prepare", "split"]
 
+_COPY = "copy"
 _INTEGRAL = (T.ByteType, T.ShortType, T.IntegerType, T.LongType)
 _NUMERIC = (*_INTEGRAL, T.FloatType, T.DoubleType, T.DecimalType, T.BooleanType)
 _SQL_TYPES: dict[DType, str] = {"float32": "float", "float64": "double", "int64": "bigint"}
@@ -113,10 +114,33 @@ def split(data: DataFrame, parts: int, *, by_place: bool = False) -> DataFrame:
     """
     if by_place:
         data = data.withColumn(KEY, F.xxhash64(F.col(KEY), F.monotonically_increasing_id()))
-    part = F.shiftright(F.shiftrightunsigned(F.col(KEY), 33) * F.lit(parts), 31).cast("int")
+    return _place(data, parts, _part(parts))
+
+
+def _part(parts: int) -> Column:
+    """Returns the partition that a row's key belongs to; see `data.plan.rank_of_key`."""
+    return F.shiftright(F.shiftrightunsigned(F.col(KEY), 33) * F.lit(parts), 31).cast("int")
+
+
+def _place(data: DataFrame, parts: int, part: Column) -> DataFrame:
+    """Sends every row to the partition with that number."""
     if hasattr(DataFrame, "repartitionById"):  # pyspark >= 4.1
         return data.repartitionById(parts, part)
     return split_by_hash(data, parts, part)
+
+
+def split_into_folds(data: DataFrame, parts: int) -> DataFrame:
+    """Sends every row to every partition, marked for validation in the one that `split` would send it to.
+
+    Args:
+        data: Wire columns, among them the key.
+        parts: Number of partitions, the world size.
+    """
+    part = _part(parts)
+    copies = data.withColumn(_COPY, F.explode(F.sequence(F.lit(0), F.lit(parts - 1)))).withColumn(
+        VALIDATION, part == F.col(_COPY)
+    )
+    return _place(copies, parts, F.col(_COPY)).drop(_COPY)
 
 
 def split_by_hash(data: DataFrame, parts: int, part: Column) -> DataFrame:

@@ -31,10 +31,11 @@ def loss_curve(history: list[dict[str, Any]]) -> Figure:
 
     figure = Figure(figsize=(6.4, 4.0), layout="constrained")
     axes = figure.subplots()
-    epochs = [record["epoch"] for record in history]
     for name, label in (("loss", "training"), ("val_loss", "validation")):
-        if name in history[0]:
-            axes.plot(epochs, [record[name] for record in history], marker=".", label=label)
+        known = [record for record in history if name in record]  # not every epoch is validated
+        if known:
+            epochs, losses = zip(*((record["epoch"], record[name]) for record in known), strict=True)
+            axes.plot(epochs, losses, marker=".", label=label)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set(xlabel="epoch", ylabel="loss")
     axes.grid(alpha=0.3)

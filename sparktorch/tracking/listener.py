@@ -56,8 +56,13 @@ class MLflowListener:
         self._log({"step_loss": record["loss"]}, (record["epoch"] - 1) * record["steps"] + record["step"])
 
     def epoch(self, record: dict[str, Any]) -> None:
-        """Logs the epoch's metrics, the number of the epoch as step."""
-        self._log({name: value for name, value in record.items() if name != "epoch"}, record["epoch"])
+        """Logs the epoch's metrics, the number of the epoch as step, and validations by step at theirs."""
+        for validation in record.get("validations", ()):
+            self._log(
+                {f"step_{name}": value for name, value in validation.items() if name != "step"}, validation["step"]
+            )
+        by_epoch = {name: value for name, value in record.items() if name not in ("epoch", "steps", "validations")}
+        self._log(by_epoch, record["epoch"])
 
     def finished(self, model: Model, summary: TrainingSummary) -> None:
         """Logs what is known at the end: data set, figures, environment, where the time went."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ from torch import nn
 
 from sparktorch.config import Task
 from sparktorch.errors import ModuleError, SparkTorchError
+from sparktorch.train.metrics import try_metrics
 from sparktorch.train.recipe import Loss, Recipe
+from sparktorch.train.step import StepBatch, TrainingStep
 from sparktorch.train.task import align, classes_in, first_rows
 from sparktorch.train.weights import check_state
 
@@ -41,12 +44,14 @@ class Trial:
         outputs: What `forward` returns.
         classes: Number of classes a classifier tells apart, `None` for other tasks.
         unused_parameters: Whether a trainable parameter got no gradient.
+        metrics: The recipe's metrics, with what they ask for and the dry run knows filled in.
     """
 
     module: nn.Module
     outputs: tuple[OutputSpec, ...]
     classes: int | None
     unused_parameters: bool
+    metrics: Mapping[str, Any] = field(default_factory=dict)
 
 
 def dry_run(
@@ -55,6 +60,8 @@ def dry_run(
     seed: int,
     inputs: Mapping[str, torch.Tensor],
     label: torch.Tensor | None,
+    *,
+    weighted: bool = False,
 ) -> Trial:
     """Builds everything the ranks will build and runs it forward and backward on a few rows.
 
@@ -65,16 +72,19 @@ def dry_run(
         inputs: One tensor of shape `(rows, ...)` per argument of `forward`, keyed by what the
             user knows it by.
         label: Labels of shape `(rows, ...)`, or `None`.
+        weighted: Whether rows will have weights.
 
     Raises:
         ModuleError: The module, loss or optimizer cannot be built or does not fit the columns.
+        ConfigError: Patterns of parameter names, options of the optimizer or metrics do not fit.
     """
     module = recipe.build_module(seed)
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not trainable:
         raise ModuleError("the module has no parameters that require a gradient", param="module")
     check_state(module.state_dict())
-    loss = recipe.build_loss()
+    training_step = recipe.build_training_step()
+    loss = None if training_step else recipe.build_loss()
     recipe.check_optimizer(module)
     recipe.check_scheduler()
     mapping = "".join(
@@ -92,41 +102,77 @@ def dry_run(
             param="module",
         ) from error
     outputs = describe_outputs(output)
-    classes = _check_classes(task, output, loss.name)
+    classes = _check_classes(task, output, loss.name if loss else "")
     if label is not None and classes is not None:
         label = label.to(torch.int64).clamp(0, classes - 1)  # the ranks check every label
+    weight = torch.ones(len(next(iter(inputs.values())))) if weighted else None
+    if loss is not None:
+        _try_loss(loss, task, output, label, weight)
+    else:
+        assert training_step is not None
+        _try_step(training_step, module, tuple(inputs.values()), label, weight)
+    unused = any(parameter.grad is None for parameter in trainable)
+    module.zero_grad()
+    metrics = try_metrics(recipe.metrics, task, classes, *align(task, output, label))
+    return Trial(module.train(was_training), outputs, classes, unused, metrics)
+
+
+def _try_loss(loss: Loss, task: Task, output: Any, label: torch.Tensor | None, weight: torch.Tensor | None) -> None:
+    """Runs a loss forward and backward on a few rows, and on the first of them alone."""
+    got = "" if label is None else f" and labels {_describe(label)}"
+    hint = f"the module returned {_describe(output)}{got}"
+
+    def of_rows(rows: int) -> Any:
+        return loss.per_row(*align(task, first_rows(output, rows), None if label is None else label[:rows]))
+
+    with _refusing(f"loss {loss.name}", "loss", hint):
+        _check_pairs(of_rows, f"loss {loss.name}", "loss", hint)
+        loss(*align(task, output, label), weight).backward()  # type: ignore[no-untyped-call]
+
+
+def _try_step(
+    step: TrainingStep,
+    module: nn.Module,
+    inputs: tuple[torch.Tensor, ...],
+    label: torch.Tensor | None,
+    weight: torch.Tensor | None,
+) -> None:
+    """Runs a training step forward and backward on a few rows, and on the first of them alone."""
+
+    def batch(rows: int) -> StepBatch:
+        first = [None if tensor is None else tensor[:rows] for tensor in (label, weight)]
+        return StepBatch(tuple(tensor[:rows] for tensor in inputs), first[0], first[1], rows, first[1])
+
+    name = f"trainingStep {step.name}"
+    arrives = ", ".join(_describe(tensor) for tensor in inputs)
+    got = "" if label is None else f" and label {_describe(label)}"
+    hint = f"it is called with the module and a batch of inputs ({arrives}){got}"
+    with _refusing(name, "trainingStep", hint):
+        _check_pairs(lambda rows: step.per_row(module, batch(rows))[0], name, "trainingStep", hint)
+        step(module, batch(len(inputs[0])))[0].backward()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _refusing(what: str, param: str, hint: str) -> Iterator[None]:
+    """Turns what a user's function raises into an error that names the function."""
     try:
-        _check_loss(loss, task, output, label)
-        value = loss(*align(task, output, label), weight=None)
-        value.backward()  # type: ignore[no-untyped-call]
+        yield
     except SparkTorchError:
         raise
     except Exception as error:
-        got = "" if label is None else f" and labels {_describe(label)}"
-        raise ModuleError(
-            f"loss {loss.name} failed on the first row: {error}",
-            hint=f"the module returned {_describe(output)}{got}",
-            param="loss",
-        ) from error
-    unused = any(parameter.grad is None for parameter in trainable)
-    module.zero_grad()
-    return Trial(module.train(was_training), outputs, classes, unused)
+        raise ModuleError(f"{what} failed on the first row: {error}", hint=hint, param=param) from error
 
 
-def _check_loss(loss: Loss, task: Task, output: Any, label: torch.Tensor | None) -> None:
+def _check_pairs(per_row: Callable[[int], Any], what: str, param: str, hint: str) -> None:
     """Refuses a loss that pairs every row with every other by broadcasting `(rows, 1)` with `(rows,)`."""
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("error", message="Using a target size")  # torch's own losses say it so
-        shapes = []
-        for rows in (1, 2):
-            part = None if label is None else label[:rows]
-            shapes.append(loss.per_row(*align(task, first_rows(output, rows), part)).shape[1:])
-    if shapes[0] != shapes[1]:
-        got = "" if label is None else f" and labels {_describe(label)}"
+        losses = [per_row(rows) for rows in (1, 2)]
+    if all(isinstance(loss, torch.Tensor) for loss in losses) and losses[0].shape[1:] != losses[1].shape[1:]:
         raise ModuleError(
-            f"loss {loss.name} pairs every row with every other: its shape grows with the square of the rows",
-            hint=f"the module returned {_describe(output)}{got}: squeeze or unsqueeze one of them",
-            param="loss",
+            f"{what} pairs every row with every other: its shape grows with the square of the rows",
+            hint=f"{hint}: squeeze or unsqueeze one of them",
+            param=param,
         )
 
 

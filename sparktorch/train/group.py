@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from sparktorch.world import World
 
-__all__ = ["attach", "process_group", "sum_over_ranks"]
+__all__ = ["attach", "max_over_ranks", "process_group", "sum_over_ranks"]
 
 _SIOCGIFADDR = 0x8915
 
@@ -78,10 +78,19 @@ def sum_over_ranks(values: torch.Tensor, world: World) -> torch.Tensor:
         values: A float64 tensor, of the same shape on every rank.
         world: This rank's place; alone, nothing is sent.
     """
+    return _reduced(values, world, dist.ReduceOp.SUM)
+
+
+def max_over_ranks(values: torch.Tensor, world: World) -> torch.Tensor:
+    """Returns the element-wise maximum of `values` over all ranks, on the CPU; see `sum_over_ranks`."""
+    return _reduced(values, world, dist.ReduceOp.MAX)
+
+
+def _reduced(values: torch.Tensor, world: World, operation: dist.ReduceOp.RedOpType) -> torch.Tensor:
     if world.world_size == 1:
         return values.cpu()
     values = values.to(world.device, copy=True)
-    dist.all_reduce(values)
+    dist.all_reduce(values, operation)
     return values.cpu()
 
 

@@ -81,10 +81,32 @@ class Link:
             Cancelled: The driver cancelled while waiting.
             PeerFailure: A rank failed while waiting.
         """
+        self.post(topic, value)
+        return self.collect(topic)
+
+    def post(self, topic: str, value: dict[str, Any]) -> None:
+        """Lays down a JSON object for one rank that collects them."""
+        self._set(self.store, f"{topic}/{self._world.rank}", value)
+
+    def collect(self, topic: str, *, patience: float | None = None) -> list[dict[str, Any]]:
+        """Waits for what every rank posts under a topic, and returns it, by rank.
+
+        Args:
+            topic: Of the posts.
+            patience: Give up on a rank whose heart has stood still for so many seconds.
+
+        Raises:
+            Cancelled: The driver cancelled while waiting.
+            PeerFailure: A rank failed while waiting.
+        """
         keys = [f"{topic}/{rank}" for rank in range(self._world.world_size)]
-        self._set(self.store, keys[self._world.rank], value)
-        self._wait(keys)
+        self._wait(keys, patience)
         return [json.loads(raw) for raw in self.store.multi_get(keys)]
+
+    def warn(self, text: str) -> None:
+        """Has the driver warn of something that does not end the fit."""
+        index = self.store.add("warnings", 1)
+        self._set(self.store, f"warning/{index}", {"rank": self._world.rank, "host": self._world.host, "text": text})
 
     def leave(self) -> None:
         """Says that this rank needs the store no more; rank 0, where it hosts it, goes last."""
@@ -118,7 +140,7 @@ class Link:
             "epoch": state["epoch"],
             "step": state["step"],
         }
-        if isinstance(error, SparkTorchError) and not isinstance(error, RankError):
+        if isinstance(error, SparkTorchError) and (error.trace or not isinstance(error, RankError)):
             return error.at(**place)
         trace = "".join(traceback.format_exception(error))
         return RankError(
@@ -127,11 +149,13 @@ class Link:
             **place,
         )
 
-    def _wait(self, keys: list[str]) -> None:
+    def _wait(self, keys: list[str], patience: float | None = None) -> None:
         # The store's own `wait` cannot look out for failures, and logs each of its time-outs.
-        pause = 0.002
+        pause, pulses = 0.002, _Pulses(self.store, self._world.world_size)
         while not self.store.check(keys):
             self._check_peers()
+            if patience is not None:
+                pulses.check(patience)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
@@ -157,8 +181,30 @@ class Link:
         store.set(key, json.dumps(value))
 
 
+class _Pulses:
+    """Whether hearts beat, by this process's own clock: those of other hosts may differ."""
+
+    def __init__(self, store: dist.Store, world_size: int) -> None:
+        self._store = store
+        self._keys = [f"beat/{rank}" for rank in range(world_size)]
+        self._last: dict[str, tuple[bytes, float]] = {}
+
+    def check(self, patience: float) -> None:
+        """Raises `PeerFailure` for a rank that has not beaten for `patience` seconds."""
+        now = time.monotonic()
+        for rank, key in enumerate(self._keys):
+            beat = self._store.get(key) if self._store.check([key]) else b""
+            before, since = self._last.setdefault(key, (beat, now))
+            if beat != before:
+                self._last[key] = (beat, now)
+            elif now - since > patience:
+                raise PeerFailure(f"rank {rank} has not been heard of for {patience:.0f} s")
+
+
 def _is_communication(error: BaseException) -> bool:
-    """Whether the error is what a rank sees when another one has died."""
+    """Whether the error, or what it was raised from, is what a rank sees when another one has died."""
+    if error.__cause__ is not None and _is_communication(error.__cause__):
+        return True
     if isinstance(error, dist.DistError):
         return True
     text = str(error)

@@ -4,87 +4,40 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, Protocol
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
 
 from sparktorch.config import TrainConfig
-from sparktorch.train.group import sum_over_ranks
+from sparktorch.train.callbacks import Callbacks, FitContext
+from sparktorch.train.checkpoint import Manifest, Share, read_rest, read_tensors, snapshot
+from sparktorch.train.ema import MovingAverage
+from sparktorch.train.engine import Engine
+from sparktorch.train.explain import explained
+from sparktorch.train.group import max_over_ranks, sum_over_ranks
+from sparktorch.train.ports import Reporter, ShardLike
 from sparktorch.train.recipe import Recipe
-from sparktorch.train.schedule import Schedule
-from sparktorch.train.strategy import build_strategy
-from sparktorch.train.task import align, autocast, correct, first_rows, predicted
+from sparktorch.train.reproducible import generators_state, reproducible, seed_all, set_generators_state
+from sparktorch.train.saver import Position, Saver
+from sparktorch.train.state import (
+    create_optimizer_state,
+    load_optimizer_values,
+    load_tensors,
+    named_tensors,
+    optimizer_values,
+    parameter_names,
+)
+from sparktorch.train.validation import Best, Validation
 from sparktorch.world import World
 
-__all__ = ["BatchLike", "Outcome", "Reporter", "ShardLike", "train"]
+__all__ = ["Outcome", "train"]
 
 _REPORT_SECONDS = 0.2
-_EVALUATION_ROWS = 4096
-_MOST_CLASSES = 100  # of a confusion matrix
-
-
-class BatchLike(Protocol):
-    """One rank's part of a global batch; see `sparktorch.data.shard.Batch`."""
-
-    @property
-    def inputs(self) -> tuple[torch.Tensor, ...]:
-        """Arguments of `forward`."""
-        ...
-
-    @property
-    def label(self) -> torch.Tensor | None:
-        """Labels."""
-        ...
-
-    @property
-    def weight(self) -> torch.Tensor | None:
-        """Sample weights; `None` means all ones."""
-        ...
-
-    @property
-    def rows(self) -> int:
-        """Number of real rows."""
-        ...
-
-
-class ShardLike(Protocol):
-    """What the loop asks of a rank's rows; see `sparktorch.data.shard.Shard`."""
-
-    def epoch(self, epoch: int, *, least: int) -> Iterator[BatchLike]:
-        """Yields this rank's part of every global batch, its inputs filled up to `least` rows."""
-        ...
-
-    def step_weights(self, epoch: int) -> torch.Tensor:
-        """Returns this rank's weight in each step, float64 of shape `(steps,)`."""
-        ...
-
-    def validation(self, size: int) -> Iterator[BatchLike]:
-        """Yields this rank's validation rows."""
-        ...
-
-
-class Reporter(Protocol):
-    """Where the loop says how far it is; see `sparktorch.train.link.Link`."""
-
-    def enter(self, phase: str, *, epoch: int | None = None, step: int | None = None) -> None:
-        """Says what the rank does now."""
-        ...
-
-    def at_step(self, step: int) -> None:
-        """Notes the step the rank is at."""
-        ...
-
-    def progress(self, **record: Any) -> None:
-        """Publishes how far the training is."""
-        ...
-
-    def epoch_done(self, number: int, record: dict[str, Any]) -> None:
-        """Publishes the metrics of a finished epoch."""
-        ...
+_BEST = "best."
 
 
 @dataclass(frozen=True)
@@ -111,10 +64,11 @@ def train(
     reporter: Reporter,
     *,
     steps: int,
-    has_validation: bool,
+    validation_rows: int,
     classes: int | None = None,
+    saver: Saver | None = None,
 ) -> Outcome:
-    """Trains a new model on the shards of all ranks.
+    """Trains a model on the shards of all ranks.
 
     The gradient of a step is that of the mean loss over the global batch, weighted by the sample
     weights: every rank sums the weighted losses of its rows and divides by the weight of the whole
@@ -128,35 +82,47 @@ def train(
         world: This rank's place; with more than one rank, the process group is open.
         reporter: Where progress goes.
         steps: Number of steps in an epoch.
-        has_validation: Whether any rank has validation rows, the same on every rank.
+        validation_rows: The most validation rows of any rank; without any, nothing is validated.
         classes: Number of classes the labels index, `None` when labels are not classes.
+        saver: Saves checkpoints, and knows the one to go on from; `None` for neither.
     """
-    training = _Training(shard, recipe, config, world, reporter, steps)
-    history: list[dict[str, Any]] = []
-    confusion: torch.Tensor | None = None
-    for epoch in range(config.epochs):
-        reporter.enter("training", epoch=epoch + 1, step=0)
-        record = training.epoch(epoch)
-        last = epoch + 1 == config.epochs
-        if has_validation and (last or (epoch + 1) % config.validation_interval == 0):
-            reporter.enter("validating", epoch=epoch + 1)
-            metrics, counts = training.validate(classes)
-            record |= metrics
-            if config.patience is None or training.improves(metrics["val_loss"]):
-                confusion = counts
-        training.schedule.epoch_done(record, validated=has_validation)
-        history.append(record)
-        if world.is_main:
-            reporter.epoch_done(epoch + 1, record)
-        # Every rank has the same losses, and stops at the same epoch.
-        if config.patience is not None and training.without_progress >= config.patience:
-            break
-    reporter.enter("finishing")
-    return Outcome(training.state_dict(), history, None if confusion is None else confusion.tolist())
+    with reproducible(config, torch.device(world.device)), explained(config):
+        return _Training(shard, recipe, config, world, reporter, steps, validation_rows, classes or 0, saver).run()
+
+
+@dataclass
+class _Tally:
+    """What adds up over the steps of an epoch in this rank.
+
+    Attributes:
+        losses: This rank's weighted losses of each step, float64 of shape `(steps,)`.
+        taken: Number of steps.
+        rows: Number of rows.
+        waited: Seconds waited for rows.
+        seconds: Seconds of the steps that were taken before the training was interrupted.
+        validating: Seconds in validation.
+        skipped: Steps that were left out.
+        validations: What each validation found.
+    """
+
+    losses: torch.Tensor
+    taken: int = 0
+    rows: int = 0
+    waited: float = 0.0
+    seconds: float = 0.0
+    validating: float = 0.0
+    skipped: list[int] = field(default_factory=list)
+    validations: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, other: _Tally) -> None:
+        """Adds the tally of another rank over the same steps."""
+        self.losses += other.losses
+        self.rows += other.rows
+        self.waited += other.waited
 
 
 class _Training:
-    """A module with all that trains it, in one rank."""
+    """The course of a training, in one rank."""
 
     def __init__(
         self,
@@ -166,201 +132,297 @@ class _Training:
         world: World,
         reporter: Reporter,
         steps: int,
+        validation_rows: int,
+        classes: int,
+        saver: Saver | None,
     ) -> None:
         self._shard, self._config, self._world, self._reporter = shard, config, world, reporter
-        device = torch.device(world.device)
-        self._strategy = build_strategy(config, world)
-        plain = recipe.build_module(config.seed).to(device)
-        self._module = self._strategy.prepare(plain)
-        self._optimizer = self._strategy.optimizer(recipe, plain)
-        self._loss = recipe.build_loss().to(world.device)
-        self.schedule = Schedule(recipe, config, self._optimizer, steps)
-        self._autocast = autocast(device, config.precision)
-        # Small gradients of float16 vanish unless the loss is scaled up; bfloat16 reaches as far as float32.
-        self._scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
-        # A rank joins every all-reduce, with a row of weight zero where it has none; batch
-        # normalisation in training refuses a single row.
-        normalised = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in plain.modules())
-        self._least = 2 if normalised else 1
-        self._best_loss = math.inf
-        self._best: dict[str, torch.Tensor] | None = None
-        self.without_progress = 0  # validations since the best one
+        self._steps, self._saver, self._device = steps, saver, torch.device(world.device)
+        self._engine = engine = Engine(recipe, config, world, steps=steps)
+        self._average: MovingAverage | None = None
+        if config.ema_decay is not None:
+            self._average = MovingAverage(engine.module.parameters(), config.ema_decay)
+        self._context = FitContext(engine.plain, engine.optimizer, world)
+        self._callbacks = Callbacks(recipe.callbacks, self._context)
+        self._validation: Validation | None = None
+        if validation_rows:
+            self._validation = Validation(shard, engine, recipe, config, world, rows=validation_rows, classes=classes)
+        self._validated_step = 0
+        self._confusion: torch.Tensor | None = None
+        self._best = Best(config.patience)
+        self._history: list[dict[str, Any]] = []
+        self._tally = self._new_tally()
+        self._first_epoch, self._ended = 0, False
         # Same initial weights everywhere; from here on, dropout and the like differ by rank.
-        torch.manual_seed(config.seed + world.rank + 1)
+        seed_all(config.seed + world.rank + 1)
 
-    def epoch(self, epoch: int) -> dict[str, Any]:
-        """Trains one epoch and returns its record, the same on every rank but for the seconds."""
-        started = time.perf_counter()
+    def run(self) -> Outcome:
+        """Trains all epochs, or as many as early stopping and callbacks let it."""
+        self._callbacks.call("on_fit_start")
+        if self._saver is not None:
+            self._engine.settle(next(self._shard.epoch(0, least=self._engine.least)))
+            if self._saver.start is not None:
+                with self._saver.store.local(self._saver.start) as directory:
+                    self._load(directory, self._saver.start)
+        epoch = self._first_epoch
+        while epoch < self._config.epochs and not self._ended:
+            self._epoch(epoch)
+            epoch += 1
+            self._save(Position(self._context.step, epoch))
+        self._callbacks.call("on_fit_end")
+        self._reporter.enter("finishing")
+        if self._saver is not None:
+            self._saver.close(Position(self._context.step, epoch))
+        confusion = None if self._confusion is None else self._confusion.tolist()
+        state = self._state() if self._best.state is None else self._best.state
+        return Outcome(state, self._history, confusion)
+
+    def _epoch(self, epoch: int) -> None:
+        """Trains what is left of an epoch, validates, and decides whether it was the last."""
+        config = self._config
+        self._reporter.enter("training", epoch=epoch + 1, step=self._tally.taken)
+        record = self._train(epoch)
+        last = epoch + 1 == config.epochs
+        by_epoch = config.validation_unit == "epoch" and (epoch + 1) % config.validation_interval == 0
+        if last or by_epoch:
+            self._validate()
+        self._note_validations(record)
+        self._engine.schedule.epoch_done(record, validated=self._validation is not None)
+        self._callbacks.add_to(record)
+        # Every rank has the same losses and hears of every request, and stops at the same epoch.
+        asked = self._callbacks.ask_to_stop()
+        if asked:
+            self._validate()
+            self._note_validations(record)
+        self._history.append(record)
+        if self._world.is_main:
+            self._reporter.epoch_done(epoch + 1, record)
+        self._ended = asked or self._best.out_of_patience
+        self._tally = self._new_tally()
+
+    def _train(self, epoch: int) -> dict[str, Any]:
+        """Takes the steps of an epoch that are left; returns its record, the same on every rank but for the seconds."""
+        tally, context, engine = self._tally, self._context, self._engine
+        started = time.perf_counter() - tally.seconds
+        context.epoch = epoch + 1
+        if not tally.taken:
+            engine.means.clear()
+            self._callbacks.call("on_epoch_start")
         weights = sum_over_ranks(self._shard.step_weights(epoch), self._world)
-        totals = self._steps(epoch, weights)
+        self._take_steps(epoch, weights, started)
+        totals = torch.tensor([float(tally.losses.sum()), tally.rows, tally.waited], dtype=torch.float64)
         loss_sum, rows, waited = sum_over_ranks(totals, self._world).tolist()
-        seconds = time.perf_counter() - started  # of the slowest rank, which others need not keep pace with
-        return {
+        # Of the slowest rank: others need not keep pace with it.
+        seconds = time.perf_counter() - started - tally.validating
+        weights[tally.skipped] = 0
+        weight = float(weights[: tally.taken].sum())
+        record = {
             "epoch": epoch + 1,
-            "loss": loss_sum / max(float(weights.sum()), torch.finfo(torch.float64).tiny),
-            "learning_rate": self.schedule.learning_rate,
+            "loss": loss_sum / max(weight, torch.finfo(torch.float64).tiny),
+            "learning_rate": engine.schedule.learning_rate,
             "seconds": seconds,
             "rows_per_second": rows / seconds,
             "data_wait_share": waited / (seconds * self._world.world_size),
-            **self._strategy.metrics(),
         }
+        if self._config.validation_unit == "step":
+            record["steps"] = tally.taken
+        if engine.training_step is not None:
+            record |= {f"train_{name}": mean for name, mean in engine.means.over_ranks(self._world).items()}
+        if self._config.non_finite == "skip":
+            record["skipped_steps"] = len(tally.skipped)
+            if len(tally.skipped) == tally.taken:
+                record["loss"] = math.nan
+        return record | engine.strategy.metrics()
 
-    def _steps(self, epoch: int, weights: torch.Tensor) -> torch.Tensor:
-        """Runs the steps of an epoch; returns this rank's loss sum, row count and seconds waited for data."""
-        self._module.train()
-        divisor = self._strategy.gradient_divisor
+    def _take_steps(self, epoch: int, weights: torch.Tensor, started: float) -> None:
+        """Takes the steps of an epoch that are left.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+            weights: The weight of every step over all ranks.
+            started: When the epoch began.
+        """
+        engine, config, context, tally = self._engine, self._config, self._context, self._tally
+        engine.module.train()
+        interval = config.validation_interval if config.validation_unit == "step" else 0
+        divisor = engine.strategy.gradient_divisor
         scales = [divisor / weight if weight > 0 else 0.0 for weight in weights.tolist()]
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self._world.device)
-        rows, waited = 0, 0.0
-        batches = self._shard.epoch(epoch, least=self._least)
+        parts = self._parts(epoch)
+        batches = self._shard.epoch(epoch, least=engine.least, first=tally.taken)
         next_report = 0.0
-        for step, scale in enumerate(scales):
+        for step in range(tally.taken, len(scales)):
             self._reporter.at_step(step + 1)
             asked = time.perf_counter()
             batch = next(batches)
             now = time.perf_counter()
-            waited += now - asked
+            tally.waited += now - asked
 
-            batch_loss = self._step(batch, scale)
+            loss = engine.step(batch, scales[step], parts[step])
 
-            loss_sum += batch_loss
-            rows += batch.rows
-            if now >= next_report:  # reading the loss waits for the device: a few times a second only
+            self._count(step, batch.rows, loss)
+            # Reading the loss waits for the device: a few times a second only.
+            if now >= next_report and loss is not None:
                 next_report = now + _REPORT_SECONDS
                 if self._world.is_main:
-                    mean = batch_loss.item() * scale / divisor * self._world.world_size
-                    place = {"epoch": epoch + 1, "epochs": self._config.epochs, "step": step + 1, "steps": len(scales)}
+                    mean = loss.item() * scales[step] / divisor * self._world.world_size
+                    place = {"epoch": epoch + 1, "epochs": config.epochs, "step": step + 1, "steps": len(scales)}
                     self._reporter.progress(**place, loss=mean)
-        return torch.tensor([float(loss_sum), rows, waited], dtype=torch.float64)
+            if self._callbacks.watch_steps:
+                self._callbacks.call("on_step_end")
+            if interval and context.step % interval == 0:
+                self._look_back(now=True)
+                tally.losses.sum().item()  # waits for the device: what it has still to do is not validation
+                self._validate()
+                if self._best.out_of_patience:
+                    break
+                self._reporter.enter("training", epoch=epoch + 1, step=step + 1)
+                engine.module.train()
+            if self._saver is not None:
+                tally.seconds = time.perf_counter() - started
+                self._save(Position(context.step, epoch, tally.taken))
 
-    def _step(self, batch: BatchLike, scale: float) -> torch.Tensor:
-        """Takes one optimizer step; returns the sum of this rank's weighted losses, a scalar tensor."""
-        self._optimizer.zero_grad()
-        *first, last = _micro_batches(batch, self._config, least=self._least)
-        loss_sum: torch.Tensor | None = None
-        for part in first:  # gradients add up in the rank; the last part's backward sends the sum
-            with self._strategy.no_sync(self._module):
-                loss_sum = self._backward(part, scale, loss_sum)
-        loss_sum = self._backward(last, scale, loss_sum)
-        self._strategy.before_step(self._module)
-        if self._config.clip_norm or self._config.clip_value:
-            self._scaler.unscale_(self._optimizer)
-            self._strategy.clip_gradients(self._module, norm=self._config.clip_norm, value=self._config.clip_value)
-        self.schedule.step(self._take_step)
-        self._strategy.after_step(self._module)
-        return loss_sum
+    def _count(self, step: int, rows: int, loss: torch.Tensor | None) -> None:
+        """Adds a step to what is known of the epoch."""
+        tally = self._tally
+        self._context.step += 1
+        tally.taken += 1
+        tally.rows += rows
+        if loss is None:  # the weights are what they were
+            tally.skipped.append(step)
+            return
+        tally.losses[step] = loss
+        self._look_back()
+        if self._average is not None:
+            self._average.update()
 
-    def _backward(self, batch: BatchLike, scale: float, before: torch.Tensor | None) -> torch.Tensor:
-        """Adds the gradients of a batch to those that are there; returns its loss sum plus `before`."""
-        loss = self._losses(self._module, batch)
-        self._scaler.scale(loss * scale).backward()  # type: ignore[no-untyped-call]
-        return loss.detach() if before is None else before + loss.detach()
+    def _look_back(self, *, now: bool = False) -> None:
+        """Stops the training if a loss was not finite; `now` before something is made of the weights."""
+        if self._engine.watch is not None and self._tally.taken:
+            self._engine.watch.look_back(self._tally.losses, self._tally.taken, now=now)
 
-    def _take_step(self) -> None:
-        self._scaler.step(self._optimizer)
-        self._scaler.update()
+    def _parts(self, epoch: int) -> list[int]:
+        """Returns the number of micro-batches of each step."""
+        size, count, least = self._config.micro_batch_size, self._config.accumulation_steps, self._engine.least
+        if size is None and count == 1:
+            return [1] * self._steps
+        rows = self._shard.step_rows(epoch)
+        parts = torch.full_like(rows, count) if size is None else -(-rows // size)
+        parts = parts.minimum(rows // least).clamp(min=1)
+        if self._engine.strategy.collective_forward:
+            parts = max_over_ranks(parts, self._world)
+        return parts.tolist()
 
-    def _losses(self, module: nn.Module, batch: BatchLike) -> torch.Tensor:
-        """Returns the sum of the weighted losses of a batch."""
-        output = self._forward(module, batch)
-        if 0 < batch.rows < self._least:  # filled up for the module's sake alone
-            output = first_rows(output, batch.rows)
-        output, label = align(self._config.task, output, batch.label)
-        return self._loss(output, label, batch.weight)
+    def _validate(self) -> None:
+        """Validates, unless that has been done after this very step, and keeps what is best."""
+        if self._validation is None or self._validated_step == self._context.step:
+            return
+        started = time.perf_counter()
+        self._validated_step = self._context.step
+        self._reporter.enter("validating", epoch=self._context.epoch)
+        with self._averaged(), self._engine.strategy.evaluating(self._engine.module) as module:
+            metrics, counts = self._validation.run(module)
+        self._tally.validations.append({"step": self._context.step, **metrics})
+        if self._best.offer(metrics["val_loss"], self._copy_state):
+            self._confusion = counts
+        self._callbacks.call("on_validation_end", dict(metrics))  # a copy, for it decides the same in every rank
+        self._tally.validating += time.perf_counter() - started
 
-    def _forward(self, module: nn.Module, batch: BatchLike) -> Any:
-        with self._autocast:
-            output = module(*batch.inputs)
-        return output if self._config.precision == "fp32" else _full_precision(output)
+    def _note_validations(self, record: dict[str, Any]) -> None:
+        """Adds the epoch's last validation to its record, and all of them where they go by step."""
+        validations = self._tally.validations
+        if validations:
+            record |= {name: value for name, value in validations[-1].items() if name != "step"}
+        if self._validation is not None and self._config.validation_unit == "step":
+            record["validations"] = validations
 
-    @torch.no_grad()
-    def validate(self, classes: int | None) -> tuple[dict[str, float], torch.Tensor | None]:
-        """Evaluates the validation rows of all ranks; sums, not means, travel between them.
+    def _state(self) -> dict[str, torch.Tensor]:
+        """Returns the whole model's state on the CPU."""
+        with self._averaged():
+            state = self._engine.strategy.state_dict(self._engine.module)
+            return state if self._average is None else _copies(state)  # other weights will be in its place
 
-        Args:
-            classes: Number of classes the labels index, `None` when labels are not classes.
+    def _copy_state(self) -> dict[str, torch.Tensor]:
+        state = self._state()
+        return _copies(state) if self._world.is_main else {}  # whose state it is that becomes the model's
 
-        Returns:
-            The metrics, and the confusion matrix, int64 of shape `(classes, classes)`.
-        """
-        task = self._config.task
-        totals = torch.zeros(3, dtype=torch.float64)
-        shown = classes if classes is not None and classes <= _MOST_CLASSES else 0
-        counts = torch.zeros(shown**2, dtype=torch.float64)
-        with self._strategy.evaluating(self._module) as module:
-            module.eval()
-            for batch in self._shard.validation(_EVALUATION_ROWS):
-                output, label = align(task, self._forward(module, batch), batch.label)
-                weight = torch.ones(batch.rows, device=self._world.device) if batch.weight is None else batch.weight
-                totals[0] += float(self._loss(output, label, batch.weight))
-                totals[1] += float(weight.sum())
-                if task == "classification" and label is not None:
-                    totals[2] += float((correct(output, label) * weight).sum())
-                    if shown:
-                        cells = label.long() * shown + predicted(output, label)
-                        counts += torch.bincount(cells, minlength=len(counts)).cpu()
-        summed = sum_over_ranks(torch.cat([totals, counts]), self._world)
-        loss_sum, weight_sum, right = summed[:3].tolist()
-        metrics = {"val_loss": loss_sum / weight_sum if weight_sum else float("nan")}
-        if task == "classification":
-            metrics["val_accuracy"] = right / weight_sum if weight_sum else float("nan")
-        return metrics, summed[3:].long().view(shown, shown) if shown else None
+    def _averaged(self) -> AbstractContextManager[None]:
+        """A block in which the module has the weights that training would now return."""
+        return nullcontext() if self._average is None else self._average.swapped_in()
 
-    def improves(self, loss: float) -> bool:
-        """Returns whether a validation loss is the smallest so far, and keeps the weights if it is."""
-        if not loss < self._best_loss:
-            self.without_progress += 1
-            return False
-        self.without_progress = 0
-        self._best_loss = loss
-        state = self._strategy.state_dict(self._module)
-        # Rank 0's state becomes the model's.
-        self._best = {name: value.clone() for name, value in state.items()} if self._world.is_main else {}
-        return True
+    def _new_tally(self) -> _Tally:
+        return _Tally(torch.zeros(self._steps, dtype=torch.float64, device=self._device))
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Returns the whole model's state on the CPU: of the best validation if that was looked for, or the last."""
-        return self._strategy.state_dict(self._module) if self._best is None else self._best
+    def _save(self, position: Position) -> None:
+        """Saves a checkpoint, if one is due."""
+        if self._saver is None or not self._saver.due(position):
+            return
+        self._look_back(now=True)
+        record = (self._tally.validations or self._history or [{}])[-1]
+        self._saver.save(position, self._share(), record.get("val_loss"))
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """Returns all tensors of the training but the best weights, by name; they share memory with it."""
+        engine = self._engine
+        tensors = named_tensors(engine.plain, engine.optimizer)
+        if self._average is not None:
+            averages = self._average.named_tensors(parameter_names(engine.plain))
+            tensors |= {f"average.{name}": value for name, value in averages.items()}
+        return tensors
+
+    def _share(self) -> Share:
+        """Returns a copy of this rank's share of all that the training needs to go on."""
+        engine = self._engine
+        rest = {
+            "optimizer": optimizer_values(engine.plain, engine.optimizer),
+            "schedule": engine.schedule.state_dict(),
+            "scaler": engine.scaler.state_dict(),
+            "best": self._best.state_dict(),
+            "confusion": self._confusion,
+            "validated_step": self._validated_step,
+            "history": self._history,
+            "ended": self._ended,
+            "callbacks": self._callbacks.state_dict(),
+            "means": engine.means.state_dict(),
+            "tally": asdict(self._tally),
+            "generators": generators_state(self._device),
+        }
+        best = {f"{_BEST}{name}": value for name, value in (self._best.state or {}).items()}
+        return snapshot(self._tensors() | best, rest, engine.strategy.saves)
+
+    def _load(self, directory: Path, manifest: Manifest) -> None:
+        """Goes on from a checkpoint, which another number of ranks may have written."""
+        engine, rank, size = self._engine, self._world.rank, self._world.world_size
+        create_optimizer_state(engine.optimizer)
+        load_tensors(directory, self._tensors())
+        rests = [read_rest(directory, old) for old in range(manifest.world_size)]
+        main, own = rests[0], rests[rank if rank < len(rests) else 0]
+        load_optimizer_values(engine.plain, engine.optimizer, main["optimizer"])
+        engine.schedule.load_state_dict(main["schedule"])
+        engine.scaler.load_state_dict(main["scaler"])
+        shapes = {name: value.shape for name, value in engine.plain.state_dict().items()}
+        best = read_tensors(directory, 0, _BEST) if self._world.is_main else {}
+        weights = {name: value.view(shapes[name]) for name, value in best.items()}
+        self._best.load_state_dict(main["best"], weights)
+        self._confusion, self._validated_step = main["confusion"], main["validated_step"]
+        self._history, self._ended = main["history"], main["ended"]
+        self._callbacks.load_state_dict(own["callbacks"])
+        self._context.step, self._first_epoch = manifest.step, manifest.epoch
+        tallies = [_Tally(**rest["tally"]) for rest in rests]
+        # The sums of ranks that are no more go to those that are left.
+        self._tally = replace(tallies[0], losses=torch.zeros_like(self._tally.losses), rows=0, waited=0.0)
+        engine.means.clear()
+        for old in range(rank, len(rests), size):
+            tallies[old].losses = tallies[old].losses.to(self._device)
+            self._tally.add(tallies[old])
+            engine.means.load_state_dict(rests[old]["means"])
+        if manifest.world_size == size:
+            set_generators_state(own["generators"], self._device)
+        else:
+            seed_all(self._config.seed + rank + 1 + manifest.step)
+        if self._world.is_main:
+            for record in self._history:  # the driver may be another one
+                self._reporter.epoch_done(record["epoch"], record)
 
 
-@dataclass(frozen=True)
-class _MicroBatch:
-    inputs: tuple[torch.Tensor, ...]
-    label: torch.Tensor | None
-    weight: torch.Tensor | None
-    rows: int
-
-
-def _micro_batches(batch: BatchLike, config: TrainConfig, *, least: int) -> list[BatchLike]:
-    """Splits a rank's part of a step into as many parts as the configuration asks for.
-
-    Args:
-        batch: The rank's part of the step.
-        config: Says how many.
-        least: The fewest rows of a part.
-    """
-    count = config.accumulation_steps
-    if config.micro_batch_size is not None:
-        count = math.ceil(batch.rows / config.micro_batch_size)
-    count = min(count, batch.rows // least)
-    if count <= 1:
-        return [batch]
-    edges = [batch.rows * i // count for i in range(count + 1)]
-    return [
-        _MicroBatch(
-            tuple(tensor[start:end] for tensor in batch.inputs),
-            None if batch.label is None else batch.label[start:end],
-            None if batch.weight is None else batch.weight[start:end],
-            end - start,
-        )
-        for start, end in pairwise(edges)
-    ]
-
-
-def _full_precision(output: Any) -> Any:
-    """Returns what a module returned under autocast in float32, for the loss."""
-    if isinstance(output, torch.Tensor):
-        return output.float() if output.is_floating_point() else output
-    if isinstance(output, Mapping):
-        return {name: _full_precision(tensor) for name, tensor in output.items()}
-    return tuple(_full_precision(tensor) for tensor in output)
+def _copies(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in state.items()}

@@ -14,7 +14,9 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from sparktorch.errors import ModuleError, nearest
+from sparktorch.errors import ConfigError, ModuleError, nearest
+from sparktorch.train.parameters import freeze, group
+from sparktorch.train.step import TrainingStep, weigh
 from sparktorch.train.weights import unpack_state
 
 __all__ = ["SHIPPING_HINT", "Loss", "ModuleSource", "Recipe", "import_path", "load_object"]
@@ -70,7 +72,7 @@ class Recipe:
         module_params: Keyword arguments of the factory.
         initial: Weights to start from, a safetensors file; empty for those that the factory makes.
         loss: The name of a class in `torch.nn`, an import path, or a callable `(output, label)`
-            that returns one loss per row, or their mean.
+            that returns one loss per row, or their mean; `None` with a training step.
         loss_params: Keyword arguments of a loss class.
         optimizer: The name of a class in `torch.optim`, an import path, or a factory.
         optimizer_params: Keyword arguments of the optimizer besides the learning rate.
@@ -90,7 +92,7 @@ class Recipe:
     module: ModuleSource
     module_params: Mapping[str, Any] = field(default_factory=dict)
     initial: bytes = b""
-    loss: str | Callable[..., torch.Tensor] = "MSELoss"
+    loss: str | Callable[..., torch.Tensor] | None = "MSELoss"
     loss_params: Mapping[str, Any] = field(default_factory=dict)
     optimizer: str | Callable[..., torch.optim.Optimizer] = "AdamW"
     optimizer_params: Mapping[str, Any] = field(default_factory=dict)
@@ -108,7 +110,13 @@ class Recipe:
 
         Raises:
             ModuleError: The factory fails, or what it returns is no `nn.Module`.
+            ConfigError: The module has no such parameters to freeze.
         """
+        module = self._make_module(seed)
+        freeze(module, self.freeze)
+        return module
+
+    def _make_module(self, seed: int) -> nn.Module:
         if isinstance(self.module, nn.Module):
             if self.module_params:
                 raise ModuleError("moduleParams are given, but module is an instance", hint="pass the class instead")
@@ -145,6 +153,17 @@ class Recipe:
         """
         return Loss(self.loss, self.loss_params)
 
+    def build_training_step(self) -> TrainingStep | None:
+        """Builds the training step, `None` where there is none and the loss counts.
+
+        Raises:
+            ModuleError: It cannot be imported or called.
+        """
+        step = load_object(self.training_step) if isinstance(self.training_step, str) else self.training_step
+        if step is not None and not callable(step):
+            raise ModuleError(f"trainingStep must be a callable (module, batch), got {step!r}", param="trainingStep")
+        return None if step is None else TrainingStep(step)
+
     def build_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
         """Builds the optimizer over the module's trainable parameters.
 
@@ -173,15 +192,26 @@ class Recipe:
 
         Raises:
             ModuleError: The optimizer is unknown or does not take its parameters.
+            ConfigError: It does not take those of a group.
         """
         factory, _, options = self.optimizer_call(module)
-        if getattr(factory, "__module__", "").startswith("torch.optim."):
-            try:
-                factory([], **options)
-            except (TypeError, ValueError, RuntimeError) as error:
-                if "empty parameter list" in str(error):
-                    return
-        self.build_optimizer(module)
+        known: Mapping[str, Any] | None = None
+        if not getattr(factory, "__module__", "").startswith("torch.optim."):
+            known = self.build_optimizer(module).defaults
+        elif _refusal(factory, options):
+            self.build_optimizer(module)  # says why
+        for number, given in enumerate(self.parameter_groups):
+            own = {name: value for name, value in given.items() if name != "params"}
+            if known is None:
+                reason = _refusal(factory, {**options, **own})
+            else:  # groups keep options that nobody looks at
+                reason = ", ".join(f"unknown option {name!r}" for name in own if name not in known)
+            if reason:
+                raise ConfigError(
+                    f"parameterGroups[{number}] does not suit optimizer {_name(factory)}: {reason}",
+                    hint=f"its parameters are {_signature(factory)}",
+                    param="parameterGroups",
+                )
 
     def build_scheduler(self, optimizer: torch.optim.Optimizer, steps: int) -> Any:
         """Builds the scheduler, `None` where none is named.
@@ -231,11 +261,12 @@ class Recipe:
             param="schedulerParams",
         )
 
-    def optimizer_call(self, module: nn.Module) -> tuple[Any, list[nn.Parameter], dict[str, Any]]:
-        """Returns the optimizer's factory, the trainable parameters, and its options.
+    def optimizer_call(self, module: nn.Module) -> tuple[Any, list[Any], dict[str, Any]]:
+        """Returns the optimizer's factory, the trainable parameters or groups of them, and its options.
 
         Raises:
             ModuleError: The optimizer is unknown.
+            ConfigError: The module has no parameters for a group.
         """
         factory = _lookup(self.optimizer, torch.optim, torch.optim.Optimizer, "optimizer")
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -244,15 +275,17 @@ class Recipe:
         dense = all(p.is_floating_point() for p in parameters) and not any(
             getattr(part, "sparse", False) for part in module.modules()
         )
-        if "fused" in _parameters(factory) and dense and not chosen:
+        # Of the fused kernels, these two take parameters that are divided among ranks.
+        whole = not any(hasattr(p, "to_local") for p in parameters) or factory in (torch.optim.Adam, torch.optim.AdamW)
+        if "fused" in _parameters(factory) and dense and whole and not chosen:
             options["fused"] = True
-        return factory, parameters, options
+        return factory, group(module, self.parameter_groups) if self.parameter_groups else parameters, options
 
 
 class Loss:
     """One loss per row, whatever the user's loss returns."""
 
-    def __init__(self, loss: str | Callable[..., torch.Tensor], params: Mapping[str, Any]) -> None:
+    def __init__(self, loss: str | Callable[..., torch.Tensor] | None, params: Mapping[str, Any]) -> None:
         """Resolves a name, class or callable; classes with a `reduction` are made with "none".
 
         Raises:
@@ -263,6 +296,7 @@ class Loss:
         reducing = "reduction" in _parameters(found)
         if isinstance(found, type):
             options = dict(params)
+            self._refuse_weight(found, options.get("weight"))
             if reducing:
                 self._refuse_sum(options.get("reduction", "mean"))
                 options["reduction"] = "none"
@@ -277,6 +311,7 @@ class Loss:
         elif params:
             raise ModuleError("lossParams are given, but loss is not a class", param="lossParams")
         elif isinstance(found, nn.Module):
+            self._refuse_weight(type(found), getattr(found, "weight", None))
             found = copy.copy(found)
             if hasattr(found, "reduction"):
                 self._refuse_sum(str(found.reduction))
@@ -291,6 +326,15 @@ class Loss:
                 f"loss {self.name} with reduction 'sum' would make the step depend on the batch size",
                 hint="leave 'reduction' out: the gradient is that of the mean",
                 param="loss",
+            )
+
+    def _refuse_weight(self, kind: type, weight: Any) -> None:
+        # torch divides by the sum of the classes' weights, which is not known in one rank.
+        if weight is not None and issubclass(kind, nn.CrossEntropyLoss | nn.NLLLoss):
+            raise ModuleError(
+                f"loss {self.name} has a weight for each class, by which the mean over a batch would not be divided",
+                hint="give the weights as classWeights",
+                param="lossParams",
             )
 
     def to(self, device: str) -> Loss:
@@ -311,25 +355,8 @@ class Loss:
             ModuleError: The loss returned neither a scalar nor a value per row, or a scalar where
                 rows have weights.
         """
-        rows = _rows(output)
         losses = self.per_row(output, label)
-        if losses.dim() == 0:
-            if weight is None:
-                return losses * rows
-            if weight.any():
-                raise ModuleError(
-                    f"loss {self.name} returns one number for the batch, so rows cannot be weighted",
-                    hint="return one loss per row: a tensor of shape (rows,)",
-                )
-            return losses * 0
-        if losses.shape[0] != rows:
-            raise ModuleError(
-                f"loss {self.name} returned shape {tuple(losses.shape)} for {rows} rows",
-                hint="return one loss per row, shape (rows,), or their mean",
-            )
-        if losses.dim() > 1:
-            losses = losses.flatten(1).mean(1)
-        return losses.sum() if weight is None else (losses * weight).sum()
+        return weigh(losses, _rows(output), weight, what=f"loss {self.name}", param="loss")
 
     def per_row(self, output: Any, label: torch.Tensor | None) -> torch.Tensor:
         """Returns what the user's loss returns: shape `(rows, ...)`, or a scalar mean."""
@@ -359,6 +386,15 @@ def _lookup(value: Any, namespace: Any, base: type, what: str, *, suffix: str = 
     if value not in names:
         raise ModuleError(f"{what} {value!r} is unknown", hint=nearest(value, names), param=what)
     return getattr(namespace, value)
+
+
+def _refusal(factory: Any, options: Mapping[str, Any]) -> str:
+    """Returns why one of torch's optimizers does not take its options, empty where it does."""
+    try:
+        factory([], **options)
+    except (TypeError, ValueError, RuntimeError) as error:
+        return "" if "empty parameter list" in str(error) else str(error)
+    return ""
 
 
 def _name(value: Any) -> str:

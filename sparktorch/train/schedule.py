@@ -50,6 +50,10 @@ class Schedule:
         self._last_rate = optimizer.param_groups[0]["lr"]
 
     @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return self._optimizer.param_groups
+
+    @property
     def learning_rate(self) -> float:
         """The learning rate of the last step."""
         return float(self._last_rate)
@@ -89,3 +93,17 @@ class Schedule:
                 self._scheduler.step(loss)
         else:
             self._scheduler.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns how far the schedule is, the learning rates included, of plain values."""
+        groups = [{name: value for name, value in group.items() if name != "params"} for group in self._groups]
+        scheduler = None if self._scheduler is None else self._scheduler.state_dict()
+        return {"step": self._step, "last_rate": self._last_rate, "groups": groups, "scheduler": scheduler}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from such a state."""
+        self._step, self._last_rate = state["step"], state["last_rate"]
+        if self._scheduler is not None:
+            self._scheduler.load_state_dict(state["scheduler"])
+        for group, values in zip(self._groups, state["groups"], strict=True):
+            group.update(values)

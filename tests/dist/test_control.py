@@ -201,3 +201,25 @@ def test_a_store_that_is_gone_is_an_error_within_the_timeout() -> None:
         port = server.rendezvous.port
     with pytest.raises(dist.DistError):
         connect(HOST, port, "any", timeout=timedelta(seconds=1))
+
+
+def test_a_rank_that_is_not_heard_of_any_more_is_given_up(links: list[Link]) -> None:
+    for link in links[:2]:
+        link.post("saved", {})
+    with links[0].beating(), links[1].beating(), links[2].beating():
+        pass  # rank 2 has come, and posts nothing
+    with links[0].beating(), links[1].beating():
+        (given_up,) = in_threads([partial(links[0].collect, "saved", patience=1.5)])
+    with pytest.raises(PeerFailure, match=r"rank 2 has not been heard of for 2 s"):
+        given_up.result()
+
+
+def test_the_driver_hears_of_every_warning_exactly_once(server: ControlServer, links: list[Link]) -> None:
+    assert server.new_warnings() == []
+    links[1].warn("the disk is full")
+    links[2].warn("so is mine")
+    assert [(warning["rank"], warning["text"]) for warning in server.new_warnings()] == [
+        (1, "the disk is full"),
+        (2, "so is mine"),
+    ]
+    assert server.new_warnings() == []

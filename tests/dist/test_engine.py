@@ -61,7 +61,7 @@ def plain(
     return module.state_dict()
 
 
-@pytest.fixture(params=["ddp", "zero1"])
+@pytest.fixture(params=["ddp", "zero1", "zero2", "zero3"])
 def strategy(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -6,10 +6,15 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
+from typing import Any
 
 import torch
 from pyspark import TaskContext
 from torch import nn
+
+from sparktorch import Callback
+from sparktorch.train.callbacks import FitContext
 
 
 class MLP(nn.Module):
@@ -95,3 +100,37 @@ class Unlogged(MLP):
             assert "mlflow" not in sys.modules
             assert "MLFLOW_TRACKING_TOKEN" not in os.environ
         return super().forward(x)
+
+
+class Dies(Callback):
+    """Kills one worker after one step, as often as it is told to; hears of the epochs on the driver."""
+
+    ranks = "all"
+
+    def __init__(self, marks: Path, *, rank: int, step: int, times: int = 1) -> None:
+        self.told: list[dict[str, Any]] = []
+        self._marks, self._rank, self._step, self._times = marks, rank, step, times
+
+    def on_step_end(self, context: FitContext) -> None:
+        if (context.world.rank, context.step) != (self._rank, self._step):
+            return
+        before = self._marks.read_text() if self._marks.exists() else ""
+        if len(before) < self._times:
+            self._marks.write_text(before + "x")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_driver_epoch(self, record: dict[str, Any]) -> None:
+        self.told.append(record)
+
+
+class Raises(Callback):
+    """Raises after the third step, and leaves a mark."""
+
+    def __init__(self, marks: Path) -> None:
+        self._marks = marks
+
+    def on_step_end(self, context: FitContext) -> None:
+        if context.step == 3:
+            with self._marks.open("a") as file:
+                file.write("x")
+            raise ValueError("on purpose")

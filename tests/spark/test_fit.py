@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -18,7 +20,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from sparktorch import TorchClassificationModel, TorchClassifier, TorchEstimator, TorchRegressor
-from sparktorch.errors import ModuleError
+from sparktorch.errors import ConfigError, ModuleError
 from tests.spark.modules import MLP, DigitsCNN, TwoInputs
 
 
@@ -95,6 +97,37 @@ def test_one_score_a_row_is_a_two_class_problem(frame: DataFrame) -> None:
     assert BinaryClassificationEvaluator().evaluate(scored) > 0.9
     probability = np.stack([v.toArray() for v in scored.toPandas()["probability"]])
     np.testing.assert_allclose(probability.sum(1), 1.0, atol=1e-9)
+
+
+def test_a_training_step_class_weights_frozen_parts_and_groups_work_together(digits: DataFrame) -> None:
+    def step(module: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        scores = module(batch.inputs[0])
+        losses = torch.nn.functional.cross_entropy(scores, batch.label, reduction="none")
+        return losses, {"accuracy": (scores.argmax(1) == batch.label).float()}
+
+    given = DigitsCNN()
+    frozen = next(iter(dict(given.named_parameters())))
+    estimator = TorchClassifier(
+        module=given,
+        trainingStep=step,
+        classWeights="balanced",
+        freeze=[frozen],
+        parameterGroups=[{"params": "*.bias", "weight_decay": 0.0}],
+        nonFiniteLoss="skip",
+        validationIndicatorCol="held_out",
+        epochs=4,
+        batchSize=64,
+        learningRate=5e-3,
+        numWorkers=2,
+        progress=False,
+    )
+    model = estimator.fit(digits)
+    last = model.summary.history[-1]
+    assert min(last["train_accuracy"], last["val_accuracy"]) > 0.9
+    assert last["skipped_steps"] == 0
+    assert torch.equal(model.module.state_dict()[frozen], given.state_dict()[frozen])
+    with pytest.raises(ConfigError, match="classWeights holds 2 weights, and the module tells 10 classes apart"):
+        estimator.copy().setClassWeights([1.0, 2.0]).fit(digits)
 
 
 def test_schedule_clipping_precision_and_micro_batches_work_together(digits: DataFrame) -> None:

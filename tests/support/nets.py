@@ -26,10 +26,13 @@ __all__ = [
     "Logit",
     "Mlp",
     "NamedPair",
+    "Noisy",
     "Normalised",
+    "NormalisedLogarithm",
     "Pair",
     "Score",
     "Spare",
+    "Tower",
     "Unsteady",
     "Watched",
     "mean_cross_entropy",
@@ -116,6 +119,13 @@ class Normalised(Mlp):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(self.norm(x))
+
+
+class NormalisedLogarithm(Normalised):
+    """Takes no zeros: they spoil the running statistics too."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.abs().log())
 
 
 class Counting(Score):
@@ -249,3 +259,38 @@ def mean_cross_entropy(output: torch.Tensor, label: torch.Tensor) -> torch.Tenso
 
 def not_a_module() -> int:
     return 3
+
+
+class Tower(nn.Module):
+    """Layers of odd widths, a tied one, a frozen one and a buffer; smooth, one number a row."""
+
+    def __init__(self, inputs: int = 5) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(inputs, 9), nn.Tanh())
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(9, 9), nn.Tanh()) for _ in range(2))
+        self.tied = nn.Linear(9, 9, bias=False)
+        self.tied_again = nn.Linear(9, 9, bias=False)
+        self.tied_again.weight = self.tied.weight
+        self.last = nn.Linear(9, 1)
+        self.frozen = nn.Parameter(torch.full((7,), 0.5), requires_grad=False)
+        self.register_buffer("shift", torch.tensor(0.25))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        x = self.tied_again(torch.tanh(self.tied(x))) * self.frozen.mean() + self.shift
+        out: torch.Tensor = self.last(x).squeeze(-1)
+        return out
+
+
+class Noisy(Tower):
+    """A tower that draws random numbers, and keeps running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(5)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.dropout(self.norm(x)))

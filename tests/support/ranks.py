@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import faulthandler
 import multiprocessing
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import pyarrow as pa
 import torch
+import torch.distributed as dist
 
 from sparktorch.spark.control import ControlServer, Rendezvous
+from sparktorch.train.group import process_group
 from sparktorch.train.link import Link, connect
 from sparktorch.train.weights import unpack_state
 from sparktorch.worker import RankResult, TrainJob, train_partition
 from sparktorch.world import World
 
-__all__ = ["HOST", "Ended", "control_server", "load_state", "run_ranks", "train_on"]
+__all__ = ["HOST", "Ended", "control_server", "in_group", "load_state", "run_ranks", "train_on"]
 
 HOST = "127.0.0.1"
 
@@ -45,6 +50,29 @@ class Ended:
     result: RankResult | None
     error: str
     exitcode: int | None
+
+
+def in_group(size: int, function: Callable[..., Any], *arguments: Any, seconds: float = 60) -> list[Any]:
+    """Calls `function(world, *arguments)` in the ranks of an open Gloo group; returns the results by rank."""
+    ranks = []
+    with tempfile.TemporaryDirectory() as folder:
+        for rank in range(size):
+            world = World(rank=rank, world_size=size, local_rank=rank, host=f"host-{rank}", address=HOST)
+            ours, theirs = _SPAWN.Pipe(duplex=False)
+            process = _SPAWN.Process(target=_member, args=(theirs, f"{folder}/store", world, function, arguments))
+            process.start()
+            theirs.close()
+            ranks.append((process, ours))
+        try:
+            messages = _receive([pipe for _, pipe in ranks], seconds)
+        finally:
+            for process, pipe in ranks:
+                process.kill()
+                process.join()
+                pipe.close()
+    for _, error in messages:
+        assert not error, error
+    return [result for result, _ in messages]
 
 
 @contextmanager
@@ -105,10 +133,10 @@ def load_state(result: RankResult) -> dict[str, torch.Tensor]:
     return unpack_state(result.payload)
 
 
-def _receive(pipes: list[Connection], seconds: float) -> list[tuple[RankResult | None, str]]:
+def _receive(pipes: list[Connection], seconds: float) -> list[tuple[Any, str]]:
     """Returns one message per pipe and closes each one as it ends; a rank that died sends none."""
     deadline = time.monotonic() + seconds
-    messages: dict[Connection, tuple[RankResult | None, str]] = {}
+    messages: dict[Connection, tuple[Any, str]] = {}
     while open_pipes := [pipe for pipe in pipes if not pipe.closed]:
         ready = wait(open_pipes, max(0.0, deadline - time.monotonic()))
         if not ready:
@@ -122,6 +150,16 @@ def _receive(pipes: list[Connection], seconds: float) -> list[tuple[RankResult |
                 messages.setdefault(pipe, (None, ""))
                 pipe.close()
     return [messages[pipe] for pipe in pipes]
+
+
+def _member(pipe: Connection, path: str, world: World, function: Callable[..., Any], arguments: Any) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(path, world.world_size)
+    try:
+        with process_group(world, store, timeout=timedelta(seconds=30)):
+            pipe.send((function(world, *arguments), ""))
+    except Exception:
+        pipe.send((None, traceback.format_exc()))
 
 
 def _rank(

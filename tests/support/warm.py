@@ -5,6 +5,7 @@ from __future__ import annotations
 import pandas  # noqa: F401 - Arrow loads it when the first array is converted
 import pyarrow.compute  # noqa: F401
 import torch
+import torchmetrics  # noqa: F401
 from torch import nn
 
 import sparktorch.worker  # noqa: F401

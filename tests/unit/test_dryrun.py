@@ -33,6 +33,40 @@ def no_loss(output: torch.Tensor, label: torch.Tensor) -> None:
     return None
 
 
+def three(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return torch.ones(3) * output.sum()
+
+
+def good_step(module: nn.Module, batch: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+    assert module.training is False
+    losses = (module(*batch.inputs).sum(1) - batch.label) ** 2
+    return losses, {"error": losses.sqrt(), "rows": batch.rows}
+
+
+def plain_step(module: nn.Module, batch: Any) -> torch.Tensor:
+    return good_step(module, batch)[0]
+
+
+def mean_step(module: nn.Module, batch: Any) -> torch.Tensor:
+    return good_step(module, batch)[0].mean()
+
+
+def square_step(module: nn.Module, batch: Any) -> torch.Tensor:
+    return (module(*batch.inputs).sum(1, keepdim=True) - batch.label) ** 2
+
+
+def listing_step(module: nn.Module, batch: Any) -> tuple[torch.Tensor, list[int]]:
+    return plain_step(module, batch), [1]
+
+
+def wide_metric_step(module: nn.Module, batch: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+    return plain_step(module, batch), {"wide": torch.ones(5)}
+
+
+def failing_step(module: nn.Module, batch: Any) -> torch.Tensor:
+    raise KeyError("anchor")
+
+
 def trial(
     module: Any,
     loss: Any,
@@ -108,7 +142,7 @@ def test_too_many_columns_are_refused_too() -> None:
         (Logit, "MSELoss", "generic", NUMBER, "loss MSELoss failed on the first row: Using a target size", "(rows, 1)"),
         (Logit, squares, "generic", NUMBER, "loss squares pairs every row with every other", "unsqueeze"),
         (Mlp, "CrossEntropyLos", "classification", CLASS, "loss 'CrossEntropyLos' is unknown", "CrossEntropyLoss"),
-        (Mlp, no_loss, "generic", NUMBER, "loss no_loss failed on the first row", ""),
+        (Mlp, no_loss, "generic", NUMBER, "loss no_loss returned NoneType, which is no tensor", "one loss per row"),
     ],
 )
 def test_what_does_not_fit_is_refused(
@@ -117,6 +151,63 @@ def test_what_does_not_fit_is_refused(
     with pytest.raises(ModuleError) as caught:
         trial(module, loss, task, FEATURES, label)
     assert message in caught.value.what
+    assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (three, "loss three returned shape (3,) for 2 rows"),
+        (lambda output, label: 3.0, "loss <lambda> returned float, which is no tensor"),
+    ],
+    ids=["a row too many", "a number"],
+)
+def test_a_loss_that_is_neither_a_mean_nor_one_value_a_row_is_refused(loss: Any, message: str) -> None:
+    with pytest.raises(ModuleError) as caught:
+        trial(Mlp, loss, "generic")
+    assert caught.value.what.startswith(message)
+    assert caught.value.where == {"param": "loss"}
+    assert caught.value.hint == "return one loss per row, shape (rows,), or their mean"
+
+
+def test_rows_with_weights_need_a_loss_for_each() -> None:
+    def mean(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return squares(output.sum(1), label).mean()
+
+    trial(Mlp, mean, "generic")
+    for recipe in (Recipe(module=Mlp, loss=mean), Recipe(module=Mlp, loss=None, training_step=mean_step)):
+        with pytest.raises(ModuleError, match="returns one number for the batch, so rows cannot be weighted"):
+            dry_run(recipe, "generic", 0, FEATURES, NUMBER, weighted=True)
+
+
+@pytest.mark.parametrize("step", [good_step, plain_step, mean_step, "tests.unit.test_dryrun:good_step"])
+def test_a_training_step_is_tried_in_place_of_the_loss(step: Any) -> None:
+    found = trial(Mlp, None, "generic", training_step=step)
+    assert list(found.outputs) == [OutputSpec("", (3,))]
+    assert not found.unused_parameters
+    assert not any(parameter.grad is not None for parameter in found.module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("step", "message", "hint"),
+    [
+        (
+            failing_step,
+            "trainingStep failing_step failed on the first row: 'anchor'",
+            "inputs (float32 of shape (rows, 5))",
+        ),
+        (no_loss, "trainingStep no_loss returned NoneType, which is no tensor", "one loss per row"),
+        (listing_step, "trainingStep listing_step returned a tuple of Tensor, list", "a dict of metrics"),
+        (square_step, "trainingStep square_step pairs every row with every other", "squeeze"),
+        (wide_metric_step, "metric 'wide' of trainingStep wide_metric_step returned shape (5,) for 2 rows", ""),
+        (3, "trainingStep must be a callable (module, batch), got 3", ""),
+        ("tests.unit.test_dryrun:god_step", "cannot import 'tests.unit.test_dryrun:god_step'", ""),
+    ],
+)
+def test_a_training_step_that_cannot_work_is_refused(step: Any, message: str, hint: str) -> None:
+    with pytest.raises(ModuleError) as caught:
+        trial(Mlp, None, "generic", training_step=step)
+    assert caught.value.what.startswith(message)
     assert hint in caught.value.hint
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import replace
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
@@ -14,6 +16,7 @@ from sparktorch.data.columns import Columns
 from sparktorch.ml import events
 from sparktorch.ml.events import Fit, FitReport
 from sparktorch.ml.summary import TrainingSummary
+from tests.support.callbacks import Diary as Diaries
 
 FIT = Fit(estimator=TorchClassifier(), columns=Columns(inputs=()), spark=cast(Any, None))
 RECORD = {"epoch": 2, "epochs": 3, "step": 4, "steps": 10, "loss": 0.25}
@@ -125,6 +128,23 @@ def test_a_listener_hears_of_every_place_once(heard: list[str]) -> None:
     assert heard == ["step 4", "step 5"]
 
 
+def test_callbacks_hear_on_the_driver_until_they_fail(
+    heard: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    diary, failing = Diaries(tmp_path), Diaries(tmp_path)
+    failing.places = cast(Any, None)
+    fit = replace(FIT, estimator=TorchClassifier(callbacks=[failing, diary]))
+    with caplog.at_level(logging.WARNING), FitReport(fit, rows_per_step=8, show=False) as report:
+        report.epoch(SUMMARY.history[0])
+        report.progress(RECORD)
+        report.epoch(SUMMARY.history[1])
+        report.finished(TorchClassificationModel(), SUMMARY)
+    assert diary.places == [RECORD]
+    assert diary.told == SUMMARY.history
+    assert failing.told == SUMMARY.history[:1]
+    assert f"{failing!r} failed and hears no more of this fit" in caplog.text
+
+
 def test_a_copy_knows_where_it_was_made(heard: list[str], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR):
         assert TorchClassifier().copy()._callers == {__name__: "here"}
@@ -134,3 +154,8 @@ def test_a_summary_knows_its_course_and_survives_the_way_to_json() -> None:
     assert SUMMARY.objectiveHistory == [1, 1 / 2, 1 / 3]
     assert SUMMARY.totalIterations == 30
     assert TrainingSummary(**SUMMARY.to_dict()) == SUMMARY
+
+
+def test_a_summary_counts_the_steps_of_an_epoch_that_ended_early() -> None:
+    history = [{"epoch": 1, "loss": 1.0, "steps": 10}, {"epoch": 2, "loss": 0.5, "steps": 3}]
+    assert replace(SUMMARY, history=history).totalIterations == 13

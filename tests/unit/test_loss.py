@@ -86,10 +86,20 @@ def test_the_rows_of_a_tuple_or_mapping_are_those_of_its_first_tensor() -> None:
 
 
 def test_parameters_reach_the_loss_class() -> None:
-    output, label = torch.tensor([[0.0, 0.0]]), torch.tensor([1])
-    weighted = Loss("CrossEntropyLoss", {"weight": torch.tensor([1.0, 3.0])})
+    output, label = torch.tensor([[0.0]]), torch.tensor([[1.0]])
+    weighted = Loss("BCEWithLogitsLoss", {"pos_weight": torch.tensor([3.0])})
     assert float(weighted(output, label, None)) == pytest.approx(3 * 0.6931472)
     assert float(weighted.to("cpu")(output, label, None)) == pytest.approx(3 * 0.6931472)
+
+
+@pytest.mark.parametrize("kind", [nn.CrossEntropyLoss, nn.NLLLoss])
+def test_a_weight_per_class_is_refused_because_its_sum_over_the_batch_is_not_known(kind: Any) -> None:
+    weight = torch.tensor([1.0, 3.0])
+    for loss, params in ((kind.__name__, {"weight": weight}), (kind, {"weight": weight}), (kind(weight=weight), {})):
+        with pytest.raises(ModuleError, match="has a weight for each class") as caught:
+            Loss(loss, params)
+        assert "classWeights" in caught.value.hint
+    Loss(kind, {"weight": None})
 
 
 @pytest.mark.parametrize(

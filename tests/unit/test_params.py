@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from sparktorch import (
     TorchClassificationModel,
@@ -17,6 +19,7 @@ from sparktorch import (
 )
 from sparktorch.errors import ConfigError
 from sparktorch.ml.translate import translate
+from tests.support.callbacks import Locked, Misspelt, Stops
 from tests.support.nets import Mlp
 
 ESTIMATORS = [TorchClassifier, TorchRegressor, TorchEstimator]
@@ -165,6 +168,30 @@ def test_the_defaults_take_the_features_column_and_no_label_column_means_no_labe
             "ReduceLROnPlateau looks at the loss of an epoch, and schedulerInterval is 'step'",
         ),
         (
+            {"scheduler": "torch.optim.lr_scheduler:ReduceLROnPlateau", "schedulerInterval": "step"},
+            "schedulerInterval",
+            "ReduceLROnPlateau looks at the loss of an epoch, and schedulerInterval is 'step'",
+        ),
+        (
+            {"scheduler": ReduceLROnPlateau},
+            "scheduler",
+            "ReduceLROnPlateau looks at the loss of validation rows, and there are none",
+        ),
+        ({"schedulerParams": {"gamma": 0.5}}, "schedulerParams", "schedulerParams are given, but no scheduler"),
+        ({"batchSize": 3, "numWorkers": 4}, "batchSize", "batchSize is 3, to be shared by 4 workers"),
+        (
+            {"batchSize": 16, "numWorkers": 3, "accumulationSteps": 6},
+            "accumulationSteps",
+            "accumulationSteps is 6, and each of 3 workers has 5.33 rows of a batch",
+        ),
+        (
+            {"trainingStep": "tests.support.nets:mean_output_error"},
+            "trainingStep",
+            "trainingStep computes the loss, and loss or lossParams are set",
+        ),
+        ({"nonFiniteLoss": "ignore"}, "nonFiniteLoss", "nonFiniteLoss 'ignore' is unknown"),
+        ({"strategyParams": {"bucket_mb": 1}}, None, "unknown key strategyParams.bucket_mb"),
+        (
             {"earlyStoppingPatience": 2},
             "earlyStoppingPatience",
             "earlyStoppingPatience looks at the loss of validation rows, and there are none",
@@ -179,6 +206,36 @@ def test_the_defaults_take_the_features_column_and_no_label_column_means_no_labe
             "optimizer",
             "strategy 'zero1' builds an optimizer for each worker's share, and optimizer is no class",
         ),
+        (
+            {"metrics": {"r2": "R2Score"}},
+            "metrics",
+            "metrics are those of validation rows, and there are none",
+        ),
+        ({"callbacks": [3]}, "callbacks", "callbacks holds a int"),
+        ({"callbacks": [Stops]}, "callbacks", "callbacks holds the class Stops"),
+        ({"callbacks": [Misspelt()]}, "ranks of Misspelt", "ranks of Misspelt 'mian' is unknown"),
+        (
+            {"callbacks": [Locked()]},
+            "callbacks",
+            "Locked cannot be shipped to the ranks: cannot pickle '_thread.lock' object",
+        ),
+        (
+            {"syncBatchNorm": True, "microBatchSize": 8},
+            "syncBatchNorm",
+            "syncBatchNorm takes the rows of all workers together, and micro-batches keep them apart",
+        ),
+        (
+            {"syncBatchNorm": True, "strategy": "localSGD"},
+            "syncBatchNorm",
+            "strategy 'localSGD' lets each worker train by itself, and syncBatchNorm joins them in every step",
+        ),
+        (
+            {"channelsLast": True, "strategy": "zero3"},
+            "channelsLast",
+            "channelsLast lays out weights in a way that strategy 'zero3' cannot divide",
+        ),
+        ({"emaDecay": 1.0}, "emaDecay", "emaDecay must be between 0 and 1, got 1.0"),
+        ({"validationUnit": "steps"}, "validationUnit", "validationUnit 'steps' is unknown"),
         ({"precision": "half"}, "precision", "precision 'half' is unknown"),
         ({"schedulerInterval": "batch"}, "schedulerInterval", "schedulerInterval 'batch' is unknown"),
         ({"learningRate": 0.0}, "learningRate", "learningRate must be above 0, got 0.0"),
@@ -195,11 +252,47 @@ def test_the_defaults_take_the_features_column_and_no_label_column_means_no_labe
         ({"inputCols": ["a"], "featuresCol": "b"}, "inputCols", "featuresCol and inputCols are both set"),
     ],
 )
-def test_a_param_that_cannot_work_is_refused_by_name(params: dict[str, Any], param: str, message: str) -> None:
+def test_a_param_that_cannot_work_is_refused_by_name(params: dict[str, Any], param: str | None, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         translate(TorchEstimator(**{"module": Mlp, "loss": "MSELoss", **params}), "generic")
     assert caught.value.what == message
-    assert caught.value.where == {"param": param}
+    assert caught.value.where == ({"param": param} if param else {"section": "strategyParams"})
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([1.0, -0.5], "classWeights must be at least 0, got -0.5"),
+        ([1.0, float("nan")], "classWeights must be at least 0, got nan"),
+        ([0.0, 0.0], "classWeights are all zero"),
+        ("even", "classWeights must be 'balanced' or a list, got 'even'"),
+        (["a", "b"], "classWeights are no numbers: could not convert string to float: 'a'"),
+    ],
+)
+def test_class_weights_that_cannot_work_are_refused(weights: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        translate(TorchClassifier(module=Mlp, classWeights=weights), "classification")
+    assert caught.value.what == message
+    assert caught.value.where == {"param": "classWeights"}
+
+
+def test_there_are_as_many_class_weights_as_classes() -> None:
+    for weights in ([1.0, 2.0, 0.0], "balanced"):
+        translate(TorchClassifier(module=Mlp, classWeights=weights), "classification").config.check_classes(3)
+    config = translate(TorchClassifier(module=Mlp, classWeights=[1.0, 2.0]), "classification").config
+    with pytest.raises(ConfigError, match="classWeights holds 2 weights, and the module tells 3 classes apart"):
+        config.check_classes(3)
+    with pytest.raises(ConfigError, match="the labels are no classes"):
+        replace(config, task="regression")
+
+
+@pytest.mark.parametrize("kind", [TorchClassifier, TorchRegressor, TorchEstimator])
+def test_a_training_step_takes_the_place_of_the_loss(kind: Any) -> None:
+    step = "tests.support.nets:mean_output_error"
+    groups = [{"params": "*.bias", "lr": 0.5}]
+    request = translate(kind(module=Mlp, trainingStep=step, freeze=["a.*"], parameterGroups=groups), "generic")
+    assert (request.recipe.training_step, request.recipe.loss) == (step, None)
+    assert (request.recipe.freeze, request.recipe.parameter_groups) == (("a.*",), tuple(groups))
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -30,7 +30,7 @@ class Layout:
     """Which dimensions of the device mesh divide what; along all others, ranks hold the same.
 
     Attributes:
-        samples: Ranks along these dimensions train on different rows.
+        samples: Ranks along these dimensions train one model on different rows.
         parameters: They keep a part of the parameters each.
         gradients: They keep a part of the gradients each.
         optimizer_state: They keep a part of the optimizer's state each.
@@ -57,6 +57,18 @@ class Strategy(ABC, Generic[O]):
     options_type: ClassVar[type[Any]] = NoOptions
     # Whether a forward pass waits for the other ranks, so that all must take equally many.
     collective_forward: ClassVar[bool] = False
+    # After how many passes gradients are summed in an order that stays.
+    settles_after: ClassVar[int] = 0
+    # Whether all of its state is in `state.named_tensors`, so that a checkpoint has it.
+    resumable: ClassVar[bool] = True
+
+    @classmethod
+    def check(cls, config: TrainConfig, recipe: Recipe, options: O) -> None:
+        """Refuses, on the driver, what does not go together with this strategy.
+
+        Raises:
+            ConfigError: Names the Params.
+        """
 
     def __init__(self, config: TrainConfig, world: World, options: O) -> None:
         """Takes the configuration, the rank it works for, and its own options."""
@@ -75,18 +87,14 @@ class Strategy(ABC, Generic[O]):
         """Whether this rank is the only one, and there is no process group."""
         return self._world.world_size == 1
 
+    def saves(self, name: str) -> bool:
+        """Whether it falls to this rank to save a tensor of `state.named_tensors` that is not divided."""
+        return self._world.is_main
+
     @property
     def gradient_divisor(self) -> int:
         """What the strategy divides summed gradients by; the loop multiplies the loss by it."""
         return self._world.world_size
-
-    @classmethod
-    def check(cls, config: TrainConfig, recipe: Recipe) -> None:
-        """Refuses, on the driver, what the strategy does not go with; its options are sound already.
-
-        Raises:
-            ConfigError: Names the Param.
-        """
 
     @abstractmethod
     def prepare(self, module: nn.Module) -> nn.Module:

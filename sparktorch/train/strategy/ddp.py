@@ -4,8 +4,8 @@ Li et al. 2020, PyTorch Distributed: Experiences on Accelerating Data Parallel T
 (https://arxiv.org/abs/2006.15704).
 """
 
-from __future__ import annotations
-
+# No postponed annotations here: torch reads those of a communication hook.
+import inspect
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,7 +15,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sparktorch.config import at_least, one_of
+from sparktorch.config import TrainConfig, at_least, one_of
+from sparktorch.errors import ConfigError
+from sparktorch.train.recipe import Recipe
 from sparktorch.train.strategy.base import Strategy
 
 __all__ = ["DDP", "DDPOptions"]
@@ -28,10 +30,11 @@ class DDPOptions:
     """Options of `ddp` and `zero1`; see `torch.nn.parallel.DistributedDataParallel`.
 
     Attributes:
-        bucket_cap_mb: Gradients are sent in buckets of this many MB; 0 sends each by itself.
+        bucket_cap_mb: Gradients are sent in buckets of this many MB; 0 sends each by itself. `None` is torch's
+            own choice: 25, and 1 for the first, which is sent while most of backward is still to come.
         gradient_as_bucket_view: Whether gradients live in the buckets, which saves a copy of them.
         static_graph: Whether every step uses the same parameters, in the same order.
-        broadcast_buffers: Whether rank 0's buffers go to every rank before each forward pass.
+        forward_sync_buffers: Whether rank 0's buffers go to every rank before each forward pass.
         find_unused_parameters: Whether some parameters may get no gradient in a step; `None` lets the
             dry run on the driver decide.
         comm_hook: Sends gradients as "fp16" or "bf16", or compressed by "powerSGD".
@@ -39,17 +42,18 @@ class DDPOptions:
         powersgd_start_step: Steps that PowerSGD sends whole gradients for, at first.
     """
 
-    bucket_cap_mb: float = 25
+    bucket_cap_mb: float | None = None
     gradient_as_bucket_view: bool = True
     static_graph: bool = False
-    broadcast_buffers: bool = True
+    forward_sync_buffers: bool = True
     find_unused_parameters: bool | None = None
     comm_hook: Literal["fp16", "bf16", "powerSGD"] | None = None
     powersgd_rank: int = 1
     powersgd_start_step: int = 1000
 
     def __post_init__(self) -> None:
-        at_least("strategyParams.bucket_cap_mb", self.bucket_cap_mb, 0)
+        if self.bucket_cap_mb is not None:
+            at_least("strategyParams.bucket_cap_mb", self.bucket_cap_mb, 0)
         at_least("strategyParams.powersgd_rank", self.powersgd_rank, 1)
         at_least("strategyParams.powersgd_start_step", self.powersgd_start_step, 2)  # torch's own bound
         if self.comm_hook is not None:
@@ -60,6 +64,17 @@ class DDP(Strategy[DDPOptions]):
     """`DistributedDataParallel`; alone, the plain module."""
 
     options_type = DDPOptions
+    settles_after = 2  # buckets are built anew after the first backward (pytorch#35137)
+
+    @classmethod
+    def check(cls, config: TrainConfig, recipe: Recipe, options: DDPOptions) -> None:
+        """Refuses a static graph whose first backward sends nothing, at which torch learns the graph."""
+        if options.static_graph and (config.accumulation_steps > 1 or config.micro_batch_size is not None):
+            raise ConfigError(
+                "strategyParams.static_graph does not go together with micro-batches",
+                hint="leave out static_graph, or accumulationSteps and microBatchSize",
+                param="strategyParams",
+            )
 
     def prepare(self, module: nn.Module) -> nn.Module:
         """Wraps the module; rank 0's initial parameters and buffers go to every rank."""
@@ -74,7 +89,7 @@ class DDP(Strategy[DDPOptions]):
             bucket_cap_mb=options.bucket_cap_mb,
             gradient_as_bucket_view=options.gradient_as_bucket_view,
             static_graph=options.static_graph,
-            broadcast_buffers=options.broadcast_buffers,
+            **_without_buffers(options),  # type: ignore[arg-type]
             find_unused_parameters=self._config.unused_parameters if unused is None else unused,
         )
         if options.comm_hook == "powerSGD":
@@ -97,6 +112,14 @@ class DDP(Strategy[DDPOptions]):
     def no_sync(self, module: nn.Module) -> AbstractContextManager[None]:
         """Leaves out the all-reduce."""
         return module.no_sync() if isinstance(module, DistributedDataParallel) else nullcontext()
+
+
+def _without_buffers(options: DDPOptions) -> dict[str, bool]:
+    """Returns the argument that keeps buffers from being sent around, under its name in this version of torch."""
+    if options.forward_sync_buffers:
+        return {}
+    known = inspect.signature(DistributedDataParallel).parameters
+    return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
 
 
 def _narrow_all_reduce(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -60,12 +60,13 @@ class ParameterServer(Strategy[ParameterServerOptions]):
     """
 
     layout = Layout(optimizer_state=(DATA,))
+    resumable = False
     options_type = ParameterServerOptions
 
     _exchange: _Exchange | None = None
 
     @classmethod
-    def check(cls, config: TrainConfig, recipe: Recipe) -> None:
+    def check(cls, config: TrainConfig, recipe: Recipe, options: ParameterServerOptions) -> None:
         """Refuses what needs the ranks in step, unless they are."""
         optimizer = recipe.optimizer
         if isinstance(optimizer, str) and ":" in optimizer:
@@ -82,7 +83,7 @@ class ParameterServer(Strategy[ParameterServerOptions]):
                 hint="use Adam, or strategy='ddp'",
                 param="optimizer",
             )
-        in_step = cls.options_type(**config.strategy_params).staleness == 0
+        in_step = options.staleness == 0
         for param, found, reason in (
             ("precision", config.precision == "fp16", "a worker skips steps whose gradient overflows"),
             ("nonFiniteLoss", config.non_finite == "skip", "workers skip steps together"),

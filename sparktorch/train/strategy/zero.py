@@ -9,9 +9,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from sparktorch.train.recipe import Recipe
+from sparktorch.config import TrainConfig
+from sparktorch.errors import ConfigError
+from sparktorch.train.recipe import Recipe, load_object
 from sparktorch.train.strategy.base import DATA, Layout
-from sparktorch.train.strategy.ddp import DDP
+from sparktorch.train.strategy.ddp import DDP, DDPOptions
 
 __all__ = ["Zero1"]
 
@@ -20,6 +22,20 @@ class Zero1(DDP):
     """`ZeroRedundancyOptimizer` over `DistributedDataParallel`: each rank updates its share and sends it to all."""
 
     layout = Layout(optimizer_state=(DATA,))
+
+    @classmethod
+    def check(cls, config: TrainConfig, recipe: Recipe, options: DDPOptions) -> None:
+        """Refuses factories of optimizers: `ZeroRedundancyOptimizer` takes a class."""
+        super().check(config, recipe, options)
+        optimizer = recipe.optimizer
+        if isinstance(optimizer, str) and ":" in optimizer:
+            optimizer = load_object(optimizer)
+        if not isinstance(optimizer, str | type):
+            raise ConfigError(
+                "strategy 'zero1' builds an optimizer for each worker's share, and optimizer is no class",
+                hint="name a class in torch.optim, or pass the class itself with optimizerParams",
+                param="optimizer",
+            )
 
     def optimizer(self, recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer:
         """Builds the optimizer over this rank's share of the trainable parameters; alone, over all of them."""
@@ -30,3 +46,7 @@ class Zero1(DDP):
         factory, parameters, options = recipe.optimizer_call(module)
         optimizer: torch.optim.Optimizer = ZeroRedundancyOptimizer(parameters, optimizer_class=factory, **options)
         return optimizer
+
+    def saves(self, name: str) -> bool:
+        """Every rank saves the state of its own share."""
+        return super().saves(name) or name.startswith("optimizer.")

@@ -1,0 +1,121 @@
+"""Batch normalisation with the statistics of the rows of all ranks.
+
+`torch.nn.SyncBatchNorm` runs on GPUs alone, and would count the stand-in rows of a rank that has none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from sparktorch.errors import ModuleError
+
+__all__ = ["Presence", "has_batch_norm", "synchronise"]
+
+
+@dataclass
+class Presence:
+    """Whether this rank's part of the step that is trained holds rows, and not only stand-ins for them."""
+
+    rows: bool = True
+
+
+def has_batch_norm(module: nn.Module) -> bool:
+    """Whether a part of the module normalises over its batch, and so takes two rows at least."""
+    return any(isinstance(part, _BatchNorm) for part in module.modules())
+
+
+def synchronise(module: nn.Module, presence: Presence, *, compiled: bool = False) -> None:
+    """Lets the module's batch normalisation train on the statistics of all ranks' rows.
+
+    Only `forward` is another one. Class, parameters, buffers and their names stay.
+
+    Args:
+        module: Whose parts are changed.
+        presence: What the training loop keeps up to date.
+        compiled: Whether the module will be compiled, which takes a break at each collective.
+
+    Raises:
+        ModuleError: A part computes batch normalisation in a way of its own.
+    """
+    forward = torch.compiler.disable(_forward) if compiled else _forward  # type: ignore[no-untyped-call]
+    for name, part in module.named_modules():
+        if not isinstance(part, _BatchNorm):
+            continue
+        if type(part).forward is not _BatchNorm.forward:
+            raise ModuleError(
+                f"syncBatchNorm cannot synchronise {name!r}, a {type(part).__qualname__} with a forward of its own",
+                hint="use nn.BatchNorm1d, 2d or 3d, or leave syncBatchNorm out",
+                param="syncBatchNorm",
+            )
+        vars(part)["forward"] = partial(forward, part, presence)
+
+
+def _forward(norm: Any, presence: Presence, x: torch.Tensor) -> torch.Tensor:
+    """Normalises a tensor of shape `(rows, channels, ...)`, as `_BatchNorm.forward` does."""
+    if not norm.training:
+        return _BatchNorm.forward(norm, x)
+    norm._check_input_dim(x)
+    axes = [0, *range(2, x.dim())]
+    shape = (1, -1, *[1] * (x.dim() - 2))
+    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+    def real(values: torch.Tensor) -> torch.Tensor:
+        return values if presence.rows else values[:0]
+
+    # Two passes, first the mean, then the squares around it: sums of squares alone lose what is small beside the mean.
+    count = wide.new_tensor([real(wide).numel() // wide.shape[1]])
+    sums = _sum_over_ranks(torch.cat([real(wide).sum(axes), count]))
+    mean, count = sums[:-1] / sums[-1], sums[-1].detach()
+    centred = wide - mean.view(shape)
+    squares = _sum_over_ranks(real(centred).square().sum(axes))
+    _track(norm, mean.detach(), squares.detach() / (count - 1).clamp(min=1))
+    scale = torch.rsqrt(squares / count + norm.eps)
+    if norm.affine:
+        scale = scale * norm.weight
+    normalised = centred * scale.view(shape)
+    if norm.affine:
+        normalised = normalised + norm.bias.view(shape)
+    return normalised.to(x.dtype)
+
+
+def _track(norm: Any, mean: torch.Tensor, variance: torch.Tensor) -> None:
+    """Moves the running statistics, by `momentum` or, without one, to the mean of all batches."""
+    if not norm.track_running_stats or norm.running_mean is None:
+        return
+    norm.num_batches_tracked.add_(1)
+    share = 1 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
+    norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), share)
+    norm.running_var.lerp_(variance.to(norm.running_var.dtype), share)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """A sum that every rank goes on from: its gradient is the sum of all ranks' gradients.
+
+    The one in `torch.distributed.nn` is deprecated, in favour of a private one.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, values: torch.Tensor) -> torch.Tensor:
+        summed = values.clone()
+        dist.all_reduce(summed)
+        return summed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> torch.Tensor:
+        summed = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(summed)
+        return summed
+
+
+def _sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    summed: torch.Tensor = _SumOverRanks.apply(values)  # type: ignore[no-untyped-call]
+    return summed

@@ -1,0 +1,170 @@
+"""A module with all that trains it, one optimizer step at a time, in one rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparktorch.config import TrainConfig
+from sparktorch.train.batchnorm import Presence, has_batch_norm, synchronise
+from sparktorch.train.finite import LossWatch, all_finite
+from sparktorch.train.layout import channels_last
+from sparktorch.train.recipe import Recipe
+from sparktorch.train.reproducible import untouched_generators
+from sparktorch.train.schedule import Schedule
+from sparktorch.train.step import BatchLike, Means, Sums, full_precision, micro_batches
+from sparktorch.train.strategy import Strategy, build_strategy
+from sparktorch.train.task import align, autocast, first_rows
+from sparktorch.world import World
+
+__all__ = ["Engine"]
+
+
+class Engine:
+    """Module, loss, optimizer and schedule of a rank, under the strategy that joins it to the others.
+
+    Attributes:
+        strategy: How the ranks share the work.
+        module: What the strategy made of the user's module.
+        plain: The user's module.
+        optimizer: Over this rank's parameters.
+        schedule: Of the learning rate.
+        scaler: Of the loss, in fp16.
+        losses: The watch over losses that are not finite, `None` where their steps are skipped.
+        least: The fewest rows of a batch that the module takes in training.
+        means: Of the training step's metrics, over the steps since they were last cleared.
+    """
+
+    def __init__(self, recipe: Recipe, config: TrainConfig, world: World, *, steps: int) -> None:
+        """Builds everything; the same seed gives the same initial weights in every rank.
+
+        Args:
+            recipe: What is trained.
+            config: How it is trained.
+            world: This rank's place; with more than one rank, the process group is open.
+            steps: Number of steps in an epoch.
+        """
+        self._config, self._world = config, world
+        device = torch.device(world.device)
+        self.strategy: Strategy[Any] = build_strategy(config, world)
+        plain = recipe.build_module(config.seed).to(device)
+        # A rank joins every all-reduce, with a row of weight zero where it has none; batch
+        # normalisation in training refuses a single row, unless it looks at those of all ranks.
+        self.least = 2 if has_batch_norm(plain) else 1
+        self._presence: Presence | None = None
+        if config.sync_batch_norm and world.world_size > 1:
+            self._presence, self.least = Presence(), 1
+            synchronise(plain, self._presence, compiled=config.compile)
+        if config.channels_last:
+            channels_last(plain)
+        if config.compile:
+            plain.compile()
+        self.module = self.strategy.prepare(plain)
+        self.plain = self.strategy.plain(self.module)
+        self.optimizer = self.strategy.optimizer(recipe, plain)
+        self.schedule = Schedule(recipe, config, self.optimizer, steps)
+        self.training_step = recipe.build_training_step()
+        self._loss = None if self.training_step else recipe.build_loss().to(world.device)
+        self._autocast = autocast(device, config.precision)
+        # Small gradients of float16 vanish unless the loss is scaled up; bfloat16 reaches as far as float32.
+        self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
+        self.watch = LossWatch(world) if config.non_finite == "error" else None
+        self.means = Means()
+
+    def step(self, batch: BatchLike, scale: float, parts: int) -> torch.Tensor | None:
+        """Takes one optimizer step.
+
+        Args:
+            batch: This rank's part of the global batch.
+            scale: What the sum of its losses is multiplied by.
+            parts: Number of micro-batches.
+
+        Returns:
+            The sum of this rank's weighted losses, a scalar tensor; `None` if the step was left out on all ranks.
+        """
+        config = self._config
+        self.optimizer.zero_grad()
+        if self._presence is not None:
+            self._presence.rows = batch.rows > 0
+        skips = config.non_finite == "skip"
+        buffers = [buffer.clone() for buffer in self.module.buffers()] if skips else []
+        *first, last = micro_batches(batch, parts, least=self.least)
+        found = []
+        for part in first:  # gradients add up in the rank; the last part's backward sends the sum
+            with self.strategy.no_sync(self.module):
+                found.append(self._backward(part, scale))
+        found.append(self._backward(last, scale))
+        losses, metrics = zip(*found, strict=True)
+        loss_sum: torch.Tensor = sum(losses[1:], losses[0])
+        self.strategy.before_step(self.module)
+        if skips and not all_finite(loss_sum, self.module, self._world):
+            self._skip(buffers)
+            return None
+        for sums in metrics:
+            self.means.add(sums)
+        if config.clip_norm or config.clip_value:
+            self.scaler.unscale_(self.optimizer)
+            self.strategy.clip_gradients(self.module, norm=config.clip_norm, value=config.clip_value)
+        self.schedule.step(self._take_step)
+        self.strategy.after_step(self.module)
+        return loss_sum
+
+    def settle(self, batch: BatchLike) -> None:
+        """Goes through the steps after which a strategy sums gradients in its final order, without a trace.
+
+        A training that goes on from a checkpoint would otherwise sum its first steps in another order
+        than the one that was not interrupted, and end with other last bits.
+        """
+        with untouched_generators(torch.device(self._world.device)):
+            buffers = [buffer.clone() for buffer in self.module.buffers()]
+            for _ in range(self.strategy.settles_after):
+                loss, _ = self.losses_of(self.module, batch)
+                (loss * 0).backward()  # type: ignore[no-untyped-call]
+                self.optimizer.zero_grad()
+            for buffer, before in zip(self.module.buffers(), buffers, strict=True):
+                buffer.copy_(before)
+
+    def losses_of(self, module: nn.Module, batch: BatchLike) -> tuple[torch.Tensor, Sums]:
+        """Returns the sum of the weighted losses of a batch, and the sums of the training step's metrics."""
+        if self.training_step is not None:
+            with self._autocast:
+                return self.training_step(module, batch)
+        output = self.forward(module, batch)
+        if 0 < batch.rows < self.least:  # filled up for the module's sake alone
+            output = first_rows(output, batch.rows)
+        return self.loss_of(*align(self._config.task, output, batch.label), batch.loss_weight), {}
+
+    def forward(self, module: nn.Module, batch: BatchLike) -> Any:
+        """Returns the module's output for a batch, in float32."""
+        with self._autocast:
+            output = module(*batch.inputs)
+        return full_precision(output) if self._config.precision in ("bf16", "fp16") else output
+
+    def loss_of(self, output: Any, label: torch.Tensor | None, weight: torch.Tensor | None) -> torch.Tensor:
+        """Returns the sum of the weighted losses of an output; only without a training step."""
+        assert self._loss is not None
+        return self._loss(output, label, weight)
+
+    def _backward(self, batch: BatchLike, scale: float) -> tuple[torch.Tensor, Sums]:
+        """Adds the gradients of a batch to those that are there; returns its loss sum and metrics."""
+        loss, metrics = self.losses_of(self.module, batch)
+        if self.watch is not None:
+            self.watch.check(loss)
+        self.scaler.scale(loss * scale).backward()  # type: ignore[no-untyped-call]
+        return loss.detach(), metrics
+
+    def _take_step(self) -> None:
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def _skip(self, buffers: list[torch.Tensor]) -> None:
+        """Leaves out a step, which schedule and strategy count nevertheless, and puts the buffers back."""
+        for buffer, before in zip(self.module.buffers(), buffers, strict=True):
+            buffer.copy_(before)
+        if self.scaler.is_enabled():  # it may have scaled too far
+            self.scaler.unscale_(self.optimizer)
+            self.scaler.update()
+        self.schedule.step(lambda: None)
+        self.strategy.after_step(self.module)

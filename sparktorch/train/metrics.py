@@ -1,0 +1,266 @@
+"""Validation metrics of torchmetrics, over the rows of all ranks."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from sparktorch.config import Task
+from sparktorch.errors import ConfigError, nearest
+from sparktorch.train.recipe import load_object
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
+__all__ = ["Metrics", "try_metrics"]
+
+_HOMES = ("torchmetrics", "torchmetrics.classification", "torchmetrics.regression")
+_TAKEN = {"loss", "accuracy"}  # what validation reports anyway
+_MOST_AXES = 8
+_DTYPES = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
+
+
+class Metrics:
+    """The further metrics of a validation, in one rank."""
+
+    def __init__(self, metrics: Mapping[str, Any], task: Task, device: str) -> None:
+        """Builds the metrics.
+
+        Args:
+            metrics: By name: the name of a class in torchmetrics, a factory or an import path, one of
+                these under "name" in a mapping with its parameters, or an instance.
+            task: What the labels mean.
+            device: Where they are computed.
+
+        Raises:
+            ConfigError: torchmetrics is missing, or a metric is unknown or does not take its parameters.
+        """
+        self._task = task
+        self._metrics = {name: _build(name, value).to(device) for name, value in metrics.items()}
+        for metric in self._metrics.values():
+            for part in _parts(metric):
+                part.dist_sync_fn = partial(_gather, device=device)
+
+    def update(self, output: Any, label: torch.Tensor | None) -> None:
+        """Takes the next validation rows; `output` and `label` as from `align`."""
+        if not self._metrics:
+            return
+        if self._task == "classification" and label is not None:
+            # torchmetrics guesses from the rows at hand whether scores are probabilities; these always are.
+            output = output.sigmoid() if output.dim() == label.dim() else output.softmax(1)
+            label = label.long()
+        for metric in self._metrics.values():
+            metric.update(output) if label is None else metric.update(output, label)
+
+    def compute(self) -> dict[str, float]:
+        """Returns the values over the rows of all ranks, and starts anew; every rank calls it."""
+        found: dict[str, float] = {}
+        for name, metric in self._metrics.items():
+            with _quiet():  # a rank without rows has not called update
+                found |= _numbers(name, metric.compute())
+            metric.reset()
+        return found
+
+    def check(self) -> None:
+        """Refuses metrics whose parts, one of each rank, do not make up the whole.
+
+        Raises:
+            ConfigError: Names the metric and its state.
+        """
+        from torchmetrics.utilities import dim_zero_cat, dim_zero_mean
+
+        for name, metric in self._metrics.items():
+            for part in _parts(metric):
+                for state, reduction in part._reductions.items():
+                    listed = isinstance(part._defaults[state], list) and reduction is not dim_zero_cat
+                    if listed or reduction is dim_zero_mean:
+                        raise ConfigError(
+                            f"metric {name!r} cannot be computed over several workers: {type(part).__name__} keeps "
+                            f"{state!r} as {'a list that is not concatenated' if listed else 'a mean of means'}",
+                            hint="keep sums, counts or lists with dist_reduce_fx='cat'",
+                            param="metrics",
+                        )
+
+
+def try_metrics(
+    metrics: Mapping[str, Any], task: Task, classes: int | None, output: Any, label: torch.Tensor | None
+) -> dict[str, Any]:
+    """Computes the metrics of a few rows, on the driver.
+
+    Args:
+        metrics: As for `Metrics`.
+        task: What the labels mean.
+        classes: Number of classes a classifier tells apart.
+        output: What the module returned, as from `align`.
+        label: As from `align`.
+
+    Returns:
+        The metrics, with `task` and `num_classes` filled in where they ask for them and are known.
+
+    Raises:
+        ConfigError: One of them cannot be built or computed; names it.
+    """
+    complete = {}
+    for name, value in metrics.items():
+        if not name or name in _TAKEN:
+            raise ConfigError(f"metrics cannot hold one named {name!r}", hint="choose another name", param="metrics")
+        complete[name] = value if classes is None else _filled_in(name, value, classes, output, label)
+        built = Metrics({name: complete[name]}, task, "cpu")
+        built.check()
+        try:
+            with _quiet(), torch.no_grad():
+                built.update(output, label)
+                built.compute()
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"metric {name!r} failed on the first row: {type(error).__name__}: {error}",
+                hint="a classifier's metrics get probabilities, of shape (rows,) or (rows, classes), and int64 "
+                "labels; a regressor's get values and labels",
+                param="metrics",
+            ) from error
+    return complete
+
+
+def _filled_in(name: str, value: Any, classes: int, output: torch.Tensor, label: torch.Tensor | None) -> Any:
+    if isinstance(value, nn.Module):
+        return value
+    factory, params = _resolve(name, value)
+    one_score = label is not None and output.dim() == label.dim()
+    known: dict[str, Any] = {"task": "binary"} if one_score else {"task": "multiclass", "num_classes": classes}
+    asked = inspect.signature(factory).parameters
+    named = value["name"] if isinstance(value, Mapping) else value
+    return {"name": named, **{key: known[key] for key in known if key in asked}, **params}
+
+
+def _build(name: str, value: Any) -> Metric:
+    if isinstance(value, nn.Module):
+        built = copy.deepcopy(value)
+    else:
+        factory, params = _resolve(name, value)
+        try:
+            built = factory(**params)
+        except Exception as error:
+            raise ConfigError(
+                f"metric {name!r} cannot be built: {type(error).__name__}: {error}",
+                hint=f"its parameters are {inspect.signature(factory)}",
+                param="metrics",
+            ) from error
+    if not _is_metric(built):
+        raise ConfigError(
+            f"metric {name!r} is a {type(built).__name__}, no torchmetrics.Metric",
+            hint="name the metrics of a collection one by one",
+            param="metrics",
+        )
+    return cast("Metric", built)
+
+
+def _resolve(name: str, value: Any) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Returns the factory and the parameters of a metric that is no instance."""
+    params = dict(value) if isinstance(value, Mapping) else {"name": value}
+    named = params.pop("name", None)
+    if callable(named):
+        return named, params
+    if not isinstance(named, str):
+        raise ConfigError(
+            f"metric {name!r} is {value!r}",
+            hint="write the name of a class in torchmetrics, or {'name': ..., and its parameters}",
+            param="metrics",
+        )
+    if ":" in named:
+        return load_object(named), params
+    base = _torchmetrics().Metric
+    classes = {
+        key: found
+        for home in _HOMES
+        for key, found in vars(importlib.import_module(home)).items()
+        if isinstance(found, type) and issubclass(found, base) and found is not base
+    }
+    if named not in classes:
+        raise ConfigError(f"metric {named!r} is unknown", hint=nearest(named, classes), param="metrics")
+    return classes[named], params
+
+
+def _torchmetrics() -> Any:
+    try:
+        return importlib.import_module("torchmetrics")
+    except ImportError as error:
+        raise ConfigError(
+            f"metrics are computed by torchmetrics, which cannot be imported: {error}",
+            hint="pip install sparktorch-estimator[metrics], on the executors too",
+            param="metrics",
+        ) from error
+
+
+def _is_metric(value: Any) -> bool:
+    return isinstance(value, _torchmetrics().Metric)
+
+
+def _parts(metric: Metric) -> Iterator[Metric]:
+    """Yields the metric and those that it wraps."""
+    for part in metric.modules():
+        if _is_metric(part):
+            yield part  # type: ignore[misc]
+
+
+def _numbers(name: str, value: Any) -> dict[str, float]:
+    """Returns a metric's result as numbers: of a vector by index, of a mapping by key."""
+    if isinstance(value, Mapping):
+        return {key: number for part in value for key, number in _numbers(f"{name}_{part}", value[part]).items()}
+    values = torch.as_tensor(value)
+    if values.dim() > 1:
+        raise ConfigError(
+            f"metric {name!r} gives a tensor of shape {tuple(values.shape)}",
+            hint="only numbers and vectors can be reported",
+            param="metrics",
+        )
+    if values.dim() == 0:
+        return {name: float(values)}
+    return {f"{name}_{i}": float(number) for i, number in enumerate(values)}
+
+
+def _gather(values: torch.Tensor, group: Any = None, *, device: str) -> list[torch.Tensor]:
+    """Returns the tensors of all ranks, in their order, without those that hold nothing if any does.
+
+    torchmetrics' own function takes ranks with tensors of equal type and number of axes only, and a
+    rank without rows has none to look at.
+    """
+    header = torch.zeros(_MOST_AXES + 2, dtype=torch.int64)
+    header[: values.dim() + 2] = torch.tensor([_DTYPES.index(values.dtype), values.dim(), *values.shape])
+    size = dist.get_world_size(group)
+    headers = [torch.empty_like(header, device=device) for _ in range(size)]
+    dist.all_gather(headers, header.to(device), group)
+    kinds = [(_DTYPES[code], tuple(shape[:axes])) for code, axes, *shape in (found.tolist() for found in headers)]
+    lengths = [torch.Size(shape).numel() * dtype.itemsize for dtype, shape in kinds]
+    content = torch.zeros(max(1, *lengths), dtype=torch.uint8, device=device)
+    content[: values.numel() * values.itemsize] = values.to(device).contiguous().view(-1).view(torch.uint8)
+    contents = [torch.empty_like(content) for _ in range(size)]
+    dist.all_gather(contents, content, group)
+    found = [
+        part[:length].view(dtype).view(shape).to(values.device)
+        for part, length, (dtype, shape) in zip(contents, lengths, kinds, strict=True)
+    ]
+    return [part for part in found if part.numel()] or found
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """A block without the warnings of metrics that have seen too little."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="torchmetrics")
+        warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
+        yield

@@ -1,0 +1,99 @@
+"""Which parameters are trained, and with which options: glob patterns of their names."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from sparktorch.errors import ConfigError
+
+__all__ = ["freeze", "group"]
+
+
+def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
+    """Takes the gradient from parameters whose names match; later patterns win over earlier ones.
+
+    Args:
+        module: Whose parameters.
+        patterns: Globs, in which `*` matches dots too; `!pattern` takes some out again.
+
+    Raises:
+        ConfigError: A pattern matches no parameter, or they leave nothing to train.
+    """
+    if not patterns:
+        return
+    named = dict(module.named_parameters(remove_duplicate=False))
+    frozen: set[str] = set()
+    for pattern in patterns:
+        found = _matching(pattern.removeprefix("!"), named, "freeze")
+        frozen = frozen - found if pattern.startswith("!") else frozen | found
+    for name in frozen:
+        named[name].requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in named.values()):
+        raise ConfigError(
+            "freeze leaves no parameter to train",
+            hint=f"take some out again with '!pattern', for example '!{list(named)[-1]}'",
+            param="freeze",
+        )
+
+
+def group(module: nn.Module, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the module's trainable parameters as an optimizer's groups: first those of no group.
+
+    Args:
+        module: Whose parameters.
+        groups: Globs of names under "params", one or several, and options of the optimizer. The first
+            group that matches a name holds.
+
+    Raises:
+        ConfigError: A group has no patterns, or a pattern no parameter, or a group none that is its own.
+    """
+    named = dict(module.named_parameters(remove_duplicate=False))
+    rest = {parameter: None for parameter in named.values() if parameter.requires_grad}  # in order, tied ones once
+    made = []
+    for number, options in enumerate(groups):
+        where = f"parameterGroups[{number}]"
+        patterns = options.get("params")
+        patterns = [patterns] if isinstance(patterns, str) else patterns
+        if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
+            raise ConfigError(
+                f"{where} has no 'params'" if patterns is None else f"{where}['params'] is {patterns!r}",
+                hint="give a glob pattern of parameter names, or a list of them",
+                param="parameterGroups",
+            )
+        found = {name for pattern in patterns for name in _matching(pattern, named, "parameterGroups")}
+        own = list(dict.fromkeys(named[name] for name in named if name in found and named[name] in rest))
+        if not own:
+            raise ConfigError(
+                f"{where} is left without a parameter",
+                hint="those that it matches are frozen, or belong to an earlier group",
+                param="parameterGroups",
+            )
+        for parameter in own:
+            del rest[parameter]
+        made.append({**options, "params": own})
+    return [{"params": list(rest)}, *made] if rest else made
+
+
+def _matching(pattern: str, names: Iterable[str], param: str) -> set[str]:
+    """Returns the names that match, having refused a pattern that matches none."""
+    found = {name for name in names if fnmatchcase(name, pattern)}
+    if not found:
+        known = dict.fromkeys(part for name in names for part in _prefixes(name))
+        near = difflib.get_close_matches(pattern.strip("*."), known, n=3, cutoff=0.6) or list(names)[:3]
+        raise ConfigError(
+            f"{param}: {pattern!r} matches no parameter",
+            hint=f"the nearest names are {', '.join(near)}",
+            param=param,
+        )
+    return found
+
+
+def _prefixes(name: str) -> list[str]:
+    """Returns a name and the names of the modules around it."""
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]

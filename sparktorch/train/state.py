@@ -1,0 +1,149 @@
+"""Module and optimizer as named tensors: what a checkpoint holds of them, whoever keeps which part."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparktorch.errors import PersistenceError
+
+__all__ = [
+    "create_optimizer_state",
+    "divided_like",
+    "load_optimizer_values",
+    "load_tensors",
+    "local_part",
+    "named_tensors",
+    "optimizer_values",
+    "own_optimizer",
+    "parameter_names",
+]
+
+_WRAPPER = "_checkpoint_wrapped_module."  # torch's, around a part whose activations are computed twice
+
+
+def named_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Returns the tensors of module and optimizer by name; they share memory with them.
+
+    Args:
+        module: The user's module; its parameters may be divided among ranks.
+        optimizer: Over its parameters. Of a `ZeroRedundancyOptimizer`, this rank's share is meant.
+    """
+    found = {f"module.{name}": value.detach() for name, value in module.state_dict().items()}
+    names = parameter_names(module)
+    for parameter, state in own_optimizer(optimizer).state.items():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                found[f"optimizer.{names[parameter]}.{key}"] = value
+    return found
+
+
+def parameter_names(module: nn.Module) -> dict[torch.Tensor, str]:
+    """Returns the name of each parameter, as `state_dict` has it."""
+    return {parameter: name.replace(_WRAPPER, "") for name, parameter in module.named_parameters()}
+
+
+def divided_like(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's part of something as the whole of it, where the parameter is divided among ranks."""
+    if not hasattr(parameter, "to_local"):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(parameter, DTensor)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(part, mesh, placements, shape=parameter.shape, stride=parameter.stride())
+
+
+def own_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Returns the optimizer that steps this rank's share of the parameters."""
+    inner: torch.optim.Optimizer = getattr(optimizer, "optim", optimizer)
+    return inner
+
+
+def optimizer_values(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    """Returns what the optimizer keeps besides tensors, by the name of the parameter it is kept for."""
+    names = parameter_names(module)
+    found = {}
+    for parameter, state in own_optimizer(optimizer).state.items():
+        values = {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
+        if values:
+            found[names[parameter]] = values
+    return found
+
+
+def load_optimizer_values(
+    module: nn.Module, optimizer: torch.optim.Optimizer, values: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Puts back what `optimizer_values` returned."""
+    names = parameter_names(module)
+    for parameter, state in own_optimizer(optimizer).state.items():
+        state.update(values.get(names[parameter], {}))
+
+
+def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Makes the optimizer keep a state for every parameter, as most do from their first step on.
+
+    The parameters may change by it: load them afterwards.
+    """
+    own = own_optimizer(optimizer)
+    parameters = [p for group in own.param_groups for p in group["params"]]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    own.step()
+    own.zero_grad()
+
+
+def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+    """Returns this rank's part of a tensor, and where in the whole tensor it begins."""
+    if not hasattr(tensor, "to_local"):
+        return tensor, [0] * tensor.dim()
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    divided: Any = tensor
+    _, offset = compute_local_shape_and_global_offset(divided.shape, divided.device_mesh, divided.placements)
+    part: torch.Tensor = divided.to_local()
+    return part, list(offset)
+
+
+def load_tensors(directory: Path, wanted: Mapping[str, torch.Tensor]) -> set[str]:
+    """Fills tensors, whole or divided among ranks, with what the files of a directory hold under their names.
+
+    Every rank reads by itself, and only the parts it needs.
+
+    Args:
+        directory: With safetensors files in the layout of `torch.distributed.checkpoint`.
+        wanted: The tensors to fill.
+
+    Returns:
+        The names that the files hold.
+
+    Raises:
+        PersistenceError: A tensor has another shape than the one in the files.
+    """
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+    reader = HuggingFaceStorageReader(str(directory))
+    known: dict[str, Any] = reader.read_metadata().state_dict_metadata
+    flat = {name: _with_axis(value) for name, value in wanted.items() if name in known}
+    for name, value in flat.items():
+        if tuple(known[name].size) != tuple(value.shape):
+            raise PersistenceError(
+                f"the checkpoint holds {name!r} of shape {tuple(known[name].size)}, and the model has "
+                f"{tuple(value.shape)}",
+                hint="is the module the same as when it was saved?",
+            )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is not asked to talk
+        dcp.load(dict(flat), storage_reader=reader, no_dist=True)
+    return set(known)
+
+
+def _with_axis(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a view with one axis at least: the readers of slices take no scalars."""
+    return tensor if tensor.dim() else tensor.view(1)

@@ -1,0 +1,155 @@
+"""What the validation rows of all ranks say of a module."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from sparktorch.train.group import sum_over_ranks
+from sparktorch.train.metrics import Metrics
+from sparktorch.train.step import Means
+from sparktorch.train.task import align, correct, predicted
+
+if TYPE_CHECKING:
+    from sparktorch.config import TrainConfig
+    from sparktorch.train.engine import Engine
+    from sparktorch.train.ports import ShardLike
+    from sparktorch.train.recipe import Recipe
+    from sparktorch.train.step import BatchLike
+    from sparktorch.world import World
+
+__all__ = ["Best", "Validation"]
+
+_ROWS = 4096
+_MOST_CLASSES = 100  # of a confusion matrix
+
+
+class Validation:
+    """Evaluates a module on the validation rows of all ranks; every rank calls it at the same place."""
+
+    def __init__(
+        self,
+        shard: ShardLike,
+        engine: Engine,
+        recipe: Recipe,
+        config: TrainConfig,
+        world: World,
+        *,
+        rows: int,
+        classes: int,
+    ) -> None:
+        """Prepares the evaluation.
+
+        Args:
+            shard: This rank's rows.
+            engine: Calls the module.
+            recipe: Says which metrics are computed besides.
+            config: Says what the labels mean.
+            world: This rank's place.
+            rows: The most validation rows of any rank.
+            classes: Number of classes the labels index, 0 when labels are not classes.
+        """
+        self._shard, self._engine, self._world, self._task = shard, engine, world, config.task
+        self._metrics = Metrics(recipe.metrics, config.task, world.device)
+        # Where each forward pass waits for those of the other ranks, all take equally many.
+        self._batches = math.ceil(rows / _ROWS) if engine.strategy.collective_forward else 0
+        self._shown = classes if classes <= _MOST_CLASSES else 0
+
+    @torch.no_grad()
+    def run(self, module: nn.Module) -> tuple[dict[str, float], torch.Tensor | None]:
+        """Evaluates the module; sums and states, not means, travel between the ranks.
+
+        Returns:
+            The metrics, and the confusion matrix, int64 of shape `(classes, classes)`.
+        """
+        module.eval()
+        totals = torch.zeros(4, dtype=torch.float64)
+        counts = torch.zeros(self._shown**2, dtype=torch.float64)
+        means = Means()
+        for batch, output, label, loss in self._outputs(module, means):
+            weight = torch.ones(batch.rows, device=self._world.device) if batch.weight is None else batch.weight
+            totals[0] += float(loss)
+            totals[1] += float(weight.sum() if batch.loss_weight is None else batch.loss_weight.sum())
+            totals[2] += float(weight.sum())
+            if self._task == "classification" and label is not None:
+                totals[3] += float((correct(output, label) * weight).sum())
+                if self._shown:
+                    cells = label.long() * self._shown + predicted(output, label)
+                    counts += torch.bincount(cells, minlength=len(counts)).cpu()
+            self._metrics.update(output, label)
+        summed = sum_over_ranks(torch.cat([totals, counts]), self._world)
+        loss_sum, loss_weight_sum, weight_sum, right = summed[:4].tolist()
+        found = {}
+        if self._engine.training_step is not None:
+            found = {f"val_{name}": mean for name, mean in means.over_ranks(self._world).items()}
+        found["val_loss"] = loss_sum / loss_weight_sum if loss_weight_sum else float("nan")
+        if self._task == "classification":
+            found["val_accuracy"] = right / weight_sum if weight_sum else float("nan")
+        found |= {f"val_{name}": value for name, value in self._metrics.compute().items()}
+        return found, summed[4:].long().view(self._shown, self._shown) if self._shown else None
+
+    def _outputs(
+        self, module: nn.Module, means: Means
+    ) -> Iterator[tuple[BatchLike, Any, torch.Tensor | None, torch.Tensor]]:
+        """Yields each batch of this rank with output and label as from `align`, and its loss sum."""
+        engine = self._engine
+        for batch in self._shard.validation(_ROWS, batches=self._batches):
+            output = engine.forward(module, batch)
+            loss: torch.Tensor | None = None
+            if engine.training_step is not None:  # which calls the module, too
+                loss, sums = engine.losses_of(module, batch)
+                means.add(sums)
+            if not batch.rows:
+                continue
+            output, label = align(self._task, output, batch.label)
+            yield batch, output, label, engine.loss_of(output, label, batch.loss_weight) if loss is None else loss
+
+
+class Best:
+    """The weights of the validation with the smallest loss, and how many have come since without a smaller one.
+
+    Attributes:
+        state: These weights, `None` as long as there are none. Ranks other than rank 0 may hold none of
+            them, and yet know that there are some.
+    """
+
+    def __init__(self, patience: int | None) -> None:
+        """Takes the number of validations after which it is enough; `None` keeps no weights at all."""
+        self._patience = patience
+        self._loss = math.inf
+        self._waited = 0
+        self.state: dict[str, torch.Tensor] | None = None
+
+    @property
+    def out_of_patience(self) -> bool:
+        """Whether training should end."""
+        return self._patience is not None and self._waited >= self._patience
+
+    def offer(self, loss: float, state: Callable[[], dict[str, torch.Tensor]]) -> bool:
+        """Returns whether the model would now have these weights: the best so far, or the last where none are kept.
+
+        Args:
+            loss: Of the validation.
+            state: Returns a copy of the weights; called in all ranks or in none.
+        """
+        if self._patience is None:
+            return True
+        if not loss < self._loss:
+            self._waited += 1
+            return False
+        self._loss, self._waited = loss, 0
+        self.state = state()
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the counters, without the weights, for `load_state_dict`."""
+        return {"loss": self._loss, "waited": self._waited}
+
+    def load_state_dict(self, state: Mapping[str, Any], weights: dict[str, torch.Tensor]) -> None:
+        """Goes on from such counters, and from the weights of that validation, if there was one."""
+        self._loss, self._waited = state["loss"], state["waited"]
+        self.state = weights if self._loss < math.inf else None

@@ -1,0 +1,159 @@
+"""Checkpoints: what one number of ranks wrote, another reads; damage is noticed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sparktorch.config import TrainConfig
+from sparktorch.errors import PersistenceError
+from sparktorch.train.checkpoint import CheckpointStore, Manifest, snapshot
+from sparktorch.train.recipe import Recipe
+from sparktorch.train.state import create_optimizer_state, load_tensors, named_tensors
+from sparktorch.train.strategy import build_strategy
+from sparktorch.train.weights import pack_state, unpack_state
+from sparktorch.world import World
+from tests.support.nets import Tower
+from tests.support.ranks import in_group
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "zero1": {},
+    "zero2": {"min_parameters": 60},
+    "zero3": {"min_parameters": 60, "activation_checkpointing": True},
+}
+
+
+def _made(world: World, strategy: str, seed: int) -> tuple[Any, Any, Any]:
+    made = build_strategy(TrainConfig(strategy=strategy, strategy_params=OPTIONS[strategy]), world)
+    recipe = Recipe(module=Tower, learning_rate=0.01)
+    plain = recipe.build_module(seed)
+    module = made.prepare(plain)
+    return made, module, made.optimizer(recipe, plain)
+
+
+def _steps(module: Any, optimizer: Any, count: int) -> None:
+    for number in range(count):
+        optimizer.zero_grad()
+        x = torch.linspace(-1, 1, 40, dtype=torch.float32).view(8, 5) + number
+        module(x).square().mean().backward()  # the same on every rank: as on one
+        optimizer.step()
+
+
+def _save(world: World, strategy: str, url: str) -> bytes:
+    made, module, optimizer = _made(world, strategy, seed=1)
+    _steps(module, optimizer, 3)
+    share = snapshot(named_tensors(made.plain(module), optimizer), {"rank": world.rank}, made.saves)
+    files = CheckpointStore(url).write_share(3, world.rank, share)
+    (Path(url) / f"files-{world.rank}").write_text(json.dumps(files))
+    _steps(module, optimizer, 2)
+    return pack_state(made.state_dict(module))
+
+
+def _load(world: World, strategy: str, url: str) -> bytes:
+    store = CheckpointStore(url)
+    manifest = store.read_manifest(3)
+    made, module, optimizer = _made(world, strategy, seed=2)
+    create_optimizer_state(optimizer)
+    with store.local(manifest) as directory:
+        tensors = named_tensors(made.plain(module), optimizer)
+        missing = tensors.keys() - load_tensors(directory, tensors)
+        assert not missing, missing
+    _steps(module, optimizer, 2)
+    return pack_state(made.state_dict(module))
+
+
+def _finish(url: Path, ranks: int) -> Manifest:
+    files = {}
+    for rank in range(ranks):
+        files |= json.loads((url / f"files-{rank}").read_text())
+    manifest = Manifest(step=3, epoch=0, step_in_epoch=3, world_size=ranks, job={}, files=files)
+    CheckpointStore(str(url)).write_manifest(manifest)
+    return manifest
+
+
+def same(found: bytes, expected: bytes) -> None:
+    torch.testing.assert_close(unpack_state(found), unpack_state(expected), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("strategy", OPTIONS)
+@pytest.mark.parametrize(("writers", "readers"), [(1, 3), (2, 2), (3, 2), (4, 1)])
+def test_what_some_ranks_wrote_any_number_of_ranks_goes_on_from(
+    strategy: str, writers: int, readers: int, tmp_path: Path
+) -> None:
+    written = in_group(writers, _save, strategy, str(tmp_path))[0]
+    _finish(tmp_path, writers)
+    read = in_group(readers, _load, strategy, str(tmp_path))[0]
+    same(read, written)
+
+
+def test_a_checkpoint_of_one_strategy_is_read_by_another(tmp_path: Path) -> None:
+    written = in_group(2, _save, "zero3", str(tmp_path))[0]
+    _finish(tmp_path, 2)
+    for strategy in ("ddp", "zero1", "zero2"):
+        read = in_group(3, _load, strategy, str(tmp_path))[0]
+        same(read, written)
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> CheckpointStore:
+    """Three checkpoints of one rank, at steps 1, 2 and 3."""
+    store = CheckpointStore(str(tmp_path))
+    for step in (1, 2, 3):
+        share = snapshot({"module.x": torch.full((1000,), float(step))}, {"step": step}, lambda _: True)
+        files = store.write_share(step, 0, share)
+        store.write_manifest(Manifest(step=step, epoch=0, step_in_epoch=step, world_size=1, job={}, files=files))
+    return store
+
+
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+
+
+def _empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("damage", [_truncate, _flip, _empty, Path.unlink])
+@pytest.mark.parametrize("name", ["rank-00000.safetensors", "rank-00000.pt", "manifest.json"])
+def test_of_a_damaged_checkpoint_the_one_before_is_used(
+    damage: Any, name: str, written: CheckpointStore, tmp_path: Path
+) -> None:
+    damage(tmp_path / "step-000000003" / name)
+    manifest, problems = written.usable()
+    assert manifest is not None
+    assert manifest.step == 2
+    assert len(problems) == 1
+
+
+def test_old_checkpoints_are_removed_and_so_is_what_was_never_finished(
+    written: CheckpointStore, tmp_path: Path
+) -> None:
+    written.write_share(4, 0, snapshot({}, {}, lambda _: True))
+    assert written.steps() == [4, 3, 2, 1]
+    written.keep({3, 1})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000000001", "step-000000003"]
+
+
+def test_a_manifest_cannot_name_files_outside_its_directory(written: CheckpointStore, tmp_path: Path) -> None:
+    path = tmp_path / "step-000000003" / "manifest.json"
+    values = json.loads(path.read_text())["manifest"]
+    values["files"]["../../rank-00000.pt"] = values["files"]["rank-00000.pt"]
+    written.write_manifest(Manifest(**values))
+    with pytest.raises(PersistenceError, match="names files that no rank writes"):
+        written.read_manifest(3)
+
+
+def test_an_unknown_file_system_is_refused() -> None:
+    with pytest.raises(PersistenceError, match="cannot be opened"):
+        CheckpointStore("nosuch://bucket/run")

@@ -1,0 +1,227 @@
+"""A training that was killed and goes on from its checkpoint ends as the one that was not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sparktorch import Callback
+from sparktorch.config import CheckpointConfig, TrainConfig
+from sparktorch.errors import PersistenceError
+from sparktorch.train.callbacks import FitContext
+from sparktorch.train.checkpoint import CheckpointStore
+from sparktorch.train.recipe import Recipe
+from sparktorch.worker import TrainJob
+from tests.support.frames import Table
+from tests.support.nets import Noisy, Tower
+from tests.support.ranks import control_server, load_state, run_ranks, train_on
+
+TABLE = Table.random(331, weighted=True, validated=True)
+STEPS, EPOCHS = 8, 3
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "ddp": {"strategy": "ddp", "strategy_params": {"bucket_cap_mb": 0.0002}},  # several buckets
+    "zero1": {"strategy": "zero1"},
+    "zero2": {"strategy": "zero2", "strategy_params": {"min_parameters": 60}},
+    "zero3": {"strategy": "zero3", "strategy_params": {"min_parameters": 60}},
+}
+
+
+class Counts(Callback):
+    """Kills one rank after one step, the first time; counts steps, and says how many in the end."""
+
+    ranks = "all"
+
+    def __init__(self, folder: Path, *, rank: int = -1, step: int = -1) -> None:
+        self._folder, self._rank, self._step = folder, rank, step
+        self.steps = 0
+
+    def on_step_end(self, context: FitContext) -> None:
+        self.steps += 1
+        flag = self._folder / "killed"
+        if (context.world.rank, context.step) == (self._rank, self._step) and not flag.exists():
+            flag.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_fit_end(self, context: FitContext) -> None:
+        (self._folder / f"steps-{context.world.rank}").write_text(str(self.steps))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.steps = state["steps"]
+
+
+class Spoils(Callback):
+    """Puts a file where the checkpoint of step 4 is to have its directory."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def on_step_end(self, context: FitContext) -> None:
+        if context.step == 3:
+            (self._folder / "checkpoints" / f"step-{4:09d}").write_text("")
+
+
+def job_for(folder: Path, callback: Callback | None = None, *, module: Any = Noisy, **config: Any) -> TrainJob:
+    values: dict[str, Any] = {
+        "batch_size": 32,
+        "epochs": EPOCHS,
+        "seed": 3,
+        "schedule_interval": "step",
+        "warmup_steps": 5,
+        "ema_decay": 0.9,
+        **config,
+    }
+    return TrainJob(
+        columns=TABLE.columns,
+        recipe=Recipe(
+            module=module,
+            optimizer_params={"weight_decay": 0.05},
+            learning_rate=1e-2,
+            scheduler="OneCycleLR",
+            scheduler_params={"max_lr": 1e-2, "cycle_momentum": False},  # zero1 knows of no momentum
+            callbacks=[callback] if callback else [],
+        ),
+        config=TrainConfig(task="regression", **values),
+        checkpoint=CheckpointConfig(directory=str(folder / "checkpoints"), unit="step", interval=1, owner="me"),
+        max_imbalance=None,
+    )
+
+
+def parts(ranks: int) -> list[Any]:
+    return [part.batches() for part in TABLE.parts(ranks)]
+
+
+def killed(job: TrainJob, ranks: int) -> None:
+    with control_server() as server:
+        ended = run_ranks(server, parts(ranks), job)
+    assert any(rank.exitcode == -signal.SIGKILL for rank in ended)
+    assert all(rank.result is None for rank in ended)
+
+
+def timeless(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    times = ("seconds", "rows_per_second", "data_wait_share")
+    return [{name: value for name, value in record.items() if name not in times} for record in history]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_weights_are_the_same_to_the_last_bit(strategy: str, ranks: int, tmp_path: Path) -> None:
+    calm, rough = tmp_path / "calm", tmp_path / "rough"
+    calm.mkdir()
+    rough.mkdir()
+    config = STRATEGIES[strategy]
+    expected, wanted = train_on(parts(ranks), job_for(calm, Counts(calm), **config))
+    step = STEPS + 3 + ranks  # somewhere in the second epoch
+    killed(job_for(rough, Counts(rough, rank=1, step=step), **config), ranks)
+    left = CheckpointStore(str(rough / "checkpoints")).steps()
+    assert left
+    assert step - 3 <= left[0] <= step
+    found, metas = train_on(parts(ranks), job_for(rough, Counts(rough), **config))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert timeless(metas[0]["history"]) == timeless(wanted[0]["history"])
+    for rank in range(ranks):
+        assert (rough / f"steps-{rank}").read_text() == (calm / f"steps-{rank}").read_text() == str(EPOCHS * STEPS)
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3), (4, 1)])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_another_number_of_ranks_goes_on_with_the_same_batches(
+    strategy: str, before: int, after: int, tmp_path: Path
+) -> None:
+    config: dict[str, Any] = {"module": Tower, **STRATEGIES[strategy]}
+    (tmp_path / "calm").mkdir()
+    expected, wanted = train_on(parts(1), job_for(tmp_path / "calm", module=Tower))
+    killed(job_for(tmp_path, Counts(tmp_path, rank=1, step=STEPS + 5), **config), before)
+    found, metas = train_on(parts(after), job_for(tmp_path, **config))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    for ours, theirs in zip(timeless(metas[0]["history"]), timeless(wanted[0]["history"]), strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5)
+
+
+def test_the_best_weights_of_before_the_kill_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "calm").mkdir()
+    # At such a rate the loss soon jumps about: the best validation is an early one.
+    config: dict[str, Any] = {"epochs": 40, "patience": 4, "schedule_interval": "epoch", "warmup_steps": 0}
+    config["ema_decay"] = None
+
+    def job(folder: Path, callback: Callback | None) -> TrainJob:
+        made = job_for(folder, callback, module=Tower, **config)
+        recipe = {"optimizer": "SGD", "optimizer_params": {"momentum": 0.9}, "learning_rate": 0.15}
+        return replace(made, recipe=replace(made.recipe, scheduler=None, scheduler_params={}, **recipe))
+
+    expected, wanted = train_on(parts(2), job(tmp_path / "calm", None))
+    losses = [record["val_loss"] for record in wanted[0]["history"]]
+    best = losses.index(min(losses))
+    assert len(losses) < 40
+    killed(job(tmp_path, Counts(tmp_path, rank=1, step=(best + 1) * STEPS + 9)), 2)
+    found, metas = train_on(parts(2), job(tmp_path, None))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert timeless(metas[0]["history"]) == timeless(wanted[0]["history"])
+
+
+def test_a_training_that_has_ended_is_not_gone_on_with(tmp_path: Path) -> None:
+    job = job_for(tmp_path, epochs=1)
+    first, _ = train_on(parts(2), job)
+    again, metas = train_on(parts(2), job)
+    assert len(metas[0]["history"]) == 1
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["finished.json", f"step-{STEPS - 1:09d}", f"step-{STEPS:09d}"]
+
+
+def test_rows_or_settings_of_another_training_are_refused(tmp_path: Path) -> None:
+    job = job_for(tmp_path, Counts(tmp_path, rank=0, step=6))
+    assert job.checkpoint is not None
+    killed(job, 2)
+    other = replace(job, checkpoint=replace(job.checkpoint, job={"learningRate": "0.5"}))
+    with pytest.raises(PersistenceError, match=r"another configuration \(learningRate: None there, '0\.5' here\)"):
+        train_on(parts(2), other)
+    with pytest.raises(PersistenceError, match=r"another configuration \(data: "):
+        train_on([TABLE.take(slice(0, 200)).batches(), []], job)  # type: ignore[arg-type]
+
+
+def test_two_fits_cannot_write_into_one_directory(tmp_path: Path) -> None:
+    job = job_for(tmp_path)
+    assert job.checkpoint is not None
+    CheckpointStore(job.checkpoint.directory).claim("somebody else")
+    with pytest.raises(PersistenceError, match="is being written by another fit"):
+        train_on(parts(2), job)
+
+
+def test_a_damaged_checkpoint_is_left_out_with_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "calm").mkdir()
+    expected, _ = train_on(parts(2), job_for(tmp_path / "calm"))
+    killed(job_for(tmp_path, Counts(tmp_path, rank=1, step=STEPS + 5)), 2)
+    folder = tmp_path / "checkpoints"
+    latest = CheckpointStore(str(folder)).usable()[0]
+    assert latest is not None
+    path = folder / f"step-{latest.step:09d}" / "rank-00001.pt"
+    path.write_bytes(path.read_bytes()[:-1])
+    with control_server() as server:
+        ended = run_ranks(server, parts(2), job_for(tmp_path))
+        (warning,) = [w for w in server.new_warnings() if f"step {latest.step} is damaged" in w["text"]]
+    assert "rank-00001.pt" in warning["text"]
+    assert ended[0].result is not None
+    assert all(torch.equal(load_state(ended[0].result)[name], value) for name, value in expected.items())
+
+
+def test_a_directory_that_cannot_be_written_costs_the_checkpoints_and_not_the_training(tmp_path: Path) -> None:
+    (tmp_path / "calm").mkdir()
+    expected, _ = train_on(parts(2), job_for(tmp_path / "calm", epochs=1))
+
+    with control_server() as server:
+        ended = run_ranks(server, parts(2), job_for(tmp_path, Spoils(tmp_path), epochs=1))
+        texts = [warning["text"] for warning in server.new_warnings()]
+    assert any("no checkpoint at step 4" in text for text in texts), json.dumps(texts)
+    assert ended[0].result is not None
+    assert all(torch.equal(load_state(ended[0].result)[name], value) for name, value in expected.items())

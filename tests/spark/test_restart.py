@@ -1,0 +1,101 @@
+"""A fit that loses a worker starts again from its checkpoint, and ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from pyspark.sql import DataFrame, SparkSession
+
+from sparktorch import TorchRegressor
+from sparktorch.errors import ConfigError, PersistenceError, RankError, RankLostError
+from tests.spark.modules import Dies, Raises
+from tests.support.nets import Score
+
+
+@pytest.fixture(scope="module")
+def frame(spark: SparkSession) -> DataFrame:
+    random = np.random.default_rng(0)
+    x = random.normal(size=(300, 5))
+    return spark.createDataFrame(pd.DataFrame({"features": list(x), "label": x.sum(1)}))
+
+
+def regressor(folder: Path, **params: Any) -> TorchRegressor:
+    values: dict[str, Any] = {
+        "module": Score,
+        "epochs": 3,
+        "batchSize": 32,
+        "numWorkers": 2,
+        "progress": False,
+        "checkpointDir": str(folder / "checkpoints"),
+        "checkpointInterval": 2,
+        "checkpointUnit": "step",
+        **params,
+    }
+    return TorchRegressor(**values)
+
+
+def test_a_lost_worker_costs_the_steps_since_the_last_checkpoint(
+    frame: DataFrame, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    calm = regressor(tmp_path / "calm").fit(frame)
+    killer = Dies(tmp_path / "killed", rank=1, step=15)
+    with caplog.at_level(logging.WARNING, "sparktorch"):
+        model = regressor(tmp_path, callbacks=[killer], maxRestarts=2).fit(frame)
+    (warning,) = [record.getMessage() for record in caplog.records if "restart 1 of 2" in record.getMessage()]
+    assert "rank 1 died" in warning
+    expected, found = calm.module.state_dict(), model.module.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    losses = [record["loss"] for record in calm.summary.history]
+    assert [record["loss"] for record in model.summary.history] == losses
+    # On the driver every epoch was told once, although the second try told the first one again.
+    assert [record["epoch"] for record in killer.told] == [1, 2, 3]
+
+
+def test_an_exception_of_the_users_is_not_tried_again(frame: DataFrame, tmp_path: Path) -> None:
+    raises = Raises(tmp_path / "raised")
+    with pytest.raises(RankError, match="on purpose"):
+        regressor(tmp_path, callbacks=[raises], maxRestarts=3).fit(frame)
+    assert (tmp_path / "raised").read_text() == "x"
+
+
+def test_restarts_come_to_an_end(frame: DataFrame, tmp_path: Path) -> None:
+    killer = Dies(tmp_path / "killed", rank=0, step=1, times=9)
+    with pytest.raises(RankLostError, match="rank 0 died"):
+        regressor(tmp_path, callbacks=[killer], maxRestarts=1).fit(frame)
+    assert (tmp_path / "killed").read_text() == "xx"
+
+
+def test_the_next_fit_goes_on_with_an_unfinished_training_and_no_other(frame: DataFrame, tmp_path: Path) -> None:
+    killer = Dies(tmp_path / "killed", rank=1, step=15)
+    with pytest.raises(RankLostError):
+        regressor(tmp_path, callbacks=[killer]).fit(frame)
+    with pytest.raises(PersistenceError, match=r"learningRate: '0\.001' there, '0\.5' here"):
+        regressor(tmp_path, learningRate=0.5).fit(frame)
+    model = regressor(tmp_path).fit(frame)
+    calm = regressor(tmp_path / "calm").fit(frame)
+    expected, found = calm.module.state_dict(), model.module.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"checkpointDir": "nosuch://bucket"}, "cannot be opened"),
+        ({"checkpointInterval": 0}, "checkpointInterval must be at least 1"),
+        ({"checkpointUnit": "hour"}, "checkpointUnit 'hour' is unknown"),
+        ({"keepCheckpoints": 0}, "keepCheckpoints must be at least 1"),
+        ({"maxRestarts": -1}, "maxRestarts must be at least 0"),
+        ({"strategy": "localSGD"}, "strategy 'localSGD' has state in its workers that no checkpoint holds"),
+    ],
+)
+def test_what_cannot_be_saved_is_refused_before_a_job_starts(
+    frame: DataFrame, tmp_path: Path, params: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((ConfigError, PersistenceError), match=message):
+        regressor(tmp_path, **params).fit(frame)
