@@ -70,7 +70,8 @@ class Engine:
         self._autocast = autocast(device, config.precision)
         # Small gradients of float16 vanish unless the loss is scaled up; bfloat16 reaches as far as float32.
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
-        self.watch = LossWatch(world) if config.non_finite == "error" else None
+        at_once = True if self.strategy.waits_for_device else None
+        self.watch = LossWatch(world, at_once=at_once) if config.non_finite == "error" else None
         self.means = Means()
 
     def step(self, batch: BatchLike, scale: float, parts: int) -> torch.Tensor | None:

@@ -39,6 +39,7 @@ STRATEGIES: dict[str, dict[str, int]] = {
     "zero2": {"min_parameters": 10},
     "zero3": {"min_parameters": 10},
     "localSGD": {"period": 1},
+    "parameterServer": {"staleness": 0},
 }
 
 

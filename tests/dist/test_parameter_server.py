@@ -132,6 +132,33 @@ def test_servers_on_all_ranks_train_what_one_server_trains_to_the_last_bit() -> 
         torch.testing.assert_close(state, states[0], atol=0, rtol=0)
 
 
+def test_servers_keep_to_the_groups_of_parameters_and_to_a_schedule_of_rates_and_momentum() -> None:
+    module = seeded(Score)
+    named = dict(module.named_parameters())
+    del named["layers.0.weight"]  # is frozen
+    groups = [
+        {"params": [named["layers.0.bias"], named["layers.2.bias"]], "weight_decay": 0.0, "lr": 0.02},
+        {"params": [named["layers.2.weight"]], "weight_decay": 0.1},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.01)
+    cycle = {"max_lr": 0.05, "total_steps": EPOCHS * STEPS + 1}
+    scheduler = lr_scheduler.OneCycleLR(optimizer, **cycle)
+    expected = plain(module, optimizer, after_step=scheduler.step)
+    recipe = {
+        "optimizer": "AdamW",
+        "optimizer_params": {"weight_decay": 0.1},
+        "learning_rate": 0.01,
+        "parameter_groups": [{"params": "*.bias", "weight_decay": 0.0, "lr": 0.02}],
+        "freeze": ["layers.0.weight"],
+        "scheduler": "OneCycleLR",
+        "scheduler_params": cycle,
+    }
+    for ranks in (1, 2, 3):
+        job = job_for(recipe=recipe, options={"staleness": 0, "servers": None}, schedule_interval="step")
+        state, _ = train_on(parts(ranks), job)
+        torch.testing.assert_close(state, expected, atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("servers", [1, None])
 def test_a_rank_without_rows_takes_part_and_changes_nothing(servers: int | None) -> None:
     module = seeded(Score)

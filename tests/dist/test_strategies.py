@@ -38,6 +38,8 @@ CASES: dict[str, dict[str, Any]] = {
     "zero2": {"strategy": "zero2", "strategy_params": PARTED},
     "zero3": {"strategy": "zero3", "strategy_params": PARTED},
     "zero3, by class": {"strategy": "zero3", "strategy_params": {"wrap_classes": ["Sequential"]}},
+    "parameterServer, in step": {"strategy": "parameterServer", "strategy_params": {"staleness": 0}},
+    "parameterServer, spread": {"strategy": "parameterServer", "strategy_params": {"staleness": 0, "servers": None}},
     "zero3, activations computed twice": {
         "strategy": "zero3",
         "strategy_params": {**PARTED, "activation_checkpointing": True},
@@ -118,7 +120,7 @@ def test_ranks_end_with_the_same_bits(case: str, tmp_path: Path) -> None:
     assert len(states) == 1
 
 
-@pytest.mark.parametrize("case", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("case", ["ddp", "zero1", "zero2", "zero3", "parameterServer, spread"])
 def test_ranks_without_rows_take_part_and_change_nothing(
     case: str, expected: tuple[dict[str, torch.Tensor], float]
 ) -> None:

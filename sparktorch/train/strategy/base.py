@@ -57,6 +57,8 @@ class Strategy(ABC, Generic[O]):
     options_type: ClassVar[type[Any]] = NoOptions
     # Whether a forward pass waits for the other ranks, so that all must take equally many.
     collective_forward: ClassVar[bool] = False
+    # Whether each step waits for the device anyway, and the ranks need not wait for each other to look at losses.
+    waits_for_device: ClassVar[bool] = False
     # After how many passes gradients are summed in an order that stays.
     settles_after: ClassVar[int] = 0
     # Whether all of its state is in `state.named_tensors`, so that a checkpoint has it.

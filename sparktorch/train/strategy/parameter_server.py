@@ -56,11 +56,13 @@ class ParameterServer(Strategy[ParameterServerOptions]):
     """Gradients go to servers, which hold parameters and optimizer; parameters come back.
 
     The servers' copies lie in the memory of some ranks' hosts, whole tensors each. Traffic with them
-    has connections of its own, so that no collective of the loop meets it.
+    has connections of its own, so that no collective of the loop meets it. A gradient is scaled to be
+    an estimate of the whole batch's, as in all strategies; `Share` says what becomes of N of them.
     """
 
     layout = Layout(optimizer_state=(DATA,))
     resumable = False
+    waits_for_device = True
     options_type = ParameterServerOptions
 
     _exchange: _Exchange | None = None
@@ -83,21 +85,20 @@ class ParameterServer(Strategy[ParameterServerOptions]):
                 hint="use Adam, or strategy='ddp'",
                 param="optimizer",
             )
-        in_step = options.staleness == 0
         for param, found, reason in (
-            ("precision", config.precision == "fp16", "a worker skips steps whose gradient overflows"),
-            ("nonFiniteLoss", config.non_finite == "skip", "workers skip steps together"),
-            ("syncBatchNorm", config.sync_batch_norm, "workers wait for each other in each forward pass"),
-            ("deterministic", config.deterministic and not in_step, "updates come in another order each time"),
-            ("emaDecay", config.ema_decay is not None and not in_step, "workers see different weights"),
+            ("precision 'fp16'", config.precision == "fp16", "a worker skips a step whose gradient overflows"),
+            ("nonFiniteLoss 'skip'", config.non_finite == "skip", "workers leave out the same steps"),
+            ("syncBatchNorm", config.sync_batch_norm, "workers wait for each other in every forward pass"),
         ):
             if found:
-                stays = param in ("precision", "nonFiniteLoss", "syncBatchNorm")
-                raise ConfigError(
-                    f"strategy 'parameterServer' does not go with this {param}: {reason}",
-                    hint="use another strategy" + ("" if stays else ", or strategyParams={'staleness': 0}"),
-                    param=param,
-                )
+                _refuse(param, reason, hint="use another strategy")
+        if options.staleness != 0:
+            for param, found, reason in (
+                ("deterministic", config.deterministic, "updates come in another order each time"),
+                ("emaDecay", config.ema_decay is not None, "each worker sees other weights"),
+            ):
+                if found:
+                    _refuse(param, reason, hint="use another strategy, or strategyParams={'staleness': 0}")
 
     def prepare(self, module: nn.Module) -> nn.Module:
         """Returns the module as it is; rank 0's initial parameters and buffers go to every rank."""
@@ -142,8 +143,8 @@ class ParameterServer(Strategy[ParameterServerOptions]):
 
     @contextmanager
     def evaluating(self, module: nn.Module) -> Iterator[nn.Module]:
-        """As the base; every rank waits for the pushes of all, and then has the servers' parameters."""
-        if self._exchange is not None:
+        """As the base; ranks out of step wait for the pushes of all, and then have the servers' parameters."""
+        if self._exchange is not None and self._options.staleness != 0:
             self._exchange.pull_together()
         with super().evaluating(module) as plain:
             yield plain
@@ -155,6 +156,12 @@ class ParameterServer(Strategy[ParameterServerOptions]):
         counts[0], counts[1], counts[2 + self._world.rank] = sum(stale), len(stale), max(stale, default=0)
         total, pushes, *most = sum_over_ranks(counts, self._world).tolist()
         return {"staleness_mean": total / max(pushes, 1), "staleness_max": max(most)}
+
+
+def _refuse(what: str, reason: str, *, hint: str) -> None:
+    raise ConfigError(
+        f"{what} does not go together with strategy 'parameterServer': {reason}", hint=hint, param=what.split()[0]
+    )
 
 
 class _Pushing(torch.optim.Optimizer):
