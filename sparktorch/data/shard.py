@@ -214,7 +214,8 @@ class Shard:
 
     def _plan_ahead(self, epoch: int) -> None:
         """Orders an epoch while the one before is trained, where that takes longer than to start a thread."""
-        if self.rows < _AHEAD_ROWS or epoch >= self._epochs or epoch in self._orders:
+        busy = self._ahead is not None and self._ahead.is_alive()
+        if self.rows < _AHEAD_ROWS or epoch >= self._epochs or busy or epoch in self._orders:
             return
 
         def work() -> None:
