@@ -133,7 +133,7 @@ def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: Tra
         seed=config.seed,
         shuffle=config.shuffle,
     )
-    shard.place(0 if independent else sum(counts[: world.rank]), plan)
+    shard.place(0 if independent else sum(counts[: world.rank]), plan, epochs=config.epochs)
     if class_weights == "balanced":
         sums = [peers[world.rank]] if independent else peers
         shard.weigh_classes(balanced([sum(of_class) for of_class in zip(*(p["classes"] for p in sums), strict=True)]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,8 @@ from sparktorch.data.plan import SamplingPlan
 from sparktorch.data.tensors import check_finite, check_labels, check_weights, to_numpy
 
 __all__ = ["Batch", "Rows", "Shard", "balanced"]
+
+_AHEAD_ROWS = 1 << 15
 
 
 @dataclass(frozen=True)
@@ -134,7 +137,9 @@ class Shard:
         self._device = device
         self._first = 0
         self._plan: SamplingPlan | None = None
-        self._planned = (-1, np.empty(0, np.int64))
+        self._epochs = 1
+        self._orders: dict[int, _Order] = {}
+        self._ahead: threading.Thread | None = None
 
     @property
     def rows(self) -> int:
@@ -146,10 +151,11 @@ class Shard:
         """Number of validation rows in this rank."""
         return len(self._validation_order)
 
-    def place(self, first: int, plan: SamplingPlan) -> None:
-        """Tells the shard the position of its first row and the plan it trains by."""
+    def place(self, first: int, plan: SamplingPlan, *, epochs: int = 1) -> None:
+        """Tells the shard the position of its first row, the plan it trains by, and for how many epochs."""
         self._first = first
         self._plan = plan
+        self._epochs = epochs
 
     def weight_by_class(self, classes: int) -> list[float]:
         """Returns the sum of the weights of this rank's training rows by class."""
@@ -166,12 +172,11 @@ class Shard:
         weights = self._all.loss_weights()
         if weights is not None:
             weights = weights[self._order.numpy()]
-        return torch.from_numpy(np.bincount(self._steps(epoch), weights, self._plan.steps)).double()
+        return torch.from_numpy(np.bincount(self._order_of(epoch).steps, weights, self._plan.steps)).double()
 
     def step_rows(self, epoch: int) -> torch.Tensor:
         """Returns how many rows this rank has in each step of the epoch, int64 of shape `(steps,)`."""
-        assert self._plan is not None
-        return torch.from_numpy(np.bincount(self._steps(epoch), minlength=self._plan.steps))
+        return torch.tensor(self._order_of(epoch).ends).diff(prepend=torch.zeros(1, dtype=torch.int64))
 
     def epoch(self, epoch: int, *, least: int = 1, first: int = 0) -> Iterator[Batch]:
         """Yields this rank's part of every global batch of the epoch, in the order of the steps.
@@ -181,13 +186,10 @@ class Shard:
             least: Fill the inputs of each part up to this many rows.
             first: The step to begin with.
         """
-        assert self._plan is not None
-        step = self._steps(epoch)
-        narrow = step.astype(np.uint16) if self._plan.steps <= 1 << 16 else step  # sorted by radix, 7 times as fast
-        by_step = torch.from_numpy(np.argsort(narrow, kind="stable"))
-        index = self._order.index_select(0, by_step).to(self._device)
-        ends = np.cumsum(np.bincount(step, minlength=self._plan.steps)).tolist()
-        for start, end in list(zip([0, *ends[:-1]], ends, strict=True))[first:]:
+        order = self._order_of(epoch)
+        self._plan_ahead(epoch + 1)
+        index = order.index.to(self._device)
+        for start, end in list(zip([0, *order.ends[:-1]], order.ends, strict=True))[first:]:
             yield self._all.take(index[start:end], least=least)
 
     def validation(self, size: int, *, batches: int = 0) -> Iterator[Batch]:
@@ -201,11 +203,49 @@ class Shard:
         for start in range(0, max(len(index), batches * size), size):
             yield self._all.take(index[start : start + size], least=1 if batches else 0)
 
-    def _steps(self, epoch: int) -> npt.NDArray[np.int64]:
+    def _order_of(self, epoch: int) -> _Order:
+        if epoch not in self._orders and self._ahead is not None:
+            self._ahead.join()
+        for old in [known for known in self._orders if known < epoch]:
+            del self._orders[old]
+        if epoch not in self._orders:
+            self._orders[epoch] = self._make_order(epoch)
+        return self._orders[epoch]
+
+    def _plan_ahead(self, epoch: int) -> None:
+        """Orders an epoch while the one before is trained, where that takes longer than to start a thread."""
+        busy = self._ahead is not None and self._ahead.is_alive()
+        if self.rows < _AHEAD_ROWS or epoch >= self._epochs or busy or epoch in self._orders:
+            return
+
+        def work() -> None:
+            self._orders[epoch] = self._make_order(epoch)
+
+        self._ahead = threading.Thread(target=work, name="sparktorch-order", daemon=True)
+        self._ahead.start()
+
+    def _make_order(self, epoch: int) -> _Order:
         assert self._plan is not None
-        if self._planned[0] != epoch:
-            self._planned = (epoch, self._plan.steps_of(self._first, self._first + self.rows, epoch))
-        return self._planned[1]
+        steps = self._plan.steps_of(self._first, self._first + self.rows, epoch)
+        narrow = steps.astype(np.uint16) if self._plan.steps <= 1 << 16 else steps  # sorted by radix, 7 times as fast
+        by_step = torch.from_numpy(np.argsort(narrow, kind="stable"))
+        ends = np.cumsum(np.bincount(steps, minlength=self._plan.steps)).tolist()
+        return _Order(steps, self._order.index_select(0, by_step), ends)
+
+
+@dataclass(frozen=True)
+class _Order:
+    """The order of a rank's rows in one epoch.
+
+    Attributes:
+        steps: The step of every row, in the order of positions.
+        index: The rows in the order of their steps.
+        ends: Where in it each step ends.
+    """
+
+    steps: npt.NDArray[np.int64]
+    index: torch.Tensor
+    ends: list[int]
 
 
 def balanced(sums: Sequence[float]) -> list[float]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -160,6 +163,28 @@ def test_a_shard_keeps_nothing_of_the_batches_it_was_fed() -> None:
     batch.inputs[0].zero_()
     assert [rows_in(batch) for batch in shard.epoch(0)] == before
     assert shard.bytes == 40 * (5 * 4 + 4)
+
+
+def test_an_epoch_that_is_ordered_ahead_is_the_same_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = Table.random(203, weighted=True)
+    plain = shard_of(table)
+    monkeypatch.setattr("sparktorch.data.shard._AHEAD_ROWS", 10)
+    ahead = Shard(table.batches(size=30), table.columns)
+    ahead.place(0, PLAN, epochs=3)
+    made: list[tuple[int, str]] = []
+    make = ahead._make_order
+
+    def watched(epoch: int) -> Any:
+        made.append((epoch, threading.current_thread().name))
+        return make(epoch)
+
+    monkeypatch.setattr(ahead, "_make_order", watched)
+    next(ahead.epoch(0))  # as before the first step of a training with checkpoints
+    for epoch in range(3):
+        assert ahead.step_weights(epoch).tolist() == plain.step_weights(epoch).tolist()
+        assert ahead.step_rows(epoch).tolist() == [batch.rows for batch in plain.epoch(epoch)]
+        assert [rows_in(batch) for batch in ahead.epoch(epoch)] == [rows_in(batch) for batch in plain.epoch(epoch)]
+    assert made == [(0, "MainThread"), (1, "sparktorch-order"), (2, "sparktorch-order")]
 
 
 def test_several_inputs_arrive_in_the_order_of_forward() -> None:
