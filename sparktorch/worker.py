@@ -11,6 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -146,7 +147,7 @@ def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: Tra
         link.enter("looking for a checkpoint")
         saver = Saver(job.checkpoint, {**job.checkpoint.job, "data": fingerprint}, world, link)
 
-    with process_group(team, link.store, timeout=_COLLECTIVE_TIMEOUT):
+    with saver or nullcontext(), process_group(team, link.store, timeout=_COLLECTIVE_TIMEOUT):
         clock.lap("group")
         outcome = train(
             shard,

@@ -24,9 +24,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import fsspec
 import torch
-from fsspec.implementations.local import LocalFileSystem
 
 from sparktorch.errors import PersistenceError
 from sparktorch.train.state import local_part
@@ -51,12 +49,12 @@ class Share:
     Attributes:
         tensors: By name.
         offsets: Where each begins in the whole tensor.
-        rest: Numbers, strings, tensors, and lists and dicts of them.
+        rest: What else there is, as `torch.save` writes it: the loop goes on changing it.
     """
 
     tensors: dict[str, torch.Tensor]
     offsets: dict[str, list[int]]
-    rest: dict[str, Any]
+    rest: bytes
 
 
 def snapshot(tensors: Mapping[str, torch.Tensor], rest: dict[str, Any], saves: Callable[[str], bool]) -> Share:
@@ -64,7 +62,7 @@ def snapshot(tensors: Mapping[str, torch.Tensor], rest: dict[str, Any], saves: C
 
     Args:
         tensors: By name; of those divided among ranks, the part of this rank is kept.
-        rest: What else to keep.
+        rest: What else to keep: numbers, strings, tensors, and lists and dicts of them.
         saves: Whether this rank keeps a tensor that is not divided.
     """
     kept: dict[str, torch.Tensor] = {}
@@ -74,7 +72,9 @@ def snapshot(tensors: Mapping[str, torch.Tensor], rest: dict[str, Any], saves: C
         if (part is not value or saves(name)) and part.numel():
             kept[name] = part.detach().to("cpu", copy=True).reshape(part.shape or (1,)).contiguous()
             offsets[name] = offset or [0]
-    return Share(kept, offsets, rest)
+    content = io.BytesIO()
+    torch.save(rest, content)
+    return Share(kept, offsets, content.getvalue())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,10 +111,14 @@ class CheckpointStore:
         Raises:
             PersistenceError: The file system is unknown, or its package is not installed.
         """
+        import fsspec  # which only those who save have to wait for
+        from fsspec.implementations.local import LocalFileSystem
+
         try:
             self._fs, self._root = fsspec.core.url_to_fs(url)
         except (ImportError, ValueError) as error:
             raise PersistenceError(f"checkpointDir {url!r} cannot be opened: {error}", param="checkpointDir") from error
+        self._is_local = isinstance(self._fs, LocalFileSystem)
         self._root = self._root.rstrip("/")
 
     def write_share(self, step: int, rank: int, share: Share) -> dict[str, dict[str, Any]]:
@@ -123,9 +127,7 @@ class CheckpointStore:
         from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
 
         places = {name: {SAVED_OFFSETS_KEY: offset} for name, offset in share.offsets.items()}
-        rest = io.BytesIO()
-        torch.save(share.rest, rest)
-        contents = {f"rank-{rank:05d}.pt": rest.getvalue()}
+        contents = {f"rank-{rank:05d}.pt": share.rest}
         if share.tensors:
             contents[f"rank-{rank:05d}.safetensors"] = save(share.tensors, {CUSTOM_METADATA_KEY: json.dumps(places)})
         for name, content in contents.items():
@@ -238,28 +240,33 @@ class CheckpointStore:
 
     @contextmanager
     def local(self, manifest: Manifest) -> Iterator[Path]:
-        """A local directory with the files of a checkpoint, each compared with the manifest.
+        """A local directory with the files of a checkpoint that has been checked."""
+        directory = self._directory(manifest.step)
+        if self._is_local:
+            yield Path(directory)
+            return
+        with tempfile.TemporaryDirectory(prefix="sparktorch-") as folder:
+            for name in manifest.files:
+                self._fs.get_file(f"{directory}/{name}", f"{folder}/{name}")
+            yield Path(folder)
+
+    def check(self, manifest: Manifest) -> None:
+        """Compares the files of a checkpoint with its manifest.
 
         Raises:
             PersistenceError: A file is missing, truncated or changed.
         """
-        with tempfile.TemporaryDirectory(prefix="sparktorch-") as folder:
-            here = isinstance(self._fs, LocalFileSystem)
-            directory = Path(self._directory(manifest.step)) if here else Path(folder)
-            for name, wanted in manifest.files.items():
-                path = directory / name
-                try:
-                    if not here:
-                        self._fs.get_file(f"{self._directory(manifest.step)}/{name}", str(path))
-                    found = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-                except FileNotFoundError as error:
-                    raise PersistenceError(f"{name} of the checkpoint at step {manifest.step} is missing") from error
-                if found != wanted:
-                    raise PersistenceError(
-                        f"{name} of the checkpoint at step {manifest.step} is damaged: it has {found['bytes']:,} "
-                        f"bytes of {wanted['bytes']:,}, or others than were written"
-                    )
-            yield directory
+        for name, wanted in manifest.files.items():
+            what = f"{name} of the checkpoint at step {manifest.step}"
+            try:
+                found = self._measure(f"{self._directory(manifest.step)}/{name}")
+            except OSError as error:
+                raise PersistenceError(f"{what} cannot be read: {error}") from error
+            if found != wanted:
+                raise PersistenceError(
+                    f"{what} is damaged: it has {found['bytes']:,} bytes of {wanted['bytes']:,}, or others than were "
+                    "written"
+                )
 
     def usable(self) -> tuple[Manifest | None, list[PersistenceError]]:
         """Returns the latest checkpoint whose files are whole, and why later ones are not."""
@@ -267,16 +274,25 @@ class CheckpointStore:
         for step in self.steps():
             with _kept(PersistenceError, problems):
                 manifest = self.read_manifest(step)
-                with self.local(manifest):
-                    return manifest, problems
+                self.check(manifest)
+                return manifest, problems
         return None, problems
+
+    def _measure(self, path: str) -> dict[str, Any]:
+        """Returns size and SHA-256 of a file."""
+        digest, size = hashlib.sha256(), 0
+        with self._fs.open(path, "rb") as file:
+            while block := file.read(1 << 22):
+                digest.update(block)
+                size += len(block)
+        return {"bytes": size, "sha256": digest.hexdigest()}
 
     def _directory(self, step: int) -> str:
         return f"{self._root}/step-{step:09d}"
 
     def _put(self, path: str, content: bytes) -> None:
         """Writes a file that is there as a whole or not at all."""
-        if not isinstance(self._fs, LocalFileSystem):
+        if not self._is_local:
             self._fs.pipe_file(path, content)
             return
         target = Path(path)
@@ -323,11 +339,3 @@ def read_rest(directory: Path, rank: int) -> dict[str, Any]:
 
 def _digest(values: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()

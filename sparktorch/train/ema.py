@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from sparktorch.train.state import divided_like
+from sparktorch.train.state import divided_like, local
 
 __all__ = ["MovingAverage"]
 
@@ -56,8 +56,7 @@ class MovingAverage:
 
     def _weights(self) -> list[torch.Tensor]:
         # A parameter that is divided among the ranks is a DTensor; arithmetic is with this rank's part.
-        found = [parameter.detach() for parameter in self._parameters]
-        return [weight.to_local() if hasattr(weight, "to_local") else weight for weight in found]
+        return [local(parameter.detach()) for parameter in self._parameters]
 
     @torch.no_grad()
     def _swap(self) -> None:

@@ -32,7 +32,8 @@ class Engine:
         optimizer: Over this rank's parameters.
         schedule: Of the learning rate.
         scaler: Of the loss, in fp16.
-        losses: The watch over losses that are not finite, `None` where their steps are skipped.
+        training_step: The user's own, `None` where the loss counts.
+        watch: Over losses that are not finite, `None` where their steps are skipped.
         least: The fewest rows of a batch that the module takes in training.
         means: Of the training step's metrics, over the steps since they were last cleared.
     """

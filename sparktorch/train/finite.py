@@ -10,6 +10,7 @@ from torch import nn
 
 from sparktorch.errors import ModuleError
 from sparktorch.train.link import PeerFailure
+from sparktorch.train.state import local
 from sparktorch.world import World
 
 __all__ = ["LossWatch", "all_finite"]
@@ -88,17 +89,11 @@ def all_finite(loss: torch.Tensor, module: nn.Module, world: World) -> bool:
         module: Holds the gradients of a step; of sharded ones each rank looks at its own.
         world: This rank's place.
     """
-    gradients = [_local(parameter.grad) for parameter in module.parameters() if parameter.grad is not None]
+    gradients = [local(p.grad) for p in module.parameters() if p.grad is not None]
+    dense = [part._values() if part.is_sparse else part for part in gradients]
     # The largest element: no sum that could overflow. An empty share has none.
-    largest = nn.utils.get_total_norm([part for part in gradients if part.numel()], math.inf)
+    largest = nn.utils.get_total_norm([part for part in dense if part.numel()], math.inf)
     finite = (loss.isfinite() & largest.isfinite()).float()
     if world.world_size > 1:
         dist.all_reduce(finite, dist.ReduceOp.MIN)
     return bool(finite)
-
-
-def _local(gradient: torch.Tensor) -> torch.Tensor:
-    if gradient.is_sparse:
-        return gradient._values()
-    local: torch.Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-    return local

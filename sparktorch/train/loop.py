@@ -25,6 +25,7 @@ from sparktorch.train.reproducible import generators_state, reproducible, seed_a
 from sparktorch.train.saver import Position, Saver
 from sparktorch.train.state import (
     create_optimizer_state,
+    forget_optimizer_state,
     load_optimizer_values,
     load_tensors,
     named_tensors,
@@ -393,7 +394,8 @@ class _Training:
         """Goes on from a checkpoint, which another number of ranks may have written."""
         engine, rank, size = self._engine, self._world.rank, self._world.world_size
         create_optimizer_state(engine.optimizer)
-        load_tensors(directory, self._tensors())
+        known = load_tensors(directory, self._tensors())
+        forget_optimizer_state(engine.plain, engine.optimizer, known)
         rests = [read_rest(directory, old) for old in range(manifest.world_size)]
         main, own = rests[0], rests[rank if rank < len(rests) else 0]
         load_optimizer_values(engine.plain, engine.optimizer, main["optimizer"])

@@ -78,13 +78,19 @@ class Saver:
         """
         self._config, self._job, self._world, self._board = config, job, world, board
         self.store = CheckpointStore(config.directory)
+        self._losses: dict[int, float] = {}  # of the checkpoints that were validated, in rank 0
         self.start = self._find_start()
         self._thread: threading.Thread | None = None
-        self._losses: dict[int, float] = {}
         self._done = threading.Event()
         self._claims = threading.Thread(target=self._claim, name="sparktorch-claim", daemon=True)
-        if world.is_main:
+
+    def __enter__(self) -> Saver:
+        if self._world.is_main:
             self._claims.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()  # a process that is used again must not hold on to the directory
 
     def _find_start(self) -> Manifest | None:
         """Returns the checkpoint to go on from, the same in every rank; `None` for the beginning."""
@@ -99,9 +105,18 @@ class Saver:
             if manifest is not None:
                 _check_same(manifest.job, self._job, self._config.directory)
                 found = {"step": manifest.step}
-            self.store.keep({step for step in self.store.steps() if manifest is not None and step <= manifest.step})
+            kept = {step for step in self.store.steps() if manifest is not None and step <= manifest.step}
+            self.store.keep(kept)
+            losses = {step: self._loss_at(step) for step in kept}
+            self._losses = {step: loss for step, loss in losses.items() if loss is not None}
         step = self._board.agree("start", found)[0].get("step")
         return None if step is None else self.store.read_manifest(step)
+
+    def _loss_at(self, step: int) -> float | None:
+        try:
+            return self.store.read_manifest(step).loss
+        except PersistenceError:  # it was never finished
+            return None
 
     def due(self, position: Position) -> bool:
         """Whether the state at this position is to be saved; `step_in_epoch` 0 is the end of an epoch."""
@@ -128,7 +143,7 @@ class Saver:
         self._wait()
         self._done.set()
         if self._world.is_main:
-            self._claims.join()
+            self._claims.join()  # or it would claim the directory once more after it has been given back
             try:
                 self.store.finish(position.step)
                 self.store.release(self._config.owner)

@@ -15,8 +15,10 @@ from sparktorch.errors import PersistenceError
 __all__ = [
     "create_optimizer_state",
     "divided_like",
+    "forget_optimizer_state",
     "load_optimizer_values",
     "load_tensors",
+    "local",
     "local_part",
     "named_tensors",
     "optimizer_values",
@@ -24,6 +26,7 @@ __all__ = [
     "parameter_names",
 ]
 
+_OPTIMIZER = "optimizer."
 _WRAPPER = "_checkpoint_wrapped_module."  # torch's, around a part whose activations are computed twice
 
 
@@ -39,7 +42,7 @@ def named_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
     for parameter, state in own_optimizer(optimizer).state.items():
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
-                found[f"optimizer.{names[parameter]}.{key}"] = value
+                found[f"{_OPTIMIZER}{names[parameter]}.{key}"] = value
     return found
 
 
@@ -98,15 +101,30 @@ def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     own.zero_grad()
 
 
+def forget_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer, known: set[str]) -> None:
+    """Takes away the state of parameters of which a checkpoint holds none: they have had no gradient yet."""
+    names, state = parameter_names(module), own_optimizer(optimizer).state
+    for parameter, values in list(state.items()):
+        tensors = [f"{_OPTIMIZER}{names[parameter]}.{key}" for key in values if isinstance(values[key], torch.Tensor)]
+        if tensors and not known.intersection(tensors):
+            del state[parameter]
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's part of a tensor, which is all of it unless it is divided among ranks."""
+    part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
+
+
 def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
     """Returns this rank's part of a tensor, and where in the whole tensor it begins."""
-    if not hasattr(tensor, "to_local"):
+    part = local(tensor)
+    if part is tensor:
         return tensor, [0] * tensor.dim()
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     divided: Any = tensor
     _, offset = compute_local_shape_and_global_offset(divided.shape, divided.device_mesh, divided.placements)
-    part: torch.Tensor = divided.to_local()
     return part, list(offset)
 
 
@@ -123,7 +141,7 @@ def load_tensors(directory: Path, wanted: Mapping[str, torch.Tensor]) -> set[str
         The names that the files hold.
 
     Raises:
-        PersistenceError: A tensor has another shape than the one in the files.
+        PersistenceError: A tensor has another shape than the one in the files, or the files lack one of the module.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -138,6 +156,11 @@ def load_tensors(directory: Path, wanted: Mapping[str, torch.Tensor]) -> set[str
                 f"{tuple(value.shape)}",
                 hint="is the module the same as when it was saved?",
             )
+    lacking = [name for name in wanted if name not in known and not name.startswith(_OPTIMIZER)]
+    if lacking:
+        raise PersistenceError(
+            f"the checkpoint lacks {', '.join(lacking[:3])}", hint="is the module the same as when it was saved?"
+        )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is not asked to talk
         dcp.load(dict(flat), storage_reader=reader, no_dist=True)
