@@ -10,7 +10,6 @@ stage 1 shares are whole tensors.
 from __future__ import annotations
 
 from itertools import product
-from typing import Any
 
 import torch
 from torch import nn
@@ -19,17 +18,21 @@ from benchmarks.common import Goal, arguments, machine, report, workspace
 from benchmarks.ranks import Place, Ranks
 from sparktorch.config import TrainConfig
 from sparktorch.train.recipe import Recipe
-from sparktorch.train.strategy import build_strategy
+from sparktorch.train.state import local, own_optimizer
+from sparktorch.train.strategy import build_strategy, strategy_type
 from sparktorch.world import World
 
 LAYERS, WIDTH = 8, 1024
 SIZES = (2, 4, 8)
-# By strategy, what of it is divided by the number of ranks.
-DIVIDED: dict[str, tuple[str, ...]] = {
-    "ddp": (),
-    "zero1": ("state",),
-    "zero2": ("gradients", "state"),
-    "zero3": ("parameters", "gradients", "state"),
+KINDS = {"parameters": "parameters", "gradients": "gradients", "state": "optimizer_state"}
+# By strategy, what of it its layout divides by the number of ranks.
+DIVIDED = {
+    name: [
+        kind
+        for kind, attribute in KINDS.items()
+        if getattr(strategy_type(TrainConfig(strategy=name)).layout, attribute)
+    ]
+    for name in ("ddp", "zero1", "zero2", "zero3")
 }
 GOALS = {
     f"{strategy} {kind} / formula, {size} ranks": Goal(1.15)
@@ -63,20 +66,19 @@ def two_steps(world: World, strategy: str) -> dict[str, int]:
     for _ in range(2):
         optimizer.zero_grad()
         loss = module(torch.ones(1, WIDTH)).sum()
-        parameters = sum(here(p).nbytes for p in plain.parameters())
+        parameters = sum(local(p).nbytes for p in plain.parameters())
         loss.backward()
         optimizer.step()
-    own: Any = getattr(optimizer, "optim", optimizer)  # what ZeroRedundancyOptimizer runs on its share
     return {
         "parameters": parameters,
-        "gradients": sum(here(p.grad).nbytes for p in plain.parameters() if p.grad is not None),
-        "state": sum(here(t).nbytes for s in own.state.values() for t in s.values() if isinstance(t, torch.Tensor)),
+        "gradients": sum(local(p.grad).nbytes for p in plain.parameters() if p.grad is not None),
+        "state": sum(
+            local(t).nbytes
+            for s in own_optimizer(optimizer).state.values()
+            for t in s.values()
+            if isinstance(t, torch.Tensor)
+        ),
     }
-
-
-def here(tensor: Any) -> torch.Tensor:
-    """Returns what this rank holds of a tensor."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def largest(size: int, strategy: str) -> dict[str, int]:

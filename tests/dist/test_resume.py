@@ -21,7 +21,7 @@ from sparktorch.train.checkpoint import CheckpointStore
 from sparktorch.train.recipe import Recipe
 from sparktorch.worker import TrainJob
 from tests.support.frames import Table
-from tests.support.nets import Noisy, Tower
+from tests.support.nets import Noisy, Spare, Tower
 from tests.support.ranks import control_server, load_state, run_ranks, train_on
 
 TABLE = Table.random(331, weighted=True, validated=True)
@@ -167,6 +167,38 @@ def test_the_best_weights_of_before_the_kill_are_kept(tmp_path: Path) -> None:
     found, metas = train_on(parts(2), job(tmp_path, None))
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     assert timeless(metas[0]["history"]) == timeless(wanted[0]["history"])
+
+
+def test_the_checkpoint_of_the_best_validation_is_kept_over_a_restart(tmp_path: Path) -> None:
+    job = job_for(tmp_path, Counts(tmp_path, rank=1, step=4 * STEPS + 3), module=Tower, epochs=5)
+    recipe = replace(job.recipe, optimizer="SGD", optimizer_params={"momentum": 0.9}, learning_rate=0.15)
+    assert job.checkpoint is not None
+    by_epoch = replace(job.checkpoint, unit="epoch", keep=1)
+    recipe = replace(recipe, scheduler=None, scheduler_params={})
+    config = replace(job.config, schedule_interval="epoch", ema_decay=None)
+    job = replace(job, recipe=recipe, config=config, checkpoint=by_epoch)
+    killed(job, 2)
+    _, metas = train_on(parts(2), job)
+    losses = [record["val_loss"] for record in metas[0]["history"]]
+    best = losses.index(min(losses)) + 1
+    steps = CheckpointStore(by_epoch.directory).steps()
+    assert best == 4  # it was saved before the kill, and is not the last
+    assert steps == [5 * STEPS, best * STEPS]
+
+
+def test_a_parameter_that_had_no_gradient_before_the_kill_goes_on_without_a_state(tmp_path: Path) -> None:
+    (tmp_path / "calm").mkdir()
+    config = {"module": Spare, "unused_parameters": True}
+    expected, _ = train_on(parts(2), job_for(tmp_path / "calm", **config))
+    killed(job_for(tmp_path, Counts(tmp_path, rank=1, step=STEPS + 3), **config), 2)
+    found, _ = train_on(parts(2), job_for(tmp_path, **config))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_a_module_that_the_checkpoint_does_not_hold_is_refused(tmp_path: Path) -> None:
+    killed(job_for(tmp_path, Counts(tmp_path, rank=1, step=STEPS + 3), module=Tower), 2)
+    with pytest.raises(PersistenceError, match="the checkpoint lacks module"):
+        train_on(parts(2), job_for(tmp_path, module=Noisy))
 
 
 def test_a_training_that_has_ended_is_not_gone_on_with(tmp_path: Path) -> None:

@@ -15,10 +15,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from sparktorch.config import TrainConfig
-from sparktorch.train.recipe import Recipe
+from sparktorch.errors import ConfigError
+from sparktorch.train.recipe import Recipe, load_object
 from sparktorch.world import World
 
-__all__ = ["DATA", "Layout", "NoOptions", "Strategy"]
+__all__ = ["DATA", "Layout", "Strategy", "require_optimizer_class"]
 
 DATA = "data"  # the mesh's dimension along which ranks hold different samples
 
@@ -42,11 +43,6 @@ class Layout:
     optimizer_state: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class NoOptions:
-    """The options of a strategy that has none."""
-
-
 class Strategy(ABC, Generic[O]):
     """How the ranks of a process group share the training of one model.
 
@@ -54,7 +50,7 @@ class Strategy(ABC, Generic[O]):
     """
 
     layout: ClassVar[Layout] = Layout()
-    options_type: ClassVar[type[Any]] = NoOptions
+    options_type: ClassVar[type[Any]]
     # Whether a forward pass waits for the other ranks, so that all must take equally many.
     collective_forward: ClassVar[bool] = False
     # Whether each step waits for the device anyway, and the ranks need not wait for each other to look at losses.
@@ -153,3 +149,26 @@ class Strategy(ABC, Generic[O]):
         """Returns the whole model's state on the CPU; meant for rank 0, others may get less."""
         with self.evaluating(module) as plain:
             return {name: value.detach().cpu() for name, value in plain.state_dict().items()}
+
+
+def require_optimizer_class(config: TrainConfig, recipe: Recipe, each: str) -> str | type:
+    """Returns the optimizer's name or class, having refused a factory: a strategy builds several of them.
+
+    Args:
+        config: Names the strategy.
+        recipe: Names the optimizer.
+        each: For what it builds one each.
+
+    Raises:
+        ConfigError: The optimizer is no class.
+    """
+    optimizer = recipe.optimizer
+    if isinstance(optimizer, str) and ":" in optimizer:
+        optimizer = load_object(optimizer)
+    if isinstance(optimizer, str | type):
+        return optimizer
+    raise ConfigError(
+        f"strategy {config.strategy!r} builds an optimizer for each {each}, and optimizer is no class",
+        hint="name a class in torch.optim, or pass the class itself with optimizerParams",
+        param="optimizer",
+    )

@@ -29,7 +29,7 @@ class IndependentOptions:
 class Independent(Strategy[IndependentOptions]):
     """The plain module; the worker runs each rank as if it were the only one."""
 
-    layout = Layout()
+    layout = Layout(samples=())
     resumable = False
     options_type = IndependentOptions
 

@@ -22,8 +22,8 @@ from torch import nn
 from sparktorch.config import TrainConfig, at_least
 from sparktorch.errors import ConfigError
 from sparktorch.train.group import attach, sum_over_ranks
-from sparktorch.train.recipe import Recipe, load_object
-from sparktorch.train.strategy.base import DATA, Layout, Strategy
+from sparktorch.train.recipe import Recipe
+from sparktorch.train.strategy.base import DATA, Layout, Strategy, require_optimizer_class
 from sparktorch.train.strategy.lines import Line, connect
 from sparktorch.train.strategy.server import Frame, Share, assign, read_numbers
 from sparktorch.world import World
@@ -70,15 +70,7 @@ class ParameterServer(Strategy[ParameterServerOptions]):
     @classmethod
     def check(cls, config: TrainConfig, recipe: Recipe, options: ParameterServerOptions) -> None:
         """Refuses what needs the ranks in step, unless they are."""
-        optimizer = recipe.optimizer
-        if isinstance(optimizer, str) and ":" in optimizer:
-            optimizer = load_object(optimizer)
-        if not isinstance(optimizer, str | type):
-            raise ConfigError(
-                "strategy 'parameterServer' builds an optimizer for each server, and optimizer is no class",
-                hint="name a class in torch.optim, or pass the class itself with optimizerParams",
-                param="optimizer",
-            )
+        optimizer = require_optimizer_class(config, recipe, "server")
         if optimizer in ("SparseAdam", torch.optim.SparseAdam):
             raise ConfigError(
                 "strategy 'parameterServer' sends dense gradients, and SparseAdam takes no such",

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from sparktorch.config import TrainConfig
-from sparktorch.errors import ConfigError
-from sparktorch.train.recipe import Recipe, load_object
-from sparktorch.train.strategy.base import DATA, Layout
+from sparktorch.train.recipe import Recipe
+from sparktorch.train.strategy.base import DATA, Layout, require_optimizer_class
 from sparktorch.train.strategy.ddp import DDP, DDPOptions
 
 __all__ = ["Zero1"]
@@ -27,15 +26,7 @@ class Zero1(DDP):
     def check(cls, config: TrainConfig, recipe: Recipe, options: DDPOptions) -> None:
         """Refuses factories of optimizers: `ZeroRedundancyOptimizer` takes a class."""
         super().check(config, recipe, options)
-        optimizer = recipe.optimizer
-        if isinstance(optimizer, str) and ":" in optimizer:
-            optimizer = load_object(optimizer)
-        if not isinstance(optimizer, str | type):
-            raise ConfigError(
-                "strategy 'zero1' builds an optimizer for each worker's share, and optimizer is no class",
-                hint="name a class in torch.optim, or pass the class itself with optimizerParams",
-                param="optimizer",
-            )
+        require_optimizer_class(config, recipe, "worker's share")
 
     def optimizer(self, recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer:
         """Builds the optimizer over this rank's share of the trainable parameters; alone, over all of them."""
