@@ -165,6 +165,7 @@ def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: Tra
         "rows": shard.rows,
         "validation_rows": shard.validation_rows,
         "bytes": shard.bytes,
+        "dropped": shard.dropped,
         "host": world.host,
         "device": world.device,
         "threads": world.threads,

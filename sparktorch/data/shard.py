@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,11 +12,11 @@ import numpy.typing as npt
 import pyarrow as pa
 import torch
 
+from sparktorch.data.checks import Screen, check_labels, check_weights
 from sparktorch.data.columns import KEY, VALIDATION, Columns, TensorSpec
-from sparktorch.data.fields import Dense, Field
+from sparktorch.data.fields import Dense, Field, field_of
 from sparktorch.data.plan import SamplingPlan
 from sparktorch.data.spool import InMemory, Spooler
-from sparktorch.data.tensors import check_finite, check_labels, check_weights
 
 __all__ = ["Batch", "Rows", "Shard", "balanced"]
 
@@ -100,7 +100,13 @@ class Rows:
 
 
 class Shard:
-    """The rows of one rank: training rows addressed by position, validation rows in key order."""
+    """The rows of one rank: training rows addressed by position, validation rows in key order.
+
+    Attributes:
+        bytes: Of its rows.
+        fingerprint: The sum of the keys of its training rows.
+        dropped: Number of rows that were left out because they hold nulls.
+    """
 
     def __init__(
         self,
@@ -124,11 +130,11 @@ class Shard:
             ColumnError: A row cannot be trained on; says column, count and first row.
         """
         fields = {spec.name: _field(spec, columns, spooler or InMemory()) for spec in columns.tensors}
-        keys, held_out = _read(batches, columns, fields)
+        keys, held_out, self.dropped = _read(batches, columns, fields)
         self.bytes = sum(field.nbytes for field in fields.values())
         if not len(keys):
             if spare is not None:
-                _read([spare], columns, fields)
+                _read([spare], replace(columns, drop_nulls=False), fields)
             else:
                 for field in fields.values():
                     field.stand_in()
@@ -285,30 +291,29 @@ def _field(spec: TensorSpec, columns: Columns, spooler: Spooler) -> Field:
         check_weights(values, spec)
         return values
 
-    def finite(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        check_finite(values, spec)
-        return values
-
     if spec is columns.label:
         return Dense(spec, spooler, label, dtype=None if columns.classes is None else np.int64)
-    return Dense(spec, spooler, weight if spec is columns.weight else finite)
+    return Dense(spec, spooler, weight) if spec is columns.weight else field_of(spec, spooler)
 
 
 def _read(
     batches: Iterable[pa.RecordBatch], columns: Columns, fields: Mapping[str, Field]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """Reads all batches into the fields; returns the keys and the mask of validation rows."""
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_], int]:
+    """Reads all batches into the fields; returns the keys, the mask of validation rows, and how many were left out."""
     keys: list[npt.NDArray[np.int64]] = [np.empty(0, np.int64)]
     held_out: list[npt.NDArray[np.bool_]] = [np.empty(0, np.bool_)]
+    screen = Screen(columns)
     row = 0
     for batch in batches:
+        rows = screen.rows_of(batch, first_row=row)
         for spec in columns.tensors:
-            fields[spec.name].append(batch.column(spec.name), first_row=row)
-        keys.append(batch.column(KEY).to_numpy())
+            fields[spec.name].append(rows.column(spec.name), first_row=row)
+        keys.append(rows.column(KEY).to_numpy())
         if columns.validation:
             # A null flag is no flag.
-            held_out.append(batch.column(VALIDATION).fill_null(False).to_numpy(zero_copy_only=False))
+            held_out.append(rows.column(VALIDATION).fill_null(False).to_numpy(zero_copy_only=False))
         else:
-            held_out.append(np.zeros(batch.num_rows, np.bool_))
+            held_out.append(np.zeros(rows.num_rows, np.bool_))
         row += batch.num_rows
-    return np.concatenate(keys), np.concatenate(held_out)
+    screen.close()
+    return np.concatenate(keys), np.concatenate(held_out), screen.dropped

@@ -12,6 +12,7 @@ from pyspark import cloudpickle
 from sparktorch.artifact import TrainedModule
 from sparktorch.config import CheckpointConfig, Device, Task, TrainConfig, above, at_least, one_of
 from sparktorch.errors import ConfigError, nearest
+from sparktorch.ml.inputs import input_options
 from sparktorch.program import Program
 from sparktorch.spark.barrier import Launch
 from sparktorch.train.callbacks import check_callback
@@ -34,6 +35,8 @@ _SAME = (
     *("optimizer", "optimizerParams", "learningRate", "parameterGroups"),
     *("scheduler", "schedulerParams", "schedulerInterval", "warmupSteps", "referenceBatchSize"),
     *("batchSize", "epochs", "shuffle", "seed", "gradientClipNorm", "gradientClipValue", "precision", "emaDecay"),
+    *("inputShapes", "inputLayouts", "inputDtypes", "maxLengths", "padValues", "assembleInputs"),
+    *("nullPolicy", "fillValue"),
     *("nonFiniteLoss", "syncBatchNorm", "earlyStoppingPatience", "validationInterval", "validationUnit"),
 )
 
@@ -163,10 +166,11 @@ def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
         max_restarts=p["maxRestarts"],
         columns={
             "inputs": input_names(estimator),
-            "label": p["labelCol"] or None,
+            "label": _label(estimator, p),
             "weight": p["weightCol"],
             "validation": p["validationIndicatorCol"],
             "key": p["idCol"],
+            "options": input_options(estimator),
         },
     )
     check_strategy(request.config, request.recipe)
@@ -183,6 +187,16 @@ def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
             param="validationIndicatorCol",
         )
     return request
+
+
+def _label(estimator: Params, p: _Values) -> str | list[str] | None:
+    if p["labelCols"] is None:
+        return p["labelCol"] or None
+    if estimator.isSet("labelCol"):
+        raise ConfigError("labelCol and labelCols are both set", hint="set one of them", param="labelCols")
+    if not p["labelCols"]:
+        raise ConfigError("labelCols is empty", hint="for no label at all, set labelCol=''", param="labelCols")
+    return list(p["labelCols"])
 
 
 def _checkpoint(p: _Values) -> CheckpointConfig | None:
