@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sparktorch.data.plan import SamplingPlan, mix, rank_of_key
+from sparktorch.data.plan import RankOrder, SamplingPlan, mix, rank_of_key
 
 settings.register_profile("sparktorch", max_examples=300, deadline=None, database=None)
 settings.load_profile("sparktorch")
@@ -21,8 +21,9 @@ rows = st.integers(1, 700)
 batch_sizes = st.integers(1, 900)
 seeds = st.integers(-(2**63), 2**64 - 1)
 epochs = st.integers(0, 2**31)
-shuffled = st.builds(SamplingPlan, rows=rows, batch_size=batch_sizes, seed=seeds)
-plans = shuffled | st.builds(SamplingPlan, rows=rows, batch_size=batch_sizes, shuffle=st.just(False))
+blocks = st.just(1) | st.integers(1, 80)
+shuffled = st.builds(SamplingPlan, rows=rows, batch_size=batch_sizes, seed=seeds, block=blocks)
+plans = shuffled | st.builds(SamplingPlan, rows=rows, batch_size=batch_sizes, shuffle=st.just(False), block=blocks)
 
 
 @st.composite
@@ -84,8 +85,33 @@ def test_epochs_and_seeds_have_orders_of_their_own(batch_size: int, seed: int, e
         assert (order == different).sum() < by_chance + 8 * np.sqrt(by_chance)
 
 
-def test_no_two_rows_are_kept_apart_for_ever() -> None:
-    plan = SamplingPlan(rows=40, batch_size=10)
+@given(data=st.data(), plan=plans, epoch=epochs)
+@example(data=None, plan=SamplingPlan(rows=4, batch_size=4, block=9), epoch=0)
+def test_the_windows_of_a_rank_are_its_part_of_the_order(data: st.DataObject, plan: SamplingPlan, epoch: int) -> None:
+    whole = steps(plan, epoch)
+    for lo, hi in pairwise(data.draw(cuts(plan.rows)) if data else [0, plan.rows]):
+        order = RankOrder(plan, lo, hi, epoch)
+        assert order.steps().tolist() == whole[lo:hi].tolist()
+        assert order.step_rows().tolist() == np.bincount(whole[lo:hi], minlength=plan.steps).tolist()
+        for number in range(order.windows):
+            position, step = order.window(number)
+            assert (np.diff(position) > 0).all()
+            assert (step // plan.block == number).all()
+
+
+@given(plan=shuffled, epoch=epochs)
+def test_a_window_reads_one_block_of_each_stratum(plan: SamplingPlan, epoch: int) -> None:
+    order = RankOrder(plan, 0, plan.rows, epoch)
+    strata = min(plan.batch_size, plan.rows)
+    for number in range(order.windows):
+        position, _ = order.window(number)
+        runs = np.count_nonzero(np.diff(position) != 1) + 1
+        assert runs <= strata + 1  # one is cut in two where the positions begin anew
+
+
+@pytest.mark.parametrize("block", [1, 4])
+def test_no_two_rows_are_kept_apart_for_ever(block: int) -> None:
+    plan = SamplingPlan(rows=40, batch_size=10, block=block)
     met = np.zeros((40, 40), bool)
     for epoch in range(300):
         order = steps(plan, epoch)
@@ -93,15 +119,17 @@ def test_no_two_rows_are_kept_apart_for_ever() -> None:
     assert met.all()
 
 
-def test_every_step_is_equally_likely_for_every_position() -> None:
-    plan = SamplingPlan(rows=60, batch_size=6)
+@pytest.mark.parametrize("block", [1, 5])
+def test_every_step_is_equally_likely_for_every_position(block: int) -> None:
+    plan = SamplingPlan(rows=60, batch_size=6, block=block)
     orders = np.stack([steps(plan, epoch) for epoch in range(2_000)])
     counts = np.stack([(orders == step).sum(0) for step in range(plan.steps)])
     assert abs(counts - 200).max() < 6 * np.sqrt(200)
 
 
-def test_a_million_rows_keep_their_batches_exact() -> None:
-    plan = SamplingPlan(rows=1_000_003, batch_size=4_096, seed=7)
+@pytest.mark.parametrize("block", [1, 32])
+def test_a_million_rows_keep_their_batches_exact(block: int) -> None:
+    plan = SamplingPlan(rows=1_000_003, batch_size=4_096, seed=7, block=block)
     third = plan.rows // 3
     parts = [plan.steps_of(lo, hi, 1) for lo, hi in ((0, third), (third, 2 * third), (2 * third, plan.rows))]
     sizes = np.bincount(np.concatenate(parts))
