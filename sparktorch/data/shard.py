@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +12,11 @@ import numpy.typing as npt
 import pyarrow as pa
 import torch
 
-from sparktorch.data.columns import KEY, VALIDATION, Columns
+from sparktorch.data.columns import KEY, VALIDATION, Columns, TensorSpec
+from sparktorch.data.fields import Dense, Field
 from sparktorch.data.plan import SamplingPlan
-from sparktorch.data.tensors import check_finite, check_labels, check_weights, to_numpy
+from sparktorch.data.spool import InMemory, Spooler
+from sparktorch.data.tensors import check_finite, check_labels, check_weights
 
 __all__ = ["Batch", "Rows", "Shard", "balanced"]
 
@@ -45,15 +47,14 @@ class Batch:
 class Rows:
     """Tensors of equal length, addressed by row number."""
 
-    def __init__(self, arrays: dict[str, npt.NDArray[Any]], columns: Columns, device: str) -> None:
-        """Takes arrays of shape `(rows, ...)` by wire name; they are moved to `device` once."""
-        tensors = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
-        self._inputs = tuple(tensors[spec.name] for spec in columns.inputs)
-        self._label = tensors[columns.label.name] if columns.label else None
-        self._weight = tensors[columns.weight.name] if columns.weight else None
+    def __init__(self, fields: Mapping[str, Field], columns: Columns, device: str, count: int) -> None:
+        """Takes finished fields by wire name, on `device`, and the number of their rows."""
+        self._inputs = tuple(fields[spec.name] for spec in columns.inputs)
+        self._label = _tensor(fields, columns.label)
+        self._weight = _tensor(fields, columns.weight)
         self._loss_weight = self._weight
         self._device = device
-        self.count = len(self._inputs[0])
+        self.count = count
 
     def take(self, index: torch.Tensor, *, least: int = 0) -> Batch:
         """Returns the rows with those numbers.
@@ -74,7 +75,7 @@ class Rows:
             index, weight = filled, torch.zeros(least, device=self._device)
             loss_weight = weight
         return Batch(
-            tuple(tensor.index_select(0, filled) for tensor in self._inputs),
+            tuple(argument for field in self._inputs for argument in field.take(filled)),
             None if self._label is None else self._label.index_select(0, index),
             weight,
             rows,
@@ -108,6 +109,7 @@ class Shard:
         *,
         spare: pa.RecordBatch | None = None,
         device: str = "cpu",
+        spooler: Spooler | None = None,
     ) -> None:
         """Reads the batches of one partition and checks every row.
 
@@ -116,23 +118,28 @@ class Shard:
             columns: Which columns become which tensors.
             spare: A row for a rank without any to stand in with; zeros without it.
             device: Where the tensors are kept.
+            spooler: Where the rows are kept while they arrive; by default in memory.
 
         Raises:
             ColumnError: A row cannot be trained on; says column, count and first row.
         """
-        arrays, keys, held_out = _read(batches, columns)
-        self.bytes = sum(array.nbytes for array in arrays.values())
+        fields = {spec.name: _field(spec, columns, spooler or InMemory()) for spec in columns.tensors}
+        keys, held_out = _read(batches, columns, fields)
+        self.bytes = sum(field.nbytes for field in fields.values())
         if not len(keys):
             if spare is not None:
-                arrays, _, _ = _read([spare], columns)
+                _read([spare], columns, fields)
             else:
-                arrays = {name: np.zeros((1, *a.shape[1:]), a.dtype) for name, a in arrays.items()}
+                for field in fields.values():
+                    field.stand_in()
+        for field in fields.values():
+            field.finish(device)
         # Positions are the ranks of the keys read as unsigned: the order of the ranks' key ranges.
         order = np.argsort(keys.view(np.uint64), kind="stable")
         marked = held_out[order]
         self._order = torch.from_numpy(order[~marked])
         self._validation_order = torch.from_numpy(order[marked])
-        self._all = Rows(arrays, columns, device)
+        self._all = Rows(fields, columns, device, max(1, len(keys)))
         self.fingerprint = int(keys[~held_out].view(np.uint64).sum(dtype=np.uint64))
         self._device = device
         self._first = 0
@@ -259,24 +266,44 @@ def balanced(sums: Sequence[float]) -> list[float]:
     return [sum(sums) / (present * count) if count else 1.0 for count in sums]
 
 
+def _tensor(fields: Mapping[str, Field], spec: TensorSpec | None) -> torch.Tensor | None:
+    """Returns all rows of a label or of weights."""
+    if spec is None:
+        return None
+    field = fields[spec.name]
+    assert isinstance(field, Dense)
+    return field.values
+
+
+def _field(spec: TensorSpec, columns: Columns, spooler: Spooler) -> Field:
+    """Returns an empty field for a column, which checks its rows for what they are to be."""
+
+    def label(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        return check_labels(values, columns)
+
+    def weight(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        check_weights(values, spec)
+        return values
+
+    def finite(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        check_finite(values, spec)
+        return values
+
+    if spec is columns.label:
+        return Dense(spec, spooler, label, dtype=None if columns.classes is None else np.int64)
+    return Dense(spec, spooler, weight if spec is columns.weight else finite)
+
+
 def _read(
-    batches: Iterable[pa.RecordBatch], columns: Columns
-) -> tuple[dict[str, npt.NDArray[Any]], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """Reads all batches into one array per tensor, the keys, and the mask of validation rows."""
-    parts: dict[str, list[npt.NDArray[Any]]] = {spec.name: [] for spec in columns.tensors}
+    batches: Iterable[pa.RecordBatch], columns: Columns, fields: Mapping[str, Field]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """Reads all batches into the fields; returns the keys and the mask of validation rows."""
     keys: list[npt.NDArray[np.int64]] = [np.empty(0, np.int64)]
     held_out: list[npt.NDArray[np.bool_]] = [np.empty(0, np.bool_)]
     row = 0
     for batch in batches:
         for spec in columns.tensors:
-            values = to_numpy(batch.column(spec.name), spec, first_row=row)
-            if spec is columns.label:
-                values = check_labels(values, columns)
-            elif spec is columns.weight:
-                check_weights(values, spec)
-            else:
-                check_finite(values, spec)
-            parts[spec.name].append(values)
+            fields[spec.name].append(batch.column(spec.name), first_row=row)
         keys.append(batch.column(KEY).to_numpy())
         if columns.validation:
             # A null flag is no flag.
@@ -284,11 +311,4 @@ def _read(
         else:
             held_out.append(np.zeros(batch.num_rows, np.bool_))
         row += batch.num_rows
-    arrays = {}
-    for spec in columns.tensors:
-        dtype = np.int64 if spec is columns.label and columns.classes is not None else spec.dtype
-        empty = np.empty((0, *spec.shape), dtype)
-        # Concatenating also makes the one private, writable copy; each column's Arrow buffers
-        # are let go as soon as it has been copied.
-        arrays[spec.name] = np.concatenate([empty, *parts.pop(spec.name)])
-    return arrays, np.concatenate(keys), np.concatenate(held_out)
+    return np.concatenate(keys), np.concatenate(held_out)
