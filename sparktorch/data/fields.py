@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,8 +13,11 @@ import pyarrow as pa
 import torch
 
 from sparktorch.data.columns import TensorSpec
-from sparktorch.data.spool import Spooler
+from sparktorch.data.spool import Runs, Spooler
 from sparktorch.data.tensors import to_numpy
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["Dense", "Field"]
 
@@ -47,6 +51,10 @@ class Field(ABC):
     @abstractmethod
     def finish(self, device: str) -> None:
         """Ends appending; the rows move to `device` where they are kept as tensors."""
+
+    @abstractmethod
+    def read(self, runs: Runs) -> Self:
+        """Returns a finished field of those rows, copied into memory; in place of `finish`, any number of times."""
 
     @abstractmethod
     def take(self, index: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -98,6 +106,12 @@ class Dense(Field):
     def finish(self, device: str) -> None:
         """Ends appending and moves the rows to `device`."""
         self.values = torch.from_numpy(self._spool.finish()).to(device)
+
+    def read(self, runs: Runs) -> Self:
+        """Returns a finished field of those rows, copied into memory."""
+        found = copy.copy(self)
+        found.values = torch.from_numpy(self._spool.read(runs))
+        return found
 
     def take(self, index: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Returns one tensor of shape `(rows, *spec.shape)`."""

@@ -31,7 +31,7 @@ EMPTY: dict[str, Any] = {
     **{name: [] for name in ("parameterGroups", "freeze", "callbacks")},
 }
 # Numbers without a default.
-NUMBERS = {"gradientClipNorm": 0.5, "gradientClipValue": 0.5, "emaDecay": 0.5} | dict.fromkeys(
+NUMBERS = {"shuffleBlock": 5, "gradientClipNorm": 0.5, "gradientClipValue": 0.5, "emaDecay": 0.5} | dict.fromkeys(
     ("microBatchSize", "warmupSteps", "referenceBatchSize", "earlyStoppingPatience"), 3
 )
 
