@@ -127,6 +127,44 @@ def test_every_step_is_equally_likely_for_every_position(block: int) -> None:
     assert abs(counts - 200).max() < 6 * np.sqrt(200)
 
 
+def test_neighbours_meet_in_a_window_in_any_order_and_windows_come_in_any_order() -> None:
+    plan = SamplingPlan(rows=32_000, batch_size=32, seed=1, block=10)  # strata of 1,000 rows, 100 blocks each
+    order = steps(plan, 4).astype(float)
+    gap = np.diff(order)
+    near = abs(gap) < plan.block
+    assert abs(near.mean() - 0.9) < 0.01  # nine of ten neighbours share a block
+    assert abs((gap[near] > 0).mean() - 0.5) < 6 / np.sqrt(near.sum())
+    for lag in (10, 20, 100, 500):  # rows of other blocks, of the same stratum for the most part
+        correlation = np.corrcoef(order[:-lag], order[lag:])[0, 1]
+        assert abs(correlation) < 8 / np.sqrt(plan.rows / plan.block)
+    within = np.arange(plan.rows) % 1_000
+    assert abs(np.corrcoef(within, order)[0, 1]) < 8 / np.sqrt(plan.rows / plan.block)
+
+
+@pytest.mark.parametrize("arrangement", ["by key", "sorted by label"])
+def test_blocks_train_as_well_as_single_rows(arrangement: str) -> None:
+    random = np.random.default_rng(0)
+    x = random.normal(size=(4_000, 10))
+    y = (x @ np.linspace(-1, 1, 10) + 0.5 * random.normal(size=4_000) > 0).astype(float)
+    if arrangement == "sorted by label":  # as split="keep" may find them
+        by_label = np.argsort(y, kind="stable")
+        x, y = x[by_label], y[by_label]
+
+    def loss_after(block: int, seed: int) -> float:
+        plan = SamplingPlan(rows=4_000, batch_size=40, seed=seed, block=block)
+        w = np.zeros(10)
+        for epoch in range(3):
+            order = steps(plan, epoch)
+            for step in range(plan.steps):
+                rows = order == step
+                w -= 0.1 * x[rows].T @ (1 / (1 + np.exp(-x[rows] @ w)) - y[rows]) / rows.sum()
+        return float(np.log1p(np.exp(np.where(y > 0, -1, 1) * (x @ w))).mean())
+
+    single = [loss_after(1, seed) for seed in range(5)]
+    blocks = [loss_after(20, seed) for seed in range(5)]
+    assert np.mean(blocks) == pytest.approx(np.mean(single), rel=0.01)
+
+
 @pytest.mark.parametrize("block", [1, 32])
 def test_a_million_rows_keep_their_batches_exact(block: int) -> None:
     plan = SamplingPlan(rows=1_000_003, batch_size=4_096, seed=7, block=block)

@@ -13,9 +13,9 @@ import torch
 
 from sparktorch.data.columns import KEY, LABEL, VALIDATION, WEIGHT, Columns, TensorSpec, input_name
 from sparktorch.data.plan import SamplingPlan
-from sparktorch.data.shard import Batch, Shard
-from sparktorch.data.spool import InMemory, OnDisk
-from sparktorch.errors import ColumnError
+from sparktorch.data.shard import Batch, Rows, Shard
+from sparktorch.data.spool import InMemory, OnDisk, Runs
+from sparktorch.errors import ColumnError, ConfigError
 from tests.support.frames import Table, record_batches
 
 PLAN = SamplingPlan(rows=203, batch_size=20, seed=3)
@@ -233,3 +233,93 @@ def test_a_rank_without_rows_stands_in_with_the_spare_one_and_holds_nothing(shar
     for batch in shard.epoch(0, least=2):
         assert batch.rows == 0
         assert rows_in(batch) == [(*spare[:-1], 0.0)] * 2
+
+
+def batches_of(shard: Shard, epoch: int, **options: Any) -> list[list[torch.Tensor | None]]:
+    return [[*batch.inputs, batch.label, batch.weight, batch.loss_weight] for batch in shard.epoch(epoch, **options)]
+
+
+@pytest.mark.parametrize("budget", [1, 2_000, 10**6])
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_batches_from_disk_are_those_from_memory_to_the_last_bit(
+    tmp_path: Path, weighted: bool, shuffle: bool, budget: int
+) -> None:
+    table = Table.random(403, classes=3, weighted=weighted, validated=True)
+    shards = [
+        Shard(table.batches(size=30), table.columns),
+        Shard(table.batches(size=30), table.columns, spooler=OnDisk(tmp_path), budget=max(budget, 40)),
+    ]
+    for shard in shards:
+        plan = SamplingPlan(rows=700, batch_size=20, seed=3, shuffle=shuffle, block=8)
+        shard.place(150, plan, epochs=9)
+        shard.weigh_classes([1.0, 0.5, 3.0])
+    memory, disk = shards
+    assert memory.weight_by_class(3) == pytest.approx(disk.weight_by_class(3), rel=1e-12)
+    for epoch, first in ((0, 0), (1, 0), (1, 13), (2, 34)):
+        assert memory.step_weights(epoch).tolist() == pytest.approx(disk.step_weights(epoch).tolist(), rel=1e-12)
+        assert memory.step_rows(epoch).tolist() == disk.step_rows(epoch).tolist()
+        pairs = zip(batches_of(memory, epoch, first=first), batches_of(disk, epoch, first=first), strict=True)
+        for ours, theirs in pairs:
+            torch.testing.assert_close(theirs, ours, rtol=0, atol=0)
+    for ours, theirs in zip(memory.validation(16, batches=9), disk.validation(16, batches=9), strict=True):
+        torch.testing.assert_close(theirs.inputs, ours.inputs, rtol=0, atol=0)
+        torch.testing.assert_close(theirs.weight, ours.weight, rtol=0, atol=0)
+    disk.close()
+
+
+class Watched(Shard):
+    """Notes what is read from disk."""
+
+    def load(self, runs: Runs, *, inputs: bool = True) -> Rows:
+        self.loaded = [*getattr(self, "loaded", []), runs]
+        return super().load(runs, inputs=inputs)
+
+
+@pytest.mark.parametrize(
+    ("budget", "rows", "runs"),
+    [
+        pytest.param(10**6, 160, 21, id="whole windows: a block of each of 20 strata"),
+        pytest.param(8 * 20 * 24, 80, 80, id="half of each block"),
+        pytest.param(1_000, 20, 20, id="one step"),
+    ],
+)
+def test_no_more_rows_are_read_at_a_time_than_the_budget_has_room_for(
+    tmp_path: Path, budget: int, rows: int, runs: int
+) -> None:
+    table = Table.random(2_000).by_key()
+    shard = Watched(table.batches(), table.columns, spooler=OnDisk(tmp_path), budget=budget)
+    shard.place(0, SamplingPlan(rows=2_000, batch_size=20, block=8))
+    assert sum(batch.rows for batch in shard.epoch(0)) == 2_000
+    assert max(found.count for found in shard.loaded) == rows + 1  # and the last row, to fill up with
+    assert max(len(found.starts) for found in shard.loaded) <= runs + 1
+    shard.close()
+
+
+def test_a_row_larger_than_the_budget_is_refused(tmp_path: Path) -> None:
+    table = Table.random(50)
+    with pytest.raises(ConfigError, match=r"a row takes 0\.0 MB, more than the 0\.0 MB") as caught:
+        Shard(table.batches(), table.columns, spooler=OnDisk(tmp_path), budget=20)
+    assert "memoryBudget" in str(caught.value)
+
+
+def test_an_epoch_that_is_left_ends_its_thread(tmp_path: Path) -> None:
+    table = Table.random(2_000).by_key()
+    shard = Shard(table.batches(), table.columns, spooler=OnDisk(tmp_path))
+    shard.place(0, SamplingPlan(rows=2_000, batch_size=20, block=8))
+    batches = shard.epoch(0)
+    next(batches)
+    assert "sparktorch-prefetch" in {thread.name for thread in threading.enumerate()}
+    batches.close()
+    assert "sparktorch-prefetch" not in {thread.name for thread in threading.enumerate()}
+    shard.close()
+
+
+def test_positions_are_the_places_of_the_rows_where_they_keep_them(tmp_path: Path) -> None:
+    table = Table.random(100, validated=True)
+    trained = rows_of(table.take(~table.arrays[VALIDATION]))
+    for spooler in (InMemory(), OnDisk(tmp_path)):
+        shard = Shard(table.batches(size=30), table.columns, spooler=spooler, by_key=False)
+        shard.place(0, SamplingPlan(rows=shard.rows, batch_size=7, shuffle=False))
+        assert [row for batch in shard.epoch(0) for row in rows_in(batch)] == trained
+        shard.close()
