@@ -10,11 +10,11 @@ import importlib
 import math
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import torch
@@ -36,7 +36,7 @@ from sparktorch.world import World
 
 __all__ = ["RankResult", "TrainJob", "train_partition"]
 
-_COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +53,7 @@ class TrainJob:
         spare: Any one row of the training set, for a rank without rows to stand in with.
         storage: Where a rank keeps its rows.
         by_key: Whether the order of training is that of the rows' keys, or of their places.
+        collective_seconds: How long a rank waits for the others in a collective.
     """
 
     columns: Columns
@@ -63,6 +64,7 @@ class TrainJob:
     spare: pa.RecordBatch | None = None
     storage: StorageConfig = field(default_factory=StorageConfig)
     by_key: bool = True
+    collective_seconds: float = 1800.0
 
 
 @dataclass
@@ -107,7 +109,7 @@ def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: Tra
     threading.Thread(target=_import_dynamo, daemon=True).start()
     link.enter("loading")
     shard = Shard(
-        batches,
+        link.moving(batches),
         job.columns,
         spare=job.spare,
         device=world.device,
@@ -175,7 +177,7 @@ def _train_on(shard: Shard, world: World, job: TrainJob, link: Link, clock: _Clo
         link.enter("looking for a checkpoint")
         saver = Saver(job.checkpoint, {**job.checkpoint.job, "data": fingerprint}, world, link)
 
-    with saver or nullcontext(), process_group(team, link.store, timeout=_COLLECTIVE_TIMEOUT):
+    with saver or nullcontext(), process_group(team, link.store, timeout=timedelta(seconds=job.collective_seconds)):
         clock.lap("group")
         outcome = train(
             shard,
@@ -241,6 +243,9 @@ class _Quiet:
 
     def at_step(self, step: int) -> None:
         self._link.at_step(step)
+
+    def moving(self, items: Iterable[T]) -> Iterator[T]:
+        return self._link.moving(items)
 
     def progress(self, **record: Any) -> None:
         if self._progress:

@@ -88,6 +88,7 @@ def test_partitions_that_are_kept_are_trained_where_and_as_they_lie(spark: Spark
         ({"split": "keep"}, "the DataFrame has 3, and numWorkers is 2.*\n.*set numWorkers=3"),
         ({"split": "place"}, "split 'place' is unknown"),
         ({"split": "keep", "strategy": "independent", "strategyParams": {"folds": True}}, "folds gives every worker"),
+        ({"split": "keep", "minWorkers": 1, "maxRestarts": 1}, "minWorkers lets a restart go on with fewer"),
         ({"storage": "tape"}, "storage 'tape' is unknown"),
         ({"storage": "disk", "memoryBudget": 0}, "memoryBudget must be at least 1"),
         ({"memoryBudget": 10}, "memoryBudget is set, and storage is 'memory'"),

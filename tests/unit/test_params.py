@@ -31,8 +31,8 @@ EMPTY: dict[str, Any] = {
     **{name: [] for name in ("parameterGroups", "freeze", "callbacks")},
 }
 # Numbers without a default.
-NUMBERS = {"shuffleBlock": 5, "gradientClipNorm": 0.5, "gradientClipValue": 0.5, "emaDecay": 0.5} | dict.fromkeys(
-    ("microBatchSize", "warmupSteps", "referenceBatchSize", "earlyStoppingPatience"), 3
+NUMBERS = {"gradientClipNorm": 0.5, "gradientClipValue": 0.5, "emaDecay": 0.5} | dict.fromkeys(
+    ("microBatchSize", "warmupSteps", "referenceBatchSize", "earlyStoppingPatience", "minWorkers", "shuffleBlock"), 3
 )
 
 
