@@ -37,12 +37,14 @@ from sparktorch.ml.params import (
     TrackingParams,
     TrainingParams,
 )
+from sparktorch.ml.storage import StorageParams
 from sparktorch.ml.summary import TrainingSummary
 from sparktorch.ml.translate import Request, given, translate
 from sparktorch.spark.barrier import run_ranks
-from sparktorch.spark.frame import Frame, prepare, split, split_into_folds
+from sparktorch.spark.frame import Frame, prepare
 from sparktorch.spark.preflight import check_cluster, check_result_size, settled_slots
 from sparktorch.spark.resources import gpu_profile
+from sparktorch.spark.split import keep, split, split_into_folds
 from sparktorch.train.checkpoint import CheckpointStore
 from sparktorch.train.dryrun import Trial, dry_run
 from sparktorch.train.strategy import strategy_options
@@ -72,6 +74,7 @@ class TorchEstimatorBase(
     ModuleParams,
     TrainingParams,
     LaunchParams,
+    StorageParams,
     CheckpointParams,
     TrackingParams,
     MLReadable[Any],
@@ -221,7 +224,11 @@ class TorchEstimator(TorchEstimatorBase[TorchModel], LabelColumns, OutputColumns
         metrics: dict[str, Any] | None = None,
         earlyStoppingPatience: int | None = None,
         callbacks: list[Any] | None = None,
+        split: str = "key",
+        storage: str = "memory",
+        memoryBudget: int = 1024,
         shuffle: bool = True,
+        shuffleBlock: int | None = None,
         seed: int = 0,
         strategy: str = "ddp",
         strategyParams: dict[str, Any] | None = None,
@@ -285,6 +292,7 @@ def _train(frame: Frame, trial: Trial, request: Request, report: FitReport) -> R
         config=replace(request.config, unused_parameters=trial.unused_parameters),
         checkpoint=request.checkpoint,
         spare=frame.sample,
+        storage=request.storage,
         # Those that stand still are to be told by name, before the others have waited for too long.
         collective_seconds=max(_COLLECTIVE_SECONDS, 2 * request.launch.patience.stall),
     )
@@ -332,13 +340,19 @@ def _with_slots_left(spark: SparkSession, request: Request) -> Request:
 def _run(frame: Frame, job: TrainJob, request: Request, report: FitReport) -> Results:
     """Runs the barrier job; once more, split by place, if equal rows have crowded into one rank."""
     ranks = request.launch.world_size
+    in_order = job.storage.kind != "memory"  # rows on disk are read in runs where they lie as they are trained
     if getattr(strategy_options(request.config), "folds", False):
         columns = replace(job.columns, validation="fold")
         job = replace(job, columns=columns, max_imbalance=None)
-        return run_ranks(split_into_folds(frame.data, ranks), partial(train_partition, job=job), request.launch, report)
-    results = run_ranks(split(frame.data, ranks), partial(train_partition, job=job), request.launch, report)
+        data = split_into_folds(frame.data, ranks, in_order=in_order)
+    elif request.split == "keep":
+        job = replace(job, by_key=False, max_imbalance=None)
+        data = keep(frame.data, ranks)
+    else:
+        data = split(frame.data, ranks, in_order=in_order)
+    results = run_ranks(data, partial(train_partition, job=job), request.launch, report)
     if results[0][0].get("imbalanced"):
-        data = split(frame.data, ranks, by_place=True)
+        data = split(frame.data, ranks, by_place=True, in_order=in_order)
         job = replace(job, max_imbalance=None)
         results = run_ranks(data, partial(train_partition, job=job), request.launch, report)
     return results

@@ -20,6 +20,7 @@ from pyspark.ml.param.shared import (
 )
 
 from sparktorch.ml.inputs import INPUT_DEFAULTS
+from sparktorch.ml.storage import STORAGE_DEFAULTS
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -52,6 +53,7 @@ SCORING_DEFAULTS: dict[str, Any] = {
 DEFAULTS: dict[str, Any] = {
     **SCORING_DEFAULTS,
     **INPUT_DEFAULTS,
+    **STORAGE_DEFAULTS,
     "moduleParams": {},
     "featuresCol": "features",
     "labelCol": "label",

@@ -1,4 +1,4 @@
-"""The DataFrame before the job: validated, cast, keyed, and split so that partition r is rank r."""
+"""The DataFrame before the job: validated, cast and keyed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import reduce
 from operator import or_
 
 import pyarrow as pa
-from pyspark.sql import Column, DataFrame
+from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 from pyspark.sql.pandas.types import to_arrow_schema
@@ -27,9 +27,8 @@ from sparktorch.spark.wire import (
     type_of,
 )
 
-__all__ = ["Frame", "prepare", "split"]
+__all__ = ["Frame", "prepare"]
 
-_COPY = "copy"
 _NOTHING_ASKED = InputOptions()
 
 
@@ -104,60 +103,6 @@ def prepare(
         label=measured(columns.label, sample) if columns.label else None,
     )
     return Frame(data, columns, sample)
-
-
-def split(data: DataFrame, parts: int, *, by_place: bool = False) -> DataFrame:
-    """Splits the rows so that partition r holds the r-th part of the key space.
-
-    Args:
-        data: Wire columns, among them the key.
-        parts: Number of partitions, the world size.
-        by_place: Mixes each row's place in the source into its key first, for data with so many
-            equal rows that their contents cannot tell them apart. The split then depends on the
-            partitioning of the source.
-    """
-    if by_place:
-        data = data.withColumn(KEY, F.xxhash64(F.col(KEY), F.monotonically_increasing_id()))
-    return _place(data, parts, _part(parts))
-
-
-def _part(parts: int) -> Column:
-    """Returns the partition that a row's key belongs to; see `data.plan.rank_of_key`."""
-    return F.shiftright(F.shiftrightunsigned(F.col(KEY), 33) * F.lit(parts), 31).cast("int")
-
-
-def _place(data: DataFrame, parts: int, part: Column) -> DataFrame:
-    """Sends every row to the partition with that number."""
-    if hasattr(DataFrame, "repartitionById"):  # pyspark >= 4.1
-        return data.repartitionById(parts, part)
-    return split_by_hash(data, parts, part)
-
-
-def split_into_folds(data: DataFrame, parts: int) -> DataFrame:
-    """Sends every row to every partition, marked for validation in the one that `split` would send it to.
-
-    Args:
-        data: Wire columns, among them the key.
-        parts: Number of partitions, the world size.
-    """
-    part = _part(parts)
-    copies = data.withColumn(_COPY, F.explode(F.sequence(F.lit(0), F.lit(parts - 1)))).withColumn(
-        VALIDATION, part == F.col(_COPY)
-    )
-    return _place(copies, parts, F.col(_COPY)).drop(_COPY)
-
-
-def split_by_hash(data: DataFrame, parts: int, part: Column) -> DataFrame:
-    """Sends rows to partition `part` through Spark's hash partitioning, for pyspark 4.0.
-
-    Spark puts a row into partition `pmod(hash(x), parts)`: one `x` is found for each partition
-    that hashes to it.
-    """
-    candidates = data.sparkSession.range(parts * 64).select(F.col("id").cast("int").alias("x"))
-    found = candidates.groupBy(F.pmod(F.hash("x"), F.lit(parts)).alias("part")).agg(F.min("x").alias("x")).collect()
-    stand_in = {row["part"]: row["x"] for row in found}
-    lookup = F.array(*[F.lit(stand_in[index]) for index in range(parts)])
-    return data.repartition(parts, F.get(lookup, part))
 
 
 def _label(dataset: DataFrame, name: str | Sequence[str], task: Task) -> TensorSpec:

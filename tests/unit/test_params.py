@@ -35,7 +35,7 @@ EMPTY: dict[str, Any] = {
 BY_COLUMN = {"inputShapes": {"a": [2, 3]}, "inputLayouts": {"a": "padded"}, "inputDtypes": {"a": "float32"}}
 # Numbers without a default.
 NUMBERS = {"gradientClipNorm": 0.5, "gradientClipValue": 0.5, "emaDecay": 0.5} | dict.fromkeys(
-    ("microBatchSize", "warmupSteps", "referenceBatchSize", "earlyStoppingPatience", "minWorkers"), 3
+    ("microBatchSize", "warmupSteps", "referenceBatchSize", "earlyStoppingPatience", "minWorkers", "shuffleBlock"), 3
 )
 
 
