@@ -68,7 +68,8 @@ class Spoils(Callback):
 
     def on_step_end(self, context: FitContext) -> None:
         if context.step == 3:
-            (self._folder / "checkpoints" / f"step-{4:09d}").write_text("")
+            attempt = next((self._folder / "checkpoints").glob("step-*")).name.rpartition("-")[2]
+            (self._folder / "checkpoints" / f"step-{4:09d}-{attempt}").write_text("")
 
 
 def job_for(folder: Path, callback: Callback | None = None, *, module: Any = Noisy, **config: Any) -> TrainJob:
@@ -208,7 +209,7 @@ def test_a_training_that_has_ended_is_not_gone_on_with(tmp_path: Path) -> None:
     assert len(metas[0]["history"]) == 1
     assert all(torch.equal(first[name], again[name]) for name in first)
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert names == ["finished.json", f"step-{STEPS - 1:09d}", f"step-{STEPS:09d}"]
+    assert [name[:14] for name in names] == ["finished.json", f"step-{STEPS - 1:09d}", f"step-{STEPS:09d}"]
 
 
 def test_rows_or_settings_of_another_training_are_refused(tmp_path: Path) -> None:
@@ -237,7 +238,7 @@ def test_a_damaged_checkpoint_is_left_out_with_a_warning(tmp_path: Path) -> None
     folder = tmp_path / "checkpoints"
     latest = CheckpointStore(str(folder)).usable()[0]
     assert latest is not None
-    path = folder / f"step-{latest.step:09d}" / "rank-00001.pt"
+    path = folder / f"step-{latest.step:09d}-{latest.attempt}" / "rank-00001.pt"
     path.write_bytes(path.read_bytes()[:-1])
     with control_server() as server:
         ended = run_ranks(server, parts(2), job_for(tmp_path))
