@@ -103,8 +103,9 @@ class Directory:
 
     def remove(self, name: str) -> None:
         """Removes a file, or a folder with all that is in it; of a link, the link."""
-        path = f"{self._root}/{name}"
+        folder, _, last = name.rpartition("/")
         with suppress(FileNotFoundError):
+            path = f"{self._path(folder) if folder else self._root}/{last}"
             if self._is_local and os.path.islink(path):
                 os.unlink(path)
             else:
