@@ -14,6 +14,7 @@ __all__ = [
     "PersistenceError",
     "RankError",
     "RankLostError",
+    "RankStalledError",
     "SparkTorchError",
     "nearest",
 ]
@@ -89,7 +90,11 @@ class RankError(SparkTorchError, RuntimeError):
 
 
 class RankLostError(RankError):
-    """A rank died without an error of its own: its process, executor or machine is gone."""
+    """A rank is gone, by no fault of the training: its process, executor, machine or connection."""
+
+
+class RankStalledError(RankLostError):
+    """A rank stands still: its process is stopped, it hangs, or the network between the ranks is cut."""
 
 
 class PersistenceError(SparkTorchError, ValueError):
@@ -100,7 +105,16 @@ _FEW = 8
 
 _KINDS: dict[str, type[SparkTorchError]] = {
     kind.__name__: kind
-    for kind in (ConfigError, ColumnError, ModuleError, ClusterError, RankError, RankLostError, PersistenceError)
+    for kind in (
+        ConfigError,
+        ColumnError,
+        ModuleError,
+        ClusterError,
+        RankError,
+        RankLostError,
+        RankStalledError,
+        PersistenceError,
+    )
 }
 
 
