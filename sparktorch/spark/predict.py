@@ -184,7 +184,7 @@ def pandas_scoring_udf(score: Callable[[Iterator[Any]], Iterator[pa.Array]], kin
                 yield tuple(map(pa.Array.from_pandas, batch if isinstance(batch, tuple) else (batch,)))
 
         for result in score(arrays()):
-            table = pa.Table.from_struct_array(result) if pa.types.is_struct(result.type) else result
+            table = pa.RecordBatch.from_struct_array(result) if pa.types.is_struct(result.type) else result
             yield table.to_pandas()
 
     with warnings.catch_warnings():  # annotations would need pandas at import time in every executor
