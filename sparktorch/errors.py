@@ -10,6 +10,7 @@ __all__ = [
     "ClusterError",
     "ColumnError",
     "ConfigError",
+    "DatasetError",
     "ModuleError",
     "PersistenceError",
     "RankError",
@@ -76,6 +77,10 @@ class ColumnError(SparkTorchError, ValueError):
     """A column is missing, has the wrong type, or holds values that cannot be trained on."""
 
 
+class DatasetError(SparkTorchError, ValueError):
+    """Files are not the data set they are read as, or hold what cannot be read."""
+
+
 class ModuleError(SparkTorchError, ValueError):
     """The module, loss or optimizer does not fit the columns, or cannot be shipped to the ranks."""
 
@@ -100,7 +105,16 @@ _FEW = 8
 
 _KINDS: dict[str, type[SparkTorchError]] = {
     kind.__name__: kind
-    for kind in (ConfigError, ColumnError, ModuleError, ClusterError, RankError, RankLostError, PersistenceError)
+    for kind in (
+        ConfigError,
+        ColumnError,
+        DatasetError,
+        ModuleError,
+        ClusterError,
+        RankError,
+        RankLostError,
+        PersistenceError,
+    )
 }
 
 
