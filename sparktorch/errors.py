@@ -15,6 +15,7 @@ __all__ = [
     "PersistenceError",
     "RankError",
     "RankLostError",
+    "RankStalledError",
     "SparkTorchError",
     "nearest",
 ]
@@ -94,7 +95,11 @@ class RankError(SparkTorchError, RuntimeError):
 
 
 class RankLostError(RankError):
-    """A rank died without an error of its own: its process, executor or machine is gone."""
+    """A rank is gone, by no fault of the training: its process, executor, machine or connection."""
+
+
+class RankStalledError(RankLostError):
+    """A rank stands still: its process is stopped, it hangs, or the network between the ranks is cut."""
 
 
 class PersistenceError(SparkTorchError, ValueError):
@@ -113,6 +118,7 @@ _KINDS: dict[str, type[SparkTorchError]] = {
         ClusterError,
         RankError,
         RankLostError,
+        RankStalledError,
         PersistenceError,
     )
 }

@@ -10,11 +10,11 @@ import importlib
 import math
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import torch
@@ -35,7 +35,7 @@ from sparktorch.world import World
 
 __all__ = ["RankResult", "TrainJob", "train_partition"]
 
-_COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +50,7 @@ class TrainJob:
             ranks give up for a better split; `None` accepts any split.
         checkpoint: Where and how often its state is saved; `None` for nowhere.
         spare: Any one row of the training set, for a rank without rows to stand in with.
+        collective_seconds: How long a rank waits for the others in a collective.
     """
 
     columns: Columns
@@ -58,6 +59,7 @@ class TrainJob:
     max_imbalance: float | None = 0.1
     checkpoint: CheckpointConfig | None = None
     spare: pa.RecordBatch | None = None
+    collective_seconds: float = 1800.0
 
 
 @dataclass
@@ -100,7 +102,7 @@ def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: Tra
     # The first optimizer of a process imports torch._dynamo, most of a second: meanwhile, rows arrive.
     threading.Thread(target=_import_dynamo, daemon=True).start()
     link.enter("loading")
-    shard = Shard(batches, job.columns, spare=job.spare, device=world.device)
+    shard = Shard(link.moving(batches), job.columns, spare=job.spare, device=world.device)
     clock.lap("load")
 
     link.enter("waiting for the other ranks")
@@ -147,7 +149,7 @@ def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: Tra
         link.enter("looking for a checkpoint")
         saver = Saver(job.checkpoint, {**job.checkpoint.job, "data": fingerprint}, world, link)
 
-    with saver or nullcontext(), process_group(team, link.store, timeout=_COLLECTIVE_TIMEOUT):
+    with saver or nullcontext(), process_group(team, link.store, timeout=timedelta(seconds=job.collective_seconds)):
         clock.lap("group")
         outcome = train(
             shard,
@@ -211,6 +213,9 @@ class _Quiet:
 
     def at_step(self, step: int) -> None:
         self._link.at_step(step)
+
+    def moving(self, items: Iterable[T]) -> Iterator[T]:
+        return self._link.moving(items)
 
     def progress(self, **record: Any) -> None:
         if self._progress:

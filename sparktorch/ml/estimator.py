@@ -16,7 +16,7 @@ import torch
 from pyspark import keyword_only
 from pyspark.ml import Estimator
 from pyspark.ml.util import MLReadable, MLWritable
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, SparkSession
 
 from sparktorch.artifact import TrainedModule
 from sparktorch.config import Task
@@ -39,7 +39,7 @@ from sparktorch.ml.summary import TrainingSummary
 from sparktorch.ml.translate import Request, given, translate
 from sparktorch.spark.barrier import run_ranks
 from sparktorch.spark.frame import Frame, prepare, split, split_into_folds
-from sparktorch.spark.preflight import check_cluster, check_result_size
+from sparktorch.spark.preflight import check_cluster, check_result_size, settled_slots
 from sparktorch.spark.resources import gpu_profile
 from sparktorch.train.checkpoint import CheckpointStore
 from sparktorch.train.dryrun import Trial, dry_run
@@ -60,6 +60,8 @@ Results = list[tuple[dict[str, Any], bytes]]  # of every rank
 
 _LOG = logging.getLogger(__name__)
 _LONGEST_PAUSE = 30.0  # before a restart, in seconds
+_COMEBACK_SECONDS = 10.0  # for executors that Spark starts again
+_COLLECTIVE_SECONDS = 1800.0
 
 
 class TorchEstimatorBase(
@@ -220,6 +222,10 @@ class TorchEstimator(TorchEstimatorBase[TorchModel], OutputColumns):
         checkpointUnit: str = "epoch",
         keepCheckpoints: int = 2,
         maxRestarts: int = 0,
+        minWorkers: int | None = None,
+        startTimeout: float = 3600.0,
+        stallTimeout: float = 600.0,
+        logLevel: str = "WARNING",
         handleInvalid: str = "error",
         predictBatchSize: int = 2048,
         predictPrecision: str = "fp32",
@@ -258,14 +264,17 @@ def _train(frame: Frame, trial: Trial, request: Request, report: FitReport) -> R
         config=replace(request.config, unused_parameters=trial.unused_parameters),
         checkpoint=request.checkpoint,
         spare=frame.sample,
+        # Those that stand still are to be told by name, before the others have waited for too long.
+        collective_seconds=max(_COLLECTIVE_SECONDS, 2 * request.launch.patience.stall),
     )
-    run = partial(_run, frame, job, request, report)
     try:
+        now = request
         for restart in range(request.max_restarts):
-            results = _unless_lost(run, restart + 1, request)
+            results = _unless_lost(partial(_run, frame, job, now, report), restart + 1, now)
             if results is not None:
                 return results
-        return run()
+            now = _with_slots_left(frame.data.sparkSession, request)
+        return _run(frame, job, now, report)
     finally:
         if request.checkpoint is not None:
             with suppress(Exception):  # if only ranks reach the directory, the claim ends by itself
@@ -282,6 +291,21 @@ def _unless_lost(run: Callable[[], Results], number: int, request: Request) -> R
         _LOG.warning("%s; restart %d of %d in %.0f s, from %s", error, number, request.max_restarts, pause, origin)
         time.sleep(pause)
     return None
+
+
+def _with_slots_left(spark: SparkSession, request: Request) -> Request:
+    """Returns the request for as many of its ranks as there are slots, once lost executors had time to come back.
+
+    Raises:
+        ClusterError: There are fewer slots than the fewest ranks it may go on with.
+    """
+    launch, least = request.launch, request.min_workers
+    found = settled_slots(spark, launch.world_size, launch.profile, settle=_COMEBACK_SECONDS)
+    if found is None or found >= launch.world_size:
+        return request
+    check_cluster(spark, launch.world_size if least is None else least, launch.profile)
+    _LOG.warning("the cluster has %d slots left: going on with as many workers instead of %d", found, launch.world_size)
+    return replace(request, launch=replace(launch, world_size=found))
 
 
 def _run(frame: Frame, job: TrainJob, request: Request, report: FitReport) -> Results:

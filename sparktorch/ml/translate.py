@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from sparktorch.config import CheckpointConfig, Device, Task, TrainConfig, above
 from sparktorch.errors import ConfigError, nearest
 from sparktorch.program import Program
 from sparktorch.spark.barrier import Launch
+from sparktorch.spark.watch import Patience
 from sparktorch.train.callbacks import check_callback
 from sparktorch.train.checkpoint import CheckpointStore
 from sparktorch.train.recipe import Recipe, load_object
@@ -38,6 +40,9 @@ _SAME = (
 )
 
 
+_LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+
 @dataclass(frozen=True)
 class Request:
     """What an estimator's Params ask for.
@@ -48,6 +53,7 @@ class Request:
         launch: Where.
         checkpoint: Where and how often its state is saved; `None` for nowhere.
         max_restarts: How often it is started again after the loss of a rank.
+        min_workers: The fewest ranks to start it again with; `None` for as many as there were.
         columns: Column names by role, the arguments of `spark.frame.prepare`.
     """
 
@@ -56,6 +62,7 @@ class Request:
     launch: Launch
     checkpoint: CheckpointConfig | None
     max_restarts: int
+    min_workers: int | None
     columns: dict[str, Any]
 
 
@@ -94,6 +101,9 @@ def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
     above("learningRate", p["learningRate"], 0)
     at_least("numWorkers", p["numWorkers"], 1)
     at_least("maxRestarts", p["maxRestarts"], 0)
+    above("startTimeout", p["startTimeout"], 0)
+    above("stallTimeout", p["stallTimeout"], 0)
+    one_of("logLevel", p["logLevel"], _LOG_LEVELS)
     check_scoring(estimator)
     one_of("rendezvous", p["rendezvous"], ("auto", "driver", "rank0"))
     _check_loss(estimator, p)
@@ -158,9 +168,16 @@ def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
             channels_last=p["channelsLast"],
             sync_batch_norm=p["syncBatchNorm"],
         ),
-        launch=Launch(world_size=p["numWorkers"], device=cast(Device, p["device"]), rendezvous=p["rendezvous"]),
+        launch=Launch(
+            world_size=p["numWorkers"],
+            device=cast(Device, p["device"]),
+            rendezvous=p["rendezvous"],
+            patience=Patience(start=p["startTimeout"], stall=p["stallTimeout"]),
+            log_level=getattr(logging, p["logLevel"]),
+        ),
         checkpoint=_checkpoint(p),
         max_restarts=p["maxRestarts"],
+        min_workers=p["minWorkers"],
         columns={
             "inputs": input_names(estimator),
             "label": p["labelCol"] or None,
@@ -176,6 +193,7 @@ def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
             hint="use 'ddp', 'zero1', 'zero2' or 'zero3', or leave checkpointDir out",
             param="checkpointDir",
         )
+    _check_min_workers(p, request)
     if p["strategyParams"].get("folds") and p["validationIndicatorCol"] is not None:
         raise ConfigError(
             "strategyParams.folds makes the validation rows, and validationIndicatorCol names some",
@@ -183,6 +201,28 @@ def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
             param="validationIndicatorCol",
         )
     return request
+
+
+def _check_min_workers(p: _Values, request: Request) -> None:
+    if request.min_workers is None:
+        return
+    at_least("minWorkers", request.min_workers, 1)
+    if request.min_workers > p["numWorkers"]:
+        raise ConfigError(
+            f"minWorkers is {request.min_workers}, more than numWorkers, {p['numWorkers']}", param="minWorkers"
+        )
+    if not request.max_restarts:
+        raise ConfigError(
+            "minWorkers says what a restart may go on with, and maxRestarts is 0",
+            hint="set maxRestarts",
+            param="minWorkers",
+        )
+    if not strategy_type(request.config).resumable:
+        raise ConfigError(
+            f"minWorkers is set, and under strategy {p['strategy']!r} another number of workers trains something else",
+            hint="use 'ddp', 'zero1', 'zero2' or 'zero3', or leave minWorkers out",
+            param="minWorkers",
+        )
 
 
 def _checkpoint(p: _Values) -> CheckpointConfig | None:

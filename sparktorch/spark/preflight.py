@@ -11,13 +11,15 @@ from pyspark.sql import SparkSession
 from sparktorch.errors import ClusterError
 from sparktorch.spark.session import setting, slots
 
-__all__ = ["check_cluster", "check_result_size"]
+__all__ = ["check_cluster", "check_result_size", "settled_slots"]
 
 _SETTLE_SECONDS = 2.0
 _EMPTY_SECONDS = 60.0
 
 
-def check_cluster(spark: SparkSession, world_size: int, profile: ResourceProfile | None = None) -> None:
+def check_cluster(
+    spark: SparkSession, world_size: int, profile: ResourceProfile | None = None, *, settle: float = _SETTLE_SECONDS
+) -> None:
     """Refuses what Spark would refuse late, hang on, or run wrongly.
 
     A cluster that is still starting gets a moment: as long as slots keep appearing, and a minute
@@ -27,6 +29,7 @@ def check_cluster(spark: SparkSession, world_size: int, profile: ResourceProfile
         spark: The session.
         world_size: Number of barrier tasks.
         profile: The resource profile the tasks will have.
+        settle: Seconds in which no slot has appeared, after which there are too few.
 
     Raises:
         ClusterError: With the setting to change.
@@ -41,7 +44,7 @@ def check_cluster(spark: SparkSession, world_size: int, profile: ResourceProfile
             "speculation is on: Spark would start second copies of slow ranks",
             hint="start the session with spark.speculation=false",
         )
-    found = _settled_slots(spark, world_size, profile)
+    found = settled_slots(spark, world_size, profile, settle=settle)
     if found is not None and found < world_size:
         raise ClusterError(
             f"numWorkers={world_size}, but the cluster has {found} slots",
@@ -74,19 +77,28 @@ def check_result_size(spark: SparkSession, model_bytes: int) -> None:
         )
 
 
-def _settled_slots(spark: SparkSession, wanted: int, profile: ResourceProfile | None) -> int | None:
-    """Returns the number of slots once it is enough or has stopped growing; `None` if unknown."""
+def settled_slots(
+    spark: SparkSession, wanted: int, profile: ResourceProfile | None, *, settle: float = _SETTLE_SECONDS
+) -> int | None:
+    """Returns the number of slots once it is enough or has stopped growing; `None` if unknown.
+
+    Args:
+        spark: The session.
+        wanted: How many are enough.
+        profile: The resource profile the tasks will have.
+        settle: Seconds in which no slot has appeared, after which it has stopped growing.
+    """
     java_profile = None
     if profile is not None and profile._java_resource_profile is not None:
         java_profile = profile._java_resource_profile
     found = slots(spark, java_profile)
     if found is None or setting(spark, "spark.master").startswith("local["):
         return found
-    deadline = time.monotonic() + (_SETTLE_SECONDS if found else _EMPTY_SECONDS)
+    deadline = time.monotonic() + (settle if found else _EMPTY_SECONDS)
     while found < wanted and time.monotonic() < deadline:
         time.sleep(0.1)
         now = slots(spark, java_profile) or 0
         if now > found:
-            deadline = time.monotonic() + _SETTLE_SECONDS
+            deadline = time.monotonic() + settle
         found = now
     return found

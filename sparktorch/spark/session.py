@@ -9,7 +9,7 @@ from typing import Any
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
-__all__ = ["driver_address", "is_connect", "java_version", "setting", "slots"]
+__all__ = ["driver_address", "is_connect", "java_version", "running_tasks", "setting", "slots"]
 
 
 def is_connect(spark: SparkSession) -> bool:
@@ -54,6 +54,22 @@ def slots(spark: SparkSession, profile: Any = None) -> int | None:
     else:
         manager.addResourceProfile(profile)  # Spark counts for profiles it knows; knowing one twice is fine
     return int(context.maxNumConcurrentTasks(profile))
+
+
+def running_tasks(spark: SparkSession, tag: str) -> int | None:
+    """Returns how many tasks are running of the jobs with a tag; `None` where there is no job yet, or on Connect.
+
+    Args:
+        spark: The session.
+        tag: As given to `SparkContext.addJobTag` where the jobs were started.
+    """
+    if is_connect(spark):
+        return None
+    tracker: Any = spark.sparkContext._jsc.sc().statusTracker()
+    known = spark.sparkContext.statusTracker()
+    jobs = [known.getJobInfo(job) for job in tracker.getJobIdsForTag(tag)]
+    stages = [known.getStageInfo(stage) for job in jobs if job is not None for stage in job.stageIds]
+    return sum(stage.numActiveTasks for stage in stages if stage is not None) if jobs else None
 
 
 def driver_address(spark: SparkSession) -> tuple[str, str] | None:

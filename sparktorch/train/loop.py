@@ -147,7 +147,9 @@ class _Training:
         self._callbacks = Callbacks(recipe.callbacks, self._context)
         self._validation: Validation | None = None
         if validation_rows:
-            self._validation = Validation(shard, engine, recipe, config, world, rows=validation_rows, classes=classes)
+            self._validation = Validation(
+                shard, engine, recipe, config, world, reporter, rows=validation_rows, classes=classes
+            )
         self._validated_step = 0
         self._confusion: torch.Tensor | None = None
         self._best = Best(config.patience)
@@ -171,9 +173,10 @@ class _Training:
             epoch += 1
             self._save(Position(self._context.step, epoch))
         self._callbacks.call("on_fit_end")
-        self._reporter.enter("finishing")
         if self._saver is not None:
+            self._reporter.enter("saving")
             self._saver.close(Position(self._context.step, epoch))
+        self._reporter.enter("finishing")
         confusion = None if self._confusion is None else self._confusion.tolist()
         state = self._state() if self._best.state is None else self._best.state
         return Outcome(state, self._history, confusion)

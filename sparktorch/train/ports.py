@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from sparktorch.train.step import BatchLike
 
 __all__ = ["Reporter", "ShardLike"]
+
+T = TypeVar("T")
 
 
 class ShardLike(Protocol):
@@ -41,6 +43,10 @@ class Reporter(Protocol):
 
     def at_step(self, step: int) -> None:
         """Notes the step the rank is at."""
+        ...
+
+    def moving(self, items: Iterable[T]) -> Iterator[T]:
+        """Yields the items, each of which shows that the rank is not standing still."""
         ...
 
     def progress(self, **record: Any) -> None:

@@ -17,7 +17,7 @@ from sparktorch.train.task import align, correct, predicted
 if TYPE_CHECKING:
     from sparktorch.config import TrainConfig
     from sparktorch.train.engine import Engine
-    from sparktorch.train.ports import ShardLike
+    from sparktorch.train.ports import Reporter, ShardLike
     from sparktorch.train.recipe import Recipe
     from sparktorch.train.step import BatchLike
     from sparktorch.world import World
@@ -38,6 +38,7 @@ class Validation:
         recipe: Recipe,
         config: TrainConfig,
         world: World,
+        reporter: Reporter,
         *,
         rows: int,
         classes: int,
@@ -50,10 +51,12 @@ class Validation:
             recipe: Says which metrics are computed besides.
             config: Says what the labels mean.
             world: This rank's place.
+            reporter: Told of every batch.
             rows: The most validation rows of any rank.
             classes: Number of classes the labels index, 0 when labels are not classes.
         """
         self._shard, self._engine, self._world, self._task = shard, engine, world, config.task
+        self._reporter = reporter
         self._metrics = Metrics(recipe.metrics, config.task, world.device)
         # Where each forward pass waits for those of the other ranks, all take equally many.
         self._batches = math.ceil(rows / _ROWS) if engine.strategy.collective_forward else 0
@@ -97,7 +100,7 @@ class Validation:
     ) -> Iterator[tuple[BatchLike, Any, torch.Tensor | None, torch.Tensor]]:
         """Yields each batch of this rank with output and label as from `align`, and its loss sum."""
         engine = self._engine
-        for batch in self._shard.validation(_ROWS, batches=self._batches):
+        for batch in self._reporter.moving(self._shard.validation(_ROWS, batches=self._batches)):
             output = engine.forward(module, batch)
             loss: torch.Tensor | None = None
             if engine.training_step is not None:  # which calls the module, too

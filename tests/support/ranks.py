@@ -19,14 +19,17 @@ import pyarrow as pa
 import torch
 import torch.distributed as dist
 
+from sparktorch.errors import SparkTorchError
+from sparktorch.spark.cause import Causes
 from sparktorch.spark.control import ControlServer, Rendezvous
+from sparktorch.spark.watch import Patience, Watch
 from sparktorch.train.group import process_group
 from sparktorch.train.link import Link, connect
 from sparktorch.train.weights import unpack_state
 from sparktorch.worker import RankResult, TrainJob, train_partition
 from sparktorch.world import World
 
-__all__ = ["HOST", "Ended", "control_server", "in_group", "load_state", "run_ranks", "train_on"]
+__all__ = ["HOST", "Ended", "cause_of_death", "control_server", "in_group", "load_state", "run_ranks", "train_on"]
 
 HOST = "127.0.0.1"
 
@@ -83,6 +86,20 @@ def control_server() -> Iterator[ControlServer]:
         yield server
     finally:
         server.close()
+
+
+class _NoObserver:
+    def progress(self, record: dict[str, Any]) -> None:
+        pass
+
+    def epoch(self, record: dict[str, Any]) -> None:
+        pass
+
+
+def cause_of_death(server: ControlServer, size: int) -> SparkTorchError:
+    """Returns what the driver makes of a job that lost a worker process of `size` ranks."""
+    watch = Watch(server, size, _NoObserver(), Patience())
+    return Causes(watch).of(RuntimeError("Python worker exited unexpectedly (crashed)"))
 
 
 def run_ranks(

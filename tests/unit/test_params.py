@@ -32,7 +32,7 @@ EMPTY: dict[str, Any] = {
 }
 # Numbers without a default.
 NUMBERS = {"gradientClipNorm": 0.5, "gradientClipValue": 0.5, "emaDecay": 0.5} | dict.fromkeys(
-    ("microBatchSize", "warmupSteps", "referenceBatchSize", "earlyStoppingPatience"), 3
+    ("microBatchSize", "warmupSteps", "referenceBatchSize", "earlyStoppingPatience", "minWorkers"), 3
 )
 
 
