@@ -129,11 +129,10 @@ class Decoder:
         return pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns))
 
     def _column(self, column: pa.Array, field: UnischemaField, first_row: int) -> dict[str, pa.Array]:
-        kinds = self.columns(field)
         present = column.is_valid().to_numpy(zero_copy_only=False)
-        rows = first_row + np.flatnonzero(present)
-        values, shapes = DECODE[field.codec](Blobs.of(column, present), Place(field, rows))
-        flat = pa.array(native(values, Place(field, rows)), ARROW_TYPES[field.dtype])
+        place = Place(field, first_row + np.flatnonzero(present))
+        values, shapes = DECODE[field.codec](Blobs.of(column, present), place)
+        flat = pa.array(native(values, place), ARROW_TYPES[field.dtype])
         if not field.shape:
             nothing = pa.nulls(1, flat.type)
             index = np.where(present, np.cumsum(present) - 1, len(flat))
@@ -143,7 +142,7 @@ class Decoder:
                 flat = _lists(flat, np.repeat(shapes[:, axis], shapes[:, :axis].prod(axis=1)), None)
             return {field.name: _lists(flat, shapes[:, 0], present)}
         decoded = {field.name: _lists(flat, shapes.prod(axis=1), present)}
-        if len(kinds) > 1:
+        if len(self.columns(field)) > 1:
             sizes = pa.array(shapes.reshape(-1), pa.int32())
             decoded[field.name + SHAPE_SUFFIX] = _lists(sizes, np.full(len(shapes), shapes.shape[1]), present)
         return decoded

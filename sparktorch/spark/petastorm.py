@@ -89,7 +89,7 @@ def read_petastorm(
     decoder.check()
     if any(field.codec == "image" for field in decoder.encoded) and not is_connect(spark):
         _require_pillow()
-    data = _read(spark, path, chosen, stored)
+    data = _read(spark, path, fields, stored, needed=chosen)
     if where is not None:
         data = data.where(where)
     data = data.select(*(_scalar(data, field) for field in chosen))
@@ -138,26 +138,33 @@ def _fetch(batches: Iterator[pa.RecordBatch], *, file: str) -> Iterator[pa.Recor
         yield pa.RecordBatch.from_pydict({"content": pa.array([content], pa.binary())})
 
 
-def _read(spark: SparkSession, path: str, fields: Sequence[UnischemaField], stored: frozenset[str]) -> DataFrame:
-    """Reads the Parquet columns, those of folders' names with the types that the schema gives them."""
+def _read(
+    spark: SparkSession,
+    path: str,
+    fields: Sequence[UnischemaField],
+    stored: frozenset[str],
+    *,
+    needed: Sequence[UnischemaField],
+) -> DataFrame:
+    """Reads the Parquet columns, and of the folders' names what are strings as strings."""
     data = spark.read.parquet(path)
-    missing = [field.name for field in fields if field.name not in data.columns]
+    missing = [field.name for field in needed if field.name not in data.columns]
     if missing:
         raise DatasetError(
             f"the schema has a field {missing[0]!r} that the files of {path} have not",
             hint="leave it out with columns=[...]",
             field=missing[0],
         )
-    kinds = {
-        field.name: _SCALAR_TYPES[field.dtype]
+    # Spark guesses the types of folders' names, and takes "007" for a number.
+    guessed = {
+        field.name
         for field in fields
-        if field.name not in stored and field.dtype in _SCALAR_TYPES
+        if field.dtype == "str" and field.name in data.columns and field.name not in stored
     }
-    if all(data.schema[name].dataType == kind for name, kind in kinds.items()):
+    if all(data.schema[name].dataType == T.StringType() for name in guessed):
         return data
-    # Spark guesses the types of partitions, and takes "007" for a number.
-    schema = T.StructType([T.StructField(f.name, kinds.get(f.name, f.dataType)) for f in data.schema.fields])
-    return spark.read.schema(schema).parquet(path)
+    kinds = [T.StructField(f.name, T.StringType() if f.name in guessed else f.dataType) for f in data.schema.fields]
+    return spark.read.schema(T.StructType(kinds)).parquet(path)
 
 
 def _scalar(data: DataFrame, field: UnischemaField) -> Column:
