@@ -96,6 +96,7 @@ def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
     at_least("maxRestarts", p["maxRestarts"], 0)
     check_scoring(estimator)
     one_of("rendezvous", p["rendezvous"], ("auto", "driver", "rank0"))
+    one_of("preflight", p["preflight"], ("basic", "full"))
     _check_loss(estimator, p)
     _check_schedule(p)
     _check_sizes(p)

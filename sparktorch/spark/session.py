@@ -9,12 +9,17 @@ from typing import Any
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
-__all__ = ["driver_address", "is_connect", "java_version", "setting", "slots"]
+__all__ = ["driver_address", "is_connect", "is_local", "java_version", "setting", "slots"]
 
 
 def is_connect(spark: SparkSession) -> bool:
     """Whether the session is a Spark Connect client."""
     return type(spark).__module__.startswith("pyspark.sql.connect")
+
+
+def is_local(spark: SparkSession) -> bool:
+    """Whether the tasks are threads of the driver's JVM."""
+    return re.fullmatch(r"local(\[.*\])?", setting(spark, "spark.master")) is not None
 
 
 def setting(spark: SparkSession, name: str, default: str = "") -> str:
