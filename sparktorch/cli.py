@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import IO, Any
+from urllib.parse import urlsplit
 
 import pyspark
 from pyspark.sql import SparkSession
@@ -23,6 +25,7 @@ from sparktorch.spark.session import is_connect, setting
 __all__ = ["main", "print_table"]
 
 _NARROWEST = 120  # columns, where the output is no terminal
+_LONGEST = 300  # characters of what Spark says
 _FEW = 3  # places that are listed
 _COLOURS = {"ok": "green", "warning": "yellow", "failure": "bold red"}
 _SUMMARIES = {
@@ -69,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument(
         "--conf", action="append", default=[], metavar="KEY=VALUE", help="a setting of the session; may be repeated"
     )
-    doctor.add_argument("--num-workers", type=int, default=1, metavar="N", help="workers that a fit would have")
+    doctor.add_argument("--num-workers", type=int, default=1, metavar="N", help="workers that a fit would have (default: 1)")
     doctor.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="what they would train on")
     doctor.add_argument("--rendezvous", choices=("auto", "driver", "rank0"), default="auto", help="who hosts the store")
     doctor.add_argument("--checkpoint-dir", metavar="URL", help="where a fit would keep its checkpoints")
@@ -89,10 +92,11 @@ def _pair(text: str) -> tuple[str, str]:
 
 def _doctor(options: argparse.Namespace, settings: dict[str, str]) -> int:
     launch = Launch(world_size=options.num_workers, device=options.device, rendezvous=options.rendezvous)
-    about: dict[str, Any] = {"sparktorch": sparktorch.__version__, "spark": pyspark.__version__, "master": None}
+    master = options.master or options.remote or settings.get("spark.master", "")
+    about = {"sparktorch": sparktorch.__version__, "spark": pyspark.__version__, "master": master}
     try:
         with _session(options, settings) as spark:
-            about["master"] = setting(spark, "spark.master") or options.remote
+            about["master"] = setting(spark, "spark.master", master)
             findings = check_all(spark, launch, options.checkpoint_dir, options.timeout)
     except _NoSessionError as error:
         findings = [error.finding]
@@ -126,6 +130,7 @@ def _session(options: argparse.Namespace, settings: dict[str, str]) -> Iterator[
     if options.remote:
         builder = builder.remote(options.remote)
     try:
+        _knock(options.remote or "")
         spark = builder.getOrCreate()
     except Exception as error:  # of py4j's, gRPC's, or what an import raises
         raise _NoSessionError(_about_session(options, error)) from error
@@ -138,12 +143,26 @@ def _session(options: argparse.Namespace, settings: dict[str, str]) -> Iterator[
             spark.stop()
 
 
+def _knock(url: str) -> None:
+    """Connects to the server of an `sc://` URL once: a client would try again for minutes.
+
+    Raises:
+        OSError: Nobody answers there.
+    """
+    place = urlsplit(url)
+    if place.scheme == "sc" and place.hostname:
+        with socket.create_connection((place.hostname, place.port or 15002), timeout=10):
+            pass
+
+
 def _about_session(options: argparse.Namespace, error: Exception) -> Finding:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = " ".join(str(error).split()) or type(error).__name__
+    if "stopped SparkContext" in text:  # all that is left of it after a minute of trying
+        text = "the master does not answer, or refuses the application"
     return Finding(
         check="session",
         status="failure",
-        found=f"no session: {' '.join(lines[:2]) or type(error).__name__}",
+        found=f"no session: {text[:_LONGEST]}",
         setting="spark.remote" if options.remote else "spark.master",
         value="the URL of a server or master that runs",
         hint="is it the URL of a server that runs, and are the settings right? Spark's own log says more",

@@ -50,7 +50,7 @@ def check_all(
         hint = "turn dynamic allocation off, and check again"
         return [*found, _about_job("warning", text, hint)]
     launch = Launch(world_size=launch.world_size, device=launch.device, rendezvous=launch.rendezvous, profile=profile)
-    finding, there = enough_slots(spark, launch.world_size, profile)
+    finding, there = enough_slots(spark, launch.world_size, profile, wait=True)
     found.append(finding)
     if there == 0:
         return [*found, _about_job("warning", "there is none to look at", "see to the slots, and check again")]
@@ -92,7 +92,7 @@ def check_executors(
             rows = _collect(spark, plan, seconds)
         except FutureTimeoutError:
             text = f"no answer within {seconds:.0f} s"
-            return [_about_job("warning", text, "are their slots taken by other jobs? See the executors' logs")]
+            return [_about_job("warning", text, "are their slots taken by other jobs, or fewer than the workers? See the executors' logs")]
         except Exception as error:  # of Spark's, of many kinds
             return [_about_failure(str(error))]
     answers = sorted((Answer(**json.loads(row[0])) for row in rows), key=lambda answer: answer.rank)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 
 from pyspark.resource import ResourceProfile
@@ -89,10 +90,20 @@ def gpus(spark: SparkSession, device: Device, world_size: int) -> tuple[Resource
 
 
 def enough_slots(
-    spark: SparkSession, world_size: int, profile: ResourceProfile | None = None
+    spark: SparkSession, world_size: int, profile: ResourceProfile | None = None, *, wait: bool = False
 ) -> tuple[Finding, int | None]:
-    """Looks whether all ranks can run at once; returns the number of slots, too, `None` if unknown."""
-    found = _settled_slots(spark, world_size, profile)
+    """Looks whether all ranks can run at once.
+
+    Args:
+        spark: The session.
+        world_size: Number of ranks.
+        profile: The resource profile of their tasks.
+        wait: Whether to wait until no more slots appear, although there are enough.
+
+    Returns:
+        What it finds, and the number of slots, `None` if unknown.
+    """
+    found = _settled_slots(spark, sys.maxsize if wait else world_size, profile)
     if found is None:
         text = "behind this server they cannot be counted; Spark itself refuses too many ranks, after ten minutes"
         return Finding(check="slots", status="ok", found=text), None

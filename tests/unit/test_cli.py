@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import json
 
 import pytest
 
 from sparktorch.cli import main, print_table
 from sparktorch.spark.findings import Finding
+from tests.support.proxy import free_port
 
 
 def printed(*findings: Finding) -> str:
@@ -46,6 +48,16 @@ def test_the_same_finding_in_many_places_is_one_row() -> None:
     assert "and 6 more" in text
     assert "h5:1" not in text
     assert text.rstrip().endswith("see the warnings.")
+
+
+def test_a_server_that_is_not_there_is_a_finding(capsys: pytest.CaptureFixture[str]) -> None:
+    url = f"sc://127.0.0.1:{free_port()}"
+    assert main(["doctor", "--remote", url, "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert (report["status"], report["master"]) == ("failure", url)
+    (found,) = report["findings"]
+    assert (found["check"], found["setting"]) == ("session", "spark.remote")
+    assert "Connection refused" in found["found"]
 
 
 @pytest.mark.parametrize(
