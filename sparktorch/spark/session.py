@@ -10,7 +10,7 @@ from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 __all__ = [
-    *("cancel_tasks", "driver_address", "is_connect", "java_version"),
+    *("cancel_tasks", "driver_address", "is_connect", "is_local", "java_version"),
     *("running_tasks", "setting", "slots", "tag_tasks"),
 ]
 
@@ -18,6 +18,11 @@ __all__ = [
 def is_connect(spark: SparkSession) -> bool:
     """Whether the session is a Spark Connect client."""
     return type(spark).__module__.startswith("pyspark.sql.connect")
+
+
+def is_local(spark: SparkSession) -> bool:
+    """Whether the tasks are threads of the driver's JVM."""
+    return re.fullmatch(r"local(\[.*\])?", setting(spark, "spark.master")) is not None
 
 
 def setting(spark: SparkSession, name: str, default: str = "") -> str:

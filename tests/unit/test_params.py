@@ -245,6 +245,7 @@ def test_the_defaults_take_the_features_column_and_no_label_column_means_no_labe
         ({"numWorkers": 0}, "numWorkers", "numWorkers must be at least 1, got 0"),
         ({"predictBatchSize": 0}, "predictBatchSize", "predictBatchSize must be at least 1, got 0"),
         ({"device": "gpu"}, "device", "device 'gpu' is unknown"),
+        ({"preflight": "half"}, "preflight", "preflight 'half' is unknown"),
         ({"rendezvous": "rank1"}, "rendezvous", "rendezvous 'rank1' is unknown"),
         ({"strategy": "fsdp"}, "strategy", "strategy 'fsdp' is unknown"),
         ({"optimizerParams": {"lr": 1}}, "optimizerParams", "optimizerParams holds 'lr'"),
