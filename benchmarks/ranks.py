@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import lru_cache
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -48,9 +49,9 @@ class Place:
     port: int
     prefix: str
 
-    def store(self) -> dist.Store:
+    def store(self, *, timeout: timedelta = timedelta(minutes=1)) -> dist.Store:
         """Connects to the store of this call."""
-        return connect(HOST, self.port, self.prefix)
+        return connect(HOST, self.port, self.prefix, timeout=timeout)
 
     def alone(self) -> Place:
         """Returns the place of a rank that is the only one, whatever the others do."""
