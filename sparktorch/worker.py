@@ -197,6 +197,7 @@ def _train_on(shard: Shard, world: World, job: TrainJob, link: Link, clock: _Clo
         "bytes": shard.bytes,
         "storage": "disk" if shard.on_disk else "memory",
         "data_wait_share": outcome.data_wait_share,
+        "dropped": shard.dropped,
         "host": world.host,
         "device": world.device,
         "threads": world.threads,

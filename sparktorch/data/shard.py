@@ -11,12 +11,12 @@ import numpy.typing as npt
 import pyarrow as pa
 import torch
 
+from sparktorch.data.checks import Screen, check_labels, check_weights
 from sparktorch.data.columns import KEY, VALIDATION, Columns, TensorSpec
 from sparktorch.data.feed import Feed, OutOfCore, Resident, Schedule
-from sparktorch.data.fields import Dense, Field
+from sparktorch.data.fields import Dense, Field, field_of
 from sparktorch.data.plan import SamplingPlan
 from sparktorch.data.spool import InMemory, Runs, Spooler
-from sparktorch.data.tensors import check_finite, check_labels, check_weights
 from sparktorch.errors import ConfigError
 
 __all__ = ["Batch", "Rows", "Shard", "balanced"]
@@ -99,7 +99,13 @@ class Rows:
 
 
 class Shard:
-    """The rows of one rank: training rows addressed by position, validation rows in key order."""
+    """The rows of one rank: training rows addressed by position, validation rows in key order.
+
+    Attributes:
+        bytes: Of its rows.
+        fingerprint: The sum of the keys of its training rows.
+        dropped: Number of rows that were left out because they hold nulls.
+    """
 
     def __init__(
         self,
@@ -223,19 +229,25 @@ class Shard:
 
     def _read(self, batches: Iterable[pa.RecordBatch], arrivals: Arrivals, budget: int) -> None:
         """Reads all batches into the fields."""
+        screen = Screen(self._columns)
+        row = 0
         for batch in batches:
+            rows = screen.rows_of(batch, first_row=row)
             before = sum(field.nbytes for field in self._fields.values())
             for spec in self._columns.tensors:
-                self._fields[spec.name].append(batch.column(spec.name), first_row=arrivals.count)
+                self._fields[spec.name].append(rows.column(spec.name), first_row=row)
             grown = sum(field.nbytes for field in self._fields.values()) - before
-            if self._spooler.on_disk and grown > budget * batch.num_rows:
-                raise _too_large(grown / batch.num_rows, budget, arrivals.count)
+            if self._spooler.on_disk and grown > budget * rows.num_rows:
+                raise _too_large(grown / rows.num_rows, budget, row)
             if self._columns.validation:
                 # A null flag is no flag.
-                held_out = batch.column(VALIDATION).fill_null(False).to_numpy(zero_copy_only=False)
+                held_out = rows.column(VALIDATION).fill_null(False).to_numpy(zero_copy_only=False)
             else:
-                held_out = np.zeros(batch.num_rows, np.bool_)
-            arrivals.append(batch.column(KEY).to_numpy(), held_out)
+                held_out = np.zeros(rows.num_rows, np.bool_)
+            arrivals.append(rows.column(KEY).to_numpy(), held_out)
+            row += batch.num_rows
+        screen.close()
+        self.dropped = screen.dropped
 
     def _stand_in(self, spare: pa.RecordBatch | None) -> None:
         """Gives a rank without rows one to stand in with."""
@@ -330,13 +342,9 @@ def _field(spec: TensorSpec, columns: Columns, spooler: Spooler) -> Field:
         check_weights(values, spec)
         return values
 
-    def finite(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        check_finite(values, spec)
-        return values
-
     if spec is columns.label:
         return Dense(spec, spooler, label, dtype=None if columns.classes is None else np.int64)
-    return Dense(spec, spooler, weight if spec is columns.weight else finite)
+    return Dense(spec, spooler, weight) if spec is columns.weight else field_of(spec, spooler)
 
 
 def _too_large(size: float, budget: int, row: int) -> ConfigError:

@@ -31,6 +31,8 @@ class TrainingSummary:
         confusionMatrix: Of a classifier with validation rows, how many of them with class `i` (row)
             were predicted as class `j` (column) with the weights of the model, sample weights aside;
             `None` otherwise, and with more than 100 classes.
+        droppedRows: Number of rows left out because they hold a null, NaN or infinity, under
+            `nullPolicy` "drop".
     """
 
     history: list[dict[str, Any]]
@@ -42,6 +44,7 @@ class TrainingSummary:
     seconds: dict[str, float]
     ranks: list[dict[str, Any]]
     confusionMatrix: list[list[int]] | None = None
+    droppedRows: int = 0
 
     @property
     def objectiveHistory(self) -> list[float]:

@@ -13,6 +13,7 @@ from pyspark import cloudpickle
 from sparktorch.artifact import TrainedModule
 from sparktorch.config import CheckpointConfig, Device, StorageConfig, Task, TrainConfig, above, at_least, one_of
 from sparktorch.errors import ConfigError, nearest
+from sparktorch.ml.inputs import input_options
 from sparktorch.program import Program
 from sparktorch.spark.barrier import Launch
 from sparktorch.spark.watch import Patience
@@ -37,18 +38,9 @@ _SAME = (
     *("module", "moduleParams", "loss", "lossParams", "trainingStep", "classWeights", "freeze"),
     *("optimizer", "optimizerParams", "learningRate", "parameterGroups"),
     *("scheduler", "schedulerParams", "schedulerInterval", "warmupSteps", "referenceBatchSize"),
-    *(
-        "batchSize",
-        "epochs",
-        "split",
-        "shuffle",
-        "shuffleBlock",
-        "seed",
-        "gradientClipNorm",
-        "gradientClipValue",
-        "precision",
-        "emaDecay",
-    ),
+    *("batchSize", "epochs", "split", "shuffle", "shuffleBlock", "seed", "precision", "emaDecay"),
+    *("gradientClipNorm", "gradientClipValue", "nullPolicy", "fillValue"),
+    *("inputShapes", "inputLayouts", "inputDtypes", "maxLengths", "padValues", "assembleInputs"),
     *("nonFiniteLoss", "syncBatchNorm", "earlyStoppingPatience", "validationInterval", "validationUnit"),
 )
 
@@ -201,10 +193,11 @@ def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
         min_workers=p["minWorkers"],
         columns={
             "inputs": input_names(estimator),
-            "label": p["labelCol"] or None,
+            "label": _label(estimator, p),
             "weight": p["weightCol"],
             "validation": p["validationIndicatorCol"],
             "key": p["idCol"],
+            "options": input_options(estimator),
         },
     )
     check_strategy(request.config, request.recipe)
@@ -222,6 +215,16 @@ def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
             param="validationIndicatorCol",
         )
     return request
+
+
+def _label(estimator: Params, p: _Values) -> str | list[str] | None:
+    if p["labelCols"] is None:
+        return p["labelCol"] or None
+    if estimator.isSet("labelCol"):
+        raise ConfigError("labelCol and labelCols are both set", hint="set one of them", param="labelCols")
+    if not p["labelCols"]:
+        raise ConfigError("labelCols is empty", hint="for no label at all, set labelCol=''", param="labelCols")
+    return list(p["labelCols"])
 
 
 def _check_min_workers(p: _Values, request: Request) -> None:
