@@ -33,7 +33,7 @@ from sparktorch.train.recipe import Recipe
 from sparktorch.worker import TrainJob, train_partition
 from sparktorch.world import World
 
-__all__ = ["Course", "Place", "Ranks", "arrays_of", "columns", "fit", "rows_of"]
+__all__ = ["Course", "Place", "Ranks", "Stopwatch", "arrays_of", "columns", "fit", "rows_of"]
 
 HOST = "127.0.0.1"
 
@@ -142,7 +142,7 @@ def fit(
     checkpoint: CheckpointConfig | None = None,
 ) -> Course:
     """Trains as one rank on `rows` random rows of its own."""
-    link = _Stopwatch(place.store, place.world)
+    link = Stopwatch(place.store, place.world)
     job = TrainJob(columns=columns(width), recipe=recipe, config=config, checkpoint=checkpoint)
     with link.beating():
         result = train_partition(rows_of(place.world, rows, width), world=place.world, job=job, link=link)
@@ -172,7 +172,7 @@ def rows_of(world: World, rows: int, width: int) -> list[pa.RecordBatch]:
     return [pa.RecordBatch.from_arrays([to_arrow(array) for array in arrays.values()], names=list(arrays))]
 
 
-class _Stopwatch(Link):
+class Stopwatch(Link):
     """A link that notes when each epoch begins and when the last one has ended."""
 
     def __init__(self, open_store: OpenStore, world: World) -> None:
@@ -180,6 +180,7 @@ class _Stopwatch(Link):
         self.marks: list[float] = []
 
     def enter(self, phase: str, *, epoch: int | None = None, step: int | None = None) -> None:
+        """Notes the time of phases that end an epoch."""
         if phase in {"training", "finishing"}:
             self.marks.append(time.perf_counter())
         super().enter(phase, epoch=epoch, step=step)

@@ -19,6 +19,9 @@ from pyspark.ml.param.shared import (
     HasWeightCol,
 )
 
+from sparktorch.ml.inputs import INPUT_DEFAULTS
+from sparktorch.ml.storage import STORAGE_DEFAULTS
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -49,6 +52,8 @@ SCORING_DEFAULTS: dict[str, Any] = {
 # Defaults of every estimator; the constructors repeat them where a reader looks for them.
 DEFAULTS: dict[str, Any] = {
     **SCORING_DEFAULTS,
+    **INPUT_DEFAULTS,
+    **STORAGE_DEFAULTS,
     "moduleParams": {},
     "featuresCol": "features",
     "labelCol": "label",
