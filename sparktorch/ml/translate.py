@@ -38,20 +38,9 @@ _SAME = (
     *("module", "moduleParams", "loss", "lossParams", "trainingStep", "classWeights", "freeze"),
     *("optimizer", "optimizerParams", "learningRate", "parameterGroups"),
     *("scheduler", "schedulerParams", "schedulerInterval", "warmupSteps", "referenceBatchSize"),
-    *(
-        "batchSize",
-        "epochs",
-        "split",
-        "shuffle",
-        "shuffleBlock",
-        "seed",
-        "gradientClipNorm",
-        "gradientClipValue",
-        "precision",
-        "emaDecay",
-    ),
-    *("inputShapes", "inputLayouts", "inputDtypes", "maxLengths", "padValues", "assembleInputs"),
-    *("nullPolicy", "fillValue", "labelCols"),
+    *("batchSize", "epochs", "split", "shuffle", "shuffleBlock", "seed", "precision", "emaDecay"),
+    *("gradientClipNorm", "gradientClipValue", "nullPolicy", "fillValue"),
+    *("inputShapes", "inputLayouts", "inputDtypes", "maxLengths", "padValues", "assembleInputs", "labelCols"),
     *("nonFiniteLoss", "syncBatchNorm", "earlyStoppingPatience", "validationInterval", "validationUnit"),
 )
 
@@ -126,6 +115,7 @@ def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
     one_of("logLevel", p["logLevel"], _LOG_LEVELS)
     check_scoring(estimator)
     one_of("rendezvous", p["rendezvous"], ("auto", "driver", "rank0"))
+    one_of("preflight", p["preflight"], ("basic", "full"))
     _check_loss(estimator, p)
     _check_schedule(p)
     _check_sizes(p)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from sparktorch.data.checks import Screen
 from sparktorch.data.columns import Columns, TensorSpec
 from sparktorch.data.fields import Field
 from sparktorch.data.inputs import field_of
-from sparktorch.data.spool import InMemory
+from sparktorch.data.spool import InMemory, OnDisk, Runs
 from sparktorch.errors import ColumnError
 
 VECTOR = pa.struct({"size": pa.int32(), "indices": pa.list_(pa.int32()), "values": pa.list_(pa.float32())})
@@ -37,6 +38,23 @@ def filled(spec: TensorSpec, *batches: pa.Array) -> Field:
     return field
 
 
+class FromDisk:
+    """A field on disk, whose rows are read when they are asked for."""
+
+    def __init__(self, spec: TensorSpec, *batches: pa.Array) -> None:
+        spooler = OnDisk(tempfile.gettempdir())
+        self._field = field_of(spec, spooler)
+        for batch in batches:
+            self._field.append(pa.concat_arrays([batch, batch, batch]).slice(len(batch), len(batch)))
+        self.close = spooler.close
+
+    def take(self, index: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        self._field.read(Runs.of(index.numpy()))
+        rows = self._field.read(Runs.of(index.numpy()))  # any number of times
+        self.close()
+        return rows.take(torch.arange(len(index)))
+
+
 def in_two(rows: list[Any], kind: pa.DataType) -> list[pa.Array]:
     return [pa.array(part, kind) for part in (rows[: len(rows) // 2], rows[len(rows) // 2 :])]
 
@@ -46,21 +64,26 @@ def draw_index(data: st.DataObject, rows: int) -> list[int]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(rows=rows_of_any_length, limit=st.sampled_from([None, 1, 3]), data=st.data())
+@given(
+    rows=rows_of_any_length,
+    limit=st.sampled_from([None, 1, 3]),
+    kept=st.sampled_from([filled, FromDisk]),
+    data=st.data(),
+)
 def test_ragged_rows_come_back_padded_or_jagged(
-    rows: list[list[float]], limit: int | None, data: st.DataObject
+    rows: list[list[float]], limit: int | None, kept: Any, data: st.DataObject
 ) -> None:
     index = draw_index(data, len(rows))
     wanted = [rows[i][:limit] for i in index]
     batches = in_two(rows, pa.list_(pa.float32()))
-    values, mask = filled(spec_of(layout="padded", limit=limit, pad=-1), *batches).take(
+    values, mask = kept(spec_of(layout="padded", limit=limit, pad=-1), *batches).take(
         torch.tensor(index, dtype=torch.int64)
     )
     longest = max([1, *map(len, wanted)])
     assert values.tolist() == [row + [-1] * (longest - len(row)) for row in wanted]
     assert mask.tolist() == [[True] * len(row) + [False] * (longest - len(row)) for row in wanted]
     if index:
-        (nested,) = filled(spec_of(layout="jagged", limit=limit), *batches).take(torch.tensor(index))
+        (nested,) = kept(spec_of(layout="jagged", limit=limit), *batches).take(torch.tensor(index))
         assert [row.tolist() for row in nested.unbind()] == wanted
 
 
@@ -74,17 +97,20 @@ def as_vector(row: list[float], sparse: bool) -> dict[str, Any]:
 @settings(max_examples=60, deadline=None)
 @given(
     rows=st.lists(st.tuples(st.lists(st.sampled_from([0.0, 0.0, 1.0, -2.0]), min_size=4, max_size=4), st.booleans())),
+    kept=st.sampled_from([filled, FromDisk]),
     data=st.data(),
 )
-def test_vectors_come_back_dense_or_sparse_as_they_may_be_mixed(rows: list[Any], data: st.DataObject) -> None:
+def test_vectors_come_back_dense_or_sparse_as_they_may_be_mixed(
+    rows: list[Any], kept: Any, data: st.DataObject
+) -> None:
     index = torch.tensor(draw_index(data, len(rows)), dtype=torch.int64)
     wanted = torch.tensor([row for row, _ in rows]).view(-1, 4)[index]
     batches = in_two([as_vector(*row) for row in rows], VECTOR)
-    (dense,) = filled(spec_of(kind="vector", shape=(4,)), *batches).take(index)
+    (dense,) = kept(spec_of(kind="vector", shape=(4,)), *batches).take(index)
     assert torch.equal(dense, wanted)
-    (shaped,) = filled(spec_of(kind="vector", shape=(2, 2), lists=(4,)), *batches).take(index)
+    (shaped,) = kept(spec_of(kind="vector", shape=(2, 2), lists=(4,)), *batches).take(index)
     assert torch.equal(shaped, wanted.view(-1, 2, 2))
-    (sparse,) = filled(spec_of(kind="vector", shape=(4,), layout="sparse_csr"), *batches).take(index)
+    (sparse,) = kept(spec_of(kind="vector", shape=(4,), layout="sparse_csr"), *batches).take(index)
     assert sparse.layout == torch.sparse_csr
     assert torch.equal(sparse.to_dense(), wanted)
 
