@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -19,10 +19,11 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import torch
 
-from sparktorch.config import CheckpointConfig, TrainConfig
+from sparktorch.config import CheckpointConfig, StorageConfig, TrainConfig
 from sparktorch.data.columns import Columns
 from sparktorch.data.plan import SamplingPlan
 from sparktorch.data.shard import Shard, balanced
+from sparktorch.data.spool import InMemory, OnDisk, Spooler, WithinBudget, local_directory
 from sparktorch.errors import ColumnError
 from sparktorch.train.group import process_group
 from sparktorch.train.link import Link
@@ -50,6 +51,8 @@ class TrainJob:
             ranks give up for a better split; `None` accepts any split.
         checkpoint: Where and how often its state is saved; `None` for nowhere.
         spare: Any one row of the training set, for a rank without rows to stand in with.
+        storage: Where a rank keeps its rows.
+        by_key: Whether the order of training is that of the rows' keys, or of their places.
         collective_seconds: How long a rank waits for the others in a collective.
     """
 
@@ -59,6 +62,8 @@ class TrainJob:
     max_imbalance: float | None = 0.1
     checkpoint: CheckpointConfig | None = None
     spare: pa.RecordBatch | None = None
+    storage: StorageConfig = field(default_factory=StorageConfig)
+    by_key: bool = True
     collective_seconds: float = 1800.0
 
 
@@ -91,6 +96,7 @@ def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: Tra
 
     Raises:
         ColumnError: The rows cannot be trained on.
+        ClusterError: They do not fit on disk.
         PeerFailure: Another rank failed before training began.
         Cancelled: The driver cancelled the fit.
     """
@@ -102,9 +108,30 @@ def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: Tra
     # The first optimizer of a process imports torch._dynamo, most of a second: meanwhile, rows arrive.
     threading.Thread(target=_import_dynamo, daemon=True).start()
     link.enter("loading")
-    shard = Shard(link.moving(batches), job.columns, spare=job.spare, device=world.device)
+    shard = Shard(
+        link.moving(batches),
+        job.columns,
+        spare=job.spare,
+        device=world.device,
+        spooler=_spooler(job.storage, world),
+        budget=job.storage.budget * 10**6,
+        by_key=job.by_key,
+    )
     clock.lap("load")
+    with closing(shard):
+        return _train_on(shard, world, job, link, clock)
 
+
+def _spooler(storage: StorageConfig, world: World) -> Spooler:
+    """Returns the place for a rank's rows; those on disk are with what Spark keeps there."""
+    if storage.kind == "memory":
+        return InMemory()
+    directory = local_directory(world.local_rank)
+    return OnDisk(directory) if storage.kind == "disk" else WithinBudget(storage.budget * 10**6, directory)
+
+
+def _train_on(shard: Shard, world: World, job: TrainJob, link: Link, clock: _Clock) -> RankResult:
+    """Trains on rows that have been read."""
     link.enter("waiting for the other ranks")
     class_weights = job.config.class_weights
     peers = link.agree(
@@ -135,6 +162,7 @@ def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: Tra
         batch_size=config.batch_size,
         seed=config.seed,
         shuffle=config.shuffle,
+        block=config.shuffle_block,
     )
     shard.place(0 if independent else sum(counts[: world.rank]), plan, epochs=config.epochs)
     if class_weights == "balanced":
@@ -167,6 +195,9 @@ def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: Tra
         "rows": shard.rows,
         "validation_rows": shard.validation_rows,
         "bytes": shard.bytes,
+        "storage": "disk" if shard.on_disk else "memory",
+        "data_wait_share": outcome.data_wait_share,
+        "dropped": shard.dropped,
         "host": world.host,
         "device": world.device,
         "threads": world.threads,

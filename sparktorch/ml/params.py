@@ -19,6 +19,9 @@ from pyspark.ml.param.shared import (
     HasWeightCol,
 )
 
+from sparktorch.ml.inputs import INPUT_DEFAULTS
+from sparktorch.ml.storage import STORAGE_DEFAULTS
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -49,6 +52,8 @@ SCORING_DEFAULTS: dict[str, Any] = {
 # Defaults of every estimator; the constructors repeat them where a reader looks for them.
 DEFAULTS: dict[str, Any] = {
     **SCORING_DEFAULTS,
+    **INPUT_DEFAULTS,
+    **STORAGE_DEFAULTS,
     "moduleParams": {},
     "featuresCol": "features",
     "labelCol": "label",
@@ -80,6 +85,7 @@ DEFAULTS: dict[str, Any] = {
     "strategyParams": {},
     "numWorkers": 1,
     "rendezvous": "auto",
+    "preflight": "basic",
     "checkpointInterval": 1,
     "checkpointUnit": "epoch",
     "keepCheckpoints": 2,
@@ -818,6 +824,12 @@ class LaunchParams(Params):
         "from which level on the driver shows what workers log; what they print counts as 'INFO'",
         typeConverter=TypeConverters.toString,
     )
+    preflight: Param[str] = Param(
+        Params._dummy(),
+        "preflight",
+        "what is checked before the job starts: 'basic' for settings, slots and GPUs, 'full' for the executors as well",
+        typeConverter=TypeConverters.toString,
+    )
     progress: Param[bool] = Param(
         Params._dummy(),
         "progress",
@@ -872,6 +884,14 @@ class LaunchParams(Params):
     def setLogLevel(self, value: str) -> Self:
         """Sets the value of `logLevel`."""
         return self._set(logLevel=value)
+
+    def getPreflight(self) -> str:
+        """Gets the value of `preflight` or its default."""
+        return self.getOrDefault(self.preflight)
+
+    def setPreflight(self, value: str) -> Self:
+        """Sets the value of `preflight`."""
+        return self._set(preflight=value)
 
     def getProgress(self) -> bool:
         """Gets the value of `progress` or its default."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -17,7 +17,7 @@ T = TypeVar("T")
 class ShardLike(Protocol):
     """What the loop asks of a rank's rows; see `sparktorch.data.shard.Shard`."""
 
-    def epoch(self, epoch: int, *, least: int, first: int = 0) -> Iterator[BatchLike]:
+    def epoch(self, epoch: int, *, least: int, first: int = 0) -> Generator[BatchLike]:
         """Yields this rank's part of every global batch from step `first` on, its inputs filled up to `least` rows."""
         ...
 
@@ -29,7 +29,7 @@ class ShardLike(Protocol):
         """Returns this rank's number of rows in each step, int64 of shape `(steps,)`."""
         ...
 
-    def validation(self, size: int, *, batches: int = 0) -> Iterator[BatchLike]:
+    def validation(self, size: int, *, batches: int = 0) -> Generator[BatchLike]:
         """Yields this rank's validation rows in batches of that size, at least so many."""
         ...
 

@@ -8,7 +8,8 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from sparktorch.data.plan import rank_of_key
-from sparktorch.spark.frame import prepare, split, split_by_hash
+from sparktorch.spark.frame import prepare
+from sparktorch.spark.split import split, split_by_hash
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 7])
