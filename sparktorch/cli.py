@@ -72,7 +72,9 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument(
         "--conf", action="append", default=[], metavar="KEY=VALUE", help="a setting of the session; may be repeated"
     )
-    doctor.add_argument("--num-workers", type=int, default=1, metavar="N", help="workers that a fit would have (default: 1)")
+    doctor.add_argument(
+        "--num-workers", type=int, default=1, metavar="N", help="workers that a fit would have (default: 1)"
+    )
     doctor.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="what they would train on")
     doctor.add_argument("--rendezvous", choices=("auto", "driver", "rank0"), default="auto", help="who hosts the store")
     doctor.add_argument("--checkpoint-dir", metavar="URL", help="where a fit would keep its checkpoints")
@@ -189,7 +191,7 @@ def print_table(findings: Sequence[Finding], title: str, file: IO[str] | None = 
     table.add_column("", no_wrap=True)
     table.add_column("check", no_wrap=True)
     for name, share in (("where", 2), ("found", 4), ("what to do", 5)):
-        table.add_column(name, ratio=share, overflow="fold")
+        table.add_column(name, ratio=share, min_width=8 * share - 8, overflow="fold")
     groups: dict[tuple[str, ...], list[Finding]] = {}
     for finding in findings:
         groups.setdefault((finding.status, finding.check, finding.found, finding.advice), []).append(finding)
