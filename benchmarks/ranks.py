@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import lru_cache
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -23,16 +24,16 @@ import pyarrow as pa
 import torch
 import torch.distributed as dist
 
-from sparktorch.config import TrainConfig
+from sparktorch.config import CheckpointConfig, TrainConfig
 from sparktorch.data.columns import KEY, LABEL, Columns, TensorSpec, input_name
 from sparktorch.data.tensors import to_arrow
 from sparktorch.spark.control import host_store
-from sparktorch.train.link import Link, connect
+from sparktorch.train.link import Link, OpenStore, connect
 from sparktorch.train.recipe import Recipe
 from sparktorch.worker import TrainJob, train_partition
 from sparktorch.world import World
 
-__all__ = ["Course", "Place", "Ranks", "arrays_of", "columns", "fit", "rows_of"]
+__all__ = ["Course", "Place", "Ranks", "Stopwatch", "arrays_of", "columns", "fit", "rows_of"]
 
 HOST = "127.0.0.1"
 
@@ -48,9 +49,9 @@ class Place:
     port: int
     prefix: str
 
-    def store(self) -> dist.Store:
+    def store(self, *, timeout: timedelta = timedelta(seconds=60)) -> dist.Store:
         """Connects to the store of this call."""
-        return connect(HOST, self.port, self.prefix)
+        return connect(HOST, self.port, self.prefix, timeout=timeout)
 
     def alone(self) -> Place:
         """Returns the place of a rank that is the only one, whatever the others do."""
@@ -131,10 +132,18 @@ class Course:
     history: list[dict[str, Any]]
 
 
-def fit(place: Place, rows: int, width: int, recipe: Recipe, config: TrainConfig) -> Course:
+def fit(
+    place: Place,
+    rows: int,
+    width: int,
+    recipe: Recipe,
+    config: TrainConfig,
+    *,
+    checkpoint: CheckpointConfig | None = None,
+) -> Course:
     """Trains as one rank on `rows` random rows of its own."""
-    link = _Stopwatch(place.store, place.world)
-    job = TrainJob(columns=columns(width), recipe=recipe, config=config)
+    link = Stopwatch(place.store, place.world)
+    job = TrainJob(columns=columns(width), recipe=recipe, config=config, checkpoint=checkpoint)
     with link.beating():
         result = train_partition(rows_of(place.world, rows, width), world=place.world, job=job, link=link)
     return Course(np.diff(link.marks).tolist(), result.meta.get("history", []))
@@ -163,14 +172,15 @@ def rows_of(world: World, rows: int, width: int) -> list[pa.RecordBatch]:
     return [pa.RecordBatch.from_arrays([to_arrow(array) for array in arrays.values()], names=list(arrays))]
 
 
-class _Stopwatch(Link):
+class Stopwatch(Link):
     """A link that notes when each epoch begins and when the last one has ended."""
 
-    def __init__(self, open_store: Callable[[], dist.Store], world: World) -> None:
+    def __init__(self, open_store: OpenStore, world: World) -> None:
         super().__init__(open_store, world)
         self.marks: list[float] = []
 
     def enter(self, phase: str, *, epoch: int | None = None, step: int | None = None) -> None:
+        """Notes the time of phases that end an epoch."""
         if phase in {"training", "finishing"}:
             self.marks.append(time.perf_counter())
         super().enter(phase, epoch=epoch, step=step)

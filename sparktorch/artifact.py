@@ -29,8 +29,11 @@ import torch
 from torch import nn
 
 from sparktorch.config import Precision, Task
+from sparktorch.data.checks import present
 from sparktorch.data.columns import TensorSpec
-from sparktorch.data.tensors import present, to_arrow, to_numpy
+from sparktorch.data.fields import field_of
+from sparktorch.data.spool import InMemory
+from sparktorch.data.tensors import packed, to_arrow
 from sparktorch.errors import PersistenceError
 from sparktorch.program import ExportError, Program, check_archive, export_program
 from sparktorch.train.dryrun import OutputSpec
@@ -238,7 +241,8 @@ class Scorer:
         """Scores one Arrow array per input.
 
         Args:
-            columns: One array per input, of equal length.
+            columns: One array per input, of equal length; in place of an input that is packed of
+                several columns, those columns.
             names: Which results to return, as `score` names them.
             keep_null: Whether a row with a null in it gets a null result, and is no error.
 
@@ -248,10 +252,11 @@ class Scorer:
         Raises:
             ColumnError: A row is null or has another shape than the model was fitted on.
         """
-        rows = present(columns) if keep_null else None
+        inputs = self._inputs(columns)
+        rows = present(inputs, self._trained.inputs) if keep_null else None
         if rows is not None:
-            columns = [column.filter(rows) for column in columns]
-        results = self.score(columns)
+            inputs = [column.filter(rows) for column in inputs]
+        results = self._score(inputs)
         scored = [to_arrow(results[name]) for name in names]
         if rows is None:
             return scored
@@ -270,23 +275,45 @@ class Scorer:
         Raises:
             ColumnError: A row is null or has another shape than the model was fitted on.
         """
-        arrays = [to_numpy(c, spec) for c, spec in zip(columns, self._trained.inputs, strict=True)]
-        return self.score_arrays(arrays)
+        return self._score(self._inputs(columns))
 
     def score_arrays(self, arrays: Sequence[Array]) -> dict[str, Array]:
         """Scores one array of shape `(rows, ...)` per input; returns as `score`."""
-        rows = len(arrays[0])
+        return self.score([to_arrow(array) for array in arrays])
+
+    def _inputs(self, columns: Sequence[pa.Array]) -> list[pa.Array]:
+        """Returns one array per input, of one per input or of one per column that they are packed of."""
+        specs = self._trained.inputs
+        if len(columns) != sum(len(spec.sources) or 1 for spec in specs):
+            return list(columns)
+        rest, inputs = list(columns), []
+        for spec in specs:
+            own, rest = rest[: len(spec.sources) or 1], rest[len(spec.sources) or 1 :]
+            inputs.append(own[0] if not spec.sources or pa.types.is_list(own[0].type) else packed(own, spec))
+        return inputs
+
+    def _score(self, inputs: Sequence[pa.Array]) -> dict[str, Array]:
+        rows = len(inputs[0])
+        fields = []
+        for column, spec in zip(inputs, self._trained.inputs, strict=True):
+            field = field_of(spec, InMemory())
+            field.append(column)
+            field.finish(str(self._device))
+            fields.append(field)
         pieces = max(1, math.ceil(rows / self._batch_size))
         size = max(1, math.ceil(rows / pieces))  # of equal size, so that none is a tiny rest
-        parts = [self._forward([a[start : start + size] for a in arrays]) for start in range(0, max(1, rows), size)]
+        parts = [
+            self._forward(
+                tuple(argument for field in fields for argument in field.part(start, min(rows, start + size)))
+            )
+            for start in range(0, max(1, rows), size)
+        ]
         if len(parts) == 1:
             return parts[0]
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     @torch.inference_mode()
-    def _forward(self, arrays: Sequence[Array]) -> dict[str, Array]:
-        # Arrow's buffers are read-only, which torch warns about though nothing writes to them.
-        inputs = [torch.from_numpy(np.require(a, requirements="W")).to(self._device) for a in arrays]
+    def _forward(self, inputs: tuple[torch.Tensor, ...]) -> dict[str, Array]:
         with self._autocast:
             output = self._module(*inputs)
         if self._trained.task == "classification":

@@ -9,7 +9,17 @@ from typing import Any, Literal, TypeVar
 
 from sparktorch.errors import ConfigError, nearest
 
-__all__ = ["CheckpointConfig", "Device", "Precision", "Task", "TrainConfig", "from_dict", "one_of", "to_dict"]
+__all__ = [
+    "CheckpointConfig",
+    "Device",
+    "Precision",
+    "StorageConfig",
+    "Task",
+    "TrainConfig",
+    "from_dict",
+    "one_of",
+    "to_dict",
+]
 
 Task = Literal["classification", "regression", "generic"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -32,6 +42,8 @@ class TrainConfig:
         epochs: Passes over the training rows.
         seed: Seed of the initial weights, of the sampling and of each rank's generators.
         shuffle: Whether each epoch draws its batches anew; otherwise rows are taken in key order.
+        shuffle_block: Number of rows, next to each other in key order, that each epoch trains within as many
+            steps; 1 orders rows by themselves.
         strategy: How the ranks share the work.
         strategy_params: Options of the strategy; `train.strategy` checks them.
         accumulation_steps: Parts into which a rank splits its rows of a step, their gradients added up.
@@ -67,6 +79,7 @@ class TrainConfig:
     epochs: int = 1
     seed: int = 0
     shuffle: bool = True
+    shuffle_block: int = 1
     strategy: str = "ddp"
     strategy_params: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     accumulation_steps: int = 1
@@ -93,6 +106,7 @@ class TrainConfig:
         one_of("task", self.task, _TASKS)
         at_least("batchSize", self.batch_size, 1)
         at_least("epochs", self.epochs, 1)
+        at_least("shuffleBlock", self.shuffle_block, 1)
         one_of("strategy", self.strategy, _STRATEGIES)
         one_of("precision", self.precision, _PRECISIONS)
         one_of("schedulerInterval", self.schedule_interval, ("step", "epoch"))
@@ -183,6 +197,26 @@ class CheckpointConfig:
         at_least("checkpointInterval", self.interval, 1)
         one_of("checkpointUnit", self.unit, ("epoch", "step"))
         at_least("keepCheckpoints", self.keep, 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StorageConfig:
+    """Where a rank keeps its rows.
+
+    Attributes:
+        kind: In "memory", on "disk", or "auto": in memory as far as the budget goes, and else on disk.
+        budget: MB that a rank's rows may take in memory, where they need not all be there.
+
+    Raises:
+        ConfigError: A value is out of range.
+    """
+
+    kind: Literal["memory", "disk", "auto"] = "memory"
+    budget: int = 1024
+
+    def __post_init__(self) -> None:
+        one_of("storage", self.kind, ("memory", "disk", "auto"))
+        at_least("memoryBudget", self.budget, 1)
 
 
 def at_least(param: str, value: float, least: float) -> None:

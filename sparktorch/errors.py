@@ -10,10 +10,12 @@ __all__ = [
     "ClusterError",
     "ColumnError",
     "ConfigError",
+    "DatasetError",
     "ModuleError",
     "PersistenceError",
     "RankError",
     "RankLostError",
+    "RankStalledError",
     "SparkTorchError",
     "nearest",
 ]
@@ -76,6 +78,10 @@ class ColumnError(SparkTorchError, ValueError):
     """A column is missing, has the wrong type, or holds values that cannot be trained on."""
 
 
+class DatasetError(SparkTorchError, ValueError):
+    """Files are not the data set they are read as, or hold what cannot be read."""
+
+
 class ModuleError(SparkTorchError, ValueError):
     """The module, loss or optimizer does not fit the columns, or cannot be shipped to the ranks."""
 
@@ -89,7 +95,11 @@ class RankError(SparkTorchError, RuntimeError):
 
 
 class RankLostError(RankError):
-    """A rank died without an error of its own: its process, executor or machine is gone."""
+    """A rank is gone, by no fault of the training: its process, executor, machine or connection."""
+
+
+class RankStalledError(RankLostError):
+    """A rank stands still: its process is stopped, it hangs, or the network between the ranks is cut."""
 
 
 class PersistenceError(SparkTorchError, ValueError):
@@ -100,7 +110,17 @@ _FEW = 8
 
 _KINDS: dict[str, type[SparkTorchError]] = {
     kind.__name__: kind
-    for kind in (ConfigError, ColumnError, ModuleError, ClusterError, RankError, RankLostError, PersistenceError)
+    for kind in (
+        ConfigError,
+        ColumnError,
+        DatasetError,
+        ModuleError,
+        ClusterError,
+        RankError,
+        RankLostError,
+        RankStalledError,
+        PersistenceError,
+    )
 }
 
 

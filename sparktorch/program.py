@@ -28,6 +28,7 @@ from sparktorch.errors import ModuleError
 __all__ = ["ExportError", "Program", "check_archive", "example_inputs", "export_program", "export_whole"]
 
 _EXAMPLE_ROWS = 3
+_EXAMPLE_LONGEST = 5
 _OPERATORS = r"torch\.ops\.(aten|prims)\.\w+\.\w+|_operator\.(getitem|add|sub|mul|neg|floordiv|mod|eq|ne|lt|le|gt|ge)"
 # Symbolic expressions are written as sympy's srepr: "Mul(Integer(8), Symbol('s21', positive=True))".
 _EXPRESSION = (
@@ -71,7 +72,7 @@ def export_program(module: nn.Module, inputs: Sequence[TensorSpec]) -> Program:
     """
     state = _sorted(module.state_dict())
     arguments = example_inputs(inputs)
-    shapes: Any = (dict.fromkeys(state), _any_rows(arguments))
+    shapes: Any = (dict.fromkeys(state), _any_rows(inputs))
     with _quiet_export():
         exported = torch.export.export(_OverState(module), (state, arguments), dynamic_shapes=shapes)
         exported.example_inputs = None  # they would be pickled, and hold the weights
@@ -79,7 +80,7 @@ def export_program(module: nn.Module, inputs: Sequence[TensorSpec]) -> Program:
         torch.export.save(exported, buffer)
     program = Program(buffer.getvalue(), tuple(name for name, _ in module.named_parameters(remove_duplicate=False)))
     check_archive(program.archive)
-    _compare(module, program(**state), example_inputs(inputs, rows=_EXAMPLE_ROWS + 2))
+    _compare(module, program(**state), example_inputs(inputs, rows=_EXAMPLE_ROWS + 2, longest=_EXAMPLE_LONGEST + 2))
     return program
 
 
@@ -94,7 +95,7 @@ def export_whole(module: nn.Module, inputs: Sequence[TensorSpec]) -> bytes:
         ExportError: Its graph cannot be captured.
     """
     arguments = example_inputs(inputs)
-    shapes: Any = _any_rows(arguments)
+    shapes: Any = _any_rows(inputs)
     if any(p.kind is p.VAR_POSITIONAL for p in inspect.signature(module.forward).parameters.values()):
         shapes = (shapes,)
     with _quiet_export():
@@ -104,11 +105,20 @@ def export_whole(module: nn.Module, inputs: Sequence[TensorSpec]) -> bytes:
     return buffer.getvalue()
 
 
-def example_inputs(inputs: Sequence[TensorSpec], rows: int = _EXAMPLE_ROWS) -> tuple[torch.Tensor, ...]:
-    """Returns one tensor of shape `(rows, ...)` per input: noise, or zeros for integers, which may be indices."""
-    made = []
+def example_inputs(
+    inputs: Sequence[TensorSpec], rows: int = _EXAMPLE_ROWS, longest: int = _EXAMPLE_LONGEST
+) -> tuple[torch.Tensor, ...]:
+    """Returns the arguments of `forward` for some rows: noise, or zeros for integers, which may be indices.
+
+    Raises:
+        ExportError: An input is jagged or sparse, which `torch.export` cannot capture.
+    """
+    made: list[torch.Tensor] = []
     for spec in inputs:
-        shape = (rows, *spec.shape)
+        if spec.layout in ("jagged", "sparse_csr"):
+            raise ExportError(f"column {spec.column!r} is {spec.layout}, and no graph can take that")
+        padded = (longest,) if spec.layout == "padded" else ()
+        shape = (rows, *padded, *spec.shape)
         dtype = getattr(torch, spec.dtype)
         noise = torch.Generator().manual_seed(rows)
         made.append(
@@ -116,12 +126,18 @@ def example_inputs(inputs: Sequence[TensorSpec], rows: int = _EXAMPLE_ROWS) -> t
             if dtype.is_floating_point
             else torch.zeros(shape, dtype=dtype)
         )
+        if padded:
+            made.append(torch.arange(longest) <= torch.arange(rows)[:, None] % longest)
     return tuple(made)
 
 
-def _any_rows(arguments: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
-    """Returns the dynamic shapes of inputs whose first axis may have any length."""
-    return tuple({0: torch.export.Dim.DYNAMIC} for _ in arguments)
+def _any_rows(inputs: Sequence[TensorSpec]) -> tuple[Any, ...]:
+    """Returns the dynamic shapes of inputs of any number of rows, and any length where they are padded."""
+    dynamic = torch.export.Dim.DYNAMIC
+    shapes: list[Any] = []
+    for spec in inputs:
+        shapes += [{0: dynamic, 1: dynamic}] * 2 if spec.layout == "padded" else [{0: dynamic}]
+    return tuple(shapes)
 
 
 @contextmanager

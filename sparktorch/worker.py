@@ -10,19 +10,20 @@ import importlib
 import math
 import threading
 import time
-from collections.abc import Iterable
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import torch
 
-from sparktorch.config import CheckpointConfig, TrainConfig
+from sparktorch.config import CheckpointConfig, StorageConfig, TrainConfig
 from sparktorch.data.columns import Columns
 from sparktorch.data.plan import SamplingPlan
 from sparktorch.data.shard import Shard, balanced
+from sparktorch.data.spool import InMemory, OnDisk, Spooler, WithinBudget, local_directory
 from sparktorch.errors import ColumnError
 from sparktorch.train.group import process_group
 from sparktorch.train.link import Link
@@ -35,7 +36,7 @@ from sparktorch.world import World
 
 __all__ = ["RankResult", "TrainJob", "train_partition"]
 
-_COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,9 @@ class TrainJob:
             ranks give up for a better split; `None` accepts any split.
         checkpoint: Where and how often its state is saved; `None` for nowhere.
         spare: Any one row of the training set, for a rank without rows to stand in with.
+        storage: Where a rank keeps its rows.
+        by_key: Whether the order of training is that of the rows' keys, or of their places.
+        collective_seconds: How long a rank waits for the others in a collective.
     """
 
     columns: Columns
@@ -58,6 +62,9 @@ class TrainJob:
     max_imbalance: float | None = 0.1
     checkpoint: CheckpointConfig | None = None
     spare: pa.RecordBatch | None = None
+    storage: StorageConfig = field(default_factory=StorageConfig)
+    by_key: bool = True
+    collective_seconds: float = 1800.0
 
 
 @dataclass
@@ -89,6 +96,7 @@ def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: Tra
 
     Raises:
         ColumnError: The rows cannot be trained on.
+        ClusterError: They do not fit on disk.
         PeerFailure: Another rank failed before training began.
         Cancelled: The driver cancelled the fit.
     """
@@ -100,9 +108,30 @@ def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: Tra
     # The first optimizer of a process imports torch._dynamo, most of a second: meanwhile, rows arrive.
     threading.Thread(target=_import_dynamo, daemon=True).start()
     link.enter("loading")
-    shard = Shard(batches, job.columns, spare=job.spare, device=world.device)
+    shard = Shard(
+        link.moving(batches),
+        job.columns,
+        spare=job.spare,
+        device=world.device,
+        spooler=_spooler(job.storage, world),
+        budget=job.storage.budget * 10**6,
+        by_key=job.by_key,
+    )
     clock.lap("load")
+    with closing(shard):
+        return _train_on(shard, world, job, link, clock)
 
+
+def _spooler(storage: StorageConfig, world: World) -> Spooler:
+    """Returns the place for a rank's rows; those on disk are with what Spark keeps there."""
+    if storage.kind == "memory":
+        return InMemory()
+    directory = local_directory(world.local_rank)
+    return OnDisk(directory) if storage.kind == "disk" else WithinBudget(storage.budget * 10**6, directory)
+
+
+def _train_on(shard: Shard, world: World, job: TrainJob, link: Link, clock: _Clock) -> RankResult:
+    """Trains on rows that have been read."""
     link.enter("waiting for the other ranks")
     class_weights = job.config.class_weights
     peers = link.agree(
@@ -133,6 +162,7 @@ def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: Tra
         batch_size=config.batch_size,
         seed=config.seed,
         shuffle=config.shuffle,
+        block=config.shuffle_block,
     )
     shard.place(0 if independent else sum(counts[: world.rank]), plan, epochs=config.epochs)
     if class_weights == "balanced":
@@ -147,7 +177,7 @@ def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: Tra
         link.enter("looking for a checkpoint")
         saver = Saver(job.checkpoint, {**job.checkpoint.job, "data": fingerprint}, world, link)
 
-    with saver or nullcontext(), process_group(team, link.store, timeout=_COLLECTIVE_TIMEOUT):
+    with saver or nullcontext(), process_group(team, link.store, timeout=timedelta(seconds=job.collective_seconds)):
         clock.lap("group")
         outcome = train(
             shard,
@@ -165,6 +195,9 @@ def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: Tra
         "rows": shard.rows,
         "validation_rows": shard.validation_rows,
         "bytes": shard.bytes,
+        "storage": "disk" if shard.on_disk else "memory",
+        "data_wait_share": outcome.data_wait_share,
+        "dropped": shard.dropped,
         "host": world.host,
         "device": world.device,
         "threads": world.threads,
@@ -211,6 +244,9 @@ class _Quiet:
 
     def at_step(self, step: int) -> None:
         self._link.at_step(step)
+
+    def moving(self, items: Iterable[T]) -> Iterator[T]:
+        return self._link.moving(items)
 
     def progress(self, **record: Any) -> None:
         if self._progress:

@@ -4,7 +4,8 @@ Every row has a position `p` in `0 ... n - 1`, its rank among the row keys. The 
 into `V = min(B, n)` strata of equal size, every global batch takes one row of each stratum, and the
 step at which a position is trained is its place in a pseudo-random order of its stratum. All of it
 depends on the keys, the seed, the epoch and the batch size, and on nothing else: any number of
-ranks trains the same batches. `docs/sampling.md` explains and measures it.
+ranks trains the same batches. Out of core, the order is one of blocks of consecutive positions, so
+that steps in a row read the same few places. `docs/sampling.md` explains and measures it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["SamplingPlan", "mix", "rank_of_key"]
+__all__ = ["RankOrder", "SamplingPlan", "mix", "rank_of_key"]
 
 Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
@@ -72,12 +73,15 @@ class SamplingPlan:
         batch_size: Rows of a global batch, `B`.
         seed: Seed of the order.
         shuffle: Whether every epoch has its own order; otherwise batches follow the positions.
+        block: Number of consecutive positions that are trained within as many steps, `k`. The blocks of
+            a stratum are put in a pseudo-random order, and then the rows of each block; 1 orders rows.
     """
 
     rows: int
     batch_size: int
     seed: int = 0
     shuffle: bool = True
+    block: int = 1
 
     @property
     def steps(self) -> int:
@@ -106,11 +110,25 @@ class SamplingPlan:
             return np.empty(0, np.int64)
         if not self.shuffle:
             return np.arange(lo, hi, dtype=np.int64) // self.batch_size
-        # The strata turn by a seeded offset each epoch, so that no two rows are kept apart for ever.
-        offset = _mix_scalar(self.seed, epoch, 1) % self.rows
-        start, stop, n = lo + offset, hi + offset, self.rows
+        if self.block > 1:
+            return RankOrder(self, lo, hi, epoch).steps()
+        return np.concatenate([self._steps_of_turned(a, b, epoch) for a, b in self._turned(lo, hi, epoch)])
+
+    @property
+    def _stratum_bits(self) -> np.uint64:
+        """Number of bits that hold the number of a stratum."""
+        return np.uint64(max(1, (min(self.batch_size, self.rows) - 1).bit_length()))
+
+    def _offset(self, epoch: int) -> int:
+        """By how much the strata turn in that epoch, so that no two rows are kept apart for ever."""
+        return _mix_scalar(self.seed, epoch, 1) % self.rows
+
+    def _turned(self, lo: int, hi: int, epoch: int) -> list[tuple[int, int]]:
+        """Returns the positions `[lo, hi)` in coordinates turned by the epoch's offset: one interval, or two."""
+        n = self.rows
+        start, stop = lo + self._offset(epoch), hi + self._offset(epoch)
         pieces = ((min(start, n), min(stop, n)), (max(start, n) - n, max(stop, n) - n))
-        return np.concatenate([self._steps_of_turned(a, b, epoch) for a, b in pieces if a < b])
+        return [(first, last) for first, last in pieces if first < last]
 
     def _steps_of_turned(self, lo: int, hi: int, epoch: int) -> Int64:
         """`steps_of` in coordinates already turned by the epoch's offset, `0 <= lo < hi <= rows`."""
@@ -121,12 +139,119 @@ class SamplingPlan:
         stratum = position * strata // n - first
         base = np.uint64(_mix_scalar(self.seed, epoch, 0))
         draw = mix(position.astype(np.uint64) * np.uint64(_GOLDEN) + base)
-        # One sort by (stratum, draw): the stratum in the top bits, the draw in the rest. How many
-        # bits depends on the plan alone and ties keep the order of their positions, so that every
-        # rank breaks them alike.
-        bits = np.uint64(max(1, (strata - 1).bit_length()))
+        # One sort by (stratum, draw): the stratum in the top bits, the draw in the rest. Ties keep
+        # the order of their positions, so that every rank breaks them alike.
+        bits = self._stratum_bits
         order = np.argsort((stratum.astype(np.uint64) << (np.uint64(64) - bits)) | (draw >> bits), kind="stable")
         starts = -(-(np.arange(first, last + 1, dtype=np.int64) * n) // strata) - begin
         step = np.empty(end - begin, np.int64)
         step[order] = np.arange(end - begin, dtype=np.int64) - starts[stratum]
         return step[lo - begin : hi - begin]
+
+
+class RankOrder:
+    """The order of one rank's rows in one epoch, in windows: as many steps as a block has rows.
+
+    A window reads one block of each stratum. What is kept is the order of the blocks, 4 bytes for each,
+    and nothing for each row; the rows of a window are ordered when it is asked for.
+    """
+
+    def __init__(self, plan: SamplingPlan, lo: int, hi: int, epoch: int) -> None:
+        """Orders the blocks.
+
+        Args:
+            plan: Of the training.
+            lo: First position of the rank.
+            hi: One past its last position.
+            epoch: Number of the epoch, from 0.
+        """
+        self._plan, self._lo, self._hi = plan, lo, hi
+        self.windows = -(-plan.steps // plan.block)
+        if not plan.shuffle or lo >= hi:
+            return
+        n, strata = plan.rows, min(plan.batch_size, plan.rows)
+        self._offset = plan._offset(epoch)
+        self._base = np.uint64(_mix_scalar(plan.seed, epoch, 2))
+        stratum, first, last = [], [], []
+        for a, b in plan._turned(lo, hi, epoch):
+            touched = np.arange(a * strata // n, (b - 1) * strata // n + 1, dtype=np.int64)
+            stratum.append(touched)
+            first.append(np.full(len(touched), a))
+            last.append(np.full(len(touched), b))
+        numbers = np.concatenate(stratum)
+        self._start = -(-numbers * n // strata)
+        self._end = -(-(numbers + 1) * n // strata)
+        # The rank's own part of a stratum that it shares with its neighbours.
+        self._first = np.maximum(self._start, np.concatenate(first))
+        self._last = np.minimum(self._end, np.concatenate(last))
+        self._blocks = self._order_blocks(np.uint64(_mix_scalar(plan.seed, epoch, 0)))
+
+    def _order_blocks(self, base: np.uint64) -> npt.NDArray[np.int32]:
+        """Returns for each stratum the number of the block at each place, of shape `(strata, most blocks)`.
+
+        A block that is cut off by the end of its stratum comes last, so that every stratum is done
+        with a block at the same step.
+        """
+        block = self._plan.block
+        whole = (self._end - self._start) // block
+        number = np.arange(int(whole.max()), dtype=np.int64)
+        position = self._start[:, None] + number * block
+        draw = mix(position.astype(np.uint64) * np.uint64(_GOLDEN) + base) >> self._plan._stratum_bits
+        draw[number >= whole[:, None]] = _MASK
+        return np.argsort(draw, axis=1, kind="stable").astype(np.int32)
+
+    def window(self, number: int) -> tuple[Int64, Int64]:
+        """Returns the rank's rows in steps `[number * block, (number + 1) * block)`.
+
+        Args:
+            number: Of the window, from 0.
+
+        Returns:
+            int64 positions of shape `(rows,)`, each block's in ascending order, and the step of each.
+        """
+        plan, block = self._plan, self._plan.block
+        if self._lo >= self._hi:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        if not plan.shuffle:
+            size = block * plan.batch_size
+            straight = np.arange(max(self._lo, number * size), min(self._hi, (number + 1) * size), dtype=np.int64)
+            return straight, straight // plan.batch_size
+        return self._ordered(number, slice(None))
+
+    def _ordered(self, number: int, strata: slice | npt.NDArray[np.bool_]) -> tuple[Int64, Int64]:
+        """`window` of those strata only."""
+        block, start, end = self._plan.block, self._start[strata], self._end[strata]
+        whole = (end - start) // block
+        at = np.where(number < whole, self._blocks[strata, number], whole) if number < self._blocks.shape[1] else whole
+        place = (start + at * block)[:, None] + np.arange(block, dtype=np.int64)
+        there = (place < end[:, None]) & (number <= whole)[:, None]
+        draw = mix(place.astype(np.uint64) * np.uint64(_GOLDEN) + self._base)
+        draw[~there] = _MASK  # behind all that is there; ties keep the order of their positions
+        step = np.empty_like(place)
+        np.put_along_axis(step, np.argsort(draw, axis=1, kind="stable"), np.arange(block)[None, :], axis=1)
+        own = there & (place >= self._first[strata][:, None]) & (place < self._last[strata][:, None])
+        position = place[own] - self._offset
+        return np.where(position < 0, position + self._plan.rows, position), step[own] + number * block
+
+    def steps(self) -> Int64:
+        """Returns the step of each of the rank's positions, of shape `(hi - lo,)`."""
+        found = np.empty(max(0, self._hi - self._lo), np.int64)
+        for number in range(self.windows):
+            position, step = self.window(number)
+            found[position - self._lo] = step
+        return found
+
+    def step_rows(self) -> Int64:
+        """Returns how many of the rank's rows each step takes, of shape `(steps,)`, without ordering them all."""
+        plan = self._plan
+        if self._lo >= self._hi:
+            return np.zeros(plan.steps, np.int64)
+        if not plan.shuffle:
+            ends = np.clip(np.arange(plan.steps + 1) * plan.batch_size, self._lo, self._hi)
+            return np.diff(ends)
+        shared = (self._first > self._start) | (self._last < self._end)
+        sizes = np.bincount((self._end - self._start)[~shared], minlength=plan.steps + 1)
+        rows = sizes[::-1].cumsum()[::-1][1:].astype(np.int64)  # every step has a row of each stratum that is longer
+        for number in range(self.windows if shared.any() else 0):
+            np.add.at(rows, self._ordered(number, shared)[1], 1)
+        return rows

@@ -1,10 +1,9 @@
-"""A rank's rows in memory, handed out as the rank's part of each global batch."""
+"""A rank's rows, handed out as the rank's part of each global batch."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,13 +11,15 @@ import numpy.typing as npt
 import pyarrow as pa
 import torch
 
-from sparktorch.data.columns import KEY, VALIDATION, Columns
+from sparktorch.data.checks import Screen, check_labels, check_weights
+from sparktorch.data.columns import KEY, VALIDATION, Columns, TensorSpec
+from sparktorch.data.feed import Feed, OutOfCore, Resident, Schedule
+from sparktorch.data.fields import Dense, Field, field_of
 from sparktorch.data.plan import SamplingPlan
-from sparktorch.data.tensors import check_finite, check_labels, check_weights, to_numpy
+from sparktorch.data.spool import InMemory, Runs, Spooler
+from sparktorch.errors import ConfigError
 
 __all__ = ["Batch", "Rows", "Shard", "balanced"]
-
-_AHEAD_ROWS = 1 << 15
 
 
 @dataclass(frozen=True)
@@ -45,15 +46,14 @@ class Batch:
 class Rows:
     """Tensors of equal length, addressed by row number."""
 
-    def __init__(self, arrays: dict[str, npt.NDArray[Any]], columns: Columns, device: str) -> None:
-        """Takes arrays of shape `(rows, ...)` by wire name; they are moved to `device` once."""
-        tensors = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
-        self._inputs = tuple(tensors[spec.name] for spec in columns.inputs)
-        self._label = tensors[columns.label.name] if columns.label else None
-        self._weight = tensors[columns.weight.name] if columns.weight else None
+    def __init__(self, fields: Mapping[str, Field], columns: Columns, device: str, count: int) -> None:
+        """Takes finished fields by wire name, on `device`, and the number of their rows."""
+        self._inputs = tuple(fields[spec.name] for spec in columns.inputs)
+        self._label = _tensor(fields, columns.label)
+        self._weight = _tensor(fields, columns.weight)
         self._loss_weight = self._weight
         self._device = device
-        self.count = len(self._inputs[0])
+        self.count = count
 
     def take(self, index: torch.Tensor, *, least: int = 0) -> Batch:
         """Returns the rows with those numbers.
@@ -74,7 +74,7 @@ class Rows:
             index, weight = filled, torch.zeros(least, device=self._device)
             loss_weight = weight
         return Batch(
-            tuple(tensor.index_select(0, filled) for tensor in self._inputs),
+            tuple(argument for field in self._inputs for argument in field.take(filled)),
             None if self._label is None else self._label.index_select(0, index),
             weight,
             rows,
@@ -99,7 +99,13 @@ class Rows:
 
 
 class Shard:
-    """The rows of one rank: training rows addressed by position, validation rows in key order."""
+    """The rows of one rank: training rows addressed by position, validation rows in key order.
+
+    Attributes:
+        bytes: Of its rows.
+        fingerprint: The sum of the keys of its training rows.
+        dropped: Number of rows that were left out because they hold nulls.
+    """
 
     def __init__(
         self,
@@ -108,6 +114,9 @@ class Shard:
         *,
         spare: pa.RecordBatch | None = None,
         device: str = "cpu",
+        spooler: Spooler | None = None,
+        budget: int = 1 << 30,
+        by_key: bool = True,
     ) -> None:
         """Reads the batches of one partition and checks every row.
 
@@ -116,136 +125,191 @@ class Shard:
             columns: Which columns become which tensors.
             spare: A row for a rank without any to stand in with; zeros without it.
             device: Where the tensors are kept.
+            spooler: Where the rows are kept; by default in memory.
+            budget: Bytes that rows from disk may take in memory.
+            by_key: Whether the positions of the rows are those of their keys. Otherwise they are the
+                rows' places. On disk, rows that arrive in the order of their positions, validation
+                rows last, are read in runs; others one by one, and cost 8 bytes of memory each.
 
         Raises:
             ColumnError: A row cannot be trained on; says column, count and first row.
+            ClusterError: There is no room on disk.
         """
-        arrays, keys, held_out = _read(batches, columns)
-        self.bytes = sum(array.nbytes for array in arrays.values())
-        if not len(keys):
-            if spare is not None:
-                arrays, _, _ = _read([spare], columns)
-            else:
-                arrays = {name: np.zeros((1, *a.shape[1:]), a.dtype) for name, a in arrays.items()}
-        # Positions are the ranks of the keys read as unsigned: the order of the ranks' key ranges.
-        order = np.argsort(keys.view(np.uint64), kind="stable")
-        marked = held_out[order]
-        self._order = torch.from_numpy(order[~marked])
-        self._validation_order = torch.from_numpy(order[marked])
-        self._all = Rows(arrays, columns, device)
-        self.fingerprint = int(keys[~held_out].view(np.uint64).sum(dtype=np.uint64))
-        self._device = device
-        self._first = 0
-        self._plan: SamplingPlan | None = None
-        self._epochs = 1
-        self._orders: dict[int, _Order] = {}
-        self._ahead: threading.Thread | None = None
+        self._columns, self._device = columns, device
+        self._spooler = spooler = spooler or InMemory()
+        self._fields = {spec.name: _field(spec, columns, spooler) for spec in columns.tensors}
+        self._loss_fields = tuple(spec for spec in (columns.label, columns.weight) if spec is not None)
+        try:
+            arrivals = Arrivals(spooler, by_key=by_key)
+            self._read(batches, arrivals, budget)
+            self.bytes = sum(field.nbytes for field in self._fields.values())
+            if not arrivals.count:
+                self._stand_in(spare)
+        except BaseException:
+            spooler.close()
+            raise
+        self.rows, self.validation_rows = arrivals.count - arrivals.held_out, arrivals.held_out
+        self.fingerprint = arrivals.fingerprint
+        self.last = max(1, arrivals.count) - 1
+        self.bytes_per_row = self.bytes / (self.last + 1)
+        self.weighted = columns.weight is not None
+        order, validation_order = arrivals.orders()
+        self._feed: Feed
+        if spooler.on_disk:
+            self._feed = OutOfCore(self, order, validation_order, device, budget=budget)
+        else:
+            for field in self._fields.values():
+                field.finish(device)
+            rows = Rows(self._fields, columns, device, self.last + 1)
+            self._feed = Resident(rows, _array(order), _array(validation_order), device, decoding=False)
 
     @property
-    def rows(self) -> int:
-        """Number of training rows in this rank."""
-        return len(self._order)
-
-    @property
-    def validation_rows(self) -> int:
-        """Number of validation rows in this rank."""
-        return len(self._validation_order)
+    def on_disk(self) -> bool:
+        """Whether the rows are on disk."""
+        return self._spooler.on_disk
 
     def place(self, first: int, plan: SamplingPlan, *, epochs: int = 1) -> None:
         """Tells the shard the position of its first row, the plan it trains by, and for how many epochs."""
-        self._first = first
-        self._plan = plan
-        self._epochs = epochs
+        self._steps = plan.steps
+        self._feed.place(Schedule(plan, first, self.rows, epochs))
 
     def weight_by_class(self, classes: int) -> list[float]:
         """Returns the sum of the weights of this rank's training rows by class."""
-        sums: list[float] = self._all.weight_by_class(self._order, classes).tolist()
+        sums: list[float] = self._feed.weight_by_class(classes).tolist()
         return sums
 
     def weigh_classes(self, weights: Sequence[float]) -> None:
         """Makes each row count in the loss for its weight times that of its class."""
-        self._all.weigh_classes(weights)
+        self._feed.weigh_classes(weights)
 
     def step_weights(self, epoch: int) -> torch.Tensor:
         """Returns this rank's weight in each step of the epoch, float64 of shape `(steps,)`."""
-        assert self._plan is not None
-        weights = self._all.loss_weights()
-        if weights is not None:
-            weights = weights[self._order.numpy()]
-        return torch.from_numpy(np.bincount(self._order_of(epoch).steps, weights, self._plan.steps)).double()
+        return torch.from_numpy(self._feed.step_weights(epoch))
 
     def step_rows(self, epoch: int) -> torch.Tensor:
         """Returns how many rows this rank has in each step of the epoch, int64 of shape `(steps,)`."""
-        return torch.tensor(self._order_of(epoch).ends).diff(prepend=torch.zeros(1, dtype=torch.int64))
+        return torch.from_numpy(self._feed.step_rows(epoch))
 
-    def epoch(self, epoch: int, *, least: int = 1, first: int = 0) -> Iterator[Batch]:
+    def epoch(self, epoch: int, *, least: int = 1, first: int = 0) -> Generator[Batch]:
         """Yields this rank's part of every global batch of the epoch, in the order of the steps.
+
+        To close the generator ends the thread that works ahead, where there is one.
 
         Args:
             epoch: Number of the epoch, from 0.
             least: Fill the inputs of each part up to this many rows.
             first: The step to begin with.
         """
-        order = self._order_of(epoch)
-        self._plan_ahead(epoch + 1)
-        index = order.index.to(self._device)
-        for start, end in list(zip([0, *order.ends[:-1]], order.ends, strict=True))[first:]:
-            yield self._all.take(index[start:end], least=least)
+        return self._feed.epoch(epoch, least=least, first=first)
 
-    def validation(self, size: int, *, batches: int = 0) -> Iterator[Batch]:
-        """Yields this rank's validation rows, at most `size` at a time.
+    def validation(self, size: int, *, batches: int = 0) -> Generator[Batch]:
+        """Yields this rank's validation rows, at most `size` at a time; to be closed like `epoch`.
 
         Args:
             size: The most rows of a batch.
             batches: Yield at least so many; those without rows hold a row of weight zero.
         """
-        index = self._validation_order.to(self._device)
-        for start in range(0, max(len(index), batches * size), size):
-            yield self._all.take(index[start : start + size], least=1 if batches else 0)
+        return self._feed.validation(size, batches=batches)
 
-    def _order_of(self, epoch: int) -> _Order:
-        if epoch not in self._orders and self._ahead is not None:
-            self._ahead.join()
-        for old in [known for known in self._orders if known < epoch]:
-            del self._orders[old]
-        if epoch not in self._orders:
-            self._orders[epoch] = self._make_order(epoch)
-        return self._orders[epoch]
+    def load(self, runs: Runs, *, inputs: bool = True) -> Rows:
+        """Returns a copy in memory of rows that are on disk.
 
-    def _plan_ahead(self, epoch: int) -> None:
-        """Orders an epoch while the one before is trained, where that takes longer than to start a thread."""
-        busy = self._ahead is not None and self._ahead.is_alive()
-        if self.rows < _AHEAD_ROWS or epoch >= self._epochs or busy or epoch in self._orders:
+        Args:
+            runs: Their numbers.
+            inputs: Whether with their inputs, or only what they count for.
+        """
+        wanted = self._columns.tensors if inputs else self._loss_fields
+        columns = self._columns if inputs else replace(self._columns, inputs=())
+        return Rows({spec.name: self._fields[spec.name].read(runs) for spec in wanted}, columns, "cpu", runs.count)
+
+    def close(self) -> None:
+        """Ends threads and frees what is on disk; closing twice is fine."""
+        self._feed.close()
+        self._spooler.close()
+
+    def _read(self, batches: Iterable[pa.RecordBatch], arrivals: Arrivals, budget: int) -> None:
+        """Reads all batches into the fields."""
+        screen = Screen(self._columns)
+        row = 0
+        for batch in batches:
+            rows = screen.rows_of(batch, first_row=row)
+            before = sum(field.nbytes for field in self._fields.values())
+            for spec in self._columns.tensors:
+                self._fields[spec.name].append(rows.column(spec.name), first_row=row)
+            grown = sum(field.nbytes for field in self._fields.values()) - before
+            if self._spooler.on_disk and grown > budget * rows.num_rows:
+                raise _too_large(grown / rows.num_rows, budget, row)
+            if self._columns.validation:
+                # A null flag is no flag.
+                held_out = rows.column(VALIDATION).fill_null(False).to_numpy(zero_copy_only=False)
+            else:
+                held_out = np.zeros(rows.num_rows, np.bool_)
+            arrivals.append(rows.column(KEY).to_numpy(), held_out)
+            row += batch.num_rows
+        screen.close()
+        self.dropped = screen.dropped
+
+    def _stand_in(self, spare: pa.RecordBatch | None) -> None:
+        """Gives a rank without rows one to stand in with."""
+        for spec in self._columns.tensors:
+            if spare is None:
+                self._fields[spec.name].stand_in()
+            else:
+                self._fields[spec.name].append(spare.column(spec.name))
+
+
+class Arrivals:
+    """The keys of the rows as they arrive, and which rows are held out for validation."""
+
+    def __init__(self, spooler: Spooler, *, by_key: bool) -> None:
+        """Begins without rows.
+
+        Args:
+            spooler: Where the keys are kept.
+            by_key: Whether positions follow the keys, or the places of the rows.
+        """
+        self._keys, self._marks = spooler.spool(KEY, np.int64), spooler.spool(VALIDATION, np.bool_)
+        self._by_key = by_key
+        self._last = (False, 0)
+        self._in_order = True
+        self.count = self.held_out = self.fingerprint = 0
+
+    def append(self, keys: npt.NDArray[np.int64], held_out: npt.NDArray[np.bool_]) -> None:
+        """Adds the rows of a batch: their keys, and the mask of those held out."""
+        if not len(keys):
             return
+        key = keys.view(np.uint64)
+        self._in_order = self._in_order and self._follow(key, held_out)
+        self._last = bool(held_out[-1]), int(key[-1])
+        self._keys.append(keys)
+        self._marks.append(held_out)
+        self.count += len(keys)
+        self.held_out += int(held_out.sum())
+        self.fingerprint = (self.fingerprint + int(key[~held_out].sum(dtype=np.uint64))) % 2**64
 
-        def work() -> None:
-            self._orders[epoch] = self._make_order(epoch)
+    def _follow(self, key: npt.NDArray[np.uint64], held_out: npt.NDArray[np.bool_]) -> bool:
+        """Whether these rows are in order, and behind those before."""
+        marks = np.concatenate([[self._last[0]], held_out])
+        keys = np.concatenate([np.array([self._last[1]], np.uint64), key])
+        later = marks[1:] > marks[:-1]
+        same = marks[1:] == marks[:-1]
+        return bool((later | (same & (keys[1:] >= keys[:-1]) if self._by_key else later | same)).all())
 
-        self._ahead = threading.Thread(target=work, name="sparktorch-order", daemon=True)
-        self._ahead.start()
+    def orders(self) -> tuple[npt.NDArray[np.int64] | range, npt.NDArray[np.int64] | range]:
+        """Returns the numbers of the training and of the validation rows, in the order of their positions."""
+        trained = self.count - self.held_out
+        if self._in_order:
+            return range(trained), range(trained, self.count)
+        # Positions are the ranks of the keys read as unsigned: the order of the ranks' key ranges.
+        order = np.arange(self.count)
+        if self._by_key:
+            order = np.argsort(self._keys.finish().view(np.uint64), kind="stable")
+        marked = self._marks.finish()[order]
+        return order[~marked], order[marked]
 
-    def _make_order(self, epoch: int) -> _Order:
-        assert self._plan is not None
-        steps = self._plan.steps_of(self._first, self._first + self.rows, epoch)
-        narrow = steps.astype(np.uint16) if self._plan.steps <= 1 << 16 else steps  # sorted by radix, 7 times as fast
-        by_step = torch.from_numpy(np.argsort(narrow, kind="stable"))
-        ends = np.cumsum(np.bincount(steps, minlength=self._plan.steps)).tolist()
-        return _Order(steps, self._order.index_select(0, by_step), ends)
 
-
-@dataclass(frozen=True)
-class _Order:
-    """The order of a rank's rows in one epoch.
-
-    Attributes:
-        steps: The step of every row, in the order of positions.
-        index: The rows in the order of their steps.
-        ends: Where in it each step ends.
-    """
-
-    steps: npt.NDArray[np.int64]
-    index: torch.Tensor
-    ends: list[int]
+def _array(order: npt.NDArray[np.int64] | range) -> npt.NDArray[np.int64]:
+    return np.asarray(order, np.int64)
 
 
 def balanced(sums: Sequence[float]) -> list[float]:
@@ -259,36 +323,34 @@ def balanced(sums: Sequence[float]) -> list[float]:
     return [sum(sums) / (present * count) if count else 1.0 for count in sums]
 
 
-def _read(
-    batches: Iterable[pa.RecordBatch], columns: Columns
-) -> tuple[dict[str, npt.NDArray[Any]], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """Reads all batches into one array per tensor, the keys, and the mask of validation rows."""
-    parts: dict[str, list[npt.NDArray[Any]]] = {spec.name: [] for spec in columns.tensors}
-    keys: list[npt.NDArray[np.int64]] = [np.empty(0, np.int64)]
-    held_out: list[npt.NDArray[np.bool_]] = [np.empty(0, np.bool_)]
-    row = 0
-    for batch in batches:
-        for spec in columns.tensors:
-            values = to_numpy(batch.column(spec.name), spec, first_row=row)
-            if spec is columns.label:
-                values = check_labels(values, columns)
-            elif spec is columns.weight:
-                check_weights(values, spec)
-            else:
-                check_finite(values, spec)
-            parts[spec.name].append(values)
-        keys.append(batch.column(KEY).to_numpy())
-        if columns.validation:
-            # A null flag is no flag.
-            held_out.append(batch.column(VALIDATION).fill_null(False).to_numpy(zero_copy_only=False))
-        else:
-            held_out.append(np.zeros(batch.num_rows, np.bool_))
-        row += batch.num_rows
-    arrays = {}
-    for spec in columns.tensors:
-        dtype = np.int64 if spec is columns.label and columns.classes is not None else spec.dtype
-        empty = np.empty((0, *spec.shape), dtype)
-        # Concatenating also makes the one private, writable copy; each column's Arrow buffers
-        # are let go as soon as it has been copied.
-        arrays[spec.name] = np.concatenate([empty, *parts.pop(spec.name)])
-    return arrays, np.concatenate(keys), np.concatenate(held_out)
+def _tensor(fields: Mapping[str, Field], spec: TensorSpec | None) -> torch.Tensor | None:
+    """Returns all rows of a label or of weights."""
+    if spec is None:
+        return None
+    field = fields[spec.name]
+    assert isinstance(field, Dense)
+    return field.values
+
+
+def _field(spec: TensorSpec, columns: Columns, spooler: Spooler) -> Field:
+    """Returns an empty field for a column, which checks its rows for what they are to be."""
+
+    def label(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        return check_labels(values, columns)
+
+    def weight(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        check_weights(values, spec)
+        return values
+
+    if spec is columns.label:
+        return Dense(spec, spooler, label, dtype=None if columns.classes is None else np.int64)
+    return Dense(spec, spooler, weight) if spec is columns.weight else field_of(spec, spooler)
+
+
+def _too_large(size: float, budget: int, row: int) -> ConfigError:
+    return ConfigError(
+        f"a row takes {size / 1e6:.1f} MB, more than the {budget / 1e6:.1f} MB that rows may take in memory",
+        hint="set a larger memoryBudget (in MB, of each worker)",
+        param="memoryBudget",
+        row=row,
+    )

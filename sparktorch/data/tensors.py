@@ -3,167 +3,213 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from sparktorch.data.columns import Columns, TensorSpec
+from sparktorch.data.checks import marked_within, refuse_lengths, refuse_nulls
+from sparktorch.data.columns import TensorSpec
 from sparktorch.errors import ColumnError
 
-__all__ = ["check_finite", "check_labels", "check_weights", "present", "to_arrow", "to_numpy"]
+__all__ = ["VectorRows", "byte_rows", "numbers", "packed", "ragged", "to_arrow", "to_numpy", "vector_rows"]
+
+Array = npt.NDArray[Any]
 
 
-def to_numpy(array: pa.Array, spec: TensorSpec, *, first_row: int = 0) -> npt.NDArray[Any]:
+def to_numpy(array: pa.Array, spec: TensorSpec, *, first_row: int = 0) -> Array:
     """Converts one Arrow column to an array of shape `(rows, *spec.shape)` and dtype `spec.dtype`.
 
     The result may share the Arrow buffer and be read-only.
 
     Args:
-        array: A primitive column, or a list column with one list of `spec.width` values a row; in
-            place of a list an ML vector, the struct that Spark keeps it as.
+        array: A primitive column; a column of lists, nested as deep as `spec.levels`, each with as many
+            values as it says; ML vectors, structs of size, indices and values; or bytes.
         spec: What the column is to become.
         first_row: Number of the batch's first row, for messages.
 
     Raises:
-        ColumnError: A row is null, a list holds a null or has another length than `spec.shape` says.
+        ColumnError: A row has another shape than the spec says; or, without `spec.fill`, a row is null
+            or holds a null.
     """
-    if array.null_count:
-        row = first_row + int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])
-        raise _nulls(spec, array.null_count, row)
-    if not spec.shape:
-        return _flat(array, spec)
+    holes = None if spec.fill is None else _null_rows(array)
+    if holes is not None:
+        filled = np.full((len(array), *spec.shape), spec.fill, spec.dtype)
+        filled[~holes] = to_numpy(array.filter(pa.array(~holes)), spec, first_row=first_row)
+        return filled
+    refuse_nulls(array, spec, first_row)
     if pa.types.is_struct(array.type):
-        return _vectors(array, spec, first_row)
-    offsets = array.offsets.to_numpy()
-    lengths = np.diff(offsets)
-    wrong = np.flatnonzero(lengths != spec.width)
-    if wrong.size:
-        raise _lengths(spec, wrong, int(lengths[wrong[0]]), first_row)
-    # `flatten()` would drop null rows and shift features against labels; `values` with the
-    # slice's own offsets cannot.
-    values = array.values.slice(int(offsets[0]), int(offsets[-1] - offsets[0]))
-    if values.null_count:
-        inner = int(np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0])
-        raise _nulls(spec, values.null_count, first_row + inner // spec.width)
-    return _flat(values, spec).reshape(len(array), *spec.shape)
+        return _densified(array, spec, first_row)
+    if pa.types.is_binary(array.type) or pa.types.is_large_binary(array.type):
+        return _from_bytes(array, spec, first_row)
+    values = _elements(array, spec, spec.levels, first_row)
+    return numbers(values, spec, first_row).reshape(len(array), *spec.shape)
 
 
-def present(columns: Sequence[pa.Array]) -> pa.BooleanArray | None:
-    """Returns which rows have no null in any of the columns; `None` where that is every row."""
-    found = None
-    for column in columns:
-        masks = [column.is_valid()] if column.null_count else []
-        if pa.types.is_list(column.type) and column.flatten().null_count:
-            inner = pc.list_parent_indices(column).filter(column.flatten().is_null())
-            masks.append(pc.invert(pc.is_in(pa.array(np.arange(len(column))), inner)))
-        for mask in masks:
-            found = mask if found is None else pc.and_(found, mask)
+def numbers(values: pa.Array, spec: TensorSpec, first_row: int) -> Array:
+    """Converts elements of rows to `spec.dtype`; nulls and NaN become `spec.fill`, if there is one.
+
+    Args:
+        values: Primitive values, `spec.width` of them to a row.
+        spec: What they are to become.
+        first_row: Number of the first row, for messages.
+
+    Raises:
+        ColumnError: One is null, and nothing stands for it.
+    """
+    if spec.fill is None:
+        refuse_nulls(values, spec, first_row, max(1, spec.width))
+    elif values.null_count:
+        values = values.fill_null(pa.scalar(spec.fill).cast(values.type))
+    found: Array = values.to_numpy(zero_copy_only=False)
+    found = found.astype(spec.dtype, copy=False)
+    if spec.fill is not None and found.dtype.kind == "f" and np.isnan(found).any():
+        return np.where(np.isnan(found), np.array(spec.fill, found.dtype), found)
     return found
 
 
-def _vectors(array: pa.StructArray, spec: TensorSpec, first_row: int) -> npt.NDArray[Any]:
-    """Converts ML vectors, dense and sparse: structs of type, size, indices and values."""
-    sparse = array.field("type").to_numpy() == 0
-    values = array.field("values")
-    if not sparse.any():
-        return to_numpy(values, spec, first_row=first_row)
-    sizes = np.where(sparse, array.field("size").fill_null(-1).to_numpy(), values.value_lengths().to_numpy())
-    wrong = np.flatnonzero(sizes != spec.width)
-    if wrong.size:
-        raise _lengths(spec, wrong, int(sizes[wrong[0]]), first_row)
-    rows = pc.list_parent_indices(values).to_numpy()
-    places = np.empty(len(rows), np.int64)
-    places[sparse[rows]] = array.field("indices").filter(pa.array(sparse)).flatten().to_numpy()
-    places[~sparse[rows]] = np.tile(np.arange(spec.width), int((~sparse).sum()))
+def ragged(array: pa.Array, spec: TensorSpec, *, first_row: int = 0) -> tuple[Array, npt.NDArray[np.int64]]:
+    """Converts lists of unequal length.
+
+    Returns:
+        The elements of all rows, one after the other, of shape `(elements, *spec.shape)`, and the number
+        of elements of each row, int64 of shape `(rows,)`. Under `spec.fill` a null row is an empty one.
+
+    Raises:
+        ColumnError: A row is null or holds a null, or a list of the inner levels has another length than
+            the spec says.
+    """
+    if spec.fill is None:
+        refuse_nulls(array, spec, first_row)
+    lengths = array.value_lengths().fill_null(0).to_numpy().astype(np.int64)
+    # Unlike `values`, `flatten` respects slices and leaves out what null rows may hide.
+    elements = array.flatten()
+    try:
+        values = numbers(_elements(elements, spec, spec.levels, 0), spec, 0)
+    except ColumnError as error:  # which counts elements
+        row = int(np.repeat(np.arange(len(lengths)), lengths)[error.where["row"]])
+        raise ColumnError(error.what, hint=error.hint, column=spec.column, row=first_row + row) from None
+    values = values.reshape(len(elements), *spec.shape)
+    if spec.limit is not None and (lengths > spec.limit).any():
+        starts = np.cumsum(lengths) - lengths
+        values = values[np.arange(len(elements)) - np.repeat(starts, lengths) < spec.limit]
+        lengths = np.minimum(lengths, spec.limit)
+    return values, lengths
+
+
+def vector_rows(array: pa.StructArray, spec: TensorSpec, *, first_row: int = 0) -> VectorRows:
+    """Takes ML vectors apart, dense and sparse.
+
+    Raises:
+        ColumnError: A row is null or of another size than `spec.width`.
+    """
+    if spec.fill is None:
+        refuse_nulls(array, spec, first_row)
+    valid = array.is_valid().to_numpy(zero_copy_only=False)
+    values, sizes = array.field("values"), array.field("size")
+    lengths = np.where(valid, values.value_lengths().fill_null(0).to_numpy(), 0).astype(np.int64)
+    sparse = sizes.is_valid().to_numpy(zero_copy_only=False) & valid
+    held = np.where(sparse, sizes.fill_null(0).to_numpy(), lengths)
+    refuse_lengths(held, spec, spec.width, first_row, among=valid)
+    flat = numbers(_flattened(values, valid), spec, first_row)
+    indices = _flattened(array.field("indices"), sparse).to_numpy()
+    if not valid.all():
+        starts = np.cumsum(lengths) - lengths
+        flat = np.insert(flat, np.repeat(starts[~valid], spec.width), np.array(spec.fill, flat.dtype))
+        lengths[~valid] = spec.width
+    return VectorRows(flat, indices.astype(np.int32, copy=False), lengths, sparse)
+
+
+@dataclass(frozen=True)
+class VectorRows:
+    """ML vectors, taken apart.
+
+    Attributes:
+        values: What the rows hold, one after the other, of shape `(values,)`.
+        indices: The places of the values of sparse rows, int32.
+        lengths: Number of values of each row, int64 of shape `(rows,)`.
+        sparse: Whether a row is sparse, bool of shape `(rows,)`.
+    """
+
+    values: Array
+    indices: npt.NDArray[np.int32]
+    lengths: npt.NDArray[np.int64]
+    sparse: npt.NDArray[np.bool_]
+
+
+def _null_rows(array: pa.Array) -> npt.NDArray[np.bool_] | None:
+    """Returns the rows that are null, or hold a list that is, for which no single value can stand."""
+    found = array.is_null().to_numpy(zero_copy_only=False) if array.null_count else None
+    if pa.types.is_list(array.type) and pa.types.is_list(array.type.value_type):
+        return marked_within(array, found, _null_rows)
+    return found
+
+
+def _elements(array: pa.Array, spec: TensorSpec, levels: tuple[int, ...], first_row: int) -> pa.Array:
+    """Returns the innermost values of nested lists, having checked the length of every list."""
+    per_row = 1
+    for length in levels:
+        refuse_nulls(array, spec, first_row, per_row)
+        offsets = array.offsets.to_numpy()
+        refuse_lengths(np.diff(offsets), spec, length, first_row, per_row)
+        # `flatten()` would drop null rows and shift features against labels; `values` with the
+        # slice's own offsets cannot.
+        array = array.values.slice(int(offsets[0]), int(offsets[-1] - offsets[0]))
+        per_row *= length
+    return array
+
+
+def _flattened(lists: pa.Array, rows: npt.NDArray[np.bool_]) -> pa.Array:
+    """Returns the elements of the lists of some rows, one after the other."""
+    return (lists if rows.all() else lists.filter(pa.array(rows))).flatten()
+
+
+def _densified(array: pa.StructArray, spec: TensorSpec, first_row: int) -> Array:
+    """Converts ML vectors to dense rows."""
+    rows = vector_rows(array, spec, first_row=first_row)
+    if not rows.sparse.any():
+        return rows.values.reshape(len(array), *spec.shape)
+    row = np.repeat(np.arange(len(array)), rows.lengths)
+    places = np.empty(len(row), np.int64)
+    places[rows.sparse[row]] = rows.indices
+    places[~rows.sparse[row]] = np.tile(np.arange(spec.width), int((~rows.sparse).sum()))
     dense = np.zeros((len(array), spec.width), spec.dtype)
-    dense[rows, places] = values.flatten().to_numpy()
+    dense[row, places] = rows.values
     return dense.reshape(len(array), *spec.shape)
 
 
-def _flat(array: pa.Array, spec: TensorSpec) -> npt.NDArray[Any]:
-    values: npt.NDArray[Any] = array.to_numpy(zero_copy_only=False)
-    return values.astype(spec.dtype, copy=False)
+def _from_bytes(array: pa.Array, spec: TensorSpec, first_row: int) -> Array:
+    """Reads rows of raw bytes as the elements they are, in little-endian order."""
+    offsets, content = byte_rows(array)
+    dtype = np.dtype(spec.dtype).newbyteorder("<")
+    refuse_lengths(np.diff(offsets), spec, spec.width * dtype.itemsize, first_row, unit="bytes")
+    return content.view(dtype).astype(spec.dtype, copy=False).reshape(len(array), *spec.shape)
 
 
-def _lengths(spec: TensorSpec, wrong: npt.NDArray[np.intp], first: int, first_row: int) -> ColumnError:
-    return ColumnError(
-        f"{wrong.size} rows of column {spec.column!r} do not hold {spec.width} values; the first has {first}",
-        hint="every row of an input must have the same length: pad, truncate or filter",
-        column=spec.column,
-        row=first_row + int(wrong[0]),
-    )
+def byte_rows(array: pa.Array) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
+    """Returns the bytes of all rows, one after the other, and where each row begins and the last one ends.
 
-
-def _nulls(spec: TensorSpec, count: int, row: int) -> ColumnError:
-    return ColumnError(
-        f"column {spec.column!r} has {count} null values",
-        hint="drop them with df.dropna() or fill them before fit",
-        column=spec.column,
-        row=row,
-    )
-
-
-def check_finite(values: npt.NDArray[Any], spec: TensorSpec) -> None:
-    """Refuses NaN and infinity.
-
-    Raises:
-        ColumnError: With the number of such rows.
+    Args:
+        array: Binary or string values without nulls.
     """
-    # The sum is finite only if every value is, and costs a tenth of an element-wise test; only
-    # a sum that overflowed needs the second look.
-    if values.dtype.kind != "f":
-        return
-    with np.errstate(over="ignore", invalid="ignore"):
-        if np.isfinite(values.sum(dtype=np.float64)):
-            return
-    bad = ~np.isfinite(values.reshape(len(values), -1)).all(axis=1)
-    if bad.any():
-        raise ColumnError(
-            f"{int(bad.sum())} rows of column {spec.column!r} are NaN or infinite",
-            hint="drop or fill them before fit",
-            column=spec.column,
-        )
+    wide = pa.types.is_large_binary(array.type) or pa.types.is_large_string(array.type)
+    _, places, content = array.buffers()
+    if not len(array) or content is None:
+        return np.zeros(len(array) + 1, np.int64), np.empty(0, np.uint8)
+    dtype = np.int64 if wide else np.int32
+    offsets = np.frombuffer(places, dtype)[array.offset : array.offset + len(array) + 1].astype(np.int64)
+    return offsets - offsets[0], np.frombuffer(content, np.uint8)[offsets[0] : offsets[-1]]
 
 
-def check_labels(values: npt.NDArray[Any], columns: Columns) -> npt.NDArray[Any]:
-    """Checks labels and, where they are classes, returns them as int64.
-
-    Raises:
-        ColumnError: A label is not finite, not a whole number, or outside `[0, classes)`.
-    """
-    spec = columns.label
-    assert spec is not None
-    check_finite(values, spec)
-    if columns.classes is None:
-        return values
-    bad = (values < 0) | (values >= columns.classes) | (values != np.floor(values))
-    if bad.any():
-        raise ColumnError(
-            f"{int(bad.sum())} labels in column {spec.column!r} are not classes 0 ... "
-            f"{columns.classes - 1}, for example {values[bad][0]:g}",
-            hint=f"the module returns {columns.classes} scores a row: index the labels with "
-            "StringIndexer, or give the module as many outputs as there are classes",
-            column=spec.column,
-        )
-    return values.astype(np.int64)
-
-
-def check_weights(values: npt.NDArray[Any], spec: TensorSpec) -> None:
-    """Refuses weights that are negative, NaN or infinite.
-
-    Raises:
-        ColumnError: With the number of such rows.
-    """
-    check_finite(values, spec)
-    if (values < 0).any():
-        raise ColumnError(
-            f"{int((values < 0).sum())} weights in column {spec.column!r} are negative",
-            hint="sample weights must be zero or more",
-            column=spec.column,
-        )
+def packed(columns: Sequence[pa.Array], spec: TensorSpec) -> pa.ListArray:
+    """Returns scalar columns of equal length as one column of lists, as the JVM packs them."""
+    rows, width = len(columns[0]), len(columns)
+    kind = pa.from_numpy_dtype(spec.dtype)
+    values = pa.concat_arrays([column.cast(kind, safe=False) for column in columns])
+    by_row = np.arange(rows * width).reshape(width, rows).T.reshape(-1)
+    return pa.ListArray.from_arrays(pa.array(np.arange(rows + 1, dtype=np.int32) * width), values.take(by_row))
 
 
 def to_arrow(values: npt.NDArray[Any]) -> pa.Array:

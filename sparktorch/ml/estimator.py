@@ -11,18 +11,20 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-import numpy as np
 import torch
 from pyspark import keyword_only
 from pyspark.ml import Estimator
 from pyspark.ml.util import MLReadable, MLWritable
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, SparkSession
 
 from sparktorch.artifact import TrainedModule
 from sparktorch.config import Task
-from sparktorch.data.tensors import check_finite, to_numpy
+from sparktorch.data.checks import Screen
+from sparktorch.data.fields import Dense, Field, field_of
+from sparktorch.data.spool import InMemory
 from sparktorch.errors import RankLostError
 from sparktorch.ml.events import Fit, FitReport, callers
+from sparktorch.ml.inputs import InputParams, LabelColumns
 from sparktorch.ml.io import EstimatorReader, EstimatorWriter
 from sparktorch.ml.model import TorchModel, TorchModelBase
 from sparktorch.ml.params import (
@@ -35,24 +37,25 @@ from sparktorch.ml.params import (
     TrackingParams,
     TrainingParams,
 )
+from sparktorch.ml.storage import StorageParams
 from sparktorch.ml.summary import TrainingSummary
 from sparktorch.ml.translate import Request, given, translate
 from sparktorch.spark.barrier import run_ranks
 from sparktorch.spark.doctor import check_executors
 from sparktorch.spark.findings import refuse
-from sparktorch.spark.frame import Frame, prepare, split, split_into_folds
-from sparktorch.spark.preflight import check_cluster, check_result_size
+from sparktorch.spark.frame import Frame, prepare
+from sparktorch.spark.preflight import check_cluster, check_result_size, settled_slots
 from sparktorch.spark.resources import gpu_profile
+from sparktorch.spark.split import keep, split, split_into_folds
 from sparktorch.train.checkpoint import CheckpointStore
 from sparktorch.train.dryrun import Trial, dry_run
 from sparktorch.train.strategy import strategy_options
 from sparktorch.worker import TrainJob, train_partition
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from pyspark.ml._typing import ParamMap
     from typing_extensions import Self
-
-    from sparktorch.data.columns import TensorSpec
 
 __all__ = ["TorchEstimator", "TorchEstimatorBase"]
 
@@ -62,14 +65,18 @@ Results = list[tuple[dict[str, Any], bytes]]  # of every rank
 
 _LOG = logging.getLogger(__name__)
 _LONGEST_PAUSE = 30.0  # before a restart, in seconds
+_COMEBACK_SECONDS = 10.0  # for executors that Spark starts again
+_COLLECTIVE_SECONDS = 1800.0
 
 
 class TorchEstimatorBase(
     Estimator[M],
     ScoringParams,
+    InputParams,
     ModuleParams,
     TrainingParams,
     LaunchParams,
+    StorageParams,
     CheckpointParams,
     TrackingParams,
     MLReadable[Any],
@@ -152,7 +159,7 @@ class TorchEstimatorBase(
         return cls.read().load(path)
 
 
-class TorchEstimator(TorchEstimatorBase[TorchModel], OutputColumns):
+class TorchEstimator(TorchEstimatorBase[TorchModel], LabelColumns, OutputColumns):
     """Trains any PyTorch module on a DataFrame.
 
     `forward` gets one tensor per input column and returns a tensor, or a tuple or dict of tensors,
@@ -176,7 +183,16 @@ class TorchEstimator(TorchEstimatorBase[TorchModel], OutputColumns):
         moduleParams: dict[str, Any] | None = None,
         featuresCol: str = "features",
         inputCols: list[str] | None = None,
+        assembleInputs: bool = False,
+        inputShapes: dict[str, list[int]] | None = None,
+        inputLayouts: dict[str, str] | None = None,
+        inputDtypes: dict[str, str] | None = None,
+        maxLengths: dict[str, int] | None = None,
+        padValues: dict[str, float] | None = None,
+        nullPolicy: str = "error",
+        fillValue: float = 0.0,
         labelCol: str = "label",
+        labelCols: list[str] | None = None,
         predictionCol: str = "prediction",
         outputCols: list[str] | None = None,
         weightCol: str | None = None,
@@ -213,7 +229,11 @@ class TorchEstimator(TorchEstimatorBase[TorchModel], OutputColumns):
         metrics: dict[str, Any] | None = None,
         earlyStoppingPatience: int | None = None,
         callbacks: list[Any] | None = None,
+        split: str = "key",
+        storage: str = "memory",
+        memoryBudget: int = 1024,
         shuffle: bool = True,
+        shuffleBlock: int | None = None,
         seed: int = 0,
         strategy: str = "ddp",
         strategyParams: dict[str, Any] | None = None,
@@ -226,6 +246,10 @@ class TorchEstimator(TorchEstimatorBase[TorchModel], OutputColumns):
         checkpointUnit: str = "epoch",
         keepCheckpoints: int = 2,
         maxRestarts: int = 0,
+        minWorkers: int | None = None,
+        startTimeout: float = 3600.0,
+        stallTimeout: float = 600.0,
+        logLevel: str = "WARNING",
         handleInvalid: str = "error",
         predictBatchSize: int = 2048,
         predictPrecision: str = "fp32",
@@ -239,16 +263,26 @@ class TorchEstimator(TorchEstimatorBase[TorchModel], OutputColumns):
         self._set(**given(self))
 
 
+def _twice(field: Field, column: pa.Array) -> tuple[torch.Tensor, ...]:
+    """Returns what the first row is to `forward`, two times, so that rows show in every shape."""
+    field.append(column)
+    field.finish("cpu")
+    return field.take(torch.zeros(2, dtype=torch.int64))
+
+
 def _try_out(frame: Frame, request: Request) -> Trial:
-    """Runs module and loss on the first row, twice over so that rows show in every shape."""
-
-    def rows(spec: TensorSpec) -> torch.Tensor:
-        values = to_numpy(frame.sample.column(spec.name), spec)
-        check_finite(values, spec)
-        return torch.from_numpy(np.repeat(values, 2, axis=0))
-
-    inputs = {f"column {spec.column!r}": rows(spec) for spec in frame.columns.inputs}
-    label = rows(frame.columns.label) if frame.columns.label else None
+    """Runs module and loss on the first row."""
+    screen = Screen(replace(frame.columns, drop_nulls=False))
+    screen.rows_of(frame.sample, first_row=0)
+    screen.close()
+    inputs: dict[str, torch.Tensor] = {}
+    for spec in frame.columns.inputs:
+        arguments = _twice(field_of(spec, InMemory()), frame.sample.column(spec.name))
+        names = (f"column {spec.column!r}", f"where column {spec.column!r} has elements")
+        inputs |= dict(zip(names, arguments, strict=False))
+    label = None
+    if frame.columns.label is not None:
+        (label,) = _twice(Dense(frame.columns.label, InMemory()), frame.sample.column(frame.columns.label.name))
     config = request.config
     weighted = frame.columns.weight is not None or config.class_weights is not None
     trial = dry_run(request.recipe, config.task, config.seed, inputs, label, weighted=weighted)
@@ -264,14 +298,18 @@ def _train(frame: Frame, trial: Trial, request: Request, report: FitReport) -> R
         config=replace(request.config, unused_parameters=trial.unused_parameters),
         checkpoint=request.checkpoint,
         spare=frame.sample,
+        storage=request.storage,
+        # Those that stand still are to be told by name, before the others have waited for too long.
+        collective_seconds=max(_COLLECTIVE_SECONDS, 2 * request.launch.patience.stall),
     )
-    run = partial(_run, frame, job, request, report)
     try:
+        now = request
         for restart in range(request.max_restarts):
-            results = _unless_lost(run, restart + 1, request)
+            results = _unless_lost(partial(_run, frame, job, now, report), restart + 1, now)
             if results is not None:
                 return results
-        return run()
+            now = _with_slots_left(frame.data.sparkSession, request)
+        return _run(frame, job, now, report)
     finally:
         if request.checkpoint is not None:
             with suppress(Exception):  # if only ranks reach the directory, the claim ends by itself
@@ -290,16 +328,37 @@ def _unless_lost(run: Callable[[], Results], number: int, request: Request) -> R
     return None
 
 
+def _with_slots_left(spark: SparkSession, request: Request) -> Request:
+    """Returns the request for as many of its ranks as there are slots, once lost executors had time to come back.
+
+    Raises:
+        ClusterError: There are fewer slots than the fewest ranks it may go on with.
+    """
+    launch, least = request.launch, request.min_workers
+    found = settled_slots(spark, launch.world_size, launch.profile, settle=_COMEBACK_SECONDS)
+    if found is None or found >= launch.world_size:
+        return request
+    check_cluster(spark, launch.world_size if least is None else least, launch.profile)
+    _LOG.warning("the cluster has %d slots left: going on with as many workers instead of %d", found, launch.world_size)
+    return replace(request, launch=replace(launch, world_size=found))
+
+
 def _run(frame: Frame, job: TrainJob, request: Request, report: FitReport) -> Results:
     """Runs the barrier job; once more, split by place, if equal rows have crowded into one rank."""
     ranks = request.launch.world_size
+    in_order = job.storage.kind != "memory"  # rows on disk are read in runs where they lie as they are trained
     if getattr(strategy_options(request.config), "folds", False):
         columns = replace(job.columns, validation="fold")
         job = replace(job, columns=columns, max_imbalance=None)
-        return run_ranks(split_into_folds(frame.data, ranks), partial(train_partition, job=job), request.launch, report)
-    results = run_ranks(split(frame.data, ranks), partial(train_partition, job=job), request.launch, report)
+        data = split_into_folds(frame.data, ranks, in_order=in_order)
+    elif request.split == "keep":
+        job = replace(job, by_key=False, max_imbalance=None)
+        data = keep(frame.data, ranks)
+    else:
+        data = split(frame.data, ranks, in_order=in_order)
+    results = run_ranks(data, partial(train_partition, job=job), request.launch, report)
     if results[0][0].get("imbalanced"):
-        data = split(frame.data, ranks, by_place=True)
+        data = split(frame.data, ranks, by_place=True, in_order=in_order)
         job = replace(job, max_imbalance=None)
         results = run_ranks(data, partial(train_partition, job=job), request.launch, report)
     return results
@@ -320,4 +379,5 @@ def _summarise(results: Results, seconds: dict[str, float]) -> TrainingSummary:
         seconds=seconds | {f"rank{best}.{name}": value for name, value in main["seconds"].items()},
         ranks=ranks,
         confusionMatrix=main.pop("confusion"),
+        droppedRows=sum(meta["dropped"] for meta in ranks),
     )

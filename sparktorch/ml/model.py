@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
 from pyspark.ml import Model
@@ -18,8 +19,8 @@ from sparktorch.ml.io import ModelReader, ModelWriter
 from sparktorch.ml.params import SCORING_DEFAULTS, OutputColumns, ScoringParams
 from sparktorch.ml.summary import TrainingSummary
 from sparktorch.ml.translate import check_scoring, input_names
-from sparktorch.spark.frame import input_columns
 from sparktorch.spark.predict import Scoring, result_column, rows_for_udf, scoring_udf
+from sparktorch.spark.wire import input_columns
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -92,7 +93,7 @@ class TorchModelBase(Model, ScoringParams, MLReadable[Any], MLWritable):
         scored = f"__{self.uid}"
         struct = scoring_udf(dataset.sparkSession, self.trained, fields, self._scoring())(*columns)
         results = [result_column(F.col(scored), f, fields[f]).alias(name) for name, f in outputs.items()]
-        rows = rows_for_udf(dataset, _quoted(inputs[0].column))
+        rows = rows_for_udf(dataset, _quoted((*inputs[0].sources, inputs[0].column)[0]))
         return rows.withColumn(scored, struct).select(*map(_quoted, dataset.columns), *results)
 
     def registerUDF(self, name: str, outputCol: str | None = None) -> None:
@@ -140,9 +141,15 @@ class TorchModelBase(Model, ScoringParams, MLReadable[Any], MLWritable):
         """Returns the input specs under the columns that the Params name now."""
         specs = self.trained.inputs
         names = input_names(self)
-        if len(names) != len(specs):
-            raise ConfigError(f"the model takes {len(specs)} input columns, got {names}", param="inputCols")
-        return [replace(spec, column=name) for spec, name in zip(specs, names, strict=True)]
+        count = sum(len(spec.sources) or 1 for spec in specs)
+        if len(names) != count:
+            raise ConfigError(f"the model takes {count} input columns, got {names}", param="inputCols")
+        rest = iter(names)
+        found = []
+        for spec in specs:
+            sources = tuple(islice(rest, len(spec.sources)))
+            found.append(replace(spec, sources=sources) if sources else replace(spec, column=next(rest)))
+        return found
 
     def _fields(self) -> tuple[dict[str, str], dict[str, str]]:
         """Returns the type of each field to score, as SQL or "vector", and the field of each output column."""

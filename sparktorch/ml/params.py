@@ -19,6 +19,9 @@ from pyspark.ml.param.shared import (
     HasWeightCol,
 )
 
+from sparktorch.ml.inputs import INPUT_DEFAULTS
+from sparktorch.ml.storage import STORAGE_DEFAULTS
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -49,6 +52,8 @@ SCORING_DEFAULTS: dict[str, Any] = {
 # Defaults of every estimator; the constructors repeat them where a reader looks for them.
 DEFAULTS: dict[str, Any] = {
     **SCORING_DEFAULTS,
+    **INPUT_DEFAULTS,
+    **STORAGE_DEFAULTS,
     "moduleParams": {},
     "featuresCol": "features",
     "labelCol": "label",
@@ -85,6 +90,9 @@ DEFAULTS: dict[str, Any] = {
     "checkpointUnit": "epoch",
     "keepCheckpoints": 2,
     "maxRestarts": 0,
+    "startTimeout": 3600.0,
+    "stallTimeout": 600.0,
+    "logLevel": "WARNING",
     "progress": True,
 }
 
@@ -791,6 +799,31 @@ class LaunchParams(Params):
         "who hosts the store at which workers meet: 'auto', 'driver' or 'rank0'",
         typeConverter=TypeConverters.toString,
     )
+    minWorkers: Param[int] = Param(
+        Params._dummy(),
+        "minWorkers",
+        "the fewest workers that a restart goes on with, where the cluster has no slots for all of them any more (> 0)",
+        typeConverter=TypeConverters.toInt,
+    )
+    startTimeout: Param[float] = Param(
+        Params._dummy(),
+        "startTimeout",
+        "seconds that a fit waits for slots which other jobs hold (> 0)",
+        typeConverter=TypeConverters.toFloat,
+    )
+    stallTimeout: Param[float] = Param(
+        Params._dummy(),
+        "stallTimeout",
+        "seconds that a worker may stand still, or start after the first one, before the fit ends with its name, its "
+        "place and its Python stack (> 0)",
+        typeConverter=TypeConverters.toFloat,
+    )
+    logLevel: Param[str] = Param(
+        Params._dummy(),
+        "logLevel",
+        "from which level on the driver shows what workers log; what they print counts as 'INFO'",
+        typeConverter=TypeConverters.toString,
+    )
     preflight: Param[str] = Param(
         Params._dummy(),
         "preflight",
@@ -819,6 +852,38 @@ class LaunchParams(Params):
     def setRendezvous(self, value: str) -> Self:
         """Sets the value of `rendezvous`."""
         return self._set(rendezvous=value)
+
+    def getMinWorkers(self) -> int:
+        """Gets the value of `minWorkers`."""
+        return self.getOrDefault(self.minWorkers)
+
+    def setMinWorkers(self, value: int) -> Self:
+        """Sets the value of `minWorkers`."""
+        return self._set(minWorkers=value)
+
+    def getStartTimeout(self) -> float:
+        """Gets the value of `startTimeout` or its default."""
+        return self.getOrDefault(self.startTimeout)
+
+    def setStartTimeout(self, value: float) -> Self:
+        """Sets the value of `startTimeout`."""
+        return self._set(startTimeout=value)
+
+    def getStallTimeout(self) -> float:
+        """Gets the value of `stallTimeout` or its default."""
+        return self.getOrDefault(self.stallTimeout)
+
+    def setStallTimeout(self, value: float) -> Self:
+        """Sets the value of `stallTimeout`."""
+        return self._set(stallTimeout=value)
+
+    def getLogLevel(self) -> str:
+        """Gets the value of `logLevel` or its default."""
+        return self.getOrDefault(self.logLevel)
+
+    def setLogLevel(self, value: str) -> Self:
+        """Sets the value of `logLevel`."""
+        return self._set(logLevel=value)
 
     def getPreflight(self) -> str:
         """Gets the value of `preflight` or its default."""

@@ -8,6 +8,7 @@ from typing import Any
 from pyspark import keyword_only
 
 from sparktorch.ml.estimator import TorchEstimatorBase
+from sparktorch.ml.inputs import LabelColumns
 from sparktorch.ml.model import TorchModelBase
 from sparktorch.ml.params import DEFAULTS
 from sparktorch.ml.translate import given
@@ -27,7 +28,7 @@ class TorchRegressionModel(TorchModelBase):
         return {"prediction": kind}, {self.getPredictionCol(): "prediction"}
 
 
-class TorchRegressor(TorchEstimatorBase[TorchRegressionModel]):
+class TorchRegressor(TorchEstimatorBase[TorchRegressionModel], LabelColumns):
     """Trains a PyTorch module to predict numbers.
 
     The module returns shape `(rows,)` or `(rows, 1)` for a number as label, `(rows, values)` for
@@ -49,7 +50,16 @@ class TorchRegressor(TorchEstimatorBase[TorchRegressionModel]):
         moduleParams: dict[str, Any] | None = None,
         featuresCol: str = "features",
         inputCols: list[str] | None = None,
+        assembleInputs: bool = False,
+        inputShapes: dict[str, list[int]] | None = None,
+        inputLayouts: dict[str, str] | None = None,
+        inputDtypes: dict[str, str] | None = None,
+        maxLengths: dict[str, int] | None = None,
+        padValues: dict[str, float] | None = None,
+        nullPolicy: str = "error",
+        fillValue: float = 0.0,
         labelCol: str = "label",
+        labelCols: list[str] | None = None,
         predictionCol: str = "prediction",
         weightCol: str | None = None,
         validationIndicatorCol: str | None = None,
@@ -85,7 +95,11 @@ class TorchRegressor(TorchEstimatorBase[TorchRegressionModel]):
         metrics: dict[str, Any] | None = None,
         earlyStoppingPatience: int | None = None,
         callbacks: list[Any] | None = None,
+        split: str = "key",
+        storage: str = "memory",
+        memoryBudget: int = 1024,
         shuffle: bool = True,
+        shuffleBlock: int | None = None,
         seed: int = 0,
         strategy: str = "ddp",
         strategyParams: dict[str, Any] | None = None,
@@ -98,6 +112,10 @@ class TorchRegressor(TorchEstimatorBase[TorchRegressionModel]):
         checkpointUnit: str = "epoch",
         keepCheckpoints: int = 2,
         maxRestarts: int = 0,
+        minWorkers: int | None = None,
+        startTimeout: float = 3600.0,
+        stallTimeout: float = 600.0,
+        logLevel: str = "WARNING",
         handleInvalid: str = "error",
         predictBatchSize: int = 2048,
         predictPrecision: str = "fp32",

@@ -25,11 +25,14 @@ class TrainingSummary:
         numWorkers: Number of ranks.
         fingerprint: Identifies the training rows, whatever their order and partitioning.
         seconds: Wall seconds of the driver's phases and of those of the rank that the model comes from.
-        ranks: Per rank: host, device, threads, rows, bytes, seconds; and `epochs`, the history of its own
-            model, under strategy "independent".
+        ranks: Per rank: host, device, threads, rows, bytes, `storage` ("memory" or "disk"), seconds,
+            `data_wait_share` (what part of its training it waited for rows, in `[0, 1]`); and `epochs`, the
+            history of its own model, under strategy "independent".
         confusionMatrix: Of a classifier with validation rows, how many of them with class `i` (row)
             were predicted as class `j` (column) with the weights of the model, sample weights aside;
             `None` otherwise, and with more than 100 classes.
+        droppedRows: Number of rows left out because they hold a null, NaN or infinity, under
+            `nullPolicy` "drop".
     """
 
     history: list[dict[str, Any]]
@@ -41,6 +44,7 @@ class TrainingSummary:
     seconds: dict[str, float]
     ranks: list[dict[str, Any]]
     confusionMatrix: list[list[int]] | None = None
+    droppedRows: int = 0
 
     @property
     def objectiveHistory(self) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,10 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from pyspark import cloudpickle
 
 from sparktorch.artifact import TrainedModule
-from sparktorch.config import CheckpointConfig, Device, Task, TrainConfig, above, at_least, one_of
+from sparktorch.config import CheckpointConfig, Device, StorageConfig, Task, TrainConfig, above, at_least, one_of
 from sparktorch.errors import ConfigError, nearest
+from sparktorch.ml.inputs import input_options
 from sparktorch.program import Program
 from sparktorch.spark.barrier import Launch
+from sparktorch.spark.watch import Patience
 from sparktorch.train.callbacks import check_callback
 from sparktorch.train.checkpoint import CheckpointStore
 from sparktorch.train.recipe import Recipe, load_object
@@ -28,14 +31,21 @@ if TYPE_CHECKING:
 __all__ = ["Request", "given", "input_names", "translate"]
 
 
+_SHUFFLE_BLOCK = 32  # of rows that may be on disk
+
 # Params that decide what a step trains.
 _SAME = (
     *("module", "moduleParams", "loss", "lossParams", "trainingStep", "classWeights", "freeze"),
     *("optimizer", "optimizerParams", "learningRate", "parameterGroups"),
     *("scheduler", "schedulerParams", "schedulerInterval", "warmupSteps", "referenceBatchSize"),
-    *("batchSize", "epochs", "shuffle", "seed", "gradientClipNorm", "gradientClipValue", "precision", "emaDecay"),
+    *("batchSize", "epochs", "split", "shuffle", "shuffleBlock", "seed", "precision", "emaDecay"),
+    *("gradientClipNorm", "gradientClipValue", "nullPolicy", "fillValue"),
+    *("inputShapes", "inputLayouts", "inputDtypes", "maxLengths", "padValues", "assembleInputs"),
     *("nonFiniteLoss", "syncBatchNorm", "earlyStoppingPatience", "validationInterval", "validationUnit"),
 )
+
+
+_LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 @dataclass(frozen=True)
@@ -46,16 +56,22 @@ class Request:
         recipe: What is trained.
         config: How.
         launch: Where.
+        split: Whether rows are split over the workers by "key", or "keep" their partitions.
+        storage: Where each worker keeps its rows.
         checkpoint: Where and how often its state is saved; `None` for nowhere.
         max_restarts: How often it is started again after the loss of a rank.
+        min_workers: The fewest ranks to start it again with; `None` for as many as there were.
         columns: Column names by role, the arguments of `spark.frame.prepare`.
     """
 
     recipe: Recipe
     config: TrainConfig
     launch: Launch
+    split: str
+    storage: StorageConfig
     checkpoint: CheckpointConfig | None
     max_restarts: int
+    min_workers: int | None
     columns: dict[str, Any]
 
 
@@ -94,12 +110,16 @@ def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
     above("learningRate", p["learningRate"], 0)
     at_least("numWorkers", p["numWorkers"], 1)
     at_least("maxRestarts", p["maxRestarts"], 0)
+    above("startTimeout", p["startTimeout"], 0)
+    above("stallTimeout", p["stallTimeout"], 0)
+    one_of("logLevel", p["logLevel"], _LOG_LEVELS)
     check_scoring(estimator)
     one_of("rendezvous", p["rendezvous"], ("auto", "driver", "rank0"))
     one_of("preflight", p["preflight"], ("basic", "full"))
     _check_loss(estimator, p)
     _check_schedule(p)
     _check_sizes(p)
+    _check_storage(estimator, p)
     validated = p["validationIndicatorCol"] is not None or p["strategyParams"].get("folds")
     if p["earlyStoppingPatience"] is not None and not validated:
         raise ConfigError(
@@ -138,6 +158,7 @@ def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
             epochs=p["epochs"],
             seed=p["seed"],
             shuffle=p["shuffle"],
+            shuffle_block=_shuffle_block(p),
             strategy=p["strategy"],
             strategy_params=p["strategyParams"],
             accumulation_steps=p["accumulationSteps"],
@@ -159,15 +180,25 @@ def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
             channels_last=p["channelsLast"],
             sync_batch_norm=p["syncBatchNorm"],
         ),
-        launch=Launch(world_size=p["numWorkers"], device=cast(Device, p["device"]), rendezvous=p["rendezvous"]),
+        launch=Launch(
+            world_size=p["numWorkers"],
+            device=cast(Device, p["device"]),
+            rendezvous=p["rendezvous"],
+            patience=Patience(start=p["startTimeout"], stall=p["stallTimeout"]),
+            log_level=getattr(logging, p["logLevel"]),
+        ),
+        split=p["split"],
+        storage=StorageConfig(kind=p["storage"], budget=p["memoryBudget"]),
         checkpoint=_checkpoint(p),
         max_restarts=p["maxRestarts"],
+        min_workers=p["minWorkers"],
         columns={
             "inputs": input_names(estimator),
-            "label": p["labelCol"] or None,
+            "label": _label(estimator, p),
             "weight": p["weightCol"],
             "validation": p["validationIndicatorCol"],
             "key": p["idCol"],
+            "options": input_options(estimator),
         },
     )
     check_strategy(request.config, request.recipe)
@@ -177,6 +208,7 @@ def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
             hint="use 'ddp', 'zero1', 'zero2' or 'zero3', or leave checkpointDir out",
             param="checkpointDir",
         )
+    _check_min_workers(p, request)
     if p["strategyParams"].get("folds") and p["validationIndicatorCol"] is not None:
         raise ConfigError(
             "strategyParams.folds makes the validation rows, and validationIndicatorCol names some",
@@ -184,6 +216,38 @@ def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
             param="validationIndicatorCol",
         )
     return request
+
+
+def _label(estimator: Params, p: _Values) -> str | list[str] | None:
+    if p["labelCols"] is None:
+        return p["labelCol"] or None
+    if estimator.isSet("labelCol"):
+        raise ConfigError("labelCol and labelCols are both set", hint="set one of them", param="labelCols")
+    if not p["labelCols"]:
+        raise ConfigError("labelCols is empty", hint="for no label at all, set labelCol=''", param="labelCols")
+    return list(p["labelCols"])
+
+
+def _check_min_workers(p: _Values, request: Request) -> None:
+    if request.min_workers is None:
+        return
+    at_least("minWorkers", request.min_workers, 1)
+    if request.min_workers > p["numWorkers"]:
+        raise ConfigError(
+            f"minWorkers is {request.min_workers}, more than numWorkers, {p['numWorkers']}", param="minWorkers"
+        )
+    if not request.max_restarts:
+        raise ConfigError(
+            "minWorkers says what a restart may go on with, and maxRestarts is 0",
+            hint="set maxRestarts",
+            param="minWorkers",
+        )
+    if not strategy_type(request.config).resumable:
+        raise ConfigError(
+            f"minWorkers is set, and under strategy {p['strategy']!r} another number of workers trains something else",
+            hint="use 'ddp', 'zero1', 'zero2' or 'zero3', or leave minWorkers out",
+            param="minWorkers",
+        )
 
 
 def _checkpoint(p: _Values) -> CheckpointConfig | None:
@@ -202,7 +266,8 @@ def _checkpoint(p: _Values) -> CheckpointConfig | None:
 
 def _identity(p: _Values) -> dict[str, str]:
     """Returns what must be the same for a training to go on from another's checkpoint."""
-    return {name: _described(p[name]) for name in _SAME}
+    values = {name: p[name] for name in _SAME} | {"shuffleBlock": _shuffle_block(p)}
+    return {name: _described(value) for name, value in values.items()}
 
 
 def _described(value: Any) -> str:
@@ -263,6 +328,35 @@ def _check_sizes(p: _Values) -> None:
             hint="set it to batchSize / numWorkers at most",
             param="accumulationSteps",
         )
+
+
+def _check_storage(estimator: Params, p: _Values) -> None:
+    one_of("split", p["split"], ("key", "keep"))
+    if p["split"] == "keep" and p["strategyParams"].get("folds"):
+        raise ConfigError(
+            "strategyParams.folds gives every worker all the rows, and split is 'keep'",
+            hint="leave one of them out",
+            param="split",
+        )
+    if p["split"] == "keep" and p["minWorkers"] is not None:
+        raise ConfigError(
+            "minWorkers lets a restart go on with fewer workers, and split='keep' makes one of each partition",
+            hint="leave one of them out",
+            param="split",
+        )
+    if p["storage"] == "memory" and estimator.isSet("memoryBudget"):
+        raise ConfigError(
+            "memoryBudget is set, and storage is 'memory', which takes what the rows need",
+            hint="set storage='auto' or 'disk'",
+            param="memoryBudget",
+        )
+
+
+def _shuffle_block(p: _Values) -> int:
+    """Returns the block to shuffle by: it must not depend on whether "auto" finds room in memory."""
+    if p["shuffleBlock"] is not None:
+        return int(p["shuffleBlock"])
+    return 1 if p["storage"] == "memory" else _SHUFFLE_BLOCK
 
 
 def check_scoring(instance: ScoringParams) -> None:

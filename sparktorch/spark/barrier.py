@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 import pickle
-import re
 import secrets
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import pyarrow as pa
 from pyspark import cloudpickle, inheritable_thread_target
@@ -19,30 +17,18 @@ from pyspark.resource import ResourceProfile
 from pyspark.sql import DataFrame, Row, SparkSession
 
 from sparktorch.config import Device
-from sparktorch.errors import ClusterError, ConfigError, ModuleError, RankError, SparkTorchError
+from sparktorch.errors import ClusterError, ConfigError, ModuleError
+from sparktorch.spark.cause import Causes
 from sparktorch.spark.control import ControlServer, Rendezvous
-from sparktorch.spark.rank import RESULT_SCHEMA, Body, RankTask, assemble, failure_in
-from sparktorch.spark.session import driver_address, is_connect
+from sparktorch.spark.rank import RESULT_SCHEMA, Body, RankTask, assemble
+from sparktorch.spark.session import cancel_tasks, driver_address, is_connect, running_tasks, tag_tasks
+from sparktorch.spark.watch import Observer, Patience, Watch
 from sparktorch.train.recipe import SHIPPING_HINT
 
-__all__ = ["Launch", "Observer", "run_ranks"]
+__all__ = ["Launch", "run_ranks"]
 
-_LOG = logging.getLogger(__name__)
 _POLL_SECONDS = 0.05
-_LATE_SECONDS = 30.0
-_DEATH = r"exited unexpectedly|ExecutorLostFailure|Executor heartbeat timed out|exit code|worker crashed"
-
-
-class Observer(Protocol):
-    """Who is told, on the driver, how far the ranks are."""
-
-    def progress(self, record: dict[str, Any]) -> None:
-        """Receives rank 0's position: epoch, epochs, step, steps, loss."""
-        ...
-
-    def epoch(self, record: dict[str, Any]) -> None:
-        """Receives the metrics of a finished epoch, each exactly once."""
-        ...
+_CANCEL_SECONDS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +41,16 @@ class Launch:
         rendezvous: Who hosts the store: the driver, rank 0, or the driver wherever executors can
             reach it.
         profile: The resource profile of the tasks, `None` for the session's own.
+        patience: How long the driver waits for ranks.
+        log_level: From which level on the driver shows what ranks log and print.
     """
 
     world_size: int
     device: Device = "auto"
     rendezvous: Literal["auto", "driver", "rank0"] = "auto"
     profile: ResourceProfile | None = None
+    patience: Patience = field(default_factory=Patience)
+    log_level: int = logging.WARNING
 
 
 def run_ranks(data: DataFrame, body: Body, launch: Launch, observer: Observer) -> list[tuple[dict[str, Any], bytes]]:
@@ -85,19 +75,27 @@ def run_ranks(data: DataFrame, body: Body, launch: Launch, observer: Observer) -
         if server is not None:
             stack.enter_context(closing(server))
         job = _Job(spark, _plan(data, body, launch, server.rendezvous if server else None))
-        watch = _Watch(server, launch.world_size, observer)
+        watch = Watch(
+            server,
+            launch.world_size,
+            observer,
+            launch.patience,
+            log_level=launch.log_level,
+            running_tasks=job.running_tasks,
+        )
+        causes = Causes(watch)
         job.start()
         try:
             while not job.wait(_POLL_SECONDS):
                 watch.look()
             watch.look()
-        except BaseException:  # an interrupt above all
+        except BaseException:  # an interrupt, or ranks that stand still
             if server is not None:
                 server.cancel()
             job.cancel()
             raise
         if job.error is not None:
-            raise _cause(job.error, watch) from (None if server else job.error)
+            raise causes.of(job.error) from (None if server else job.error)
     return assemble(job.rows, launch.world_size)
 
 
@@ -131,7 +129,7 @@ def _plan(data: DataFrame, body: Body, launch: Launch, rendezvous: Rendezvous | 
         raise ModuleError(
             f"the module, loss or optimizer cannot be shipped to the ranks: {error}", hint=SHIPPING_HINT
         ) from error
-    task = pickle.dumps(RankTask(packed, launch.world_size, launch.device, rendezvous))
+    task = pickle.dumps(RankTask(packed, launch.world_size, launch.device, rendezvous, launch.log_level))
 
     def run(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         import gc
@@ -161,7 +159,7 @@ class _Job:
 
         def collect() -> None:
             try:
-                spark.addTag(self._tag)
+                tag_tasks(spark, self._tag)
                 self.rows = plan.collect()  # toArrow() would make one vector of all, which ends at 2 GiB
             except Exception as error:  # handed to the thread that waits
                 self.error = error
@@ -175,6 +173,9 @@ class _Job:
     def start(self) -> None:
         self._thread.start()
 
+    def running_tasks(self) -> int | None:
+        return running_tasks(self._spark, self._tag)
+
     def wait(self, seconds: float) -> bool:
         return self._done.wait(seconds)
 
@@ -182,88 +183,5 @@ class _Job:
         if self._done.is_set():
             return
         with suppress(Exception):  # the session itself may be gone
-            self._spark.interruptTag(self._tag)
-        self._done.wait(10)
-
-
-class _Watch:
-    """Passes on what the ranks say, and says which ranks are late."""
-
-    def __init__(self, server: ControlServer | None, world_size: int, observer: Observer) -> None:
-        self.server = server
-        self.world_size = world_size
-        self._observer = observer
-        self._next_warning = time.monotonic() + _LATE_SECONDS
-        self._complete = False
-
-    def look(self) -> None:
-        if self.server is None:
-            return
-        for record in self.server.new_epochs():
-            self._observer.epoch(record)
-        for warning in self.server.new_warnings():
-            _LOG.warning("rank %d on %s: %s", warning["rank"], warning["host"], warning["text"])
-        progress = self.server.progress()
-        if progress is not None:
-            self._observer.progress(progress)
-            self._complete = True
-        elif not self._complete and time.monotonic() > self._next_warning:
-            self._warn()
-
-    def _warn(self) -> None:
-        assert self.server is not None
-        self._next_warning = time.monotonic() + _LATE_SECONDS
-        beats = self.server.beats(self.world_size)
-        missing = [rank for rank, beat in enumerate(beats) if beat is None]
-        self._complete = not missing
-        if missing:
-            _LOG.warning(
-                "ranks %s of %d have not started yet: are the slots of the cluster taken by other jobs?",
-                missing,
-                self.world_size,
-            )
-
-
-def _cause(error: Exception, watch: _Watch) -> SparkTorchError:
-    """Returns why the job failed: what a rank reported, or who died without a word."""
-    failure, primary = watch.server.first_failure() if watch.server else (None, False)
-    if failure is not None and primary:
-        return failure
-    if failure is None:
-        told = failure_in(str(error))
-        if told is not None:
-            return told
-    if "spark.driver.maxResultSize" in str(error):
-        return ClusterError(
-            "the trained model is larger than the driver accepts as the result of a job",
-            hint="start the session with a larger spark.driver.maxResultSize",
-        )
-    # A rank that died is known by what it left: peers that lost it, or a worker process that was gone.
-    if watch.server is not None and (failure is not None or re.search(_DEATH, str(error))):
-        dead = watch.server.silent(watch.world_size)
-        if dead is not None:
-            return dead
-    if failure is not None:
-        return failure
-    return _from_message(str(error))
-
-
-def _from_message(message: str) -> SparkTorchError:
-    """Returns the error of a job whose ranks could not report: the Python part of Spark's message."""
-    raised = re.search(r"Traceback \(most recent call last\):\n(?:.*\n)*?(\w[\w.]*: .*)\n", message)
-    if raised is None:
-        return ClusterError("the barrier job failed", trace=message)
-    if "DistNetworkError" in raised[1]:
-        return ClusterError(
-            f"a rank did not reach the store at which the ranks meet: {raised[1].partition(': ')[2]}",
-            hint="open the ephemeral ports of its host to the executors, set spark.driver.host to an address they "
-            "reach, or let a rank host it with rendezvous='rank0'",
-        )
-    missing = re.match(r"(?:ModuleNotFoundError|ImportError): (.*)", raised[1])
-    if missing is None:
-        return RankError(f"a rank could not start: {raised[1]}", trace=raised[0])
-    return ClusterError(
-        f"the Python of the executors cannot start a rank: {missing[1]}",
-        hint="they need torch, numpy and pyarrow installed (PYSPARK_PYTHON names their Python), and your own "
-        "modules and sparktorch shipped with --py-files or spark.addArtifacts",
-    )
+            cancel_tasks(self._spark, self._tag)
+        self._done.wait(_CANCEL_SECONDS)

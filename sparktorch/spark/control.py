@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 import socket
+import threading
+from collections import defaultdict, deque
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from sparktorch.errors import RankLostError, SparkTorchError
+from sparktorch.errors import ClusterError, SparkTorchError
+from sparktorch.train.console import KEPT_LINES
+from sparktorch.train.link import last_lines
+from sparktorch.train.seal import SealedStore
 
 __all__ = ["ControlServer", "Rendezvous", "host_store"]
+
+_LOG = logging.getLogger(__name__)
+_BEAT_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -23,7 +32,8 @@ class Rendezvous:
     Attributes:
         host: Name or address of the store's host, as the ranks reach it.
         port: Its TCP port.
-        prefix: Random prefix of the attempt's keys, so that ranks of another attempt cannot meddle.
+        prefix: Random token from which prefix and seal of the attempt's keys follow, so that ranks of another
+            attempt, and strangers, cannot meddle.
     """
 
     host: str
@@ -55,7 +65,7 @@ class ControlServer:
     """The store of one attempt, seen from the driver."""
 
     def __init__(self, bind: str, advertise: str) -> None:
-        """Starts the store.
+        """Starts the store, and a thread in which the driver's own heart beats.
 
         Args:
             bind: The local address to listen on.
@@ -63,19 +73,28 @@ class ControlServer:
         """
         self._server, port = host_store(bind)
         self.rendezvous = Rendezvous(advertise, port, secrets.token_hex(16))
-        self._store = dist.PrefixStore(self.rendezvous.prefix, self._server)
+        self._store = SealedStore(self.rendezvous.prefix, self._server)
+        self._forged = False  # whether a stranger has been noticed
         self._epochs_seen = 0
         self._warnings_seen = 0
+        self._lines_seen: dict[int, int] = defaultdict(int)
+        self._last_lines: dict[int, deque[str]] = defaultdict(lambda: deque(maxlen=KEPT_LINES))
+        self._closed = threading.Event()
+        self._heart = threading.Thread(
+            target=_beat, args=(self._store, self._closed), name="sparktorch-driver-beat", daemon=True
+        )
+        self._heart.start()
 
     def progress(self) -> dict[str, Any] | None:
         """Returns the last progress record of rank 0, or `None` before the first one."""
-        return self._read("progress")
+        record: dict[str, Any] | None = self._read("progress")
+        return record
 
     def new_epochs(self) -> list[dict[str, Any]]:
         """Returns the records of the epochs finished since the last call, each exactly once."""
-        if not self._store.check(["epochs"]):
+        done = self._read("epochs")
+        if done is None:
             return []
-        done = int(self._store.get("epochs"))
         numbers = range(self._epochs_seen + 1, done + 1)
         self._epochs_seen = done
         # A training that goes on from a checkpoint begins with a later one.
@@ -92,9 +111,40 @@ class ControlServer:
         self._warnings_seen = count
         return [warning for warning in found if warning is not None]
 
+    def new_lines(self, world_size: int) -> list[tuple[int, int, str]]:
+        """Returns what the ranks have logged and printed since the last call: rank, level and line."""
+        new = []
+        for rank in range(world_size):
+            key = f"lines/{rank}"
+            count = int(self._store.add(key, 0)) if self._store.check([key]) else 0
+            while self._lines_seen[rank] < count:
+                record = self._read(f"{key}/{self._lines_seen[rank] + 1}")
+                if record is None:  # counted, but not yet written
+                    break
+                self._lines_seen[rank] += 1
+                self._store.delete_key(f"{key}/{self._lines_seen[rank]}")
+                if record["lost"]:
+                    new.append((rank, 0, f"... {record['lost']} more lines"))
+                new += [(rank, level, line) for level, line in record["lines"]]
+                self._last_lines[rank].extend(line for _, line in record["lines"])
+        return new
+
+    def last_lines(self, rank: int) -> str:
+        """Returns the last lines that a rank has sent, under a heading; see `new_lines`."""
+        return last_lines(rank, list(self._last_lines[rank]))
+
     def beats(self, world_size: int) -> list[dict[str, Any] | None]:
         """Returns each rank's last heartbeat; `None` for a rank that has not arrived."""
         return [self._read(f"beat/{rank}") for rank in range(world_size)]
+
+    def ask_for_stacks(self) -> None:
+        """Asks every rank at which line it is; see `stack`."""
+        self._store.set("stacks wanted", "1")
+
+    def stack(self, rank: int) -> str | None:
+        """Returns the Python stack of a rank that has answered `ask_for_stacks`."""
+        record = self._read(f"stack/{rank}")
+        return None if record is None else record["stack"]
 
     def first_failure(self) -> tuple[SparkTorchError | None, bool]:
         """Returns the failure that came first, and whether it is a cause.
@@ -107,25 +157,20 @@ class ControlServer:
         first = min(forms, key=lambda form: form["secondary"])
         return SparkTorchError.from_dict(first), not first["secondary"]
 
-    def silent(self, world_size: int) -> SparkTorchError | None:
-        """Returns an error for the rank that had arrived, reported nothing, and beats no more."""
+    def quiet(self, world_size: int) -> dict[int, dict[str, Any]]:
+        """Returns the last beats of the ranks that have arrived, and reported no failure."""
         reported = {form["where"].get("rank") for form in self._failures()}
-        beats = {rank: beat for rank, beat in enumerate(self.beats(world_size)) if beat is not None}
-        quiet = [rank for rank in beats if rank not in reported]
-        if not quiet:
-            return None
-        rank = min(quiet, key=lambda rank: float(beats[rank]["time"]))
-        beat = beats[rank]
-        return RankLostError(
-            f"rank {rank} died while {beat['phase']}, without an error of its own",
-            hint="it was killed: by the out-of-memory killer, by the cluster manager, or by a crash in "
-            "native code; see the executor's log on that host",
-            rank=rank,
-            host=beat["host"],
-            pid=beat["pid"],
-            epoch=beat["epoch"],
-            step=beat["step"],
-        )
+        beats = enumerate(self.beats(world_size))
+        return {rank: beat for rank, beat in beats if beat is not None and rank not in reported}
+
+    def ended(self, rank: int) -> bool:
+        """Whether a rank has come to the end of its work, or of its try."""
+        return bool(self._store.check([f"ended/{rank}"]))
+
+    def out_of_memory_kills(self, host: str) -> int:
+        """Returns how many processes the out-of-memory killer has ended on a host, as far as its ranks have told."""
+        there = [form for form in self._failures() if form["where"].get("host") == host]
+        return max((form["out_of_memory_kills"] for form in there), default=0)
 
     def cancel(self) -> None:
         """Tells the ranks that the fit is over."""
@@ -133,6 +178,8 @@ class ControlServer:
 
     def close(self) -> None:
         """Closes the store and its port."""
+        self._closed.set()
+        self._heart.join()
         del self._store, self._server
 
     def _failures(self) -> list[dict[str, Any]]:
@@ -142,8 +189,24 @@ class ControlServer:
         found = [self._read(f"error/{index}") for index in range(1, count + 1)]
         return [form for form in found if form is not None]
 
-    def _read(self, key: str) -> dict[str, Any] | None:
+    def _read(self, key: str) -> Any:
+        """Returns what a rank has laid down; `None` where there is nothing, or a stranger has overwritten it."""
         if not self._store.check([key]):
             return None
-        record: dict[str, Any] = json.loads(self._store.get(key))
-        return record
+        try:
+            return json.loads(self._store.get(key))
+        except ClusterError as error:
+            if not self._forged:
+                _LOG.warning("%s", error)
+            self._forged = True
+            return None
+
+
+def _beat(store: dist.Store, closed: threading.Event) -> None:
+    """Shows the ranks that the driver lives."""
+    count = 0
+    while True:
+        count += 1
+        store.set("driver", str(count))
+        if closed.wait(_BEAT_SECONDS):
+            return

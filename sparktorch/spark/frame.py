@@ -1,28 +1,35 @@
-"""The DataFrame before the job: validated, cast, keyed, and split so that partition r is rank r."""
+"""The DataFrame before the job: validated, cast and keyed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import or_
 
 import pyarrow as pa
-from pyspark.ml.functions import vector_to_array
-from pyspark.ml.linalg import VectorUDT
-from pyspark.sql import Column, DataFrame
+from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 from pyspark.sql.pandas.types import to_arrow_schema
 
 from sparktorch.config import Task
-from sparktorch.data.columns import KEY, LABEL, VALIDATION, WEIGHT, Columns, DType, TensorSpec, input_name
-from sparktorch.errors import ColumnError, nearest
+from sparktorch.data.columns import KEY, LABEL, VALIDATION, WEIGHT, Columns, InputOptions, TensorSpec
+from sparktorch.errors import ColumnError
+from sparktorch.spark.wire import (
+    NUMERIC,
+    column_of,
+    hashed,
+    incomplete,
+    measured,
+    plan_inputs,
+    quoted,
+    type_of,
+)
 
-__all__ = ["Frame", "input_columns", "prepare", "split"]
+__all__ = ["Frame", "prepare"]
 
-_COPY = "copy"
-_INTEGRAL = (T.ByteType, T.ShortType, T.IntegerType, T.LongType)
-_NUMERIC = (*_INTEGRAL, T.FloatType, T.DoubleType, T.DecimalType, T.BooleanType)
-_SQL_TYPES: dict[DType, str] = {"float32": "float", "float64": "double", "int64": "bigint"}
+_NOTHING_ASKED = InputOptions()
 
 
 @dataclass(frozen=True)
@@ -45,210 +52,90 @@ def prepare(
     task: Task,
     *,
     inputs: Sequence[str],
-    label: str | None,
+    label: str | Sequence[str] | None,
     weight: str | None = None,
     validation: str | None = None,
     key: str | None = None,
+    options: InputOptions = _NOTHING_ASKED,
 ) -> Frame:
     """Selects, casts and names the training columns and reads the first row.
 
     Args:
         dataset: The user's DataFrame.
         task: What the labels mean.
-        inputs: One column per argument of `forward`.
-        label: The label column, or `None`.
+        inputs: The input columns, in the order of the arguments of `forward`.
+        label: The label column, several scalar ones, or `None`.
         weight: The column of sample weights.
         validation: The boolean column that marks validation rows.
         key: A column whose value identifies a row in place of its contents.
+        options: What is asked of the inputs besides.
 
     Raises:
         ColumnError: A column is missing or has a type that cannot be trained on, or there are no rows.
+        ConfigError: An option does not fit its column's type.
     """
-    wire: list[Column] = []
-    specs = []
-    for index, name in enumerate(inputs):
-        spec, column = _input(dataset, name, input_name(index))
-        specs.append(spec)
-        wire.append(column)
-    label_spec = None
-    if label is not None:
-        label_spec, column = _label(dataset, label, task)
-        wire.append(column)
-    weight_spec = None
+    specs = plan_inputs(dataset, inputs, options)
+    columns = Columns(
+        inputs=tuple(specs),
+        label=None if label is None else _label(dataset, label, task),
+        validation=validation,
+        drop_nulls=options.drop,
+    )
+    wire = [column_of(dataset, spec) for spec in columns.tensors]
     if weight is not None:
-        _require(dataset, weight, _NUMERIC, "a number")
-        weight_spec = TensorSpec(name=WEIGHT, column=weight, dtype="float32")
-        wire.append(_col(weight).cast("float").alias(WEIGHT))
+        _require(dataset, weight, NUMERIC, "a number")
+        columns = replace(columns, weight=TensorSpec(name=WEIGHT, column=weight, dtype="float32"))
+        wire.append(column_of(dataset, columns.tensors[-1]))
     if validation is not None:
         _require(dataset, validation, (T.BooleanType,), "boolean")
-        wire.append(_col(validation).alias(VALIDATION))
+        wire.append(quoted(validation).alias(VALIDATION))
     if key is not None:
-        _type_of(dataset, key)
-        wire.append(F.xxhash64(_col(key)).alias(KEY))
+        type_of(dataset, key)
+        wire.append(F.xxhash64(quoted(key)).alias(KEY))
     data = dataset.select(*wire)
     if key is None:
-        data = data.withColumn(KEY, F.xxhash64(*data.columns))
-
-    first = data.head(1)  # reads one partition; `limit(1).toArrow()` would run a task on every one
-    if not first:
-        raise ColumnError("the DataFrame has no rows", hint="check the filter or the path it comes from")
-    sample = pa.RecordBatch.from_pylist([row.asDict() for row in first], to_arrow_schema(data.schema))
-    columns = Columns(
-        inputs=tuple(_measured(spec, sample) for spec in specs),
-        label=_measured(label_spec, sample) if label_spec else None,
-        weight=weight_spec,
-        validation=validation,
+        contents = [column for spec in columns.tensors for column in hashed(spec)]
+        data = data.withColumn(KEY, F.xxhash64(*contents, *[F.col(VALIDATION)] * (validation is not None)))
+    sample = _first_row(data, columns, complete=options.drop or options.fill is not None)
+    columns = replace(
+        columns,
+        inputs=tuple(measured(spec, sample) for spec in columns.inputs),
+        label=measured(columns.label, sample) if columns.label else None,
     )
     return Frame(data, columns, sample)
 
 
-def split(data: DataFrame, parts: int, *, by_place: bool = False) -> DataFrame:
-    """Splits the rows so that partition r holds the r-th part of the key space.
-
-    Args:
-        data: Wire columns, among them the key.
-        parts: Number of partitions, the world size.
-        by_place: Mixes each row's place in the source into its key first, for data with so many
-            equal rows that their contents cannot tell them apart. The split then depends on the
-            partitioning of the source.
-    """
-    if by_place:
-        data = data.withColumn(KEY, F.xxhash64(F.col(KEY), F.monotonically_increasing_id()))
-    return _place(data, parts, _part(parts))
-
-
-def _part(parts: int) -> Column:
-    """Returns the partition that a row's key belongs to; see `data.plan.rank_of_key`."""
-    return F.shiftright(F.shiftrightunsigned(F.col(KEY), 33) * F.lit(parts), 31).cast("int")
-
-
-def _place(data: DataFrame, parts: int, part: Column) -> DataFrame:
-    """Sends every row to the partition with that number."""
-    if hasattr(DataFrame, "repartitionById"):  # pyspark >= 4.1
-        return data.repartitionById(parts, part)
-    return split_by_hash(data, parts, part)
-
-
-def split_into_folds(data: DataFrame, parts: int) -> DataFrame:
-    """Sends every row to every partition, marked for validation in the one that `split` would send it to.
-
-    Args:
-        data: Wire columns, among them the key.
-        parts: Number of partitions, the world size.
-    """
-    part = _part(parts)
-    copies = data.withColumn(_COPY, F.explode(F.sequence(F.lit(0), F.lit(parts - 1)))).withColumn(
-        VALIDATION, part == F.col(_COPY)
-    )
-    return _place(copies, parts, F.col(_COPY)).drop(_COPY)
-
-
-def split_by_hash(data: DataFrame, parts: int, part: Column) -> DataFrame:
-    """Sends rows to partition `part` through Spark's hash partitioning, for pyspark 4.0.
-
-    Spark puts a row into partition `pmod(hash(x), parts)`: one `x` is found for each partition
-    that hashes to it.
-    """
-    candidates = data.sparkSession.range(parts * 64).select(F.col("id").cast("int").alias("x"))
-    found = candidates.groupBy(F.pmod(F.hash("x"), F.lit(parts)).alias("part")).agg(F.min("x").alias("x")).collect()
-    stand_in = {row["part"]: row["x"] for row in found}
-    lookup = F.array(*[F.lit(stand_in[index]) for index in range(parts)])
-    return data.repartition(parts, F.get(lookup, part))
-
-
-def input_columns(dataset: DataFrame, specs: Sequence[TensorSpec]) -> list[Column]:
-    """Returns the columns of a DataFrame cast as the specs of a fitted model ask.
-
-    Raises:
-        ColumnError: A column is missing or has another type than the model was fitted on.
-    """
-    columns = []
-    for spec in specs:
-        found, column = _input(dataset, spec.column, spec.name)
-        if len(found.shape) != len(spec.shape):
-            raise ColumnError(
-                f"column {spec.column!r} is {dataset.schema[spec.column].dataType.simpleString()}, but the "
-                f"model was fitted on {spec.describe()}",
-                column=spec.column,
-            )
-        columns.append(column if found.dtype == spec.dtype else _cast(column, spec))
-    return columns
-
-
-def _input(dataset: DataFrame, name: str, wire: str) -> tuple[TensorSpec, Column]:
-    """Returns spec and wire column of an input; lists get width 0 until a row has been seen."""
-    kind = _type_of(dataset, name)
-    if isinstance(kind, VectorUDT):
-        column = vector_to_array(_col(name), "float32")
-        return TensorSpec(name=wire, column=name, dtype="float32", shape=(0,)), column.alias(wire)
-    element = kind.elementType if isinstance(kind, T.ArrayType) else kind
-    if not isinstance(element, _NUMERIC):
-        raise ColumnError(
-            f"column {name!r} is {kind.simpleString()}, which cannot become a tensor",
-            hint="inputs are numbers, arrays of numbers or ML vectors: cast it, index strings with "
-            "StringIndexer, or assemble columns with VectorAssembler",
-            column=name,
-        )
-    spec = TensorSpec(
-        name=wire,
-        column=name,
-        dtype="int64" if isinstance(element, _INTEGRAL) else "float32",
-        shape=(0,) if isinstance(kind, T.ArrayType) else (),
-    )
-    return spec, _cast(_col(name), spec)
-
-
-def _label(dataset: DataFrame, name: str, task: Task) -> tuple[TensorSpec, Column]:
-    """Returns spec and wire column of the label.
+def _label(dataset: DataFrame, name: str | Sequence[str], task: Task) -> TensorSpec:
+    """Returns the spec of the label.
 
     Classes travel uncut as double, so that 1.5 or NaN can be refused instead of becoming 1 or 0.
     """
     if task == "classification":
-        _require(dataset, name, _NUMERIC, "a number")
-        spec = TensorSpec(name=LABEL, column=name, dtype="float64")
-        return spec, _cast(_col(name), spec)
-    spec, column = _input(dataset, name, LABEL)
-    if task == "regression" and spec.dtype != "float32":
-        spec = replace(spec, dtype="float32")
-        column = _cast(_col(name), spec)
-    return spec, column
+        assert isinstance(name, str)
+        _require(dataset, name, NUMERIC, "a number")
+        return TensorSpec(name=LABEL, column=name, dtype="float64")
+    names = [name] if isinstance(name, str) else list(name)
+    several = not isinstance(name, str)
+    for one in names * several:
+        _require(dataset, one, NUMERIC, "a number")
+    (spec,) = plan_inputs(dataset, names, InputOptions(assemble=several))
+    return replace(spec, name=LABEL, dtype="float32" if task == "regression" else spec.dtype)
 
 
-def _cast(column: Column, spec: TensorSpec) -> Column:
-    sql = _SQL_TYPES[spec.dtype]
-    return column.cast(f"array<{sql}>" if spec.shape else sql).alias(spec.name)
-
-
-def _measured(spec: TensorSpec, sample: pa.RecordBatch) -> TensorSpec:
-    """Fills in the width of a list column from the first row; the ranks check every row."""
-    if not spec.shape:
-        return spec
-    value = sample.column(spec.name)[0].as_py()
-    if not value:
-        raise ColumnError(
-            f"column {spec.column!r} is {'null' if value is None else 'empty'} in the first row",
-            hint="drop such rows before fit",
-            column=spec.column,
-        )
-    return replace(spec, shape=(len(value),))
+def _first_row(data: DataFrame, columns: Columns, *, complete: bool) -> pa.RecordBatch:
+    """Returns the first row, or the first without nulls, as a record batch."""
+    rows = data
+    if complete:
+        unfit = [incomplete(spec, data) for spec in columns.tensors]
+        rows = data.where(~reduce(or_, unfit))
+    first = rows.head(1)  # reads one partition; `limit(1).toArrow()` would run a task on every one
+    if not first:
+        what = "no row without nulls" if complete else "no rows"
+        raise ColumnError(f"the DataFrame has {what}", hint="check the filter or the path it comes from")
+    return pa.RecordBatch.from_pylist([first[0].asDict(recursive=True)], to_arrow_schema(data.schema))
 
 
 def _require(dataset: DataFrame, name: str, kinds: tuple[type[T.DataType], ...], what: str) -> None:
-    kind = _type_of(dataset, name)
+    kind = type_of(dataset, name)
     if not isinstance(kind, kinds):
         raise ColumnError(f"column {name!r} must be {what}, but is {kind.simpleString()}", column=name)
-
-
-def _type_of(dataset: DataFrame, name: str) -> T.DataType:
-    schema = dataset.schema
-    if name not in schema.names:
-        raise ColumnError(
-            f"there is no column {name!r}; the DataFrame has {', '.join(schema.names)}",
-            hint=nearest(name, schema.names),
-            column=name,
-        )
-    return schema[name].dataType
-
-
-def _col(name: str) -> Column:
-    return F.col("`" + name.replace("`", "``") + "`")

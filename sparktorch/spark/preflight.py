@@ -15,7 +15,10 @@ from sparktorch.spark.findings import Finding, refuse
 from sparktorch.spark.resources import AMOUNT, gpu_profile
 from sparktorch.spark.session import is_local, setting, slots
 
-__all__ = ["check_cluster", "check_result_size", "dynamic_allocation", "enough_slots", "gpus", "speculation"]
+__all__ = [
+    *("check_cluster", "check_result_size", "dynamic_allocation", "enough_slots"),
+    *("gpus", "settled_slots", "speculation"),
+]
 
 _SETTLE_SECONDS = 2.0
 _EMPTY_SECONDS = 60.0
@@ -103,7 +106,7 @@ def enough_slots(
     Returns:
         What it finds, and the number of slots, `None` if unknown.
     """
-    found = _settled_slots(spark, sys.maxsize if wait else world_size, profile)
+    found = settled_slots(spark, sys.maxsize if wait else world_size, profile)
     if found is None:
         text = "behind this server they cannot be counted; Spark itself refuses too many ranks, after ten minutes"
         return Finding(check="slots", status="ok", found=text), None
@@ -155,19 +158,28 @@ def check_result_size(spark: SparkSession, model_bytes: int) -> None:
         )
 
 
-def _settled_slots(spark: SparkSession, wanted: int, profile: ResourceProfile | None) -> int | None:
-    """Returns the number of slots once it is enough or has stopped growing; `None` if unknown."""
+def settled_slots(
+    spark: SparkSession, wanted: int, profile: ResourceProfile | None, *, settle: float = _SETTLE_SECONDS
+) -> int | None:
+    """Returns the number of slots once it is enough or has stopped growing; `None` if unknown.
+
+    Args:
+        spark: The session.
+        wanted: How many are enough.
+        profile: The resource profile the tasks will have.
+        settle: Seconds in which no slot has appeared, after which it has stopped growing.
+    """
     java_profile = None
     if profile is not None and profile._java_resource_profile is not None:
         java_profile = profile._java_resource_profile
     found = slots(spark, java_profile)
     if found is None or is_local(spark):
         return found
-    deadline = time.monotonic() + (_SETTLE_SECONDS if found else _EMPTY_SECONDS)
+    deadline = time.monotonic() + (settle if found else _EMPTY_SECONDS)
     while found < wanted and time.monotonic() < deadline:
         time.sleep(0.1)
         now = slots(spark, java_profile) or 0
         if now > found:
-            deadline = time.monotonic() + _SETTLE_SECONDS
+            deadline = time.monotonic() + settle
         found = now
     return found

@@ -23,6 +23,7 @@ from sparktorch.config import Device
 from sparktorch.errors import RankError, SparkTorchError
 from sparktorch.spark.control import Rendezvous, host_store
 from sparktorch.spark.resources import choose_device
+from sparktorch.train.console import Console
 from sparktorch.train.link import Link, connect
 from sparktorch.world import World
 
@@ -52,12 +53,15 @@ class Body(Protocol):
 class RankTask:
     """One barrier task: finds its place, opens its line, runs the body, reports or returns."""
 
-    def __init__(self, body: bytes, world_size: int, device: Device, rendezvous: Rendezvous | None) -> None:
+    def __init__(
+        self, body: bytes, world_size: int, device: Device, rendezvous: Rendezvous | None, log_level: int
+    ) -> None:
         """Takes the body, a `Body`, pickled: it is unpickled where a failure to can be reported."""
         self._body = body
         self._world_size = world_size
         self._device = device
         self._rendezvous = rendezvous
+        self._log_level = log_level
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Runs the body on the task's batches and yields its result as record batches."""
@@ -71,7 +75,8 @@ class RankTask:
         if rendezvous is None:
             rendezvous, _store = _meet_at_rank0(context, world)
         world = replace(world, address=_address_towards(rendezvous.host))
-        link = Link(partial(connect, rendezvous.host, rendezvous.port, rendezvous.prefix), world)
+        open_store = partial(connect, rendezvous.host, rendezvous.port, rendezvous.prefix)
+        link = Link(open_store, world, console=Console(self._log_level))
         opened = time.perf_counter() - started
         with link.beating():
             try:

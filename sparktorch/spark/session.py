@@ -9,7 +9,10 @@ from typing import Any
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
-__all__ = ["driver_address", "is_connect", "is_local", "java_version", "setting", "slots"]
+__all__ = [
+    *("cancel_tasks", "driver_address", "is_connect", "is_local", "java_version"),
+    *("running_tasks", "setting", "slots", "tag_tasks"),
+]
 
 
 def is_connect(spark: SparkSession) -> bool:
@@ -59,6 +62,38 @@ def slots(spark: SparkSession, profile: Any = None) -> int | None:
     else:
         manager.addResourceProfile(profile)  # Spark counts for profiles it knows; knowing one twice is fine
     return int(context.maxNumConcurrentTasks(profile))
+
+
+def tag_tasks(spark: SparkSession, tag: str) -> None:
+    """Gives the jobs that this thread is to start a tag, by which `cancel_tasks` and `running_tasks` know them."""
+    if is_connect(spark):
+        spark.addTag(tag)
+    else:
+        spark.sparkContext.addJobTag(tag)
+
+
+def cancel_tasks(spark: SparkSession, tag: str) -> None:
+    """Cancels the jobs with a tag, those that wait for slots among them, which a session's own interrupt may miss."""
+    if is_connect(spark):
+        spark.interruptTag(tag)
+    else:
+        spark.sparkContext.cancelJobsWithTag(tag)
+
+
+def running_tasks(spark: SparkSession, tag: str) -> int | None:
+    """Returns how many tasks are running of the jobs with a tag; `None` where there is no job yet, or on Connect.
+
+    Args:
+        spark: The session.
+        tag: As given to `tag_tasks` where the jobs were started.
+    """
+    if is_connect(spark):
+        return None
+    tracker: Any = spark.sparkContext._jsc.sc().statusTracker()
+    known = spark.sparkContext.statusTracker()
+    jobs = [known.getJobInfo(job) for job in tracker.getJobIdsForTag(tag)]
+    stages = [known.getStageInfo(stage) for job in jobs if job is not None for stage in job.stageIds]
+    return sum(stage.numActiveTasks for stage in stages if stage is not None) if jobs else None
 
 
 def driver_address(spark: SparkSession) -> tuple[str, str] | None:

@@ -123,7 +123,7 @@ def save_model(
     data = Path(path) / _DATA
     data.mkdir()
     write_local(sparktorch_model, data, allow_pickle=allow_pickle)
-    inputs = [spec.column for spec in sparktorch_model._inputs()]
+    inputs = [name for spec in sparktorch_model._inputs() for name in spec.sources or (spec.column,)]
     _, outputs = sparktorch_model._fields()
     columns = {
         "inputs": inputs,
@@ -133,7 +133,7 @@ def save_model(
 
     mlflow_model = mlflow_model or Model()
     if mlflow_model.signature is None:
-        mlflow_model.signature = _signature(sparktorch_model, inputs, outputs)
+        mlflow_model.signature = _signature(sparktorch_model, outputs)
     if metadata is not None:
         mlflow_model.metadata = metadata
     _save_example(mlflow_model, _zeros(sparktorch_model) if input_example is None else input_example, path)
@@ -192,37 +192,60 @@ def _code_of(source: Any) -> list[str]:
     return [str(Path(file).parent) if Path(file).name == "__init__.py" else file]
 
 
-def _signature(model: TorchModelBase, inputs: list[str], outputs: dict[str, str]) -> ModelSignature:
-    """Returns inputs as named tensors, which MLflow makes of columns, arrays and JSON alike; outputs as columns."""
+def _signature(model: TorchModelBase, outputs: dict[str, str]) -> ModelSignature:
+    """Returns inputs as named tensors, which MLflow makes of columns, arrays and JSON alike; outputs as columns.
+
+    Where rows differ in length, or are bytes, inputs are columns, too: MLflow has no tensors for them.
+    """
     from mlflow.models import ModelSignature
     from mlflow.types import ColSpec, Schema, TensorSpec
-    from mlflow.types.schema import Array, DataType
 
     def kind_of(sql: str) -> Any:
-        if sql == "vector":
-            return Array(DataType.double)
-        kind: Any = DataType.double if "double" in sql else DataType.float
-        for _ in range(sql.count("array<")):
-            kind = Array(kind)
-        return kind
+        depth = sql.count("array<") + (sql == "vector")
+        return _nested("float64" if "double" in sql or sql == "vector" else "float32", depth)
 
     fields, _ = model._fields()
-    tensors: list[ColSpec | TensorSpec] = [
-        TensorSpec(np.dtype(spec.dtype), (-1, *spec.shape), name)
-        for spec, name in zip(model.trained.inputs, inputs, strict=True)
-    ]
+    inputs: list[ColSpec | TensorSpec] = []
+    as_columns = any(spec.ragged or spec.kind == "binary" for spec in model.trained.inputs)
+    for spec in model._inputs():
+        shape = () if spec.sources else spec.shape
+        for name in spec.sources or (spec.column,):
+            if as_columns:
+                depth = () if spec.sources else spec.levels
+                kind = "bytes" if spec.kind == "binary" else spec.dtype
+                nesting = 0 if kind == "bytes" else len(depth) + spec.ragged
+                inputs.append(ColSpec(_nested(kind, nesting), name))
+            else:
+                inputs.append(TensorSpec(np.dtype(spec.dtype), (-1, *shape), name))
     columns: list[ColSpec | TensorSpec] = [ColSpec(kind_of(fields[field]), name) for name, field in outputs.items()]
-    return ModelSignature(inputs=Schema(tensors), outputs=Schema(columns))
+    return ModelSignature(inputs=Schema(inputs), outputs=Schema(columns))
+
+
+def _nested(dtype: str, depth: int) -> Any:
+    """Returns MLflow's type of arrays nested so deep."""
+    from mlflow.types.schema import Array, DataType
+
+    kinds = {"float32": DataType.float, "float64": DataType.double, "int64": DataType.long, "bytes": DataType.binary}
+    kind: Any = kinds.get(dtype, DataType.integer)
+    for _ in range(depth):
+        kind = Array(kind)
+    return kind
 
 
 def _zeros(model: TorchModelBase) -> pd.DataFrame:
     """Returns two rows as the model takes them: of zeros, because a row of the training set may be secret."""
     import pandas as pd
 
-    specs = model._inputs()
-    return pd.DataFrame({s.column: list(np.zeros((2, *s.shape), s.dtype).tolist()) for s in specs}).astype(
-        {s.column: s.dtype for s in specs if not s.shape}
-    )
+    columns: dict[str, Any] = {}
+    for spec in model._inputs():
+        for name in spec.sources or (spec.column,):
+            if spec.kind == "binary":
+                columns[name] = [bytes(spec.width * np.dtype(spec.dtype).itemsize)] * 2
+                continue
+            shape = () if spec.sources else (*(1,) * spec.ragged, *(spec.levels if spec.ragged else spec.shape))
+            zeros = np.zeros((2, *shape), spec.dtype)
+            columns[name] = zeros.tolist() if shape else zeros
+    return pd.DataFrame(columns)
 
 
 def _add_pytorch(mlflow_model: Model, model: TorchModelBase, path: Path, code: str | None) -> None:

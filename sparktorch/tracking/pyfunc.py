@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
+import pyarrow as pa
 import torch
 
 from sparktorch.artifact import Scorer, TrainedModule
+from sparktorch.data.columns import TensorSpec
+from sparktorch.data.tensors import to_arrow
 from sparktorch.errors import ColumnError
 
 __all__ = ["PyFuncModel"]
@@ -37,7 +39,7 @@ class PyFuncModel:
         Args:
             trained: The module.
             settings: `inputs`, the input columns in order; `outputs`, the name of each output
-                column by what `Scorer.score_arrays` calls it.
+                column by what `Scorer.score` calls it.
         """
         self._trained = trained
         self._inputs: list[str] = settings["inputs"]
@@ -59,7 +61,7 @@ class PyFuncModel:
             ColumnError: An input column is missing or has another shape than the model was fitted on.
         """
         with torch.inference_mode():
-            results = self._scorer.score_arrays(self._arrays(model_input))
+            results = self._scorer.score(self._columns(model_input))
         columns = {}
         for field, name in self._outputs.items():
             values = results[field]
@@ -68,20 +70,38 @@ class PyFuncModel:
             columns[name] = values if values.ndim == 1 else list(values)
         return pd.DataFrame(columns)
 
-    def _arrays(self, model_input: Any) -> list[npt.NDArray[Any]]:
+    def _columns(self, model_input: Any) -> list[pa.Array]:
         if isinstance(model_input, np.ndarray) and len(self._inputs) == 1:
             model_input = {self._inputs[0]: model_input}
-        arrays = []
-        for name, spec in zip(self._inputs, self._trained.inputs, strict=True):
+        for name in self._inputs:
             if name not in model_input:
                 raise ColumnError(f"the input has no column {name!r}", column=name)
-            values = model_input[name]
-            nested = getattr(values, "dtype", None) == np.dtype(object)
-            stacked = np.stack(list(values)) if nested else np.asarray(values)
-            if stacked.shape[1:] != spec.shape:
-                raise ColumnError(
-                    f"column {name!r} has rows of shape {stacked.shape[1:]}, the model takes {spec.shape}",
-                    column=name,
-                )
-            arrays.append(np.ascontiguousarray(stacked, dtype=spec.dtype))
-        return arrays
+        specs = [spec for spec in self._trained.inputs for _ in spec.sources or (spec.column,)]
+        return [_arrow(model_input[name], spec, name) for name, spec in zip(self._inputs, specs, strict=True)]
+
+
+def _arrow(values: Any, spec: TensorSpec, name: str) -> pa.Array:
+    """Returns a column of pandas, or an array of NumPy, as Spark would send it.
+
+    Raises:
+        ColumnError: Its rows have another shape than the model was fitted on.
+    """
+    if spec.kind == "binary":
+        return pa.array(list(values), pa.binary())
+    try:
+        if spec.ragged:
+            rows = [np.asarray(row, spec.dtype) for row in values]
+            elements = np.concatenate([np.empty((0, *spec.levels), spec.dtype), *rows])
+            ends = np.cumsum([0, *map(len, rows)], dtype=np.int32)
+            return pa.ListArray.from_arrays(pa.array(ends), to_arrow(elements))
+        nested = getattr(values, "dtype", None) == np.dtype(object)
+        stacked = np.stack(list(values)) if nested else np.asarray(values)
+    except ValueError as error:
+        raise ColumnError(f"the rows of column {name!r} have different shapes: {error}", column=name) from error
+    shape = () if spec.sources else spec.shape
+    if stacked.shape[1:] not in (shape, () if spec.sources else spec.levels):
+        raise ColumnError(
+            f"column {name!r} has rows of shape {stacked.shape[1:]}, the model takes {shape}", column=name
+        )
+    levels = () if spec.sources else spec.levels
+    return to_arrow(np.ascontiguousarray(stacked, dtype=spec.dtype).reshape(len(stacked), *levels))

@@ -15,7 +15,7 @@ from sparktorch.config import Task
 from sparktorch.errors import ModuleError, SparkTorchError
 from sparktorch.train.metrics import try_metrics
 from sparktorch.train.recipe import Loss, Recipe
-from sparktorch.train.step import StepBatch, TrainingStep
+from sparktorch.train.step import StepBatch, TrainingStep, cut
 from sparktorch.train.task import align, classes_in, first_rows
 from sparktorch.train.weights import check_state
 
@@ -141,7 +141,7 @@ def _try_step(
 
     def batch(rows: int) -> StepBatch:
         first = [None if tensor is None else tensor[:rows] for tensor in (label, weight)]
-        return StepBatch(tuple(tensor[:rows] for tensor in inputs), first[0], first[1], rows, first[1])
+        return StepBatch(tuple(cut(tensor, 0, rows) for tensor in inputs), first[0], first[1], rows, first[1])
 
     name = f"trainingStep {step.name}"
     arrives = ", ".join(_describe(tensor) for tensor in inputs)
@@ -223,7 +223,8 @@ def _check_classes(task: Task, output: Any, loss: str) -> int | None:
 def _describe(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         shape = ", ".join(("rows", *map(str, value.shape[1:]))) if value.dim() else ""
-        return f"{str(value.dtype).removeprefix('torch.')} of shape ({shape})"
+        layout = "" if value.layout == torch.strided else f" {str(value.layout).removeprefix('torch.')}"
+        return f"{str(value.dtype).removeprefix('torch.')}{layout} of shape ({shape})"
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {_describe(item)}" for key, item in value.items()) + "}"
     if isinstance(value, tuple | list):

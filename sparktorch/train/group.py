@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from sparktorch.world import World
 
-__all__ = ["attach", "max_over_ranks", "process_group", "sum_over_ranks"]
+__all__ = ["attach", "collectives_begun", "max_over_ranks", "process_group", "sum_over_ranks"]
 
 _SIOCGIFADDR = 0x8915
 
@@ -69,6 +69,18 @@ def process_group(world: World, store: dist.Store, *, timeout: timedelta) -> Ite
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def collectives_begun() -> int | None:
+    """Returns how many collectives this rank has begun, `None` without a process group.
+
+    A rank that has begun fewer than the others is the one that they wait for.
+    """
+    group = dist.group.WORLD
+    try:
+        return None if group is None else int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+    except RuntimeError:  # the group is being closed
+        return None
 
 
 def sum_over_ranks(values: torch.Tensor, world: World) -> torch.Tensor:

@@ -1,31 +1,48 @@
-"""A rank's line to the driver and to the other ranks: one key-value store, four uses.
+"""A rank's line to the driver and to the other ranks: one key-value store, five uses.
 
-The ranks agree over it before there is a process group, tell the driver how far they are, tell it
-why they failed, and learn from it that the fit was cancelled. Everything on it is JSON; nothing
-that is read from it is ever unpickled.
+The ranks agree over it before there is a process group, tell the driver how far they are and what
+they log, tell it why they failed, learn from it that the fit was cancelled, and see that the driver
+lives. Everything on it is JSON, sealed with the attempt's token; nothing that is read from it is ever unpickled.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
 from sparktorch.errors import RankError, SparkTorchError
+from sparktorch.train.console import Console
+from sparktorch.train.group import collectives_begun
+from sparktorch.train.memory import out_of_memory_kills, resident_bytes
+from sparktorch.train.seal import SealedStore
 from sparktorch.world import World
 
-__all__ = ["Cancelled", "Link", "PeerFailure", "connect"]
+__all__ = ["Cancelled", "Link", "OpenStore", "PeerFailure", "connect", "last_lines"]
 
 _BEAT_SECONDS = 0.5
 _LONGEST_PAUSE = 0.05
+_BODY = "sparktorch/worker.py"
+_LEAVING_SECONDS = 2.0  # for a rank whose driver is gone to come to its end by itself
+
+T = TypeVar("T")
+
+
+class OpenStore(Protocol):
+    """Opens a connection to the store; see `connect`."""
+
+    def __call__(self, *, timeout: timedelta = ...) -> dist.Store:
+        """Returns a new connection."""
+        ...
 
 
 class Cancelled(Exception):  # noqa: N818 - control flow between rank and driver, no user meets it
@@ -36,31 +53,52 @@ class PeerFailure(Exception):  # noqa: N818 - control flow between ranks, no use
     """Another rank has failed; that rank reports the cause."""
 
 
-def connect(host: str, port: int, prefix: str, *, timeout: timedelta = timedelta(seconds=60)) -> dist.Store:
-    """Connects to the store of a job attempt; keys live under the attempt's own prefix."""
+def connect(host: str, port: int, token: str, *, timeout: timedelta = timedelta(seconds=60)) -> dist.Store:
+    """Connects to the store of a job attempt; keys live under the attempt's own prefix, which follows from `token`."""
     store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-    return dist.PrefixStore(prefix, store)
+    return SealedStore(token, store)
 
 
 class Link:
     """One rank's end of the line."""
 
-    def __init__(self, open_store: Callable[[], dist.Store], world: World) -> None:
-        """Opens a connection for the rank itself; its heart beats over a second one."""
+    def __init__(
+        self, open_store: OpenStore, world: World, *, console: Console | None = None, patience: float = 30.0
+    ) -> None:
+        """Opens a connection for the rank itself; its heart beats over a second one.
+
+        Args:
+            open_store: Connects to the store.
+            world: This rank's place.
+            console: What the rank logs and prints.
+            patience: Seconds without a sign of the driver after which the rank ends its process.
+        """
         self.store = open_store()
         self._open_store = open_store
         self._world = world
+        self._console = Console() if console is None else console
+        self._patience = patience
         self._state: dict[str, Any] = {"phase": "starting", "epoch": None, "step": None}
+        self._moves, self._waiting, self._owner = 0, False, threading.get_ident()
+        self._kills = out_of_memory_kills()
 
     @contextmanager
     def beating(self) -> Iterator[None]:
-        """Beats in the background, with phase, epoch, step, host and pid, until the block ends."""
+        """Beats in the background, with phase, epoch, step, host and pid, until the block ends.
+
+        Within the block the process belongs to the fit: it ends where the driver has gone.
+        """
         stop = threading.Event()
-        thread = threading.Thread(target=self._beat, args=(stop,), name="sparktorch-beat", daemon=True)
-        self._set(self.store, f"beat/{self._world.rank}", self._beat_record())
+        heart = _Heart(self, self._world.rank, self._open_store, self._patience)
+        thread = threading.Thread(target=heart.run, args=(stop,), name="sparktorch-beat", daemon=True)
+        self.beat(self.store)
         thread.start()
         try:
-            yield
+            with self._console.overhearing():
+                yield
+            with suppress(dist.DistError, RuntimeError):
+                self.beat(self.store)  # with what it has printed last
+                self._set(self.store, f"ended/{self._world.rank}", {})
         finally:
             stop.set()
             thread.join()
@@ -68,11 +106,23 @@ class Link:
     def enter(self, phase: str, *, epoch: int | None = None, step: int | None = None) -> None:
         """Tells the driver what the rank does now."""
         self._state = {"phase": phase, "epoch": epoch, "step": step}
-        self._set(self.store, f"beat/{self._world.rank}", self._beat_record())
+        self.moved()
+        self.beat(self.store)
 
     def at_step(self, step: int) -> None:
         """Notes the step the rank is at; the next beat, or an error, carries it."""
         self._state["step"] = step
+        self.moved()
+
+    def moved(self) -> None:
+        """Notes that the rank is not standing still."""
+        self._moves += 1
+
+    def moving(self, items: Iterable[T]) -> Iterator[T]:
+        """Yields the items, each of which is a move."""
+        for item in items:
+            self.moved()
+            yield item
 
     def agree(self, topic: str, value: dict[str, Any]) -> list[dict[str, Any]]:
         """Exchanges one JSON object with every rank and returns them all, by rank.
@@ -127,8 +177,11 @@ class Link:
         """Reports the failure to the driver and returns it with its place and traceback."""
         failure = self.describe(error)
         index = self.store.add("errors", 1)
-        secondary = isinstance(error, PeerFailure | Cancelled) or _is_communication(error)
-        self._set(self.store, f"error/{index}", {**failure.to_dict(), "secondary": secondary})
+        report = {
+            "secondary": isinstance(error, PeerFailure | Cancelled) or _is_communication(error),
+            "out_of_memory_kills": out_of_memory_kills() - self._kills,
+        }
+        self._set(self.store, f"error/{index}", {**failure.to_dict(), **report})
         return failure
 
     def describe(self, error: BaseException) -> SparkTorchError:
@@ -140,24 +193,47 @@ class Link:
             "epoch": state["epoch"],
             "step": state["step"],
         }
-        if isinstance(error, SparkTorchError) and (error.trace or not isinstance(error, RankError)):
+        rank, lines = self._world.rank, last_lines(self._world.rank, self._console.last())
+        if isinstance(error, SparkTorchError) and not isinstance(error, RankError):
             return error.at(**place)
+        if isinstance(error, RankError) and error.trace:
+            return SparkTorchError.from_dict({**error.at(**place).to_dict(), "trace": lines + error.trace})
         trace = "".join(traceback.format_exception(error))
-        return RankError(
-            f"{type(error).__name__} while {state['phase']}: {error}",
-            trace=f"Traceback of rank {self._world.rank}:\n{trace}",
-            **place,
-        )
+        what = f"{type(error).__name__} while {state['phase']}: {error}"
+        return RankError(what, trace=f"{lines}Traceback of rank {rank}:\n{trace}", **place)
+
+    def beat(self, store: dist.Store) -> None:
+        """Sends a beat: where the rank is, what shows that it moves, and what it has logged since the last one."""
+        record = {
+            "host": self._world.host,
+            "pid": os.getpid(),
+            "time": time.time(),
+            "moves": self._moves,
+            "waiting": self._waiting,
+            "collectives": collectives_begun(),
+            "memory": resident_bytes(),
+            **self._state,
+        }
+        self._set(store, f"beat/{self._world.rank}", record)
+        lines, lost = self._console.drain()
+        if lines:
+            number = store.add(f"lines/{self._world.rank}", 1)
+            self._set(store, f"lines/{self._world.rank}/{number}", {"lines": lines, "lost": lost})
 
     def _wait(self, keys: list[str], patience: float | None = None) -> None:
         # The store's own `wait` cannot look out for failures, and logs each of its time-outs.
         pause, pulses = 0.002, _Pulses(self.store, self._world.world_size)
-        while not self.store.check(keys):
-            self._check_peers()
-            if patience is not None:
-                pulses.check(patience)
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+        waits = threading.get_ident() == self._owner  # the thread that saves waits for itself
+        self._waiting = waits or self._waiting
+        try:
+            while not self.store.check(keys):
+                self._check_peers()
+                if patience is not None:
+                    pulses.check(patience)
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
+        finally:
+            self._waiting = self._waiting and not waits
 
     def _check_peers(self) -> None:
         if self.store.check(["cancel"]):
@@ -165,20 +241,52 @@ class Link:
         if self.store.check(["errors"]):
             raise PeerFailure("another rank failed; it reports the cause")
 
-    def _beat(self, stop: threading.Event) -> None:
-        try:
-            store = self._open_store()
-            while not stop.wait(_BEAT_SECONDS):
-                self._set(store, f"beat/{self._world.rank}", self._beat_record())
-        except (dist.DistError, RuntimeError):
-            return  # the driver is gone; Spark ends this task
-
-    def _beat_record(self) -> dict[str, Any]:
-        return {"host": self._world.host, "pid": os.getpid(), "time": time.time(), **self._state}
-
     @staticmethod
     def _set(store: dist.Store, key: str, value: dict[str, Any]) -> None:
         store.set(key, json.dumps(value))
+
+
+class _Heart:
+    """The thread that beats for a rank, sends what it logs, and looks whether the driver lives."""
+
+    def __init__(self, link: Link, rank: int, open_store: OpenStore, patience: float) -> None:
+        self._link, self._rank, self._open_store, self._patience = link, rank, open_store, patience
+        self._owner = threading.get_ident()
+        self._driver: tuple[bytes, float] | None = None
+
+    def run(self, stop: threading.Event) -> None:
+        """Beats until `stop` is set; where the driver has gone or has given up the fit, ends the process."""
+        store = self._open()
+        while store is not None and not stop.wait(_BEAT_SECONDS):
+            try:
+                self._link.beat(store)
+                self._answer(store)
+                if store.check(["cancel"]) or self._driver_is_silent(store):
+                    break
+            except (dist.DistError, RuntimeError):
+                store = self._open()  # a connection may break without anybody having gone
+        if not stop.wait(_LEAVING_SECONDS):
+            print(f"rank {self._rank} ends: its driver has gone, or has given up the fit", file=sys.stderr, flush=True)
+            os._exit(1)
+
+    def _open(self) -> dist.Store | None:
+        try:
+            return self._open_store(timeout=timedelta(seconds=self._patience))
+        except (dist.DistError, RuntimeError):
+            return None
+
+    def _answer(self, store: dist.Store) -> None:
+        """Tells the driver, where it asks, at which line the rank is."""
+        if store.check(["stacks wanted"]):
+            store.set(f"stack/{self._rank}", json.dumps({"stack": _stack_of(self._owner)}))
+
+    def _driver_is_silent(self, store: dist.Store) -> bool:
+        """Whether the driver, where it hosts the store, has stood still for too long."""
+        beat = store.get("driver") if store.check(["driver"]) else b""
+        now = time.monotonic()
+        if self._driver is None or self._driver[0] != beat:
+            self._driver = (beat, now)
+        return bool(beat) and now - self._driver[1] > self._patience
 
 
 class _Pulses:
@@ -199,6 +307,18 @@ class _Pulses:
                 self._last[key] = (beat, now)
             elif now - since > patience:
                 raise PeerFailure(f"rank {rank} has not been heard of for {patience:.0f} s")
+
+
+def _stack_of(thread: int) -> str:
+    """Returns where a thread of this process is, without what Spark called before the rank's body."""
+    frames = traceback.extract_stack(sys._current_frames().get(thread))
+    body = [index for index, frame in enumerate(frames) if frame.filename.endswith(_BODY)]
+    return "".join(traceback.format_list(frames[body[0] :] if body else frames))
+
+
+def last_lines(rank: int, lines: list[str]) -> str:
+    """Returns the last lines that a rank has logged or printed, under a heading; empty where there are none."""
+    return "\n".join([f"The last lines of rank {rank}:", *lines, "", ""]) if lines else ""
 
 
 def _is_communication(error: BaseException) -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from sparktorch.train.state import (
     optimizer_values,
     parameter_names,
 )
+from sparktorch.train.step import BatchLike
 from sparktorch.train.validation import Best, Validation
 from sparktorch.world import World
 
@@ -50,11 +51,13 @@ class Outcome:
         history: One record per epoch: loss, validation metrics, throughput, times in seconds.
         confusion: Validation rows by class (row) and predicted class (column), of these weights;
             `None` without validation rows or classes, or with too many classes.
+        data_wait_share: What part of the training's time this rank waited for rows, since it was started last.
     """
 
     state: dict[str, torch.Tensor]
     history: list[dict[str, Any]]
     confusion: list[list[int]] | None = None
+    data_wait_share: float = 0.0
 
 
 def train(
@@ -147,12 +150,15 @@ class _Training:
         self._callbacks = Callbacks(recipe.callbacks, self._context)
         self._validation: Validation | None = None
         if validation_rows:
-            self._validation = Validation(shard, engine, recipe, config, world, rows=validation_rows, classes=classes)
+            self._validation = Validation(
+                shard, engine, recipe, config, world, reporter, rows=validation_rows, classes=classes
+            )
         self._validated_step = 0
         self._confusion: torch.Tensor | None = None
         self._best = Best(config.patience)
         self._history: list[dict[str, Any]] = []
         self._tally = self._new_tally()
+        self._waited, self._seconds = 0.0, 0.0
         self._first_epoch, self._ended = 0, False
         # Same initial weights everywhere; from here on, dropout and the like differ by rank.
         seed_all(config.seed + world.rank + 1)
@@ -161,7 +167,8 @@ class _Training:
         """Trains all epochs, or as many as early stopping and callbacks let it."""
         self._callbacks.call("on_fit_start")
         if self._saver is not None:
-            self._engine.settle(next(self._shard.epoch(0, least=self._engine.least)))
+            with closing(self._shard.epoch(0, least=self._engine.least)) as batches:
+                self._engine.settle(next(batches))
             if self._saver.start is not None:
                 with self._saver.store.local(self._saver.start) as directory:
                     self._load(directory, self._saver.start)
@@ -171,12 +178,13 @@ class _Training:
             epoch += 1
             self._save(Position(self._context.step, epoch))
         self._callbacks.call("on_fit_end")
-        self._reporter.enter("finishing")
         if self._saver is not None:
+            self._reporter.enter("saving")
             self._saver.close(Position(self._context.step, epoch))
+        self._reporter.enter("finishing")
         confusion = None if self._confusion is None else self._confusion.tolist()
         state = self._state() if self._best.state is None else self._best.state
-        return Outcome(state, self._history, confusion)
+        return Outcome(state, self._history, confusion, self._waited / max(self._seconds, 1e-9))
 
     def _epoch(self, epoch: int) -> None:
         """Trains what is left of an epoch, validates, and decides whether it was the last."""
@@ -210,7 +218,11 @@ class _Training:
             engine.means.clear()
             self._callbacks.call("on_epoch_start")
         weights = sum_over_ranks(self._shard.step_weights(epoch), self._world)
-        self._take_steps(epoch, weights, started)
+        waited, entered = tally.waited, time.perf_counter() - tally.validating
+        with closing(self._shard.epoch(epoch, least=engine.least, first=tally.taken)) as batches:
+            self._take_steps(epoch, batches, weights, started)
+        self._waited += tally.waited - waited
+        self._seconds += time.perf_counter() - tally.validating - entered
         totals = torch.tensor([float(tally.losses.sum()), tally.rows, tally.waited], dtype=torch.float64)
         loss_sum, rows, waited = sum_over_ranks(totals, self._world).tolist()
         # Of the slowest rank: others need not keep pace with it.
@@ -235,11 +247,12 @@ class _Training:
                 record["loss"] = math.nan
         return record | engine.strategy.metrics()
 
-    def _take_steps(self, epoch: int, weights: torch.Tensor, started: float) -> None:
+    def _take_steps(self, epoch: int, batches: Iterator[BatchLike], weights: torch.Tensor, started: float) -> None:
         """Takes the steps of an epoch that are left.
 
         Args:
             epoch: Number of the epoch, from 0.
+            batches: This rank's part of each.
             weights: The weight of every step over all ranks.
             started: When the epoch began.
         """
@@ -249,7 +262,6 @@ class _Training:
         divisor = engine.strategy.gradient_divisor
         scales = [divisor / weight if weight > 0 else 0.0 for weight in weights.tolist()]
         parts = self._parts(epoch)
-        batches = self._shard.epoch(epoch, least=engine.least, first=tally.taken)
         next_report = 0.0
         for step in range(tally.taken, len(scales)):
             self._reporter.at_step(step + 1)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Generator, Iterable, Iterator
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -11,11 +11,13 @@ from sparktorch.train.step import BatchLike
 
 __all__ = ["Reporter", "ShardLike"]
 
+T = TypeVar("T")
+
 
 class ShardLike(Protocol):
     """What the loop asks of a rank's rows; see `sparktorch.data.shard.Shard`."""
 
-    def epoch(self, epoch: int, *, least: int, first: int = 0) -> Iterator[BatchLike]:
+    def epoch(self, epoch: int, *, least: int, first: int = 0) -> Generator[BatchLike]:
         """Yields this rank's part of every global batch from step `first` on, its inputs filled up to `least` rows."""
         ...
 
@@ -27,7 +29,7 @@ class ShardLike(Protocol):
         """Returns this rank's number of rows in each step, int64 of shape `(steps,)`."""
         ...
 
-    def validation(self, size: int, *, batches: int = 0) -> Iterator[BatchLike]:
+    def validation(self, size: int, *, batches: int = 0) -> Generator[BatchLike]:
         """Yields this rank's validation rows in batches of that size, at least so many."""
         ...
 
@@ -41,6 +43,10 @@ class Reporter(Protocol):
 
     def at_step(self, step: int) -> None:
         """Notes the step the rank is at."""
+        ...
+
+    def moving(self, items: Iterable[T]) -> Iterator[T]:
+        """Yields the items, each of which shows that the rank is not standing still."""
         ...
 
     def progress(self, **record: Any) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from sparktorch.errors import ModuleError
 from sparktorch.world import World
 
-__all__ = ["BatchLike", "Means", "StepBatch", "Sums", "TrainingStep", "full_precision", "micro_batches", "weigh"]
+__all__ = ["BatchLike", "Means", "StepBatch", "Sums", "TrainingStep", "cut", "full_precision", "micro_batches", "weigh"]
 
 Sums = Mapping[str, tuple[torch.Tensor, torch.Tensor | int]]  # weighted sums, and sums of weights
 
@@ -92,8 +92,23 @@ def _cut(batch: BatchLike, start: int, end: int) -> StepBatch:
     def part(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else tensor[start:end]
 
-    inputs = tuple(tensor[start:end] for tensor in batch.inputs)
+    inputs = tuple(cut(tensor, start, end) for tensor in batch.inputs)
     return StepBatch(inputs, part(batch.label), part(batch.weight), end - start, part(batch.loss_weight))
+
+
+def cut(tensor: torch.Tensor, start: int, end: int) -> torch.Tensor:
+    """Returns some rows of an input, which torch slices neither if it is jagged nor if it is sparse."""
+    if tensor.is_nested:
+        ends: torch.Tensor = tensor.offsets()  # type: ignore[attr-defined]
+        values = tensor.values()[int(ends[start]) : int(ends[end])]
+        return torch.nested.nested_tensor_from_jagged(values, ends[start : end + 1] - ends[start])
+    if tensor.layout == torch.sparse_csr:
+        ends = tensor.crow_indices()
+        first, last = int(ends[start]), int(ends[end])
+        stored = tensor.col_indices()[first:last], tensor.values()[first:last]
+        shape = (end - start, *tensor.shape[1:])
+        return torch.sparse_csr_tensor(ends[start : end + 1] - ends[start], *stored, shape, check_invariants=False)
+    return tensor[start:end]
 
 
 def full_precision(output: Any) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,7 @@ from sparktorch.train.task import align, correct, predicted
 if TYPE_CHECKING:
     from sparktorch.config import TrainConfig
     from sparktorch.train.engine import Engine
-    from sparktorch.train.ports import ShardLike
+    from sparktorch.train.ports import Reporter, ShardLike
     from sparktorch.train.recipe import Recipe
     from sparktorch.train.step import BatchLike
     from sparktorch.world import World
@@ -38,6 +39,7 @@ class Validation:
         recipe: Recipe,
         config: TrainConfig,
         world: World,
+        reporter: Reporter,
         *,
         rows: int,
         classes: int,
@@ -50,10 +52,12 @@ class Validation:
             recipe: Says which metrics are computed besides.
             config: Says what the labels mean.
             world: This rank's place.
+            reporter: Told of every batch.
             rows: The most validation rows of any rank.
             classes: Number of classes the labels index, 0 when labels are not classes.
         """
         self._shard, self._engine, self._world, self._task = shard, engine, world, config.task
+        self._reporter = reporter
         self._metrics = Metrics(recipe.metrics, config.task, world.device)
         # Where each forward pass waits for those of the other ranks, all take equally many.
         self._batches = math.ceil(rows / _ROWS) if engine.strategy.collective_forward else 0
@@ -70,17 +74,18 @@ class Validation:
         totals = torch.zeros(4, dtype=torch.float64)
         counts = torch.zeros(self._shown**2, dtype=torch.float64)
         means = Means()
-        for batch, output, label, loss in self._outputs(module, means):
-            weight = torch.ones(batch.rows, device=self._world.device) if batch.weight is None else batch.weight
-            totals[0] += float(loss)
-            totals[1] += float(weight.sum() if batch.loss_weight is None else batch.loss_weight.sum())
-            totals[2] += float(weight.sum())
-            if self._task == "classification" and label is not None:
-                totals[3] += float((correct(output, label) * weight).sum())
-                if self._shown:
-                    cells = label.long() * self._shown + predicted(output, label)
-                    counts += torch.bincount(cells, minlength=len(counts)).cpu()
-            self._metrics.update(output, label)
+        with closing(self._outputs(module, means)) as outputs:
+            for batch, output, label, loss in outputs:
+                weight = torch.ones(batch.rows, device=self._world.device) if batch.weight is None else batch.weight
+                totals[0] += float(loss)
+                totals[1] += float(weight.sum() if batch.loss_weight is None else batch.loss_weight.sum())
+                totals[2] += float(weight.sum())
+                if self._task == "classification" and label is not None:
+                    totals[3] += float((correct(output, label) * weight).sum())
+                    if self._shown:
+                        cells = label.long() * self._shown + predicted(output, label)
+                        counts += torch.bincount(cells, minlength=len(counts)).cpu()
+                self._metrics.update(output, label)
         summed = sum_over_ranks(torch.cat([totals, counts]), self._world)
         loss_sum, loss_weight_sum, weight_sum, right = summed[:4].tolist()
         found = {}
@@ -94,19 +99,20 @@ class Validation:
 
     def _outputs(
         self, module: nn.Module, means: Means
-    ) -> Iterator[tuple[BatchLike, Any, torch.Tensor | None, torch.Tensor]]:
+    ) -> Generator[tuple[BatchLike, Any, torch.Tensor | None, torch.Tensor]]:
         """Yields each batch of this rank with output and label as from `align`, and its loss sum."""
         engine = self._engine
-        for batch in self._shard.validation(_ROWS, batches=self._batches):
-            output = engine.forward(module, batch)
-            loss: torch.Tensor | None = None
-            if engine.training_step is not None:  # which calls the module, too
-                loss, sums = engine.losses_of(module, batch)
-                means.add(sums)
-            if not batch.rows:
-                continue
-            output, label = align(self._task, output, batch.label)
-            yield batch, output, label, engine.loss_of(output, label, batch.loss_weight) if loss is None else loss
+        with closing(self._shard.validation(_ROWS, batches=self._batches)) as batches:
+            for batch in self._reporter.moving(batches):
+                output = engine.forward(module, batch)
+                loss: torch.Tensor | None = None
+                if engine.training_step is not None:  # which calls the module, too
+                    loss, sums = engine.losses_of(module, batch)
+                    means.add(sums)
+                if not batch.rows:
+                    continue
+                output, label = align(self._task, output, batch.label)
+                yield batch, output, label, engine.loss_of(output, label, batch.loss_weight) if loss is None else loss
 
 
 class Best:

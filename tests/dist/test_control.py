@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from sparktorch.errors import ColumnError, RankError
+from sparktorch.errors import ColumnError, RankError, RankLostError
 from sparktorch.spark.control import ControlServer
 from sparktorch.train.link import Cancelled, Link, PeerFailure, connect
 from sparktorch.world import World
-from tests.support.ranks import HOST, control_server
+from tests.support.ranks import HOST, cause_of_death, control_server
 
 
 @pytest.fixture
@@ -155,15 +155,15 @@ def test_a_rank_beats_while_it_works_and_carries_its_place(server: ControlServer
     assert "sparktorch-beat" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_a_silent_rank_is_one_that_arrived_and_reported_nothing(server: ControlServer, links: list[Link]) -> None:
-    assert server.silent(3) is None
-    for link in links[:2]:
+def test_a_dead_rank_is_one_that_arrived_reported_nothing_and_beats_no_more(
+    server: ControlServer, links: list[Link]
+) -> None:
+    for link in links:
         link.enter("training", epoch=1, step=2)
-        with link.beating():
-            pass
     links[0].fail(RuntimeError("Connection reset by peer"))
-    dead = server.silent(3)
-    assert dead is not None
+    with links[2].beating():
+        dead = cause_of_death(server, 3)
+    assert type(dead) is RankLostError
     assert (dead.where["rank"], dead.where["epoch"], dead.where["step"]) == (1, 1, 2)
 
 

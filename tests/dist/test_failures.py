@@ -10,12 +10,12 @@ import pytest
 
 from sparktorch.config import TrainConfig
 from sparktorch.data.columns import KEY, LABEL, VALIDATION, WEIGHT
-from sparktorch.errors import ColumnError, ModuleError, RankError
+from sparktorch.errors import ColumnError, ModuleError, RankError, RankLostError
 from sparktorch.train.recipe import Recipe
 from sparktorch.worker import TrainJob
 from tests.support.frames import Table
 from tests.support.nets import DiesAt, FailsAt, Mlp, mean_cross_entropy
-from tests.support.ranks import control_server, run_ranks
+from tests.support.ranks import cause_of_death, control_server, run_ranks
 
 ROWS = 400
 
@@ -85,10 +85,10 @@ def test_a_rank_that_is_killed_is_named_by_where_its_heart_stopped(step: int) ->
     with control_server() as server:
         ended = run_ranks(server, [part.batches() for part in parts], job)
         _, primary = server.first_failure()
-        dead = server.silent(2)
+        dead = cause_of_death(server, 2)
     assert [rank.exitcode for rank in ended] == [0, -9]
     assert not primary, "what the surviving rank reports is no cause"
-    assert dead is not None
+    assert type(dead) is RankLostError
     assert (dead.where["rank"], dead.where["host"]) == (1, "host-1")
     assert "died while" in dead.what
 

@@ -19,7 +19,7 @@ from torch.optim import lr_scheduler
 from sparktorch.config import TrainConfig
 from sparktorch.data.columns import KEY, LABEL, VALIDATION, WEIGHT, Columns, TensorSpec, input_name
 from sparktorch.data.plan import SamplingPlan
-from sparktorch.errors import RankError
+from sparktorch.errors import RankError, RankLostError
 from sparktorch.train.recipe import Recipe
 from sparktorch.worker import TrainJob
 from tests.support.frames import Table
@@ -38,7 +38,7 @@ from tests.support.nets import (
     output_times_label,
 )
 from tests.support import ranks as ranks_module
-from tests.support.ranks import control_server, run_ranks, train_on
+from tests.support.ranks import cause_of_death, control_server, run_ranks, train_on
 
 ROWS, BATCH, EPOCHS, SEED = 403, 64, 3, 11
 STEPS = -(-ROWS // BATCH)
@@ -376,11 +376,11 @@ def test_a_rank_that_is_killed_ends_the_others_at_once(options: dict[str, Any], 
     with control_server() as server:
         ended = run_ranks(server, parts(3, table), job_for(table, recipe=recipe, options=options), seconds=30)
         _, primary = server.first_failure()
-        silent = server.silent(3)
+        silent = cause_of_death(server, 3)
     assert Counter(rank.exitcode for rank in ended) == {-signal.SIGKILL: 1, 0: 2}
     assert all(rank.error for number, rank in enumerate(ended) if number != dead)
     assert not primary, "what the surviving ranks report is no cause"
-    assert silent is not None
+    assert type(silent) is RankLostError
     assert silent.where["rank"] == dead
 
 

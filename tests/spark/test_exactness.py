@@ -96,3 +96,34 @@ def test_two_fits_of_the_same_data_are_bit_identical(frame: DataFrame) -> None:
     estimator = TorchRegressor(module=MLP, labelCol="target", epochs=2, numWorkers=2, progress=False)
     first, second = (estimator.fit(data).module.state_dict() for data in (frame, frame.repartition(5)))
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize(
+    ("rows", "kept", "workers"),
+    [
+        pytest.param(1001, 1, 3, id="all rows in one of nine partitions"),
+        pytest.param(2, 2, 3, id="fewer rows than workers"),
+    ],
+)
+def test_any_partitioning_is_balanced(
+    spark: SparkSession, table: pd.DataFrame, rows: int, kept: int, workers: int
+) -> None:
+    schema = "features array<float>, label bigint, target float, weight float"
+    whole = spark.createDataFrame(table[:rows], schema)
+    empty = whole.repartition(4).filter("target > 1e9")
+    frame = empty.union(whole.coalesce(kept)).union(empty)
+    model = TorchRegressor(
+        module=MLP,
+        labelCol="target",
+        batchSize=BATCH,
+        epochs=EPOCHS,
+        seed=SEED,
+        learningRate=0.01,
+        numWorkers=workers,
+        progress=False,
+    ).fit(frame)
+    found = [rank["rows"] for rank in model.summary.ranks]
+    assert sum(found) == rows
+    assert max(found) - rows / workers < 4 * (rows / workers) ** 0.5 + 1
+    for name, value in plain_torch_loop(whole, "target", weighted=False).items():
+        torch.testing.assert_close(model.module.state_dict()[name], value, atol=1e-5, rtol=1e-5)

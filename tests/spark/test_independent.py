@@ -10,7 +10,7 @@ from pyspark.sql import SparkSession
 from sparktorch import TorchClassifier
 from sparktorch.data.columns import KEY, VALIDATION
 from sparktorch.errors import ConfigError
-from sparktorch.spark.frame import split_into_folds
+from sparktorch.spark.split import split_into_folds
 from tests.support.nets import Mlp
 
 

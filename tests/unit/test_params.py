@@ -17,6 +17,7 @@ from sparktorch import (
     TorchRegressionModel,
     TorchRegressor,
 )
+from sparktorch.data.columns import InputOptions
 from sparktorch.errors import ConfigError
 from sparktorch.ml.translate import translate
 from tests.support.callbacks import Locked, Misspelt, Stops
@@ -28,11 +29,13 @@ MODELS = [TorchClassificationModel, TorchRegressionModel, TorchModel]
 EMPTY: dict[str, Any] = {
     **{name: {} for name in ("moduleParams", "lossParams", "optimizerParams", "schedulerParams")},
     **{name: {} for name in ("strategyParams", "metrics")},
+    **{name: {} for name in ("inputShapes", "inputLayouts", "inputDtypes", "maxLengths", "padValues")},
     **{name: [] for name in ("parameterGroups", "freeze", "callbacks")},
 }
+BY_COLUMN = {"inputShapes": {"a": [2, 3]}, "inputLayouts": {"a": "padded"}, "inputDtypes": {"a": "float32"}}
 # Numbers without a default.
 NUMBERS = {"gradientClipNorm": 0.5, "gradientClipValue": 0.5, "emaDecay": 0.5} | dict.fromkeys(
-    ("microBatchSize", "warmupSteps", "referenceBatchSize", "earlyStoppingPatience"), 3
+    ("microBatchSize", "warmupSteps", "referenceBatchSize", "earlyStoppingPatience", "minWorkers", "shuffleBlock"), 3
 )
 
 
@@ -66,13 +69,13 @@ def test_nothing_is_set_that_was_not_given(kind: Any) -> None:
 @pytest.mark.parametrize("kind", [*ESTIMATORS, *MODELS])
 def test_every_param_has_a_doc_a_getter_and_a_setter(kind: Any) -> None:
     values: dict[type, Any] = {int: 3, float: 0.5, str: "a", bool: False, dict: {"a": 1}, type(None): "a", list: ["a"]}
-    lists = {"inputCols", "outputCols"}
+    lists = {"inputCols", "outputCols", "labelCols"}
     instance = kind()
     for param in instance.params:
         assert param.doc
         name = param.name[0].upper() + param.name[1:]
         value = ["a"] if param.name in lists else values[type(value_of(instance, param))]
-        value = {**NUMBERS, "parameterGroups": [{"params": "a"}]}.get(param.name, value)
+        value = {**NUMBERS, "parameterGroups": [{"params": "a"}], **BY_COLUMN}.get(param.name, value)
         assert getattr(instance, f"set{name}")(value) is instance
         assert getattr(instance, f"get{name}")() == value
 
@@ -125,7 +128,14 @@ def test_params_become_configuration() -> None:
         ),
         "classification",
     )
-    assert request.columns == {"inputs": ["a", "b"], "label": "label", "weight": "w", "validation": "v", "key": "id"}
+    assert request.columns == {
+        "inputs": ["a", "b"],
+        "label": "label",
+        "weight": "w",
+        "validation": "v",
+        "key": "id",
+        "options": InputOptions(),
+    }
     recipe, config, launch = request.recipe, request.config, request.launch
     assert (recipe.module, recipe.module_params, recipe.loss) == (Mlp, {"hidden": 4}, "CrossEntropyLoss")
     assert (recipe.loss_params, recipe.learning_rate) == ({"label_smoothing": 0.1}, 0.5)
@@ -147,7 +157,49 @@ def test_the_defaults_take_the_features_column_and_no_label_column_means_no_labe
         "weight": None,
         "validation": None,
         "key": None,
+        "options": InputOptions(),
     }
+
+
+def test_what_is_asked_of_the_inputs_travels_together() -> None:
+    asked = {
+        "inputShapes": {"image": [4, 2]},
+        "inputLayouts": {"tokens": "padded"},
+        "inputDtypes": {"age": "float32"},
+        "maxLengths": {"tokens": 9},
+        "padValues": {"tokens": -1},
+    }
+    estimator = TorchRegressor(module=Mlp, assembleInputs=True, nullPolicy="fill", fillValue=2, **asked)  # type: ignore[arg-type]
+    assert translate(estimator, "regression").columns["options"] == InputOptions(
+        shapes={"image": (4, 2)},
+        layouts={"tokens": "padded"},
+        dtypes={"age": "float32"},
+        limits={"tokens": 9},
+        pads={"tokens": -1.0},
+        assemble=True,
+        fill=2.0,
+    )
+    assert translate(TorchRegressor(module=Mlp, nullPolicy="drop"), "regression").columns["options"].drop
+    assert translate(TorchRegressor(module=Mlp, labelCols=["a", "b"]), "regression").columns["label"] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"nullPolicy": "skip"}, "nullPolicy 'skip' is unknown"),
+        ({"fillValue": 1.0}, "fillValue is set, and nullPolicy is 'error'"),
+        ({"inputShapes": {"a": [2, 0]}}, r"inputShapes\['a'\] is \[2, 0\]"),
+        ({"inputShapes": {"a": []}}, r"inputShapes\['a'\] is \[\]"),
+        ({"inputLayouts": {"a": "pad"}}, r"inputLayouts\['a'\] 'pad' is unknown"),
+        ({"inputDtypes": {"a": "float"}}, r"inputDtypes\['a'\] 'float' is unknown"),
+        ({"maxLengths": {"a": 0}}, r"maxLengths\['a'\] must be at least 1, got 0"),
+        ({"labelCols": ["a"], "labelCol": "b"}, "labelCol and labelCols are both set"),
+        ({"labelCols": []}, "labelCols is empty"),
+    ],
+)
+def test_what_is_asked_of_columns_is_checked_before_there_are_any(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        translate(TorchRegressor(module=Mlp, **params), "regression")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sparktorch.data.plan import SamplingPlan, mix, rank_of_key
+from sparktorch.data.plan import RankOrder, SamplingPlan, mix, rank_of_key
 
 settings.register_profile("sparktorch", max_examples=300, deadline=None, database=None)
 settings.load_profile("sparktorch")
@@ -21,8 +21,9 @@ rows = st.integers(1, 700)
 batch_sizes = st.integers(1, 900)
 seeds = st.integers(-(2**63), 2**64 - 1)
 epochs = st.integers(0, 2**31)
-shuffled = st.builds(SamplingPlan, rows=rows, batch_size=batch_sizes, seed=seeds)
-plans = shuffled | st.builds(SamplingPlan, rows=rows, batch_size=batch_sizes, shuffle=st.just(False))
+blocks = st.just(1) | st.integers(1, 80)
+shuffled = st.builds(SamplingPlan, rows=rows, batch_size=batch_sizes, seed=seeds, block=blocks)
+plans = shuffled | st.builds(SamplingPlan, rows=rows, batch_size=batch_sizes, shuffle=st.just(False), block=blocks)
 
 
 @st.composite
@@ -84,8 +85,33 @@ def test_epochs_and_seeds_have_orders_of_their_own(batch_size: int, seed: int, e
         assert (order == different).sum() < by_chance + 8 * np.sqrt(by_chance)
 
 
-def test_no_two_rows_are_kept_apart_for_ever() -> None:
-    plan = SamplingPlan(rows=40, batch_size=10)
+@given(data=st.data(), plan=plans, epoch=epochs)
+@example(data=None, plan=SamplingPlan(rows=4, batch_size=4, block=9), epoch=0)
+def test_the_windows_of_a_rank_are_its_part_of_the_order(data: st.DataObject, plan: SamplingPlan, epoch: int) -> None:
+    whole = steps(plan, epoch)
+    for lo, hi in pairwise(data.draw(cuts(plan.rows)) if data else [0, plan.rows]):
+        order = RankOrder(plan, lo, hi, epoch)
+        assert order.steps().tolist() == whole[lo:hi].tolist()
+        assert order.step_rows().tolist() == np.bincount(whole[lo:hi], minlength=plan.steps).tolist()
+        for number in range(order.windows):
+            position, step = order.window(number)
+            assert (np.diff(position) > 0).all()
+            assert (step // plan.block == number).all()
+
+
+@given(plan=shuffled, epoch=epochs)
+def test_a_window_reads_one_block_of_each_stratum(plan: SamplingPlan, epoch: int) -> None:
+    order = RankOrder(plan, 0, plan.rows, epoch)
+    strata = min(plan.batch_size, plan.rows)
+    for number in range(order.windows):
+        position, _ = order.window(number)
+        runs = np.count_nonzero(np.diff(position) != 1) + 1
+        assert runs <= strata + 1  # one is cut in two where the positions begin anew
+
+
+@pytest.mark.parametrize("block", [1, 4])
+def test_no_two_rows_are_kept_apart_for_ever(block: int) -> None:
+    plan = SamplingPlan(rows=40, batch_size=10, block=block)
     met = np.zeros((40, 40), bool)
     for epoch in range(300):
         order = steps(plan, epoch)
@@ -93,15 +119,55 @@ def test_no_two_rows_are_kept_apart_for_ever() -> None:
     assert met.all()
 
 
-def test_every_step_is_equally_likely_for_every_position() -> None:
-    plan = SamplingPlan(rows=60, batch_size=6)
+@pytest.mark.parametrize("block", [1, 5])
+def test_every_step_is_equally_likely_for_every_position(block: int) -> None:
+    plan = SamplingPlan(rows=60, batch_size=6, block=block)
     orders = np.stack([steps(plan, epoch) for epoch in range(2_000)])
     counts = np.stack([(orders == step).sum(0) for step in range(plan.steps)])
     assert abs(counts - 200).max() < 6 * np.sqrt(200)
 
 
-def test_a_million_rows_keep_their_batches_exact() -> None:
-    plan = SamplingPlan(rows=1_000_003, batch_size=4_096, seed=7)
+def test_neighbours_meet_in_a_window_in_any_order_and_windows_come_in_any_order() -> None:
+    plan = SamplingPlan(rows=32_000, batch_size=32, seed=1, block=10)  # strata of 1,000 rows, 100 blocks each
+    order = steps(plan, 4).astype(float)
+    gap = np.diff(order)
+    near = abs(gap) < plan.block
+    assert abs(near.mean() - 0.9) < 0.01  # nine of ten neighbours share a block
+    assert abs((gap[near] > 0).mean() - 0.5) < 6 / np.sqrt(near.sum())
+    for lag in (10, 20, 100, 500):  # rows of other blocks, of the same stratum for the most part
+        correlation = np.corrcoef(order[:-lag], order[lag:])[0, 1]
+        assert abs(correlation) < 8 / np.sqrt(plan.rows / plan.block)
+    within = np.arange(plan.rows) % 1_000
+    assert abs(np.corrcoef(within, order)[0, 1]) < 8 / np.sqrt(plan.rows / plan.block)
+
+
+@pytest.mark.parametrize("arrangement", ["by key", "sorted by label"])
+def test_blocks_train_as_well_as_single_rows(arrangement: str) -> None:
+    random = np.random.default_rng(0)
+    x = random.normal(size=(4_000, 10))
+    y = (x @ np.linspace(-1, 1, 10) + 0.5 * random.normal(size=4_000) > 0).astype(float)
+    if arrangement == "sorted by label":  # as split="keep" may find them
+        by_label = np.argsort(y, kind="stable")
+        x, y = x[by_label], y[by_label]
+
+    def loss_after(block: int, seed: int) -> float:
+        plan = SamplingPlan(rows=4_000, batch_size=40, seed=seed, block=block)
+        w = np.zeros(10)
+        for epoch in range(3):
+            order = steps(plan, epoch)
+            for step in range(plan.steps):
+                rows = order == step
+                w -= 0.1 * x[rows].T @ (1 / (1 + np.exp(-x[rows] @ w)) - y[rows]) / rows.sum()
+        return float(np.log1p(np.exp(np.where(y > 0, -1, 1) * (x @ w))).mean())
+
+    single = [loss_after(1, seed) for seed in range(5)]
+    blocks = [loss_after(20, seed) for seed in range(5)]
+    assert np.mean(blocks) == pytest.approx(np.mean(single), rel=0.01)
+
+
+@pytest.mark.parametrize("block", [1, 32])
+def test_a_million_rows_keep_their_batches_exact(block: int) -> None:
+    plan = SamplingPlan(rows=1_000_003, batch_size=4_096, seed=7, block=block)
     third = plan.rows // 3
     parts = [plan.steps_of(lo, hi, 1) for lo, hi in ((0, third), (third, 2 * third), (2 * third, plan.rows))]
     sizes = np.bincount(np.concatenate(parts))

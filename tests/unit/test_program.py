@@ -7,6 +7,7 @@ import json
 import pickle
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -177,3 +178,26 @@ def test_an_archive_that_would_run_more_than_operators_is_refused(change: Callab
 def test_what_is_no_archive_is_refused() -> None:
     with pytest.raises(ExportError, match="cannot be read"):
         check_archive(b"nothing of the kind")
+
+
+class Longest(nn.Module):
+    """Sums the elements of padded rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.scale * (values * mask).sum(1)
+
+
+def test_a_program_takes_padded_rows_of_any_length() -> None:
+    spec = TensorSpec(name="x0", column="words", dtype="float32", layout="padded")
+    program = export_program(Longest().eval(), [spec])
+    module = program(**Longest().state_dict())
+    for longest in (1, 4, 9):
+        values = torch.ones(2, longest)
+        assert module(values, torch.arange(longest) < torch.tensor([[1], [longest]])).tolist() == [1, longest]
+    for layout in ("jagged", "sparse_csr"):
+        with pytest.raises(ExportError, match=f"column 'words' is {layout}"):
+            export_program(Longest().eval(), [replace(spec, layout=layout)])  # type: ignore[arg-type]

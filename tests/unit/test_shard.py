@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,17 +13,37 @@ import torch
 
 from sparktorch.data.columns import KEY, LABEL, VALIDATION, WEIGHT, Columns, TensorSpec, input_name
 from sparktorch.data.plan import SamplingPlan
-from sparktorch.data.shard import Batch, Shard
-from sparktorch.errors import ColumnError
-from tests.support.frames import Table, record_batches
+from sparktorch.data.shard import Batch, Rows, Shard
+from sparktorch.data.spool import InMemory, OnDisk, Runs
+from sparktorch.data.tensors import to_arrow
+from sparktorch.errors import ColumnError, ConfigError
+from tests.support.frames import Table, record_batches, replaced
 
 PLAN = SamplingPlan(rows=203, batch_size=20, seed=3)
 
 
-def shard_of(table: Table, *, plan: SamplingPlan | None = None, first: int = 0) -> Shard:
-    shard = Shard(table.batches(size=30), table.columns)
-    shard.place(first, plan or SamplingPlan(rows=shard.rows, batch_size=20, seed=3))
-    return shard
+Make = Callable[..., Shard]
+
+
+@pytest.fixture(params=["memory", "disk", "disk, in order"])
+def shard_of(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
+    """Makes placed shards, kept in memory or on disk, there of rows that arrive in their order or in any."""
+    made = []
+
+    def make(table: Table, *, plan: SamplingPlan | None = None, first: int = 0, **options: Any) -> Shard:
+        if request.param == "disk, in order":
+            held_out = table.arrays.get(VALIDATION, np.zeros(len(table), np.bool_))
+            table = table.take(np.lexsort((table.arrays[KEY].view(np.uint64), held_out)))
+        spooler = InMemory() if request.param == "memory" else OnDisk(tmp_path)
+        shard = Shard(table.batches(size=30), table.columns, spooler=spooler, **options)
+        shard.place(first, plan or SamplingPlan(rows=shard.rows, batch_size=20, seed=3))
+        made.append(shard)
+        return shard
+
+    yield make
+    for shard in made:
+        shard.close()
+    assert not list(tmp_path.iterdir())
 
 
 def rows_in(batch: Batch) -> list[tuple[float, ...]]:
@@ -39,7 +61,9 @@ def rows_of(table: Table) -> list[tuple[float, ...]]:
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("classes", [None, 4])
-def test_an_epoch_holds_every_row_once_with_its_own_label_and_weight(weighted: bool, classes: int | None) -> None:
+def test_an_epoch_holds_every_row_once_with_its_own_label_and_weight(
+    shard_of: Make, weighted: bool, classes: int | None
+) -> None:
     table = Table.random(203, classes=classes, weighted=weighted)
     shard = shard_of(table)
     for epoch in range(2):
@@ -48,7 +72,7 @@ def test_an_epoch_holds_every_row_once_with_its_own_label_and_weight(weighted: b
         assert sorted(row for batch in batches for row in rows_in(batch)) == sorted(rows_of(table))
 
 
-def test_the_order_of_the_epoch_is_that_of_the_plan_over_the_unsigned_keys() -> None:
+def test_the_order_of_the_epoch_is_that_of_the_plan_over_the_unsigned_keys(shard_of: Make) -> None:
     table = Table.random(203)
     by_key = rows_of(table.by_key())
     steps = PLAN.steps_of(0, 203, 5)
@@ -56,7 +80,7 @@ def test_the_order_of_the_epoch_is_that_of_the_plan_over_the_unsigned_keys() -> 
         assert sorted(rows_in(batch)) == sorted(row for row, at in zip(by_key, steps, strict=True) if at == step)
 
 
-def test_two_ranks_hold_the_two_parts_of_every_batch() -> None:
+def test_two_ranks_hold_the_two_parts_of_every_batch(shard_of: Make) -> None:
     table = Table.random(203, weighted=True)
     parts = table.parts(2)
     shards = [
@@ -70,7 +94,7 @@ def test_two_ranks_hold_the_two_parts_of_every_batch() -> None:
     torch.testing.assert_close(totals, whole.step_weights(1), rtol=1e-12, atol=0)
 
 
-def test_labels_of_classes_are_integers_and_other_tensors_have_the_dtypes_of_their_specs() -> None:
+def test_labels_of_classes_are_integers_and_other_tensors_have_the_dtypes_of_their_specs(shard_of: Make) -> None:
     batch = next(shard_of(Table.random(50, classes=3, weighted=True)).epoch(0))
     assert batch.label is not None
     assert batch.weight is not None
@@ -85,7 +109,9 @@ def test_labels_of_classes_are_integers_and_other_tensors_have_the_dtypes_of_the
 @pytest.mark.parametrize("rows", [0, 1, 5])
 @pytest.mark.parametrize("least", [1, 2])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_a_step_with_too_few_rows_has_its_inputs_filled_up(rows: int, least: int, weighted: bool) -> None:
+def test_a_step_with_too_few_rows_has_its_inputs_filled_up(
+    shard_of: Make, rows: int, least: int, weighted: bool
+) -> None:
     table = Table.random(5, classes=3, weighted=weighted).take(np.arange(rows))
     shard = shard_of(table, plan=PLAN, first=100)
     batches = list(shard.epoch(0, least=least))
@@ -105,7 +131,7 @@ def test_a_step_with_too_few_rows_has_its_inputs_filled_up(rows: int, least: int
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_step_weights_are_the_weights_of_the_rows_of_each_step(weighted: bool) -> None:
+def test_step_weights_are_the_weights_of_the_rows_of_each_step(shard_of: Make, weighted: bool) -> None:
     shard = shard_of(Table.random(203, weighted=weighted))
     found = shard.step_weights(2)
     expected = [batch.rows if batch.weight is None else batch.weight.double().sum() for batch in shard.epoch(2)]
@@ -113,7 +139,7 @@ def test_step_weights_are_the_weights_of_the_rows_of_each_step(weighted: bool) -
     assert found.tolist() == pytest.approx([float(weight) for weight in expected], rel=1e-12)
 
 
-def test_validation_rows_are_held_out_and_come_in_pieces() -> None:
+def test_validation_rows_are_held_out_and_come_in_pieces(shard_of: Make) -> None:
     table = Table.random(203, weighted=True, validated=True)
     held_out = table.arrays[VALIDATION]
     shard = shard_of(table)
@@ -129,14 +155,13 @@ def test_validation_rows_are_held_out_and_come_in_pieces() -> None:
 def test_a_null_flag_is_no_flag() -> None:
     table = Table.random(3, validated=True)
     batch = table.batches()[0]
-    index = batch.schema.get_field_index(VALIDATION)
-    flags = batch.column(index).take([None, 0, 1])
-    shard = Shard([batch.set_column(index, VALIDATION, flags)], table.columns)
+    flags = batch.column(VALIDATION).take([None, 0, 1])
+    shard = Shard([replaced(batch, VALIDATION, flags)], table.columns)
     assert shard.rows + shard.validation_rows == 3
     assert shard.validation_rows == sum(bool(flag) for flag in flags.to_pylist())
 
 
-def test_the_fingerprint_is_that_of_the_training_rows_in_any_order_and_partitioning() -> None:
+def test_the_fingerprint_is_that_of_the_training_rows_in_any_order_and_partitioning(shard_of: Make) -> None:
     table = Table.random(203, validated=True)
     fingerprint = shard_of(table).fingerprint
     trained = table.take(~table.arrays[VALIDATION])
@@ -149,13 +174,13 @@ def test_the_fingerprint_is_that_of_the_training_rows_in_any_order_and_partition
 def test_a_bad_row_is_counted_over_the_batches() -> None:
     table = Table.random(203)
     batches = table.batches(size=50)
-    bad = batches[2].set_column(0, "x0", record_batches({"x0": np.zeros((50, 4), np.float32)}, size=50)[0].column("x0"))
+    bad = replaced(batches[2], "x0", to_arrow(np.zeros((50, 4), np.float32)))
     with pytest.raises(ColumnError, match="50 rows of column 'features' do not hold 5 values") as caught:
         Shard([*batches[:2], bad], table.columns)
     assert caught.value.where["row"] == 100
 
 
-def test_a_shard_keeps_nothing_of_the_batches_it_was_fed() -> None:
+def test_a_shard_keeps_nothing_of_the_batches_it_was_fed(shard_of: Make) -> None:
     table = Table.random(40)
     shard = shard_of(table)
     before = [rows_in(batch) for batch in shard.epoch(0)]
@@ -165,20 +190,20 @@ def test_a_shard_keeps_nothing_of_the_batches_it_was_fed() -> None:
     assert shard.bytes == 40 * (5 * 4 + 4)
 
 
-def test_an_epoch_that_is_ordered_ahead_is_the_same_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_epoch_that_is_ordered_ahead_is_the_same_epoch(shard_of: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     table = Table.random(203, weighted=True)
     plain = shard_of(table)
-    monkeypatch.setattr("sparktorch.data.shard._AHEAD_ROWS", 10)
+    monkeypatch.setattr("sparktorch.data.feed._AHEAD_ROWS", 10)
     ahead = Shard(table.batches(size=30), table.columns)
     ahead.place(0, PLAN, epochs=3)
     made: list[tuple[int, str]] = []
-    make = ahead._make_order
+    make = ahead._feed._orders._make  # type: ignore[attr-defined]
 
     def watched(epoch: int) -> Any:
         made.append((epoch, threading.current_thread().name))
         return make(epoch)
 
-    monkeypatch.setattr(ahead, "_make_order", watched)
+    monkeypatch.setattr(ahead._feed._orders, "_make", watched)  # type: ignore[attr-defined]
     next(ahead.epoch(0))  # as before the first step of a training with checkpoints
     for epoch in range(3):
         assert ahead.step_weights(epoch).tolist() == plain.step_weights(epoch).tolist()
@@ -199,13 +224,102 @@ def test_several_inputs_arrive_in_the_order_of_forward() -> None:
     assert batch.label is None
 
 
-def test_a_rank_without_rows_stands_in_with_the_spare_one_and_holds_nothing() -> None:
+def test_a_rank_without_rows_stands_in_with_the_spare_one_and_holds_nothing(shard_of: Make) -> None:
     table = Table.random(9, classes=3, weighted=True)
-    shard = Shard([], table.columns, spare=table.batches()[0].slice(4, 1))
-    shard.place(0, PLAN)
+    shard = shard_of(table.take(np.arange(0)), plan=PLAN, spare=table.batches()[0].slice(4, 1))
     assert (shard.rows, shard.validation_rows, shard.bytes, shard.fingerprint) == (0, 0, 0, 0)
     assert shard.step_weights(0).tolist() == [0] * PLAN.steps
     spare = rows_of(table)[4]
     for batch in shard.epoch(0, least=2):
         assert batch.rows == 0
         assert rows_in(batch) == [(*spare[:-1], 0.0)] * 2
+
+
+def batches_of(shard: Shard, epoch: int, **options: Any) -> list[list[torch.Tensor | None]]:
+    return [[*batch.inputs, batch.label, batch.weight, batch.loss_weight] for batch in shard.epoch(epoch, **options)]
+
+
+@pytest.mark.parametrize("budget", [1, 2_000, 10**6])
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_batches_from_disk_are_those_from_memory_to_the_last_bit(
+    tmp_path: Path, weighted: bool, shuffle: bool, budget: int
+) -> None:
+    table = Table.random(403, classes=3, weighted=weighted, validated=True)
+    shards = [
+        Shard(table.batches(size=30), table.columns),
+        Shard(table.batches(size=30), table.columns, spooler=OnDisk(tmp_path), budget=max(budget, 40)),
+    ]
+    for shard in shards:
+        plan = SamplingPlan(rows=700, batch_size=20, seed=3, shuffle=shuffle, block=8)
+        shard.place(150, plan, epochs=9)
+        shard.weigh_classes([1.0, 0.5, 3.0])
+    memory, disk = shards
+    assert memory.weight_by_class(3) == pytest.approx(disk.weight_by_class(3), rel=1e-12)
+    for epoch, first in ((0, 0), (1, 0), (1, 13), (2, 34)):
+        assert memory.step_weights(epoch).tolist() == pytest.approx(disk.step_weights(epoch).tolist(), rel=1e-12)
+        assert memory.step_rows(epoch).tolist() == disk.step_rows(epoch).tolist()
+        pairs = zip(batches_of(memory, epoch, first=first), batches_of(disk, epoch, first=first), strict=True)
+        for ours, theirs in pairs:
+            torch.testing.assert_close(theirs, ours, rtol=0, atol=0)
+    for ours, theirs in zip(memory.validation(16, batches=9), disk.validation(16, batches=9), strict=True):
+        torch.testing.assert_close(theirs.inputs, ours.inputs, rtol=0, atol=0)
+        torch.testing.assert_close(theirs.weight, ours.weight, rtol=0, atol=0)
+    disk.close()
+
+
+class Watched(Shard):
+    """Notes what is read from disk."""
+
+    def load(self, runs: Runs, *, inputs: bool = True) -> Rows:
+        self.loaded = [*getattr(self, "loaded", []), runs]
+        return super().load(runs, inputs=inputs)
+
+
+@pytest.mark.parametrize(
+    ("budget", "rows", "runs"),
+    [
+        pytest.param(10**6, 160, 21, id="whole windows: a block of each of 20 strata"),
+        pytest.param(8 * 20 * 24, 80, 80, id="half of each block"),
+        pytest.param(1_000, 20, 20, id="one step"),
+    ],
+)
+def test_no_more_rows_are_read_at_a_time_than_the_budget_has_room_for(
+    tmp_path: Path, budget: int, rows: int, runs: int
+) -> None:
+    table = Table.random(2_000).by_key()
+    shard = Watched(table.batches(), table.columns, spooler=OnDisk(tmp_path), budget=budget)
+    shard.place(0, SamplingPlan(rows=2_000, batch_size=20, block=8))
+    assert sum(batch.rows for batch in shard.epoch(0)) == 2_000
+    assert max(found.count for found in shard.loaded) == rows + 1  # and the last row, to fill up with
+    assert max(len(found.starts) for found in shard.loaded) <= runs + 1
+    shard.close()
+
+
+def test_a_row_larger_than_the_budget_is_refused(tmp_path: Path) -> None:
+    table = Table.random(50)
+    with pytest.raises(ConfigError, match=r"a row takes 0\.0 MB, more than the 0\.0 MB") as caught:
+        Shard(table.batches(), table.columns, spooler=OnDisk(tmp_path), budget=20)
+    assert "memoryBudget" in str(caught.value)
+
+
+def test_an_epoch_that_is_left_ends_its_thread(tmp_path: Path) -> None:
+    table = Table.random(2_000).by_key()
+    shard = Shard(table.batches(), table.columns, spooler=OnDisk(tmp_path))
+    shard.place(0, SamplingPlan(rows=2_000, batch_size=20, block=8))
+    batches = shard.epoch(0)
+    next(batches)
+    assert "sparktorch-prefetch" in {thread.name for thread in threading.enumerate()}
+    batches.close()
+    assert "sparktorch-prefetch" not in {thread.name for thread in threading.enumerate()}
+    shard.close()
+
+
+def test_positions_are_the_places_of_the_rows_where_they_keep_them(tmp_path: Path) -> None:
+    table = Table.random(100, validated=True)
+    trained = rows_of(table.take(~table.arrays[VALIDATION]))
+    for spooler in (InMemory(), OnDisk(tmp_path)):
+        shard = Shard(table.batches(size=30), table.columns, spooler=spooler, by_key=False)
+        shard.place(0, SamplingPlan(rows=shard.rows, batch_size=7, shuffle=False))
+        assert [row for batch in shard.epoch(0) for row in rows_in(batch)] == trained
+        shard.close()

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from sparktorch.data.checks import check_finite, check_labels, check_weights
 from sparktorch.data.columns import Columns, TensorSpec
-from sparktorch.data.tensors import check_finite, check_labels, check_weights, to_arrow, to_numpy
+from sparktorch.data.tensors import to_arrow, to_numpy
 from sparktorch.errors import ColumnError
 
 SCALAR = TensorSpec(name="x0", column="age", dtype="float32")

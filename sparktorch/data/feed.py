@@ -1,0 +1,373 @@
+"""How a rank's rows come to the training: from tensors in memory, or window by window from disk."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sparktorch.data.plan import RankOrder, SamplingPlan
+from sparktorch.data.prefetch import ByEpoch, ahead
+from sparktorch.data.spool import Runs
+
+if TYPE_CHECKING:
+    from sparktorch.data.shard import Batch, Rows
+
+__all__ = ["Feed", "OutOfCore", "Resident", "Schedule", "Stored"]
+
+Int64 = npt.NDArray[np.int64]
+
+_AHEAD_ROWS = 1 << 15  # from here on, ordering an epoch takes longer than to start a thread
+_CHUNK_ROWS = 1 << 16
+_AHEAD_BATCHES = 4
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What a rank trains when.
+
+    Attributes:
+        plan: The order of all rows.
+        first: The position of the rank's first row.
+        rows: Number of the rank's rows.
+        epochs: How many epochs are trained.
+    """
+
+    plan: SamplingPlan
+    first: int
+    rows: int
+    epochs: int = 1
+
+    def order(self, epoch: int) -> RankOrder:
+        """Returns the order of the rank's rows in that epoch."""
+        return RankOrder(self.plan, self.first, self.first + self.rows, epoch)
+
+    def has(self, epoch: int) -> bool:
+        """Whether that epoch will be trained, and has so many rows that it is worth a thread to order them."""
+        return epoch < self.epochs and self.rows >= _AHEAD_ROWS
+
+
+class Feed(Protocol):
+    """Hands out the rows of a rank; see `sparktorch.data.shard.Shard`, whose methods these are."""
+
+    def place(self, schedule: Schedule) -> None:
+        """Tells it what is trained when."""
+        ...
+
+    def weight_by_class(self, classes: int) -> npt.NDArray[np.float64]:
+        """Returns the sum of the weights of the training rows by class."""
+        ...
+
+    def weigh_classes(self, weights: Sequence[float]) -> None:
+        """Makes each row count in the loss for its weight times that of its class."""
+        ...
+
+    def step_weights(self, epoch: int) -> npt.NDArray[np.float64]:
+        """Returns the weight of the rows in each step."""
+        ...
+
+    def step_rows(self, epoch: int) -> Int64:
+        """Returns the number of rows in each step."""
+        ...
+
+    def epoch(self, epoch: int, *, least: int, first: int) -> Generator[Batch]:
+        """Yields the part of every batch of the epoch from step `first` on."""
+        ...
+
+    def validation(self, size: int, *, batches: int) -> Generator[Batch]:
+        """Yields the validation rows."""
+        ...
+
+    def close(self) -> None:
+        """Ends its threads."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Order:
+    """The order of a rank's rows in one epoch.
+
+    Attributes:
+        steps: The step of every row, in the order of positions.
+        index: The rows in the order of their steps.
+        ends: Where in it each step ends.
+    """
+
+    steps: Int64
+    index: torch.Tensor
+    ends: list[int]
+
+
+class Resident:
+    """Rows in memory: each batch is taken from them when it is asked for."""
+
+    def __init__(self, rows: Rows, order: Int64, validation_order: Int64, device: str, *, decoding: bool) -> None:
+        """Takes all rows.
+
+        Args:
+            rows: Of the rank, on `device`.
+            order: The training rows in the order of their positions.
+            validation_order: The validation rows in their order.
+            device: Where the batches are to be.
+            decoding: Whether to take rows is more than to copy them, and is done in a thread.
+        """
+        self._rows, self._decoding, self._device = rows, decoding, device
+        self._order, self._validation_order = torch.from_numpy(order), torch.from_numpy(validation_order)
+        self._orders = ByEpoch(self._make_order)
+
+    def place(self, schedule: Schedule) -> None:
+        """Tells it what is trained when."""
+        self._schedule = schedule
+
+    def weight_by_class(self, classes: int) -> npt.NDArray[np.float64]:
+        """Returns the sum of the weights of the training rows by class."""
+        return self._rows.weight_by_class(self._order, classes)
+
+    def weigh_classes(self, weights: Sequence[float]) -> None:
+        """Makes each row count for its weight times that of its class."""
+        self._rows.weigh_classes(weights)
+
+    def step_weights(self, epoch: int) -> npt.NDArray[np.float64]:
+        """Returns the weight of the rows in each step."""
+        weights = self._rows.loss_weights()
+        if weights is not None:
+            weights = weights[self._order.numpy()]
+        steps = self._schedule.plan.steps
+        return np.bincount(self._orders[epoch].steps, weights, steps).astype(np.float64)
+
+    def step_rows(self, epoch: int) -> Int64:
+        """Returns the number of rows in each step."""
+        return np.diff(self._orders[epoch].ends, prepend=0)
+
+    def epoch(self, epoch: int, *, least: int, first: int) -> Generator[Batch]:
+        """Yields the part of every batch of the epoch from step `first` on."""
+        order = self._orders[epoch]
+        if self._schedule.has(epoch + 1):
+            self._orders.begin(epoch + 1)
+        index = order.index.to(self._device)
+        parts = list(zip([0, *order.ends[:-1]], order.ends, strict=True))[first:]
+        batches = (self._rows.take(index[start:end], least=least) for start, end in parts)
+        return ahead(batches, _AHEAD_BATCHES) if self._decoding else batches
+
+    def validation(self, size: int, *, batches: int) -> Generator[Batch]:
+        """Yields the validation rows."""
+        index = self._validation_order.to(self._device)
+        starts = range(0, max(len(index), batches * size), size)
+        taken = (self._rows.take(index[s : s + size], least=1 if batches else 0) for s in starts)
+        return ahead(taken, 1) if self._decoding else taken
+
+    def close(self) -> None:
+        """Ends its threads."""
+        self._orders.close()
+
+    def _make_order(self, epoch: int) -> _Order:
+        first, count, plan = self._schedule.first, self._schedule.rows, self._schedule.plan
+        steps = plan.steps_of(first, first + count, epoch)
+        narrow = steps.astype(np.uint16) if plan.steps <= 1 << 16 else steps  # sorted by radix, 7 times as fast
+        by_step = torch.from_numpy(np.argsort(narrow, kind="stable"))
+        ends = np.cumsum(np.bincount(steps, minlength=plan.steps)).tolist()
+        return _Order(steps, self._order.index_select(0, by_step), ends)
+
+
+class Stored(Protocol):
+    """Rows on disk."""
+
+    bytes_per_row: float
+    last: int  # the number of the last row
+    weighted: bool
+
+    def load(self, runs: Runs, *, inputs: bool = True) -> Rows:
+        """Returns a copy of those rows in memory, without their inputs where only their weights are of interest."""
+        ...
+
+
+class OutOfCore:
+    """Rows on disk: those of some steps in a row are read at once, in a thread, before they are asked for."""
+
+    def __init__(
+        self, stored: Stored, order: Int64 | range, validation_order: Int64 | range, device: str, *, budget: int
+    ) -> None:
+        """Takes what is on disk.
+
+        Args:
+            stored: The rows.
+            order: The training rows in the order of their positions.
+            validation_order: The validation rows in their order.
+            device: Where the batches are to be.
+            budget: Bytes that rows may take in memory. One window of them waits and another one is
+                read: each may have half of it, but has one step at least.
+        """
+        self._stored, self._order, self._validation_order = stored, order, validation_order
+        self._move = _move_to(device)
+        self._budget = budget
+        self._class_weights: Sequence[float] | None = None
+        self._orders = ByEpoch(self._make_order)
+        self._weights = ByEpoch(self._make_weights)
+
+    def place(self, schedule: Schedule) -> None:
+        """Tells it what is trained when."""
+        self._schedule = schedule
+        plan = schedule.plan
+        step_bytes = self._stored.bytes_per_row * schedule.rows / plan.steps
+        self._window = min(plan.block, max(1, int(self._budget / 2 // max(step_bytes, 1))))
+
+    def weight_by_class(self, classes: int) -> npt.NDArray[np.float64]:
+        """Returns the sum of the weights of the training rows by class."""
+        sums = np.zeros(classes)
+        for start in range(0, len(self._order), _CHUNK_ROWS):
+            rows = self._stored.load(_runs(self._order[start : start + _CHUNK_ROWS]), inputs=False)
+            sums += rows.weight_by_class(torch.arange(rows.count), classes)
+        return sums
+
+    def weigh_classes(self, weights: Sequence[float]) -> None:
+        """Makes each row count for its weight times that of its class."""
+        self._class_weights = weights
+
+    def step_weights(self, epoch: int) -> npt.NDArray[np.float64]:
+        """Returns the weight of the rows in each step."""
+        return self._weights[epoch]
+
+    def step_rows(self, epoch: int) -> Int64:
+        """Returns the number of rows in each step."""
+        return self._orders[epoch].step_rows()
+
+    def epoch(self, epoch: int, *, least: int, first: int) -> Generator[Batch]:
+        """Yields the part of every batch of the epoch from step `first` on."""
+        order = self._orders[epoch]
+        if self._schedule.has(epoch + 1):
+            self._weights.begin(epoch + 1)
+        return self._ahead(self._batches(order, least, first), self._window)
+
+    def validation(self, size: int, *, batches: int) -> Generator[Batch]:
+        """Yields the validation rows."""
+        return self._ahead(self._validation_batches(size, batches), 1)
+
+    def close(self) -> None:
+        """Ends its threads."""
+        self._weights.close()
+        self._orders.close()
+
+    def _ahead(self, batches: Generator[Batch], depth: int) -> Generator[Batch]:
+        """Yields batches on the device, read and copied there in a thread."""
+        with closing(ahead((self._move.begin(batch) for batch in batches), depth)) as begun:
+            for batch in begun:
+                yield self._move.finish(batch)
+
+    def _batches(self, order: RankOrder, least: int, first: int) -> Generator[Batch]:
+        """Reads window by window; of a block that is too large, a part of its steps at a time."""
+        plan = self._schedule.plan
+        for number in range(first // plan.block, order.windows):
+            begin, end = number * plan.block, min((number + 1) * plan.block, plan.steps)
+            position, step = order.window(number)
+            for start in range(max(first, begin), end, self._window):
+                stop = min(start + self._window, end)
+                now = (step >= start) & (step < stop)
+                yield from self._steps(position[now], step[now] - start, stop - start, least)
+
+    def _steps(self, position: Int64, step: Int64, steps: int, least: int) -> Generator[Batch]:
+        """Reads the rows of some steps, and yields those of each."""
+        rows = self._load(self._order, position - self._schedule.first)
+        index = torch.from_numpy(np.argsort(step, kind="stable"))
+        ends = np.cumsum(np.bincount(step, minlength=steps)).tolist()
+        for start, end in zip([0, *ends[:-1]], ends, strict=True):
+            yield rows.take(index[start:end], least=least)
+
+    def _validation_batches(self, size: int, batches: int) -> Generator[Batch]:
+        count = len(self._validation_order)
+        for start in range(0, max(count, batches * size), size):
+            taken = np.arange(min(start, count), min(start + size, count), dtype=np.int64)
+            rows = self._load(self._validation_order, taken)
+            yield rows.take(torch.arange(len(taken)), least=1 if batches else 0)
+
+    def _load(self, order: Int64 | range, places: Int64) -> Rows:
+        """Reads rows, and behind them the shard's last one, to fill up with, as from memory."""
+        numbers = places + order.start if isinstance(order, range) else order[places]
+        rows = self._stored.load(Runs.of(np.append(numbers, self._stored.last)))
+        if self._class_weights is not None:
+            rows.weigh_classes(self._class_weights)
+        return rows
+
+    def _make_order(self, epoch: int) -> RankOrder:
+        return self._schedule.order(epoch)
+
+    def _make_weights(self, epoch: int) -> npt.NDArray[np.float64]:
+        order, steps = self._orders[epoch], self._schedule.plan.steps
+        if not self._stored.weighted and self._class_weights is None:
+            return order.step_rows().astype(np.float64)
+        sums = np.zeros(steps)
+        for number in range(order.windows):
+            position, step = order.window(number)
+            numbers = position - self._schedule.first
+            numbers = numbers + self._order.start if isinstance(self._order, range) else self._order[numbers]
+            rows = self._stored.load(Runs.of(numbers), inputs=False)
+            if self._class_weights is not None:
+                rows.weigh_classes(self._class_weights)
+            sums += np.bincount(step, rows.loss_weights(), steps)
+        return sums
+
+
+class _Move(Protocol):
+    """Brings batches to the device: begun in the thread that makes them, finished in that of the training."""
+
+    def begin(self, batch: Batch) -> tuple[Batch, torch.cuda.Event | None]: ...
+
+    def finish(self, begun: tuple[Batch, torch.cuda.Event | None]) -> Batch: ...
+
+
+class _Here:
+    """Leaves batches where they are."""
+
+    def begin(self, batch: Batch) -> tuple[Batch, torch.cuda.Event | None]:
+        return batch, None
+
+    def finish(self, begun: tuple[Batch, torch.cuda.Event | None]) -> Batch:
+        return begun[0]
+
+
+class _ToGpu:
+    """Copies batches from pinned memory to a GPU, in a stream beside that of the training."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def begin(self, batch: Batch) -> tuple[Batch, torch.cuda.Event | None]:
+        with torch.cuda.stream(self._stream):
+            copy = replace(
+                batch,
+                inputs=tuple(self._copy(tensor) for tensor in batch.inputs),
+                label=None if batch.label is None else self._copy(batch.label),
+                weight=None if batch.weight is None else self._copy(batch.weight),
+                loss_weight=None if batch.loss_weight is None else self._copy(batch.loss_weight),
+            )
+            return copy, self._stream.record_event()
+
+    def finish(self, begun: tuple[Batch, torch.cuda.Event | None]) -> Batch:
+        batch, copied = begun
+        assert copied is not None
+        training = torch.cuda.current_stream(self._device)
+        training.wait_event(copied)
+        for tensor in (*batch.inputs, batch.label, batch.weight, batch.loss_weight):
+            if tensor is not None:
+                tensor.record_stream(training)  # its memory is not reused before the training has read it
+        return batch
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        source = tensor.pin_memory() if tensor.layout is torch.strided else tensor
+        return source.to(self._device, non_blocking=True)
+
+
+def _move_to(device: str) -> _Move:
+    target = torch.device(device)
+    return _ToGpu(target) if target.type == "cuda" else _Here()
+
+
+def _runs(rows: Int64 | range) -> Runs:
+    if isinstance(rows, range):
+        return Runs(np.array([rows.start], np.int64), np.array([rows.stop], np.int64))
+    return Runs.of(rows)

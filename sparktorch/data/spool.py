@@ -1,0 +1,336 @@
+"""Where a shard keeps its rows: arrays that are appended to piece by piece, and read as one or in runs.
+
+Rows on disk are read by position into arrays of their own; nothing is mapped. So the pages of a file
+never count as memory of the process, and a disk that fails is an exception, not a signal. The files
+have no names: nobody can truncate them, and the kernel frees them when the process ends, however it does.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from sparktorch.errors import ClusterError
+
+__all__ = ["InMemory", "OnDisk", "Runs", "Spool", "Spooler", "WithinBudget", "local_directory"]
+
+Array = npt.NDArray[Any]
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Rows by number, as runs of consecutive ones.
+
+    Attributes:
+        starts: The first row of each run, int64.
+        stops: One past its last row, int64.
+    """
+
+    starts: npt.NDArray[np.int64]
+    stops: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, rows: npt.NDArray[np.int64]) -> Runs:
+        """Returns the runs of those rows, int64 of shape `(rows,)`, in their order."""
+        cuts = np.flatnonzero(np.diff(rows) != 1) + 1
+        starts = rows[np.concatenate([np.zeros(min(1, len(rows)), np.int64), cuts])]
+        return cls(starts, starts + np.diff(np.concatenate([[0], cuts, [len(rows)]]))[: len(starts)])
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Number of rows in each run."""
+        return self.stops - self.starts
+
+    @property
+    def count(self) -> int:
+        """Number of rows."""
+        return int(self.lengths.sum())
+
+
+class Spool(Protocol):
+    """Rows of one dtype and shape: appended piece by piece, then read."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes appended so far."""
+        ...
+
+    def append(self, values: Array) -> None:
+        """Adds rows, an array of shape `(rows, *shape)`; it may be read-only and is not kept longer than needed."""
+        ...
+
+    def finish(self) -> Array:
+        """Returns all rows as one array of shape `(rows, *shape)` that nobody else writes to; called once."""
+        ...
+
+    def read(self, runs: Runs) -> Array:
+        """Returns a copy of those rows in memory, in their order; instead of `finish`, any number of times."""
+        ...
+
+
+class Spooler(Protocol):
+    """A place for spools."""
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether the rows that have been appended are on disk."""
+        ...
+
+    def spool(self, name: str, dtype: npt.DTypeLike, shape: tuple[int, ...] = ()) -> Spool:
+        """Returns an empty spool.
+
+        Args:
+            name: Names it among the spools of a shard.
+            dtype: Of its elements.
+            shape: Of one row.
+        """
+        ...
+
+    def close(self) -> None:
+        """Lets go of the rows that are on disk."""
+        ...
+
+
+class InMemory:
+    """Keeps rows in memory."""
+
+    on_disk = False
+
+    def spool(self, name: str, dtype: npt.DTypeLike, shape: tuple[int, ...] = ()) -> Spool:
+        """Returns an empty spool; see `Spooler.spool`."""
+        return _MemorySpool(np.dtype(dtype), shape)
+
+    def close(self) -> None:
+        """Does nothing: memory goes with its last user."""
+
+
+class OnDisk:
+    """Keeps rows in files without names, of which nothing is left when the process ends."""
+
+    on_disk = True
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        """Takes the directory of the files.
+
+        Raises:
+            ClusterError: Nothing can be written there.
+        """
+        self._directory = os.fspath(directory)
+        self._spools: list[_FileSpool] = []
+        _open(self._directory).close()
+
+    @property
+    def written(self) -> int:
+        """Bytes in all files."""
+        return sum(spool.nbytes for spool in self._spools)
+
+    def spool(self, name: str, dtype: npt.DTypeLike, shape: tuple[int, ...] = ()) -> _FileSpool:
+        """Returns an empty spool; see `Spooler.spool`."""
+        spool = _FileSpool(self, _open(self._directory), np.dtype(dtype), shape)
+        self._spools.append(spool)
+        return spool
+
+    def unwritable(self, error: OSError, size: int) -> ClusterError:
+        """Returns what is raised where that many bytes could not be written."""
+        hint = (
+            "free space there, or start the session with spark.local.dir (on YARN yarn.nodemanager.local-dirs) on a "
+            "larger disk; with more workers each has fewer rows"
+        )
+        if error.errno not in _FULL:
+            return ClusterError(f"cannot write to {self._directory!r}: {error.strerror}", hint=hint)
+        free = shutil.disk_usage(self._directory).free if os.path.isdir(self._directory) else 0
+        return ClusterError(
+            f"the rows of this worker do not fit into {self._directory!r}: {self.written / 1e6:.1f} MB are there, "
+            f"{size / 1e6:.1f} MB come next, and {free / 1e6:.1f} MB are free",
+            hint=hint,
+        )
+
+    def unreadable(self, error: OSError) -> ClusterError:
+        """Returns what is raised where rows could not be read back."""
+        return ClusterError(
+            f"cannot read the rows of this worker back from {self._directory!r}: {error.strerror}",
+            hint="the disk is failing, or something has cut the file off: look at the host's kernel log",
+        )
+
+    def close(self) -> None:
+        """Closes the files, which frees them."""
+        for spool in self._spools:
+            spool.close()
+
+
+class WithinBudget:
+    """Keeps rows in memory up to a budget; whatever exceeds it sends all of them to disk."""
+
+    def __init__(self, budget: int, directory: str | os.PathLike[str]) -> None:
+        """Takes the budget in bytes and the directory of the files."""
+        self._budget, self._directory = budget, directory
+        self._disk: OnDisk | None = None
+        self._spools: list[_MovingSpool] = []
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether the budget has been exceeded."""
+        return self._disk is not None
+
+    def spool(self, name: str, dtype: npt.DTypeLike, shape: tuple[int, ...] = ()) -> Spool:
+        """Returns an empty spool; see `Spooler.spool`."""
+        spool = _MovingSpool(self, name, np.dtype(dtype), shape)
+        if self._disk is not None:
+            spool.move(self._disk)
+        self._spools.append(spool)
+        return spool
+
+    def appended(self) -> None:
+        """Looks at the budget after rows have been added."""
+        if self._disk is None and sum(spool.nbytes for spool in self._spools) > self._budget:
+            self._disk = OnDisk(self._directory)
+            for spool in self._spools:
+                spool.move(self._disk)
+
+    def close(self) -> None:
+        """Closes the files, if there are any."""
+        if self._disk is not None:
+            self._disk.close()
+
+
+class _MemorySpool:
+    def __init__(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+        # An empty piece, so that there is always something of the dtype and shape to concatenate.
+        self.parts: list[Array] = [np.empty((0, *shape), dtype)]
+        self.nbytes = 0
+
+    def append(self, values: Array) -> None:
+        self.parts.append(values)
+        self.nbytes += values.nbytes
+
+    def finish(self) -> Array:
+        # Concatenating also makes the one private, writable copy; the Arrow buffers that the pieces
+        # may share are let go.
+        parts, self.parts = self.parts, []
+        return np.concatenate(parts)
+
+    def read(self, runs: Runs) -> Array:
+        self.parts = [np.concatenate(self.parts)] if len(self.parts) > 1 else self.parts
+        pieces = [self.parts[0][start:stop] for start, stop in zip(runs.starts, runs.stops, strict=True)]
+        return np.concatenate([self.parts[0][:0], *pieces])
+
+
+class _FileSpool:
+    def __init__(self, owner: OnDisk, file: BinaryIO, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+        self._owner, self._file, self._dtype, self._shape = owner, file, dtype, shape
+        self._row = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        self.nbytes = 0
+
+    def append(self, values: Array) -> None:
+        left = _bytes(np.ascontiguousarray(values, self._dtype))
+        while len(left):
+            try:
+                written = self._file.write(left)
+            except OSError as error:
+                raise self._owner.unwritable(error, len(left)) from error
+            self.nbytes += written
+            left = left[written:]
+
+    def finish(self) -> Array:
+        rows = self.nbytes // self._row if self._row else 0
+        return self.read(Runs(np.array([0], np.int64), np.array([rows], np.int64)))
+
+    def read(self, runs: Runs) -> Array:
+        found = np.empty((runs.count, *self._shape), self._dtype)
+        try:
+            self._fill(_bytes(found), runs)
+        except OSError as error:
+            raise self._owner.unreadable(error) from error
+        return found
+
+    def _fill(self, left: memoryview, runs: Runs) -> None:
+        handle = self._file.fileno()
+        for start, size in zip((runs.starts * self._row).tolist(), (runs.lengths * self._row).tolist(), strict=True):
+            done = os.preadv(handle, [left[:size]], start)
+            while done < size:  # a read ends after 2 GiB
+                more = os.preadv(handle, [left[done:size]], start + done)
+                if not more:
+                    raise OSError(errno.EIO, f"the last {size - done} bytes of some rows are missing")
+                done += more
+            left = left[size:]
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _MovingSpool:
+    """A spool in memory that can move to disk."""
+
+    def __init__(self, owner: WithinBudget, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+        self._owner, self._name, self._dtype, self._shape = owner, name, dtype, shape
+        self._spool: _MemorySpool | _FileSpool = _MemorySpool(dtype, shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self._spool.nbytes
+
+    def append(self, values: Array) -> None:
+        self._spool.append(values)
+        self._owner.appended()
+
+    def finish(self) -> Array:
+        return self._spool.finish()
+
+    def read(self, runs: Runs) -> Array:
+        return self._spool.read(runs)
+
+    def move(self, disk: OnDisk) -> None:
+        assert isinstance(self._spool, _MemorySpool)
+        parts, self._spool = self._spool.parts, disk.spool(self._name, self._dtype, self._shape)
+        for part in parts:
+            self._spool.append(part)
+
+
+def local_directory(local_rank: int = 0) -> str:
+    """Returns the directory for the files of a rank: one of those that Spark gave its executor for its own.
+
+    Spark hands them to its Python workers as `SPARK_LOCAL_DIRS`: `spark.local.dir`, on YARN and Kubernetes
+    what the cluster has set in its place. Outside of Spark it is the directory for temporary files.
+
+    Args:
+        local_rank: The rank's index among those of its host, which spreads over several disks.
+
+    Raises:
+        ClusterError: None of them can be written to.
+    """
+    given = [path for path in os.environ.get("SPARK_LOCAL_DIRS", "").split(",") if path]
+    usable = [path for path in given if os.path.isdir(path) and os.access(path, os.W_OK)]
+    if given and not usable:
+        raise ClusterError(
+            f"no local directory of Spark's can be written to: {', '.join(given)}",
+            hint="start the session with spark.local.dir at a directory that executors may write to",
+        )
+    return _nth(usable, local_rank) or tempfile.gettempdir()
+
+
+def _nth(paths: Sequence[str], index: int) -> str:
+    return paths[index % len(paths)] if paths else ""
+
+
+def _open(directory: str) -> BinaryIO:
+    try:
+        return tempfile.TemporaryFile(dir=directory, buffering=0, prefix="sparktorch-")
+    except OSError as error:
+        raise ClusterError(
+            f"cannot write to {directory!r}: {error.strerror}",
+            hint="start the session with spark.local.dir at a directory that executors may write to",
+        ) from error
+
+
+def _bytes(values: Array) -> memoryview:
+    return values.reshape(-1).view(np.uint8).data

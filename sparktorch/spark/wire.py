@@ -1,0 +1,344 @@
+"""How a column of the user's travels: what becomes of each type of Spark, and the expression that sends it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import pyarrow as pa
+from pyspark.ml.linalg import VectorUDT
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+from pyspark.sql import types as T
+
+from sparktorch.data.columns import DType, InputOptions, Layout, TensorSpec, input_name
+from sparktorch.errors import ColumnError, ConfigError, nearest
+
+__all__ = [
+    "NUMERIC",
+    "column_of",
+    "hashed",
+    "incomplete",
+    "input_columns",
+    "measured",
+    "plan_inputs",
+    "quoted",
+    "type_of",
+]
+
+NUMERIC = (
+    *(T.ByteType, T.ShortType, T.IntegerType, T.LongType),
+    *(T.FloatType, T.DoubleType, T.DecimalType, T.BooleanType),
+)
+_INTEGRAL = NUMERIC[:4]
+_SQL_TYPES: dict[str, str] = {
+    "float32": "float",
+    "float64": "double",
+    "int64": "bigint",
+    "int32": "int",
+    "int16": "smallint",
+    "int8": "tinyint",
+}
+_LAYOUTS: dict[str, tuple[Layout, ...]] = {
+    "number": ("dense",),
+    "list": ("dense", "padded", "jagged"),
+    "vector": ("dense", "sparse_csr"),
+    "binary": ("raw",),
+}
+# What to do with types that have no numbers in them.
+_CASTS: tuple[tuple[type[T.DataType], str], ...] = (
+    (T.StringType, "index it with StringIndexer"),
+    (T.DateType, "cast it to a number, unix_date({0}) or year({0})"),
+    (T.TimestampType, "cast it to a number, cast({0} as double) or hour({0})"),
+    (T.TimestampNTZType, "cast it to a number, cast(cast({0} as timestamp) as double) or hour({0})"),
+    (T.DayTimeIntervalType, "cast it to a number, extract(second from {0})"),
+    (T.MapType, "take its values by key, {0}['key'], or as an array, map_values({0})"),
+    (T.StructType, "take its fields, {0}.field, as columns of their own"),
+)
+
+
+def plan_inputs(dataset: DataFrame, names: Sequence[str], options: InputOptions) -> list[TensorSpec]:
+    """Returns one spec per argument of `forward`; lengths that only a row can tell are 0.
+
+    Raises:
+        ColumnError: A column is missing or has a type that cannot become a tensor.
+        ConfigError: An option does not fit its column's type.
+    """
+    options.check_names(names)
+    scalars = [name for name in names if isinstance(type_of(dataset, name), NUMERIC)] if options.assemble else []
+    specs: list[TensorSpec] = []
+    for name in names:
+        wire = input_name(len(specs))
+        if name not in scalars:
+            specs.append(_spec(dataset, name, wire, options))
+        elif name == scalars[0]:
+            specs.append(_packed(dataset, scalars, wire, options))
+    return specs
+
+
+def _spec(dataset: DataFrame, name: str, wire: str, options: InputOptions) -> TensorSpec:
+    kind = type_of(dataset, name)
+    element, depth = _element(kind)
+    if isinstance(kind, VectorUDT):
+        sort, usual = "vector", "float32"
+    elif isinstance(element, NUMERIC):
+        sort, usual = "list" if depth else "number", "int64" if isinstance(element, _INTEGRAL) else "float32"
+    elif isinstance(kind, T.BinaryType) and name in options.layouts:
+        sort, usual = "binary", ""
+    else:
+        raise _refused(kind, name)
+    layout = cast(Layout, options.layouts.get(name, _LAYOUTS[sort][0]))
+    dtype = options.dtypes.get(name, usual)
+    _check_options(name, kind, sort, layout, dtype, options)
+    ragged = layout in ("padded", "jagged")
+    levels = (0,) * (depth - ragged) if sort == "list" else (0,) * (sort != "number")
+    return TensorSpec(
+        name=wire,
+        column=name,
+        dtype=cast(DType, dtype),
+        shape=tuple(options.shapes.get(name, levels)),
+        kind=cast(Any, {"list": "number"}.get(sort, sort)),
+        layout=layout,
+        lists=levels if name in options.shapes else None,
+        fill=options.fill,
+        limit=options.limits.get(name),
+        pad=options.pads.get(name, 0),
+    )
+
+
+def _packed(dataset: DataFrame, names: list[str], wire: str, options: InputOptions) -> TensorSpec:
+    """Returns the spec of scalar columns that travel as one array."""
+    for name in names:
+        if given := options.given_for(name):
+            raise ConfigError(
+                f"{given[0]} names {name!r}, which assembleInputs packs together with the other scalar columns",
+                hint="leave one of them out",
+                param=given[0],
+            )
+    integral = all(isinstance(type_of(dataset, name), _INTEGRAL) for name in names)
+    return TensorSpec(
+        name=wire,
+        column=names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}",
+        dtype="int64" if integral else "float32",
+        shape=(len(names),),
+        sources=tuple(names),
+        fill=options.fill,
+    )
+
+
+def _check_options(name: str, kind: T.DataType, sort: str, layout: str, dtype: str, options: InputOptions) -> None:
+    """Refuses layouts, dtypes and lengths that a type cannot have."""
+    said = f"column {name!r} is {kind.simpleString()}"
+    if layout not in _LAYOUTS[sort]:
+        raise ConfigError(
+            f"{said}, which cannot be {layout!r}", hint=f"it can be {_either(_LAYOUTS[sort])}", param="inputLayouts"
+        )
+    if not dtype:
+        raise ConfigError(
+            f"{said}, and nothing says what its bytes are",
+            hint=f"set inputDtypes={{{name!r}: 'float32'}}, or another",
+            param="inputDtypes",
+        )
+    possible = {"binary": (dtype,), "vector": ("float32", "float64")}.get(sort, tuple(_SQL_TYPES))
+    if dtype not in possible:
+        raise ConfigError(f"{said}, which cannot become {dtype}", hint=f"use {_either(possible)}", param="inputDtypes")
+    if layout not in ("padded", "jagged") and name in options.limits:
+        raise ConfigError(
+            f"maxLengths names {name!r}, whose rows all have the same length",
+            hint=f"set inputLayouts={{{name!r}: 'padded'}}, if they do not",
+            param="maxLengths",
+        )
+    if layout != "padded" and name in options.pads:
+        raise ConfigError(f"padValues names {name!r}, which is not padded", param="padValues")
+    if layout == "sparse_csr" and name in options.shapes:
+        raise ConfigError(f"inputShapes names {name!r}, and sparse rows have no shape", param="inputShapes")
+
+
+def _element(kind: T.DataType) -> tuple[T.DataType, int]:
+    """Returns what arrays hold in the end, and how deep they are nested."""
+    depth = 0
+    while isinstance(kind, T.ArrayType):
+        kind, depth = kind.elementType, depth + 1
+    return kind, depth
+
+
+def _refused(kind: T.DataType, name: str) -> ColumnError:
+    depth = _element(kind)[1]
+    sql = f"`{name}`" if not name.isidentifier() else name
+    hint = "inputs are numbers, booleans, (nested) arrays of them, ML vectors or bytes"
+    if isinstance(kind, T.BinaryType):
+        hint = f"set inputLayouts={{{name!r}: 'raw'}} and inputDtypes if its bytes are those of a tensor"
+    elif not depth:
+        hint = next((text.format(sql) for sort, text in _CASTS if isinstance(kind, sort)), hint)
+    return ColumnError(
+        f"column {name!r} is {kind.simpleString()}, which cannot become a tensor", hint=hint, column=name
+    )
+
+
+def _either(names: Iterable[str]) -> str:
+    return " or ".join(map(repr, names))
+
+
+def column_of(dataset: DataFrame, spec: TensorSpec) -> Column:
+    """Returns the expression that sends a column as the ranks and the scorers expect it."""
+    if spec.sources:
+        return F.array(*[quoted(name).cast(_SQL_TYPES[spec.dtype]) for name in spec.sources]).alias(spec.name)
+    kind = type_of(dataset, spec.column)
+    column = quoted(spec.column)
+    if isinstance(kind, VectorUDT):
+        return _vector(column, spec.dtype).alias(spec.name)
+    if isinstance(kind, T.BinaryType):
+        return column.alias(spec.name)
+    return _cast(column, spec.dtype, _element(kind)[1]).alias(spec.name)
+
+
+def _cast(column: Column, dtype: str, depth: int = 0) -> Column:
+    return column.cast("array<" * depth + _SQL_TYPES[dtype] + ">" * depth)
+
+
+def _vector(column: Column, dtype: str) -> Column:
+    """Returns an ML vector as a struct of size (null if it is dense), indices and values.
+
+    Spark writes a null array to Arrow 15 times as slowly as an empty one, and dense vectors hold one
+    in place of their indices.
+    """
+    fields = F.unwrap_udt(column)
+    indices = F.coalesce(fields["indices"], F.array().cast("array<int>"))
+    parts = F.struct(
+        fields["size"].alias("size"),
+        indices.alias("indices"),
+        _cast(fields["values"], dtype, 1).alias("values"),
+    )
+    return F.when(column.isNotNull(), parts)
+
+
+def hashed(spec: TensorSpec) -> list[Column]:
+    """Returns what of a wire column goes into the key of a row.
+
+    Spark's hash knows neither where one list ends and the next begins, nor nulls: where rows could be told
+    apart by nothing else, lengths and places of nulls go in, too.
+    """
+    column = F.col(spec.name)
+    columns = [F.size(column), column] if spec.ragged else [column]
+    if spec.fill is not None:
+        lists = spec.kind == "number" and (spec.ragged or spec.levels)
+        nested = len(spec.levels) + spec.ragged > 1
+        columns.append(F.isnull(column))
+        if lists:
+            columns.append(F.transform(F.flatten(column) if nested else column, F.isnull))
+    return columns
+
+
+def incomplete(spec: TensorSpec, data: DataFrame) -> Column:
+    """Returns whether a row is null or holds a null in a wire column; nulls of deeper levels aside."""
+    column = F.col(spec.name)
+    if isinstance(data.schema[spec.name].dataType, T.ArrayType):
+        return column.isNull() | F.coalesce(F.exists(column, F.isnull), F.lit(False))
+    return column.isNull()
+
+
+def measured(spec: TensorSpec, sample: pa.RecordBatch) -> TensorSpec:
+    """Fills in the lengths that the first row shows; the ranks check every row.
+
+    Raises:
+        ColumnError: The first row is null or empty, or holds another number of values than its shape.
+    """
+    if spec.sources or not spec.levels:
+        return _shaped(spec, ())
+    value = sample.column(spec.name)[0].as_py()
+    if spec.kind == "vector" and value is not None:
+        found: tuple[int, ...] = (len(value["values"]) if value["size"] is None else value["size"],)
+    elif spec.kind == "binary" and value is not None:
+        found = (len(value) // _itemsize(spec.dtype),)
+    else:
+        found = _lengths(value, len(spec.levels) + spec.ragged)[spec.ragged :]
+    if value is None or len(found) < len(spec.levels) or 0 in found:
+        raise ColumnError(
+            f"column {spec.column!r} is {'null' if value is None else 'empty'} in the first row",
+            hint="drop such rows before fit, or set nullPolicy",
+            column=spec.column,
+        )
+    return _shaped(spec, found)
+
+
+def _shaped(spec: TensorSpec, levels: tuple[int, ...]) -> TensorSpec:
+    """Returns the spec for lists of those lengths, in the shape that was asked for or else in theirs."""
+    if spec.sources:
+        return spec
+    if spec.lists is None:
+        return replace(spec, shape=levels)
+    if math.prod(levels) != spec.width:
+        of = "each element of a row" if spec.ragged else "a row"
+        raise ColumnError(
+            f"{of} of column {spec.column!r} holds {math.prod(levels)} values, inputShapes says "
+            f"{list(spec.shape)}, which are {spec.width}",
+            hint="the ranks reshape each row, they neither pad nor cut it",
+            column=spec.column,
+        )
+    return replace(spec, lists=None if levels == spec.shape else levels)
+
+
+def _lengths(value: Any, depth: int) -> tuple[int, ...]:
+    """Returns the length of the first list of each level, as far down as there is one."""
+    found = []
+    for _ in range(depth):
+        if not isinstance(value, list):
+            break
+        found.append(len(value))
+        value = value[0] if value else None
+    return tuple(found)
+
+
+def _itemsize(dtype: str) -> int:
+    return int(pa.from_numpy_dtype(dtype).bit_width // 8)
+
+
+def input_columns(dataset: DataFrame, specs: Sequence[TensorSpec]) -> list[Column]:
+    """Returns the columns of a DataFrame as the specs of a fitted model ask for them.
+
+    Raises:
+        ColumnError: A column is missing or has another type than the model was fitted on.
+    """
+    for spec in specs:
+        for name in spec.sources or (spec.column,):
+            kind = type_of(dataset, name)
+            if not _fits(kind, spec):
+                raise ColumnError(
+                    f"column {name!r} is {kind.simpleString()}, but the model was fitted on {spec.describe()}",
+                    column=name,
+                )
+    return [column_of(dataset, spec) for spec in specs]
+
+
+def _fits(kind: T.DataType, spec: TensorSpec) -> bool:
+    """Whether columns of that type can be scored by a model with that input."""
+    element, depth = _element(kind)
+    if isinstance(kind, VectorUDT):
+        return len(spec.levels) == 1 and not spec.ragged and spec.kind != "binary"
+    if isinstance(kind, T.BinaryType) or spec.kind == "binary":
+        return isinstance(kind, T.BinaryType) and spec.kind == "binary"
+    wanted = 0 if spec.sources else len(spec.levels) + spec.ragged
+    return isinstance(element, NUMERIC) and depth == wanted
+
+
+def type_of(dataset: DataFrame, name: str) -> T.DataType:
+    """Returns the type of a column.
+
+    Raises:
+        ColumnError: There is none of that name.
+    """
+    schema = dataset.schema
+    if name not in schema.names:
+        raise ColumnError(
+            f"there is no column {name!r}; the DataFrame has {', '.join(schema.names)}",
+            hint=nearest(name, schema.names),
+            column=name,
+        )
+    return schema[name].dataType
+
+
+def quoted(name: str) -> Column:
+    """Returns the column of that very name, dots and all."""
+    return F.col("`" + name.replace("`", "``") + "`")

@@ -1,0 +1,104 @@
+"""What a rank logs and prints, kept by line: for the driver to show, and for the error that ends the rank."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from typing import Any, TextIO
+
+__all__ = ["KEPT_LINES", "Console"]
+
+KEPT_LINES = 100
+
+_LONGEST_LINE = 2000
+
+Line = tuple[int, str]  # its level, as in `logging`, and its text
+
+
+class Console:
+    """Overhears the process it is in: its log records, and what it prints, which counts as `INFO`."""
+
+    def __init__(self, level: int = logging.WARNING) -> None:
+        """Takes the level that log records must have to be kept, and `INFO` at least."""
+        self._level = min(level, logging.INFO)
+        self._lock = threading.Lock()
+        self._last: deque[str] = deque(maxlen=KEPT_LINES)
+        self._new: deque[Line] = deque(maxlen=KEPT_LINES)
+        self._lost = 0
+
+    @contextmanager
+    def overhearing(self) -> Iterator[None]:
+        """Keeps what is logged and printed until the block ends; it goes where it went, too."""
+        root = logging.getLogger()
+        before, handler = root.level, _Handler(self, self._level)
+        aloud = None if root.handlers else logging.StreamHandler(sys.stderr)  # as `logging` does by itself
+        root.addHandler(handler)
+        if aloud is not None:
+            aloud.setLevel(before)
+            root.addHandler(aloud)
+        root.setLevel(min(before, self._level))
+        try:
+            with redirect_stdout(_Tee(sys.stdout, self)), redirect_stderr(_Tee(sys.stderr, self)):
+                yield
+        finally:
+            root.setLevel(before)
+            root.removeHandler(handler)
+            if aloud is not None:
+                root.removeHandler(aloud)
+
+    def add(self, level: int, text: str) -> None:
+        """Keeps the lines of a text."""
+        with self._lock:
+            for line in text.splitlines():
+                short = line[:_LONGEST_LINE]
+                self._last.append(short)
+                self._lost += len(self._new) == KEPT_LINES
+                self._new.append((level, short))
+
+    def drain(self) -> tuple[list[Line], int]:
+        """Returns the lines that are new since the last call, and how many more there were before them."""
+        with self._lock:
+            lines, lost = list(self._new), self._lost
+            self._new.clear()
+            self._lost = 0
+        return lines, lost
+
+    def last(self) -> list[str]:
+        """Returns the last lines, `KEPT_LINES` of them at most."""
+        with self._lock:
+            return list(self._last)
+
+
+class _Handler(logging.Handler):
+    def __init__(self, console: Console, level: int) -> None:
+        super().__init__(level)
+        self._console = console
+        self.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._console.add(record.levelno, self.format(record))
+        except Exception:  # a record whose arguments do not fit
+            self.handleError(record)
+
+
+class _Tee:
+    """A stream whose lines are also kept."""
+
+    def __init__(self, stream: TextIO, console: Console) -> None:
+        self._stream, self._console, self._begun = stream, console, ""
+
+    def write(self, text: str) -> int:
+        self._begun += text
+        whole, newline, self._begun = self._begun.rpartition("\n")
+        if newline:
+            self._console.add(logging.INFO, whole)
+        self._begun = self._begun.rpartition("\r")[2][-_LONGEST_LINE:]  # of a progress bar, its last state
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

@@ -1,0 +1,51 @@
+"""Modules that look at the arguments they get before they take them as numbers."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+class Flat(nn.Module):
+    """Lays all arguments side by side, whatever their shapes, for one linear layer."""
+
+    def __init__(self, width: int = 6, outputs: int = 1, expects: list[str] | None = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, outputs)
+        self.expects = expects
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        if self.expects is not None:
+            assert [f"{_kind(tensor)} {tensor.dim()}" for tensor in inputs] == self.expects
+        if inputs[0].layout == torch.sparse_csr:
+            rows = inputs[0]
+        else:
+            rows = torch.cat([tensor.reshape(len(tensor), -1).float() for tensor in inputs], 1)
+        out: torch.Tensor = self.linear(rows)
+        return out
+
+
+class Padded(nn.Module):
+    """Lays ragged rows into six places each, for one linear layer."""
+
+    def __init__(self, width: int = 6, expects: str = "float32", pad: float = 0) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, 1)
+        self.width, self.expects, self.pad = width, expects, pad
+
+    def forward(self, values: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        assert _kind(values) == self.expects
+        if mask is None:
+            assert values.is_nested
+            rows = torch.nested.to_padded_tensor(values, 0.0, (len(values), self.width))
+        else:
+            assert mask.dtype == torch.bool
+            assert values.shape == mask.shape
+            assert bool((values[~mask] == self.pad).all())
+            rows = nn.functional.pad(values * mask, (0, self.width - values.shape[1]))
+        out: torch.Tensor = self.linear(rows.float())
+        return out
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return "sparse" if tensor.layout == torch.sparse_csr else str(tensor.dtype).removeprefix("torch.")

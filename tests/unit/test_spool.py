@@ -1,0 +1,163 @@
+"""Spools: what goes in piece by piece comes out, wherever it was kept, and nothing is left of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparktorch.data import spool as spool_module
+from sparktorch.data.spool import InMemory, OnDisk, Runs, Spooler, WithinBudget, local_directory
+from sparktorch.errors import ClusterError
+
+KINDS: dict[str, Callable[[Path], Spooler]] = {
+    "memory": lambda folder: InMemory(),
+    "disk": OnDisk,
+    "within the budget": lambda folder: WithinBudget(10**6, folder),
+    "beyond the budget": lambda folder: WithinBudget(100, folder),
+}
+
+
+@pytest.fixture(params=KINDS)
+def spooler(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Spooler]:
+    made = KINDS[request.param](tmp_path)
+    yield made
+    assert not list(tmp_path.iterdir()), "files on disk have no names"
+    made.close()
+    made.close()
+
+
+def pieces(dtype: Any, shape: tuple[int, ...]) -> list[npt.NDArray[Any]]:
+    draw = np.random.default_rng(0)
+    return [draw.integers(0, 2, (rows, *shape)).astype(dtype) for rows in (3, 0, 1, 50)]
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (2, 3), (0,)])
+@pytest.mark.parametrize("dtype", ["float32", "int64", "bool", "uint8"])
+def test_the_pieces_come_back_as_one_array_of_ones_own(spooler: Spooler, dtype: str, shape: tuple[int, ...]) -> None:
+    spool, other = spooler.spool("x", dtype, shape), spooler.spool("y", np.int64)
+    parts = pieces(dtype, shape)
+    for number, part in enumerate(parts):
+        part.setflags(write=False)
+        spool.append(part)
+        other.append(np.array([number]))
+    whole = np.concatenate(parts)
+    assert spool.nbytes == whole.nbytes
+    if shape != (0,):  # of rows without bytes, none come back from disk
+        found = spool.finish()
+        assert (found.dtype, found.shape, found.flags.writeable) == (whole.dtype, whole.shape, True)
+        assert (found == whole).all()
+    assert other.finish().tolist() == [0, 1, 2, 3]
+
+
+def test_runs_of_rows_come_back_in_their_order(spooler: Spooler) -> None:
+    spool = spooler.spool("x", np.float32, (3,))
+    values = np.arange(600, dtype=np.float32).reshape(200, 3)
+    for start in range(0, 200, 7):
+        spool.append(values[start : start + 7])
+    for rows in ([], [5], [0, 1, 2, 199], [8, 9, 3, 3, 4], list(range(200))):
+        index = np.array(rows, np.int64)
+        found = spool.read(Runs.of(index))
+        assert found.dtype == np.float32
+        assert found.tolist() == values[index].tolist()
+        found[:] = 0  # a copy
+    assert (spool.read(Runs.of(np.arange(200))) == values).all()
+
+
+@given(rows=st.lists(st.integers(0, 20)))
+def test_runs_hold_the_rows_they_are_of(rows: list[int]) -> None:
+    runs = Runs.of(np.array(rows, np.int64))
+    assert [row for start, stop in zip(runs.starts, runs.stops, strict=True) for row in range(start, stop)] == rows
+    assert runs.count == len(rows)
+    assert len(runs.starts) == (1 + sum(b != a + 1 for a, b in pairwise(rows)) if rows else 0)
+
+
+def test_a_budget_is_for_all_spools_together(tmp_path: Path) -> None:
+    spooler = WithinBudget(100, tmp_path)
+    first, second = spooler.spool("x", np.uint8), spooler.spool("y", np.uint8)
+    first.append(np.zeros(60, np.uint8))
+    second.append(np.ones(40, np.uint8))
+    assert not spooler.on_disk
+    second.append(np.ones(1, np.uint8))
+    assert spooler.on_disk
+    assert (first.finish().sum(), second.finish().sum()) == (0, 41)
+    spooler.close()
+
+
+def test_a_full_disk_is_named_with_what_was_to_go_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spooler = OnDisk(tmp_path)
+    spooler.spool("x", np.float32).append(np.zeros(500_000, np.float32))
+    full = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
+    monkeypatch.setattr(spool_module, "_open", lambda directory: full)
+    spool = spooler.spool("y", np.float32)
+    with pytest.raises(ClusterError, match=r"do not fit into '.*': 2\.0 MB are there, 4\.0 MB come next") as caught:
+        spool.append(np.zeros(1_000_000, np.float32))
+    assert str(tmp_path) in str(caught.value)
+    assert "spark.local.dir" in str(caught.value)
+    spooler.close()
+
+
+def test_rows_outlive_their_directory(tmp_path: Path) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    spooler = OnDisk(folder)
+    spool = spooler.spool("x", np.int64)
+    spool.append(np.arange(10))
+    folder.rmdir()
+    spool.append(np.arange(10, 20))
+    assert spool.finish().tolist() == list(range(20))
+    spooler.close()
+
+
+def test_a_file_that_was_cut_off_is_an_error_and_not_a_signal(tmp_path: Path) -> None:
+    spooler = OnDisk(tmp_path)
+    spool = spooler.spool("x", np.int64)
+    spool.append(np.arange(10))
+    os.ftruncate(spool._file.fileno(), 72)
+    assert spool.read(Runs.of(np.arange(9))).tolist() == list(range(9))
+    with pytest.raises(ClusterError, match=r"cannot read the rows of this worker back from .*8 bytes"):
+        spool.read(Runs.of(np.arange(10)))
+    spooler.close()
+
+
+def test_a_process_that_is_killed_leaves_no_file(tmp_path: Path) -> None:
+    script = (
+        "import os, signal, sys, numpy as np\n"
+        "from sparktorch.data.spool import OnDisk\n"
+        "spool = OnDisk(sys.argv[1]).spool('x', np.uint8)\n"
+        "spool.append(np.zeros(1 << 20, np.uint8))\n"
+        "print(os.listdir(sys.argv[1]), flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (-signal.SIGKILL, "[]\n"), ended.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_ranks_of_a_host_spread_over_sparks_local_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = [str(tmp_path / name) for name in ("a", "b")]
+    monkeypatch.setenv("SPARK_LOCAL_DIRS", ",".join([*folders, "/no/such/directory"]))
+    with pytest.raises(ClusterError, match=r"no local directory of Spark's can be written to: .*/a, .*/b, /no"):
+        local_directory()
+    for folder in folders:
+        Path(folder).mkdir()
+    assert [local_directory(rank) for rank in range(3)] == [*folders, folders[0]]
+    monkeypatch.delenv("SPARK_LOCAL_DIRS")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert local_directory(1) == str(tmp_path)
+
+
+def test_a_directory_that_cannot_be_written_to_is_refused() -> None:
+    with pytest.raises(ClusterError, match="cannot write to '/no/such/directory': No such file"):
+        OnDisk("/no/such/directory")
