@@ -14,7 +14,7 @@ from sparktorch.spark.resources import AMOUNT, cuda_index
 __all__ = ["FLOORS", "diagnose"]
 
 # The oldest releases that a rank works with, as pyproject.toml has them.
-FLOORS = {"torch": "2.10", "numpy": "1.26", "pyarrow": "15", "safetensors": "0.4"}
+FLOORS = {"torch": "2.10", "numpy": "1.26", "pyarrow": "14.0.1", "safetensors": "0.4"}
 
 _COMPARED = {"torch": 2, "numpy": 1, "pyarrow": 1, "safetensors": 1, "pandas": 1}  # leading numbers of a version
 _SCRIPT = "spark.executor.resource.gpu.discoveryScript"
