@@ -102,10 +102,10 @@ class Shard:
     """The rows of one rank: training rows addressed by position, validation rows in key order.
 
     Attributes:
-        bytes: Of its rows.
-        fingerprint: The sum of the keys of its training rows.
         dropped: Number of rows that were left out because they hold nulls.
     """
+
+    dropped = 0
 
     def __init__(
         self,
@@ -230,22 +230,22 @@ class Shard:
     def _read(self, batches: Iterable[pa.RecordBatch], arrivals: Arrivals, budget: int) -> None:
         """Reads all batches into the fields."""
         screen = Screen(self._columns)
-        row = 0
-        for batch in batches:
-            rows = screen.rows_of(batch, first_row=row)
+        arrived = 0
+        for whole in batches:
+            batch = screen.rows_of(whole, first_row=arrived)
             before = sum(field.nbytes for field in self._fields.values())
             for spec in self._columns.tensors:
-                self._fields[spec.name].append(rows.column(spec.name), first_row=row)
+                self._fields[spec.name].append(batch.column(spec.name), first_row=arrived)
             grown = sum(field.nbytes for field in self._fields.values()) - before
-            if self._spooler.on_disk and grown > budget * rows.num_rows:
-                raise _too_large(grown / rows.num_rows, budget, row)
+            if self._spooler.on_disk and grown > budget * batch.num_rows:
+                raise _too_large(grown / batch.num_rows, budget, arrived)
             if self._columns.validation:
                 # A null flag is no flag.
-                held_out = rows.column(VALIDATION).fill_null(False).to_numpy(zero_copy_only=False)
+                held_out = batch.column(VALIDATION).fill_null(False).to_numpy(zero_copy_only=False)
             else:
-                held_out = np.zeros(rows.num_rows, np.bool_)
-            arrivals.append(rows.column(KEY).to_numpy(), held_out)
-            row += batch.num_rows
+                held_out = np.zeros(batch.num_rows, np.bool_)
+            arrivals.append(batch.column(KEY).to_numpy(), held_out)
+            arrived += whole.num_rows
         screen.close()
         self.dropped = screen.dropped
 

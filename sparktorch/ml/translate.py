@@ -39,8 +39,9 @@ _SAME = (
     *("optimizer", "optimizerParams", "learningRate", "parameterGroups"),
     *("scheduler", "schedulerParams", "schedulerInterval", "warmupSteps", "referenceBatchSize"),
     *("batchSize", "epochs", "split", "shuffle", "shuffleBlock", "seed", "precision", "emaDecay"),
-    *("gradientClipNorm", "gradientClipValue", "nullPolicy", "fillValue"),
+    *("gradientClipNorm", "gradientClipValue"),
     *("inputShapes", "inputLayouts", "inputDtypes", "maxLengths", "padValues", "assembleInputs"),
+    *("nullPolicy", "fillValue", "labelCols"),
     *("nonFiniteLoss", "syncBatchNorm", "earlyStoppingPatience", "validationInterval", "validationUnit"),
 )
 
