@@ -70,17 +70,17 @@ def write_vectors(spark: SparkSession, directory: Path, rows: int) -> None:
     dense = arrays.select(array_to_vector("features").alias("features"), "label")
     dense.write.parquet(str(directory / "dense"))
 
-    @F.udf(VectorUDT())
-    def sparse(row: int) -> SparseVector:
-        random = np.random.default_rng(row)
-        return SparseVector(
-            SPARSE_WIDTH, sorted(random.choice(SPARSE_WIDTH, FILLED, replace=False)), random.random(FILLED)
-        )
-
+    sparse = F.udf(lambda row: sparse_row(row), VectorUDT())
     numbered = spark.range(0, rows, 1, CORES)
     numbered.select(sparse("id").alias("features"), F.col("id").cast("float").alias("label")).write.parquet(
         str(directory / "sparse")
     )
+
+
+def sparse_row(number: int) -> SparseVector:
+    """Returns a row of the sparse vectors."""
+    random = np.random.default_rng(number)
+    return SparseVector(SPARSE_WIDTH, sorted(random.choice(SPARSE_WIDTH, FILLED, replace=False)), random.random(FILLED))
 
 
 def to_shard(batches: Iterable[pa.RecordBatch], columns: Columns) -> Iterator[pa.RecordBatch]:

@@ -27,8 +27,13 @@ Array = npt.NDArray[Any]
 
 
 class Field(ABC):
-    """One column of a rank's rows: filled batch by batch, then read by row number."""
+    """One column of a rank's rows: filled batch by batch, then read by row number.
 
+    Attributes:
+        decodes: Whether to take rows is more than to copy them, and is worth a thread.
+    """
+
+    decodes: bool = False
     _device: str = "cpu"
 
     @property

@@ -161,7 +161,8 @@ class Shard:
             for field in self._fields.values():
                 field.finish(device)
             rows = Rows(self._fields, columns, device, self.last + 1)
-            self._feed = Resident(rows, _array(order), _array(validation_order), device, decoding=False)
+            decoding = any(field.decodes for field in self._fields.values())
+            self._feed = Resident(rows, _array(order), _array(validation_order), device, decoding=decoding)
 
     @property
     def on_disk(self) -> bool:
