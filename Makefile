@@ -1,8 +1,10 @@
 # make demo   trains and scores the digits, from a fresh clone
 # make test   runs every check and every test
-# Both set up what they need first.
+# make test-petastorm   runs the tests beside the real Petastorm, on the older stack that it needs
+# All set up what they need first.
 
 VENV ?= .venv
+PETASTORM_VENV ?= .venv-petastorm
 PYTHON ?= python3
 BIN := $(VENV)/bin
 SHELL := /bin/bash
@@ -11,7 +13,7 @@ export SPARK_LOCAL_IP := 127.0.0.1
 export MLFLOW_DISABLE_TELEMETRY := true
 export PYSPARK_PYTHON := $(abspath $(BIN)/python)
 
-.PHONY: setup demo test lint zip mlflow clean
+.PHONY: setup demo test test-petastorm lint zip mlflow clean
 
 setup: $(VENV)/.done
 
@@ -40,6 +42,21 @@ lint: setup
 
 test: setup zip lint
 	$(BIN)/python -m pytest --cov --cov-report=term:skip-covered
+
+$(PETASTORM_VENV)/.done: pyproject.toml constraints-petastorm.txt scripts/java.sh
+	scripts/java.sh
+	$(PYTHON) -m venv $(PETASTORM_VENV)
+	$(PETASTORM_VENV)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(PETASTORM_VENV)/bin/python -m pip install --quiet -c constraints-petastorm.txt \
+		-e ".[petastorm,metrics]" --group test-petastorm
+	touch $@
+
+# Petastorm warns of every function of pyarrow's that it calls; pyspark 4.0 leaves sockets to the garbage collector.
+test-petastorm: export PYSPARK_PYTHON := $(abspath $(PETASTORM_VENV)/bin/python)
+test-petastorm: $(PETASTORM_VENV)/.done
+	$(PETASTORM_VENV)/bin/python -m pytest -W ignore::FutureWarning -W ignore::DeprecationWarning \
+		-W "ignore:unclosed <socket:ResourceWarning" \
+		tests/petastorm tests/unit $(addprefix tests/spark/test_,exactness.py fit.py frame.py persistence.py petastorm.py scoring.py)
 
 mlflow: setup
 	$(BIN)/mlflow ui --backend-store-uri sqlite:///out/mlflow.db --host 127.0.0.1

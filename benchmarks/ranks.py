@@ -24,11 +24,11 @@ import pyarrow as pa
 import torch
 import torch.distributed as dist
 
-from sparktorch.config import TrainConfig
+from sparktorch.config import CheckpointConfig, TrainConfig
 from sparktorch.data.columns import KEY, LABEL, Columns, TensorSpec, input_name
 from sparktorch.data.tensors import to_arrow
 from sparktorch.spark.control import host_store
-from sparktorch.train.link import Link, connect
+from sparktorch.train.link import Link, OpenStore, connect
 from sparktorch.train.recipe import Recipe
 from sparktorch.worker import TrainJob, train_partition
 from sparktorch.world import World
@@ -49,7 +49,7 @@ class Place:
     port: int
     prefix: str
 
-    def store(self, *, timeout: timedelta = timedelta(minutes=1)) -> dist.Store:
+    def store(self, *, timeout: timedelta = timedelta(seconds=60)) -> dist.Store:
         """Connects to the store of this call."""
         return connect(HOST, self.port, self.prefix, timeout=timeout)
 
@@ -132,10 +132,18 @@ class Course:
     history: list[dict[str, Any]]
 
 
-def fit(place: Place, rows: int, width: int, recipe: Recipe, config: TrainConfig) -> Course:
+def fit(
+    place: Place,
+    rows: int,
+    width: int,
+    recipe: Recipe,
+    config: TrainConfig,
+    *,
+    checkpoint: CheckpointConfig | None = None,
+) -> Course:
     """Trains as one rank on `rows` random rows of its own."""
     link = Stopwatch(place.store, place.world)
-    job = TrainJob(columns=columns(width), recipe=recipe, config=config)
+    job = TrainJob(columns=columns(width), recipe=recipe, config=config, checkpoint=checkpoint)
     with link.beating():
         result = train_partition(rows_of(place.world, rows, width), world=place.world, job=job, link=link)
     return Course(np.diff(link.marks).tolist(), result.meta.get("history", []))
@@ -167,7 +175,7 @@ def rows_of(world: World, rows: int, width: int) -> list[pa.RecordBatch]:
 class Stopwatch(Link):
     """A link that notes when each epoch begins and when the last one has ended."""
 
-    def __init__(self, open_store: Callable[[], dist.Store], world: World) -> None:
+    def __init__(self, open_store: OpenStore, world: World) -> None:
         super().__init__(open_store, world)
         self.marks: list[float] = []
 

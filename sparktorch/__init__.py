@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from sparktorch.ml.estimator import TorchEstimator
     from sparktorch.ml.model import TorchModel
     from sparktorch.ml.regression import TorchRegressionModel, TorchRegressor
+    from sparktorch.spark.petastorm import read_petastorm
     from sparktorch.train.callbacks import Callback
 
 __version__ = "0.1.0"
@@ -30,6 +31,7 @@ __all__ = [
     "TorchRegressionModel",
     "TorchRegressor",
     "__version__",
+    "read_petastorm",
 ]
 
 _HOMES = {
@@ -41,6 +43,7 @@ _HOMES = {
     "TorchModel": "sparktorch.ml.model",
     "TorchRegressionModel": "sparktorch.ml.regression",
     "TorchRegressor": "sparktorch.ml.regression",
+    "read_petastorm": "sparktorch.spark.petastorm",
 }
 
 

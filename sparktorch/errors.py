@@ -10,6 +10,7 @@ __all__ = [
     "ClusterError",
     "ColumnError",
     "ConfigError",
+    "DatasetError",
     "ModuleError",
     "PersistenceError",
     "RankError",
@@ -77,6 +78,10 @@ class ColumnError(SparkTorchError, ValueError):
     """A column is missing, has the wrong type, or holds values that cannot be trained on."""
 
 
+class DatasetError(SparkTorchError, ValueError):
+    """Files are not the data set they are read as, or hold what cannot be read."""
+
+
 class ModuleError(SparkTorchError, ValueError):
     """The module, loss or optimizer does not fit the columns, or cannot be shipped to the ranks."""
 
@@ -108,6 +113,7 @@ _KINDS: dict[str, type[SparkTorchError]] = {
     for kind in (
         ConfigError,
         ColumnError,
+        DatasetError,
         ModuleError,
         ClusterError,
         RankError,

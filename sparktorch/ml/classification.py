@@ -120,6 +120,7 @@ class TorchClassifier(TorchEstimatorBase[TorchClassificationModel], ClassifierCo
         numWorkers: int = 1,
         device: str = "auto",
         rendezvous: str = "auto",
+        preflight: str = "basic",
         checkpointDir: str | None = None,
         checkpointInterval: int = 1,
         checkpointUnit: str = "epoch",

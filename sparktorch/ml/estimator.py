@@ -41,6 +41,8 @@ from sparktorch.ml.storage import StorageParams
 from sparktorch.ml.summary import TrainingSummary
 from sparktorch.ml.translate import Request, given, translate
 from sparktorch.spark.barrier import run_ranks
+from sparktorch.spark.doctor import check_executors
+from sparktorch.spark.findings import refuse
 from sparktorch.spark.frame import Frame, prepare
 from sparktorch.spark.preflight import check_cluster, check_result_size, settled_slots
 from sparktorch.spark.resources import gpu_profile
@@ -107,11 +109,14 @@ class TorchEstimatorBase(
         spark = dataset.sparkSession
         profile = gpu_profile(spark, request.launch.device, request.launch.world_size)
         check_cluster(spark, request.launch.world_size, profile)
+        request = replace(request, launch=replace(request.launch, profile=profile))
+        if self.getPreflight() == "full":
+            checkpoints = request.checkpoint.directory if request.checkpoint else None
+            refuse(check_executors(spark, request.launch, checkpoints))
         frame = prepare(dataset, self._task, **request.columns)
         trial = _try_out(frame, request)
         check_result_size(spark, sum(tensor.nbytes for tensor in trial.module.state_dict().values()))
         prepared = time.perf_counter()
-        request = replace(request, launch=replace(request.launch, profile=profile))
         fit = Fit(estimator=self, columns=frame.columns, spark=spark, callers=self._callers)
         with FitReport(fit, rows_per_step=request.config.batch_size, show=self.getProgress()) as report:
             results = _train(frame, trial, request, report)
@@ -235,6 +240,7 @@ class TorchEstimator(TorchEstimatorBase[TorchModel], LabelColumns, OutputColumns
         numWorkers: int = 1,
         device: str = "auto",
         rendezvous: str = "auto",
+        preflight: str = "basic",
         checkpointDir: str | None = None,
         checkpointInterval: int = 1,
         checkpointUnit: str = "epoch",

@@ -78,7 +78,7 @@ class FitReport:
         self._bar: tqdm[Any] | None = None
         self._listeners: list[FitListener] = []
         self._first = (time.monotonic(), 0)
-        self._place = (0, 0)
+        self._place = self._furthest = (0, 0)
         self._epochs_told = 0
 
     def __enter__(self) -> FitReport:
@@ -95,12 +95,14 @@ class FitReport:
             self._tell("failed", error)
 
     def progress(self, record: dict[str, Any]) -> None:
-        """Moves the bar to where rank 0 is, and tells the listeners."""
+        """Moves the bar to where rank 0 is, and tells the listeners of each place once."""
         place = (record["epoch"], record["step"])
         if place == self._place:
             return
         self._place = place
-        self._tell("progress", record)
+        if place > self._furthest:  # a training that goes on from a checkpoint takes some steps again
+            self._furthest = place
+            self._tell("progress", record)
         if not self._show:
             return
         done = (record["epoch"] - 1) * record["steps"] + record["step"]

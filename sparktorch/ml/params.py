@@ -85,6 +85,7 @@ DEFAULTS: dict[str, Any] = {
     "strategyParams": {},
     "numWorkers": 1,
     "rendezvous": "auto",
+    "preflight": "basic",
     "checkpointInterval": 1,
     "checkpointUnit": "epoch",
     "keepCheckpoints": 2,
@@ -823,6 +824,12 @@ class LaunchParams(Params):
         "from which level on the driver shows what workers log; what they print counts as 'INFO'",
         typeConverter=TypeConverters.toString,
     )
+    preflight: Param[str] = Param(
+        Params._dummy(),
+        "preflight",
+        "what is checked before the job starts: 'basic' for settings, slots and GPUs, 'full' for the executors as well",
+        typeConverter=TypeConverters.toString,
+    )
     progress: Param[bool] = Param(
         Params._dummy(),
         "progress",
@@ -877,6 +884,14 @@ class LaunchParams(Params):
     def setLogLevel(self, value: str) -> Self:
         """Sets the value of `logLevel`."""
         return self._set(logLevel=value)
+
+    def getPreflight(self) -> str:
+        """Gets the value of `preflight` or its default."""
+        return self.getOrDefault(self.preflight)
+
+    def setPreflight(self, value: str) -> Self:
+        """Sets the value of `preflight`."""
+        return self._set(preflight=value)
 
     def getProgress(self) -> bool:
         """Gets the value of `progress` or its default."""

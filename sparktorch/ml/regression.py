@@ -106,6 +106,7 @@ class TorchRegressor(TorchEstimatorBase[TorchRegressionModel], LabelColumns):
         numWorkers: int = 1,
         device: str = "auto",
         rendezvous: str = "auto",
+        preflight: str = "basic",
         checkpointDir: str | None = None,
         checkpointInterval: int = 1,
         checkpointUnit: str = "epoch",

@@ -116,6 +116,7 @@ def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
     one_of("logLevel", p["logLevel"], _LOG_LEVELS)
     check_scoring(estimator)
     one_of("rendezvous", p["rendezvous"], ("auto", "driver", "rank0"))
+    one_of("preflight", p["preflight"], ("basic", "full"))
     _check_loss(estimator, p)
     _check_schedule(p)
     _check_sizes(p)

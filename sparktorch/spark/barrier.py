@@ -21,13 +21,14 @@ from sparktorch.errors import ClusterError, ConfigError, ModuleError
 from sparktorch.spark.cause import Causes
 from sparktorch.spark.control import ControlServer, Rendezvous
 from sparktorch.spark.rank import RESULT_SCHEMA, Body, RankTask, assemble
-from sparktorch.spark.session import driver_address, is_connect, running_tasks
+from sparktorch.spark.session import cancel_tasks, driver_address, is_connect, running_tasks, tag_tasks
 from sparktorch.spark.watch import Observer, Patience, Watch
 from sparktorch.train.recipe import SHIPPING_HINT
 
 __all__ = ["Launch", "run_ranks"]
 
 _POLL_SECONDS = 0.05
+_CANCEL_SECONDS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,9 +159,7 @@ class _Job:
 
         def collect() -> None:
             try:
-                spark.addTag(self._tag)
-                if not is_connect(spark):
-                    spark.sparkContext.addJobTag(self._tag)
+                tag_tasks(spark, self._tag)
                 self.rows = plan.collect()  # toArrow() would make one vector of all, which ends at 2 GiB
             except Exception as error:  # handed to the thread that waits
                 self.error = error
@@ -184,5 +183,5 @@ class _Job:
         if self._done.is_set():
             return
         with suppress(Exception):  # the session itself may be gone
-            self._spark.interruptTag(self._tag)
-        self._done.wait(10)
+            cancel_tasks(self._spark, self._tag)
+        self._done.wait(_CANCEL_SECONDS)

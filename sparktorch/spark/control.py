@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 import socket
 import threading
@@ -13,12 +14,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from sparktorch.errors import SparkTorchError
+from sparktorch.errors import ClusterError, SparkTorchError
 from sparktorch.train.console import KEPT_LINES
 from sparktorch.train.link import last_lines
+from sparktorch.train.seal import SealedStore
 
 __all__ = ["ControlServer", "Rendezvous", "host_store"]
 
+_LOG = logging.getLogger(__name__)
 _BEAT_SECONDS = 1.0
 
 
@@ -29,7 +32,8 @@ class Rendezvous:
     Attributes:
         host: Name or address of the store's host, as the ranks reach it.
         port: Its TCP port.
-        prefix: Random prefix of the attempt's keys, so that ranks of another attempt cannot meddle.
+        prefix: Random token from which prefix and seal of the attempt's keys follow, so that ranks of another
+            attempt, and strangers, cannot meddle.
     """
 
     host: str
@@ -69,7 +73,8 @@ class ControlServer:
         """
         self._server, port = host_store(bind)
         self.rendezvous = Rendezvous(advertise, port, secrets.token_hex(16))
-        self._store = dist.PrefixStore(self.rendezvous.prefix, self._server)
+        self._store = SealedStore(self.rendezvous.prefix, self._server)
+        self._forged = False  # whether a stranger has been noticed
         self._epochs_seen = 0
         self._warnings_seen = 0
         self._lines_seen: dict[int, int] = defaultdict(int)
@@ -82,13 +87,14 @@ class ControlServer:
 
     def progress(self) -> dict[str, Any] | None:
         """Returns the last progress record of rank 0, or `None` before the first one."""
-        return self._read("progress")
+        record: dict[str, Any] | None = self._read("progress")
+        return record
 
     def new_epochs(self) -> list[dict[str, Any]]:
         """Returns the records of the epochs finished since the last call, each exactly once."""
-        if not self._store.check(["epochs"]):
+        done = self._read("epochs")
+        if done is None:
             return []
-        done = int(self._store.get("epochs"))
         numbers = range(self._epochs_seen + 1, done + 1)
         self._epochs_seen = done
         # A training that goes on from a checkpoint begins with a later one.
@@ -183,11 +189,17 @@ class ControlServer:
         found = [self._read(f"error/{index}") for index in range(1, count + 1)]
         return [form for form in found if form is not None]
 
-    def _read(self, key: str) -> dict[str, Any] | None:
+    def _read(self, key: str) -> Any:
+        """Returns what a rank has laid down; `None` where there is nothing, or a stranger has overwritten it."""
         if not self._store.check([key]):
             return None
-        record: dict[str, Any] = json.loads(self._store.get(key))
-        return record
+        try:
+            return json.loads(self._store.get(key))
+        except ClusterError as error:
+            if not self._forged:
+                _LOG.warning("%s", error)
+            self._forged = True
+            return None
 
 
 def _beat(store: dist.Store, closed: threading.Event) -> None:

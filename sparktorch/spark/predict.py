@@ -33,6 +33,16 @@ _scorers: OrderedDict[tuple[str, Scoring, str], Scorer] = OrderedDict()
 INLINE_BYTES = 1 << 20
 
 
+_VECTOR = pa.schema(
+    [
+        ("type", pa.int8()),
+        ("size", pa.int32()),
+        ("indices", pa.list_(pa.int32())),
+        ("values", pa.list_(pa.float64())),
+    ]
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Scoring:
     """How a module scores.
@@ -181,12 +191,20 @@ def pandas_scoring_udf(score: Callable[[Iterator[Any]], Iterator[pa.Array]], kin
     def frames(batches: Iterator[Any]) -> Iterator[Any]:
         def arrays() -> Iterator[tuple[pa.Array, ...]]:
             for batch in batches:
-                yield tuple(map(pa.Array.from_pandas, batch if isinstance(batch, tuple) else (batch,)))
+                yield tuple(map(_from_pandas, batch if isinstance(batch, tuple) else (batch,)))
 
         for result in score(arrays()):
-            table = pa.Table.from_struct_array(result) if pa.types.is_struct(result.type) else result
+            table = pa.RecordBatch.from_struct_array(result) if pa.types.is_struct(result.type) else result
             yield table.to_pandas()
 
     with warnings.catch_warnings():  # annotations would need pandas at import time in every executor
         warnings.filterwarnings("ignore", message="In Python 3.6\\+ and Spark 3.0\\+")
         return pandas_udf(frames, kind, PandasUDFType.SCALAR_ITER)
+
+
+def _from_pandas(column: Any) -> pa.Array:
+    """Converts a series; an ML vector comes as a frame, of the fields of the struct that Spark keeps it as."""
+    if column.ndim == 1:
+        return pa.Array.from_pandas(column)
+    fields = pa.RecordBatch.from_pandas(column, _VECTOR, preserve_index=False).columns
+    return pa.StructArray.from_arrays(fields, names=_VECTOR.names, mask=fields[0].is_null())

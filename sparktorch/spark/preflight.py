@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 
 from pyspark.resource import ResourceProfile
 from pyspark.sql import SparkSession
 
+from sparktorch.config import Device
 from sparktorch.errors import ClusterError
-from sparktorch.spark.session import setting, slots
+from sparktorch.spark.findings import Finding, refuse
+from sparktorch.spark.resources import AMOUNT, gpu_profile
+from sparktorch.spark.session import is_local, setting, slots
 
-__all__ = ["check_cluster", "check_result_size", "settled_slots"]
+__all__ = [
+    *("check_cluster", "check_result_size", "dynamic_allocation", "enough_slots"),
+    *("gpus", "settled_slots", "speculation"),
+]
 
 _SETTLE_SECONDS = 2.0
 _EMPTY_SECONDS = 60.0
 
 
-def check_cluster(
-    spark: SparkSession, world_size: int, profile: ResourceProfile | None = None, *, settle: float = _SETTLE_SECONDS
-) -> None:
+def check_cluster(spark: SparkSession, world_size: int, profile: ResourceProfile | None = None) -> None:
     """Refuses what Spark would refuse late, hang on, or run wrongly.
 
     A cluster that is still starting gets a moment: as long as slots keep appearing, and a minute
@@ -29,31 +34,107 @@ def check_cluster(
         spark: The session.
         world_size: Number of barrier tasks.
         profile: The resource profile the tasks will have.
-        settle: Seconds in which no slot has appeared, after which there are too few.
 
     Raises:
         ClusterError: With the setting to change.
     """
-    if setting(spark, "spark.dynamicAllocation.enabled") == "true":
-        raise ClusterError(
-            "dynamic allocation is on, and Spark runs no barrier job under it",
-            hint="start the session with spark.dynamicAllocation.enabled=false and a fixed spark.executor.instances",
+    refuse([dynamic_allocation(spark), speculation(spark)])
+    refuse([enough_slots(spark, world_size, profile)[0]])
+
+
+def dynamic_allocation(spark: SparkSession) -> Finding:
+    """Looks whether executors come and go."""
+    check, name = "dynamic-allocation", "spark.dynamicAllocation.enabled"
+    if setting(spark, name) != "true":
+        return Finding(check=check, status="ok", found="dynamic allocation is off")
+    return Finding(
+        check=check,
+        status="failure",
+        found="dynamic allocation is on, and Spark runs no barrier job under it",
+        setting=name,
+        value="false",
+        hint="start the session with spark.dynamicAllocation.enabled=false and a fixed spark.executor.instances",
+    )
+
+
+def speculation(spark: SparkSession) -> Finding:
+    """Looks whether Spark would start second copies of tasks."""
+    check, name = "speculation", "spark.speculation"
+    if setting(spark, name) != "true":
+        return Finding(check=check, status="ok", found="speculation is off")
+    return Finding(
+        check=check,
+        status="failure",
+        found="speculation is on: Spark would start second copies of slow ranks",
+        setting=name,
+        value="false",
+        hint="start the session with spark.speculation=false",
+    )
+
+
+def gpus(spark: SparkSession, device: Device, world_size: int) -> tuple[ResourceProfile | None, Finding]:
+    """Looks whether the executors were given the GPUs that are wanted; returns the tasks' profile, too."""
+    try:
+        profile = gpu_profile(spark, device, world_size)
+    except ClusterError as error:
+        name = "device" if is_local(spark) else AMOUNT
+        value = "cpu" if is_local(spark) else "1"
+        return None, Finding(
+            check="gpus", status="failure", found=error.what, setting=name, value=value, hint=error.hint
         )
-    if setting(spark, "spark.speculation") == "true":
-        raise ClusterError(
-            "speculation is on: Spark would start second copies of slow ranks",
-            hint="start the session with spark.speculation=false",
-        )
-    found = settled_slots(spark, world_size, profile, settle=settle)
-    if found is not None and found < world_size:
-        raise ClusterError(
-            f"numWorkers={world_size}, but the cluster has {found} slots",
-            hint=f"set numWorkers={found or 1} or less, or start the session with more: "
-            "spark.executor.instances x spark.executor.cores / spark.task.cpus"
-            f"{' (and spark.executor.resource.gpu.amount: one GPU a worker)' if profile is not None else ''} "
-            f"(master {setting(spark, 'spark.master', 'unknown')!r})",
-            param="numWorkers",
-        )
+    given = float(setting(spark, AMOUNT, "0"))
+    if device == "cpu":
+        found = "not asked for"
+    elif is_local(spark):
+        found = "local mode: ranks take those of this machine, if there are enough"
+    else:
+        found = f"{given:g} an executor, one a rank" if given >= 1 else "the executors were given none"
+    return profile, Finding(check="gpus", status="ok", found=found)
+
+
+def enough_slots(
+    spark: SparkSession, world_size: int, profile: ResourceProfile | None = None, *, wait: bool = False
+) -> tuple[Finding, int | None]:
+    """Looks whether all ranks can run at once.
+
+    Args:
+        spark: The session.
+        world_size: Number of ranks.
+        profile: The resource profile of their tasks.
+        wait: Whether to wait until no more slots appear, although there are enough.
+
+    Returns:
+        What it finds, and the number of slots, `None` if unknown.
+    """
+    found = settled_slots(spark, sys.maxsize if wait else world_size, profile)
+    if found is None:
+        text = "behind this server they cannot be counted; Spark itself refuses too many ranks, after ten minutes"
+        return Finding(check="slots", status="ok", found=text), None
+    if found >= world_size:
+        return Finding(check="slots", status="ok", found=f"{found}, of which {world_size} are needed"), found
+    name, value = _more_slots(spark, world_size)
+    finding = Finding(
+        check="slots",
+        status="failure",
+        found=f"numWorkers={world_size}, but the cluster has {found} slots",
+        where={"param": "numWorkers"},
+        setting=name,
+        value=value,
+        hint=f"set numWorkers={found or 1} or less, or start the session with more: "
+        "spark.executor.instances x spark.executor.cores / spark.task.cpus"
+        f"{' (and spark.executor.resource.gpu.amount: one GPU a worker)' if profile is not None else ''} "
+        f"(master {setting(spark, 'spark.master', 'unknown')!r})",
+    )
+    return finding, found
+
+
+def _more_slots(spark: SparkSession, wanted: int) -> tuple[str, str]:
+    """Returns the setting that makes for enough slots, and its value."""
+    cpus = int(setting(spark, "spark.task.cpus", "1"))
+    if is_local(spark):
+        return "spark.master", f"local[{wanted * cpus}]"
+    per_executor = int(setting(spark, "spark.executor.cores", "1")) // cpus
+    return "spark.executor.instances", str(-(-wanted // max(1, per_executor)))
 
 
 def check_result_size(spark: SparkSession, model_bytes: int) -> None:
@@ -92,7 +173,7 @@ def settled_slots(
     if profile is not None and profile._java_resource_profile is not None:
         java_profile = profile._java_resource_profile
     found = slots(spark, java_profile)
-    if found is None or setting(spark, "spark.master").startswith("local["):
+    if found is None or is_local(spark):
         return found
     deadline = time.monotonic() + (settle if found else _EMPTY_SECONDS)
     while found < wanted and time.monotonic() < deadline:

@@ -11,11 +11,11 @@ from pyspark.sql import SparkSession
 
 from sparktorch.config import Device
 from sparktorch.errors import ClusterError
-from sparktorch.spark.session import setting
+from sparktorch.spark.session import is_local, setting
 
-__all__ = ["choose_device", "cuda_index", "gpu_profile"]
+__all__ = ["AMOUNT", "choose_device", "cuda_index", "gpu_profile"]
 
-_AMOUNT = "spark.executor.resource.gpu.amount"
+AMOUNT = "spark.executor.resource.gpu.amount"
 
 
 def gpu_profile(spark: SparkSession, device: Device, world_size: int) -> ResourceProfile | None:
@@ -35,7 +35,7 @@ def gpu_profile(spark: SparkSession, device: Device, world_size: int) -> Resourc
     """
     if device == "cpu":
         return None
-    if setting(spark, "spark.master").startswith("local["):  # resource profiles are refused there
+    if is_local(spark):  # resource profiles are refused there
         if device == "cuda" and torch.cuda.device_count() < world_size:
             raise ClusterError(
                 f"device='cuda' with {world_size} workers, but this machine has "
@@ -43,11 +43,11 @@ def gpu_profile(spark: SparkSession, device: Device, world_size: int) -> Resourc
                 hint="lower numWorkers, or set device='cpu' or 'auto'",
             )
         return None
-    if float(setting(spark, _AMOUNT, "0")) < 1:
+    if float(setting(spark, AMOUNT, "0")) < 1:
         if device == "cuda":
             raise ClusterError(
                 "device='cuda', but the executors have no GPU",
-                hint=f"start the session with {_AMOUNT}=1 and "
+                hint=f"start the session with {AMOUNT}=1 and "
                 "spark.executor.resource.gpu.discoveryScript=conf/gpu_discovery.sh, or set device='cpu'",
             )
         return None

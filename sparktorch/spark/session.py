@@ -9,12 +9,20 @@ from typing import Any
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
-__all__ = ["driver_address", "is_connect", "java_version", "running_tasks", "setting", "slots"]
+__all__ = [
+    *("cancel_tasks", "driver_address", "is_connect", "is_local", "java_version"),
+    *("running_tasks", "setting", "slots", "tag_tasks"),
+]
 
 
 def is_connect(spark: SparkSession) -> bool:
     """Whether the session is a Spark Connect client."""
     return type(spark).__module__.startswith("pyspark.sql.connect")
+
+
+def is_local(spark: SparkSession) -> bool:
+    """Whether the tasks are threads of the driver's JVM."""
+    return re.fullmatch(r"local(\[.*\])?", setting(spark, "spark.master")) is not None
 
 
 def setting(spark: SparkSession, name: str, default: str = "") -> str:
@@ -56,12 +64,28 @@ def slots(spark: SparkSession, profile: Any = None) -> int | None:
     return int(context.maxNumConcurrentTasks(profile))
 
 
+def tag_tasks(spark: SparkSession, tag: str) -> None:
+    """Gives the jobs that this thread is to start a tag, by which `cancel_tasks` and `running_tasks` know them."""
+    if is_connect(spark):
+        spark.addTag(tag)
+    else:
+        spark.sparkContext.addJobTag(tag)
+
+
+def cancel_tasks(spark: SparkSession, tag: str) -> None:
+    """Cancels the jobs with a tag, those that wait for slots among them, which a session's own interrupt may miss."""
+    if is_connect(spark):
+        spark.interruptTag(tag)
+    else:
+        spark.sparkContext.cancelJobsWithTag(tag)
+
+
 def running_tasks(spark: SparkSession, tag: str) -> int | None:
     """Returns how many tasks are running of the jobs with a tag; `None` where there is no job yet, or on Connect.
 
     Args:
         spark: The session.
-        tag: As given to `SparkContext.addJobTag` where the jobs were started.
+        tag: As given to `tag_tasks` where the jobs were started.
     """
     if is_connect(spark):
         return None

@@ -13,11 +13,9 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
+import pickle
 import re
-import socket
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -27,6 +25,8 @@ from typing import Any, TypeVar
 import torch
 
 from sparktorch.errors import PersistenceError
+from sparktorch.train.claim import Claim, holds, release
+from sparktorch.train.files import Directory
 from sparktorch.train.state import local_part
 
 __all__ = ["CheckpointStore", "Manifest", "Share", "read_rest", "read_tensors", "snapshot"]
@@ -36,9 +36,7 @@ E = TypeVar("E", bound=Exception)
 _FORMAT = 1
 _MANIFEST = "manifest.json"
 _FINISHED = "finished.json"
-_CLAIM = "claim.json"
-_CLAIM_SECONDS = 30.0
-_NAME = re.compile(r"step-(\d{9})")
+_NAME = re.compile(r"step-(\d{9})(?:-([0-9a-f]+))?")
 _FILE = re.compile(r"rank-\d{5}\.(safetensors|pt)")
 
 
@@ -89,6 +87,7 @@ class Manifest:
         job: What identifies the training; one with another may not go on from it.
         loss: Of the last validation; `None` without any.
         files: Size in bytes and SHA-256 of each file.
+        attempt: Of the training, that wrote it.
         format: Of the files.
     """
 
@@ -99,27 +98,29 @@ class Manifest:
     job: dict[str, Any]
     loss: float | None = None
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    attempt: str = ""
     format: int = _FORMAT
 
 
 class CheckpointStore:
-    """The checkpoints of one training, under a directory of any file system that fsspec knows."""
+    """The checkpoints of one training, under a directory of any file system that fsspec knows.
 
-    def __init__(self, url: str) -> None:
+    Each attempt at the training writes into folders of its own: ranks of an earlier one, which may outlive it by
+    seconds, write into none that is read later.
+    """
+
+    def __init__(self, url: str, attempt: str = "") -> None:
         """Opens the directory, which need not exist.
+
+        Args:
+            url: Of the directory.
+            attempt: What tells the folders of this attempt from those of others, in hexadecimal.
 
         Raises:
             PersistenceError: The file system is unknown, or its package is not installed.
         """
-        import fsspec  # which only those who save have to wait for
-        from fsspec.implementations.local import LocalFileSystem
-
-        try:
-            self._fs, self._root = fsspec.core.url_to_fs(url)
-        except (ImportError, ValueError) as error:
-            raise PersistenceError(f"checkpointDir {url!r} cannot be opened: {error}", param="checkpointDir") from error
-        self._is_local = isinstance(self._fs, LocalFileSystem)
-        self._root = self._root.rstrip("/")
+        self.directory = Directory(url)
+        self._attempt = attempt
 
     def write_share(self, step: int, rank: int, share: Share) -> dict[str, dict[str, Any]]:
         """Writes a rank's files; returns size and SHA-256 of each."""
@@ -131,7 +132,7 @@ class CheckpointStore:
         if share.tensors:
             contents[f"rank-{rank:05d}.safetensors"] = save(share.tensors, {CUSTOM_METADATA_KEY: json.dumps(places)})
         for name, content in contents.items():
-            self._put(f"{self._directory(step)}/{name}", content)
+            self.directory.put(f"{_folder(step, self._attempt)}/{name}", content)
         return {
             name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
             for name, content in contents.items()
@@ -139,54 +140,35 @@ class CheckpointStore:
 
     def write_manifest(self, manifest: Manifest) -> None:
         """Makes a checkpoint of the files that all ranks have written."""
-        values = asdict(manifest)
+        values = asdict(manifest) | {"attempt": self._attempt}
         content = json.dumps({"manifest": values, "sha256": _digest(values)}, indent=1).encode()
-        self._put(f"{self._directory(manifest.step)}/{_MANIFEST}", content)
+        self.directory.put(f"{_folder(manifest.step, self._attempt)}/{_MANIFEST}", content)
 
-    def claim(self, owner: str) -> None:
-        """Takes the directory for one fit, or renews the claim; to be called every few seconds.
+    def claim(self, owner: str) -> Claim:
+        """Takes the directory for an attempt of a fit; raises what `Claim` does."""
+        return Claim(self.directory, owner, self._attempt)
 
-        Raises:
-            PersistenceError: Another fit has claimed it, and not long ago.
-        """
-        path = f"{self._root}/{_CLAIM}"
-        there: dict[str, Any] = {}
-        with suppress(FileNotFoundError, ValueError):  # a claim that cannot be read is none
-            self._fs.invalidate_cache()
-            there = json.loads(self._fs.cat_file(path))
-        age = time.time() - float(there.get("time", 0))
-        if there.get("owner", owner) != owner and age < _CLAIM_SECONDS:
-            raise PersistenceError(
-                f"{self._root} is being written by another fit, {age:.0f} s ago from {there.get('host')}",
-                hint="give each fit a directory of its own; if that fit is dead, try again in "
-                f"{_CLAIM_SECONDS - age:.0f} s",
-                param="checkpointDir",
-            )
-        claim = {"owner": owner, "time": time.time(), "host": socket.gethostname()}
-        self._put(path, json.dumps(claim).encode())
+    def claimed_by(self, owner: str) -> bool:
+        """Whether the directory holds the claim of this attempt of a fit, as every rank of it must see."""
+        return holds(self.directory, owner, self._attempt)
 
     def release(self, owner: str) -> None:
         """Gives the directory back, if it is this fit's."""
-        path = f"{self._root}/{_CLAIM}"
-        with suppress(FileNotFoundError, ValueError):
-            if json.loads(self._fs.cat_file(path))["owner"] == owner:
-                self._fs.rm_file(path)
+        release(self.directory, owner)
 
     def finish(self, step: int) -> None:
         """Notes that the training has come to its end, so that none goes on from its checkpoints."""
-        self._put(f"{self._root}/{_FINISHED}", json.dumps({"step": step}).encode())
+        self.directory.put(_FINISHED, json.dumps({"step": step}).encode())
 
     @property
     def finished(self) -> bool:
         """Whether the training that these checkpoints belong to has come to its end."""
-        self._fs.invalidate_cache()
-        return bool(self._fs.exists(f"{self._root}/{_FINISHED}"))
+        return self.directory.exists(_FINISHED)
 
     def clear(self) -> None:
         """Removes all checkpoints."""
         self.keep(set())
-        if self.finished:
-            self._fs.rm_file(f"{self._root}/{_FINISHED}")
+        self.directory.remove(_FINISHED)
 
     def keep(self, steps: set[int], *, before: int | None = None) -> None:
         """Removes all checkpoints but those of the given steps, and what unfinished ones have left behind.
@@ -195,39 +177,48 @@ class CheckpointStore:
             steps: What is kept.
             before: Where ranks may be writing later ones, remove only those of earlier steps.
         """
-        for step in self.steps():
-            if step not in steps and (before is None or step < before):
-                manifest = f"{self._directory(step)}/{_MANIFEST}"
-                if self._fs.exists(manifest):  # first, so that no half-removed checkpoint looks whole
-                    self._fs.rm_file(manifest)
-                self._fs.rm(self._directory(step), recursive=True)
+        for step, attempt in self._found():
+            if before is not None and step >= before:
+                continue
+            folder = _folder(step, attempt)
+            if step not in steps:
+                # First, so that no half-removed checkpoint looks whole.
+                self.directory.remove(f"{folder}/{_MANIFEST}")
+                self.directory.remove(folder)
+            elif not self.directory.exists(f"{folder}/{_MANIFEST}"):
+                self.directory.remove(folder)
+
+    def drop(self, step: int) -> None:
+        """Removes what this attempt has written of a checkpoint that will not be finished."""
+        self.directory.remove(_folder(step, self._attempt))
 
     def steps(self) -> list[int]:
         """Returns the steps for which there are files, latest first."""
-        self._fs.invalidate_cache()
-        if not self._fs.isdir(self._root):
-            return []
-        names = (path.rstrip("/").rsplit("/", 1)[-1] for path in self._fs.ls(self._root, detail=False))
-        found = (_NAME.fullmatch(name) for name in names)
-        return sorted((int(match[1]) for match in found if match), reverse=True)
+        return sorted({step for step, _ in self._found()}, reverse=True)
 
-    def read_manifest(self, step: int) -> Manifest:
+    def _found(self) -> list[tuple[int, str]]:
+        """Returns step and attempt of every folder, the latest step first."""
+        matches = (_NAME.fullmatch(name) for name in self.directory.names())
+        return sorted(((int(match[1]), match[2] or "") for match in matches if match), reverse=True)
+
+    def read_manifest(self, step: int, attempt: str = "") -> Manifest:
         """Returns the manifest of a checkpoint.
 
         Raises:
             PersistenceError: It is missing, damaged, or names files that cannot belong to it.
+            ClusterError: The directory cannot be reached.
         """
-        where = f"{self._directory(step)}/{_MANIFEST}"
+        where = f"{self.directory.url}/{_folder(step, attempt)}/{_MANIFEST}"
         try:
-            content = json.loads(self._fs.cat_file(where))
+            content = json.loads(self.directory.read(f"{_folder(step, attempt)}/{_MANIFEST}"))
             values = content["manifest"]
             if content["sha256"] != _digest(values):
                 raise ValueError("it was changed after it was written")
             manifest = Manifest(**values)
+            if (manifest.step, manifest.attempt) != (step, attempt):
+                raise ValueError("it is that of another checkpoint")
         except FileNotFoundError as error:
             raise PersistenceError(f"checkpoint {where} was never finished") from error
-        except OSError as error:
-            raise PersistenceError(f"{where} cannot be read: {error}") from error
         except (ValueError, TypeError, KeyError) as error:
             raise PersistenceError(f"{where} is damaged: {error}") from error
         if manifest.format > _FORMAT:
@@ -240,14 +231,17 @@ class CheckpointStore:
 
     @contextmanager
     def local(self, manifest: Manifest) -> Iterator[Path]:
-        """A local directory with the files of a checkpoint that has been checked."""
-        directory = self._directory(manifest.step)
-        if self._is_local:
-            yield Path(directory)
-            return
+        """A local directory with the files of a checkpoint that has been checked, and no others.
+
+        Raises:
+            PersistenceError: A file holds no tensors that can be read.
+            ClusterError: The directory cannot be reached.
+        """
         with tempfile.TemporaryDirectory(prefix="sparktorch-") as folder:
             for name in manifest.files:
-                self._fs.get_file(f"{directory}/{name}", f"{folder}/{name}")
+                self.directory.fetch(f"{_folder(manifest.step, manifest.attempt)}/{name}", Path(folder, name))
+                if name.endswith(".safetensors"):
+                    _check_header(Path(folder, name))
             yield Path(folder)
 
     def check(self, manifest: Manifest) -> None:
@@ -255,12 +249,13 @@ class CheckpointStore:
 
         Raises:
             PersistenceError: A file is missing, truncated or changed.
+            ClusterError: The directory cannot be reached.
         """
         for name, wanted in manifest.files.items():
             what = f"{name} of the checkpoint at step {manifest.step}"
             try:
-                found = self._measure(f"{self._directory(manifest.step)}/{name}")
-            except OSError as error:
+                found = self.directory.measure(f"{_folder(manifest.step, manifest.attempt)}/{name}")
+            except FileNotFoundError as error:
                 raise PersistenceError(f"{what} cannot be read: {error}") from error
             if found != wanted:
                 raise PersistenceError(
@@ -271,43 +266,20 @@ class CheckpointStore:
     def usable(self) -> tuple[Manifest | None, list[PersistenceError]]:
         """Returns the latest checkpoint whose files are whole, and why later ones are not."""
         problems: list[PersistenceError] = []
-        for step in self.steps():
+        for step, attempt in self._found():
             with _kept(PersistenceError, problems):
-                manifest = self.read_manifest(step)
+                manifest = self.read_manifest(step, attempt)
                 self.check(manifest)
                 return manifest, problems
         return None, problems
 
-    def _measure(self, path: str) -> dict[str, Any]:
-        """Returns size and SHA-256 of a file."""
-        digest, size = hashlib.sha256(), 0
-        with self._fs.open(path, "rb") as file:
-            while block := file.read(1 << 22):
-                digest.update(block)
-                size += len(block)
-        return {"bytes": size, "sha256": digest.hexdigest()}
-
-    def _directory(self, step: int) -> str:
-        return f"{self._root}/step-{step:09d}"
-
-    def _put(self, path: str, content: bytes) -> None:
-        """Writes a file that is there as a whole or not at all."""
-        if not self._is_local:
-            self._fs.pipe_file(path, content)
-            return
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_name(f".{target.name}.{os.getpid()}")
-        with partial.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(target)
-        directory = os.open(target.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)  # the new name, too, outlives a power cut
-        finally:
-            os.close(directory)
+    def manifests(self) -> list[Manifest]:
+        """Returns the manifests that can be read, the latest first, whatever has become of the files they name."""
+        found = []
+        for step, attempt in self._found():
+            with suppress(PersistenceError):
+                found.append(self.read_manifest(step, attempt))
+        return found
 
 
 def read_tensors(directory: Path, rank: int, prefix: str) -> dict[str, torch.Tensor]:
@@ -332,9 +304,40 @@ def _kept(kind: type[E], kept: list[E]) -> Iterator[None]:
 
 
 def read_rest(directory: Path, rank: int) -> dict[str, Any]:
-    """Returns what a rank kept besides tensors."""
-    rest: dict[str, Any] = torch.load(directory / f"rank-{rank:05d}.pt", weights_only=True, map_location="cpu")
+    """Returns what a rank kept besides tensors.
+
+    Raises:
+        PersistenceError: The file holds more than numbers, strings, tensors, and lists and dicts of them.
+    """
+    name = f"rank-{rank:05d}.pt"
+    try:
+        rest: dict[str, Any] = torch.load(directory / name, weights_only=True, map_location="cpu")
+    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
+        raise _foreign(name, str(error).partition("\n")[0]) from error
     return rest
+
+
+def _check_header(path: Path) -> None:
+    """Refuses a file whose header is longer than the file, than safetensors allows, or says what cannot be."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt"):
+            pass
+    except (SafetensorError, OSError) as error:
+        raise _foreign(path.name, str(error)) from error
+
+
+def _foreign(name: str, reason: str) -> PersistenceError:
+    return PersistenceError(
+        f"{name} of the checkpoint is refused: it is none that sparktorch writes ({reason})",
+        hint="somebody else has written into checkpointDir: find out who before you go on",
+        param="checkpointDir",
+    )
+
+
+def _folder(step: int, attempt: str) -> str:
+    return f"step-{step:09d}-{attempt}" if attempt else f"step-{step:09d}"
 
 
 def _digest(values: dict[str, Any]) -> str:

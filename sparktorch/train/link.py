@@ -2,7 +2,7 @@
 
 The ranks agree over it before there is a process group, tell the driver how far they are and what
 they log, tell it why they failed, learn from it that the fit was cancelled, and see that the driver
-lives. Everything on it is JSON; nothing that is read from it is ever unpickled.
+lives. Everything on it is JSON, sealed with the attempt's token; nothing that is read from it is ever unpickled.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from sparktorch.errors import RankError, SparkTorchError
 from sparktorch.train.console import Console
 from sparktorch.train.group import collectives_begun
 from sparktorch.train.memory import out_of_memory_kills, resident_bytes
+from sparktorch.train.seal import SealedStore
 from sparktorch.world import World
 
 __all__ = ["Cancelled", "Link", "OpenStore", "PeerFailure", "connect", "last_lines"]
@@ -52,10 +53,10 @@ class PeerFailure(Exception):  # noqa: N818 - control flow between ranks, no use
     """Another rank has failed; that rank reports the cause."""
 
 
-def connect(host: str, port: int, prefix: str, *, timeout: timedelta = timedelta(seconds=60)) -> dist.Store:
-    """Connects to the store of a job attempt; keys live under the attempt's own prefix."""
+def connect(host: str, port: int, token: str, *, timeout: timedelta = timedelta(seconds=60)) -> dist.Store:
+    """Connects to the store of a job attempt; keys live under the attempt's own prefix, which follows from `token`."""
     store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-    return dist.PrefixStore(prefix, store)
+    return SealedStore(token, store)
 
 
 class Link:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from sparktorch.config import CheckpointConfig
-from sparktorch.errors import PersistenceError
+from sparktorch.errors import PersistenceError, SparkTorchError
 from sparktorch.train.checkpoint import CheckpointStore, Manifest, Share
+from sparktorch.train.claim import Claim
+from sparktorch.train.files import cannot_write
 from sparktorch.world import World
 
 __all__ = ["Board", "Position", "Saver"]
 
 _CLAIM_AGAIN_SECONDS = 10.0
+_SEEN_SECONDS = 5.0  # after which a network file system shows what another host has written
 _PATIENCE = 10.0  # seconds without a heartbeat of a rank whose share is missing
 
 
@@ -74,15 +80,19 @@ class Saver:
             board: Where ranks say what they have written.
 
         Raises:
-            PersistenceError: Another fit writes there, or the checkpoints are of another training.
+            PersistenceError: Another fit writes there, the checkpoints are of another training, or the directory
+                cannot be written, or is another one on this rank's host than on that of rank 0.
+            ClusterError: The directory cannot be reached.
         """
         self._config, self._job, self._world, self._board = config, job, world, board
-        self.store = CheckpointStore(config.directory)
-        self._losses: dict[int, float] = {}  # of the checkpoints that were validated, in rank 0
-        self.start = self._find_start()
+        self._kept: dict[int, float | None] = {}  # in rank 0: the checkpoints that are whole, with their losses
+        self._failing = False
+        self._claim: Claim | None = None
+        self._lost: PersistenceError | None = None
+        self.store, self.start = self._find_start()
         self._thread: threading.Thread | None = None
         self._done = threading.Event()
-        self._claims = threading.Thread(target=self._claim, name="sparktorch-claim", daemon=True)
+        self._claims = threading.Thread(target=self._renew, name="sparktorch-claim", daemon=True)
 
     def __enter__(self) -> Saver:
         if self._world.is_main:
@@ -92,31 +102,52 @@ class Saver:
     def __exit__(self, *_: object) -> None:
         self._done.set()  # a process that is used again must not hold on to the directory
 
-    def _find_start(self) -> Manifest | None:
-        """Returns the checkpoint to go on from, the same in every rank; `None` for the beginning."""
-        found: dict[str, Any] = {}
-        if self._world.is_main:
-            self.store.claim(self._config.owner)
-            if self.store.finished:
-                self.store.clear()
-            manifest, problems = self.store.usable()
-            for problem in problems:
-                self._board.warn(f"a checkpoint is left out: {problem}")
-            if manifest is not None:
-                _check_same(manifest.job, self._job, self._config.directory)
-                found = {"step": manifest.step}
-            kept = {step for step in self.store.steps() if manifest is not None and step <= manifest.step}
-            self.store.keep(kept)
-            losses = {step: self._loss_at(step) for step in kept}
-            self._losses = {step: loss for step, loss in losses.items() if loss is not None}
-        step = self._board.agree("start", found)[0].get("step")
-        return None if step is None else self.store.read_manifest(step)
+    def _find_start(self) -> tuple[CheckpointStore, Manifest | None]:
+        """Returns the store, and the checkpoint to go on from, the same in every rank; `None` for the beginning."""
+        found = self._clear_up() if self._world.is_main else {}
+        found = self._board.agree("start", found)[0]
+        store = CheckpointStore(self._config.directory, found["attempt"])
+        self._check_shared(store, found["host"])
+        if "step" not in found:
+            return store, None
+        return store, store.read_manifest(found["step"], found["written_by"])
 
-    def _loss_at(self, step: int) -> float | None:
+    def _clear_up(self) -> dict[str, Any]:
+        """Takes the directory, removes what nobody will go on from, and returns what all ranks must know."""
+        attempt = secrets.token_hex(4)
+        store = CheckpointStore(self._config.directory, attempt)
         try:
-            return self.store.read_manifest(step).loss
-        except PersistenceError:  # it was never finished
-            return None
+            self._claim = store.claim(self._config.owner)
+        except SparkTorchError:
+            raise
+        except Exception as error:
+            reason, hint = cannot_write(self._config.directory, error)
+            raise PersistenceError(f"checkpointDir {reason}", hint=hint, param="checkpointDir") from error
+        if store.finished:
+            store.clear()
+        manifest, problems = store.usable()
+        for problem in problems:
+            self._board.warn(f"a checkpoint is left out: {problem}")
+        found = {"attempt": attempt, "host": self._world.host}
+        if manifest is None:
+            store.keep(set())
+            return found
+        _check_same(manifest.job, self._job, self._config.directory)
+        self._kept = {other.step: other.loss for other in store.manifests() if other.step <= manifest.step}
+        store.keep(set(self._kept))
+        return {**found, "step": manifest.step, "written_by": manifest.attempt}
+
+    def _check_shared(self, store: CheckpointStore, host: str) -> None:
+        """Refuses a directory that is none of rank 0's: of what each rank writes at home nobody could go on."""
+        deadline = time.monotonic() + _SEEN_SECONDS
+        while not store.claimed_by(self._config.owner):
+            if time.monotonic() > deadline:
+                raise PersistenceError(
+                    f"checkpointDir {self._config.directory} is not the same directory here as on rank 0's host {host}",
+                    hint="set a directory that all workers share: of a network file system, or of an object store",
+                    param="checkpointDir",
+                )
+            time.sleep(0.1)
 
     def due(self, position: Position) -> bool:
         """Whether the state at this position is to be saved; `step_in_epoch` 0 is the end of an epoch."""
@@ -131,8 +162,13 @@ class Saver:
             position: How far the training is.
             share: Of the state, nobody else's.
             loss: Of the last validation.
+
+        Raises:
+            PersistenceError: Another fit has taken the directory.
         """
         self._wait()
+        if self._lost is not None:
+            raise self._lost
         self._thread = threading.Thread(
             target=self._write, args=(position, share, loss), name="sparktorch-save", daemon=True
         )
@@ -142,13 +178,17 @@ class Saver:
         """Waits for what is being written, and notes that the training has come to its end."""
         self._wait()
         self._done.set()
-        if self._world.is_main:
-            self._claims.join()  # or it would claim the directory once more after it has been given back
-            try:
-                self.store.finish(position.step)
-                self.store.release(self._config.owner)
-            except (OSError, PersistenceError) as error:
-                self._board.warn(f"the end of the training could not be noted: {error}")
+        if not self._world.is_main:
+            return
+        self._claims.join()  # or it would claim the directory once more after it has been given back
+        if self._lost is not None:
+            return
+        try:
+            self.store.keep(set(self._kept))
+            self.store.finish(position.step)
+            self.store.release(self._config.owner)
+        except Exception as error:
+            self._board.warn(f"the end of the training could not be noted in {self._config.directory}: {error}")
 
     def _wait(self) -> None:
         if self._thread is not None:
@@ -158,45 +198,82 @@ class Saver:
         step, topic = position.step, f"saved/{position.step}"
         try:
             written: dict[str, Any] = {"files": self.store.write_share(step, self._world.rank, share)}
+            self._failing &= self._world.is_main  # which has a manifest still to write
         except Exception as error:  # file systems have errors of their own
-            written = {"error": f"{type(error).__name__}: {error}"}
-            self._board.warn(f"no checkpoint at step {step}: {written['error']}")
+            written = {"error": str(error)}
+            self._failed(step, error)
         try:
             self._board.post(topic, written)
-            if self._world.is_main:
-                self._complete(position, self._board.collect(topic, patience=_PATIENCE), loss)
-        except Exception as error:
+            found = self._board.collect(topic, patience=_PATIENCE) if self._world.is_main else []
+        except Exception as error:  # a rank is lost, or the driver: the loop meets that, too
             self._board.warn(f"no checkpoint at step {step}: {type(error).__name__}: {error}")
+            return
+        if self._world.is_main:
+            self._complete(position, found, loss)
+
+    def _failed(self, step: int, error: Exception) -> None:
+        """Warns of a checkpoint that cannot be written, unless the one before could not be either."""
+        if not self._failing:
+            self._failing = True
+            reason, hint = cannot_write(self._config.directory, error)
+            self._board.warn(
+                f"no checkpoint at step {step}: {reason}; the training goes on, and every checkpoint is tried again "
+                f"without a further warning until one is written\n  -> {hint}"
+            )
 
     def _complete(self, position: Position, written: list[dict[str, Any]], loss: float | None) -> None:
-        if any("error" in share for share in written):
+        """Makes a checkpoint of what all ranks have written, and removes those that are not to be kept."""
+        if any("error" in share for share in written) or not self._seal(position, written, loss):
+            with suppress(Exception):  # or it goes with those that are not kept
+                self.store.drop(position.step)
             return
-        files = {name: found for share in written for name, found in share["files"].items()}
-        self.store.write_manifest(
-            Manifest(
-                step=position.step,
-                epoch=position.epoch,
-                step_in_epoch=position.step_in_epoch,
-                world_size=self._world.world_size,
-                job=self._job,
-                loss=loss,
-                files=files,
-            )
-        )
-        if loss is not None:
-            self._losses[position.step] = loss
-        kept = {step for step in self.store.steps() if step <= position.step}
-        kept = set(sorted(kept)[-self._config.keep :])
-        if self._losses:
-            kept.add(min(self._losses, key=lambda step: self._losses[step]))
-        self.store.keep(kept, before=position.step)
-
-    def _claim(self) -> None:
         try:
-            while not self._done.wait(_CLAIM_AGAIN_SECONDS):
-                self.store.claim(self._config.owner)
+            self._forget_old(position.step)
         except Exception as error:
-            self._board.warn(f"{self._config.directory} could not be claimed again: {error}")
+            self._board.warn(f"old checkpoints in {self._config.directory} could not be removed: {error}")
+
+    def _seal(self, position: Position, written: list[dict[str, Any]], loss: float | None) -> bool:
+        """Writes the manifest of a checkpoint; returns whether it could be written."""
+        manifest = Manifest(
+            step=position.step,
+            epoch=position.epoch,
+            step_in_epoch=position.step_in_epoch,
+            world_size=self._world.world_size,
+            job=self._job,
+            loss=loss,
+            files={name: found for share in written for name, found in share["files"].items()},
+        )
+        try:
+            self.store.write_manifest(manifest)
+        except Exception as error:
+            self._failed(position.step, error)
+            return False
+        self._kept[position.step] = loss
+        self._failing = False
+        return True
+
+    def _forget_old(self, step: int) -> None:
+        """Removes the checkpoints that are not to be kept, now that there is a new one."""
+        kept = set(sorted(self._kept)[-self._config.keep :])
+        losses = {step: loss for step, loss in self._kept.items() if loss is not None}
+        if losses:
+            kept.add(min(losses, key=lambda step: losses[step]))
+        self._kept = {step: loss for step, loss in self._kept.items() if step in kept}
+        self.store.keep(kept, before=step)
+
+    def _renew(self) -> None:
+        """Renews the claim for as long as the training goes on, or until somebody else has it."""
+        while self._lost is None and not self._done.wait(_CLAIM_AGAIN_SECONDS):
+            self._renew_once()
+
+    def _renew_once(self) -> None:
+        assert self._claim is not None
+        try:
+            self._claim.renew()
+        except PersistenceError as error:
+            self._lost = error
+        except Exception as error:  # it may pass
+            self._board.warn(f"the claim on {self._config.directory} could not be renewed: {error}")
 
 
 def _check_same(saved: dict[str, Any], job: dict[str, Any], directory: str) -> None:

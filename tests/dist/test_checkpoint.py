@@ -110,41 +110,6 @@ def written(tmp_path: Path) -> CheckpointStore:
     return store
 
 
-def _truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-9])
-
-
-def _flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-5] ^= 1
-    path.write_bytes(content)
-
-
-def _empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-@pytest.mark.parametrize("damage", [_truncate, _flip, _empty, Path.unlink])
-@pytest.mark.parametrize("name", ["rank-00000.safetensors", "rank-00000.pt", "manifest.json"])
-def test_of_a_damaged_checkpoint_the_one_before_is_used(
-    damage: Any, name: str, written: CheckpointStore, tmp_path: Path
-) -> None:
-    damage(tmp_path / "step-000000003" / name)
-    manifest, problems = written.usable()
-    assert manifest is not None
-    assert manifest.step == 2
-    assert len(problems) == 1
-
-
-def test_old_checkpoints_are_removed_and_so_is_what_was_never_finished(
-    written: CheckpointStore, tmp_path: Path
-) -> None:
-    written.write_share(4, 0, snapshot({}, {}, lambda _: True))
-    assert written.steps() == [4, 3, 2, 1]
-    written.keep({3, 1})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000000001", "step-000000003"]
-
-
 def test_a_manifest_cannot_name_files_outside_its_directory(written: CheckpointStore, tmp_path: Path) -> None:
     path = tmp_path / "step-000000003" / "manifest.json"
     values = json.loads(path.read_text())["manifest"]

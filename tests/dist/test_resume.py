@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,50 +11,20 @@ import pytest
 import torch
 
 from sparktorch import Callback
-from sparktorch.config import CheckpointConfig, TrainConfig
 from sparktorch.errors import PersistenceError
 from sparktorch.train.callbacks import FitContext
 from sparktorch.train.checkpoint import CheckpointStore
-from sparktorch.train.recipe import Recipe
 from sparktorch.worker import TrainJob
-from tests.support.frames import Table
 from tests.support.nets import Noisy, Spare, Tower
 from tests.support.ranks import control_server, load_state, run_ranks, train_on
+from tests.support.resume import EPOCHS, STEPS, TABLE, Counts, job_for, killed, parts, timeless
 
-TABLE = Table.random(331, weighted=True, validated=True)
-STEPS, EPOCHS = 8, 3
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp", "strategy_params": {"bucket_cap_mb": 0.0002}},  # several buckets
     "zero1": {"strategy": "zero1"},
     "zero2": {"strategy": "zero2", "strategy_params": {"min_parameters": 60}},
     "zero3": {"strategy": "zero3", "strategy_params": {"min_parameters": 60}},
 }
-
-
-class Counts(Callback):
-    """Kills one rank after one step, the first time; counts steps, and says how many in the end."""
-
-    ranks = "all"
-
-    def __init__(self, folder: Path, *, rank: int = -1, step: int = -1) -> None:
-        self._folder, self._rank, self._step = folder, rank, step
-        self.steps = 0
-
-    def on_step_end(self, context: FitContext) -> None:
-        self.steps += 1
-        flag = self._folder / "killed"
-        if (context.world.rank, context.step) == (self._rank, self._step) and not flag.exists():
-            flag.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def on_fit_end(self, context: FitContext) -> None:
-        (self._folder / f"steps-{context.world.rank}").write_text(str(self.steps))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"steps": self.steps}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.steps = state["steps"]
 
 
 class Spoils(Callback):
@@ -68,49 +35,8 @@ class Spoils(Callback):
 
     def on_step_end(self, context: FitContext) -> None:
         if context.step == 3:
-            (self._folder / "checkpoints" / f"step-{4:09d}").write_text("")
-
-
-def job_for(folder: Path, callback: Callback | None = None, *, module: Any = Noisy, **config: Any) -> TrainJob:
-    values: dict[str, Any] = {
-        "batch_size": 32,
-        "epochs": EPOCHS,
-        "seed": 3,
-        "schedule_interval": "step",
-        "warmup_steps": 5,
-        "ema_decay": 0.9,
-        **config,
-    }
-    return TrainJob(
-        columns=TABLE.columns,
-        recipe=Recipe(
-            module=module,
-            optimizer_params={"weight_decay": 0.05},
-            learning_rate=1e-2,
-            scheduler="OneCycleLR",
-            scheduler_params={"max_lr": 1e-2, "cycle_momentum": False},  # zero1 knows of no momentum
-            callbacks=[callback] if callback else [],
-        ),
-        config=TrainConfig(task="regression", **values),
-        checkpoint=CheckpointConfig(directory=str(folder / "checkpoints"), unit="step", interval=1, owner="me"),
-        max_imbalance=None,
-    )
-
-
-def parts(ranks: int) -> list[Any]:
-    return [part.batches() for part in TABLE.parts(ranks)]
-
-
-def killed(job: TrainJob, ranks: int) -> None:
-    with control_server() as server:
-        ended = run_ranks(server, parts(ranks), job)
-    assert any(rank.exitcode == -signal.SIGKILL for rank in ended)
-    assert all(rank.result is None for rank in ended)
-
-
-def timeless(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    times = ("seconds", "rows_per_second", "data_wait_share")
-    return [{name: value for name, value in record.items() if name not in times} for record in history]
+            attempt = next((self._folder / "checkpoints").glob("step-*")).name.rpartition("-")[2]
+            (self._folder / "checkpoints" / f"step-{4:09d}-{attempt}").write_text("")
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -208,7 +134,7 @@ def test_a_training_that_has_ended_is_not_gone_on_with(tmp_path: Path) -> None:
     assert len(metas[0]["history"]) == 1
     assert all(torch.equal(first[name], again[name]) for name in first)
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert names == ["finished.json", f"step-{STEPS - 1:09d}", f"step-{STEPS:09d}"]
+    assert [name[:14] for name in names] == ["finished.json", f"step-{STEPS - 1:09d}", f"step-{STEPS:09d}"]
 
 
 def test_rows_or_settings_of_another_training_are_refused(tmp_path: Path) -> None:
@@ -237,7 +163,7 @@ def test_a_damaged_checkpoint_is_left_out_with_a_warning(tmp_path: Path) -> None
     folder = tmp_path / "checkpoints"
     latest = CheckpointStore(str(folder)).usable()[0]
     assert latest is not None
-    path = folder / f"step-{latest.step:09d}" / "rank-00001.pt"
+    path = folder / f"step-{latest.step:09d}-{latest.attempt}" / "rank-00001.pt"
     path.write_bytes(path.read_bytes()[:-1])
     with control_server() as server:
         ended = run_ranks(server, parts(2), job_for(tmp_path))

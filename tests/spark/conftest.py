@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -14,30 +12,19 @@ from pyspark.ml.linalg import Vectors
 from pyspark.sql import DataFrame, SparkSession
 from sklearn.datasets import load_digits
 
+from tests.support.sessions import spark_session
+
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
-    os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
-    os.environ["PYSPARK_PYTHON"] = sys.executable
-    session = (
-        SparkSession.builder.master("local[3]")
-        .config("spark.ui.enabled", "false")
-        .config("spark.ui.showConsoleProgress", "false")
-        .config("spark.driver.bindAddress", "127.0.0.1")
-        .config("spark.sql.shuffle.partitions", "3")
-        .config("spark.sql.warehouse.dir", str(tmp_path_factory.mktemp("warehouse")))
-        .config("spark.driver.extraJavaOptions", "-Dderby.system.home=/tmp")
-        .getOrCreate()
-    )
-    session.sparkContext.setLogLevel("OFF")
-    yield session
-    session.stop()
+    with spark_session("local[3]", tmp_path_factory.mktemp("warehouse")) as session:
+        yield session
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def digits(spark: SparkSession) -> DataFrame:
     """1,797 rows: `features` vector, `pixels` array<double>, `label` int, `held_out` boolean."""
     x, y = load_digits(return_X_y=True)
@@ -49,7 +36,7 @@ def digits(spark: SparkSession) -> DataFrame:
     return frame.repartition(4).cache()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def table() -> pd.DataFrame:
     """1,001 rows with weights: `features` (5 floats), `label` class 0 ... 2, `target` float, `weight`."""
     draw = np.random.default_rng(5)
@@ -65,7 +52,7 @@ def table() -> pd.DataFrame:
     )
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def frame(spark: SparkSession, table: pd.DataFrame) -> DataFrame:
     schema = "features array<float>, label bigint, target float, weight float"
     data = spark.createDataFrame(table, schema).repartition(3).cache()

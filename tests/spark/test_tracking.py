@@ -23,7 +23,7 @@ from sklearn.metrics import confusion_matrix
 from sparktorch import TorchClassifier
 from sparktorch.errors import RankError
 from sparktorch.tracking import load_model
-from tests.spark.modules import MLP, DigitsCNN, Faulty, Slow, Unlogged
+from tests.spark.modules import MLP, Dies, DigitsCNN, Faulty, Slow, Unlogged
 from tests.support.mlflow import QUIET
 
 pytestmark = QUIET
@@ -146,6 +146,26 @@ def test_a_failed_fit_says_so_in_its_run(store: mlflow.MlflowClient, frame: Data
         assert "planted row" in run.data.tags["sparktorch.error"]
     assert child.info.status == "FAILED"
     assert store.get_run(active.info.run_id).info.status == "FINISHED"  # the caller's own run is the caller's
+
+
+def test_a_restarted_fit_goes_on_in_its_run_and_logs_nothing_twice(
+    store: mlflow.MlflowClient, frame: DataFrame, tmp_path: Path
+) -> None:
+    before = len(runs(store))
+    killer = Dies(tmp_path / "killed", rank=1, step=11)  # in the third epoch, which then begins again
+    restarting = {"checkpointDir": str(tmp_path / "checkpoints"), "maxRestarts": 1, "callbacks": [killer]}
+    slow = {"module": Slow, "moduleParams": {"seconds": 0.1}, "epochs": 4, "numWorkers": 2}
+    with mlflow.start_run() as active:
+        summary = classifier(**slow, **restarting).fit(frame).summary
+    assert (tmp_path / "killed").read_text() == "x"
+    assert len(runs(store)) == before + 1
+    run = store.get_run(active.info.run_id)
+    assert history(store, run, "loss") == list(enumerate(summary.objectiveHistory, 1))
+    steps = [step for step, _ in history(store, run, "step_loss")]
+    assert steps == sorted(set(steps))
+    assert steps
+    assert "sparktorch.error" not in run.data.tags
+    assert run.info.status == "FINISHED"
 
 
 # Where it is logged

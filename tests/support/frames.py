@@ -14,7 +14,7 @@ from sparktorch.data.columns import KEY, LABEL, VALIDATION, WEIGHT, Columns, Ten
 from sparktorch.data.plan import rank_of_key
 from sparktorch.data.tensors import to_arrow
 
-__all__ = ["WIDTH", "Table", "record_batches"]
+__all__ = ["WIDTH", "Table", "record_batches", "replaced"]
 
 WIDTH = 5
 
@@ -25,6 +25,12 @@ def record_batches(arrays: Mapping[str, Array], *, size: int = 100) -> list[pa.R
     """Cuts arrays of equal length into record batches of at most `size` rows."""
     whole = pa.RecordBatch.from_arrays([to_arrow(values) for values in arrays.values()], names=list(arrays))
     return [whole.slice(start, size) for start in range(0, whole.num_rows, size)]
+
+
+def replaced(batch: pa.RecordBatch, name: str, column: pa.Array) -> pa.RecordBatch:
+    """Returns the batch with another column of that name; `set_column` is there from pyarrow 15 on."""
+    columns = dict(zip(batch.schema.names, batch.columns, strict=True)) | {name: column}
+    return pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns))
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import faulthandler
 import multiprocessing
+import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -103,9 +104,21 @@ def cause_of_death(server: ControlServer, size: int) -> SparkTorchError:
 
 
 def run_ranks(
-    server: ControlServer, partitions: Sequence[Sequence[pa.RecordBatch]], job: TrainJob, *, seconds: float = 60
+    server: ControlServer,
+    partitions: Sequence[Sequence[pa.RecordBatch]],
+    job: TrainJob,
+    *,
+    seconds: float = 60,
+    environment: Mapping[str, str] | None = None,
 ) -> list[Ended]:
     """Runs `train_partition` in one process per partition and returns how each one ended, by rank.
+
+    Args:
+        server: Where they meet.
+        partitions: The record batches of each.
+        job: What they train.
+        seconds: After which they are killed.
+        environment: Variables that are set in their processes.
 
     Raises:
         TimeoutError: A rank was still running after `seconds`; all of them have been killed.
@@ -115,7 +128,8 @@ def run_ranks(
     for rank, batches in enumerate(partitions):
         world = World(rank=rank, world_size=size, local_rank=rank, host=f"host-{rank}", address=HOST)
         ours, theirs = _SPAWN.Pipe(duplex=False)
-        process = _SPAWN.Process(target=_rank, args=(theirs, server.rendezvous, world, job, list(batches), seconds))
+        arguments = (theirs, server.rendezvous, world, job, list(batches), seconds, dict(environment or {}))
+        process = _SPAWN.Process(target=_rank, args=arguments)
         process.start()
         theirs.close()
         ranks.append((process, ours))
@@ -132,11 +146,11 @@ def run_ranks(
 
 
 def train_on(
-    partitions: Sequence[Sequence[pa.RecordBatch]], job: TrainJob
+    partitions: Sequence[Sequence[pa.RecordBatch]], job: TrainJob, **options: Any
 ) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
-    """Trains on one rank per partition; returns the weights and every rank's meta."""
+    """Trains on one rank per partition, as `run_ranks`; returns the weights and every rank's meta."""
     with control_server() as server:
-        ended = run_ranks(server, partitions, job)
+        ended = run_ranks(server, partitions, job, **options)
         failure, _ = server.first_failure()
     if failure is not None:
         raise failure
@@ -186,8 +200,10 @@ def _rank(
     job: TrainJob,
     batches: list[pa.RecordBatch],
     seconds: float,
+    environment: dict[str, str],
 ) -> None:
     """The body of a rank's process: what a barrier task does, without the barrier."""
+    os.environ.update(environment)
     faulthandler.dump_traceback_later(0.9 * seconds)  # a rank that hangs says where
     link = Link(partial(connect, rendezvous.host, rendezvous.port, rendezvous.prefix), world)
     with link.beating():

@@ -297,6 +297,7 @@ def test_what_is_asked_of_columns_is_checked_before_there_are_any(params: dict[s
         ({"numWorkers": 0}, "numWorkers", "numWorkers must be at least 1, got 0"),
         ({"predictBatchSize": 0}, "predictBatchSize", "predictBatchSize must be at least 1, got 0"),
         ({"device": "gpu"}, "device", "device 'gpu' is unknown"),
+        ({"preflight": "half"}, "preflight", "preflight 'half' is unknown"),
         ({"rendezvous": "rank1"}, "rendezvous", "rendezvous 'rank1' is unknown"),
         ({"strategy": "fsdp"}, "strategy", "strategy 'fsdp' is unknown"),
         ({"optimizerParams": {"lr": 1}}, "optimizerParams", "optimizerParams holds 'lr'"),

@@ -16,8 +16,9 @@ from sparktorch.data.fields import Dense
 from sparktorch.data.plan import SamplingPlan
 from sparktorch.data.shard import Batch, Rows, Shard
 from sparktorch.data.spool import InMemory, OnDisk, Runs
+from sparktorch.data.tensors import to_arrow
 from sparktorch.errors import ColumnError, ConfigError
-from tests.support.frames import Table, record_batches
+from tests.support.frames import Table, record_batches, replaced
 
 PLAN = SamplingPlan(rows=203, batch_size=20, seed=3)
 
@@ -155,9 +156,8 @@ def test_validation_rows_are_held_out_and_come_in_pieces(shard_of: Make) -> None
 def test_a_null_flag_is_no_flag() -> None:
     table = Table.random(3, validated=True)
     batch = table.batches()[0]
-    index = batch.schema.get_field_index(VALIDATION)
-    flags = batch.column(index).take([None, 0, 1])
-    shard = Shard([batch.set_column(index, VALIDATION, flags)], table.columns)
+    flags = batch.column(VALIDATION).take([None, 0, 1])
+    shard = Shard([replaced(batch, VALIDATION, flags)], table.columns)
     assert shard.rows + shard.validation_rows == 3
     assert shard.validation_rows == sum(bool(flag) for flag in flags.to_pylist())
 
@@ -175,7 +175,7 @@ def test_the_fingerprint_is_that_of_the_training_rows_in_any_order_and_partition
 def test_a_bad_row_is_counted_over_the_batches() -> None:
     table = Table.random(203)
     batches = table.batches(size=50)
-    bad = batches[2].set_column(0, "x0", record_batches({"x0": np.zeros((50, 4), np.float32)}, size=50)[0].column("x0"))
+    bad = replaced(batches[2], "x0", to_arrow(np.zeros((50, 4), np.float32)))
     with pytest.raises(ColumnError, match="50 rows of column 'features' do not hold 5 values") as caught:
         Shard([*batches[:2], bad], table.columns)
     assert caught.value.where["row"] == 100

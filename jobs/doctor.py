@@ -1,0 +1,8 @@
+"""What `python -m sparktorch doctor` checks, with the settings of a submission: spark-submit jobs/doctor.py."""
+
+import sys
+
+from sparktorch.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["doctor", *sys.argv[1:]]))

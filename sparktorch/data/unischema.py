@@ -1,0 +1,215 @@
+"""The schema that Petastorm pickles into a data set, read without running what the pickle asks for.
+
+The unpickler admits the classes of a schema by name and makes passive records of them: what they are
+called, with which arguments, in which state. Nothing of petastorm, pyspark or NumPy is imported or called
+on a pickle's behalf.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from sparktorch.errors import DatasetError, SparkTorchError
+
+__all__ = ["Codec", "UnischemaField", "read_unischema"]
+
+Codec = Literal["plain", "ndarray", "compressed", "image"]
+
+_NUMBERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64")
+_NUMBER_ALIASES = ("half", "single", "double", "intc", "int_", "uintc", "uint", "longlong", "ulonglong")
+_OTHER_DTYPES = {
+    "numpy.bool_": "bool",
+    "numpy.bool": "bool",
+    "builtins.bool": "bool",
+    "builtins.int": "int64",
+    "builtins.float": "float64",
+    "numpy.str_": "str",
+    "numpy.unicode_": "str",
+    "builtins.str": "str",
+    "builtins.unicode": "str",
+    "numpy.bytes_": "bytes",
+    "numpy.string_": "bytes",
+    "builtins.bytes": "bytes",
+    "numpy.datetime64": "datetime64",
+    "numpy.object_": "object",
+    "builtins.object": "object",
+    "decimal.Decimal": "Decimal",
+}
+_DTYPES = {
+    **{f"numpy.{name}": name for name in _NUMBERS},
+    **{f"numpy.{name}": np.dtype(name).name for name in _NUMBER_ALIASES},
+    **_OTHER_DTYPES,
+}
+_CODECS: dict[str, Codec] = {
+    "petastorm.codecs.ScalarCodec": "plain",
+    "petastorm.codecs.NdarrayCodec": "ndarray",
+    "petastorm.codecs.CompressedNdarrayCodec": "compressed",
+    "petastorm.codecs.CompressedImageCodec": "image",
+}
+_UNISCHEMA = "petastorm.unischema.Unischema"
+_FIELD = "petastorm.unischema.UnischemaField"
+_NUMPY_DTYPE = "numpy.dtype"
+# What Python 2 and pyspark before 3.3 pickle in place of an instance and of a named tuple.
+_RECONSTRUCTOR = "copyreg._reconstructor"
+_RESTORE = "pyspark.serializers._restore"
+_SPARK_TYPES = tuple(
+    f"pyspark.sql.types.{name}Type"
+    for name in (
+        *("Boolean", "Byte", "Short", "Integer", "Long", "Float", "Double", "Decimal"),
+        *("String", "Char", "Varchar", "Binary", "Date", "Timestamp", "TimestampNTZ", "Null", "Array"),
+    )
+)
+_ADMITTED = {*_DTYPES, *_CODECS, *_SPARK_TYPES, _UNISCHEMA, _FIELD, _NUMPY_DTYPE, _RECONSTRUCTOR, _RESTORE}
+_ADMITTED |= {"builtins.tuple"}
+_PYTHON_2 = {"copy_reg": "copyreg", "__builtin__": "builtins"}
+_OLD_NAME = re.compile(r"av\.(?:experimental\.deepdrive|ml)\.dataset_toolkit\.")
+_FORMATS = {"png": "PNG", "jpg": "JPEG", "jpeg": "JPEG"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnischemaField:
+    """One field of a data set, a column of its Parquet files or of their folders' names.
+
+    Attributes:
+        name: Its name.
+        dtype: NumPy's name of the values' type, or one of `bool`, `str`, `bytes`, `datetime64`, `Decimal`,
+            `object`.
+        shape: Of one row's value, `None` for a dimension that differs from row to row.
+        codec: How values are stored: `plain` as Parquet has them, `ndarray` as `.npy` files, `compressed`
+            as `.npz` files, `image` as image files.
+        image_format: `PNG` or `JPEG`, Pillow's names; empty where the codec is another one.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int | None, ...]
+    codec: Codec
+    image_format: str = ""
+
+    def describe(self) -> str:
+        """Returns `field 'x': float32 of shape (None, 3)`."""
+        return f"field {self.name!r}: {self.dtype} of shape {self.shape}"
+
+
+def read_unischema(pickled: bytes) -> tuple[UnischemaField, ...]:
+    """Reads the fields of a pickled Unischema, in its order.
+
+    Args:
+        pickled: What petastorm 0.4 or newer has written, of any pickle protocol.
+
+    Raises:
+        DatasetError: The pickle names anything that is no part of a schema (a codec of the user's own,
+            code to run), or is no schema.
+    """
+    try:
+        root = _Unpickler(io.BytesIO(pickled), encoding="utf-8").load()
+        return _fields(root)
+    except SparkTorchError:
+        raise
+    except Exception as error:  # a hand-made pickle can fail in any way
+        raise DatasetError(
+            f"the pickled schema cannot be read: {type(error).__name__}: {error}",
+            hint="is the data set written by Petastorm, and its _common_metadata whole?",
+        ) from None
+
+
+class _Record:
+    """What a pickle says of an object: the arguments it is made with, and its state."""
+
+    path = ""
+    args: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *args: Any) -> _Record:
+        record = super().__new__(cls)
+        record.args = args
+        record.state = None
+        return record
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes records of the classes of a schema, and refuses to know any other."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        path = f"{_OLD_NAME.sub('petastorm.', _PYTHON_2.get(module, module))}.{name}"
+        if path == "collections.OrderedDict":
+            return dict
+        if path in _ADMITTED:
+            return type(name, (_Record,), {"path": path})  # a new class each time: none to tamper with
+        raise DatasetError(
+            f"the pickled schema asks for {path!r}, which is no part of a schema: refused, nothing was run",
+            hint="custom codecs cannot be read; if it is none of yours, do not trust the data set",
+        )
+
+
+def _fields(root: Any) -> tuple[UnischemaField, ...]:
+    path, _, state = _opened(root)
+    if path != _UNISCHEMA or not isinstance(state, dict) or not isinstance(state.get("_fields"), dict):
+        raise ValueError("it is no Unischema")
+    return tuple(_field(field) for field in state["_fields"].values())
+
+
+def _field(record: Any) -> UnischemaField:
+    path, args, _ = _opened(record)
+    if path != _FIELD or len(args) < 3:
+        raise ValueError("a field is no UnischemaField")
+    name, dtype, shape, codec = (*args, None)[:4]
+    if not isinstance(name, str):
+        raise ValueError("a field's name is no string")
+    if not isinstance(shape, tuple) or not all(size is None or type(size) is int for size in shape):
+        raise ValueError(f"the shape of field {name!r} is none")
+    codec_path, _, state = _opened(codec) if codec is not None else ("", (), None)
+    kind: Codec = _CODECS[codec_path] if codec_path else "plain"
+    return UnischemaField(
+        name=name,
+        dtype=_dtype(dtype, name),
+        shape=shape,
+        codec=kind,
+        image_format=_image_format(state, name) if kind == "image" else "",
+    )
+
+
+def _opened(record: Any) -> tuple[str, tuple[Any, ...], Any]:
+    """Returns path, arguments and state of an object, whichever way it was pickled."""
+    if not isinstance(record, _Record):
+        raise ValueError(f"there is a {type(record).__name__} in the place of an object")
+    if record.path == _RECONSTRUCTOR:
+        cls, base, content = record.args
+        return cls.path, content if base.path == "builtins.tuple" else (), record.state
+    if record.path == _RESTORE:
+        name, _, values = record.args
+        return (_FIELD if name == "UnischemaField" else ""), values, record.state
+    return record.path, record.args, record.state
+
+
+def _dtype(found: Any, field: str) -> str:
+    if isinstance(found, type) and issubclass(found, _Record) and found.path in _DTYPES:
+        return _DTYPES[found.path]
+    if isinstance(found, _Record) and found.path == _NUMPY_DTYPE and _is_code(found.args[0]):
+        return _DTYPES[f"numpy.{np.dtype(found.args[0]).type.__name__}"]
+    raise ValueError(f"the type of field {field!r} is none of NumPy's that Petastorm stores")
+
+
+def _is_code(text: Any) -> bool:
+    """Whether it is NumPy's code of a type without parts, such as `f4`."""
+    return isinstance(text, str) and re.fullmatch(r"[a-zA-Z]\d*", text) is not None
+
+
+def _image_format(state: Any, field: str) -> str:
+    name = state["_image_codec"].lstrip(".").lower()
+    if name not in _FORMATS:
+        raise DatasetError(
+            f"the images of field {field!r} are of the format {name!r}",
+            hint="PNG and JPEG are read; leave the field out with columns=[...]",
+            field=field,
+        )
+    return _FORMATS[name]

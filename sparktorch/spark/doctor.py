@@ -1,0 +1,230 @@
+"""All that is checked of a cluster: on the driver, and by one short job on the executors."""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import secrets
+import threading
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import ExitStack, suppress
+from functools import partial
+from typing import Any
+
+import pyspark
+from pyspark import cloudpickle, inheritable_thread_target
+from pyspark.sql import DataFrame, SparkSession
+
+from sparktorch.spark import probe
+from sparktorch.spark.barrier import Launch
+from sparktorch.spark.diagnose import Answer, Expected, diagnose
+from sparktorch.spark.findings import Finding
+from sparktorch.spark.preflight import dynamic_allocation, enough_slots, gpus, speculation
+from sparktorch.spark.session import driver_address, is_connect, is_local, slots
+
+__all__ = ["check_all", "check_executors"]
+
+_SECONDS = 120.0
+
+cloudpickle.register_pickle_by_value(probe)  # type: ignore[no-untyped-call]  # executors may lack this package
+
+
+def check_all(
+    spark: SparkSession, launch: Launch, checkpoint_dir: str | None = None, seconds: float = _SECONDS
+) -> list[Finding]:
+    """Checks the settings, then the executors.
+
+    Args:
+        spark: The session.
+        launch: How a fit would launch its ranks; its `profile` is found out here.
+        checkpoint_dir: Where a fit would keep its checkpoints.
+        seconds: How long the executors get to answer.
+    """
+    found = [dynamic_allocation(spark), speculation(spark)]
+    profile, finding = gpus(spark, launch.device, launch.world_size)
+    found.append(finding)
+    if found[0].status == "failure":
+        text = "not looked at: the job that does would be refused"
+        hint = "turn dynamic allocation off, and check again"
+        return [*found, _about_job("warning", text, hint)]
+    launch = Launch(world_size=launch.world_size, device=launch.device, rendezvous=launch.rendezvous, profile=profile)
+    finding, there = enough_slots(spark, launch.world_size, profile, wait=True)
+    found.append(finding)
+    if there == 0:
+        return [*found, _about_job("warning", "there is none to look at", "see to the slots, and check again")]
+    return [*found, *check_executors(spark, launch, checkpoint_dir, seconds)]
+
+
+def check_executors(
+    spark: SparkSession, launch: Launch, checkpoint_dir: str | None = None, seconds: float = _SECONDS
+) -> list[Finding]:
+    """Checks the executors by one short barrier job, as the ranks of a fit would find them.
+
+    The job has a task for every slot, so that it sees every executor; where other jobs run, or
+    slots cannot be counted, it has a task for every rank.
+
+    Args:
+        spark: The session.
+        launch: How a fit would launch its ranks, with their profile.
+        checkpoint_dir: Where a fit would keep its checkpoints; a file is written there, and removed.
+        seconds: How long the executors get to answer.
+
+    Returns:
+        What is wrong, place by place, and of each check that finds nothing that it is well.
+    """
+    token = secrets.token_hex(16)
+    with ExitStack() as stack:
+        try:
+            driver = _listen(spark, launch, token, stack)
+        except OSError as error:
+            return [_about_listening(error)]
+        plan = _plan(
+            spark,
+            launch,
+            token=token,
+            driver=driver,
+            checkpoint_dir=checkpoint_dir,
+            cuda=launch.device != "cpu",
+        )
+        try:
+            rows = _collect(spark, plan, seconds)
+        except FutureTimeoutError:
+            text = f"no answer within {seconds:.0f} s"
+            return [
+                _about_job(
+                    "warning",
+                    text,
+                    "are their slots taken by other jobs, or fewer than the workers? See the executors' logs",
+                )
+            ]
+        except Exception as error:  # of Spark's, of many kinds
+            return [_about_failure(str(error))]
+    answers = sorted((Answer(**json.loads(row[0])) for row in rows), key=lambda answer: answer.rank)
+    expected = Expected(
+        packages=probe.packages(),
+        pandas=pyspark.__version__.startswith("4.0."),
+        driver=driver[0] if driver else None,
+        towards=probe.address_towards,
+        device=launch.device,
+        world_size=launch.world_size,
+        checkpoint_dir=checkpoint_dir,
+    )
+    return diagnose(answers, expected)
+
+
+def _listen(spark: SparkSession, launch: Launch, token: str, stack: ExitStack) -> tuple[str, int] | None:
+    """Listens as a fit's store does; returns where, or `None` where rank 0 would host the store."""
+    address = driver_address(spark)
+    if launch.rendezvous == "rank0" or address is None:
+        return None
+    bind, advertise = address
+    try:
+        return advertise, stack.enter_context(probe.greeting(bind, token))
+    except OSError:
+        if launch.rendezvous == "auto" and is_connect(spark):
+            return None  # the server's address, seen through a tunnel, is none of this machine's
+        raise
+
+
+def _plan(spark: SparkSession, launch: Launch, **question: Any) -> DataFrame:
+    """Returns a DataFrame of answers, one a row; its code needs nothing but pyspark and pyarrow there."""
+    tasks = _tasks(spark, launch)
+    ask = partial(probe.answer, meet=tasks > 1 and not is_local(spark), **question)
+    packed = cloudpickle.dumps(ask)  # type: ignore[no-untyped-call]
+
+    def run(batches: Any) -> Any:
+        import pickle
+
+        return pickle.loads(packed)(batches)
+
+    return spark.range(0, tasks, 1, tasks).mapInArrow(run, probe.ANSWER_SCHEMA, barrier=True, profile=launch.profile)
+
+
+def _tasks(spark: SparkSession, launch: Launch) -> int:
+    """Returns how many tasks to ask: one for every slot, unless that means to wait for other jobs."""
+    profile = None if launch.profile is None else launch.profile._java_resource_profile
+    found = slots(spark, profile)
+    if found is None or (not is_connect(spark) and spark.sparkContext.statusTracker().getActiveStageIds()):
+        return min(launch.world_size, found or launch.world_size)
+    return found
+
+
+def _collect(spark: SparkSession, plan: DataFrame, seconds: float) -> list[Any]:
+    """Collects the rows of a DataFrame, and cancels the job if that takes too long or is interrupted.
+
+    Raises:
+        concurrent.futures.TimeoutError: It took longer.
+    """
+    outcome: Future[list[Any]] = Future()
+    tag = f"sparktorch-doctor-{secrets.token_hex(8)}"
+
+    def collect() -> None:
+        try:
+            spark.addTag(tag)
+            outcome.set_result(plan.collect())
+        except Exception as error:  # handed to the thread that waits
+            outcome.set_exception(error)
+
+    target = inheritable_thread_target(spark)(collect)
+    threading.Thread(target=target, name="sparktorch-doctor", daemon=True).start()
+    try:
+        return outcome.result(seconds)
+    finally:
+        if not outcome.done():
+            with suppress(Exception):  # the session itself may be gone
+                spark.interruptTag(tag)
+
+
+def _about_job(status: Any, found: str, hint: str) -> Finding:
+    return Finding(
+        check="executors",
+        status=status,
+        found=found,
+        setting="spark.executor.instances",
+        value="executors that are free",
+        hint=hint,
+    )
+
+
+def _about_listening(error: OSError) -> Finding:
+    return Finding(
+        check="driver-reachable",
+        status="failure",
+        found=f"the driver cannot listen: {error}",
+        setting="spark.driver.bindAddress",
+        value="an address of this machine that executors reach",
+    )
+
+
+def _about_failure(message: str) -> Finding:
+    """Returns what a job that could not start its tasks' Python says of it."""
+    versions = re.search(r"worker has different version: ([\d.]+) than that in driver: ([\d.]+)", message)
+    if versions is not None:
+        return _about_python("python", f"Python is {versions[1]}, on the driver {versions[2]}", versions[2])
+    program = re.search(r'Cannot run program "([^"]+)"', message)
+    if program is not None:
+        return _about_python("python", f"the executors have no {program[1]}", platform.python_version())
+    missing = re.search(r"(?:ModuleNotFoundError|ImportError|\[PACKAGE_NOT_INSTALLED\]):? (.*)", message)
+    if missing is not None:
+        return _about_python("packages", f"tasks cannot start: {missing[1]}", platform.python_version())
+    reason = re.search(r"(?:finished unsuccessfully\.|Job aborted due to stage failure:)\s*(.+)", message)
+    return Finding(
+        check="executors",
+        status="failure",
+        found=reason[1] if reason else message.strip().partition("\n")[0],
+        hint="see the executors' logs",
+    )
+
+
+def _about_python(check: str, found: str, version: str) -> Finding:
+    return Finding(
+        check=check,
+        status="failure",
+        found=found,
+        setting="spark.pyspark.python",
+        value=f"a Python {version} with torch, numpy, pyarrow and safetensors, at the same path on every executor",
+        hint=f"let spark.pyspark.python (PYSPARK_PYTHON) name a Python {version} that every executor has, with torch, "
+        "numpy, pyarrow and safetensors; on Spark 4.0 pandas as well",
+    )

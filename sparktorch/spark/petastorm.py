@@ -1,0 +1,208 @@
+"""Data sets that Petastorm has written, as DataFrames."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql import types as T
+from pyspark.sql.pandas.types import from_arrow_type
+
+from sparktorch.data.petastorm import Decoder, Layout, schema_in
+from sparktorch.data.unischema import UnischemaField
+from sparktorch.errors import ConfigError, DatasetError, nearest
+from sparktorch.spark.session import is_connect
+
+__all__ = ["read_petastorm"]
+
+# What the scalar fields become. The types that are missing stay as the files have them.
+_SCALAR_TYPES: dict[str, T.DataType] = {
+    "bool": T.BooleanType(),
+    "int8": T.ByteType(),
+    "uint8": T.ShortType(),
+    "int16": T.ShortType(),
+    "uint16": T.IntegerType(),
+    "int32": T.IntegerType(),
+    "uint32": T.LongType(),
+    "int64": T.LongType(),
+    "uint64": T.LongType(),
+    "float16": T.FloatType(),
+    "float32": T.FloatType(),
+    "float64": T.DoubleType(),
+    "str": T.StringType(),
+}
+
+
+def read_petastorm(
+    spark: SparkSession,
+    path: str,
+    *,
+    columns: Sequence[str] | None = None,
+    where: Column | str | None = None,
+    layout: Layout = "nested",
+    undecoded: Sequence[str] = (),
+) -> DataFrame:
+    """Reads a data set that Petastorm has written, as a DataFrame of ordinary columns.
+
+    Petastorm is not needed. The executors decode, batch by batch; images take Pillow there. The schema is
+    read from the pickle in `_common_metadata` without running anything that the pickle asks for.
+
+    Args:
+        spark: The session, classic or Connect.
+        path: The data set's folder, as Spark would read it. A Connect client has the file `_common_metadata` in it
+            read by fsspec in a task, which takes fsspec's package for the scheme there.
+        columns: The fields to read, `None` for all. What is not named is neither read nor decoded; a
+            `select` on the result comes too late for that.
+        where: Which rows to read, a condition on undecoded fields: scalars and those that the data set is
+            partitioned by. Applied before anything is decoded.
+        layout: How arrays and images become columns. `nested`: arrays as deep as the shape is long.
+            `flat`: one array of all values in C order; fields whose shape has a `None` beside other
+            dimensions get a column `NAME_shape` of `array<int>`. Flat is the faster one for images.
+        undecoded: Fields that stay as they are stored, as binary: `.npy` or `.npz` files, PNG or JPEG images.
+
+    Returns:
+        One column per field, in the order of the schema. bool, int8 … int64, float32, float64 and str become
+        Spark's types of the same kind; uint8, uint16 and uint32 the next wider signed ones; uint64 becomes
+        bigint, float16 float. Decimals, dates and times stay as stored. Every column is nullable.
+
+    Raises:
+        DatasetError: There is no data set of Petastorm's there, its schema is refused, or a field cannot become
+            a column. What only a row can show, a broken image for example, fails the query that reads it.
+        ConfigError: A name in `columns` or `undecoded`, or the layout, is none.
+    """
+    if layout not in ("nested", "flat"):
+        raise ConfigError(f"layout={layout!r} is none", hint="use 'nested' or 'flat'", param="layout")
+    fields, stored = schema_in(_common_metadata(spark, path))
+    _check_names("columns", columns or (), fields)
+    _check_names("undecoded", undecoded, fields)
+    chosen = [field for field in fields if columns is None or field.name in columns]
+    decoder = Decoder(
+        encoded=tuple(field for field in chosen if field.codec != "plain" and field.name not in undecoded),
+        layout=layout,
+    )
+    decoder.check()
+    if any(field.codec == "image" for field in decoder.encoded) and not is_connect(spark):
+        _require_pillow()
+    data = _read(spark, path, fields, stored, needed=chosen)
+    if where is not None:
+        data = data.where(where)
+    data = data.select(*(_scalar(data, field) for field in chosen))
+    return _decoded(data, chosen, decoder) if decoder.encoded else data
+
+
+def _common_metadata(spark: SparkSession, path: str) -> bytes:
+    """Returns the content of the file. Spark's own sources cannot read it, for them its name is a hidden one."""
+    file = path.rstrip("/") + "/_common_metadata"
+    content = _through_executor(spark, file) if is_connect(spark) else _through_hadoop(spark, file)
+    if content is None:
+        raise DatasetError(
+            f"there is no {file}",
+            hint="Petastorm's materialize_dataset writes it; a data set without it is read with spark.read.parquet",
+        )
+    return content
+
+
+def _through_hadoop(spark: SparkSession, file: str) -> bytes | None:
+    """Reads a file as Spark reads data: by Hadoop, with the session's settings."""
+    session: Any = spark
+    path = session._jvm.org.apache.hadoop.fs.Path(file)
+    system = path.getFileSystem(session._jsparkSession.sessionState().newHadoopConf())
+    if not system.exists(path):
+        return None
+    stream = system.open(path)
+    try:
+        return bytes(stream.readAllBytes())
+    finally:
+        stream.close()
+
+
+def _through_executor(spark: SparkSession, file: str) -> bytes | None:
+    """Reads a file in a task, with fsspec: a Connect client has no Hadoop, and may not reach the file itself."""
+    rows = spark.range(1).coalesce(1).mapInArrow(partial(_fetch, file=file), "content binary").collect()
+    return None if rows[0][0] is None else bytes(rows[0][0])
+
+
+def _fetch(batches: Iterator[pa.RecordBatch], *, file: str) -> Iterator[pa.RecordBatch]:
+    for _ in batches:
+        try:
+            with fsspec.open(file, "rb") as stream:
+                content = stream.read()
+        except FileNotFoundError:
+            content = None
+        yield pa.RecordBatch.from_pydict({"content": pa.array([content], pa.binary())})
+
+
+def _read(
+    spark: SparkSession,
+    path: str,
+    fields: Sequence[UnischemaField],
+    stored: frozenset[str],
+    *,
+    needed: Sequence[UnischemaField],
+) -> DataFrame:
+    """Reads the Parquet columns, and of the folders' names what are strings as strings."""
+    data = spark.read.parquet(path)
+    missing = [field.name for field in needed if field.name not in data.columns]
+    if missing:
+        raise DatasetError(
+            f"the schema has a field {missing[0]!r} that the files of {path} have not",
+            hint="leave it out with columns=[...]",
+            field=missing[0],
+        )
+    # Spark guesses the types of folders' names, and takes "007" for a number.
+    guessed = {
+        field.name
+        for field in fields
+        if field.dtype == "str" and field.name in data.columns and field.name not in stored
+    }
+    if all(data.schema[name].dataType == T.StringType() for name in guessed):
+        return data
+    kinds = [T.StructField(f.name, T.StringType() if f.name in guessed else f.dataType) for f in data.schema.fields]
+    return spark.read.schema(T.StructType(kinds)).parquet(path)
+
+
+def _scalar(data: DataFrame, field: UnischemaField) -> Column:
+    column = F.col("`" + field.name.replace("`", "``") + "`")
+    kind = _SCALAR_TYPES.get(field.dtype)
+    if field.codec != "plain" or field.shape or kind is None or data.schema[field.name].dataType == kind:
+        return column
+    return column.cast(kind).alias(field.name)
+
+
+def _decoded(data: DataFrame, fields: Sequence[UnischemaField], decoder: Decoder) -> DataFrame:
+    encoded = {field.name for field in decoder.encoded}
+    schema = T.StructType()
+    for field in fields:
+        if field.name not in encoded:
+            schema.add(field.name, data.schema[field.name].dataType)
+            continue
+        for name, kind in decoder.columns(field).items():
+            if name in schema.names or (name != field.name and name in data.columns):
+                raise DatasetError(
+                    f"the shapes of field {field.name!r} need a column {name!r}, which is there already",
+                    hint="leave one out with columns=[...], or use layout='nested'",
+                    field=field.name,
+                )
+            schema.add(name, from_arrow_type(kind))
+    return data.mapInArrow(decoder, schema)
+
+
+def _check_names(param: str, names: Sequence[str], fields: Sequence[UnischemaField]) -> None:
+    known = [field.name for field in fields]
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"the data set has no field {name!r}", hint=nearest(name, known), param=param)
+
+
+def _require_pillow() -> None:
+    if importlib.util.find_spec("PIL") is None:
+        raise DatasetError(
+            "the data set holds images, and Pillow is not installed",
+            hint="pip install pillow, here and on the executors; or read them with undecoded=[...]",
+        )

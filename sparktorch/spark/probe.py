@@ -1,0 +1,303 @@
+"""What an executor says of itself and of what it reaches.
+
+`answer` runs in the tasks of a job, and its code travels by value: it must not need this package, nor
+torch, on the executors, because that they are there is among the questions. Hence the standard library
+alone, and imports where they are used. What cannot be found out is part of the answer, never an error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.resources
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+__all__ = ["ANSWER_SCHEMA", "address_towards", "answer", "greeting", "packages"]
+
+ANSWER_SCHEMA = "answer string"
+
+_IMPORTED = ("torch", "numpy", "pyarrow", "safetensors", "sparktorch")
+_SECONDS = 5.0  # for a name or a connection
+_STORAGE_SECONDS = 30.0
+
+
+def answer(
+    batches: Iterable[Any],
+    *,
+    token: str,
+    driver: tuple[str, int] | None,
+    checkpoint_dir: str | None,
+    cuda: bool,
+    meet: bool,
+) -> Iterator[Any]:
+    """Yields a record batch of one row, the facts about this task as JSON.
+
+    Args:
+        batches: Not looked at.
+        token: What driver and peers of this job say to those who connect.
+        driver: Where the driver listens, as executors reach it; `None` where rank 0 hosts the store.
+        checkpoint_dir: A directory to try to write in.
+        cuda: Whether to ask torch for GPUs.
+        meet: Whether to try the other tasks' sockets and files too; takes two seconds.
+    """
+    import pyarrow as pa
+    from pyspark import BarrierTaskContext
+
+    for _ in batches:  # a worker that leaves input unread is not used again
+        pass
+    context: Any = BarrierTaskContext.get()
+    rank = context.partitionId()
+    executors = [info.address for info in context.getTaskInfos()]
+    host = executors[rank].rpartition(":")[0].strip("[]") or executors[rank]
+    gpus = context.resources().get("gpu")
+    facts: dict[str, Any] = {
+        "rank": rank,
+        "host": host,
+        "executor": executors[rank],
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "packages": packages(),
+        "names": {name: _resolve(name) for name in dict.fromkeys((host, socket.gethostname()))},
+        "driver": _failure_to_reach(*driver, token) if driver else None,
+        "shared_memory": _free("/dev/shm"),
+        "disks": {path: _free(path) for path in _local_directories()},
+        "gpus": gpus.addresses if gpus else [],
+        "cuda_visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "cuda": _cuda() if cuda else None,
+        "gpu_uuids": _gpu_uuids() if cuda else [],
+    }
+    trial = _Trial(checkpoint_dir, f".sparktorch-doctor-{token}", rank) if checkpoint_dir else None
+    facts["checkpoint"] = _problem(trial.write) if trial else None
+    try:
+        facts.update(_met(context, host, token, driver, trial) if meet else {"peers": None, "files": None})
+    finally:
+        if trial:
+            _problem(trial.remove)
+    yield pa.RecordBatch.from_pydict({"answer": [json.dumps(facts)]})
+
+
+def packages() -> dict[str, dict[str, str]]:
+    """Returns `version`, or the `error` of importing it, of each package that a rank uses.
+
+    For sparktorch also `code`, a digest of its source files.
+    """
+    found = {name: _package(name) for name in _IMPORTED}
+    with suppress(importlib.metadata.PackageNotFoundError):  # half a second to import, for Spark 4.0 only
+        found["pandas"] = {"version": importlib.metadata.version("pandas")}
+    if "version" in found["sparktorch"]:
+        found["sparktorch"]["code"] = _digest("sparktorch")
+    return found
+
+
+def _package(name: str) -> dict[str, str]:
+    try:
+        return {"version": str(importlib.import_module(name).__version__)}
+    except Exception as error:  # whatever an import may raise
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _digest(package: str) -> str:
+    """Returns a digest of the source files of a package, be they in a folder or in an archive."""
+    digest = hashlib.sha256()
+
+    def add(folder: Any, place: str) -> None:
+        for entry in sorted(folder.iterdir(), key=lambda entry: str(entry.name)):
+            if entry.name.endswith(".py"):
+                digest.update(f"{place}{entry.name}\0".encode() + entry.read_bytes())
+            elif entry.is_dir() and entry.name != "__pycache__":
+                add(entry, f"{place}{entry.name}/")
+
+    add(importlib.resources.files(package), "")
+    return digest.hexdigest()[:16]
+
+
+def _within(seconds: float, call: Callable[[], Any]) -> Any:
+    """Returns what `call` returns; gives up waiting for it, in a thread of its own, after a time.
+
+    Raises:
+        TimeoutError: It took longer.
+    """
+    outcome: dict[str, Any] = {}
+
+    def run() -> None:
+        try:
+            outcome["value"] = call()
+        except Exception as error:  # raised again below
+            outcome["error"] = error
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise TimeoutError(f"no answer within {seconds:.0f} s")
+    if "error" in outcome:
+        raise outcome["error"]
+    return outcome["value"]
+
+
+def _resolve(name: str) -> str:
+    """Returns the address of a name; empty if it has none."""
+    with suppress(OSError, UnicodeError):  # a time-out is an OSError
+        return str(_within(_SECONDS, lambda: socket.gethostbyname(name)))
+    return ""
+
+
+@contextmanager
+def greeting(bind: str, token: str) -> Iterator[int]:
+    """Listens on a free port of one address, yields it, and tells the token to all who connect."""
+    family, _, _, _, address = socket.getaddrinfo(bind, 0, type=socket.SOCK_STREAM)[0]
+    with socket.create_server(address[:2], family=family, backlog=1024) as listener:
+
+        def greet() -> None:
+            while True:
+                try:
+                    line, _ = listener.accept()
+                except OSError:  # the listener was closed
+                    return
+                with line, suppress(OSError):
+                    line.sendall(token.encode())
+
+        thread = threading.Thread(target=greet, name="sparktorch-doctor", daemon=True)
+        thread.start()
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)  # which wakes the thread; to close alone does not
+            thread.join()
+
+
+def _failure_to_reach(host: str, port: int, token: str) -> str | None:
+    """Returns why the greeting of `host` cannot be heard; `None` if it can."""
+    try:
+        with socket.create_connection((host, port), timeout=_SECONDS) as line, line.makefile("rb") as words:
+            said = words.read(len(token))
+    except (OSError, UnicodeError) as error:
+        return str(error)
+    return None if said == token.encode() else "something else answers there"
+
+
+def address_towards(host: str) -> str:
+    """Returns the local IPv4 address from which `host` is reached; empty if there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line, suppress(OSError):
+        line.connect((host, 9))  # sends nothing
+        return str(line.getsockname()[0])
+    return ""
+
+
+def _free(path: str) -> int | None:
+    """Returns the bytes free under a path; `None` where it does not exist."""
+    with suppress(OSError):
+        return shutil.disk_usage(path).free
+    return None
+
+
+def _local_directories() -> list[str]:
+    """Returns where this executor keeps shuffled rows and temporary files."""
+    directories = [path for path in os.environ.get("SPARK_LOCAL_DIRS", "").split(",") if path]
+    return list(dict.fromkeys([*directories, tempfile.gettempdir()]))
+
+
+def _cuda() -> int | None:
+    """Returns how many CUDA devices torch sees; `None` where torch cannot say."""
+    with suppress(Exception):
+        import torch
+
+        return torch.cuda.device_count()
+    return None
+
+
+def _gpu_uuids() -> list[str]:
+    """Returns the UUIDs of this machine's GPUs by index, as the driver's own tool counts them."""
+    with suppress(OSError, subprocess.SubprocessError):
+        command = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True)
+        return listed.stdout.split()
+    return []
+
+
+def _problem(call: Callable[[], Any]) -> str | None:
+    """Returns why a call to a file system fails; `None` if it does not."""
+    try:
+        _within(_STORAGE_SECONDS, call)
+    except Exception as error:  # whatever a file system may raise
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+class _Trial:
+    """A file of this task's own in the directory for checkpoints, or above it while it does not exist."""
+
+    def __init__(self, url: str, name: str, rank: int) -> None:
+        self._url = url
+        self._name = name
+        self._rank = rank
+        self._fs: Any = None
+        self._root = ""
+
+    def write(self) -> None:
+        """Writes the file and reads it again."""
+        import fsspec
+        from fsspec.implementations.local import LocalFileSystem
+
+        self._fs, root = fsspec.core.url_to_fs(self._url)
+        self._root = root.rstrip("/")
+        if isinstance(self._fs, LocalFileSystem):  # others need no directories to be made
+            while self._root and not os.path.exists(self._root):
+                self._root = os.path.dirname(self._root)  # a directory can be made where a file can
+        content = uuid.uuid4().bytes
+        self._fs.pipe_file(self._path, content)
+        self._fs.invalidate_cache()
+        if self._fs.cat_file(self._path) != content:
+            raise OSError("what was read is not what was written")
+
+    def ranks(self) -> list[int]:
+        """Returns the ranks whose files are there."""
+        self._fs.invalidate_cache()
+        names = [entry.rstrip("/").rpartition("/")[2] for entry in self._fs.ls(self._root, detail=False)]
+        return [int(name.rpartition("-")[2]) for name in names if name.startswith(f"{self._name}-")]
+
+    def remove(self) -> None:
+        """Removes the file."""
+        if self._fs is not None:
+            self._fs.rm_file(self._path)
+
+    @property
+    def _path(self) -> str:
+        return f"{self._root}/{self._name}-{self._rank}"
+
+
+def _met(context: Any, host: str, token: str, driver: tuple[str, int] | None, trial: _Trial | None) -> dict[str, Any]:
+    """Returns which other tasks this one does not reach (`peers`), and whose files it sees (`files`)."""
+    rank, bind = context.partitionId(), address_towards(driver[0]) if driver else host
+    failed: dict[str, str] = {}
+    files: list[int] | None = None
+    with ExitStack() as stack:
+        port = 0
+        try:
+            port = stack.enter_context(greeting(bind, token))
+        except OSError as error:
+            failed[f"its own address {bind}"] = str(error)
+        places = [json.loads(offer) for offer in context.allGather(json.dumps([bind, port]))]
+        wanted = {(rank + 1) % len(places), 0 if driver is None else rank} - {rank}
+        for peer in sorted(wanted):
+            address, number = places[peer]
+            failure = _failure_to_reach(address, number, token) if number else None  # that task tells of it
+            if failure is not None:
+                failed[f"rank {peer} at {address}"] = failure
+        with suppress(Exception):
+            files = _within(_STORAGE_SECONDS, trial.ranks) if trial else None
+        context.barrier()
+    return {"peers": failed, "files": files}

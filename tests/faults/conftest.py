@@ -1,0 +1,29 @@
+"""One cluster for the ring: two executors with a process and a slot each, which may be killed as often as it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pandas as pd
+import pytest
+from pyspark.sql import DataFrame, SparkSession
+
+from tests.support.sessions import spark_session
+
+
+@pytest.fixture(scope="package")
+def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
+    settings = {"spark.deploy.maxExecutorRetries": "-1", "spark.task.maxFailures": "8"}
+    warehouse = tmp_path_factory.mktemp("warehouse")
+    with spark_session("local-cluster[2,1,1024]", warehouse, **settings) as session:
+        yield session
+
+
+@pytest.fixture(scope="package")
+def frame(spark: SparkSession) -> DataFrame:
+    """400 rows: `features` (5 floats), `label`, `held_out`."""
+    random = np.random.default_rng(0)
+    x = random.normal(size=(400, 5))
+    held_out = np.arange(400) % 4 == 0
+    return spark.createDataFrame(pd.DataFrame({"features": list(x), "label": x.sum(1), "held_out": held_out}))

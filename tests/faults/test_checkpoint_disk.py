@@ -1,0 +1,57 @@
+"""The disk of the checkpoints fills up, or turns read-only: the training goes on, and says what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.disks import Fills, Locks, digest, fate_of
+from tests.support.ranks import train_on
+from tests.support.resume import EPOCHS, STEPS, job_for, parts
+
+END = EPOCHS * STEPS
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
+    state, _ = train_on(parts(2), job_for(tmp_path_factory.mktemp("calm")))
+    return digest(state)
+
+
+def assert_told(found: dict[str, Any], folder: Path, reason: str, hint: str) -> None:
+    told = [text for text in found["warnings"] if "no checkpoint at step" in text]
+    assert 1 <= len(told) <= 2, "each rank tells of it once"
+    for text in told:
+        assert f"{folder}/checkpoints cannot be written: {reason}" in text
+        assert hint in text
+
+
+def test_on_a_full_disk_the_training_goes_on_and_so_do_the_checkpoints_once_there_is_room(
+    weights: str, tmp_path: Path
+) -> None:
+    found = fate_of(Fills, tmp_path / "disk", 6, 14)
+    assert found["weights"] == weights
+    assert found["error"] is None
+    assert_told(found, tmp_path / "disk", "No space left on device", "make room there")
+    assert found["steps"] == [END, END - 1]
+    assert found["usable"] == END
+    assert found["files"] == [], "no half of a file is left"
+
+
+def test_on_a_disk_that_stays_read_only_the_last_checkpoint_from_before_is_there(weights: str, tmp_path: Path) -> None:
+    found = fate_of(Locks, tmp_path / "disk", 6, END + 1)
+    assert found["weights"] == weights
+    assert found["error"] is None
+    assert_told(found, tmp_path / "disk", "Read-only file system", "make it writable for the user that the executors")
+    assert found["usable"] in (5, 6)
+    assert any("the end of the training could not be noted" in text for text in found["warnings"])
+
+
+def test_a_directory_that_cannot_be_written_from_the_start_is_an_error(tmp_path: Path) -> None:
+    error = fate_of(Locks, tmp_path / "disk", 0, 0)["error"]
+    assert error["kind"] == "PersistenceError"
+    assert error["what"] == f"checkpointDir {tmp_path}/disk/checkpoints cannot be written: Read-only file system"
+    assert error["hint"] == "make it writable for the user that the executors run as"
+    assert (error["where"]["rank"], error["where"]["host"]) == (0, "host-0")

@@ -1,0 +1,172 @@
+"""What happens to one rank is told of that rank within seconds, and a fit that can be finished is finished."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pyspark.sql import DataFrame
+
+from sparktorch import TorchRegressionModel, TorchRegressor
+from sparktorch.errors import RankError, RankLostError, RankStalledError
+from tests.support.faults import Fault, can_limit_memory, gone, pids
+from tests.support.nets import Score
+from tests.support.sessions import await_slots
+
+DETECTED_SECONDS = 3.0
+STALL_SECONDS = 4.0
+
+
+def regressor(folder: Path, *faults: Fault, **params: Any) -> TorchRegressor:
+    values: dict[str, Any] = {
+        "module": Score,
+        "validationIndicatorCol": "held_out",
+        "epochs": 3,
+        "batchSize": 32,
+        "numWorkers": 2,
+        "progress": False,
+        "checkpointDir": str(folder / "checkpoints"),
+        "checkpointInterval": 2,
+        "checkpointUnit": "step",
+        "callbacks": list(faults),
+        **params,
+    }
+    return TorchRegressor(**values)
+
+
+def weights(model: TorchRegressionModel) -> dict[str, torch.Tensor]:
+    return model.module.state_dict()
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.fixture(scope="module")
+def calm(frame: DataFrame, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """The weights of the fit that nothing happens to."""
+    return weights(regressor(tmp_path_factory.mktemp("calm")).fit(frame))
+
+
+def failure(estimator: TorchRegressor, frame: DataFrame, marks: Path) -> tuple[RankError, float]:
+    """Fits, and returns the error with how many seconds after the deed it came."""
+    with pytest.raises(RankError) as raised:
+        estimator.fit(frame)
+    return raised.value, time.time() - float((marks / "done").read_text().split()[-1])
+
+
+@pytest.mark.parametrize("at", ["loading", "rendezvous", "", "validating", "saving"])
+def test_a_killed_rank_is_named_at_once_and_a_restart_ends_with_the_same_bits(
+    at: str, frame: DataFrame, calm: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    marks = tmp_path / "first"
+    estimator = regressor(tmp_path, Fault("kill", marks, at=at, step=13))
+    error, seconds = failure(estimator, frame, marks)
+    assert type(error) is RankLostError
+    assert error.where["rank"] == 1
+    assert error.where["pid"] in pids(marks)
+    assert "rank 1 died" in error.what
+    if not at:
+        assert (error.where["epoch"], error.where["step"]) in {(2, 3), (2, 4)}
+    assert seconds < DETECTED_SECONDS + 2 * (at == "saving")
+    again = regressor(tmp_path / "again", Fault("kill", tmp_path / "second", at=at, step=13), maxRestarts=1)
+    assert same(weights(again.fit(frame)), calm)
+    assert (tmp_path / "second" / "done").exists()
+
+
+def test_the_next_fit_is_not_disturbed_by_ranks_of_the_failed_one(
+    frame: DataFrame, calm: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    # Rank 0 survives rank 1's exception, and hangs in user code: it lives on when the next fit begins.
+    marks = tmp_path / "marks"
+    faults = Fault("hang", marks, rank=0, step=4), Fault("raise", tmp_path / "raised", rank=1, step=4)
+    with pytest.raises(RankError, match="planted"):
+        regressor(tmp_path / "one", *faults).fit(frame)
+    assert same(weights(regressor(tmp_path / "two").fit(frame)), calm)
+    assert gone(pids(marks), seconds=30) or len(pids(marks)) == 2  # a Python worker that ended well is used again
+
+
+@pytest.mark.parametrize(("deed", "words"), [("stop", "rank 1 does not answer"), ("hang", "rank 1 stands still")])
+def test_a_rank_that_stands_still_is_named_with_its_place(
+    deed: Any,
+    words: str,
+    frame: DataFrame,
+    calm: dict[str, torch.Tensor],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    marks = tmp_path / "marks"
+    estimator = regressor(tmp_path, Fault(deed, marks, step=13), stallTimeout=STALL_SECONDS, maxRestarts=1)
+    with caplog.at_level(logging.WARNING, "sparktorch"):
+        model = estimator.fit(frame)
+    (warning,) = [record for record in caplog.records if "restart 1 of 1" in record.getMessage()]
+    assert isinstance(warning.args, tuple)
+    error = warning.args[0]
+    assert type(error) is RankStalledError
+    assert error.what.startswith(words)
+    assert error.where["pid"] in pids(marks)
+    assert error.where["epoch"] == 2
+    if deed == "hang":
+        assert "time.sleep(1000)" in error.trace
+        assert "faults.py" in error.trace
+        assert "about to fail" in error.trace, "the last lines of the rank"
+        assert "daemon.py" not in error.trace, "what Spark called before it"
+    assert same(weights(model), calm)
+    assert gone({error.where["pid"]}, seconds=30)
+
+
+def test_a_slow_rank_is_no_dead_one(frame: DataFrame, calm: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    # A step takes well below a millisecond: 50 times as long, and more.
+    slow = Fault("slow", tmp_path / "marks", seconds=0.05)
+    assert same(weights(regressor(tmp_path, slow, stallTimeout=STALL_SECONDS).fit(frame)), calm)
+
+
+def test_a_killed_executor_is_told_as_such_and_comes_back(
+    frame: DataFrame, calm: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    marks = tmp_path / "marks"
+    error, seconds = failure(regressor(tmp_path, Fault("kill executor", marks, step=13)), frame, marks)
+    assert type(error) is RankLostError
+    assert error.where["rank"] == 1
+    assert "was lost" in error.what
+    assert seconds < 2 * DETECTED_SECONDS
+    await_slots(frame.sparkSession, 2)
+    fault = Fault("kill executor", tmp_path / "again", step=13)
+    assert same(weights(regressor(tmp_path / "again", fault, maxRestarts=1).fit(frame)), calm)
+
+
+@pytest.mark.skipif(not can_limit_memory(), reason="needs a memory cgroup that may be written")
+def test_a_rank_that_the_out_of_memory_killer_ended_is_told_as_such(frame: DataFrame, tmp_path: Path) -> None:
+    marks = tmp_path / "marks"
+    error, seconds = failure(regressor(tmp_path, Fault("fill memory", marks, step=2)), frame, marks)
+    assert type(error) is RankLostError
+    assert error.where["rank"] == 1
+    assert error.what == "rank 1 was killed for want of memory while training"
+    assert "spark.executor.memoryOverhead" in error.hint
+    assert seconds < 2 * DETECTED_SECONDS
+
+
+def test_an_exit_of_the_users_is_a_death_too(frame: DataFrame, tmp_path: Path) -> None:
+    marks = tmp_path / "marks"
+    error, seconds = failure(regressor(tmp_path, Fault("exit", marks, step=2)), frame, marks)
+    assert type(error) is RankLostError
+    assert error.where["rank"] == 1
+    assert seconds < DETECTED_SECONDS
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_exception_in_one_rank_is_the_drivers_with_the_last_lines_of_that_rank(
+    rank: int, frame: DataFrame, tmp_path: Path
+) -> None:
+    marks = tmp_path / "marks"
+    error, seconds = failure(regressor(tmp_path, Fault("raise", marks, rank=rank, step=2), maxRestarts=2), frame, marks)
+    assert type(error) is RankError
+    assert (error.where["rank"], error.where["epoch"], error.where["step"]) == (rank, 1, 2)
+    assert 'raise ArithmeticError("planted")' in error.trace
+    assert f"The last lines of rank {rank}:\nabout to fail\n" in error.trace
+    assert seconds < DETECTED_SECONDS
+    assert len((marks / "done").read_text().split()) == 1, "it was not tried again"

@@ -1,0 +1,82 @@
+"""A cluster that cannot take the ranks: told within seconds, or waited for as long as one has said."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from pyspark.sql import DataFrame, SparkSession
+
+from sparktorch import TorchRegressor
+from sparktorch.errors import ClusterError, ConfigError
+from tests.support.nets import Score
+
+
+def regressor(**params: object) -> TorchRegressor:
+    return TorchRegressor(**{"module": Score, "batchSize": 32, "numWorkers": 2, "progress": False, **params})  # type: ignore[arg-type]
+
+
+@contextmanager
+def both_slots_held(spark: SparkSession, seconds: float) -> Iterator[None]:
+    """Another job of the application holds both slots for so long."""
+    started = spark.sparkContext.accumulator(0)
+
+    def hold(_: int) -> None:
+        started.add(1)
+        time.sleep(seconds)
+
+    job = threading.Thread(target=lambda: spark.sparkContext.range(2, numSlices=2).foreach(hold))
+    job.start()
+    tracker = spark.sparkContext.statusTracker()
+    while (
+        sum(info.numActiveTasks for stage in tracker.getActiveStageIds() if (info := tracker.getStageInfo(stage))) < 2
+    ):
+        time.sleep(0.05)
+    try:
+        yield
+    finally:
+        job.join()
+
+
+def test_more_workers_than_slots_are_refused_within_five_seconds(frame: DataFrame) -> None:
+    begun = time.monotonic()
+    with pytest.raises(ClusterError, match="numWorkers=3, but the cluster has 2 slots") as raised:
+        regressor(numWorkers=3).fit(frame)
+    assert time.monotonic() - begun < 5
+    assert "set numWorkers=2 or less" in raised.value.hint
+
+
+def test_slots_that_another_job_holds_are_waited_for(spark: SparkSession, frame: DataFrame) -> None:
+    frame.head()
+    with both_slots_held(spark, 4):
+        model = regressor().fit(frame)
+    assert model.summary.numWorkers == 2
+
+
+def test_the_wait_for_slots_ends_when_one_has_said(spark: SparkSession, frame: DataFrame) -> None:
+    with both_slots_held(spark, 12):
+        begun = time.monotonic()
+        with pytest.raises(ClusterError, match="no slots for the 2 ranks for 2 s") as raised:
+            regressor(startTimeout=2).fit(frame)
+        assert time.monotonic() - begun < 10
+    assert raised.value.where["param"] == "startTimeout"
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"startTimeout": 0.0}, "startTimeout must be above 0"),
+        ({"stallTimeout": -1.0}, "stallTimeout must be above 0"),
+        ({"logLevel": "LOUD"}, "logLevel 'LOUD' is unknown"),
+        ({"minWorkers": 3, "maxRestarts": 1}, "minWorkers is 3, more than numWorkers, 2"),
+        ({"minWorkers": 0, "maxRestarts": 1}, "minWorkers must be at least 1"),
+        ({"minWorkers": 1}, "maxRestarts is 0"),
+        ({"minWorkers": 1, "maxRestarts": 1, "strategy": "localSGD"}, "trains something else"),
+    ],
+)
+def test_what_cannot_be_waited_for_is_refused(frame: DataFrame, params: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        regressor(**params).fit(frame)

@@ -1,0 +1,148 @@
+"""Data sets of Petastorm as DataFrames: the values as they were written, pruned before they are decoded, and a fit."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from pyspark.errors import PythonException
+from pyspark.sql import SparkSession
+from pyspark.sql import functions as F
+
+from sparktorch import TorchRegressor, read_petastorm
+from sparktorch.errors import ConfigError, DatasetError
+from sparktorch.spark.petastorm import _through_executor, _through_hadoop
+from tests.spark.modules import MLP
+from tests.support.petastorm import FIELDS, ROWS, STORED, Kind, pickled, row
+
+PATH = str(STORED)
+
+
+def copied(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(STORED, tmp_path / "copy"))
+
+
+def rewrite_schema(folder: Path, schema: bytes) -> None:
+    """Replaces the pickled schema of a data set."""
+    file = folder / "_common_metadata"
+    found = pq.read_schema(file)
+    pq.write_metadata(found.with_metadata({b"dataset-toolkit.unischema.v1": schema}), file)
+
+
+def test_all_rows_are_read_as_they_were_written(spark: SparkSession) -> None:
+    frame = read_petastorm(spark, PATH)
+    assert frame.columns == [field.name for field in FIELDS]
+    types = dict(frame.dtypes)
+    assert types["u8"] == "smallint"
+    assert types["narrow"] == "bigint"  # stored as int; the schema says int64
+    assert (types["part"], types["year"], types["price"], types["day"]) == ("string", "bigint", "decimal(10,2)", "date")
+    assert types["volume"] == "array<array<array<smallint>>>"
+    found = frame.orderBy("id").collect()
+    assert len(found) == ROWS
+    for number, values in enumerate(found):
+        wanted = row(number)
+        for field in FIELDS:
+            value, want = values[field.name], wanted[field.name]
+            if field.name == "photo" and want is not None:
+                assert np.array(value).shape == want.shape
+            else:
+                assert value == (want.tolist() if isinstance(want, (np.ndarray, np.generic)) else want), field.name
+
+
+def test_flat_columns_and_undecoded_ones(spark: SparkSession) -> None:
+    frame = read_petastorm(
+        spark, PATH, columns=["colour", "photo", "id"], layout="flat", undecoded=["colour"], where=F.col("part") == "b"
+    )
+    assert frame.columns == ["id", "colour", "photo", "photo_shape"]  # in the order of the schema
+    found = frame.orderBy("id").collect()
+    assert [values["id"] for values in found] == [1, 3, 5, 7]
+    assert all(values["colour"].startswith(b"\x89PNG") for values in found)
+    assert found[0]["photo_shape"] == [7, 9, 3]
+    assert len(found[0]["photo"]) == 7 * 9 * 3
+    assert found[1]["photo"] is found[1]["photo_shape"] is None
+
+
+def test_what_is_not_asked_for_is_neither_read_nor_decoded(spark: SparkSession, tmp_path: Path) -> None:
+    folder = copied(tmp_path)
+    for file in folder.rglob("*.parquet"):
+        table = pq.read_table(file, partitioning=None)
+        index = table.schema.get_field_index("matrix")
+        pq.write_table(table.set_column(index, "matrix", pa.array([b"broken"] * len(table))), file)
+    assert read_petastorm(spark, str(folder), columns=["id", "tokens"]).count() == ROWS
+    assert read_petastorm(spark, str(folder), where="id < 0").count() == 0
+    with pytest.raises(PythonException, match=r"field 'matrix': float32 of shape \(2, 3\) has a row that cannot be"):
+        read_petastorm(spark, str(folder), columns=["matrix"]).collect()
+    scalars = read_petastorm(spark, str(folder), columns=["id", "u8"])
+    plan = scalars._sc._jvm.PythonSQLUtils.explainString(scalars._jdf.queryExecution(), "simple")
+    assert "MapInArrow" not in plan
+
+
+def test_folders_names_stay_what_the_schema_says_they_are(spark: SparkSession, tmp_path: Path) -> None:
+    folder = copied(tmp_path)
+    (folder / "part=b").rename(folder / "part=008")
+    found = read_petastorm(spark, str(folder), columns=["part"]).distinct().collect()
+    assert {values["part"] for values in found} == {"007", "008"}  # Spark alone would say 7 and 8
+
+
+def test_a_planted_payload_is_refused_before_any_data_is_read(spark: SparkSession, tmp_path: Path) -> None:
+    class Payload:
+        def __reduce__(self) -> Any:
+            return subprocess.call, (["touch", str(canary)],)
+
+    canary = tmp_path / "canary"
+    folder = copied(tmp_path)
+    rewrite_schema(folder, pickle.dumps(Payload()))
+    with pytest.raises(DatasetError, match=r"asks for 'subprocess\.call', which is no part of a schema: refused"):
+        read_petastorm(spark, str(folder))
+    assert not canary.exists()
+
+
+def test_a_task_reads_the_schema_where_the_driver_cannot(spark: SparkSession) -> None:
+    file = f"{PATH}/_common_metadata"
+    assert _through_executor(spark, file) == _through_hadoop(spark, file) == Path(file).read_bytes()
+    assert _through_executor(spark, f"{PATH}/nothing") is _through_hadoop(spark, f"{PATH}/nothing") is None
+
+
+def test_it_is_refused_on_the_driver(spark: SparkSession, tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match="there is no /nowhere/_common_metadata"):
+        read_petastorm(spark, "/nowhere")
+    with pytest.raises(ConfigError, match="the data set has no field 'imgae'"):
+        read_petastorm(spark, PATH, columns=["imgae"])
+    with pytest.raises(ConfigError, match=r"the data set has no field 'photos'.*\n.*did you mean 'photo'"):
+        read_petastorm(spark, PATH, undecoded=["photos"])
+    with pytest.raises(ConfigError, match="layout='deep'"):
+        read_petastorm(spark, PATH, layout="deep")  # type: ignore[arg-type]
+    folder = copied(tmp_path)
+    rewrite_schema(folder, pickled([*FIELDS[:1], Kind("ghost", np.float32)]))
+    with pytest.raises(DatasetError, match=r"the schema has a field 'ghost' that the files of .* have not"):
+        read_petastorm(spark, str(folder))
+    assert read_petastorm(spark, str(folder), columns=["id"]).count() == ROWS
+
+
+def test_what_was_read_trains_a_model(spark: SparkSession) -> None:
+    frame = read_petastorm(spark, PATH, columns=["matrix", "id"], layout="flat").withColumn(
+        "y", F.col("id").cast("float")
+    )
+    model = TorchRegressor(
+        module=MLP,
+        moduleParams={"inputs": 6, "outputs": 1},
+        inputCols=["matrix"],
+        labelCol="y",
+        epochs=2,
+        numWorkers=2,
+        batchSize=4,
+        progress=False,
+    ).fit(frame)
+    assert model.summary.rows == ROWS
+    scores = model.transform(frame).orderBy("id").collect()
+    with torch.no_grad():
+        plain = model.module(torch.from_numpy(np.stack([row(number)["matrix"].reshape(-1) for number in range(ROWS)])))
+    np.testing.assert_allclose([score["prediction"] for score in scores], plain.reshape(-1).numpy(), rtol=1e-5)

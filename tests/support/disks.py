@@ -1,0 +1,100 @@
+"""A training whose checkpoints lie on a small disk of its own, that fills up or turns read-only while it goes on.
+
+Runs as a program in a mount namespace of its own, which anybody may have who is root in a user namespace.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparktorch import Callback
+from sparktorch.train.callbacks import FitContext
+from sparktorch.train.checkpoint import CheckpointStore
+from tests.support.ranks import control_server, load_state, run_ranks
+from tests.support.resume import job_for, parts
+
+__all__ = ["Fills", "Locks", "digest", "fate_of"]
+
+DISK = "4m"
+
+
+class Fills(Callback):
+    """Leaves the disk no room after one step, and gives it back after another."""
+
+    def __init__(self, folder: Path, first: int, last: int) -> None:
+        self._filler, self._first, self._last = folder / "filler", first, last
+
+    def on_step_end(self, context: FitContext) -> None:
+        if context.step == self._first:
+            with self._filler.open("wb", buffering=0) as file:
+                try:
+                    while file.write(b"x" * 4096):
+                        pass
+                except OSError as error:
+                    assert error.errno == errno.ENOSPC  # noqa: PT017 - it is no test
+        if context.step == self._last:
+            self._filler.unlink()
+
+
+class Locks(Callback):
+    """Makes the disk read-only after one step, and writable again after another."""
+
+    def __init__(self, folder: Path, first: int, last: int) -> None:
+        self._folder, self._first, self._last = folder, first, last
+
+    def on_step_end(self, context: FitContext) -> None:
+        if context.step in (self._first, self._last):
+            mode = "ro" if context.step == self._first else "rw"
+            subprocess.run(["mount", "-o", f"remount,{mode}", str(self._folder)], check=True)
+
+
+def fate_of(kind: type[Callback], folder: Path, *steps: int) -> dict[str, Any]:
+    """Trains on two ranks in a mount namespace; returns warnings, error, digest of the weights, and what is left."""
+    folder.mkdir()
+    private = ["--mount"] if os.geteuid() == 0 else ["--map-root-user", "--mount"]
+    command = ["unshare", *private, sys.executable, "-m", "tests.support.disks", kind.__name__, str(folder)]
+    done = subprocess.run([*command, *map(str, steps)], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def digest(state: Mapping[str, torch.Tensor]) -> str:
+    """Returns what tells one set of weights from every other."""
+    return sha256(b"".join(state[name].numpy().tobytes() for name in sorted(state))).hexdigest()
+
+
+def main(kind: str, folder: Path, first: int, last: int) -> dict[str, Any]:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}", "disk", str(folder)], check=True)
+    job = job_for(folder, {"Fills": Fills, "Locks": Locks}[kind](folder, first, last) if last else None)
+    if not last:  # from the start
+        subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+    with control_server() as server:
+        ended = run_ranks(server, parts(2), job)
+        failure, _ = server.first_failure()
+        warnings = [warning["text"] for warning in server.new_warnings()]
+    weights = digest(load_state(ended[0].result)) if ended[0].result else ""
+    store = CheckpointStore(f"{folder}/checkpoints")
+    usable, _ = store.usable()
+    return {
+        "warnings": warnings,
+        "error": failure.to_dict() if failure else None,
+        "weights": weights,
+        "steps": store.steps(),
+        "usable": usable.step if usable else None,
+        "files": sorted(path.name for path in folder.rglob("*") if path.name.startswith(".")),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))))

@@ -1,0 +1,59 @@
+"""Spark sessions on loopback, one at a time in the process of the tests."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pyspark.sql import SparkSession
+
+from sparktorch.spark.session import slots
+from tests.support.programs import ROOT, SPARK_HOME
+
+__all__ = ["await_slots", "spark_session"]
+
+
+@contextmanager
+def spark_session(master: str, warehouse: Path, **settings: str) -> Iterator[SparkSession]:
+    """Starts a session, and stops it at the end of the block.
+
+    Args:
+        master: Where it runs.
+        warehouse: An empty directory.
+        settings: More of Spark's settings, `_` in their names for `.`.
+    """
+    os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+    os.environ.setdefault("SPARK_HOME", str(SPARK_HOME))
+    os.environ["PYSPARK_PYTHON"] = sys.executable
+    builder = (
+        SparkSession.builder.master(master)
+        .config("spark.ui.enabled", "false")
+        .config("spark.ui.showConsoleProgress", "false")
+        .config("spark.sql.execution.arrow.pyspark.enabled", "true")  # the default from pyspark 4.1 on
+        .config("spark.driver.bindAddress", "127.0.0.1")
+        .config("spark.driver.host", "127.0.0.1")
+        .config("spark.sql.shuffle.partitions", "3")
+        .config("spark.sql.warehouse.dir", str(warehouse))
+        .config("spark.driver.extraJavaOptions", "-Dderby.system.home=/tmp")
+        .config("spark.executorEnv.PYTHONPATH", str(ROOT))
+    )
+    for name, value in settings.items():
+        builder = builder.config(name.replace("_", "."), value)
+    session = builder.getOrCreate()
+    session.sparkContext.setLogLevel("OFF")
+    try:
+        yield session
+    finally:
+        session.stop()
+
+
+def await_slots(spark: SparkSession, count: int, *, seconds: float = 60) -> None:
+    """Waits until executors that were lost have come back."""
+    deadline = time.monotonic() + seconds
+    while (slots(spark) or 0) < count:
+        assert time.monotonic() < deadline, "the executors have not come back"
+        time.sleep(0.1)
