@@ -21,7 +21,7 @@ from sparktorch.data.tensors import ragged, to_numpy, vector_rows
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Dense", "Field", "Ragged", "Vectors", "field_of"]
+__all__ = ["Dense", "Field", "Ragged", "Vectors"]
 
 Array = npt.NDArray[Any]
 
@@ -72,13 +72,6 @@ class Field(ABC):
     def part(self, start: int, stop: int) -> tuple[torch.Tensor, ...]:
         """Returns what the rows from `start` to `stop` are to `forward`."""
         return self.take(torch.arange(start, stop, device=self._device))
-
-
-def field_of(spec: TensorSpec, spooler: Spooler) -> Field:
-    """Returns an empty field for an input column."""
-    if spec.ragged:
-        return Ragged(spec, spooler)
-    return Vectors(spec, spooler) if spec.kind == "vector" else Dense(spec, spooler)
 
 
 class Dense(Field):
