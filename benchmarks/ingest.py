@@ -4,6 +4,9 @@
 those of the dense ones. A side reads its files, sends the rows to Python and makes tensors of them; "shard" is that of
 a rank, which also checks every row. All sides but the split leave the rows where they are.
 
+Images are JPEG files of 224 x 224 pixels: read, split over two ranks and decoded once by their shards, beside a torch
+`DataLoader` with two workers over the same files, which reads, decodes and collates. Both end in float32.
+
 Petastorm's side runs in its own environment (`make test-petastorm` makes it), in a process that stays: its converter
 writes the rows to Parquet once more ("materialise") and its loader reads them, by `BatchedDataLoader`, the faster of
 its two, in two threads. Without the environment the side is left out.
@@ -15,8 +18,9 @@ import argparse
 import json
 import os
 import subprocess
+import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,18 +28,23 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
+from PIL import Image
 from pyspark.ml.functions import array_to_vector, vector_to_array
 from pyspark.ml.linalg import SparseVector, VectorUDT
 from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F
+from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.common import Goal, arguments, interleave, machine, report, seconds, session, workspace
 from sparktorch.data.columns import KEY, Columns, InputOptions
+from sparktorch.data.plan import SamplingPlan
 from sparktorch.data.shard import Shard
 from sparktorch.spark.frame import prepare
 from sparktorch.spark.split import split
 
 CORES = 2
+IMAGE, IMAGE_BATCH = 224, 64
 WIDTH = 100
 SPARSE_WIDTH, FILLED = 1_000, 10
 GOALS = {
@@ -44,6 +53,8 @@ GOALS = {
     "100 scalars: shard / stacked in Python": Goal(4, at_least=True),
     "dense vectors / array<float>": Goal(0.8, at_least=True),
     "sparse vectors: shard / densified first": Goal(5, at_least=True),
+    "images: shard / DataLoader": Goal(1, at_least=True),
+    "images: cores that decode": Goal(1.8, at_least=True),
     "split by key / repartition, s": Goal(1.1),
     "array<float>: shard / Petastorm's loader": Goal(5, at_least=True),
     "array<float>: shard / Petastorm, materialising": Goal(10, at_least=True),
@@ -77,6 +88,30 @@ def write_vectors(spark: SparkSession, directory: Path, rows: int) -> None:
     )
 
 
+def write_images(directory: Path, count: int) -> None:
+    """Writes photographs of nothing: smooth noise, which JPEG files of 10 to 20 kB hold."""
+    directory.mkdir()
+    random = np.random.default_rng(0)
+    for number in range(count):
+        coarse = Image.fromarray(random.integers(0, 256, (28, 28, 3), np.uint8))
+        coarse.resize((IMAGE, IMAGE), Image.Resampling.BICUBIC).save(directory / f"{number:05d}.jpg", quality=90)
+
+
+class Files(Dataset[torch.Tensor]):
+    """The same files, one by one."""
+
+    def __init__(self, directory: Path) -> None:
+        self._paths = sorted(directory.iterdir())
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        with Image.open(self._paths[number]) as image:
+            pixels = np.asarray(image.convert("RGB"))
+        return torch.from_numpy(pixels.copy()).permute(2, 0, 1).contiguous().to(torch.float32).div_(255)
+
+
 def sparse_row(number: int) -> SparseVector:
     """Returns a row of the sparse vectors."""
     random = np.random.default_rng(number)
@@ -93,6 +128,17 @@ def to_count(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     found = [(batch.num_rows, batch.nbytes) for batch in batches]
     assert sum(size for _, size in found)
     yield _count(sum(rows for rows, _ in found))
+
+
+def to_decoded(batches: Iterable[pa.RecordBatch], columns: Columns) -> Iterator[pa.RecordBatch]:
+    """Reads rows as a rank does, and takes each once; says how long that took, and how much of a core."""
+    torch.set_num_threads(1)
+    with closing(Shard(batches, columns)) as shard:
+        shard.place(0, SamplingPlan(rows=shard.rows, batch_size=IMAGE_BATCH // CORES))
+        started, busy = time.perf_counter(), time.process_time()
+        rows = sum(len(batch.inputs[0]) for batch in shard.epoch(0))
+        took = {"rows": rows, "wall": time.perf_counter() - started, "cpu": time.process_time() - busy}
+    yield pa.RecordBatch.from_pylist([took])
 
 
 def to_stack(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -119,6 +165,9 @@ class Sides:
         self._spark, self._directory, self._rows = spark, directory, rows
         self._petastorm = petastorm
         self.materialising: list[float] = []
+        self.cores: list[float] = []
+        files = Files(directory / "images")
+        self._loader = DataLoader(files, IMAGE_BATCH, num_workers=CORES, persistent_workers=True)
 
     def sides(self) -> dict[str, Callable[[], float]]:
         """Returns the sides by name."""
@@ -138,6 +187,8 @@ class Sides:
             "dense vectors: shard": self._shard(*dense),
             "sparse vectors: shard": self._shard(*sparse, megabytes=wide),
             "sparse vectors: densified first": self._shard(*self._prepared(dense_first), megabytes=wide),
+            "images: shard": self._decoded,
+            "images: DataLoader": self._loaded,
             "split by key, s": partial(self._to_nowhere, split(arrays[0], CORES)),
             "split by key and sort, s": partial(self._to_nowhere, split(arrays[0], CORES, in_order=True)),
             "repartition, s": partial(self._to_nowhere, arrays[0].drop(KEY).repartition(CORES)),
@@ -185,6 +236,29 @@ class Sides:
         took = seconds(lambda: counted.extend(data.rdd.mapPartitions(rows_to_array).collect()))
         return sum(counted) * WIDTH * 4e-6 / took
 
+    def _decoded(self) -> float:
+        """Returns images a second."""
+        files = self._spark.read.format("binaryFile").load(str(self._directory / "images"))
+        data = files.select(F.col("content").alias("features"), F.length("content").cast("float").alias("label"))
+        wire, columns = self._prepared(data, options=InputOptions(layouts={"features": "image"}))
+        found: list[Row] = []
+
+        def job() -> None:
+            ranks = split(wire, CORES).mapInArrow(
+                partial(to_decoded, columns=columns), "rows long, wall double, cpu double"
+            )
+            found.extend(ranks.collect())
+
+        took = seconds(job)
+        self.cores.append(sum(row["cpu"] for row in found) / max(row["wall"] for row in found))
+        return sum(row["rows"] for row in found) / took
+
+    def _loaded(self) -> float:
+        """Returns images a second."""
+        count: list[int] = []
+        took = seconds(lambda: count.extend(len(batch) for batch in self._loader))
+        return sum(count) / took
+
     def _to_nowhere(self, data: DataFrame) -> float:
         return seconds(lambda: data.write.format("noop").mode("overwrite").save())
 
@@ -231,6 +305,12 @@ def petastorm(python: Path, data: Path, work: Path) -> Iterator[Callable[[], dic
             process.communicate(timeout=60)  # the end of its input ends it
 
 
+def _with_unit(name: str) -> str:
+    if name.endswith(", s"):
+        return name
+    return f"{name}, rows/s" if name.startswith("images") else f"{name}, MB/s"
+
+
 def main() -> None:
     """Measures, prints and writes the result."""
 
@@ -247,11 +327,13 @@ def main() -> None:
     rows = 40_000 if options.quick else 400_000
     with workspace() as work:
         write_rows(work, rows)
+        write_images(work / "images", rows // 200)
         with session(work, cores=CORES) as spark, petastorm(options.petastorm, work / "arrays", work) as loader:
             write_vectors(spark, work, rows // 4)
             sides = Sides(spark, work, rows, loader)
             interleave(sides.sides(), 1)  # warms up
             sides.materialising.clear()
+            sides.cores.clear()
             samples = interleave(sides.sides(), 2 if options.quick else 5)
     if sides.materialising:
         samples["array<float>: Petastorm, materialising"] = sides.materialising
@@ -261,13 +343,14 @@ def main() -> None:
         "split by key / repartition, s": median["split by key, s"] / median["repartition, s"],
         "split by key and sort / repartition, s": median["split by key and sort, s"] / median["repartition, s"],
     }
+    ratios["images: cores that decode"] = float(np.median(sides.cores))
     for name in samples:
         kind, _, way = name.partition(": ")
         if way and way != "shard" and f"{kind}: shard" in median:
             ratios[f"{kind}: shard / {way}"] = median[f"{kind}: shard"] / median[name]
     report(
         "ingest",
-        samples={name if name.endswith(", s") else f"{name}, MB/s": values for name, values in samples.items()},
+        samples={_with_unit(name): values for name, values in samples.items()},
         ratios=ratios,
         goals={name: goal for name, goal in GOALS.items() if name in ratios},
         facts={
