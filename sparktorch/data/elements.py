@@ -40,13 +40,14 @@ class Elements:
             shape: Of an element.
         """
         self._values = spooler.spool(f"{name}.elements", dtype, shape)
-        self._places = spooler.spool(f"{name}.places", np.int64, (2,))
+        self._borders = spooler.spool(f"{name}.borders", np.int64)
+        self._borders.append(np.zeros(1, np.int64))
         self._count = 0
 
     @property
     def nbytes(self) -> int:
         """Bytes of the rows appended so far."""
-        return self._values.nbytes + self._places.nbytes
+        return self._values.nbytes + self._borders.nbytes - 8
 
     def append(self, values: npt.NDArray[Any], lengths: npt.NDArray[np.int64]) -> None:
         """Adds rows.
@@ -55,26 +56,24 @@ class Elements:
             values: Their elements, of shape `(elements, *shape)`.
             lengths: Number of elements of each row.
         """
-        starts = self._count + np.cumsum(lengths) - lengths
         self._values.append(values)
-        self._places.append(np.stack([starts, lengths], 1))
+        self._borders.append(self._count + np.cumsum(lengths, dtype=np.int64))
         self._count += len(values)
 
     def finish(self, device: str) -> None:
         """Ends appending and moves the rows to `device`."""
         self.values = torch.from_numpy(self._values.finish()).to(device)
-        self.starts, self.lengths = torch.from_numpy(self._places.finish()).to(device).unbind(1)
+        borders = torch.from_numpy(self._borders.finish()).to(device)
+        self.starts, self.lengths = borders[:-1], borders.diff()
 
     def read(self, runs: Runs) -> Self:
         """Returns those rows, copied into memory; in place of `finish`, any number of times."""
         found = copy.copy(self)
-        starts, lengths = self._places.read(runs).T
-        # A run of rows is a run of elements, from the first of its first row to the last of its last.
-        heads = np.cumsum(runs.lengths) - runs.lengths
-        tails = heads + runs.lengths - 1
-        held = Runs(starts[heads], starts[tails] + lengths[tails])
-        found.values = torch.from_numpy(self._values.read(held))
-        found.lengths = torch.from_numpy(lengths.copy())
+        borders = self._borders.read(Runs(runs.starts, runs.stops + 1))
+        first = np.cumsum(runs.lengths + 1) - (runs.lengths + 1)  # where the borders of each run begin
+        last = first + runs.lengths
+        found.values = torch.from_numpy(self._values.read(Runs(borders[first], borders[last])))
+        found.lengths = torch.from_numpy(np.delete(np.diff(borders, append=0), last))
         found.starts = found.lengths.cumsum(0) - found.lengths
         return found
 

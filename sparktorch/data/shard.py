@@ -232,22 +232,22 @@ class Shard:
     def _read(self, batches: Iterable[pa.RecordBatch], arrivals: Arrivals, budget: int) -> None:
         """Reads all batches into the fields."""
         screen = Screen(self._columns)
-        arrived = 0
-        for whole in batches:
-            batch = screen.rows_of(whole, first_row=arrived)
+        row = 0
+        for batch in batches:
+            rows = screen.rows_of(batch, first_row=row)
             before = sum(field.nbytes for field in self._fields.values())
             for spec in self._columns.tensors:
-                self._fields[spec.name].append(batch.column(spec.name), first_row=arrived)
+                self._fields[spec.name].append(rows.column(spec.name), first_row=row)
             grown = sum(field.nbytes for field in self._fields.values()) - before
-            if self._spooler.on_disk and grown > budget * batch.num_rows:
-                raise _too_large(grown / batch.num_rows, budget, arrived)
+            if self._spooler.on_disk and grown > budget * rows.num_rows:
+                raise _too_large(grown / rows.num_rows, budget, row)
             if self._columns.validation:
                 # A null flag is no flag.
-                held_out = batch.column(VALIDATION).fill_null(False).to_numpy(zero_copy_only=False)
+                held_out = rows.column(VALIDATION).fill_null(False).to_numpy(zero_copy_only=False)
             else:
-                held_out = np.zeros(batch.num_rows, np.bool_)
-            arrivals.append(batch.column(KEY).to_numpy(), held_out)
-            arrived += whole.num_rows
+                held_out = np.zeros(rows.num_rows, np.bool_)
+            arrivals.append(rows.column(KEY).to_numpy(), held_out)
+            row += batch.num_rows
         screen.close()
         self.dropped = screen.dropped
 

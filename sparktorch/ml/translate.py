@@ -39,9 +39,8 @@ _SAME = (
     *("optimizer", "optimizerParams", "learningRate", "parameterGroups"),
     *("scheduler", "schedulerParams", "schedulerInterval", "warmupSteps", "referenceBatchSize"),
     *("batchSize", "epochs", "split", "shuffle", "shuffleBlock", "seed", "precision", "emaDecay"),
-    *("gradientClipNorm", "gradientClipValue"),
-    *("inputShapes", "inputLayouts", "inputDtypes", "maxLengths", "padValues", "assembleInputs"),
-    *("nullPolicy", "fillValue", "labelCols"),
+    *("gradientClipNorm", "gradientClipValue", "nullPolicy", "fillValue"),
+    *("inputShapes", "inputLayouts", "inputDtypes", "maxLengths", "padValues", "assembleInputs", "labelCols"),
     *("nonFiniteLoss", "syncBatchNorm", "earlyStoppingPatience", "validationInterval", "validationUnit"),
 )
 
