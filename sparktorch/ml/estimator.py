@@ -20,7 +20,8 @@ from pyspark.sql import DataFrame, SparkSession
 from sparktorch.artifact import TrainedModule
 from sparktorch.config import Task
 from sparktorch.data.checks import Screen
-from sparktorch.data.fields import Dense, Field, field_of
+from sparktorch.data.fields import Dense, Field
+from sparktorch.data.inputs import field_of
 from sparktorch.data.spool import InMemory
 from sparktorch.errors import RankLostError
 from sparktorch.ml.events import Fit, FitReport, callers
