@@ -30,10 +30,10 @@ class Field(ABC):
     """One column of a rank's rows: filled batch by batch, then read by row number.
 
     Attributes:
-        decodes: Whether to take rows is more than to copy them.
+        decodes: Whether to take rows is more than to copy them, and is worth a thread.
     """
 
-    decodes = False
+    decodes: bool = False
     _device: str = "cpu"
 
     @property
