@@ -116,6 +116,7 @@ def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: Tra
         spooler=_spooler(job.storage, world),
         budget=job.storage.budget * 10**6,
         by_key=job.by_key,
+        by_length=job.config.micro_batch_size is not None or job.config.accumulation_steps > 1,
     )
     clock.lap("load")
     with closing(shard):

@@ -207,12 +207,17 @@ class Vectors(Field):
 
 
 class Ragged(Field):
-    """Rows of unequal length: padded with a mask, or one jagged nested tensor."""
+    """Rows of unequal length: padded with a mask, or one jagged nested tensor.
+
+    Attributes:
+        padded: Whether they are padded.
+    """
 
     def __init__(self, spec: TensorSpec, spooler: Spooler) -> None:
         """Begins without rows."""
         self._spec = spec
         self._elements = Elements(spec.name, spec.dtype, spooler, spec.shape)
+        self.padded = spec.layout == "padded"
 
     @property
     def nbytes(self) -> int:
@@ -246,7 +251,7 @@ class Ragged(Field):
             `(rows, longest)`, true where there is one. Jagged: a nested tensor of shape
             `(rows, j, *spec.shape)`.
         """
-        lengths = self._elements.lengths[index]
+        lengths = self.lengths(index)
         elements, row, place = self._elements.take(index)
         if self._spec.layout == "jagged":
             return (
@@ -257,6 +262,10 @@ class Ragged(Field):
         padded = elements.new_full((len(index), longest, *self._spec.shape), self._spec.pad)
         padded[row, place] = elements
         return padded, mask
+
+    def lengths(self, index: torch.Tensor) -> torch.Tensor:
+        """Returns the number of elements of the rows with those numbers, int64 of shape `(rows,)`."""
+        return self._elements.lengths[index]
 
 
 def _ends(lengths: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 from sparktorch.data.checks import Screen, check_labels, check_weights
 from sparktorch.data.columns import KEY, VALIDATION, Columns, TensorSpec
 from sparktorch.data.feed import Feed, OutOfCore, Resident, Schedule
-from sparktorch.data.fields import Dense, Field
+from sparktorch.data.fields import Dense, Field, Ragged
 from sparktorch.data.inputs import field_of
 from sparktorch.data.plan import SamplingPlan
 from sparktorch.data.preprocess import EVALUATION, Moment
@@ -36,6 +36,7 @@ class Batch:
             row at this step, so that it can join every collective, label and weights hold them too,
             the weights zero.
         loss_weight: What each row counts for in the loss: its weight times that of its class.
+        lengths: By the place of a padded input, number of elements of each row, int64 on the CPU.
     """
 
     inputs: tuple[torch.Tensor, ...]
@@ -43,13 +44,26 @@ class Batch:
     weight: torch.Tensor | None
     rows: int
     loss_weight: torch.Tensor | None = None
+    lengths: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
 
 class Rows:
     """Tensors of equal length, addressed by row number."""
 
-    def __init__(self, fields: Mapping[str, Field], columns: Columns, device: str, count: int) -> None:
-        """Takes finished fields by wire name, on `device`, and the number of their rows."""
+    def __init__(
+        self, fields: Mapping[str, Field], columns: Columns, device: str, count: int, *, by_length: bool = False
+    ) -> None:
+        """Takes the rows.
+
+        Args:
+            fields: Finished, by wire name, on `device`.
+            columns: What they are.
+            device: Where what is taken is to be.
+            count: Number of rows.
+            by_length: Whether rows that are taken at a time come in the order of their lengths.
+        """
+        ragged = [found for found in (fields[spec.name] for spec in columns.inputs) if isinstance(found, Ragged)]
+        self._sorted_by = ragged[0] if ragged and by_length else None
         self._inputs = tuple(fields[spec.name] for spec in columns.inputs)
         self._label = _tensor(fields, columns.label)
         self._weight = _tensor(fields, columns.weight)
@@ -67,6 +81,8 @@ class Rows:
             moment: When that is.
         """
         rows = len(index)
+        if self._sorted_by is not None:  # so that micro-batches hold rows of about the same length
+            index = index[self._sorted_by.lengths(index).argsort(stable=True)]
         filled = index
         if rows < least:
             filled = torch.cat([index, index.new_full((least - rows,), self.count - 1)])
@@ -83,7 +99,20 @@ class Rows:
             weight,
             rows,
             loss_weight,
+            self._lengths(filled),
         )
+
+    def _lengths(self, index: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Returns the lengths of rows by the place of each padded argument."""
+        if self._preprocess is not None:
+            return {}
+        found, place = {}, 0
+        for taken in self._inputs:
+            padded = isinstance(taken, Ragged) and taken.padded
+            if isinstance(taken, Ragged) and padded:
+                found[place] = taken.lengths(index).cpu()
+            place += 1 + padded
+        return found
 
     def _arguments(self, index: torch.Tensor, moment: Moment) -> tuple[torch.Tensor, ...]:
         """Returns what the rows with those numbers are to `forward`."""
@@ -128,6 +157,7 @@ class Shard:
         spooler: Spooler | None = None,
         budget: int = 1 << 30,
         by_key: bool = True,
+        by_length: bool = False,
     ) -> None:
         """Reads the batches of one partition and checks every row.
 
@@ -141,12 +171,13 @@ class Shard:
             by_key: Whether the positions of the rows are those of their keys. Otherwise they are the
                 rows' places. On disk, rows that arrive in the order of their positions, validation
                 rows last, are read in runs; others one by one, and cost 8 bytes of memory each.
+            by_length: Whether the rows of a step come in the order of the lengths of the first ragged input.
 
         Raises:
             ColumnError: A row cannot be trained on; says column, count and first row.
             ClusterError: There is no room on disk.
         """
-        self._columns, self._device = columns, device
+        self._columns, self._device, self._by_length = columns, device, by_length
         self._spooler = spooler = spooler or InMemory()
         self._fields = {spec.name: _field(spec, columns, spooler) for spec in columns.tensors}
         self._loss_fields = tuple(spec for spec in (columns.label, columns.weight) if spec is not None)
@@ -173,7 +204,7 @@ class Shard:
             for spec in columns.tensors:  # what the training does not get as it is stays here
                 raw = columns.preprocess is not None and spec in columns.inputs
                 self._fields[spec.name].finish("cpu" if raw else device)
-            rows = Rows(self._fields, columns, device, self.last + 1)
+            rows = Rows(self._fields, columns, device, self.last + 1, by_length=by_length)
             self._feed = Resident(rows, _array(order), _array(validation_order), device, decoding=self.decodes)
 
     @property
@@ -233,7 +264,8 @@ class Shard:
         """
         wanted = self._columns.tensors if inputs else self._loss_fields
         columns = self._columns if inputs else replace(self._columns, inputs=())
-        return Rows({spec.name: self._fields[spec.name].read(runs) for spec in wanted}, columns, "cpu", runs.count)
+        fields = {spec.name: self._fields[spec.name].read(runs) for spec in wanted}
+        return Rows(fields, columns, "cpu", runs.count, by_length=self._by_length)
 
     def close(self) -> None:
         """Ends threads and frees what is on disk; closing twice is fine."""

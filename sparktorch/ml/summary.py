@@ -15,10 +15,11 @@ class TrainingSummary:
     Attributes:
         history: One record per epoch: `epoch` from 1, `loss` (mean over the training rows, weighted),
             `val_loss` and `val_accuracy` where there are validation rows, `learning_rate` of the last
-            step, `seconds`, `rows_per_second` over all ranks, `data_wait_share` in `[0, 1]`; further
-            metrics as `val_NAME`, those of a training step as `train_NAME` too, `skipped_steps` where
-            `nonFiniteLoss` is "skip", and what callbacks have added. Where validation goes by step, `steps`
-            that the epoch took, and `validations`: a dict of `step` and metrics for each.
+            step, `seconds`, `rows_per_second` over all ranks, `data_wait_share` in `[0, 1]`; `padding_share`
+            where inputs are padded; further metrics as `val_NAME`, those of a training step as `train_NAME`
+            too, `skipped_steps` where `nonFiniteLoss` is "skip", and what callbacks have added. Where
+            validation goes by step, `steps` that the epoch took, and `validations`: a dict of `step` and
+            metrics for each.
         rows: Number of training rows.
         validationRows: Number of validation rows.
         stepsPerEpoch: Optimizer steps in an epoch.
@@ -55,6 +56,12 @@ class TrainingSummary:
     def totalIterations(self) -> int:
         """Optimizer steps in all."""
         return sum(record.get("steps", self.stepsPerEpoch) for record in self.history)
+
+    @property
+    def paddingShare(self) -> float | None:
+        """The share of padding in the padded inputs, over the epochs; `None` where nothing is padded."""
+        shares = [record["padding_share"] for record in self.history if "padding_share" in record]
+        return sum(shares) / len(shares) if shares else None
 
     def to_dict(self) -> dict[str, Any]:
         """Returns a JSON-ready form; `TrainingSummary(**form)` is its inverse."""

@@ -14,7 +14,7 @@ from sparktorch.train.layout import channels_last
 from sparktorch.train.recipe import Recipe
 from sparktorch.train.reproducible import untouched_generators
 from sparktorch.train.schedule import Schedule
-from sparktorch.train.step import BatchLike, Means, Sums, full_precision, micro_batches
+from sparktorch.train.step import BatchLike, Means, Sums, full_precision, micro_batches, padding
 from sparktorch.train.strategy import Strategy, build_strategy
 from sparktorch.train.task import align, autocast, first_rows
 from sparktorch.world import World
@@ -36,6 +36,7 @@ class Engine:
         watch: Over losses that are not finite, `None` where their steps are skipped.
         least: The fewest rows of a batch that the module takes in training.
         means: Of the training step's metrics, over the steps since they were last cleared.
+        padding: Places of the padded inputs of this rank's last step, and elements in them.
     """
 
     def __init__(self, recipe: Recipe, config: TrainConfig, world: World, *, steps: int) -> None:
@@ -74,6 +75,7 @@ class Engine:
         at_once = True if self.strategy.waits_for_device else None
         self.watch = LossWatch(world, at_once=at_once) if config.non_finite == "error" else None
         self.means = Means()
+        self.padding = (0, 0)
 
     def step(self, batch: BatchLike, scale: float, parts: int) -> torch.Tensor | None:
         """Takes one optimizer step.
@@ -92,7 +94,8 @@ class Engine:
             self._presence.rows = batch.rows > 0
         skips = config.non_finite == "skip"
         buffers = [buffer.clone() for buffer in self.module.buffers()] if skips else []
-        *first, last = micro_batches(batch, parts, least=self.least)
+        *first, last = split = micro_batches(batch, parts, least=self.least)
+        self.padding = padding(split)
         found = []
         for part in first:  # gradients add up in the rank; the last part's backward sends the sum
             with self.strategy.no_sync(self.module):

@@ -107,6 +107,8 @@ class _Tally:
         validating: Seconds in validation.
         skipped: Steps that were left out.
         validations: What each validation found.
+        places: Of the padded inputs.
+        elements: In these places.
     """
 
     losses: torch.Tensor
@@ -117,12 +119,16 @@ class _Tally:
     validating: float = 0.0
     skipped: list[int] = field(default_factory=list)
     validations: list[dict[str, Any]] = field(default_factory=list)
+    places: int = 0
+    elements: int = 0
 
     def add(self, other: _Tally) -> None:
         """Adds the tally of another rank over the same steps."""
         self.losses += other.losses
         self.rows += other.rows
         self.waited += other.waited
+        self.places += other.places
+        self.elements += other.elements
 
 
 class _Training:
@@ -223,8 +229,9 @@ class _Training:
             self._take_steps(epoch, batches, weights, started)
         self._waited += tally.waited - waited
         self._seconds += time.perf_counter() - tally.validating - entered
-        totals = torch.tensor([float(tally.losses.sum()), tally.rows, tally.waited], dtype=torch.float64)
-        loss_sum, rows, waited = sum_over_ranks(totals, self._world).tolist()
+        sums = [float(tally.losses.sum()), tally.rows, tally.waited, tally.places, tally.elements]
+        totals = sum_over_ranks(torch.tensor(sums, dtype=torch.float64), self._world)
+        loss_sum, rows, waited, places, elements = totals.tolist()
         # Of the slowest rank: others need not keep pace with it.
         seconds = time.perf_counter() - started - tally.validating
         weights[tally.skipped] = 0
@@ -237,6 +244,8 @@ class _Training:
             "rows_per_second": rows / seconds,
             "data_wait_share": waited / (seconds * self._world.world_size),
         }
+        if places:
+            record["padding_share"] = 1 - elements / places
         if self._config.validation_unit == "step":
             record["steps"] = tally.taken
         if engine.training_step is not None:
@@ -271,6 +280,8 @@ class _Training:
             tally.waited += now - asked
 
             loss = engine.step(batch, scales[step], parts[step])
+            tally.places += engine.padding[0]
+            tally.elements += engine.padding[1]
 
             self._count(step, batch.rows, loss)
             # Reading the loss waits for the device: a few times a second only.
@@ -423,7 +434,8 @@ class _Training:
         self._context.step, self._first_epoch = manifest.step, manifest.epoch
         tallies = [_Tally(**rest["tally"]) for rest in rests]
         # The sums of ranks that are no more go to those that are left.
-        self._tally = replace(tallies[0], losses=torch.zeros_like(self._tally.losses), rows=0, waited=0.0)
+        nothing: dict[str, Any] = dict.fromkeys(("rows", "waited", "places", "elements"), 0)
+        self._tally = replace(tallies[0], losses=torch.zeros_like(self._tally.losses), **nothing)
         engine.means.clear()
         for old in range(rank, len(rests), size):
             tallies[old].losses = tallies[old].losses.to(self._device)

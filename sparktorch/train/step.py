@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -15,7 +15,18 @@ from torch import nn
 from sparktorch.errors import ModuleError
 from sparktorch.world import World
 
-__all__ = ["BatchLike", "Means", "StepBatch", "Sums", "TrainingStep", "cut", "full_precision", "micro_batches", "weigh"]
+__all__ = [
+    "BatchLike",
+    "Means",
+    "StepBatch",
+    "Sums",
+    "TrainingStep",
+    "cut",
+    "full_precision",
+    "micro_batches",
+    "padding",
+    "weigh",
+]
 
 Sums = Mapping[str, tuple[torch.Tensor, torch.Tensor | int]]  # weighted sums, and sums of weights
 
@@ -48,6 +59,11 @@ class BatchLike(Protocol):
         """Number of real rows."""
         ...
 
+    @property
+    def lengths(self) -> Mapping[int, torch.Tensor]:
+        """Number of elements of each row of the inputs, by the place of a padded argument; its mask comes next."""
+        ...
+
 
 @dataclass(frozen=True)
 class StepBatch:
@@ -59,6 +75,7 @@ class StepBatch:
         weight: float32 sample weights of shape `(rows,)`; `None` means all ones.
         rows: Number of rows. A rank without rows in a step gets stand-ins of weight zero.
         loss_weight: What each row counts for in the loss.
+        lengths: By the place of a padded input, number of elements of each row, int64 on the CPU.
     """
 
     inputs: tuple[torch.Tensor, ...]
@@ -66,6 +83,7 @@ class StepBatch:
     weight: torch.Tensor | None
     rows: int
     loss_weight: torch.Tensor | None = None
+    lengths: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
 
 def micro_batches(batch: BatchLike, parts: int, *, least: int) -> list[BatchLike]:
@@ -92,8 +110,28 @@ def _cut(batch: BatchLike, start: int, end: int) -> StepBatch:
     def part(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else tensor[start:end]
 
-    inputs = tuple(cut(tensor, start, end) for tensor in batch.inputs)
-    return StepBatch(inputs, part(batch.label), part(batch.weight), end - start, part(batch.loss_weight))
+    inputs = [cut(tensor, start, end) for tensor in batch.inputs]
+    lengths = {place: counts[start:end] for place, counts in batch.lengths.items()}
+    for place, longest in _longest(lengths).items():  # of these rows, which may be less than that of all
+        for both in (place, place + 1):
+            inputs[both] = inputs[both][:, :longest]
+    found = part(batch.label), part(batch.weight), end - start, part(batch.loss_weight)
+    return StepBatch(tuple(inputs), *found, lengths)
+
+
+def padding(batches: Sequence[BatchLike]) -> tuple[int, int]:
+    """Returns how many places the padded inputs of some batches have, and how many of them hold an element."""
+    places = elements = 0
+    for batch in batches:
+        longest = _longest(batch.lengths)
+        places += sum(longest[place] * len(counts) for place, counts in batch.lengths.items())
+        elements += sum(int(counts.sum()) for counts in batch.lengths.values())
+    return places, elements
+
+
+def _longest(lengths: Mapping[int, torch.Tensor]) -> dict[int, int]:
+    """Returns how wide padded inputs are whose rows have those lengths."""
+    return {place: max(1, int(counts.max())) if len(counts) else 1 for place, counts in lengths.items()}
 
 
 def cut(tensor: torch.Tensor, start: int, end: int) -> torch.Tensor:
@@ -215,7 +253,7 @@ def _complete(batch: BatchLike) -> StepBatch:
             label = torch.cat([label, label[-1:].expand(missing, *label.shape[1:])])
         if weight is not None:
             weight = torch.cat([weight, weight.new_zeros(missing)])
-    return StepBatch(batch.inputs, label, weight, shown)
+    return StepBatch(batch.inputs, label, weight, shown, lengths=batch.lengths)
 
 
 def _without_filler(values: torch.Tensor, batch: BatchLike) -> torch.Tensor:

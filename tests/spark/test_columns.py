@@ -161,6 +161,16 @@ def test_rows_of_unequal_length_train_and_score_as_if_padded_by_hand(
     assert_alike(model, rows, "short")
 
 
+def test_micro_batches_of_like_lengths_train_the_same_with_less_padding(rows: DataFrame) -> None:
+    params: dict[str, Any] = {"module": Padded, "inputLayouts": {"ragged": "padded"}, "batchSize": 30}
+    whole = fit(rows, "ragged", **params)
+    split = fit(rows, "ragged", microBatchSize=4, **params)
+    for found, wanted in zip(split.module.parameters(), whole.module.parameters(), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    assert 0 <= split.summary.paddingShare < 0.6 * whole.summary.paddingShare
+    assert by_hand(rows, "short").summary.paddingShare is None
+
+
 def test_rows_that_are_too_long_are_cut_off(rows: DataFrame) -> None:
     cut = rows.withColumn("short", F.transform("short", lambda v, i: F.when(i < 3, v).otherwise(0.0)))
     limits = {"inputLayouts": {"ragged": "padded"}, "maxLengths": {"ragged": 3}}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 
@@ -18,6 +19,7 @@ from sparktorch.data.shard import Batch, Rows, Shard
 from sparktorch.data.spool import InMemory, OnDisk, Runs
 from sparktorch.data.tensors import to_arrow
 from sparktorch.errors import ColumnError, ConfigError
+from sparktorch.train.step import micro_batches, padding
 from tests.support.frames import Table, record_batches, replaced
 
 PLAN = SamplingPlan(rows=203, batch_size=20, seed=3)
@@ -345,3 +347,36 @@ def test_rows_that_are_decoded_are_decoded_ahead(monkeypatch: pytest.MonkeyPatch
     found = [batches_of(ahead, 1), [batch.rows for batch in ahead.validation(16)]]
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     assert taken_in == {"sparktorch-prefetch"}
+
+
+def test_rows_of_a_step_come_by_length_so_that_micro_batches_are_padded_little() -> None:
+    draw = np.random.default_rng(0)
+    lengths = draw.integers(0, 40, 200)
+    table = {
+        "x0": pa.array([[float(n)] * n for n in lengths], pa.list_(pa.float32())),
+        "x1": pa.array(lengths, pa.float32()),
+        LABEL: pa.array(lengths, pa.float32()),
+        KEY: pa.array(draw.permutation(200) << 40),
+    }
+    words = TensorSpec(name="x0", column="words", dtype="float32", layout="padded", pad=-1)
+    number = TensorSpec(name="x1", column="n", dtype="float32")
+    label = TensorSpec(name=LABEL, column="l", dtype="float32")
+    shares, seen = {}, {}
+    for by_length in (False, True):
+        batches = [pa.RecordBatch.from_pydict(table)]
+        shard = Shard(batches, Columns(inputs=(words, number), label=label), by_length=by_length)
+        shard.place(0, SamplingPlan(rows=200, batch_size=64, seed=1))
+        steps = [micro_batches(batch, 4, least=1) for batch in shard.epoch(0)]
+        for part in (part for step in steps for part in step):
+            values, mask, counts = part.inputs
+            assert part.label is not None
+            assert values.shape == mask.shape == (part.rows, max(1, int(counts.max())))
+            assert mask.sum(1).tolist() == counts.tolist() == part.label.tolist() == part.lengths[0].tolist()
+            assert bool((values[mask] == counts.repeat_interleave(counts.long())).all())
+            assert bool((values[~mask] == -1).all())
+        places, elements = map(sum, zip(*map(padding, steps), strict=True))
+        assert elements == lengths.sum()
+        shares[by_length] = 1 - elements / places
+        seen[by_length] = [sorted(n for part in step for n in part.inputs[2].tolist()) for step in steps]
+    assert seen[False] == seen[True]  # the same rows in every step
+    assert shares[True] < 0.2 < 0.4 < shares[False]
