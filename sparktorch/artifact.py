@@ -31,7 +31,7 @@ from torch import nn
 from sparktorch.config import Precision, Task
 from sparktorch.data.checks import present
 from sparktorch.data.columns import TensorSpec
-from sparktorch.data.fields import field_of
+from sparktorch.data.inputs import field_of
 from sparktorch.data.spool import InMemory
 from sparktorch.data.tensors import packed, to_arrow
 from sparktorch.errors import PersistenceError

@@ -26,7 +26,7 @@ __all__ = [
 
 DType = Literal["float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8"]
 Kind = Literal["number", "vector", "binary"]
-Layout = Literal["dense", "sparse_csr", "padded", "jagged", "raw"]
+Layout = Literal["dense", "sparse_csr", "padded", "jagged", "raw", "image"]
 
 # Names on the wire. The user's own names travel in the specs, for messages only.
 LABEL = "y"
@@ -57,6 +57,7 @@ class TensorSpec:
         fill: What stands for a null and for NaN; `None` refuses them.
         limit: Number of elements after which ragged rows are cut off; `None` keeps them whole.
         pad: What ragged rows are padded with.
+        resize: Whether images of another size are resized, and are no error.
     """
 
     name: str
@@ -70,6 +71,7 @@ class TensorSpec:
     fill: float | None = None
     limit: int | None = None
     pad: float = 0
+    resize: bool = False
 
     @property
     def width(self) -> int:

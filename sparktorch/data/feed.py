@@ -180,6 +180,7 @@ class Stored(Protocol):
     bytes_per_row: float
     last: int  # the number of the last row
     weighted: bool
+    decodes: bool  # whether to take rows is more than to copy them
 
     def load(self, runs: Runs, *, inputs: bool = True) -> Rows:
         """Returns a copy of those rows in memory, without their inputs where only their weights are of interest."""
@@ -241,7 +242,8 @@ class OutOfCore:
         order = self._orders[epoch]
         if self._schedule.has(epoch + 1):
             self._weights.begin(epoch + 1)
-        return self._ahead(self._batches(order, least, first), self._window)
+        depth = min(self._window, _AHEAD_BATCHES) if self._stored.decodes else self._window
+        return self._ahead(self._batches(order, least, first), depth)
 
     def validation(self, size: int, *, batches: int) -> Generator[Batch]:
         """Yields the validation rows."""

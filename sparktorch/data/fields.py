@@ -14,20 +14,26 @@ import pyarrow as pa
 import torch
 
 from sparktorch.data.columns import TensorSpec
+from sparktorch.data.elements import Elements
 from sparktorch.data.spool import Runs, Spooler
 from sparktorch.data.tensors import ragged, to_numpy, vector_rows
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Dense", "Field", "Ragged", "Vectors", "field_of"]
+__all__ = ["Dense", "Field", "Ragged", "Vectors"]
 
 Array = npt.NDArray[Any]
 
 
 class Field(ABC):
-    """One column of a rank's rows: filled batch by batch, then read by row number."""
+    """One column of a rank's rows: filled batch by batch, then read by row number.
 
+    Attributes:
+        decodes: Whether to take rows is more than to copy them, and is worth a thread.
+    """
+
+    decodes: bool = False
     _device: str = "cpu"
 
     @property
@@ -66,13 +72,6 @@ class Field(ABC):
     def part(self, start: int, stop: int) -> tuple[torch.Tensor, ...]:
         """Returns what the rows from `start` to `stop` are to `forward`."""
         return self.take(torch.arange(start, stop, device=self._device))
-
-
-def field_of(spec: TensorSpec, spooler: Spooler) -> Field:
-    """Returns an empty field for an input column."""
-    if spec.ragged:
-        return Ragged(spec, spooler)
-    return Vectors(spec, spooler) if spec.kind == "vector" else Dense(spec, spooler)
 
 
 class Dense(Field):
@@ -144,134 +143,100 @@ class Vectors(Field):
     def __init__(self, spec: TensorSpec, spooler: Spooler) -> None:
         """Begins without rows."""
         self._spec = spec
-        self._spools = (
-            spooler.spool(f"{spec.name}.values", spec.dtype),
-            spooler.spool(f"{spec.name}.indices", np.int32),
-            spooler.spool(f"{spec.name}.sparse", np.bool_),
-        )
-        self._value_lengths = _Lengths(spooler, f"{spec.name}.lengths")
-        self._index_lengths = _Lengths(spooler, f"{spec.name}.stored")
+        self._values = Elements(spec.name, spec.dtype, spooler)
+        self._indices = Elements(f"{spec.name}.indices", np.int32, spooler)  # none of a dense row
         if spec.layout == "sparse_csr":
             _hush_sparse_csr()
 
     @property
     def nbytes(self) -> int:
         """Bytes of the rows appended so far."""
-        return sum(spool.nbytes for spool in (*self._spools, self._value_lengths, self._index_lengths))
+        return self._values.nbytes + self._indices.nbytes
 
     def append(self, column: pa.Array, *, first_row: int = 0) -> None:
         """Checks and keeps the rows of a batch, vectors or lists; see `Field.append`."""
         if pa.types.is_struct(column.type):
             rows = vector_rows(column, self._spec, first_row=first_row)
-            self._keep(rows.values, rows.indices, rows.lengths, rows.sparse)
+            self._values.append(rows.values, rows.lengths)
+            self._indices.append(rows.indices, rows.lengths * rows.sparse)
         else:
-            self._keep_dense(to_numpy(column, self._spec, first_row=first_row))
+            self._append_dense(to_numpy(column, self._spec, first_row=first_row))
 
     def stand_in(self) -> None:
         """Appends a row of zeros."""
-        self._keep_dense(np.zeros((1, self._spec.width), self._spec.dtype))
+        self._append_dense(np.zeros((1, self._spec.width), self._spec.dtype))
 
     def finish(self, device: str) -> None:
         """Ends appending and moves the rows to `device`."""
         self._device = device
-        values, indices, sparse = (spool.finish() for spool in self._spools)
-        self._hold(values, indices, sparse, self._value_lengths.finish())
+        self._values.finish(device)
+        self._indices.finish(device)
 
     def read(self, runs: Runs) -> Self:
         """Returns a finished field of those rows, copied into memory."""
         found = copy.copy(self)
-        values, indices, sparse = self._spools
-        lengths, elements = self._value_lengths.read(runs)
-        _, stored = self._index_lengths.read(runs)
-        found._hold(values.read(elements), indices.read(stored), sparse.read(runs), lengths)
+        found._values, found._indices = self._values.read(runs), self._indices.read(runs)
         return found
-
-    def _hold(self, *rows: Array) -> None:
-        """Makes tensors of values, indices, which rows are sparse, and their lengths."""
-        self._values, self._indices, self._sparse, self._lengths = (
-            torch.from_numpy(array).to(self._device) for array in rows
-        )
-        self._starts = _starts(self._lengths)
-        self._index_starts = _starts(self._lengths * self._sparse)
-        self._all_dense = not bool(self._sparse.any())
 
     def take(self, index: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Returns one tensor of shape `(rows, *spec.shape)`, or `(rows, width)` if `torch.sparse_csr`."""
         width, shape = self._spec.width, (len(index), *self._spec.shape)
-        if self._all_dense and self._spec.layout == "dense":
-            return (self._values.view(-1, width).index_select(0, index).view(shape),)
-        lengths = self._lengths[index]
-        row, place = _walk(lengths)
-        values = self._values[self._starts[index][row] + place]
-        sparse = self._sparse[index][row]
-        stored = (self._index_starts[index][row] + place)[sparse]
-        place[sparse] = self._indices[stored].long()  # those of dense rows are their own
+        if not len(self._indices.values) and self._spec.layout == "dense" and self._whole:
+            return (self._values.values.view(-1, width).index_select(0, index).view(shape),)
+        values, row, place = self._values.take(index)
+        places, row_of_place, at = self._indices.take(index)
+        if len(places):  # those of sparse rows are stored, those of dense rows are their own
+            starts = self._values.lengths[index].cumsum(0) - self._values.lengths[index]
+            place[starts[row_of_place] + at] = places.long()
         if self._spec.layout == "sparse_csr":
-            ends = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+            ends = _ends(self._values.lengths[index])
             return (torch.sparse_csr_tensor(ends, place, values, (len(index), width), check_invariants=False),)
         dense = values.new_zeros(len(index), width)
         dense[row, place] = values
         return (dense.view(shape),)
 
-    def _keep(self, values: Array, indices: Array, lengths: Array, sparse: Array) -> None:
-        for spool, rows in zip(self._spools, (values, indices, sparse), strict=True):
-            spool.append(rows)
-        self._value_lengths.append(lengths)
-        self._index_lengths.append(lengths * sparse)
+    @property
+    def _whole(self) -> bool:
+        """Whether every row holds all its values."""
+        return len(self._values.values) == len(self._values.lengths) * self._spec.width
 
-    def _keep_dense(self, rows: Array) -> None:
+    def _append_dense(self, rows: Array) -> None:
         lengths = np.full(len(rows), self._spec.width, np.int64)
-        self._keep(rows.reshape(-1), np.empty(0, np.int32), lengths, np.zeros(len(rows), np.bool_))
+        self._values.append(rows.reshape(-1), lengths)
+        self._indices.append(np.empty(0, np.int32), 0 * lengths)
 
 
 class Ragged(Field):
-    """Rows of unequal length: padded with a mask, or one jagged nested tensor.
-
-    Attributes:
-        lengths: Number of elements of each row, int64 on the CPU, once finished.
-    """
-
-    lengths: torch.Tensor
+    """Rows of unequal length: padded with a mask, or one jagged nested tensor."""
 
     def __init__(self, spec: TensorSpec, spooler: Spooler) -> None:
         """Begins without rows."""
         self._spec = spec
-        self._elements = spooler.spool(f"{spec.name}.elements", spec.dtype, spec.shape)
-        self._counts = _Lengths(spooler, f"{spec.name}.lengths")
+        self._elements = Elements(spec.name, spec.dtype, spooler, spec.shape)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the rows appended so far."""
-        return self._elements.nbytes + self._counts.nbytes
+        return self._elements.nbytes
 
     def append(self, column: pa.Array, *, first_row: int = 0) -> None:
         """Checks and keeps the rows of a batch; see `Field.append`."""
-        elements, lengths = ragged(column, self._spec, first_row=first_row)
-        self._elements.append(elements)
-        self._counts.append(lengths)
+        self._elements.append(*ragged(column, self._spec, first_row=first_row))
 
     def stand_in(self) -> None:
         """Appends a row of one zero."""
-        self._elements.append(np.zeros((1, *self._spec.shape), self._spec.dtype))
-        self._counts.append(np.ones(1, np.int64))
+        self._elements.append(np.zeros((1, *self._spec.shape), self._spec.dtype), np.ones(1, np.int64))
 
     def finish(self, device: str) -> None:
         """Ends appending and moves the rows to `device`."""
         self._device = device
-        self._hold(self._elements.finish(), self._counts.finish())
+        self._elements.finish(device)
 
     def read(self, runs: Runs) -> Self:
         """Returns a finished field of those rows, copied into memory."""
         found = copy.copy(self)
-        lengths, elements = self._counts.read(runs)
-        found._hold(self._elements.read(elements), lengths)
+        found._elements = self._elements.read(runs)
         return found
-
-    def _hold(self, elements: Array, lengths: Array) -> None:
-        self._values = torch.from_numpy(elements).to(self._device)
-        self.lengths = torch.from_numpy(lengths)
-        self._on_device = self.lengths.to(self._device)
-        self._starts = _starts(self._on_device)
 
     def take(self, index: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Returns the rows, with a mask where they are padded.
@@ -281,62 +246,22 @@ class Ragged(Field):
             `(rows, longest)`, true where there is one. Jagged: a nested tensor of shape
             `(rows, j, *spec.shape)`.
         """
-        lengths = self._on_device[index]
-        row, place = _walk(lengths)
-        elements = self._values[self._starts[index][row] + place]
+        lengths = self._elements.lengths[index]
+        elements, row, place = self._elements.take(index)
         if self._spec.layout == "jagged":
-            ends = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-            return (torch.nested.nested_tensor_from_jagged(elements, ends),)
+            return (
+                torch.nested.nested_tensor_from_jagged(elements, torch.nn.functional.pad(lengths.cumsum(0), (1, 0))),
+            )
         longest = max(1, int(lengths.max())) if len(lengths) else 1
         mask = torch.arange(longest, device=lengths.device) < lengths[:, None]
         padded = elements.new_full((len(index), longest, *self._spec.shape), self._spec.pad)
-        padded[mask] = elements
+        padded[row, place] = elements
         return padded, mask
 
 
-class _Lengths:
-    """Lengths of rows whose elements lie one after the other in another spool, kept as where each begins and ends."""
-
-    def __init__(self, spooler: Spooler, name: str) -> None:
-        self._borders = spooler.spool(name, np.int64)
-        self._borders.append(np.zeros(1, np.int64))
-        self._end = 0
-
-    @property
-    def nbytes(self) -> int:
-        return self._borders.nbytes - 8
-
-    def append(self, lengths: npt.NDArray[np.int64]) -> None:
-        """Adds rows of those lengths."""
-        if len(lengths):
-            ends = np.cumsum(lengths, dtype=np.int64) + self._end
-            self._end = int(ends[-1])
-            self._borders.append(ends)
-
-    def finish(self) -> npt.NDArray[np.int64]:
-        """Returns the lengths of all rows."""
-        return np.diff(self._borders.finish())
-
-    def read(self, runs: Runs) -> tuple[npt.NDArray[np.int64], Runs]:
-        """Returns the lengths of those rows, and where their elements are."""
-        borders = self._borders.read(Runs(runs.starts, runs.stops + 1))
-        first = np.cumsum(runs.lengths + 1) - (runs.lengths + 1)  # where the borders of each run begin
-        last = first + runs.lengths
-        within = np.ones(len(borders), np.bool_)
-        within[last] = False
-        lengths = np.diff(borders, append=0)[within]
-        return lengths, Runs(borders[first], borders[last])
-
-
-def _starts(lengths: torch.Tensor) -> torch.Tensor:
-    """Returns where each row begins, of rows that lie one after the other."""
-    return lengths.cumsum(0) - lengths
-
-
-def _walk(lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns for each element of rows of those lengths its row, and its place in it."""
-    row = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
-    return row, torch.arange(len(row), device=lengths.device) - _starts(lengths)[row]
+def _ends(lengths: torch.Tensor) -> torch.Tensor:
+    """Returns where rows of those lengths end, and before them 0."""
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
 
 
 def _hush_sparse_csr() -> None:

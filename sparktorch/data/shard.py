@@ -14,7 +14,8 @@ import torch
 from sparktorch.data.checks import Screen, check_labels, check_weights
 from sparktorch.data.columns import KEY, VALIDATION, Columns, TensorSpec
 from sparktorch.data.feed import Feed, OutOfCore, Resident, Schedule
-from sparktorch.data.fields import Dense, Field, field_of
+from sparktorch.data.fields import Dense, Field
+from sparktorch.data.inputs import field_of
 from sparktorch.data.plan import SamplingPlan
 from sparktorch.data.spool import InMemory, Runs, Spooler
 from sparktorch.errors import ConfigError
@@ -102,10 +103,10 @@ class Shard:
     """The rows of one rank: training rows addressed by position, validation rows in key order.
 
     Attributes:
-        bytes: Of its rows.
-        fingerprint: The sum of the keys of its training rows.
         dropped: Number of rows that were left out because they hold nulls.
     """
+
+    dropped = 0
 
     def __init__(
         self,
@@ -153,6 +154,7 @@ class Shard:
         self.last = max(1, arrivals.count) - 1
         self.bytes_per_row = self.bytes / (self.last + 1)
         self.weighted = columns.weight is not None
+        self.decodes = any(self._fields[spec.name].decodes for spec in columns.inputs)
         order, validation_order = arrivals.orders()
         self._feed: Feed
         if spooler.on_disk:
@@ -161,7 +163,7 @@ class Shard:
             for field in self._fields.values():
                 field.finish(device)
             rows = Rows(self._fields, columns, device, self.last + 1)
-            self._feed = Resident(rows, _array(order), _array(validation_order), device, decoding=False)
+            self._feed = Resident(rows, _array(order), _array(validation_order), device, decoding=self.decodes)
 
     @property
     def on_disk(self) -> bool:

@@ -20,7 +20,8 @@ from pyspark.sql import DataFrame, SparkSession
 from sparktorch.artifact import TrainedModule
 from sparktorch.config import Task
 from sparktorch.data.checks import Screen
-from sparktorch.data.fields import Dense, Field, field_of
+from sparktorch.data.fields import Dense, Field
+from sparktorch.data.inputs import field_of
 from sparktorch.data.spool import InMemory
 from sparktorch.errors import RankLostError
 from sparktorch.ml.events import Fit, FitReport, callers
@@ -40,7 +41,7 @@ from sparktorch.ml.params import (
 from sparktorch.ml.storage import StorageParams
 from sparktorch.ml.summary import TrainingSummary
 from sparktorch.ml.translate import Request, given, translate
-from sparktorch.spark.barrier import run_ranks
+from sparktorch.spark.barrier import new_tag, run_ranks
 from sparktorch.spark.doctor import check_executors
 from sparktorch.spark.findings import refuse
 from sparktorch.spark.frame import Frame, prepare
@@ -303,12 +304,13 @@ def _train(frame: Frame, trial: Trial, request: Request, report: FitReport) -> R
         collective_seconds=max(_COLLECTIVE_SECONDS, 2 * request.launch.patience.stall),
     )
     try:
-        now = request
+        now, lost = request, []
         for restart in range(request.max_restarts):
             results = _unless_lost(partial(_run, frame, job, now, report), restart + 1, now)
             if results is not None:
                 return results
-            now = _with_slots_left(frame.data.sparkSession, request)
+            lost.append(now.launch.tag)
+            now = _with_slots_left(frame.data.sparkSession, request, lost)
         return _run(frame, job, now, report)
     finally:
         if request.checkpoint is not None:
@@ -328,17 +330,25 @@ def _unless_lost(run: Callable[[], Results], number: int, request: Request) -> R
     return None
 
 
-def _with_slots_left(spark: SparkSession, request: Request) -> Request:
+def _with_slots_left(spark: SparkSession, request: Request, lost: list[str]) -> Request:
     """Returns the request for as many of its ranks as there are slots, once lost executors had time to come back.
+
+    Args:
+        spark: The session.
+        request: As it was first.
+        lost: Tags of the attempts that have failed.
 
     Raises:
         ClusterError: There are fewer slots than the fewest ranks it may go on with.
     """
-    launch, least = request.launch, request.min_workers
-    found = settled_slots(spark, launch.world_size, launch.profile, settle=_COMEBACK_SECONDS)
+    launch, least = replace(request.launch, tag=new_tag()), request.min_workers
+    found = settled_slots(spark, launch.world_size, launch.profile, settle=_COMEBACK_SECONDS, lost=lost)
     if found is None or found >= launch.world_size:
-        return request
+        return replace(request, launch=launch)
     check_cluster(spark, launch.world_size if least is None else least, launch.profile)
+    if found < (least or launch.world_size):
+        _LOG.warning("the cluster has %d slots free: the restart waits for those of lost workers", found)
+        return replace(request, launch=launch)
     _LOG.warning("the cluster has %d slots left: going on with as many workers instead of %d", found, launch.world_size)
     return replace(request, launch=replace(launch, world_size=found))
 

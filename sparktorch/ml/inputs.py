@@ -53,7 +53,7 @@ class InputParams(Params):
         Params._dummy(),
         "inputLayouts",
         "what forward gets, by input column: 'dense' (the default), 'padded' or 'jagged' for arrays of unequal length, "
-        "'sparse_csr' for ML vectors, 'raw' for bytes of a tensor",
+        "'sparse_csr' for ML vectors, 'raw' for bytes of a tensor, 'image' for JPEG and PNG files",
         typeConverter=_by_column(TypeConverters.toString),
     )
     inputDtypes: Param[dict[str, str]] = Param(

@@ -40,7 +40,7 @@ _SAME = (
     *("scheduler", "schedulerParams", "schedulerInterval", "warmupSteps", "referenceBatchSize"),
     *("batchSize", "epochs", "split", "shuffle", "shuffleBlock", "seed", "precision", "emaDecay"),
     *("gradientClipNorm", "gradientClipValue", "nullPolicy", "fillValue"),
-    *("inputShapes", "inputLayouts", "inputDtypes", "maxLengths", "padValues", "assembleInputs"),
+    *("inputShapes", "inputLayouts", "inputDtypes", "maxLengths", "padValues", "assembleInputs", "labelCols"),
     *("nonFiniteLoss", "syncBatchNorm", "earlyStoppingPatience", "validationInterval", "validationUnit"),
 )
 

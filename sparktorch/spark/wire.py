@@ -13,7 +13,8 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
-from sparktorch.data.columns import DType, InputOptions, Layout, TensorSpec, input_name
+from sparktorch.data.columns import DType, InputOptions, Kind, Layout, TensorSpec, input_name
+from sparktorch.data.images import image_size
 from sparktorch.errors import ColumnError, ConfigError, nearest
 
 __all__ = [
@@ -45,8 +46,13 @@ _LAYOUTS: dict[str, tuple[Layout, ...]] = {
     "number": ("dense",),
     "list": ("dense", "padded", "jagged"),
     "vector": ("dense", "sparse_csr"),
-    "binary": ("raw",),
+    "binary": ("raw", "image"),
+    "file": ("image",),
 }
+# Fields of what Spark's `image` and `binaryFile` sources give.
+_IMAGE_FIELDS = ("height", "width", "nChannels", "data")
+_FILE_FIELDS = ("path", "modificationTime", "length", "content")
+_CHANNELS = (1, 3, 4)
 # What to do with types that have no numbers in them.
 _CASTS: tuple[tuple[type[T.DataType], str], ...] = (
     (T.StringType, "index it with StringIndexer"),
@@ -86,7 +92,9 @@ def _spec(dataset: DataFrame, name: str, wire: str, options: InputOptions) -> Te
     elif isinstance(element, NUMERIC):
         sort, usual = "list" if depth else "number", "int64" if isinstance(element, _INTEGRAL) else "float32"
     elif isinstance(kind, T.BinaryType) and name in options.layouts:
-        sort, usual = "binary", ""
+        sort, usual = "binary", "float32" if options.layouts[name] == "image" else ""
+    elif _is_image(kind) or _is_file(kind):
+        sort, usual = "file", "float32"
     else:
         raise _refused(kind, name)
     layout = cast(Layout, options.layouts.get(name, _LAYOUTS[sort][0]))
@@ -99,12 +107,13 @@ def _spec(dataset: DataFrame, name: str, wire: str, options: InputOptions) -> Te
         column=name,
         dtype=cast(DType, dtype),
         shape=tuple(options.shapes.get(name, levels)),
-        kind=cast(Any, {"list": "number"}.get(sort, sort)),
+        kind=cast(Kind, {"list": "number", "file": "binary"}.get(sort, sort)),
         layout=layout,
-        lists=levels if name in options.shapes else None,
+        lists=levels if name in options.shapes and layout != "image" else None,
         fill=options.fill,
         limit=options.limits.get(name),
         pad=options.pads.get(name, 0),
+        resize=layout == "image" and name in options.shapes,
     )
 
 
@@ -142,6 +151,8 @@ def _check_options(name: str, kind: T.DataType, sort: str, layout: str, dtype: s
             param="inputDtypes",
         )
     possible = {"binary": (dtype,), "vector": ("float32", "float64")}.get(sort, tuple(_SQL_TYPES))
+    if layout == "image":
+        possible = ("float32", "uint8")
     if dtype not in possible:
         raise ConfigError(f"{said}, which cannot become {dtype}", hint=f"use {_either(possible)}", param="inputDtypes")
     if layout not in ("padded", "jagged") and name in options.limits:
@@ -152,6 +163,13 @@ def _check_options(name: str, kind: T.DataType, sort: str, layout: str, dtype: s
         )
     if layout != "padded" and name in options.pads:
         raise ConfigError(f"padValues names {name!r}, which is not padded", param="padValues")
+    shape = options.shapes.get(name, (3, 0, 0))
+    if layout == "image" and (len(shape) != 3 or (shape[0] not in _CHANNELS and shape[2] not in _CHANNELS)):
+        raise ConfigError(
+            f"inputShapes[{name!r}] is {list(shape)}, and {said}",
+            hint="an image is [channels, height, width] or [height, width, channels], with 1, 3 or 4 channels",
+            param="inputShapes",
+        )
     if layout == "sparse_csr" and name in options.shapes:
         raise ConfigError(f"inputShapes names {name!r}, and sparse rows have no shape", param="inputShapes")
 
@@ -164,12 +182,20 @@ def _element(kind: T.DataType) -> tuple[T.DataType, int]:
     return kind, depth
 
 
+def _is_image(kind: T.DataType) -> bool:
+    return isinstance(kind, T.StructType) and set(_IMAGE_FIELDS) <= set(kind.names)
+
+
+def _is_file(kind: T.DataType) -> bool:
+    return isinstance(kind, T.StructType) and set(_FILE_FIELDS) <= set(kind.names)
+
+
 def _refused(kind: T.DataType, name: str) -> ColumnError:
     depth = _element(kind)[1]
     sql = f"`{name}`" if not name.isidentifier() else name
     hint = "inputs are numbers, booleans, (nested) arrays of them, ML vectors or bytes"
     if isinstance(kind, T.BinaryType):
-        hint = f"set inputLayouts={{{name!r}: 'raw'}} and inputDtypes if its bytes are those of a tensor"
+        hint = f"set inputLayouts={{{name!r}: 'image'}} for JPEG or PNG, or 'raw' and inputDtypes for tensors"
     elif not depth:
         hint = next((text.format(sql) for sort, text in _CASTS if isinstance(kind, sort)), hint)
     return ColumnError(
@@ -191,6 +217,11 @@ def column_of(dataset: DataFrame, spec: TensorSpec) -> Column:
         return _vector(column, spec.dtype).alias(spec.name)
     if isinstance(kind, T.BinaryType):
         return column.alias(spec.name)
+    if _is_file(kind):
+        return column["content"].alias(spec.name)
+    if _is_image(kind):
+        fields = F.struct(*[column[name].alias(name) for name in _IMAGE_FIELDS])
+        return F.when(column.isNotNull(), fields).alias(spec.name)
     return _cast(column, spec.dtype, _element(kind)[1]).alias(spec.name)
 
 
@@ -248,6 +279,9 @@ def measured(spec: TensorSpec, sample: pa.RecordBatch) -> TensorSpec:
     if spec.sources or not spec.levels:
         return _shaped(spec, ())
     value = sample.column(spec.name)[0].as_py()
+    if spec.layout == "image" and value is not None:
+        height, width = (value["height"], value["width"]) if isinstance(value, dict) else image_size(value, spec)
+        return spec if spec.resize else replace(spec, shape=(3, height, width))
     if spec.kind == "vector" and value is not None:
         found: tuple[int, ...] = (len(value["values"]) if value["size"] is None else value["size"],)
     elif spec.kind == "binary" and value is not None:
@@ -317,6 +351,8 @@ def _fits(kind: T.DataType, spec: TensorSpec) -> bool:
     element, depth = _element(kind)
     if isinstance(kind, VectorUDT):
         return len(spec.levels) == 1 and not spec.ragged and spec.kind != "binary"
+    if spec.layout == "image" and (_is_file(kind) or _is_image(kind)):
+        return True
     if isinstance(kind, T.BinaryType) or spec.kind == "binary":
         return isinstance(kind, T.BinaryType) and spec.kind == "binary"
     wanted = 0 if spec.sources else len(spec.levels) + spec.ragged

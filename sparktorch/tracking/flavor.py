@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 import sparktorch
+from sparktorch.data.images import black_image
 from sparktorch.errors import PersistenceError
 from sparktorch.program import ExportError, export_whole
 
@@ -240,7 +241,10 @@ def _zeros(model: TorchModelBase) -> pd.DataFrame:
     for spec in model._inputs():
         for name in spec.sources or (spec.column,):
             if spec.kind == "binary":
-                columns[name] = [bytes(spec.width * np.dtype(spec.dtype).itemsize)] * 2
+                empty = (
+                    black_image(spec) if spec.layout == "image" else bytes(spec.width * np.dtype(spec.dtype).itemsize)
+                )
+                columns[name] = [empty] * 2
                 continue
             shape = () if spec.sources else (*(1,) * spec.ragged, *(spec.levels if spec.ragged else spec.shape))
             zeros = np.zeros((2, *shape), spec.dtype)

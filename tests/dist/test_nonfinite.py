@@ -26,7 +26,7 @@ from sparktorch.world import World
 from tests.support.frames import Table
 from tests.support.nets import Mlp, NormalisedLogarithm, Score
 from tests.support.plain import global_batches, tensors
-from tests.support.ranks import _SPAWN, control_server, run_ranks, train_on
+from tests.support.ranks import SPAWN, control_server, run_ranks, train_on
 
 ROWS, BATCH, EPOCHS, SEED, RATE = 301, 32, 3, 11, 0.05
 STEPS = -(-ROWS // BATCH)
@@ -295,8 +295,8 @@ def _watch(rank: int, path: str, results: Any) -> None:
 
 
 def test_the_rank_that_was_first_is_the_one_that_says_so(tmp_path: Path) -> None:
-    results = _SPAWN.Queue()
-    processes = [_SPAWN.Process(target=_watch, args=(rank, str(tmp_path / "store"), results)) for rank in range(2)]
+    results = SPAWN.Queue()
+    processes = [SPAWN.Process(target=_watch, args=(rank, str(tmp_path / "store"), results)) for rank in range(2)]
     for process in processes:
         process.start()
     found = sorted(results.get(timeout=60) for _ in processes)

@@ -304,7 +304,7 @@ def test_what_cannot_become_a_tensor_is_refused_on_the_driver(
     ("column", "value", "says"),
     [
         # The total of a slice of the rows fits six values a row: reshaping alone would shift them.
-        ("plain", "case when id % 10 = 3 then slice(plain, 1, 5) when id % 10 = 4 then plain || plain[0] "
+        ("plain", "case when id % 10 = 3 then slice(plain, 1, 5) when id % 10 = 4 then plain || slice(plain, 1, 1) "
          "else plain end", ["12 rows of column 'plain' do not hold 6 values", "'padded'"]),
         ("nested", "if(id = 9, array(slice(plain, 1, 3), array(), slice(plain, 4, 3)), nested)",
          ["the lists of 1 rows of column 'nested' do not hold 2 values; the first has 3"]),

@@ -30,15 +30,25 @@ from sparktorch.train.weights import unpack_state
 from sparktorch.worker import RankResult, TrainJob, train_partition
 from sparktorch.world import World
 
-__all__ = ["HOST", "Ended", "cause_of_death", "control_server", "in_group", "load_state", "run_ranks", "train_on"]
+__all__ = [
+    "HOST",
+    "SPAWN",
+    "Ended",
+    "cause_of_death",
+    "control_server",
+    "in_group",
+    "load_state",
+    "run_ranks",
+    "train_on",
+]
 
 HOST = "127.0.0.1"
 
 _EXIT_SECONDS = 10
 
 # Children are forked from a server that has imported torch already: a rank starts in milliseconds.
-_SPAWN = multiprocessing.get_context("forkserver")
-_SPAWN.set_forkserver_preload(["tests.support.warm"])
+SPAWN = multiprocessing.get_context("forkserver")
+SPAWN.set_forkserver_preload(["tests.support.warm"])
 
 
 @dataclass(frozen=True)
@@ -62,8 +72,8 @@ def in_group(size: int, function: Callable[..., Any], *arguments: Any, seconds: 
     with tempfile.TemporaryDirectory() as folder:
         for rank in range(size):
             world = World(rank=rank, world_size=size, local_rank=rank, host=f"host-{rank}", address=HOST)
-            ours, theirs = _SPAWN.Pipe(duplex=False)
-            process = _SPAWN.Process(target=_member, args=(theirs, f"{folder}/store", world, function, arguments))
+            ours, theirs = SPAWN.Pipe(duplex=False)
+            process = SPAWN.Process(target=_member, args=(theirs, f"{folder}/store", world, function, arguments))
             process.start()
             theirs.close()
             ranks.append((process, ours))
@@ -127,9 +137,9 @@ def run_ranks(
     ranks = []
     for rank, batches in enumerate(partitions):
         world = World(rank=rank, world_size=size, local_rank=rank, host=f"host-{rank}", address=HOST)
-        ours, theirs = _SPAWN.Pipe(duplex=False)
+        ours, theirs = SPAWN.Pipe(duplex=False)
         arguments = (theirs, server.rendezvous, world, job, list(batches), seconds, dict(environment or {}))
-        process = _SPAWN.Process(target=_rank, args=arguments)
+        process = SPAWN.Process(target=_rank, args=arguments)
         process.start()
         theirs.close()
         ranks.append((process, ours))

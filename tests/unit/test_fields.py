@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from sparktorch.data.checks import Screen
 from sparktorch.data.columns import Columns, TensorSpec
-from sparktorch.data.fields import Field, field_of
+from sparktorch.data.fields import Field
+from sparktorch.data.inputs import field_of
 from sparktorch.data.spool import InMemory, OnDisk, Runs
 from sparktorch.errors import ColumnError
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from sparktorch.data.columns import KEY, LABEL, VALIDATION, WEIGHT, Columns, TensorSpec, input_name
+from sparktorch.data.fields import Dense
 from sparktorch.data.plan import SamplingPlan
 from sparktorch.data.shard import Batch, Rows, Shard
 from sparktorch.data.spool import InMemory, OnDisk, Runs
@@ -323,3 +324,24 @@ def test_positions_are_the_places_of_the_rows_where_they_keep_them(tmp_path: Pat
         shard.place(0, SamplingPlan(rows=shard.rows, batch_size=7, shuffle=False))
         assert [row for batch in shard.epoch(0) for row in rows_in(batch)] == trained
         shard.close()
+
+
+def test_rows_that_are_decoded_are_decoded_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = Table.random(203, weighted=True, validated=True)
+    plain = Shard(table.batches(), table.columns)
+    taken_in = set()
+    take = Dense.take
+
+    def watched(field: Dense, index: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        taken_in.add(threading.current_thread().name)
+        return take(field, index)
+
+    monkeypatch.setattr(Dense, "decodes", True)
+    ahead = Shard(table.batches(), table.columns)
+    for shard in (plain, ahead):
+        shard.place(0, PLAN)
+    expected = [batches_of(plain, 1), [batch.rows for batch in plain.validation(16)]]
+    monkeypatch.setattr(Dense, "take", watched)
+    found = [batches_of(ahead, 1), [batch.rows for batch in ahead.validation(16)]]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert taken_in == {"sparktorch-prefetch"}

@@ -1,0 +1,54 @@
+"""Petastorm's side of `benchmarks.ingest`, run by the Python of its own environment.
+
+`petastorm_loader.py PARQUET FOLDER` takes a turn for every line on its standard input: its converter materialises the
+rows in FOLDER, its loader reads them all into tensors. Each turn prints the seconds of both as a line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from petastorm.pytorch import BatchedDataLoader
+from petastorm.spark import SparkDatasetConverter, make_spark_converter
+from pyspark.sql import SparkSession
+
+BATCH = 10_000
+
+
+def main() -> None:
+    """Takes turns until the input ends."""
+    source, folder = sys.argv[1], Path(sys.argv[2])
+    folder.mkdir()
+    spark = (
+        SparkSession.builder.master("local[2]")
+        .config("spark.ui.enabled", "false")
+        .config("spark.ui.showConsoleProgress", "false")
+        .config("spark.driver.bindAddress", "127.0.0.1")
+        .config("spark.driver.memory", "4g")
+        .config("spark.local.dir", str(folder / "spark"))
+        .config(SparkDatasetConverter.PARENT_CACHE_DIR_URL_CONF, (folder / "cache").as_uri())
+        .getOrCreate()
+    )
+    spark.sparkContext.setLogLevel("OFF")
+    for _ in sys.stdin:
+        started = time.perf_counter()
+        converter = make_spark_converter(spark.read.parquet(source), dtype=None)
+        materialised = time.perf_counter()
+        rows = 0
+        with converter.make_torch_dataloader(
+            batch_size=BATCH, num_epochs=1, workers_count=2, data_loader_fn=BatchedDataLoader
+        ) as loader:
+            for batch in loader:
+                rows += len(batch["features"])
+        loaded = time.perf_counter()
+        assert rows == len(converter), (rows, len(converter))
+        converter.delete()
+        print(json.dumps({"materialise": materialised - started, "load": loaded - materialised}), flush=True)
+    spark.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Rows of unequal length, kept one after the other, with where each of them begins."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sparktorch.data.spool import Runs, Spooler
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Elements"]
+
+
+class Elements:
+    """The elements of all rows of a column.
+
+    Attributes:
+        values: All of them, of shape `(elements, *shape)`, once finished or read.
+        starts: The first element of each row, int64 of shape `(rows,)`.
+        lengths: Number of elements of each row, int64 of shape `(rows,)`.
+    """
+
+    values: torch.Tensor
+    starts: torch.Tensor
+    lengths: torch.Tensor
+
+    def __init__(self, name: str, dtype: npt.DTypeLike, spooler: Spooler, shape: tuple[int, ...] = ()) -> None:
+        """Begins without rows.
+
+        Args:
+            name: Names the column.
+            dtype: Of an element.
+            spooler: Where the rows are kept.
+            shape: Of an element.
+        """
+        self._values = spooler.spool(f"{name}.elements", dtype, shape)
+        self._borders = spooler.spool(f"{name}.borders", np.int64)
+        self._borders.append(np.zeros(1, np.int64))
+        self._count = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows appended so far."""
+        return self._values.nbytes + self._borders.nbytes - 8
+
+    def append(self, values: npt.NDArray[Any], lengths: npt.NDArray[np.int64]) -> None:
+        """Adds rows.
+
+        Args:
+            values: Their elements, of shape `(elements, *shape)`.
+            lengths: Number of elements of each row.
+        """
+        self._values.append(values)
+        self._borders.append(self._count + np.cumsum(lengths, dtype=np.int64))
+        self._count += len(values)
+
+    def finish(self, device: str) -> None:
+        """Ends appending and moves the rows to `device`."""
+        self.values = torch.from_numpy(self._values.finish()).to(device)
+        borders = torch.from_numpy(self._borders.finish()).to(device)
+        self.starts, self.lengths = borders[:-1], borders.diff()
+
+    def read(self, runs: Runs) -> Self:
+        """Returns those rows, copied into memory; in place of `finish`, any number of times."""
+        found = copy.copy(self)
+        borders = self._borders.read(Runs(runs.starts, runs.stops + 1))
+        first = np.cumsum(runs.lengths + 1) - (runs.lengths + 1)  # where the borders of each run begin
+        last = first + runs.lengths
+        found.values = torch.from_numpy(self._values.read(Runs(borders[first], borders[last])))
+        found.lengths = torch.from_numpy(np.delete(np.diff(borders, append=0), last))
+        found.starts = found.lengths.cumsum(0) - found.lengths
+        return found
+
+    def take(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns the elements of the rows with those numbers.
+
+        Returns:
+            The elements, of shape `(elements, *shape)`; int64 of shape `(elements,)`, the place in `index` of
+            the row that each belongs to, and its own place in the row.
+        """
+        lengths = self.lengths[index]
+        row = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+        place = torch.arange(len(row), device=lengths.device) - (lengths.cumsum(0) - lengths)[row]
+        return self.values[self.starts[index][row] + place], row, place

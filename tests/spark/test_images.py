@@ -1,0 +1,95 @@
+"""Images from files, from Spark's sources for them, and from bytes: decoded in the ranks and in scoring."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+
+from sparktorch import TorchRegressor
+from sparktorch.errors import ColumnError, ConfigError
+from tests.spark.columns import Flat
+
+ROWS, SHAPE = 12, (4, 5, 3)
+
+
+@pytest.fixture(scope="module")
+def pixels() -> np.ndarray:
+    return np.random.default_rng(7).integers(0, 256, (ROWS, *SHAPE), dtype=np.uint8)
+
+
+@pytest.fixture(scope="module")
+def images(spark: SparkSession, pixels: np.ndarray, tmp_path_factory: pytest.TempPathFactory) -> DataFrame:
+    """PNG files as Spark's sources read them, beside their numbers: `by_hand` is what they should become."""
+    folder = tmp_path_factory.mktemp("images")
+    for number, image in enumerate(pixels):
+        Image.fromarray(image).save(folder / f"{number:02}.png")
+    number = F.substring_index(F.substring_index("path", "/", -1), ".", 1).cast("int").alias("id")
+    files = spark.read.format("binaryFile").load(str(folder)).withColumn("file", F.struct("*"))
+    source = spark.read.format("image").load(str(folder)).withColumn("path", F.col("image.origin"))
+    rows = [(i, (image / 255).astype(np.float32).transpose(2, 0, 1).ravel().tolist()) for i, image in enumerate(pixels)]
+    numbers = spark.createDataFrame(rows, "id int, by_hand array<float>").withColumn("target", F.col("by_hand")[0])
+    found = files.select(number, "content", "file").join(source.select(number, "image"), "id").join(numbers, "id")
+    return found.repartition(2).cache()
+
+
+def fit(data: DataFrame, column: str, **params: Any) -> Any:
+    given = {
+        "featuresCol": column,
+        "labelCol": "target",
+        "idCol": "id",
+        "batchSize": ROWS,
+        "epochs": 2,
+        "progress": False,
+    }
+    module = {"module": Flat, "moduleParams": {"width": int(np.prod(SHAPE)), "expects": params.pop("expects", None)}}
+    return TorchRegressor(**{**given, **module, "learningRate": 0.1, "seed": 3, **params}).fit(data)
+
+
+@pytest.mark.parametrize(
+    ("column", "params"),
+    [
+        ("content", {"inputLayouts": {"content": "image"}}),
+        ("file", {}),
+        ("image", {}),
+        ("content", {"inputLayouts": {"content": "image"}, "inputShapes": {"content": [3, 4, 5]}, "storage": "disk"}),
+    ],
+    ids=["bytes", "binaryFile", "image source", "from disk"],
+)
+def test_images_train_and_score_as_the_numbers_they_hold(
+    images: DataFrame, column: str, params: dict[str, Any]
+) -> None:
+    model = fit(images, column, expects=["float32 4"], **params)
+    expected = fit(images, "by_hand")
+    assert model.trained.inputs[0].shape == (3, 4, 5)
+    for found, wanted in zip(model.module.parameters(), expected.module.parameters(), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    scores = [
+        [row["prediction"] for row in m.transform(images).orderBy("id").collect()]
+        for m in (model, model.copy().setFeaturesCol("image"), expected)
+    ]
+    np.testing.assert_allclose(scores[0], scores[2], atol=1e-4)
+    np.testing.assert_allclose(scores[1], scores[2], atol=1e-4)
+
+
+def test_images_come_in_the_shape_and_dtype_asked_for(images: DataFrame) -> None:
+    asked: dict[str, Any] = {"inputShapes": {"file": [2, 10, 3]}, "inputDtypes": {"file": "uint8"}}
+    model = fit(images, "file", expects=["uint8 4"], **asked)
+    assert model.trained.inputs[0].shape == (2, 10, 3)
+
+
+def test_a_broken_image_is_named_before_training(images: DataFrame) -> None:
+    broken = images.withColumn("content", F.expr("if(id = 7, binary('broken'), content)"))
+    with pytest.raises(ColumnError, match="a row of column 'content' is no image that can be decoded"):
+        fit(broken, "content", inputLayouts={"content": "image"}, numWorkers=2)
+
+
+@pytest.mark.parametrize("shape", [[4, 5], [5, 5, 5]])
+def test_a_shape_that_no_image_has_is_refused(images: DataFrame, shape: list[int]) -> None:
+    with pytest.raises(ConfigError, match="channels, height, width"):
+        fit(images, "file", inputShapes={"file": shape})
