@@ -22,8 +22,9 @@ from sparktorch.config import Task
 from sparktorch.data.checks import Screen
 from sparktorch.data.fields import Dense, Field
 from sparktorch.data.inputs import field_of
+from sparktorch.data.preprocess import Moment, Preprocess
 from sparktorch.data.spool import InMemory
-from sparktorch.errors import RankLostError
+from sparktorch.errors import ModuleError, RankLostError, SparkTorchError
 from sparktorch.ml.events import Fit, FitReport, callers
 from sparktorch.ml.inputs import InputParams, LabelColumns
 from sparktorch.ml.io import EstimatorReader, EstimatorWriter
@@ -134,6 +135,8 @@ class TorchEstimatorBase(
             params=request.recipe.module_params,
             weights=weights,
             inputs=frame.columns.inputs,
+            arguments=trial.arguments if frame.columns.preprocess else None,
+            preprocess=None if frame.columns.preprocess is None else frame.columns.preprocess.function,
             outputs=trial.outputs,
             task=self._task,
         )
@@ -190,6 +193,7 @@ class TorchEstimator(TorchEstimatorBase[TorchModel], LabelColumns, OutputColumns
         inputDtypes: dict[str, str] | None = None,
         maxLengths: dict[str, int] | None = None,
         padValues: dict[str, float] | None = None,
+        preprocess: str | Callable[..., Any] | None = None,
         nullPolicy: str = "error",
         fillValue: float = 0.0,
         labelCol: str = "label",
@@ -264,11 +268,32 @@ class TorchEstimator(TorchEstimatorBase[TorchModel], LabelColumns, OutputColumns
         self._set(**given(self))
 
 
-def _twice(field: Field, column: pa.Array) -> tuple[torch.Tensor, ...]:
+def _twice(field: Field, column: pa.Array) -> tuple[Any, ...]:
     """Returns what the first row is to `forward`, two times, so that rows show in every shape."""
     field.append(column)
     field.finish("cpu")
     return field.take(torch.zeros(2, dtype=torch.int64))
+
+
+def _preprocessed(preprocess: Preprocess, columns: list[tuple[Any, ...]]) -> dict[str, torch.Tensor]:
+    """Returns what the callable makes of the first row, as in training, having tried it as in scoring, too.
+
+    Raises:
+        ModuleError: It fails.
+    """
+    try:
+        preprocess(columns, 2)
+        return preprocess(columns, 2, Moment(0, 0))
+    except SparkTorchError:
+        raise
+    except Exception as error:
+        named = zip(preprocess.names, columns, strict=True)
+        kinds = (f"{name!r}: {' and '.join(type(part).__name__ for part in column)}" for name, column in named)
+        raise ModuleError(
+            f"preprocess failed on the first row: {type(error).__name__}: {error}",
+            hint=f"the columns arrive as {', '.join(kinds)}",
+            param="preprocess",
+        ) from error
 
 
 def _try_out(frame: Frame, request: Request) -> Trial:
@@ -276,9 +301,12 @@ def _try_out(frame: Frame, request: Request) -> Trial:
     screen = Screen(replace(frame.columns, drop_nulls=False))
     screen.rows_of(frame.sample, first_row=0)
     screen.close()
+    preprocess = frame.columns.preprocess
+    taken = [_twice(field_of(spec, InMemory()), frame.sample.column(spec.name)) for spec in frame.columns.inputs]
     inputs: dict[str, torch.Tensor] = {}
-    for spec in frame.columns.inputs:
-        arguments = _twice(field_of(spec, InMemory()), frame.sample.column(spec.name))
+    if preprocess is not None:
+        inputs = {f"preprocess, {name!r}": tensor for name, tensor in _preprocessed(preprocess, taken).items()}
+    for spec, arguments in zip(frame.columns.inputs, taken if preprocess is None else (), strict=False):
         names = (f"column {spec.column!r}", f"where column {spec.column!r} has elements")
         inputs |= dict(zip(names, arguments, strict=False))
     label = None
