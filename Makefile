@@ -51,12 +51,18 @@ $(PETASTORM_VENV)/.done: pyproject.toml constraints-petastorm.txt scripts/java.s
 		-e ".[petastorm,metrics]" --group test-petastorm
 	touch $@
 
+# Left out of the core are dear ones about torch, which is the same there, and about cross-validation.
+OLD_STACK := tests/petastorm tests/unit \
+	$(addprefix tests/spark/test_,exactness.py fit.py frame.py persistence.py petastorm.py scoring.py) \
+	--deselect tests/spark/test_fit.py::test_it_works_in_a_pipeline_and_under_cross_validation \
+	--deselect tests/spark/test_persistence.py::test_a_module_without_import_path_is_saved_as_its_graph \
+	--deselect tests/spark/test_scoring.py::test_precision_and_compilation_change_the_scores_by_their_rounding_alone
+
 # Petastorm warns of every function of pyarrow's that it calls; pyspark 4.0 leaves sockets to the garbage collector.
 test-petastorm: export PYSPARK_PYTHON := $(abspath $(PETASTORM_VENV)/bin/python)
 test-petastorm: $(PETASTORM_VENV)/.done
 	$(PETASTORM_VENV)/bin/python -m pytest -W ignore::FutureWarning -W ignore::DeprecationWarning \
-		-W "ignore:unclosed <socket:ResourceWarning" \
-		tests/petastorm tests/unit $(addprefix tests/spark/test_,exactness.py fit.py frame.py persistence.py petastorm.py scoring.py)
+		-W "ignore:unclosed <socket:ResourceWarning" $(OLD_STACK)
 
 mlflow: setup
 	$(BIN)/mlflow ui --backend-store-uri sqlite:///out/mlflow.db --host 127.0.0.1

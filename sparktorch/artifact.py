@@ -6,6 +6,7 @@ It scores Arrow columns, and it is a directory of plain files:
     module.json           how to make the module, and its inputs and outputs
     module.pt2            the module's graph, where its code has no import path
     module.pkl            the module's code, pickled, where it has neither
+    preprocess.pkl        a callable that makes its inputs, pickled, where it has no import path
 """
 
 from __future__ import annotations
@@ -31,12 +32,14 @@ from torch import nn
 from sparktorch.config import Precision, Task
 from sparktorch.data.checks import present
 from sparktorch.data.columns import TensorSpec
+from sparktorch.data.fields import Field
 from sparktorch.data.inputs import field_of
+from sparktorch.data.preprocess import Function, Preprocess, check_signature
 from sparktorch.data.spool import InMemory
 from sparktorch.data.tensors import packed, to_arrow
 from sparktorch.errors import PersistenceError
 from sparktorch.program import ExportError, Program, check_archive, export_program
-from sparktorch.train.dryrun import OutputSpec
+from sparktorch.train.dryrun import ArgumentSpec, OutputSpec
 from sparktorch.train.recipe import ModuleSource, Recipe, import_path, load_object
 from sparktorch.train.task import align, autocast
 from sparktorch.train.weights import unpack_state
@@ -48,6 +51,7 @@ FORMAT_VERSION = 1
 _WEIGHTS = "weights.safetensors"
 _GRAPH = "module.pt2"
 _PICKLE = "module.pkl"
+_PREPROCESS = "preprocess.pkl"
 _OPT_IN = ".read().option('allowPickle', 'true').load(path) (or allow_pickle=True in sparktorch.tracking)"
 
 Array = npt.NDArray[Any]
@@ -64,6 +68,9 @@ class TrainedModule:
         inputs: One spec per argument of `forward`.
         outputs: What `forward` returns.
         task: What the outputs mean.
+        preprocess: Makes the arguments of `forward` of the inputs, or its import path; `None` where they
+            are the arguments.
+        arguments: What `forward` gets from it.
     """
 
     source: ModuleSource | Program
@@ -72,12 +79,20 @@ class TrainedModule:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[OutputSpec, ...]
     task: Task
+    preprocess: Function | None = None
+    arguments: tuple[ArgumentSpec, ...] | None = None
+
+    @property
+    def takes(self) -> tuple[TensorSpec, ...] | tuple[ArgumentSpec, ...]:
+        """What `forward` gets."""
+        return self.inputs if self.arguments is None else self.arguments
 
     @cached_property
     def digest(self) -> str:
         """Identifies the weights and the way they are used; code without import path is like no other."""
         code = hashlib.sha256(self.source.archive).hexdigest() if isinstance(self.source, Program) else self._path
-        described = json.dumps([self._describe(), code or uuid.uuid4().hex, repr(dict(self.params))])
+        prepared = self.preprocess and (import_path(self.preprocess) or uuid.uuid4().hex)
+        described = json.dumps([self._describe(), code or uuid.uuid4().hex, repr(dict(self.params)), prepared])
         digest = hashlib.sha256(described.encode())
         digest.update(self.weights)
         return digest.hexdigest()
@@ -100,6 +115,8 @@ class TrainedModule:
         """
         (directory / _WEIGHTS).write_bytes(self.weights)
         form = {**self._describe(), "module": self._save_code(directory, allow_pickle)}
+        if self.preprocess is not None:
+            form["preprocess"] = self._save_preprocess(directory, allow_pickle)
         (directory / "module.json").write_text(json.dumps(form, indent=1))
 
     def _save_code(self, directory: Path, allow_pickle: bool) -> dict[str, Any]:
@@ -114,7 +131,7 @@ class TrainedModule:
         else:
             why = f"the parameters of {path} are not all numbers, strings, lists and dicts"
         try:
-            return _write_program(export_program(self.build(), self.inputs), directory)
+            return _write_program(export_program(self.build(), self.takes), directory)
         except ExportError as error:
             if allow_pickle:
                 import cloudpickle
@@ -126,6 +143,22 @@ class TrainedModule:
                 hint="put the class into a module file, or allow pickled code with "
                 ".write().option('allowPickle', 'true') (or allow_pickle=True in sparktorch.tracking)",
             ) from error
+
+    def _save_preprocess(self, directory: Path, allow_pickle: bool) -> dict[str, str]:
+        """Writes the callable where it needs a file; returns how `load` finds it."""
+        path = import_path(self.preprocess)
+        if path is not None:
+            return {"path": path}
+        if not allow_pickle:
+            raise PersistenceError(
+                f"preprocess {_named(self.preprocess)} has no import path that works outside this session",
+                hint="put it into a module file, or allow pickled code with "
+                ".write().option('allowPickle', 'true') (or allow_pickle=True in sparktorch.tracking)",
+            )
+        import cloudpickle
+
+        (directory / _PREPROCESS).write_bytes(cloudpickle.dumps(self.preprocess))
+        return {"pickle": _PREPROCESS}
 
     @classmethod
     def load(cls, directory: Path, *, allow_pickle: bool = False) -> TrainedModule:
@@ -152,6 +185,8 @@ class TrainedModule:
             inputs=tuple(TensorSpec.from_dict(spec) for spec in form["inputs"]),
             outputs=tuple(OutputSpec(spec["name"], tuple(spec["shape"])) for spec in form["outputs"]),
             task=form["task"],
+            preprocess=_load_preprocess(directory, form.get("preprocess"), allow_pickle),
+            arguments=_arguments(form.get("arguments")),
         )
 
     @property
@@ -166,6 +201,7 @@ class TrainedModule:
             "task": self.task,
             "inputs": [spec.to_dict() for spec in self.inputs],
             "outputs": [asdict(spec) for spec in self.outputs],
+            **({"arguments": [asdict(spec) for spec in self.arguments]} if self.arguments is not None else {}),
         }
 
 
@@ -204,6 +240,30 @@ def _load_code(directory: Path, how: Mapping[str, Any], allow_pickle: bool) -> t
     )
 
 
+def _load_preprocess(directory: Path, how: Mapping[str, str] | None, allow_pickle: bool) -> Function | None:
+    """Returns the callable as `_save_preprocess` wrote it."""
+    if how is None:
+        return None
+    if "path" in how:
+        function = load_object(how["path"])
+        check_signature(function)  # what is called in scoring must have been made for it
+    elif allow_pickle:
+        function = pickle.loads((directory / _PREPROCESS).read_bytes())
+    else:
+        raise PersistenceError(
+            "the model's preprocess was pickled, and loading a pickle runs whatever is in it",
+            hint=f"if you trust where it comes from: {_OPT_IN}",
+        )
+    found: Function = function
+    return found
+
+
+def _arguments(forms: Sequence[Mapping[str, Any]] | None) -> tuple[ArgumentSpec, ...] | None:
+    if forms is None:
+        return None
+    return tuple(ArgumentSpec(f["name"], f["dtype"], tuple(f["shape"]), f["layout"]) for f in forms)
+
+
 class Scorer:
     """Scores columns with one built module."""
 
@@ -230,6 +290,8 @@ class Scorer:
         self._trained = trained
         self._device = torch.device(device)
         self._batch_size = batch_size
+        names = [spec.column for spec in trained.inputs]
+        self._preprocess = None if trained.preprocess is None else Preprocess(trained.preprocess, names)
         self._autocast = autocast(self._device, precision)
         self._module: Any = trained.build(weights).to(self._device)
         if compiled:
@@ -298,19 +360,24 @@ class Scorer:
         for column, spec in zip(inputs, self._trained.inputs, strict=True):
             field = field_of(spec, InMemory())
             field.append(column)
-            field.finish(str(self._device))
+            field.finish("cpu" if self._preprocess else str(self._device))
             fields.append(field)
         pieces = max(1, math.ceil(rows / self._batch_size))
         size = max(1, math.ceil(rows / pieces))  # of equal size, so that none is a tiny rest
         parts = [
-            self._forward(
-                tuple(argument for field in fields for argument in field.part(start, min(rows, start + size)))
-            )
+            self._forward(self._arguments(fields, start, min(rows, start + size)))
             for start in range(0, max(1, rows), size)
         ]
         if len(parts) == 1:
             return parts[0]
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+    def _arguments(self, fields: Sequence[Field], start: int, stop: int) -> tuple[torch.Tensor, ...]:
+        """Returns what the rows from `start` to `stop` are to `forward`."""
+        columns = [field.part(start, stop) for field in fields]
+        if self._preprocess is None:
+            return tuple(argument for column in columns for argument in column)
+        return tuple(tensor.to(self._device) for tensor in self._preprocess(columns, stop - start).values())
 
     @torch.inference_mode()
     def _forward(self, inputs: tuple[torch.Tensor, ...]) -> dict[str, Array]:

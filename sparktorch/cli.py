@@ -24,7 +24,7 @@ from sparktorch.spark.session import is_connect, setting
 
 __all__ = ["main", "print_table"]
 
-_NARROWEST = 120  # columns, where the output is no terminal
+_NARROWEST = 140  # columns, where the output is no terminal
 _LONGEST = 300  # characters of what Spark says
 _FEW = 3  # places that are listed
 _COLOURS = {"ok": "green", "warning": "yellow", "failure": "bold red"}
@@ -190,8 +190,8 @@ def print_table(findings: Sequence[Finding], title: str, file: IO[str] | None = 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left", title_style="")
     table.add_column("", no_wrap=True)
     table.add_column("check", no_wrap=True)
-    for name, share in (("where", 2), ("found", 4), ("what to do", 5)):
-        table.add_column(name, ratio=share, overflow="fold")
+    for name in ("where", "found", "what to do"):
+        table.add_column(name, overflow="fold")
     groups: dict[tuple[str, ...], list[Finding]] = {}
     for finding in findings:
         groups.setdefault((finding.status, finding.check, finding.found, finding.advice), []).append(finding)

@@ -24,8 +24,11 @@ from torch import nn
 
 from sparktorch.data.columns import TensorSpec
 from sparktorch.errors import ModuleError
+from sparktorch.train.dryrun import ArgumentSpec
 
 __all__ = ["ExportError", "Program", "check_archive", "example_inputs", "export_program", "export_whole"]
+
+Inputs = Sequence[TensorSpec] | Sequence[ArgumentSpec]
 
 _EXAMPLE_ROWS = 3
 _EXAMPLE_LONGEST = 5
@@ -60,7 +63,7 @@ class Program:
         return _ExportedModule(self, state)
 
 
-def export_program(module: nn.Module, inputs: Sequence[TensorSpec]) -> Program:
+def export_program(module: nn.Module, inputs: Inputs) -> Program:
     """Exports a module in evaluation mode, for any number of rows.
 
     Args:
@@ -84,7 +87,7 @@ def export_program(module: nn.Module, inputs: Sequence[TensorSpec]) -> Program:
     return program
 
 
-def export_whole(module: nn.Module, inputs: Sequence[TensorSpec]) -> bytes:
+def export_whole(module: nn.Module, inputs: Inputs) -> bytes:
     """Returns the `.pt2` archive of a module with its weights, to be called with its inputs alone.
 
     Args:
@@ -106,7 +109,7 @@ def export_whole(module: nn.Module, inputs: Sequence[TensorSpec]) -> bytes:
 
 
 def example_inputs(
-    inputs: Sequence[TensorSpec], rows: int = _EXAMPLE_ROWS, longest: int = _EXAMPLE_LONGEST
+    inputs: Inputs, rows: int = _EXAMPLE_ROWS, longest: int = _EXAMPLE_LONGEST
 ) -> tuple[torch.Tensor, ...]:
     """Returns the arguments of `forward` for some rows: noise, or zeros for integers, which may be indices.
 
@@ -116,7 +119,8 @@ def example_inputs(
     made: list[torch.Tensor] = []
     for spec in inputs:
         if spec.layout in ("jagged", "sparse_csr"):
-            raise ExportError(f"column {spec.column!r} is {spec.layout}, and no graph can take that")
+            named = f"column {spec.column!r}" if isinstance(spec, TensorSpec) else spec.name
+            raise ExportError(f"{named} is {spec.layout}, and no graph can take that")
         padded = (longest,) if spec.layout == "padded" else ()
         shape = (rows, *padded, *spec.shape)
         dtype = getattr(torch, spec.dtype)
@@ -124,18 +128,21 @@ def example_inputs(
         made.append(
             torch.randn(shape, generator=noise, dtype=dtype)
             if dtype.is_floating_point
-            else torch.zeros(shape, dtype=dtype)
+            else torch.full(shape, dtype == torch.bool, dtype=dtype)
         )
         if padded:
             made.append(torch.arange(longest) <= torch.arange(rows)[:, None] % longest)
     return tuple(made)
 
 
-def _any_rows(inputs: Sequence[TensorSpec]) -> tuple[Any, ...]:
+def _any_rows(inputs: Inputs) -> tuple[Any, ...]:
     """Returns the dynamic shapes of inputs of any number of rows, and any length where they are padded."""
     dynamic = torch.export.Dim.DYNAMIC
     shapes: list[Any] = []
     for spec in inputs:
+        if isinstance(spec, ArgumentSpec):  # made by a callable, which may give other lengths another time
+            shapes.append({0: dynamic, **dict.fromkeys(range(1, len(spec.shape) + 1), torch.export.Dim.AUTO)})
+            continue
         shapes += [{0: dynamic, 1: dynamic}] * 2 if spec.layout == "padded" else [{0: dynamic}]
     return tuple(shapes)
 

@@ -163,8 +163,8 @@ def _head(blobs: Blobs, index: int, place: Place) -> _Header:
     size = 10 + int.from_bytes(lead[8:], "little")
     try:
         head = _header(blobs.data[start : min(start + size, end)].tobytes())
-    except ValueError as error:
-        raise place.error(index, str(error)) from None
+    except Exception as error:  # NumPy parses headers as Python, which can fail in many ways
+        raise place.error(index, f"{type(error).__name__}: {error}") from None
     place.check(index, head.dtype, head.shape)
     if end - start - head.size != math.prod(head.shape) * head.dtype.itemsize:
         raise place.error(index, f"its {end - start - head.size} bytes do not make shape {head.shape}")

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from sparktorch.config import at_least, one_of
 from sparktorch.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from sparktorch.data.preprocess import Preprocess
 
 __all__ = [
     "KEY",
@@ -25,7 +28,7 @@ __all__ = [
 ]
 
 DType = Literal["float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8"]
-Kind = Literal["number", "vector", "binary"]
+Kind = Literal["number", "vector", "binary", "any"]
 Layout = Literal["dense", "sparse_csr", "padded", "jagged", "raw", "image"]
 
 # Names on the wire. The user's own names travel in the specs, for messages only.
@@ -49,7 +52,7 @@ class TensorSpec:
         column: The column's name in the user's DataFrame.
         dtype: The tensor's dtype.
         shape: One row's shape, `()` for a scalar; of ragged rows, the shape of one element.
-        kind: What arrives: numbers and (nested) lists of them, ML vectors, or bytes.
+        kind: What arrives: numbers and (nested) lists of them, ML vectors, bytes, or anything.
         layout: What `forward` gets.
         lists: Length of the lists on each level where they differ from `shape`; of ragged rows, from
             the second level on.
@@ -58,6 +61,8 @@ class TensorSpec:
         limit: Number of elements after which ragged rows are cut off; `None` keeps them whole.
         pad: What ragged rows are padded with.
         resize: Whether images of another size are resized, and are no error.
+        sql: The type of anything, in Spark's words; what it becomes is for a callable to say, and dtype,
+            shape and layout say nothing.
     """
 
     name: str
@@ -72,6 +77,7 @@ class TensorSpec:
     limit: int | None = None
     pad: float = 0
     resize: bool = False
+    sql: str = ""
 
     @property
     def width(self) -> int:
@@ -90,6 +96,8 @@ class TensorSpec:
 
     def describe(self) -> str:
         """Returns `column 'x': float32 of shape (rows, 64)`."""
+        if self.kind == "any":
+            return f"column {self.column!r}: {self.sql}"
         inner = ("longest", *self.shape) if self.ragged else self.shape
         shape = ", ".join(("rows", *map(str, inner)))
         return f"column {self.column!r}: {self.dtype} of shape ({shape})"
@@ -123,6 +131,7 @@ class InputOptions:
         assemble: Whether all the scalar columns become one tensor.
         fill: What stands for a null and for NaN; `None` for nothing.
         drop: Whether rows with a null, NaN or infinity are left out.
+        as_they_are: Whether columns of which nothing is asked here are left as they are, for a callable.
 
     Raises:
         ConfigError: A value is not one of those that there are.
@@ -136,6 +145,7 @@ class InputOptions:
     assemble: bool = False
     fill: float | None = None
     drop: bool = False
+    as_they_are: bool = False
 
     def __post_init__(self) -> None:
         for name, shape in self.shapes.items():
@@ -188,6 +198,7 @@ class Columns:
         weight: The column of sample weights, float32, or `None`.
         validation: The boolean column that marks validation rows, or `None`.
         drop_nulls: Whether rows that hold a null, NaN or infinity are left out, and are no error.
+        preprocess: Makes the arguments of `forward` of the inputs, in place of their specs.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -196,6 +207,7 @@ class Columns:
     weight: TensorSpec | None = None
     validation: str | None = None
     drop_nulls: bool = False
+    preprocess: Preprocess | None = None
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:

@@ -14,7 +14,44 @@ from sparktorch.data.spool import Runs, Spooler
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Elements"]
+__all__ = ["Borders", "Elements"]
+
+Int64 = npt.NDArray[np.int64]
+
+
+class Borders:
+    """Where rows that lie one after the other begin and end."""
+
+    def __init__(self, name: str, spooler: Spooler) -> None:
+        """Begins without rows."""
+        self._spool = spooler.spool(f"{name}.borders", np.int64)
+        self._spool.append(np.zeros(1, np.int64))
+        self._end = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows appended so far."""
+        return self._spool.nbytes - 8
+
+    def append(self, lengths: Int64) -> None:
+        """Adds rows of those lengths."""
+        if len(lengths):
+            ends = self._end + np.cumsum(lengths, dtype=np.int64)
+            self._spool.append(ends)
+            self._end = int(ends[-1])
+
+    def finish(self) -> tuple[Int64, Int64]:
+        """Returns the first element of each row, and the number of its elements."""
+        borders = self._spool.finish()
+        return borders[:-1], np.diff(borders)
+
+    def read(self, runs: Runs) -> tuple[Int64, Int64, Runs]:
+        """Returns the same of some rows, as they will lie when only they are read, and where they lie now."""
+        borders = self._spool.read(Runs(runs.starts, runs.stops + 1))
+        first = np.cumsum(runs.lengths + 1) - (runs.lengths + 1)  # where the borders of each run begin
+        last = first + runs.lengths
+        lengths = np.delete(np.diff(borders, append=0), last)
+        return np.cumsum(lengths) - lengths, lengths, Runs(borders[first], borders[last])
 
 
 class Elements:
@@ -40,14 +77,12 @@ class Elements:
             shape: Of an element.
         """
         self._values = spooler.spool(f"{name}.elements", dtype, shape)
-        self._borders = spooler.spool(f"{name}.borders", np.int64)
-        self._borders.append(np.zeros(1, np.int64))
-        self._count = 0
+        self._borders = Borders(name, spooler)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the rows appended so far."""
-        return self._values.nbytes + self._borders.nbytes - 8
+        return self._values.nbytes + self._borders.nbytes
 
     def append(self, values: npt.NDArray[Any], lengths: npt.NDArray[np.int64]) -> None:
         """Adds rows.
@@ -57,24 +92,19 @@ class Elements:
             lengths: Number of elements of each row.
         """
         self._values.append(values)
-        self._borders.append(self._count + np.cumsum(lengths, dtype=np.int64))
-        self._count += len(values)
+        self._borders.append(lengths)
 
     def finish(self, device: str) -> None:
         """Ends appending and moves the rows to `device`."""
         self.values = torch.from_numpy(self._values.finish()).to(device)
-        borders = torch.from_numpy(self._borders.finish()).to(device)
-        self.starts, self.lengths = borders[:-1], borders.diff()
+        self.starts, self.lengths = (torch.from_numpy(array).to(device) for array in self._borders.finish())
 
     def read(self, runs: Runs) -> Self:
         """Returns those rows, copied into memory; in place of `finish`, any number of times."""
         found = copy.copy(self)
-        borders = self._borders.read(Runs(runs.starts, runs.stops + 1))
-        first = np.cumsum(runs.lengths + 1) - (runs.lengths + 1)  # where the borders of each run begin
-        last = first + runs.lengths
-        found.values = torch.from_numpy(self._values.read(Runs(borders[first], borders[last])))
-        found.lengths = torch.from_numpy(np.delete(np.diff(borders, append=0), last))
-        found.starts = found.lengths.cumsum(0) - found.lengths
+        starts, lengths, held = self._borders.read(runs)
+        found.values = torch.from_numpy(self._values.read(held))
+        found.starts, found.lengths = torch.from_numpy(starts), torch.from_numpy(lengths)
         return found
 
     def take(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

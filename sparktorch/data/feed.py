@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sparktorch.data.plan import RankOrder, SamplingPlan
+from sparktorch.data.plan import RankOrder, SamplingPlan, mix_scalar
 from sparktorch.data.prefetch import ByEpoch, ahead
+from sparktorch.data.preprocess import Moment
 from sparktorch.data.spool import Runs
 
 if TYPE_CHECKING:
@@ -46,6 +47,10 @@ class Schedule:
     def order(self, epoch: int) -> RankOrder:
         """Returns the order of the rank's rows in that epoch."""
         return RankOrder(self.plan, self.first, self.first + self.rows, epoch)
+
+    def moment(self, epoch: int, step: int) -> Moment:
+        """Returns when a step is, with a seed of its own for what is random in the rank's part of it."""
+        return Moment(epoch, mix_scalar(self.plan.seed, epoch, step, self.first) >> 1)
 
     def has(self, epoch: int) -> bool:
         """Whether that epoch will be trained, and has so many rows that it is worth a thread to order them."""
@@ -151,7 +156,10 @@ class Resident:
             self._orders.begin(epoch + 1)
         index = order.index.to(self._device)
         parts = list(zip([0, *order.ends[:-1]], order.ends, strict=True))[first:]
-        batches = (self._rows.take(index[start:end], least=least) for start, end in parts)
+        batches = (
+            self._rows.take(index[start:end], least=least, moment=self._schedule.moment(epoch, step))
+            for step, (start, end) in enumerate(parts, first)
+        )
         return ahead(batches, _AHEAD_BATCHES) if self._decoding else batches
 
     def validation(self, size: int, *, batches: int) -> Generator[Batch]:
@@ -269,15 +277,16 @@ class OutOfCore:
             for start in range(max(first, begin), end, self._window):
                 stop = min(start + self._window, end)
                 now = (step >= start) & (step < stop)
-                yield from self._steps(position[now], step[now] - start, stop - start, least)
+                moments = [self._schedule.moment(order.epoch, each) for each in range(start, stop)]
+                yield from self._steps(position[now], step[now] - start, moments, least)
 
-    def _steps(self, position: Int64, step: Int64, steps: int, least: int) -> Generator[Batch]:
+    def _steps(self, position: Int64, step: Int64, moments: list[Moment], least: int) -> Generator[Batch]:
         """Reads the rows of some steps, and yields those of each."""
         rows = self._load(self._order, position - self._schedule.first)
         index = torch.from_numpy(np.argsort(step, kind="stable"))
-        ends = np.cumsum(np.bincount(step, minlength=steps)).tolist()
-        for start, end in zip([0, *ends[:-1]], ends, strict=True):
-            yield rows.take(index[start:end], least=least)
+        ends = np.cumsum(np.bincount(step, minlength=len(moments))).tolist()
+        for start, end, moment in zip([0, *ends[:-1]], ends, moments, strict=True):
+            yield rows.take(index[start:end], least=least, moment=moment)
 
     def _validation_batches(self, size: int, batches: int) -> Generator[Batch]:
         count = len(self._validation_order)

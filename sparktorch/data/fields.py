@@ -66,11 +66,11 @@ class Field(ABC):
         """Returns a finished field of those rows, copied into memory; in place of `finish`, any number of times."""
 
     @abstractmethod
-    def take(self, index: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Returns what the rows with those numbers, int64 of shape `(rows,)`, are to `forward`."""
+    def take(self, index: torch.Tensor) -> tuple[Any, ...]:
+        """Returns what the rows with those numbers, int64 of shape `(rows,)`, are to `forward`, or to a callable."""
 
-    def part(self, start: int, stop: int) -> tuple[torch.Tensor, ...]:
-        """Returns what the rows from `start` to `stop` are to `forward`."""
+    def part(self, start: int, stop: int) -> tuple[Any, ...]:
+        """Returns the same of the rows from `start` to `stop`."""
         return self.take(torch.arange(start, stop, device=self._device))
 
 

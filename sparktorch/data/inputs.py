@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sparktorch.data.arrow import ArrowColumn
 from sparktorch.data.columns import TensorSpec
 from sparktorch.data.fields import Dense, Field, Ragged, Vectors
 from sparktorch.data.images import Images
@@ -12,6 +13,8 @@ __all__ = ["field_of"]
 
 def field_of(spec: TensorSpec, spooler: Spooler) -> Field:
     """Returns an empty field for an input column."""
+    if spec.kind == "any":
+        return ArrowColumn(spec, spooler)
     if spec.layout == "image":
         return Images(spec, spooler)
     if spec.ragged:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["RankOrder", "SamplingPlan", "mix", "rank_of_key"]
+__all__ = ["RankOrder", "SamplingPlan", "mix", "mix_scalar", "rank_of_key"]
 
 Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
@@ -40,7 +40,7 @@ def mix(value: UInt64) -> UInt64:
     return value ^ (value >> np.uint64(31))
 
 
-def _mix_scalar(*words: int) -> int:
+def mix_scalar(*words: int) -> int:
     """Folds integers into one 64-bit word."""
     state = np.zeros(1, np.uint64)
     for word in words:
@@ -121,7 +121,7 @@ class SamplingPlan:
 
     def _offset(self, epoch: int) -> int:
         """By how much the strata turn in that epoch, so that no two rows are kept apart for ever."""
-        return _mix_scalar(self.seed, epoch, 1) % self.rows
+        return mix_scalar(self.seed, epoch, 1) % self.rows
 
     def _turned(self, lo: int, hi: int, epoch: int) -> list[tuple[int, int]]:
         """Returns the positions `[lo, hi)` in coordinates turned by the epoch's offset: one interval, or two."""
@@ -137,7 +137,7 @@ class SamplingPlan:
         begin, end = -(-first * n // strata), -(-(last + 1) * n // strata)
         position = np.arange(begin, end, dtype=np.int64)
         stratum = position * strata // n - first
-        base = np.uint64(_mix_scalar(self.seed, epoch, 0))
+        base = np.uint64(mix_scalar(self.seed, epoch, 0))
         draw = mix(position.astype(np.uint64) * np.uint64(_GOLDEN) + base)
         # One sort by (stratum, draw): the stratum in the top bits, the draw in the rest. Ties keep
         # the order of their positions, so that every rank breaks them alike.
@@ -165,13 +165,13 @@ class RankOrder:
             hi: One past its last position.
             epoch: Number of the epoch, from 0.
         """
-        self._plan, self._lo, self._hi = plan, lo, hi
+        self._plan, self._lo, self._hi, self.epoch = plan, lo, hi, epoch
         self.windows = -(-plan.steps // plan.block)
         if not plan.shuffle or lo >= hi:
             return
         n, strata = plan.rows, min(plan.batch_size, plan.rows)
         self._offset = plan._offset(epoch)
-        self._base = np.uint64(_mix_scalar(plan.seed, epoch, 2))
+        self._base = np.uint64(mix_scalar(plan.seed, epoch, 2))
         stratum, first, last = [], [], []
         for a, b in plan._turned(lo, hi, epoch):
             touched = np.arange(a * strata // n, (b - 1) * strata // n + 1, dtype=np.int64)
@@ -184,7 +184,7 @@ class RankOrder:
         # The rank's own part of a stratum that it shares with its neighbours.
         self._first = np.maximum(self._start, np.concatenate(first))
         self._last = np.minimum(self._end, np.concatenate(last))
-        self._blocks = self._order_blocks(np.uint64(_mix_scalar(plan.seed, epoch, 0)))
+        self._blocks = self._order_blocks(np.uint64(mix_scalar(plan.seed, epoch, 0)))
 
     def _order_blocks(self, base: np.uint64) -> npt.NDArray[np.int32]:
         """Returns for each stratum the number of the block at each place, of shape `(strata, most blocks)`.

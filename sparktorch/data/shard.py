@@ -17,6 +17,7 @@ from sparktorch.data.feed import Feed, OutOfCore, Resident, Schedule
 from sparktorch.data.fields import Dense, Field
 from sparktorch.data.inputs import field_of
 from sparktorch.data.plan import SamplingPlan
+from sparktorch.data.preprocess import EVALUATION, Moment
 from sparktorch.data.spool import InMemory, Runs, Spooler
 from sparktorch.errors import ConfigError
 
@@ -53,15 +54,17 @@ class Rows:
         self._label = _tensor(fields, columns.label)
         self._weight = _tensor(fields, columns.weight)
         self._loss_weight = self._weight
+        self._preprocess = columns.preprocess
         self._device = device
         self.count = count
 
-    def take(self, index: torch.Tensor, *, least: int = 0) -> Batch:
+    def take(self, index: torch.Tensor, *, least: int = 0, moment: Moment = EVALUATION) -> Batch:
         """Returns the rows with those numbers.
 
         Args:
             index: int64 row numbers of shape `(rows,)`.
             least: Fill the inputs up to this many rows.
+            moment: When that is.
         """
         rows = len(index)
         filled = index
@@ -75,12 +78,19 @@ class Rows:
             index, weight = filled, torch.zeros(least, device=self._device)
             loss_weight = weight
         return Batch(
-            tuple(argument for field in self._inputs for argument in field.take(filled)),
+            self._arguments(filled, moment),
             None if self._label is None else self._label.index_select(0, index),
             weight,
             rows,
             loss_weight,
         )
+
+    def _arguments(self, index: torch.Tensor, moment: Moment) -> tuple[torch.Tensor, ...]:
+        """Returns what the rows with those numbers are to `forward`."""
+        if self._preprocess is None:
+            return tuple(argument for field in self._inputs for argument in field.take(index))
+        columns = [field.take(index.cpu()) for field in self._inputs]
+        return tuple(t.to(self._device) for t in self._preprocess(columns, len(index), moment).values())
 
     def weigh_classes(self, weights: Sequence[float]) -> None:
         """Makes each row count in the loss for its weight times that of its class."""
@@ -154,14 +164,15 @@ class Shard:
         self.last = max(1, arrivals.count) - 1
         self.bytes_per_row = self.bytes / (self.last + 1)
         self.weighted = columns.weight is not None
-        self.decodes = any(self._fields[spec.name].decodes for spec in columns.inputs)
+        self.decodes = columns.preprocess is not None or any(self._fields[spec.name].decodes for spec in columns.inputs)
         order, validation_order = arrivals.orders()
         self._feed: Feed
         if spooler.on_disk:
             self._feed = OutOfCore(self, order, validation_order, device, budget=budget)
         else:
-            for field in self._fields.values():
-                field.finish(device)
+            for spec in columns.tensors:  # what the training does not get as it is stays here
+                raw = columns.preprocess is not None and spec in columns.inputs
+                self._fields[spec.name].finish("cpu" if raw else device)
             rows = Rows(self._fields, columns, device, self.last + 1)
             self._feed = Resident(rows, _array(order), _array(validation_order), device, decoding=self.decodes)
 

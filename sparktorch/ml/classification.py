@@ -68,6 +68,7 @@ class TorchClassifier(TorchEstimatorBase[TorchClassificationModel], ClassifierCo
         inputDtypes: dict[str, str] | None = None,
         maxLengths: dict[str, int] | None = None,
         padValues: dict[str, float] | None = None,
+        preprocess: str | Callable[..., Any] | None = None,
         nullPolicy: str = "error",
         fillValue: float = 0.0,
         labelCol: str = "label",

@@ -22,8 +22,9 @@ from sparktorch.config import Task
 from sparktorch.data.checks import Screen
 from sparktorch.data.fields import Dense, Field
 from sparktorch.data.inputs import field_of
+from sparktorch.data.preprocess import Moment, Preprocess
 from sparktorch.data.spool import InMemory
-from sparktorch.errors import RankLostError
+from sparktorch.errors import ModuleError, RankLostError, SparkTorchError
 from sparktorch.ml.events import Fit, FitReport, callers
 from sparktorch.ml.inputs import InputParams, LabelColumns
 from sparktorch.ml.io import EstimatorReader, EstimatorWriter
@@ -41,7 +42,7 @@ from sparktorch.ml.params import (
 from sparktorch.ml.storage import StorageParams
 from sparktorch.ml.summary import TrainingSummary
 from sparktorch.ml.translate import Request, given, translate
-from sparktorch.spark.barrier import run_ranks
+from sparktorch.spark.barrier import new_tag, run_ranks
 from sparktorch.spark.doctor import check_executors
 from sparktorch.spark.findings import refuse
 from sparktorch.spark.frame import Frame, prepare
@@ -134,6 +135,8 @@ class TorchEstimatorBase(
             params=request.recipe.module_params,
             weights=weights,
             inputs=frame.columns.inputs,
+            arguments=trial.arguments if frame.columns.preprocess else None,
+            preprocess=None if frame.columns.preprocess is None else frame.columns.preprocess.function,
             outputs=trial.outputs,
             task=self._task,
         )
@@ -190,6 +193,7 @@ class TorchEstimator(TorchEstimatorBase[TorchModel], LabelColumns, OutputColumns
         inputDtypes: dict[str, str] | None = None,
         maxLengths: dict[str, int] | None = None,
         padValues: dict[str, float] | None = None,
+        preprocess: str | Callable[..., Any] | None = None,
         nullPolicy: str = "error",
         fillValue: float = 0.0,
         labelCol: str = "label",
@@ -264,11 +268,32 @@ class TorchEstimator(TorchEstimatorBase[TorchModel], LabelColumns, OutputColumns
         self._set(**given(self))
 
 
-def _twice(field: Field, column: pa.Array) -> tuple[torch.Tensor, ...]:
+def _twice(field: Field, column: pa.Array) -> tuple[Any, ...]:
     """Returns what the first row is to `forward`, two times, so that rows show in every shape."""
     field.append(column)
     field.finish("cpu")
     return field.take(torch.zeros(2, dtype=torch.int64))
+
+
+def _preprocessed(preprocess: Preprocess, columns: list[tuple[Any, ...]]) -> dict[str, torch.Tensor]:
+    """Returns what the callable makes of the first row, as in training, having tried it as in scoring, too.
+
+    Raises:
+        ModuleError: It fails.
+    """
+    try:
+        preprocess(columns, 2)
+        return preprocess(columns, 2, Moment(0, 0))
+    except SparkTorchError:
+        raise
+    except Exception as error:
+        named = zip(preprocess.names, columns, strict=True)
+        kinds = (f"{name!r}: {' and '.join(type(part).__name__ for part in column)}" for name, column in named)
+        raise ModuleError(
+            f"preprocess failed on the first row: {type(error).__name__}: {error}",
+            hint=f"the columns arrive as {', '.join(kinds)}",
+            param="preprocess",
+        ) from error
 
 
 def _try_out(frame: Frame, request: Request) -> Trial:
@@ -276,9 +301,12 @@ def _try_out(frame: Frame, request: Request) -> Trial:
     screen = Screen(replace(frame.columns, drop_nulls=False))
     screen.rows_of(frame.sample, first_row=0)
     screen.close()
+    preprocess = frame.columns.preprocess
+    taken = [_twice(field_of(spec, InMemory()), frame.sample.column(spec.name)) for spec in frame.columns.inputs]
     inputs: dict[str, torch.Tensor] = {}
-    for spec in frame.columns.inputs:
-        arguments = _twice(field_of(spec, InMemory()), frame.sample.column(spec.name))
+    if preprocess is not None:
+        inputs = {f"preprocess, {name!r}": tensor for name, tensor in _preprocessed(preprocess, taken).items()}
+    for spec, arguments in zip(frame.columns.inputs, taken if preprocess is None else (), strict=False):
         names = (f"column {spec.column!r}", f"where column {spec.column!r} has elements")
         inputs |= dict(zip(names, arguments, strict=False))
     label = None
@@ -304,12 +332,13 @@ def _train(frame: Frame, trial: Trial, request: Request, report: FitReport) -> R
         collective_seconds=max(_COLLECTIVE_SECONDS, 2 * request.launch.patience.stall),
     )
     try:
-        now = request
+        now, lost = request, []
         for restart in range(request.max_restarts):
             results = _unless_lost(partial(_run, frame, job, now, report), restart + 1, now)
             if results is not None:
                 return results
-            now = _with_slots_left(frame.data.sparkSession, request)
+            lost.append(now.launch.tag)
+            now = _with_slots_left(frame.data.sparkSession, request, lost)
         return _run(frame, job, now, report)
     finally:
         if request.checkpoint is not None:
@@ -329,17 +358,25 @@ def _unless_lost(run: Callable[[], Results], number: int, request: Request) -> R
     return None
 
 
-def _with_slots_left(spark: SparkSession, request: Request) -> Request:
+def _with_slots_left(spark: SparkSession, request: Request, lost: list[str]) -> Request:
     """Returns the request for as many of its ranks as there are slots, once lost executors had time to come back.
+
+    Args:
+        spark: The session.
+        request: As it was first.
+        lost: Tags of the attempts that have failed.
 
     Raises:
         ClusterError: There are fewer slots than the fewest ranks it may go on with.
     """
-    launch, least = request.launch, request.min_workers
-    found = settled_slots(spark, launch.world_size, launch.profile, settle=_COMEBACK_SECONDS)
+    launch, least = replace(request.launch, tag=new_tag()), request.min_workers
+    found = settled_slots(spark, launch.world_size, launch.profile, settle=_COMEBACK_SECONDS, lost=lost)
     if found is None or found >= launch.world_size:
-        return request
+        return replace(request, launch=launch)
     check_cluster(spark, launch.world_size if least is None else least, launch.profile)
+    if found < (least or launch.world_size):
+        _LOG.warning("the cluster has %d slots free: the restart waits for those of lost workers", found)
+        return replace(request, launch=launch)
     _LOG.warning("the cluster has %d slots left: going on with as many workers instead of %d", found, launch.world_size)
     return replace(request, launch=replace(launch, world_size=found))
 

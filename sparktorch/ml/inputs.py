@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from pyspark import cloudpickle
 from pyspark.ml.param import Param, Params, TypeConverters
 
 from sparktorch.config import one_of
 from sparktorch.data.columns import InputOptions
+from sparktorch.data.preprocess import check_signature
 from sparktorch.errors import ConfigError
+from sparktorch.train.recipe import load_object
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["INPUT_DEFAULTS", "InputParams", "LabelColumns", "input_options"]
+__all__ = ["INPUT_DEFAULTS", "InputParams", "LabelColumns", "input_options", "preprocess_of"]
 
 # Defaults of every estimator.
 INPUT_DEFAULTS: dict[str, Any] = {
@@ -86,6 +89,12 @@ class InputParams(Params):
         "what fit does with rows that hold a null or NaN: 'error', 'drop' the row, or 'fill' in fillValue",
         typeConverter=TypeConverters.toString,
     )
+    preprocess: Param[str | Callable[..., Any]] = Param(
+        Params._dummy(),
+        "preprocess",
+        "a callable (columns, *, epoch, generator), or its import path, that makes a dict of the arguments of forward "
+        "of a dict of the input columns, in the ranks and in scoring",
+    )
     fillValue: Param[float] = Param(
         Params._dummy(),
         "fillValue",
@@ -149,6 +158,14 @@ class InputParams(Params):
         """Sets the value of `nullPolicy`."""
         return self._set(nullPolicy=value)
 
+    def getPreprocess(self) -> str | Callable[..., Any]:
+        """Gets the value of `preprocess`."""
+        return self.getOrDefault(self.preprocess)
+
+    def setPreprocess(self, value: str | Callable[..., Any]) -> Self:
+        """Sets the value of `preprocess`."""
+        return self._set(preprocess=value)
+
     def getFillValue(self) -> float:
         """Gets the value of `fillValue` or its default."""
         return self.getOrDefault(self.fillValue)
@@ -177,6 +194,30 @@ class LabelColumns(Params):
         return self._set(labelCols=value)
 
 
+def preprocess_of(params: InputParams) -> Any:
+    """Returns the callable, `None` where none is set.
+
+    Raises:
+        ConfigError: It is none that can be called as it should be, or cannot be shipped to the ranks.
+        ModuleError: There is nothing under its import path.
+    """
+    if not params.isSet("preprocess"):
+        return None
+    function = params.getPreprocess()
+    if isinstance(function, str):
+        function = load_object(function)
+    check_signature(function)
+    try:
+        cloudpickle.dumps(function)  # type: ignore[no-untyped-call]
+    except Exception as error:
+        raise ConfigError(
+            f"preprocess cannot be shipped to the ranks: {error}",
+            hint="make what it holds inside it",
+            param="preprocess",
+        ) from error
+    return function
+
+
 def input_options(params: InputParams) -> InputOptions:
     """Translates the Params.
 
@@ -198,4 +239,5 @@ def input_options(params: InputParams) -> InputOptions:
         assemble=params.getAssembleInputs(),
         fill=params.getFillValue() if policy == "fill" else None,
         drop=policy == "drop",
+        as_they_are=params.isSet("preprocess"),
     )

@@ -13,7 +13,7 @@ from pyspark import cloudpickle
 from sparktorch.artifact import TrainedModule
 from sparktorch.config import CheckpointConfig, Device, StorageConfig, Task, TrainConfig, above, at_least, one_of
 from sparktorch.errors import ConfigError, nearest
-from sparktorch.ml.inputs import input_options
+from sparktorch.ml.inputs import input_options, preprocess_of
 from sparktorch.program import Program
 from sparktorch.spark.barrier import Launch
 from sparktorch.spark.watch import Patience
@@ -40,7 +40,16 @@ _SAME = (
     *("scheduler", "schedulerParams", "schedulerInterval", "warmupSteps", "referenceBatchSize"),
     *("batchSize", "epochs", "split", "shuffle", "shuffleBlock", "seed", "precision", "emaDecay"),
     *("gradientClipNorm", "gradientClipValue", "nullPolicy", "fillValue"),
-    *("inputShapes", "inputLayouts", "inputDtypes", "maxLengths", "padValues", "assembleInputs", "labelCols"),
+    *(
+        "inputShapes",
+        "inputLayouts",
+        "inputDtypes",
+        "maxLengths",
+        "padValues",
+        "assembleInputs",
+        "labelCols",
+        "preprocess",
+    ),
     *("nonFiniteLoss", "syncBatchNorm", "earlyStoppingPatience", "validationInterval", "validationUnit"),
 )
 
@@ -199,6 +208,7 @@ def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
             "validation": p["validationIndicatorCol"],
             "key": p["idCol"],
             "options": input_options(estimator),
+            "preprocess": preprocess_of(estimator),
         },
     )
     check_strategy(request.config, request.recipe)

@@ -25,10 +25,15 @@ from sparktorch.spark.session import cancel_tasks, driver_address, is_connect, r
 from sparktorch.spark.watch import Observer, Patience, Watch
 from sparktorch.train.recipe import SHIPPING_HINT
 
-__all__ = ["Launch", "run_ranks"]
+__all__ = ["Launch", "new_tag", "run_ranks"]
 
 _POLL_SECONDS = 0.05
 _CANCEL_SECONDS = 10.0
+
+
+def new_tag() -> str:
+    """Returns a tag that no other job has."""
+    return f"sparktorch-{secrets.token_hex(8)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +48,7 @@ class Launch:
         profile: The resource profile of the tasks, `None` for the session's own.
         patience: How long the driver waits for ranks.
         log_level: From which level on the driver shows what ranks log and print.
+        tag: Spark's tag of the job, of its own in each attempt.
     """
 
     world_size: int
@@ -51,6 +57,7 @@ class Launch:
     profile: ResourceProfile | None = None
     patience: Patience = field(default_factory=Patience)
     log_level: int = logging.WARNING
+    tag: str = field(default_factory=new_tag)
 
 
 def run_ranks(data: DataFrame, body: Body, launch: Launch, observer: Observer) -> list[tuple[dict[str, Any], bytes]]:
@@ -74,7 +81,7 @@ def run_ranks(data: DataFrame, body: Body, launch: Launch, observer: Observer) -
         server = _control_server(spark, launch)
         if server is not None:
             stack.enter_context(closing(server))
-        job = _Job(spark, _plan(data, body, launch, server.rendezvous if server else None))
+        job = _Job(spark, _plan(data, body, launch, server.rendezvous if server else None), launch.tag)
         watch = Watch(
             server,
             launch.world_size,
@@ -150,11 +157,11 @@ def _plan(data: DataFrame, body: Body, launch: Launch, rendezvous: Rendezvous | 
 class _Job:
     """The Spark job, run in a thread of its own so that the caller can watch it and interrupt it."""
 
-    def __init__(self, spark: SparkSession, plan: DataFrame) -> None:
+    def __init__(self, spark: SparkSession, plan: DataFrame, tag: str) -> None:
         self.rows: list[Row] = []
         self.error: Exception | None = None
         self._spark = spark
-        self._tag = f"sparktorch-{secrets.token_hex(8)}"
+        self._tag = tag
         self._done = threading.Event()
 
         def collect() -> None:

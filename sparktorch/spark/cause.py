@@ -7,7 +7,7 @@ from typing import Any
 
 from sparktorch.errors import ClusterError, RankError, RankLostError, SparkTorchError
 from sparktorch.spark.control import ControlServer
-from sparktorch.spark.rank import failure_in
+from sparktorch.spark.rank import UNREACHED_HINT, failure_in
 from sparktorch.spark.watch import Watch
 from sparktorch.train.memory import out_of_memory_kills
 
@@ -15,6 +15,7 @@ __all__ = ["Causes"]
 
 _DEATH = (
     r"exited unexpectedly|ExecutorLostFailure|Executor heartbeat timed out|exit code|worker crashed|Connection reset"
+    r"|FetchFailed"
 )
 _MEMORY = r"(?:exit code|exited with code|status) 137|OOMKilled|exceeding (?:physical |virtual )?memory limits"
 _EXECUTOR = r"ExecutorLostFailure \(executor (\S+) (.*)\)(?: Reason: (.*))?"
@@ -104,13 +105,18 @@ class Causes:
 def _from_message(message: str) -> SparkTorchError:
     """Returns the error of a job whose ranks could not report: the Python part of Spark's message."""
     raised = re.search(r"Traceback \(most recent call last\):\n(?:.*\n)*?(\w[\w.]*: .*)\n", message)
+    if raised is None and re.search(_EXECUTOR + "|exited unexpectedly|FetchFailed", message):
+        return RankLostError(
+            "a worker or its executor was lost before it could say so",
+            hint="it was killed, crashed, or its host is cut off; see the executors' logs, and Spark's message below",
+            trace=message,
+        )
     if raised is None:
         return ClusterError("the barrier job failed", trace=message)
     if "DistNetworkError" in raised[1]:
         return ClusterError(
             f"a rank did not reach the store at which the ranks meet: {raised[1].partition(': ')[2]}",
-            hint="open the ephemeral ports of its host to the executors, set spark.driver.host to an address they "
-            "reach, or let a rank host it with rendezvous='rank0'",
+            hint=UNREACHED_HINT,
         )
     missing = re.match(r"(?:ModuleNotFoundError|ImportError): (.*)", raised[1])
     if missing is None:

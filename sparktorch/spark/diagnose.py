@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Sequence
 
-from sparktorch.config import Device
 from sparktorch.errors import ClusterError
+from sparktorch.spark.answers import Answer, Expected
 from sparktorch.spark.findings import Finding, Status
 from sparktorch.spark.resources import AMOUNT, cuda_index
 
-__all__ = ["FLOORS", "Answer", "Expected", "diagnose"]
+__all__ = ["FLOORS", "diagnose"]
 
 # The oldest releases that a rank works with, as pyproject.toml has them.
 FLOORS = {"torch": "2.10", "numpy": "1.26", "pyarrow": "14.0.1", "safetensors": "0.4"}
@@ -26,77 +24,6 @@ _PORTS = "net.ipv4.ip_local_port_range, on Linux usually 32768 to 60999"
 _LITTLE_SHARED_MEMORY = 128 << 20  # containers get 64 MiB unless they are told otherwise
 _LITTLE_DISK = 1 << 30
 _NO_DISK = 64 << 20
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """What one task says; see `sparktorch.spark.probe.answer`.
-
-    Attributes:
-        rank: The task's number.
-        host: Its host, as Spark names it.
-        executor: Its executor, as host and port.
-        python: Version of its Python.
-        executable: Path of its Python.
-        packages: `version`, or the `error` of importing it, by package.
-        names: What the names of the host resolve to there; empty where they do not.
-        driver: Why it does not reach the driver; `None` if it does, or was not to try.
-        shared_memory: Bytes free in /dev/shm; `None` where there is none.
-        disks: Bytes free under each local directory; `None` where it does not exist.
-        gpus: The addresses of the GPUs that Spark gave it.
-        cuda_visible_devices: That variable; `None` where it is not set.
-        cuda: How many CUDA devices torch sees; `None` if it was not asked or cannot say.
-        gpu_uuids: UUIDs of the machine's GPUs, by index; empty where they are not known.
-        checkpoint: Why it cannot keep a file in the directory for checkpoints; `None` if it can.
-        peers: Why it does not reach other tasks, by what they are; `None` if it did not try.
-        files: Ranks whose files it sees in that directory; `None` if it did not look.
-    """
-
-    rank: int
-    host: str
-    executor: str
-    python: str
-    executable: str
-    packages: dict[str, dict[str, str]]
-    names: dict[str, str]
-    driver: str | None
-    shared_memory: int | None
-    disks: dict[str, int | None]
-    gpus: list[str]
-    cuda_visible_devices: str | None
-    cuda: int | None
-    gpu_uuids: list[str]
-    checkpoint: str | None
-    peers: dict[str, str] | None
-    files: list[int] | None
-
-    @property
-    def place(self) -> dict[str, Any]:
-        """The executor, for what all of its tasks share."""
-        return {"host": self.host, "executor": self.executor}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Expected:
-    """What the answers are measured against.
-
-    Attributes:
-        packages: The driver's, in the form of `Answer.packages`.
-        pandas: Whether tasks need pandas, as they do on Spark 4.0.
-        driver: Name or address by which the driver is reached; `None` where rank 0 hosts the store.
-        towards: Returns the driver's address on the way to a host.
-        device: What the ranks are to train on.
-        world_size: Number of ranks.
-        checkpoint_dir: Where checkpoints are to go.
-    """
-
-    packages: dict[str, dict[str, str]]
-    pandas: bool = False
-    driver: str | None
-    towards: Callable[[str], str] = lambda host: ""
-    device: Device = "auto"
-    world_size: int = 1
-    checkpoint_dir: str | None = None
 
 
 def diagnose(answers: Sequence[Answer], expected: Expected) -> list[Finding]:
@@ -231,22 +158,23 @@ def _names(executors: Sequence[Answer], expected: Expected) -> list[Finding]:
         return [Finding(check=check, status="ok", found="one machine")]
     problems = []
     for host, answer in {answer.host: answer for answer in executors}.items():
-        for name, address in answer.names.items():
-            if not address.startswith("127.") or name == address:
+        for name, address in sorted(answer.names.items()):
+            if not address.startswith("127.") or name in (address, "localhost"):
                 continue
-            used = name == host and expected.driver is None  # rank 0 hosts the store under this name
-            value = f"{host if _numbers(host) and host != name else 'the address in the network'} {name}"
+            used = name in expected.executors  # Spark listens for fetched blocks under this name
+            its_own = name == answer.hostname or any(other.names.get(name) == host for other in executors)
+            line = f"{host} {name}" if its_own else f"the address of {name} in the network"
             problems.append(
                 Finding(
                     check=check,
                     status="failure" if used else "warning",
-                    found=f"the host name {name!r} resolves to {address} on its own machine",
+                    found=f"{name!r} resolves to {address} there"
+                    + (", and is what Spark calls an executor: others cannot fetch rows from it" if used else ""),
                     where={"host": host},
                     setting="/etc/hosts",
-                    value=value,
-                    hint=f"let /etc/hosts there say {value!r}, or set SPARK_LOCAL_IP there, and "
-                    "spark.executorEnv.GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface: a server "
-                    "that is opened under this name is not reached from other machines",
+                    value=line,
+                    hint=f"let /etc/hosts there say {line!r}, or set SPARK_LOCAL_IP there to its address: what opens "
+                    "under this name is not reached from other machines",
                 )
             )
     return _or_ok(problems, check, "none resolves to a loopback address")

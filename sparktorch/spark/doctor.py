@@ -18,11 +18,12 @@ from pyspark import cloudpickle, inheritable_thread_target
 from pyspark.sql import DataFrame, SparkSession
 
 from sparktorch.spark import probe
+from sparktorch.spark.answers import Answer, Expected
 from sparktorch.spark.barrier import Launch
-from sparktorch.spark.diagnose import Answer, Expected, diagnose
+from sparktorch.spark.diagnose import diagnose
 from sparktorch.spark.findings import Finding
 from sparktorch.spark.preflight import dynamic_allocation, enough_slots, gpus, speculation
-from sparktorch.spark.session import driver_address, is_connect, is_local, slots
+from sparktorch.spark.session import driver_address, is_connect, is_local, setting, slots
 
 __all__ = ["check_all", "check_executors"]
 
@@ -74,7 +75,7 @@ def check_executors(
     Returns:
         What is wrong, place by place, and of each check that finds nothing that it is well.
     """
-    token = secrets.token_hex(16)
+    token, names = secrets.token_hex(16), _executor_hosts(spark)
     with ExitStack() as stack:
         try:
             driver = _listen(spark, launch, token, stack)
@@ -86,6 +87,7 @@ def check_executors(
             token=token,
             driver=driver,
             checkpoint_dir=checkpoint_dir,
+            names=sorted(names),
             cuda=launch.device != "cpu",
         )
         try:
@@ -106,12 +108,22 @@ def check_executors(
         packages=probe.packages(),
         pandas=pyspark.__version__.startswith("4.0."),
         driver=driver[0] if driver else None,
+        executors=names,
         towards=probe.address_towards,
         device=launch.device,
         world_size=launch.world_size,
         checkpoint_dir=checkpoint_dir,
     )
     return diagnose(answers, expected)
+
+
+def _executor_hosts(spark: SparkSession) -> frozenset[str]:
+    """Returns what Spark calls the hosts of the executors; nothing on Connect, which does not tell."""
+    if is_connect(spark) or is_local(spark):
+        return frozenset()
+    context: Any = spark.sparkContext._jsc.sc()
+    hosts = {str(info.host()) for info in context.statusTracker().getExecutorInfos()}
+    return frozenset(hosts - {setting(spark, "spark.driver.host")})  # the driver is on that list, too
 
 
 def _listen(spark: SparkSession, launch: Launch, token: str, stack: ExitStack) -> tuple[str, int] | None:

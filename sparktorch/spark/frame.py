@@ -15,6 +15,7 @@ from pyspark.sql.pandas.types import to_arrow_schema
 
 from sparktorch.config import Task
 from sparktorch.data.columns import KEY, LABEL, VALIDATION, WEIGHT, Columns, InputOptions, TensorSpec
+from sparktorch.data.preprocess import Function, Preprocess
 from sparktorch.errors import ColumnError
 from sparktorch.spark.wire import (
     NUMERIC,
@@ -57,6 +58,7 @@ def prepare(
     validation: str | None = None,
     key: str | None = None,
     options: InputOptions = _NOTHING_ASKED,
+    preprocess: Function | None = None,
 ) -> Frame:
     """Selects, casts and names the training columns and reads the first row.
 
@@ -69,6 +71,7 @@ def prepare(
         validation: The boolean column that marks validation rows.
         key: A column whose value identifies a row in place of its contents.
         options: What is asked of the inputs besides.
+        preprocess: Makes the arguments of `forward` of them.
 
     Raises:
         ColumnError: A column is missing or has a type that cannot be trained on, or there are no rows.
@@ -80,6 +83,7 @@ def prepare(
         label=None if label is None else _label(dataset, label, task),
         validation=validation,
         drop_nulls=options.drop,
+        preprocess=None if preprocess is None else Preprocess(preprocess, [spec.column for spec in specs]),
     )
     wire = [column_of(dataset, spec) for spec in columns.tensors]
     if weight is not None:

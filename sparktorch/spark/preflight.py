@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import time
+from collections.abc import Sequence
 
 from pyspark.resource import ResourceProfile
 from pyspark.sql import SparkSession
@@ -13,7 +14,7 @@ from sparktorch.config import Device
 from sparktorch.errors import ClusterError
 from sparktorch.spark.findings import Finding, refuse
 from sparktorch.spark.resources import AMOUNT, gpu_profile
-from sparktorch.spark.session import is_local, setting, slots
+from sparktorch.spark.session import is_local, running_tasks, setting, slots
 
 __all__ = [
     *("check_cluster", "check_result_size", "dynamic_allocation", "enough_slots"),
@@ -159,7 +160,12 @@ def check_result_size(spark: SparkSession, model_bytes: int) -> None:
 
 
 def settled_slots(
-    spark: SparkSession, wanted: int, profile: ResourceProfile | None, *, settle: float = _SETTLE_SECONDS
+    spark: SparkSession,
+    wanted: int,
+    profile: ResourceProfile | None,
+    *,
+    settle: float = _SETTLE_SECONDS,
+    lost: Sequence[str] = (),
 ) -> int | None:
     """Returns the number of slots once it is enough or has stopped growing; `None` if unknown.
 
@@ -168,17 +174,24 @@ def settled_slots(
         wanted: How many are enough.
         profile: The resource profile the tasks will have.
         settle: Seconds in which no slot has appeared, after which it has stopped growing.
+        lost: Tags of jobs that are over. A task of theirs that does not end, because its host is cut off or its
+            process stopped, holds its slot until Spark gives its executor up.
     """
     java_profile = None
     if profile is not None and profile._java_resource_profile is not None:
         java_profile = profile._java_resource_profile
-    found = slots(spark, java_profile)
+
+    def free() -> int | None:
+        count = slots(spark, java_profile)
+        return None if count is None else count - sum(running_tasks(spark, tag) or 0 for tag in lost)
+
+    found = free()
     if found is None or is_local(spark):
         return found
-    deadline = time.monotonic() + (settle if found else _EMPTY_SECONDS)
+    deadline = time.monotonic() + (settle if found > 0 else _EMPTY_SECONDS)
     while found < wanted and time.monotonic() < deadline:
         time.sleep(0.1)
-        now = slots(spark, java_profile) or 0
+        now = free() or 0
         if now > found:
             deadline = time.monotonic() + settle
         found = now

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -40,6 +40,7 @@ def answer(
     token: str,
     driver: tuple[str, int] | None,
     checkpoint_dir: str | None,
+    names: Sequence[str],
     cuda: bool,
     meet: bool,
 ) -> Iterator[Any]:
@@ -50,6 +51,7 @@ def answer(
         token: What driver and peers of this job say to those who connect.
         driver: Where the driver listens, as executors reach it; `None` where rank 0 hosts the store.
         checkpoint_dir: A directory to try to write in.
+        names: Names of hosts to resolve, besides this one's.
         cuda: Whether to ask torch for GPUs.
         meet: Whether to try the other tasks' sockets and files too; takes two seconds.
     """
@@ -70,7 +72,8 @@ def answer(
         "python": platform.python_version(),
         "executable": sys.executable,
         "packages": packages(),
-        "names": {name: _resolve(name) for name in dict.fromkeys((host, socket.gethostname()))},
+        "hostname": socket.gethostname(),
+        "names": _resolved({*names, socket.gethostname()}),
         "driver": _failure_to_reach(*driver, token) if driver else None,
         "shared_memory": _free("/dev/shm"),
         "disks": {path: _free(path) for path in _local_directories()},
@@ -148,11 +151,18 @@ def _within(seconds: float, call: Callable[[], Any]) -> Any:
     return outcome["value"]
 
 
-def _resolve(name: str) -> str:
-    """Returns the address of a name; empty if it has none."""
-    with suppress(OSError, UnicodeError):  # a time-out is an OSError
-        return str(_within(_SECONDS, lambda: socket.gethostbyname(name)))
-    return ""
+def _resolved(names: Iterable[str]) -> dict[str, str]:
+    """Returns the addresses of those names that have one; a name server that is away ends the search."""
+    found: dict[str, str] = {}
+
+    def resolve() -> None:
+        for name in names:
+            with suppress(OSError, UnicodeError):
+                found[name] = socket.gethostbyname(name)
+
+    with suppress(TimeoutError):
+        _within(_SECONDS, resolve)
+    return dict(found)
 
 
 @contextmanager

@@ -20,19 +20,25 @@ from pyspark import BarrierTaskContext
 from pyspark.sql import Row
 
 from sparktorch.config import Device
-from sparktorch.errors import RankError, SparkTorchError
+from sparktorch.errors import ClusterError, RankError, RankLostError, SparkTorchError
 from sparktorch.spark.control import Rendezvous, host_store
 from sparktorch.spark.resources import choose_device
 from sparktorch.train.console import Console
 from sparktorch.train.link import Link, connect
 from sparktorch.world import World
 
-__all__ = ["RESULT_SCHEMA", "Body", "RankTask", "Result", "assemble", "failure_in"]
+__all__ = ["RESULT_SCHEMA", "UNREACHED_HINT", "Body", "RankTask", "Result", "assemble", "failure_in"]
+
+UNREACHED_HINT = (
+    "open the ephemeral ports of its host to the executors, set spark.driver.host to an address they reach, or let a "
+    "rank host it with rendezvous='rank0'"
+)
 
 RESULT_SCHEMA = "rank int, meta string, payload binary"
 
 _CHUNK_BYTES = 16 << 20
 _FAILURE_MARK = "sparktorch-failure:"
+_REACH_SECONDS = 10.0
 
 
 class Result(Protocol):
@@ -74,6 +80,7 @@ class RankTask:
         hosted_by_rank0 = rendezvous is None
         if rendezvous is None:
             rendezvous, _store = _meet_at_rank0(context, world)
+        _reach(rendezvous, world)
         world = replace(world, address=_address_towards(rendezvous.host))
         open_store = partial(connect, rendezvous.host, rendezvous.port, rendezvous.prefix)
         link = Link(open_store, world, console=Console(self._log_level))
@@ -90,10 +97,7 @@ class RankTask:
                 if hosted_by_rank0:
                     link.leave()
             except Exception as error:
-                failure = link.fail(error)
-                raise RankError(
-                    failure.what, **failure.where, trace=f"{_FAILURE_MARK}{json.dumps(failure.to_dict())}"
-                ) from None
+                raise _marked(link.fail(error)) from None
         result.meta.setdefault("seconds", {})["connect"] = opened
         yield from _chunks(world.rank, result)
 
@@ -122,6 +126,22 @@ def _meet_at_rank0(context: BarrierTaskContext, world: World) -> tuple[Rendezvou
         offer = json.dumps([host, port, secrets.token_hex(16)])
     host, port, prefix = json.loads(context.allGather(offer)[0])
     return Rendezvous(host, port, prefix), store
+
+
+def _reach(rendezvous: Rendezvous, world: World) -> None:
+    """Refuses a store that is out of reach: torch tries for a minute, whatever the reason."""
+    try:
+        socket.create_connection((rendezvous.host, rendezvous.port), timeout=_REACH_SECONDS).close()
+    except OSError as error:
+        wrong = isinstance(error, socket.gaierror | ConnectionRefusedError)  # else, the network may come back
+        what = f"a rank does not reach the store at which the ranks meet, {rendezvous.host}:{rendezvous.port}: {error}"
+        kind = ClusterError if wrong else RankLostError
+        raise _marked(kind(what, hint=UNREACHED_HINT, rank=world.rank, host=world.host)) from None
+
+
+def _marked(failure: SparkTorchError) -> RankError:
+    """Returns the failure as an exception from whose message the driver can read it; see `failure_in`."""
+    return RankError(failure.what, **failure.where, trace=f"{_FAILURE_MARK}{json.dumps(failure.to_dict())}")
 
 
 def _host(address: str) -> str:

@@ -99,8 +99,8 @@ class Watch:
         """Passes on what is new.
 
         Raises:
-            ClusterError: The ranks have not started in time.
-            RankStalledError: One of them stands still.
+            ClusterError: The cluster has had no slots for the ranks in time.
+            RankStalledError: One of them stands still, or has not started in time.
         """
         if self.server is None:
             return
@@ -156,11 +156,12 @@ class Watch:
         if self._pulses:
             self._first_arrival = self._first_arrival or now
             if now - self._first_arrival > self._patience.stall:
-                raise ClusterError(
+                raise RankStalledError(
                     f"ranks {missing} of {self.world_size} have not started within {self._patience.stall:g} s of "
                     "the first one",
                     hint="see the logs of their executors: does their Python start, and import torch, and do they "
                     "reach the driver? If it takes them so long, set stallTimeout higher",
+                    rank=missing[0],
                 )
         else:
             self._look_for_slots(now)
@@ -215,7 +216,8 @@ class Watch:
             hint = "its process is stopped, native code in it holds Python's lock, or its host is cut off; " + hint
         elif len(idle) > 1 and record["collectives"] is not None:
             what = f"ranks {sorted(idle)} wait for each other for {idle[rank]:.0f} s, {record['phase']}"
-            hint = "is the network between their hosts cut? If one step may take so long, set stallTimeout higher"
+            hosts = " and ".join(dict.fromkeys(self._pulses[one].record["host"] for one in sorted(idle)))
+            hint = f"is the network between {hosts} cut? If one step may take so long, set stallTimeout higher"
             trace += "".join(f"Stack of rank {one}:\n{stacks[one]}\n" for one in sorted(stacks))
         else:
             what = f"rank {rank} stands still: it has been {record['phase']} for {idle[rank]:.0f} s"

@@ -42,6 +42,7 @@ _SQL_TYPES: dict[str, str] = {
     "int16": "smallint",
     "int8": "tinyint",
 }
+_NUMBERS = ("tinyint", "smallint", "int", "bigint", "float", "double")
 _LAYOUTS: dict[str, tuple[Layout, ...]] = {
     "number": ("dense",),
     "list": ("dense", "padded", "jagged"),
@@ -53,9 +54,11 @@ _LAYOUTS: dict[str, tuple[Layout, ...]] = {
 _IMAGE_FIELDS = ("height", "width", "nChannels", "data")
 _FILE_FIELDS = ("path", "modificationTime", "length", "content")
 _CHANNELS = (1, 3, 4)
+# What a callable may get as it is.
+_PLAIN = (*NUMERIC, T.StringType, T.BinaryType, T.DateType, T.TimestampType, T.TimestampNTZType, T.StructType)
 # What to do with types that have no numbers in them.
 _CASTS: tuple[tuple[type[T.DataType], str], ...] = (
-    (T.StringType, "index it with StringIndexer"),
+    (T.StringType, "index it with StringIndexer, or give a preprocess that makes tensors of it"),
     (T.DateType, "cast it to a number, unix_date({0}) or year({0})"),
     (T.TimestampType, "cast it to a number, cast({0} as double) or hour({0})"),
     (T.TimestampNTZType, "cast it to a number, cast(cast({0} as timestamp) as double) or hour({0})"),
@@ -89,6 +92,8 @@ def _spec(dataset: DataFrame, name: str, wire: str, options: InputOptions) -> Te
     element, depth = _element(kind)
     if isinstance(kind, VectorUDT):
         sort, usual = "vector", "float32"
+    elif options.as_they_are and not options.given_for(name) and not (_is_image(kind) or _is_file(kind)):
+        return _as_it_is(kind, name, wire, options)
     elif isinstance(element, NUMERIC):
         sort, usual = "list" if depth else "number", "int64" if isinstance(element, _INTEGRAL) else "float32"
     elif isinstance(kind, T.BinaryType) and name in options.layouts:
@@ -115,6 +120,14 @@ def _spec(dataset: DataFrame, name: str, wire: str, options: InputOptions) -> Te
         pad=options.pads.get(name, 0),
         resize=layout == "image" and name in options.shapes,
     )
+
+
+def _as_it_is(kind: T.DataType, name: str, wire: str, options: InputOptions) -> TensorSpec:
+    """Returns the spec of a column that a callable makes something of."""
+    if not isinstance(_element(kind)[0], _PLAIN):
+        raise _refused(kind, name)
+    sql = "double" if isinstance(kind, T.DecimalType) else kind.simpleString()
+    return TensorSpec(name=wire, column=name, dtype="float32", kind="any", sql=sql, fill=options.fill)
 
 
 def _packed(dataset: DataFrame, names: list[str], wire: str, options: InputOptions) -> TensorSpec:
@@ -213,6 +226,8 @@ def column_of(dataset: DataFrame, spec: TensorSpec) -> Column:
         return F.array(*[quoted(name).cast(_SQL_TYPES[spec.dtype]) for name in spec.sources]).alias(spec.name)
     kind = type_of(dataset, spec.column)
     column = quoted(spec.column)
+    if spec.kind == "any":
+        return column.cast(spec.sql).alias(spec.name)
     if isinstance(kind, VectorUDT):
         return _vector(column, spec.dtype).alias(spec.name)
     if isinstance(kind, T.BinaryType):
@@ -252,7 +267,7 @@ def hashed(spec: TensorSpec) -> list[Column]:
     apart by nothing else, lengths and places of nulls go in, too.
     """
     column = F.col(spec.name)
-    columns = [F.size(column), column] if spec.ragged else [column]
+    columns = [F.size(column), column] if spec.ragged or spec.sql.startswith("array") else [column]
     if spec.fill is not None:
         lists = spec.kind == "number" and (spec.ragged or spec.levels)
         nested = len(spec.levels) + spec.ragged > 1
@@ -349,6 +364,8 @@ def input_columns(dataset: DataFrame, specs: Sequence[TensorSpec]) -> list[Colum
 def _fits(kind: T.DataType, spec: TensorSpec) -> bool:
     """Whether columns of that type can be scored by a model with that input."""
     element, depth = _element(kind)
+    if spec.kind == "any":
+        return kind.simpleString() == spec.sql or (isinstance(kind, NUMERIC) and spec.sql in _NUMBERS)
     if isinstance(kind, VectorUDT):
         return len(spec.levels) == 1 and not spec.ragged and spec.kind != "binary"
     if spec.layout == "image" and (_is_file(kind) or _is_image(kind)):

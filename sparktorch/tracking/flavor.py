@@ -15,17 +15,15 @@ import sysconfig
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 import sparktorch
-from sparktorch.data.images import black_image
 from sparktorch.errors import PersistenceError
 from sparktorch.program import ExportError, export_whole
+from sparktorch.tracking.signature import signature_of, zeros_for
 
 if TYPE_CHECKING:
-    import pandas as pd
-    from mlflow.models import Model, ModelSignature
+    from mlflow.models import Model
     from mlflow.models.model import ModelInfo
 
     from sparktorch.ml.model import TorchModelBase
@@ -120,7 +118,8 @@ def save_model(
 
     _validate_and_prepare_target_save_path(path)
     trained = sparktorch_model.trained
-    code = _validate_and_copy_code_paths(code_paths or _code_of(trained.source), path)
+    own = [file for value in (trained.source, trained.preprocess) if value is not None for file in _code_of(value)]
+    code = _validate_and_copy_code_paths(code_paths or list(dict.fromkeys(own)), path)
     data = Path(path) / _DATA
     data.mkdir()
     write_local(sparktorch_model, data, allow_pickle=allow_pickle)
@@ -134,10 +133,10 @@ def save_model(
 
     mlflow_model = mlflow_model or Model()
     if mlflow_model.signature is None:
-        mlflow_model.signature = _signature(sparktorch_model, outputs)
+        mlflow_model.signature = signature_of(sparktorch_model, outputs)
     if metadata is not None:
         mlflow_model.metadata = metadata
-    _save_example(mlflow_model, _zeros(sparktorch_model) if input_example is None else input_example, path)
+    _save_example(mlflow_model, zeros_for(sparktorch_model) if input_example is None else input_example, path)
     requirements = pip_requirements or _requirements()
     files = {"conda_env": "conda.yaml", "python_env": "python_env.yaml"}
     pyfunc.add_to_model(mlflow_model, loader_module="sparktorch.tracking.pyfunc", data=_DATA, code=code, **files)
@@ -193,69 +192,10 @@ def _code_of(source: Any) -> list[str]:
     return [str(Path(file).parent) if Path(file).name == "__init__.py" else file]
 
 
-def _signature(model: TorchModelBase, outputs: dict[str, str]) -> ModelSignature:
-    """Returns inputs as named tensors, which MLflow makes of columns, arrays and JSON alike; outputs as columns.
-
-    Where rows differ in length, or are bytes, inputs are columns, too: MLflow has no tensors for them.
-    """
-    from mlflow.models import ModelSignature
-    from mlflow.types import ColSpec, Schema, TensorSpec
-
-    def kind_of(sql: str) -> Any:
-        depth = sql.count("array<") + (sql == "vector")
-        return _nested("float64" if "double" in sql or sql == "vector" else "float32", depth)
-
-    fields, _ = model._fields()
-    inputs: list[ColSpec | TensorSpec] = []
-    as_columns = any(spec.ragged or spec.kind == "binary" for spec in model.trained.inputs)
-    for spec in model._inputs():
-        shape = () if spec.sources else spec.shape
-        for name in spec.sources or (spec.column,):
-            if as_columns:
-                depth = () if spec.sources else spec.levels
-                kind = "bytes" if spec.kind == "binary" else spec.dtype
-                nesting = 0 if kind == "bytes" else len(depth) + spec.ragged
-                inputs.append(ColSpec(_nested(kind, nesting), name))
-            else:
-                inputs.append(TensorSpec(np.dtype(spec.dtype), (-1, *shape), name))
-    columns: list[ColSpec | TensorSpec] = [ColSpec(kind_of(fields[field]), name) for name, field in outputs.items()]
-    return ModelSignature(inputs=Schema(inputs), outputs=Schema(columns))
-
-
-def _nested(dtype: str, depth: int) -> Any:
-    """Returns MLflow's type of arrays nested so deep."""
-    from mlflow.types.schema import Array, DataType
-
-    kinds = {"float32": DataType.float, "float64": DataType.double, "int64": DataType.long, "bytes": DataType.binary}
-    kind: Any = kinds.get(dtype, DataType.integer)
-    for _ in range(depth):
-        kind = Array(kind)
-    return kind
-
-
-def _zeros(model: TorchModelBase) -> pd.DataFrame:
-    """Returns two rows as the model takes them: of zeros, because a row of the training set may be secret."""
-    import pandas as pd
-
-    columns: dict[str, Any] = {}
-    for spec in model._inputs():
-        for name in spec.sources or (spec.column,):
-            if spec.kind == "binary":
-                empty = (
-                    black_image(spec) if spec.layout == "image" else bytes(spec.width * np.dtype(spec.dtype).itemsize)
-                )
-                columns[name] = [empty] * 2
-                continue
-            shape = () if spec.sources else (*(1,) * spec.ragged, *(spec.levels if spec.ragged else spec.shape))
-            zeros = np.zeros((2, *shape), spec.dtype)
-            columns[name] = zeros.tolist() if shape else zeros
-    return pd.DataFrame(columns)
-
-
 def _add_pytorch(mlflow_model: Model, model: TorchModelBase, path: Path, code: str | None) -> None:
     """Adds MLflow's `pytorch` flavour, if the module's graph can be exported."""
     try:
-        archive = export_whole(model.module, model.trained.inputs)
+        archive = export_whole(model.module, model.trained.takes)
     except ExportError as error:
         _LOG.info("no pytorch flavour: %s", error)
         return

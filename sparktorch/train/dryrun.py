@@ -19,7 +19,7 @@ from sparktorch.train.step import StepBatch, TrainingStep, cut
 from sparktorch.train.task import align, classes_in, first_rows
 from sparktorch.train.weights import check_state
 
-__all__ = ["OutputSpec", "Trial", "describe_outputs", "dry_run"]
+__all__ = ["ArgumentSpec", "OutputSpec", "Trial", "describe_outputs", "dry_run"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,23 @@ class OutputSpec:
 
 
 @dataclass(frozen=True)
+class ArgumentSpec:
+    """One tensor that `forward` gets.
+
+    Attributes:
+        name: Who knows it by what name.
+        dtype: Its dtype.
+        shape: One row's shape, where rows may differ that of the first.
+        layout: Its layout, "strided", "sparse_csr" or "jagged".
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    layout: str = "strided"
+
+
+@dataclass(frozen=True)
 class Trial:
     """What the dry run found out.
 
@@ -45,6 +62,7 @@ class Trial:
         classes: Number of classes a classifier tells apart, `None` for other tasks.
         unused_parameters: Whether a trainable parameter got no gradient.
         metrics: The recipe's metrics, with what they ask for and the dry run knows filled in.
+        arguments: What `forward` got.
     """
 
     module: nn.Module
@@ -52,6 +70,7 @@ class Trial:
     classes: int | None
     unused_parameters: bool
     metrics: Mapping[str, Any] = field(default_factory=dict)
+    arguments: tuple[ArgumentSpec, ...] = ()
 
 
 def dry_run(
@@ -114,7 +133,14 @@ def dry_run(
     unused = any(parameter.grad is None for parameter in trainable)
     module.zero_grad()
     metrics = try_metrics(recipe.metrics, task, classes, *align(task, output, label))
-    return Trial(module.train(was_training), outputs, classes, unused, metrics)
+    arguments = tuple(_argument(name, tensor) for name, tensor in inputs.items())
+    return Trial(module.train(was_training), outputs, classes, unused, metrics, arguments)
+
+
+def _argument(name: str, tensor: torch.Tensor) -> ArgumentSpec:
+    dtype, layout = str(tensor.dtype).removeprefix("torch."), str(tensor.layout).removeprefix("torch.")
+    shape = () if tensor.is_nested else tuple(tensor.shape[1:])
+    return ArgumentSpec(name, dtype, shape, layout)
 
 
 def _try_loss(loss: Loss, task: Task, output: Any, label: torch.Tensor | None, weight: torch.Tensor | None) -> None:

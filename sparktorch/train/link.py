@@ -90,7 +90,7 @@ class Link:
         """
         stop = threading.Event()
         heart = _Heart(self, self._world.rank, self._open_store, self._patience)
-        thread = threading.Thread(target=heart.run, args=(stop,), name="sparktorch-beat", daemon=True)
+        thread = threading.Thread(target=heart.run, args=(stop,), name="sparktorch-heart", daemon=True)
         self.beat(self.store)
         thread.start()
         try:
@@ -247,27 +247,46 @@ class Link:
 
 
 class _Heart:
-    """The thread that beats for a rank, sends what it logs, and looks whether the driver lives."""
+    """Two threads: one beats for a rank and sends what it logs, one ends the process where the driver has gone.
+
+    They are two because a store on the far side of a cut network neither answers nor refuses: who
+    asks it may wait for minutes.
+    """
 
     def __init__(self, link: Link, rank: int, open_store: OpenStore, patience: float) -> None:
         self._link, self._rank, self._open_store, self._patience = link, rank, open_store, patience
         self._owner = threading.get_ident()
-        self._driver: tuple[bytes, float] | None = None
+        self._driver: bytes | None = None
+        self._heard = 0
+        self._over = threading.Event()
 
     def run(self, stop: threading.Event) -> None:
         """Beats until `stop` is set; where the driver has gone or has given up the fit, ends the process."""
+        beats = threading.Thread(target=self._beat, args=(stop,), name="sparktorch-beat", daemon=True)
+        beats.start()
+        heard, silent = self._heard, 0.0  # in looks, not by the clock: this process may have been stopped meanwhile
+        while silent < self._patience and not self._over.is_set():
+            if stop.wait(_BEAT_SECONDS):
+                beats.join(_LEAVING_SECONDS)
+                return
+            silent = silent + _BEAT_SECONDS if self._heard == heard else 0.0
+            heard = self._heard
+        if not stop.wait(_LEAVING_SECONDS):
+            print(f"rank {self._rank} ends: its driver has gone, or has given up the fit", file=sys.stderr, flush=True)
+            os._exit(1)
+
+    def _beat(self, stop: threading.Event) -> None:
         store = self._open()
         while store is not None and not stop.wait(_BEAT_SECONDS):
             try:
                 self._link.beat(store)
                 self._answer(store)
-                if store.check(["cancel"]) or self._driver_is_silent(store):
+                if store.check(["cancel"]):
                     break
+                self._listen(store)
             except (dist.DistError, RuntimeError):
                 store = self._open()  # a connection may break without anybody having gone
-        if not stop.wait(_LEAVING_SECONDS):
-            print(f"rank {self._rank} ends: its driver has gone, or has given up the fit", file=sys.stderr, flush=True)
-            os._exit(1)
+        self._over.set()
 
     def _open(self) -> dist.Store | None:
         try:
@@ -280,13 +299,12 @@ class _Heart:
         if store.check(["stacks wanted"]):
             store.set(f"stack/{self._rank}", json.dumps({"stack": _stack_of(self._owner)}))
 
-    def _driver_is_silent(self, store: dist.Store) -> bool:
-        """Whether the driver, where it hosts the store, has stood still for too long."""
-        beat = store.get("driver") if store.check(["driver"]) else b""
-        now = time.monotonic()
-        if self._driver is None or self._driver[0] != beat:
-            self._driver = (beat, now)
-        return bool(beat) and now - self._driver[1] > self._patience
+    def _listen(self, store: dist.Store) -> None:
+        """Listens for the driver's heart; where a rank hosts the store, an answer is enough."""
+        beat = store.get("driver") if store.check(["driver"]) else None
+        if beat is None or beat != self._driver:
+            self._heard += 1
+        self._driver = beat
 
 
 class _Pulses:

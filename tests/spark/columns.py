@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
 import torch
 from torch import nn
 
@@ -49,3 +53,20 @@ class Padded(nn.Module):
 
 def _kind(tensor: torch.Tensor) -> str:
     return "sparse" if tensor.layout == torch.sparse_csr else str(tensor.dtype).removeprefix("torch.")
+
+
+def letters(columns: dict[str, Any], *, epoch: int | None, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Counts the letters a and b of a text, beside a number."""
+    counts = [pc.count_substring(columns["text"], letter).to_numpy() for letter in "ab"]
+    return {"x": torch.from_numpy(np.stack([*counts, columns["extra"]], 1).astype(np.float32))}
+
+
+def widened(columns: dict[str, Any], *, epoch: int | None, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Brings padded rows to three places."""
+    values, mask = columns["words"]
+    return {"x": nn.functional.pad((values * mask).float(), (0, 3 - values.shape[1]))}
+
+
+def fails(columns: dict[str, Any], *, epoch: int | None, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Looks for what is not there."""
+    return {"x": columns["txt"]}

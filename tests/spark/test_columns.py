@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import mlflow
 import numpy as np
 import pandas as pd
 import pytest
@@ -16,7 +17,12 @@ from torch import nn
 
 from sparktorch import TorchEstimator, TorchModel, TorchRegressor
 from sparktorch.errors import ColumnError, ConfigError, SparkTorchError
+from sparktorch.ml.translate import input_names
+from sparktorch.tracking import save_model
 from tests.spark.columns import Flat, Padded
+from tests.support.mlflow import QUIET
+
+pytestmark = QUIET
 
 ROWS, WIDTH = 60, 6
 
@@ -182,6 +188,12 @@ def test_a_model_scores_other_columns_of_the_same_meaning_in_sql_and_after_loadi
         loaded = type(model).load(str(tmp_path / name))
         assert loaded.trained.inputs == model.trained.inputs
         assert scores(loaded, rows) == expected
+        save_model(loaded, str(tmp_path / "mlflow" / name))
+        served = mlflow.pyfunc.load_model(str(tmp_path / "mlflow" / name))
+        table = rows.select("id", *input_names(loaded)).orderBy("id").toPandas().drop(columns="id")
+        if name == "sparse":
+            table["sparse"] = [vector.toArray() for vector in table["sparse"]]
+        np.testing.assert_allclose(served.predict(table)["prediction"], expected, atol=1e-5)
         loaded.registerUDF(f"score_{name}")
         found = spark.sql(f"select score_{name}({calls[name]}) s from rows_to_score order by id").collect()
         np.testing.assert_allclose([row["s"] for row in found], expected, atol=1e-6)

@@ -200,7 +200,8 @@ def test_a_doctor_under_spark_submit_finds_all_that_is_planted(tmp_path: Path) -
     done = subprocess.run(
         [
             *(str(SPARK_HOME / "bin" / "spark-submit"), "--master", "local-cluster[2,1,512]", *settings),
-            *(str(ROOT / "jobs" / "doctor.py"), "--num-workers", "3", "--checkpoint-dir", "relative/path", "--json"),
+            *(str(ROOT / "jobs" / "doctor.py"), "--num-workers", "3", "--checkpoint-dir", "relative/path"),
+            *("--timeout", "200", "--json"),
         ],
         env=environment(),
         cwd=tmp_path,
@@ -230,10 +231,12 @@ def test_a_doctor_under_spark_submit_finds_all_that_is_planted(tmp_path: Path) -
 def test_the_doctor_sees_through_a_connect_server(tmp_path: Path) -> None:
     out = run_python(
         tmp_path,
-        *("-m", "sparktorch", "doctor", "--remote", "local[2]", "--num-workers", "2"),
-        *("--checkpoint-dir", str(tmp_path / "checkpoints")),
+        *("-m", "sparktorch", "doctor", "--remote", "local[2]", "--num-workers", "2", "--timeout", "150"),
+        *("--checkpoint-dir", str(tmp_path / "checkpoints"), "--json"),
     )
-    lines = {" ".join(line.split()) for line in out.splitlines()}
-    assert "ok slots 2, of which 2 are needed" in lines
-    assert "ok driver-reachable from all executors (1), on a socket of this job" in lines
-    assert "Nothing was found that would fail." in lines
+    report = json.loads(out)
+    assert (report["status"], report["master"]) == ("ok", "local[2]")
+    said = {one["check"]: one["found"] for one in report["findings"]}
+    assert said["slots"] == "2, of which 2 are needed"
+    assert said["driver-reachable"] == "from all executors (1), on a socket of this job"
+    assert "2 tasks wrote, read and deleted a file" in said["checkpoint-dir"]

@@ -57,8 +57,8 @@ class Mlp(nn.Module):
 class Score(Mlp):
     """One number a row, shape `(rows,)`."""
 
-    def __init__(self, inputs: int = 5) -> None:
-        super().__init__(inputs, 1)
+    def __init__(self, inputs: int = 5, hidden: int = 8) -> None:
+        super().__init__(inputs, 1, hidden)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x).squeeze(-1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from contextlib import closing, suppress
 from typing import Literal
 
@@ -23,18 +24,22 @@ class Proxy:
     """Stands in front of a local port.
 
     `refuse`: nobody listens. `stall`: connections are taken, and nothing is ever answered.
-    `pass`: everything goes through.
+    `pass`: everything goes through, `delay` seconds late, unless it is held: then connections stand, and
+    nothing goes through, as across a network that has been cut.
     """
 
-    def __init__(self, target: int) -> None:
+    def __init__(self, target: int, *, delay: float = 0.0) -> None:
         """Refuses at first.
 
         Args:
             target: The port of the server.
+            delay: Seconds that whatever arrives is on its way, in each direction.
         """
         self.port = free_port()
         self.taken = 0  # connections
-        self._target = target
+        self._target, self._delay = target, delay
+        self._flowing = threading.Event()
+        self._flowing.set()
         self._mode: Literal["refuse", "stall", "pass"] = "refuse"
         self._listener: socket.socket | None = None
         self._connections: list[socket.socket] = []
@@ -47,8 +52,17 @@ class Proxy:
             self._listener = socket.create_server(("127.0.0.1", self.port))
             threading.Thread(target=self._accept, args=(self._listener, mode), daemon=True).start()
 
+    def hold(self) -> None:
+        """Lets nothing through until `release`, and leaves connections as they are."""
+        self._flowing.clear()
+
+    def release(self) -> None:
+        """Lets everything through again."""
+        self._flowing.set()
+
     def close(self) -> None:
         """Cuts all connections and listens no more."""
+        self._flowing.set()
         for one in (self._listener, *self._connections):
             if one is not None:
                 with suppress(OSError):
@@ -66,10 +80,11 @@ class Proxy:
                     server = socket.create_connection(("127.0.0.1", self._target))
                     self._connections.append(server)
                     for source, sink in ((client, server), (server, client)):
-                        threading.Thread(target=_pump, args=(source, sink), daemon=True).start()
+                        threading.Thread(target=self._pump, args=(source, sink), daemon=True).start()
 
-
-def _pump(source: socket.socket, sink: socket.socket) -> None:
-    with closing(sink), suppress(OSError):
-        while data := source.recv(_CHUNK):
-            sink.sendall(data)
+    def _pump(self, source: socket.socket, sink: socket.socket) -> None:
+        with closing(sink), suppress(OSError):
+            while data := source.recv(_CHUNK):
+                time.sleep(self._delay)
+                self._flowing.wait()
+                sink.sendall(data)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 
+import pyspark
 import pytest
 
 from sparktorch.cli import main, print_table
@@ -37,6 +38,18 @@ def test_a_table_shows_what_where_and_what_to_do() -> None:
     assert text.rstrip().endswith("A fit would fail.")
 
 
+def test_nothing_is_cut_off_however_long() -> None:
+    words = [f"word{number}" for number in range(60)]
+    long = Finding(
+        check="peers-reachable",
+        status="failure",
+        found=" ".join(words[:20]),
+        where={"executor": "executor-with-a-long-name.example.org:43574"},
+        hint=" ".join(words[20:]),
+    )
+    assert set(words) <= set(printed(long).split())
+
+
 def test_the_same_finding_in_many_places_is_one_row() -> None:
     many = [
         Finding(check="packages", status="warning", found="torch is old", where={"executor": f"h{number}:1"})
@@ -58,6 +71,10 @@ def test_a_server_that_is_not_there_is_a_finding(capsys: pytest.CaptureFixture[s
     (found,) = report["findings"]
     assert (found["check"], found["setting"]) == ("session", "spark.remote")
     assert "Connection refused" in found["found"]
+    assert main(["doctor", "--remote", url]) == 1
+    shown = capsys.readouterr().out
+    assert f"Spark {pyspark.__version__}, {url}" in shown
+    assert "Connection refused" in " ".join(shown.split())
 
 
 @pytest.mark.parametrize(

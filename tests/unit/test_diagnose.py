@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from sparktorch.spark.diagnose import FLOORS, Answer, Expected, diagnose
+from sparktorch.spark.answers import Answer, Expected
+from sparktorch.spark.diagnose import FLOORS, diagnose
 from sparktorch.spark.findings import Finding
 from tests.support.programs import ROOT
 
@@ -29,6 +30,7 @@ def answer(rank: int = 0, **facts: Any) -> Answer:
         "python": "3.11.7",
         "executable": "/opt/python",
         "packages": PACKAGES,
+        "hostname": f"node{rank}",
         "names": {},
         "driver": None,
         "shared_memory": 8 * GIB,
@@ -129,24 +131,19 @@ def test_the_address_on_the_way_to_the_executor_is_what_to_set() -> None:
     assert "such as towards-10.0.0.0" in found.advice
 
 
-@pytest.mark.parametrize(("driver", "status"), [("10.0.1.1", "warning"), (None, "failure")])
-def test_a_name_that_means_the_machine_itself_is_fatal_where_rank_0_hosts_the_store(
-    driver: str | None, status: str
-) -> None:
-    names = {"node0": "127.0.1.1", "other": "10.0.0.0"}
-    found, *others = problems(answer(0, host="node0", names=names), answer(1), driver=driver)
-    assert (found.check, found.status, others) == ("host-names", status, [])
+@pytest.mark.parametrize(("executors", "status"), [({"elsewhere"}, "warning"), ({"node0"}, "failure")])
+def test_a_name_that_means_the_machine_itself_is_fatal_where_spark_uses_it(executors: set[str], status: str) -> None:
+    names = {"node0": "127.0.1.1", "node1": "10.0.0.1"}
+    found, *others = problems(answer(0, names=names), answer(1, names=names), executors=frozenset(executors))
+    assert (found.check, found.status, found.where) == ("host-names", status, {"host": "10.0.0.0"})
     assert "'node0' resolves to 127.0.1.1" in found.found
-    assert (found.setting, found.value) == ("/etc/hosts", "the address in the network node0")
-
-
-def test_the_line_for_the_hosts_file_has_the_address_that_spark_knows() -> None:
-    (found,) = problems(answer(0, names={"10.0.0.0": "10.0.0.0", "node0": "127.0.1.1"}), answer(1))
-    assert (found.status, found.value) == ("warning", "10.0.0.0 node0")
+    assert ("is what Spark calls an executor" in found.found) == (status == "failure")
+    assert (found.setting, found.value) == ("/etc/hosts", "10.0.0.0 node0")
+    assert [other.where for other in others] == [{"host": "10.0.0.1"}]
 
 
 def test_on_one_machine_a_loopback_name_is_as_good_as_any() -> None:
-    same = {"host": "node", "names": {"node": "127.0.1.1"}}
+    same = {"host": "10.0.0.0", "names": {"node0": "127.0.1.1"}}
     assert not problems(answer(0, **same), answer(1, **same))
 
 

@@ -135,6 +135,7 @@ def test_params_become_configuration() -> None:
         "validation": "v",
         "key": "id",
         "options": InputOptions(),
+        "preprocess": None,
     }
     recipe, config, launch = request.recipe, request.config, request.launch
     assert (recipe.module, recipe.module_params, recipe.loss) == (Mlp, {"hidden": 4}, "CrossEntropyLoss")
@@ -158,6 +159,7 @@ def test_the_defaults_take_the_features_column_and_no_label_column_means_no_labe
         "validation": None,
         "key": None,
         "options": InputOptions(),
+        "preprocess": None,
     }
 
 

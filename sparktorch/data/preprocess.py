@@ -1,0 +1,97 @@
+"""A callable of the user's between columns and `forward`: text to tokens, augmentation, whatever takes code."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sparktorch.errors import ConfigError, ModuleError
+
+__all__ = ["EVALUATION", "Moment", "Preprocess", "check_signature"]
+
+Function = Callable[..., Mapping[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When rows are taken.
+
+    Attributes:
+        epoch: Number of the epoch, from 0; `None` in validation and scoring.
+        seed: Of what is random about them.
+    """
+
+    epoch: int | None
+    seed: int
+
+
+EVALUATION = Moment(None, 0)
+
+
+class Preprocess:
+    """Makes the arguments of `forward` of the input columns.
+
+    Attributes:
+        function: The callable.
+        names: The input columns, by the names that it knows them by.
+    """
+
+    def __init__(self, function: Function, names: Sequence[str]) -> None:
+        """Takes the callable, and the names of the columns that it gets."""
+        self.function, self.names = function, tuple(names)
+
+    def __call__(
+        self, columns: Sequence[tuple[Any, ...]], rows: int, moment: Moment = EVALUATION
+    ) -> dict[str, torch.Tensor]:
+        """Returns the tensors by the names that the callable gives them.
+
+        Args:
+            columns: What each column is, a tuple of one, or of two where it is padded.
+            rows: Number of rows.
+            moment: When.
+
+        Raises:
+            ModuleError: The callable did not return tensors of so many rows.
+        """
+        named = {
+            name: column if len(column) > 1 else column[0] for name, column in zip(self.names, columns, strict=True)
+        }
+        generator = torch.Generator().manual_seed(moment.seed)
+        found = self.function(named, epoch=moment.epoch, generator=generator)
+        if not isinstance(found, Mapping) or not found:
+            raise self._refused(f"returned {type(found).__name__}")
+        for name, tensor in found.items():
+            if not isinstance(tensor, torch.Tensor):
+                raise self._refused(f"returned {type(tensor).__name__} as {name!r}")
+            if not tensor.dim() or len(tensor) != rows:
+                raise self._refused(f"returned {name!r} of shape {tuple(tensor.shape)} for {rows} rows")
+        return dict(found)
+
+    def _refused(self, what: str) -> ModuleError:
+        return ModuleError(
+            f"preprocess {getattr(self.function, '__qualname__', self.function)} {what}",
+            hint="return a dict of tensors, one for each argument of forward, with a row for each row",
+            param="preprocess",
+        )
+
+
+def check_signature(function: Any) -> None:
+    """Refuses what cannot be called as `function(columns, epoch=..., generator=...)`.
+
+    Raises:
+        ConfigError: It is no callable, or takes other arguments.
+    """
+    try:
+        parameters = set(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        parameters = set()
+    if not {"epoch", "generator"} < parameters:
+        raise ConfigError(
+            f"preprocess {getattr(function, '__qualname__', function)!s} does not take the epoch and a generator",
+            hint="define it as preprocess(columns, *, epoch, generator)",
+            param="preprocess",
+        )

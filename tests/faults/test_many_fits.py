@@ -1,0 +1,36 @@
+"""Fits one after another, many at once, and two at once where there is room for one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.programs import run_python
+
+# Per fit. Of each rank's tensors, of a connection or of a module, one a fit would be more.
+MEBIBYTES = {"driver": 0.15, "workers": 0.15, "jvm": 0.4}
+OBJECTS = 2
+
+
+@pytest.mark.parametrize(("fits", "rest"), [(60, 0), pytest.param(200, 70, marks=pytest.mark.slow)])
+def test_fits_leave_nothing_behind_and_do_not_disturb_each_other(fits: int, rest: int, tmp_path: Path) -> None:
+    out = run_python(
+        tmp_path, "-m", "tests.faults.programs.many_fits", str(fits), str(rest), str(tmp_path), seconds=280
+    )
+    report = json.loads(out.splitlines()[-1])
+    print(json.dumps(report))
+    before, after = report["before"], report["after"]
+    for name in ("driver", "workers"):
+        assert after[name]["processes"] == before[name]["processes"], report
+        assert after[name]["threads"] == before[name]["threads"], report
+        assert after[name]["files"] == before[name]["files"], report
+        assert after[name]["memory"] - before[name]["memory"] < MEBIBYTES[name] * fits, report
+    assert after["driver"]["objects"] - before["driver"]["objects"] < OBJECTS * fits, report
+    # Of Spark's own: its pools keep idle threads for a minute, its status keeps the last 1,000 jobs.
+    assert after["jvm"]["files"] - before["jvm"]["files"] < 20, report
+    assert after["jvm"]["heap"] - before["jvm"]["heap"] < MEBIBYTES["jvm"] * fits, report
+    if rest:
+        assert after["jvm"]["threads"] - before["jvm"]["threads"] < 20, report
+    assert report["threads"] == []

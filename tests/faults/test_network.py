@@ -1,0 +1,165 @@
+"""What the network between hosts does to a fit: nothing, or an error that says so, and then a fit that goes on.
+
+The hosts are namespaces of this machine: `driver` with Spark's master, `one` and `two` with a worker each.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.faults.programs.across_hosts import HIDDEN
+from tests.support.netns import Network, missing, network
+from tests.support.programs import environment
+from tests.support.standalone import Cluster, standalone
+
+STALL_SECONDS = 4.0
+STEPS = 30
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+
+
+class Fits:
+    """Fits on a cluster."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self._count = 0
+
+    def begin(self, **params: Any) -> None:
+        """Asks for a fit; see `end`."""
+        self._count += 1
+        self._log_begin = len(self.cluster.log("driver"))
+        self.cluster.ask(weights=str(self._weights), **params)
+
+    def begin_up_to(self, step: int, **params: Any) -> Path:
+        """Asks for a fit and waits until both ranks have taken a step; they go on once the path returned exists."""
+        folder = self.cluster.directory / f"gate-{self._count}"
+        folder.mkdir()
+        self.begin(gate=[str(folder), step], stallTimeout=STALL_SECONDS, **params)
+        deadline = time.monotonic() + 60
+        while len(list(folder.iterdir())) < 2:
+            assert time.monotonic() < deadline, self.cluster.log("driver")[-4000:]
+            time.sleep(0.02)
+        return folder / "open"
+
+    def end(self) -> tuple[dict[str, Any], np.ndarray[Any, Any]]:
+        """Waits for the fit; returns what it says, and the weights."""
+        answer = self.cluster.answer()
+        assert "message" not in answer, answer["message"]
+        return answer, np.load(self._weights)
+
+    def restart(self) -> str:
+        """Waits for the first restart of the fit, and returns what the driver warned of by then."""
+        self.cluster.wait_for("driver", "(restart 1 of )", start=self._log_begin)
+        return self.cluster.log("driver")[self._log_begin :]
+
+    @property
+    def _weights(self) -> Path:
+        return self.cluster.directory / f"weights-{self._count}.npy"
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
+    with network("driver", "one", "two", directory=tmp_path_factory.mktemp("hosts")) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def fits(hosts: Network, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fits]:
+    directory = tmp_path_factory.mktemp("cluster")
+    memory = {"spark_executor_memory": "512m", "spark_driver_memory": "512m"}
+    with standalone(hosts, directory, driver="driver", workers=("one", "two"), **memory) as cluster:
+        cluster.answer()
+        yield Fits(cluster)
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> np.ndarray[Any, Any]:
+    """The weights on local[2]."""
+    directory = tmp_path_factory.mktemp("local")
+    program = (sys.executable, "-m", "tests.faults.programs.across_hosts", "local[2]", "{}")
+    request = f'{{"weights": "{directory}/weights.npy"}}\n'
+    subprocess.run(program, input=request, text=True, env=environment(), cwd=directory, check=True, timeout=120)
+    weights: np.ndarray[Any, Any] = np.load(directory / "weights.npy")
+    return weights
+
+
+@pytest.fixture(autouse=True)
+def _heals(hosts: Network) -> Iterator[None]:
+    yield
+    hosts.heal()
+
+
+def test_ranks_on_two_hosts_train_the_weights_of_one(hosts: Network, fits: Fits, calm: np.ndarray[Any, Any]) -> None:
+    # As on Debian; neither Spark nor Gloo may go by the name.
+    asked = "import socket; print(socket.gethostbyname(socket.gethostname()))"
+    assert {hosts[name].run(sys.executable, "-c", asked).strip() for name in ("driver", "one")} == {"127.0.1.1"}
+    fits.begin()
+    answer, weights = fits.end()
+    assert set(answer["hosts"]) == {hosts["one"].address, hosts["two"].address}
+    assert np.array_equal(weights, calm)
+
+
+def test_a_network_squeezed_to_1_mbit_makes_a_fit_slow_and_nothing_else(
+    hosts: Network, fits: Fits, calm: np.ndarray[Any, Any]
+) -> None:
+    hosts.squeeze("1mbit")
+    fits.begin()
+    answer, weights = fits.end()
+    parameters = 7 * HIDDEN + 1
+    assert answer["seconds"] > 0.9 * STEPS * 32 * parameters / 1e6, "the network was not squeezed"
+    assert np.array_equal(weights, calm)
+
+
+def test_a_cut_between_two_ranks_is_told_as_such_and_a_healed_one_lets_the_fit_go_on(
+    hosts: Network, fits: Fits, calm: np.ndarray[Any, Any], tmp_path: Path
+) -> None:
+    checkpoints = {"checkpointDir": str(tmp_path), "checkpointUnit": "step", "checkpointInterval": 2}
+    gate = fits.begin_up_to(7, maxRestarts=3, **checkpoints)
+    hosts.part("one", "two")
+    gate.touch()
+    cut = time.monotonic()
+    warned = fits.restart()
+    assert time.monotonic() - cut < STALL_SECONDS + 8, "it took too long"
+    assert "ranks [0, 1] wait for each other" in warned
+    assert re.search(r"is the network between 10\.77\.0\.[23] and 10\.77\.0\.[32] cut\?", warned)
+    assert "Stack of rank 0:" in warned
+    assert "Stack of rank 1:" in warned
+    hosts.heal()
+    _, weights = fits.end()
+    assert np.array_equal(weights, calm)
+
+
+def test_a_host_cut_off_from_all_others_is_named_and_the_fit_goes_on_without_it(
+    hosts: Network, fits: Fits, calm: np.ndarray[Any, Any], tmp_path: Path
+) -> None:
+    # Spark goes on believing in the executor for another minute: its slot is none.
+    checkpoints = {"checkpointDir": str(tmp_path), "checkpointUnit": "step", "checkpointInterval": 2}
+    gate = fits.begin_up_to(7, maxRestarts=1, minWorkers=1, **checkpoints)
+    hosts.unplug("two")
+    gate.touch()
+    warned = fits.restart()
+    assert "does not answer" in warned
+    assert f"host={hosts['two'].address}" in warned
+    assert "its host is cut off" in warned
+    answer, weights = fits.end()
+    assert answer["hosts"] == [hosts["one"].address]
+    np.testing.assert_allclose(weights, calm, rtol=0, atol=1e-5)
+
+
+def test_ports_that_others_have_taken_are_in_nobodys_way(hosts: Network, tmp_path: Path) -> None:
+    # The host has 100 ports to give away, and every second one is taken.
+    hosts["one"].run("sh", "-c", "echo 40000 40099 > /proc/sys/net/ipv4/ip_local_port_range")
+    command = (sys.executable, "-m", "tests.faults.programs.few_ports")
+    with (tmp_path / "log").open("wb") as log:
+        program = hosts["one"].start(command, log, env=environment(), cwd=tmp_path)
+    assert program.wait(100) == 0, (tmp_path / "log").read_text()[-4000:]

@@ -1,0 +1,84 @@
+"""Text and other columns through a callable: in the ranks, in scoring, in SQL and from MLflow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import numpy as np
+import pytest
+import torch
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+
+from sparktorch import TorchRegressionModel, TorchRegressor
+from sparktorch.errors import ColumnError, ConfigError, ModuleError, SparkTorchError
+from sparktorch.tracking import save_model
+from tests.spark.columns import Flat, fails, letters, widened
+from tests.support.mlflow import QUIET
+
+pytestmark = QUIET
+
+
+@pytest.fixture(scope="module")
+def texts(spark: SparkSession) -> DataFrame:
+    """Rows with text and what `letters` makes of them, by hand."""
+    rows = [(i, ["ab", "", "bab", "aabb"][i % 4], float(i % 3)) for i in range(40)]
+    data = spark.createDataFrame(rows, "id int, text string, extra float")
+    counts = [F.length("text") - F.length(F.replace("text", F.lit(letter))) for letter in "ab"]
+    numbers = F.array(*[F.col(name).cast("float") for name in ("a", "b", "extra")])
+    data = data.withColumns({"a": counts[0], "b": counts[1]}).withColumn("by_hand", numbers)
+    return data.withColumn("target", F.col("a") - F.col("b") + F.col("extra")).repartition(2).cache()
+
+
+def fit(data: DataFrame, *inputs: str, **params: Any) -> Any:
+    given = {"labelCol": "target", "idCol": "id", "batchSize": 8, "seed": 2, "learningRate": 0.1, "progress": False}
+    module = {"module": Flat, "moduleParams": {"width": 3}}
+    return TorchRegressor(inputCols=list(inputs), **{**module, **given, **params}).fit(data)
+
+
+def test_text_trains_and_scores_as_what_is_made_of_it(spark: SparkSession, texts: DataFrame, tmp_path: Path) -> None:
+    model = fit(texts, "text", "extra", preprocess=letters, numWorkers=2)
+    expected = fit(texts, "by_hand", numWorkers=2)
+    for found, wanted in zip(model.module.parameters(), expected.module.parameters(), strict=True):
+        assert torch.equal(found, wanted)
+    scores = [row["prediction"] for row in expected.transform(texts).orderBy("id").collect()]
+    model.save(str(tmp_path / "model"))
+    loaded = TorchRegressionModel.load(str(tmp_path / "model"))
+    assert [row["prediction"] for row in loaded.transform(texts).orderBy("id").collect()] == pytest.approx(scores)
+    loaded.registerUDF("score_text")
+    texts.createOrReplaceTempView("texts")
+    found = spark.sql("select score_text(text, extra) s from texts order by id").collect()
+    assert [row["s"] for row in found] == pytest.approx(scores)
+    save_model(loaded, str(tmp_path / "mlflow"))
+    served = mlflow.pyfunc.load_model(str(tmp_path / "mlflow"))
+    table = texts.orderBy("id").select("text", "extra").toPandas()
+    np.testing.assert_allclose(served.predict(table)["prediction"], scores, atol=1e-5)
+
+
+def test_columns_of_which_something_is_said_come_as_tensors(texts: DataFrame) -> None:
+    data = texts.withColumn("words", F.expr("if(id % 2 = 0, array(1, 2), array(3))"))
+    model = fit(data, "words", preprocess="tests.spark.columns:widened", inputLayouts={"words": "padded"})
+    assert model.trained.preprocess is widened
+    assert model.transform(data).count() == 40
+
+
+@pytest.mark.parametrize(
+    ("inputs", "params", "kind", "says"),
+    [
+        (["text"], {"preprocess": len}, ConfigError, ["preprocess len does not take", "*, epoch, generator"]),
+        (["text"], {"preprocess": "tests.spark.columns:no"}, ModuleError, ["cannot import 'tests.spark.columns:no'"]),
+        (["text"], {"preprocess": fails}, ModuleError, ["preprocess failed on the first row: KeyError", "StringArray"]),
+        (["text"], {"preprocess": letters}, ModuleError, ["preprocess failed", "KeyError: 'extra'"]),
+        (["map"], {"preprocess": letters}, ColumnError, ["is map<string,int>", "map['key']"]),
+        (["text"], {}, ColumnError, ["is string", "StringIndexer", "preprocess"]),
+    ],
+)
+def test_it_is_refused_before_a_job_starts(
+    texts: DataFrame, inputs: list[str], params: dict[str, Any], kind: type[SparkTorchError], says: list[str]
+) -> None:
+    with pytest.raises(kind) as caught:
+        fit(texts.withColumn("map", F.expr("map('a', 1)")), *inputs, **params)
+    for text in says:
+        assert text in str(caught.value)

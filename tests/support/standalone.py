@@ -1,0 +1,125 @@
+"""A Standalone cluster of Spark's, each part of it on a host of its own."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.support.netns import Network
+from tests.support.programs import SPARK_HOME, environment
+
+__all__ = ["Cluster", "standalone"]
+
+_MASTER = "org.apache.spark.deploy.master.Master"
+_BRIEF_JVMS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"  # many start at once here, and none lives long
+_WORKER = "org.apache.spark.deploy.worker.Worker"
+
+
+class Cluster:
+    """A master and a driver on one host, workers on the others."""
+
+    def __init__(self, hosts: Network, directory: Path) -> None:
+        """Starts nothing yet.
+
+        Args:
+            hosts: On which it is to run.
+            directory: Of its logs and files; all hosts share it.
+        """
+        self.hosts, self.directory = hosts, directory
+        self.url = ""
+        self._driver: subprocess.Popen[bytes] | None = None
+        # No SPARK_LOCAL_IP: Spark is to find the hosts' addresses by itself, as it does where nobody has set it.
+        self._env = environment(SPARK_DAEMON_MEMORY="256m", JAVA_TOOL_OPTIONS=_BRIEF_JVMS)
+        del self._env["SPARK_LOCAL_IP"]
+
+    def start_master(self, host: str) -> None:
+        """Starts the master."""
+        self._spark_class(host, "master", _MASTER, "--port", "0")
+        self.url = self.wait_for("master", r"Starting Spark master at (spark://\S+)")
+
+    def start_worker(self, host: str) -> None:
+        """Starts a worker of one core; see `wait_for_worker`."""
+        work = str(self.directory / f"work-{host}")
+        self._spark_class(host, host, _WORKER, self.url, "--cores", "1", "--memory", "600m", "--work-dir", work)
+
+    def wait_for_worker(self, host: str) -> None:
+        """Waits until a worker has found its master."""
+        self.wait_for(host, "(Successfully registered) with master")
+
+    def start_driver(self, host: str, **settings: str) -> None:
+        """Starts a driver; see `ask`.
+
+        Args:
+            host: Where.
+            settings: Of Spark, `_` in place of `.` in their names.
+        """
+        names = json.dumps({name.replace("_", "."): value for name, value in settings.items()})
+        program = (sys.executable, "-m", "tests.faults.programs.across_hosts", self.url, names)
+        with (self.directory / "driver.log").open("wb") as log:
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            self._driver = self.hosts[host].start(program, log, env=self._env, cwd=self.directory, **pipes)
+
+    def ask(self, **request: Any) -> None:
+        """Has the driver fit; see `answer`."""
+        assert self._driver is not None
+        assert self._driver.stdin is not None
+        self._driver.stdin.write(json.dumps(request).encode() + b"\n")
+        self._driver.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        """Waits for what the driver says next."""
+        assert self._driver is not None
+        assert self._driver.stdout is not None
+        line = self._driver.stdout.readline()
+        assert line, f"the driver has ended:\n{self.log('driver')[-4000:]}"
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def log(self, name: str) -> str:
+        """Returns what the master, the driver, or the worker of a host have logged."""
+        return (self.directory / f"{name}.log").read_text()
+
+    def wait_for(self, name: str, pattern: str, seconds: float = 60, start: int = 0) -> str:
+        """Waits until a log holds a pattern, from one place on, and returns its first group."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            found = re.search(pattern, self.log(name)[start:])
+            if found is not None:
+                return found[1]
+            time.sleep(0.05)
+        raise AssertionError(f"{pattern} did not show in the log of {name}:\n{self.log(name)[-4000:]}")
+
+    def _spark_class(self, host: str, name: str, *arguments: str) -> None:
+        command = (str(SPARK_HOME / "bin" / "spark-class"), *arguments, "--webui-port", "0")
+        with (self.directory / f"{name}.log").open("wb") as log:
+            self.hosts[host].start(command, log, env=self._env, cwd=self.directory)
+
+
+@contextmanager
+def standalone(
+    hosts: Network, directory: Path, *, driver: str, workers: tuple[str, ...], **settings: str
+) -> Iterator[Cluster]:
+    """Runs a cluster with a driver; all of it ends with the network.
+
+    Args:
+        hosts: On which it is to run.
+        directory: Of its logs and files.
+        driver: Host of the master and of the driver.
+        workers: Hosts with a worker of one core each.
+        settings: Of the driver's session, `_` in place of `.` in their names.
+    """
+    cluster = Cluster(hosts, directory)
+    cluster.start_master(driver)
+    for host in workers:
+        cluster.start_worker(host)
+    cluster.start_driver(driver, **settings)
+    for host in workers:
+        cluster.wait_for_worker(host)
+    yield cluster
