@@ -168,7 +168,7 @@ class Sides:
 def main() -> None:
     """Measures, prints and writes the result."""
     options = arguments(__doc__ or "")
-    budget = 16 if options.quick else 64
+    budget = 32 if options.quick else 64
     with workspace(), Ranks(RANKS) as in_memory, Ranks(RANKS) as on_disk:
         sides = Sides({"memory": in_memory, "disk": on_disk}, budget, quick=options.quick)
         interleave(sides.sides(), 1)  # warms up

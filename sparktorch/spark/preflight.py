@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 import time
@@ -23,6 +24,9 @@ __all__ = [
 
 _SETTLE_SECONDS = 2.0
 _EMPTY_SECONDS = 60.0
+_WARN_SECONDS = 10.0
+
+_LOG = logging.getLogger(__name__)
 
 
 def check_cluster(spark: SparkSession, world_size: int, profile: ResourceProfile | None = None) -> None:
@@ -113,6 +117,8 @@ def enough_slots(
         return Finding(check="slots", status="ok", found=text), None
     if found >= world_size:
         return Finding(check="slots", status="ok", found=f"{found}, of which {world_size} are needed"), found
+    if not found and not is_local(spark):
+        return _no_executor(spark, world_size), found
     name, value = _more_slots(spark, world_size)
     finding = Finding(
         check="slots",
@@ -127,6 +133,28 @@ def enough_slots(
         f"(master {setting(spark, 'spark.master', 'unknown')!r})",
     )
     return finding, found
+
+
+def _no_executor(spark: SparkSession, world_size: int) -> Finding:
+    return Finding(
+        check="slots",
+        status="failure",
+        found=f"numWorkers={world_size}, but no executor has come to this session",
+        where={"param": "numWorkers"},
+        setting="spark.driver.host",
+        value="an address that executors reach",
+        hint=_why_no_executor(spark),
+    )
+
+
+def _why_no_executor(spark: SparkSession) -> str:
+    host = setting(spark, "spark.driver.host", "unknown")
+    bind = setting(spark, "spark.driver.bindAddress") or host
+    return (
+        f"do other applications hold what {setting(spark, 'spark.master', 'the cluster')} has, or do executors not "
+        f"reach the driver at spark.driver.host={host}, where it listens on spark.driver.bindAddress={bind}? Their "
+        "logs tell"
+    )
 
 
 def _more_slots(spark: SparkSession, wanted: int) -> tuple[str, str]:
@@ -189,7 +217,11 @@ def settled_slots(
     if found is None or is_local(spark):
         return found
     deadline = time.monotonic() + (settle if found > 0 else _EMPTY_SECONDS)
+    warn_at = time.monotonic() + _WARN_SECONDS
     while found < wanted and time.monotonic() < deadline:
+        if found <= 0 and time.monotonic() > warn_at:
+            warn_at = deadline
+            _LOG.warning("no executor has come yet: %s", _why_no_executor(spark))
         time.sleep(0.1)
         now = free() or 0
         if now > found:

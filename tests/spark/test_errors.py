@@ -222,6 +222,31 @@ def test_an_interrupt_cancels_the_job_and_ends_the_ranks(frame: DataFrame, tmp_p
     assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
 
 
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("spark.driver.host", "nosuch.invalid", "set spark.driver.host to an address they reach"),
+        ("spark.driver.bindAddress", "192.0.2.77", "set spark.driver.bindAddress to an address of this machine"),
+    ],
+)
+def test_an_address_of_the_driver_that_cannot_work_is_told_within_seconds(
+    setting: str, value: str, message: str, frame: DataFrame
+) -> None:
+    conf = frame.sparkSession.conf
+    names = ("spark.sql.legacy.setCommandRejectsSparkCoreConfs", setting)  # what Spark itself has read already, stays
+    before = [conf.get(name) for name in names]
+    started = time.monotonic()
+    try:
+        for name, changed in zip(names, ("false", value), strict=True):
+            conf.set(name, changed)
+        with pytest.raises(ClusterError, match=message):
+            classifier().fit(frame)
+    finally:
+        for name, old in reversed(list(zip(names, before, strict=True))):
+            conf.set(name, old)
+    assert time.monotonic() - started < 40, "torch itself tries for a minute"
+
+
 def test_a_module_of_several_outputs_needs_names_for_them(frame: DataFrame) -> None:
     from tests.spark.modules import TwoInputs
     from tests.spark.test_fit import named_loss

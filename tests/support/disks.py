@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
@@ -29,14 +30,14 @@ DISK = "4m"
 
 
 class Fills(Callback):
-    """Leaves the disk no room after one step, and gives it back after another."""
+    """Leaves the disk no room from one step on, not even that of checkpoints which are removed, until another."""
 
     def __init__(self, folder: Path, first: int, last: int) -> None:
         self._filler, self._first, self._last = folder / "filler", first, last
 
     def on_step_end(self, context: FitContext) -> None:
-        if context.step == self._first:
-            with self._filler.open("wb", buffering=0) as file:
+        if self._first <= context.step < self._last:
+            with self._filler.open("ab", buffering=0) as file:
                 try:
                     while file.write(b"x" * 4096):
                         pass
@@ -55,7 +56,10 @@ class Locks(Callback):
     def on_step_end(self, context: FitContext) -> None:
         if context.step in (self._first, self._last):
             mode = "ro" if context.step == self._first else "rw"
-            subprocess.run(["mount", "-o", f"remount,{mode}", str(self._folder)], check=True)
+            deadline = time.monotonic() + 20
+            while subprocess.run(["mount", "-o", f"remount,{mode}", str(self._folder)], capture_output=True).returncode:
+                assert time.monotonic() < deadline  # no disk turns read-only while a file is open to be written
+                time.sleep(0.01)
 
 
 def fate_of(kind: type[Callback], folder: Path, *steps: int) -> dict[str, Any]:

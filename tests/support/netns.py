@@ -38,6 +38,7 @@ class Host:
     def __init__(self, name: str, address: str) -> None:
         """Brings the host up, without a network."""
         self.name, self.address = name, address
+        self._programs: list[subprocess.Popen[bytes]] = []
         self._holder = subprocess.Popen(
             [
                 *("unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"),
@@ -72,15 +73,17 @@ class Host:
     ) -> subprocess.Popen[bytes]:
         """Starts a program on the host; its errors go to `log`, and so does its output unless `pipes` say otherwise."""
         streams = {"stdin": subprocess.DEVNULL, "stdout": log, **pipes}
-        return subprocess.Popen([*self._enter, *command], stderr=log, env=dict(env), cwd=cwd, **streams)
+        self._programs.append(subprocess.Popen([*self._enter, *command], stderr=log, env=dict(env), cwd=cwd, **streams))
+        return self._programs[-1]
 
     def close(self) -> None:
         """Ends the host with all that runs on it."""
         self._holder.kill()
-        for pipe in (self._holder.stdin, self._holder.stdout, self._holder.stderr):
-            assert pipe is not None
-            pipe.close()
-        self._holder.wait()
+        for process in (self._holder, *self._programs):
+            for pipe in (process.stdin, process.stdout, process.stderr):
+                if pipe is not None:
+                    pipe.close()
+            process.wait()
 
     @property
     def _enter(self) -> list[str]:

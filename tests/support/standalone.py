@@ -18,6 +18,7 @@ from tests.support.programs import SPARK_HOME, environment
 __all__ = ["Cluster", "standalone"]
 
 _MASTER = "org.apache.spark.deploy.master.Master"
+_BRIEF_JVMS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"  # many start at once here, and none lives long
 _WORKER = "org.apache.spark.deploy.worker.Worker"
 
 
@@ -35,7 +36,7 @@ class Cluster:
         self.url = ""
         self._driver: subprocess.Popen[bytes] | None = None
         # No SPARK_LOCAL_IP: Spark is to find the hosts' addresses by itself, as it does where nobody has set it.
-        self._env = environment(SPARK_DAEMON_MEMORY="256m")
+        self._env = environment(SPARK_DAEMON_MEMORY="256m", JAVA_TOOL_OPTIONS=_BRIEF_JVMS)
         del self._env["SPARK_LOCAL_IP"]
 
     def start_master(self, host: str) -> None:
@@ -118,7 +119,7 @@ def standalone(
     cluster.start_master(driver)
     for host in workers:
         cluster.start_worker(host)
+    cluster.start_driver(driver, **settings)
     for host in workers:
         cluster.wait_for_worker(host)
-    cluster.start_driver(driver, **settings)
     yield cluster
