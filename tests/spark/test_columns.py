@@ -10,8 +10,9 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from pyspark.ml.functions import vector_to_array
 from pyspark.ml.linalg import Vectors, VectorUDT
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 from torch import nn
 
@@ -224,54 +225,61 @@ def test_several_labels_come_as_one_tensor(rows: DataFrame) -> None:
     assert len(model.transform(rows).first()["prediction"]) == 2
 
 
+# Where the nulls are, and what filling them with 2 makes of the column.
 HOLES = {
-    "plain": "if(id % 5 = 1, null, if(id % 5 = 2, transform(plain, (x, i) -> if(i = 1, null, x)), plain))",
-    "not numbers": "if(id % 5 = 1, transform(plain, (x, i) -> if(i = 1, float('NaN'), x)), plain)",
-    "ragged": "if(id % 5 = 1, null, if(id % 5 = 2, array(null, 1f), ragged))",
-    "sparse": "if(id % 5 = 1, null, sparse)",
-    "c4": "if(id % 5 = 1, null, c4)",
+    "plain": (
+        "case when id % 12 = 1 then null when id % 12 = 2 then transform(plain, (x, i) -> if(i = 1, null, x)) "
+        "when id % 12 = 3 then transform(plain, (x, i) -> if(i = 1, float('NaN'), x)) else plain end",
+        "transform(coalesce(plain, array_repeat(2f, 6)), x -> if(isnull(x) or isnan(x), 2f, x))",
+    ),
+    "sparse": ("if(id % 12 = 4, null, sparse)", ""),
+    "c4": ("if(id % 12 = 5, null, c4)", "coalesce(c4, 2f)"),
+    "ragged": (
+        "case when id % 12 = 6 then null when id % 12 = 7 then array(null, 1f) else ragged end",
+        "transform(coalesce(ragged, array()), x -> coalesce(x, 2f))",
+    ),
 }
 
 
-@pytest.mark.parametrize("holes", HOLES)
-def test_rows_with_nulls_are_an_error_left_out_or_filled(rows: DataFrame, holes: str) -> None:
-    column = "plain" if holes == "not numbers" else holes
-    data = rows.withColumn("hole", F.expr(HOLES[holes])).withColumn(
-        "bad", F.expr("id % 5 = 1 or id % 5 = 2") if "5 = 2" in HOLES[holes] else F.expr("id % 5 = 1")
-    )
-    bad = data.where("bad").count()
-    more: dict[str, Any] = {"module": Padded, "inputLayouts": {"hole": "padded"}} if column == "ragged" else {}
-    inputs = ["c0", "hole"] if column == "c4" else ["hole"]
-    if column == "c4":
-        more = {"assembleInputs": True, "moduleParams": {"width": 2}}
+@pytest.mark.parametrize(
+    ("columns", "bad", "says"),
+    [
+        (["plain", "sparse", "c4"], [1, 2, 3, 4, 5], "column 'plain' has 10 rows with null values; in the order"),
+        (["ragged"], [6, 7], "column 'ragged' has 10 rows with null values; in the order"),
+    ],
+    ids=["dense", "ragged"],
+)
+def test_rows_with_nulls_are_an_error_left_out_or_filled(
+    rows: DataFrame, columns: list[str], bad: list[int], says: str
+) -> None:
+    data = rows.withColumns({name: F.expr(HOLES[name][0]) for name in columns})
+    more: dict[str, Any] = {"numWorkers": 1, "moduleParams": {"width": 13}}
+    if columns == ["ragged"]:
+        more = {"numWorkers": 1, "module": Padded, "inputLayouts": {"ragged": "padded"}}
     with pytest.raises(ColumnError) as caught:
-        fit(data, *inputs, numWorkers=1, **more)
-    if holes == "not numbers":
-        assert f"{bad} rows of column 'hole' are NaN or infinite; in the order in which" in str(caught.value)
-    else:
-        assert f"{bad} rows with null values; in the order in which they arrived: " in str(caught.value)
+        fit(data, *columns, **more)
+    assert says in str(caught.value)
     assert "nullPolicy" in caught.value.hint
 
-    dropped = fit(data, *inputs, nullPolicy="drop", **more)
-    assert (dropped.summary.droppedRows, dropped.summary.rows) == (bad, ROWS - bad)
-    sound = fit(data.where("not bad"), *inputs, **more)
+    dropped = fit(data, *columns, nullPolicy="drop", **more)
+    assert (dropped.summary.droppedRows, dropped.summary.rows) == (5 * len(bad), ROWS - 5 * len(bad))
+    sound = fit(rows.where(~(F.col("id") % 12).isin(bad)), *columns, **more)
     for found, wanted in zip(dropped.module.parameters(), sound.module.parameters(), strict=True):
         assert torch.equal(found, wanted)
 
-    filled = fit(data, *inputs, nullPolicy="fill", fillValue=2.0, **more)
-    by_hand = data.withColumn("hole", F.expr(FILLED[column]))
-    expected = fit(by_hand, *inputs, **more)
+    filled = fit(data, *columns, nullPolicy="fill", fillValue=2.0, **more)
+    by_hand = data.withColumns({name: _filled(name) for name in columns})
+    expected = fit(by_hand, *columns, **more)
     for found, wanted in zip(filled.module.parameters(), expected.module.parameters(), strict=True):
         assert torch.equal(found, wanted)
     np.testing.assert_allclose(scores(filled, data), scores(expected, by_hand), atol=1e-5)
 
 
-FILLED = {
-    "plain": "transform(coalesce(hole, array_repeat(2f, 6)), x -> if(isnull(x) or isnan(x), 2f, x))",
-    "ragged": "transform(coalesce(hole, array()), x -> coalesce(x, 2f))",
-    "sparse": "if(hole is null, array_repeat(2f, 6), plain)",
-    "c4": "coalesce(hole, 2f)",
-}
+def _filled(name: str) -> Column:
+    if name != "sparse":
+        return F.expr(HOLES[name][1])
+    twos = F.array_repeat(F.lit(2.0).cast("float"), WIDTH)
+    return F.when(F.col("sparse").isNull(), twos).otherwise(vector_to_array("sparse", "float32"))
 
 
 def test_the_first_row_may_be_one_that_is_left_out(rows: DataFrame) -> None:
@@ -299,7 +307,7 @@ def test_nulls_in_labels_are_dropped_and_never_filled(rows: DataFrame) -> None:
         ("map('a', 1)", {}, ColumnError, ["is map<string,int>", "x['key']"]),
         ("named_struct('a', 1)", {}, ColumnError, ["is struct<a:int>", "x.field"]),
         ("array('a')", {}, ColumnError, ["is array<string>", "(nested) arrays"]),
-        ("binary('a')", {}, ColumnError, ["is binary", "inputLayouts={'x': 'raw'}"]),
+        ("binary('a')", {}, ColumnError, ["is binary", "inputLayouts={'x': 'image'}", "'raw'"]),
         ("binary('a')", {"inputLayouts": {"x": "raw"}}, ConfigError, ["nothing says what its bytes are"]),
         ("array(1)", {"inputLayouts": {"x": "sparse_csr"}}, ConfigError, ["cannot be 'sparse_csr'", "'padded'"]),
         ("1", {"inputLayouts": {"x": "padded"}}, ConfigError, ["is int, which cannot be 'padded'"]),
