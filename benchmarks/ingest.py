@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -286,6 +287,7 @@ def petastorm(python: Path, data: Path, work: Path) -> Iterator[Callable[[], dic
             stderr=log,
             text=True,
             env=settings,
+            start_new_session=True,
         )
 
         def turn() -> dict[str, float]:
@@ -302,7 +304,11 @@ def petastorm(python: Path, data: Path, work: Path) -> Iterator[Callable[[], dic
         try:
             yield turn
         finally:
-            process.communicate(timeout=60)  # the end of its input ends it
+            try:
+                process.communicate(timeout=20)  # the end of its input ends it
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)  # its JVM too
+                process.communicate()
 
 
 def _with_unit(name: str) -> str:

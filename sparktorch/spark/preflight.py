@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import re
+import socket
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 from pyspark.resource import ResourceProfile
 from pyspark.sql import SparkSession
@@ -150,10 +152,12 @@ def _no_executor(spark: SparkSession, world_size: int) -> Finding:
 def _why_no_executor(spark: SparkSession) -> str:
     host = setting(spark, "spark.driver.host", "unknown")
     bind = setting(spark, "spark.driver.bindAddress") or host
+    with suppress(OSError):
+        bind = f"{bind} ({socket.gethostbyname(bind)} on this machine)"
     return (
         f"do other applications hold what {setting(spark, 'spark.master', 'the cluster')} has, or do executors not "
-        f"reach the driver at spark.driver.host={host}, where it listens on spark.driver.bindAddress={bind}? Their "
-        "logs tell"
+        f"reach the driver at spark.driver.host={host}, where it listens on {bind}? Their logs tell. The address is "
+        "set with spark.driver.host, and where it listens with spark.driver.bindAddress"
     )
 
 

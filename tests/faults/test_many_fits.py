@@ -10,7 +10,7 @@ import pytest
 from tests.support.programs import run_python
 
 # Per fit. Of each rank's tensors, of a connection or of a module, one a fit would be more.
-MEBIBYTES = {"driver": 0.15, "workers": 0.15, "jvm": 0.4}
+MEBIBYTES = {"driver": 0.15, "workers": 0.15, "jvm": 0.5}
 OBJECTS = 2
 
 

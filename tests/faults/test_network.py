@@ -5,6 +5,7 @@ The hosts are namespaces of this machine: `driver` with Spark's master, `one` an
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -74,7 +75,21 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
 
 
 @pytest.fixture(scope="module")
-def fits(hosts: Network, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fits]:
+def at_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """A fit on local[2] that has begun, and where it leaves its weights."""
+    directory = tmp_path_factory.mktemp("local")
+    path = directory / "weights.npy"
+    program = (sys.executable, "-m", "tests.faults.programs.across_hosts", "local[2]", "{}")
+    with subprocess.Popen(program, stdin=subprocess.PIPE, text=True, env=environment(), cwd=directory) as process:
+        assert process.stdin is not None
+        process.stdin.write(json.dumps({"weights": str(path)}) + "\n")
+        process.stdin.close()
+        yield process, path
+        process.kill()
+
+
+@pytest.fixture(scope="module")
+def fits(hosts: Network, at_home: object, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fits]:
     directory = tmp_path_factory.mktemp("cluster")
     memory = {"spark_executor_memory": "512m", "spark_driver_memory": "512m"}
     with standalone(hosts, directory, driver="driver", workers=("one", "two"), **memory) as cluster:
@@ -83,13 +98,11 @@ def fits(hosts: Network, tmp_path_factory: pytest.TempPathFactory) -> Iterator[F
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> np.ndarray[Any, Any]:
+def calm(at_home: tuple[subprocess.Popen[str], Path]) -> np.ndarray[Any, Any]:
     """The weights on local[2]."""
-    directory = tmp_path_factory.mktemp("local")
-    program = (sys.executable, "-m", "tests.faults.programs.across_hosts", "local[2]", "{}")
-    request = f'{{"weights": "{directory}/weights.npy"}}\n'
-    subprocess.run(program, input=request, text=True, env=environment(), cwd=directory, check=True, timeout=120)
-    weights: np.ndarray[Any, Any] = np.load(directory / "weights.npy")
+    process, path = at_home
+    assert process.wait(120) == 0
+    weights: np.ndarray[Any, Any] = np.load(path)
     return weights
 
 
