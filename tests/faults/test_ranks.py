@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
 
 from sparktorch import TorchRegressionModel, TorchRegressor
 from sparktorch.errors import RankError, RankLostError, RankStalledError
@@ -148,6 +149,38 @@ def test_a_rank_that_the_out_of_memory_killer_ended_is_told_as_such(frame: DataF
     assert error.what == "rank 1 was killed for want of memory while training"
     assert "spark.executor.memoryOverhead" in error.hint
     assert seconds < 2 * DETECTED_SECONDS
+
+
+@pytest.mark.parametrize(("level", "shown"), [("WARNING", 1), ("INFO", 2), ("ERROR", 0)])
+def test_what_a_rank_logs_and_prints_reaches_the_driver(
+    level: str, shown: int, frame: DataFrame, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    regressor(tmp_path, Fault("say", tmp_path / "marks", step=2), logLevel=level).fit(frame)
+    said = [(record.levelno, record.getMessage()) for record in caplog.records if record.name == "sparktorch.ranks"]
+    lines = [(logging.WARNING, "rank 1: WARNING mine: careful, 1"), (logging.INFO, "rank 1: about to fail")]
+    assert sorted(said, reverse=True) == lines[:shown]
+
+
+def shifted(columns: dict[str, Any], *, epoch: int | None, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Fails in the rank that holds the row above all others."""
+    features = columns["features"]
+    if torch.as_tensor(features)[:, 0].max() > 100:
+        raise ArithmeticError("planted in preprocess")
+    return {"features": torch.as_tensor(features)}
+
+
+def test_an_exception_in_preprocessing_is_told_with_its_rank(frame: DataFrame, tmp_path: Path) -> None:
+    spoilt = frame.withColumn("features", F.expr("if(label > 5, transform(features, x -> x + 1000), features)"))
+    assert 0 < spoilt.where("features[0] > 100").count() < 5
+    estimator = regressor(
+        tmp_path, preprocess=shifted, inputShapes={"features": [5]}, validationIndicatorCol=None, maxRestarts=1
+    )
+    with pytest.raises(RankError, match="planted in preprocess") as raised:
+        estimator.fit(spoilt)
+    assert type(raised.value) is RankError
+    assert raised.value.where["rank"] in (0, 1)
+    assert raised.value.where["epoch"] == 1
+    assert "in shifted" in raised.value.trace
 
 
 def test_an_exit_of_the_users_is_a_death_too(frame: DataFrame, tmp_path: Path) -> None:

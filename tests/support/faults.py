@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import os
 import signal
 import sys
@@ -19,7 +20,7 @@ from sparktorch.train.callbacks import FitContext
 
 __all__ = ["PLACES", "Fault", "can_limit_memory", "gone", "pids"]
 
-Deed = Literal["kill", "stop", "hang", "raise", "exit", "slow", "kill executor", "fill memory"]
+Deed = Literal["kill", "stop", "hang", "raise", "exit", "slow", "kill executor", "fill memory", "say"]
 
 # Where memory is limited, in the two versions of control groups.
 _CGROUPS = (
@@ -45,6 +46,7 @@ class Fault(Callback):
     """
 
     ranks = "all"
+    words = "about to fail"
 
     def __init__(
         self,
@@ -104,11 +106,13 @@ class Fault(Callback):
             return
         with done.open("a") as file:
             file.write(f"{time.time()}\n")
-        print("about to fail", flush=True)
+        print(self.words, flush=True)
         if self._deed == "kill executor":
             os.kill(_executor(), signal.SIGKILL)
         if self._deed in ("kill", "stop"):
             os.kill(os.getpid(), signal.SIGKILL if self._deed == "kill" else signal.SIGSTOP)
+        if self._deed == "say":
+            logging.getLogger("mine").warning("careful, %d", self._rank)
         if self._deed == "fill memory":
             _fill_memory()
         if self._deed == "hang":
