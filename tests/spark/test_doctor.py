@@ -135,8 +135,9 @@ def driver_host(spark: SparkSession) -> Iterator[Callable[[str], None]]:
     """Sets the host that the driver gives to executors which it has already."""
     allow, name = "spark.sql.legacy.setCommandRejectsSparkCoreConfs", "spark.driver.host"
     spark.conf.set(allow, "false")
+    before = spark.conf.get(name)
     yield lambda host: spark.conf.set(name, host)
-    spark.conf.unset(name)
+    spark.conf.set(name, before)
     spark.conf.unset(allow)
 
 
