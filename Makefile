@@ -1,5 +1,6 @@
 # make demo   trains and scores the digits, from a fresh clone
 # make test   runs every check and every test
+# make test-faults   kills, stops and cuts off what a fit runs on
 # make test-petastorm   runs the tests beside the real Petastorm, on the older stack that it needs
 # All set up what they need first.
 
@@ -13,7 +14,7 @@ export SPARK_LOCAL_IP := 127.0.0.1
 export MLFLOW_DISABLE_TELEMETRY := true
 export PYSPARK_PYTHON := $(abspath $(BIN)/python)
 
-.PHONY: setup demo test test-petastorm lint zip mlflow clean
+.PHONY: setup demo test test-faults test-petastorm lint zip mlflow clean
 
 setup: $(VENV)/.done
 
@@ -42,6 +43,9 @@ lint: setup
 
 test: setup zip lint
 	$(BIN)/python -m pytest --cov --cov-report=term:skip-covered
+
+test-faults: setup
+	$(BIN)/python -m pytest tests/faults
 
 $(PETASTORM_VENV)/.done: pyproject.toml constraints-petastorm.txt scripts/java.sh
 	scripts/java.sh

@@ -17,7 +17,7 @@ _DEATH = (
     r"exited unexpectedly|ExecutorLostFailure|Executor heartbeat timed out|exit code|worker crashed|Connection reset"
     r"|FetchFailed"
 )
-_MEMORY = r"(?:exit code|exited with code|status) 137|OOMKilled|exceeding (?:physical |virtual )?memory limits"
+_MEMORY = r"OOMKilled|exceeding (?:physical |virtual )?memory limits"
 _EXECUTOR = r"ExecutorLostFailure \(executor (\S+) (.*)\)(?: Reason: (.*))?"
 _GIB = 1 << 30
 _ALIVE_SECONDS = 1.2  # more than two beats
