@@ -1,5 +1,5 @@
 # make demo   trains and scores the digits, from a fresh clone
-# make test   runs every check and every test
+# make test   runs every check, and the tests of the rings unit, dist and spark
 # make test-faults   kills, stops and cuts off what a fit runs on
 # make test-petastorm   runs the tests beside the real Petastorm, on the older stack that it needs
 # All set up what they need first.
