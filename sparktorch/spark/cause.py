@@ -17,6 +17,7 @@ _DEATH = (
     r"exited unexpectedly|ExecutorLostFailure|Executor heartbeat timed out|exit code|worker crashed|Connection reset"
     r"|FetchFailed"
 )
+_FIRST = r"barrier task \w+\(\d+, (\d+)\) finished unsuccessfully"  # stage, and partition: the rank
 _MEMORY = r"OOMKilled|exceeding (?:physical |virtual )?memory limits"
 _EXECUTOR = r"ExecutorLostFailure \(executor (\S+) (.*)\)(?: Reason: (.*))?"
 _GIB = 1 << 30
@@ -73,10 +74,13 @@ class Causes:
         """Returns an error for the rank that had arrived, reported nothing, and beats no more.
 
         Its last beat may be half a second old. Where ranks train in step, it is at the step of the peer that lost it.
+        Spark ends the other ranks at once, so that several may be quiet: the first is the one that Spark names.
         """
         self._watch.listen(server)  # for its last lines
         quiet = server.quiet(self._watch.world_size)
-        for rank, beat in sorted(quiet.items(), key=lambda item: float(item[1]["time"])):
+        named = re.search(_FIRST, message)
+        first = int(named[1]) if named else None
+        for rank, beat in sorted(quiet.items(), key=lambda item: (item[0] != first, float(item[1]["time"]))):
             if not self._watch.alive(rank, _ALIVE_SECONDS):
                 if beat["collectives"] is not None and peer.get("epoch") is not None:
                     beat |= {name: peer.get(name) for name in ("epoch", "step")}

@@ -116,9 +116,9 @@ def test_a_callable_must_take_the_epoch_and_a_generator(wrong: Any) -> None:
         check_signature(wrong)
 
 
-def batch_of(rows: int) -> pa.RecordBatch:
+def batch_of(rows: int, **more: pa.Array) -> pa.RecordBatch:
     words = pa.array(["w" * (i % 5) for i in range(rows)])
-    return pa.RecordBatch.from_pydict({"x0": words, KEY: pa.array(np.arange(rows) << 40)})
+    return pa.RecordBatch.from_pydict({"x0": words, KEY: pa.array(np.arange(rows) << 40), **more})
 
 
 def batches(function: Any, epoch: int, *, seed: int = 1, disk: bool = False) -> list[torch.Tensor]:
@@ -146,8 +146,7 @@ def test_what_is_random_depends_on_seed_epoch_and_step_and_on_nothing_else(disk:
 
 def test_validation_rows_have_no_epoch() -> None:
     columns = Columns(inputs=(TEXT,), preprocess=Preprocess(lengths, ["text"]), validation="v")
-    held_out = pa.array([True] * 4)
-    shard = Shard([batch_of(4).append_column("v", held_out)], columns)
+    shard = Shard([batch_of(4, v=pa.array([True] * 4))], columns)
     (batch,) = shard.validation(8)
     assert batch.inputs[0][:, 1].tolist() == [-1.0] * 4
     shard.close()
