@@ -73,30 +73,41 @@ class Causes:
     def _dead(self, server: ControlServer, message: str, peer: dict[str, Any]) -> SparkTorchError | None:
         """Returns an error for the rank that had arrived, reported nothing, and beats no more.
 
-        Its last beat may be half a second old. Where ranks train in step, it is at the step of the peer that lost it.
-        Spark ends the other ranks at once, so that several may be quiet: the first is the one that Spark names.
+        As soon as one rank has ended, Spark ends the others, so that several may be quiet. Whichever Spark saw end
+        first has died, or it has reported who fell silent before. Without either, it is whoever is silent now.
         """
         self._watch.listen(server)  # for its last lines
         quiet = server.quiet(self._watch.world_size)
         named = re.search(_FIRST, message)
-        first = int(named[1]) if named else None
-        for rank, beat in sorted(quiet.items(), key=lambda item: (item[0] != first, float(item[1]["time"]))):
-            if not self._watch.alive(rank, _ALIVE_SECONDS):
-                if beat["collectives"] is not None and peer.get("epoch") is not None:
-                    beat |= {name: peer.get(name) for name in ("epoch", "step")}
-                return self._lost(server, rank, beat, message)
-        return None
+        first = {int(named[1])} if named else set[int]()
+        for suspects in (first & quiet.keys(), server.silent() & quiet.keys(), set(quiet)):
+            dead = suspects - self._watch.alive(suspects, _ALIVE_SECONDS)
+            if dead:
+                break
+        else:
+            return None
+        rank = min(dead, key=lambda one: float(quiet[one]["time"]))
+        beat = quiet[rank]
+        # The last beat may be half a second old. Where ranks train in step, it is at the step of the peer that lost it.
+        if beat["collectives"] is not None and peer.get("epoch") is not None:
+            beat |= {name: peer.get(name) for name in ("epoch", "step")}
+        executor = re.search(_EXECUTOR, message) if not first or rank in first else None
+        return self._lost(server, rank, beat, message, executor)
 
-    def _lost(self, server: ControlServer, rank: int, beat: dict[str, Any], message: str) -> RankLostError:
+    def _lost(
+        self, server: ControlServer, rank: int, beat: dict[str, Any], message: str, executor: re.Match[str] | None
+    ) -> RankLostError:
         what = f"rank {rank} died while {beat['phase']}, without an error of its own"
         hint = "it was killed, or crashed in native code; see the executor's log on that host"
-        executor = re.search(_EXECUTOR, message)
-        if self._out_of_memory(server, beat["host"]) or re.search(_MEMORY, message):
-            what = f"rank {rank} was killed for want of memory while {beat['phase']}"
-            hint = f"it held {beat['memory'] / _GIB:.1f} GiB at its last beat: {_MORE_MEMORY}"
+        short = self._out_of_memory(server, beat["host"])
+        held = f"it held {beat['memory'] / _GIB:.1f} GiB at its last beat: {_MORE_MEMORY}"
+        if re.search(_MEMORY, message) or (short and executor is None):
+            what, hint = f"rank {rank} was killed for want of memory while {beat['phase']}", held
         elif executor is not None:
             what = f"rank {rank} died while {beat['phase']}: its executor {executor[1]} was lost"
             hint = f"Spark says: {executor[3] or executor[2]}"
+            if short:
+                hint += f"; meanwhile the out-of-memory killer was at work on its host, and {held}"
         place = {name: beat[name] for name in ("host", "pid", "epoch", "step")}
         return RankLostError(what, hint=hint, trace=server.last_lines(rank), rank=rank, **place)
 

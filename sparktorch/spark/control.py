@@ -8,6 +8,7 @@ import secrets
 import socket
 import threading
 from collections import defaultdict, deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -76,7 +77,7 @@ class ControlServer:
         self._store = SealedStore(self.rendezvous.prefix, self._server)
         self._forged = False  # whether a stranger has been noticed
         self._epochs_seen = 0
-        self._warnings_seen = 0
+        self._warnings_seen: dict[int, int] = defaultdict(int)
         self._lines_seen: dict[int, int] = defaultdict(int)
         self._last_lines: dict[int, deque[str]] = defaultdict(lambda: deque(maxlen=KEPT_LINES))
         self._closed = threading.Event()
@@ -100,33 +101,26 @@ class ControlServer:
         # A training that goes on from a checkpoint begins with a later one.
         return [record for record in (self._read(f"epoch/{number}") for number in numbers) if record is not None]
 
-    def new_warnings(self) -> list[dict[str, Any]]:
+    def new_warnings(self, world_size: int) -> list[dict[str, Any]]:
         """Returns what ranks have warned of since the last call: rank, host and text."""
-        if not self._store.check(["warnings"]):
-            return []
-        count = int(self._store.add("warnings", 0))
-        found = [self._read(f"warning/{number}") for number in range(self._warnings_seen + 1, count + 1)]
-        if None in found:  # counted, but not yet written
-            return []
-        self._warnings_seen = count
-        return [warning for warning in found if warning is not None]
+        return [
+            warning
+            for rank in range(world_size)
+            for warning in self._new(f"warning/{rank}", self._warnings_seen, rank)
+            if warning is not None
+        ]
 
     def new_lines(self, world_size: int) -> list[tuple[int, int, str]]:
         """Returns what the ranks have logged and printed since the last call: rank, level and line."""
-        new = []
+        new: list[tuple[int, int, str]] = []
         for rank in range(world_size):
-            key = f"lines/{rank}"
-            count = int(self._store.add(key, 0)) if self._store.check([key]) else 0
-            while self._lines_seen[rank] < count:
-                record = self._read(f"{key}/{self._lines_seen[rank] + 1}")
-                if record is None:  # counted, but not yet written
-                    break
-                self._lines_seen[rank] += 1
-                self._store.delete_key(f"{key}/{self._lines_seen[rank]}")
-                if record["lost"]:
-                    new.append((rank, 0, f"... {record['lost']} more lines"))
-                new += [(rank, level, line) for level, line in record["lines"]]
-                self._last_lines[rank].extend(line for _, line in record["lines"])
+            for parcel in self._new(f"lines/{rank}", self._lines_seen, rank):
+                if parcel is None:
+                    continue
+                if parcel["lost"]:
+                    new.append((rank, 0, f"... {parcel['lost']} more lines"))
+                new += [(rank, level, line) for level, line in parcel["lines"]]
+                self._last_lines[rank].extend(line for _, line in parcel["lines"])
         return new
 
     def last_lines(self, rank: int) -> str:
@@ -154,8 +148,12 @@ class ControlServer:
         forms = self._failures()
         if not forms:
             return None, False
-        first = min(forms, key=lambda form: form["secondary"])
+        first = min(forms, key=lambda form: (form["secondary"], form["order"]))
         return SparkTorchError.from_dict(first), not first["secondary"]
+
+    def silent(self) -> set[int]:
+        """Returns the ranks that one which reported a failure has seen fall silent before it ended itself."""
+        return {rank for form in self._failures() for rank in form["silent"]}
 
     def quiet(self, world_size: int) -> dict[int, dict[str, Any]]:
         """Returns the last beats of the ranks that have arrived, and reported no failure."""
@@ -185,9 +183,15 @@ class ControlServer:
     def _failures(self) -> list[dict[str, Any]]:
         if not self._store.check(["errors"]):
             return []
-        count = int(self._store.add("errors", 0))
-        found = [self._read(f"error/{index}") for index in range(1, count + 1)]
+        found = [self._read(key) for key in self._store.keys_under("error/")]
         return [form for form in found if form is not None]
+
+    def _new(self, topic: str, seen: dict[int, int], rank: int) -> Iterator[dict[str, Any] | None]:
+        """Takes what a rank has laid down under a topic since the last call; `None` for what a stranger has forged."""
+        while self._store.check([key := f"{topic}/{seen[rank]}"]):
+            yield self._read(key)
+            self._store.delete_key(key)
+            seen[rank] += 1
 
     def _read(self, key: str) -> Any:
         """Returns what a rank has laid down; `None` where there is nothing, or a stranger has overwritten it."""

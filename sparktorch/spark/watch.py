@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ _RANKS = logging.getLogger("sparktorch.ranks")
 _WARN_SECONDS = 30.0
 _LOOK_SECONDS = 0.5  # at beats; at all else, each time
 _STACK_SECONDS = 3.0
+_MUTE_SECONDS = 5.0  # ten beats
 
 
 class Observer(Protocol):
@@ -113,7 +114,7 @@ class Watch:
         """Passes on epochs, warnings, progress and what ranks have logged."""
         for record in server.new_epochs():
             self._observer.epoch(record)
-        for warning in server.new_warnings():
+        for warning in server.new_warnings(self.world_size):
             _LOG.warning("rank %d on %s: %s", warning["rank"], warning["host"], warning["text"])
         for rank, level, line in server.new_lines(self.world_size):
             if level >= self._log_level:
@@ -122,15 +123,17 @@ class Watch:
         if progress is not None:
             self._observer.progress(progress)
 
-    def alive(self, rank: int, seconds: float) -> bool:
-        """Whether a rank beats, or comes to its end, within so many seconds from now."""
+    def alive(self, ranks: Iterable[int], seconds: float) -> set[int]:
+        """Returns those of the ranks that beat, or come to their end, within so many seconds from now."""
         assert self.server is not None
-        before, deadline = self.server.beats(self.world_size)[rank], time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            if self.server.ended(rank) or self.server.beats(self.world_size)[rank] != before:
-                return True
+        silent, found, deadline = set(ranks), set[int](), time.monotonic() + seconds
+        before = self.server.beats(self.world_size)
+        while silent and time.monotonic() < deadline:
             time.sleep(0.05)
-        return False
+            beats = self.server.beats(self.world_size)
+            found |= {rank for rank in silent if beats[rank] != before[rank] or self.server.ended(rank)}
+            silent -= found
+        return found
 
     def _look_at_beats(self, server: ControlServer) -> None:
         now = time.monotonic()
@@ -188,26 +191,25 @@ class Watch:
     def _look_for_stalled(self, server: ControlServer, now: float) -> None:
         """Warns of ranks that stand still, and gives them up in time."""
         pulses = {rank: pulse for rank, pulse in self._pulses.items() if not server.ended(rank)}
-        standing = _standing(pulses)
-        if not standing:
-            return
-        idle = {rank: now - pulses[rank].moved for rank in standing}
-        longest = max(idle.values())
+        # What a mute rank said last, that it waits say, holds no more; and whoever stands still may wait for it.
+        patience = min(_MUTE_SECONDS, self._patience.stall / 2)
+        idle = {rank: now - pulse.beat for rank, pulse in pulses.items() if now - pulse.beat > patience}
+        mute = bool(idle)
+        idle = idle or {rank: now - pulses[rank].moved for rank in _standing(pulses)}
+        longest = max(idle.values(), default=0.0)
         if longest > self._patience.stall:
-            raise self._stalled(server, {rank: idle[rank] for rank in idle if idle[rank] > 0.8 * longest})
+            raise self._stalled(server, {rank: idle[rank] for rank in idle if idle[rank] > 0.8 * longest}, mute=mute)
         for rank, seconds in idle.items():
             if seconds < _WARN_SECONDS:
                 self._warned.pop(rank, None)
             elif seconds > self._warned.get(rank, _WARN_SECONDS):
                 self._warned[rank] = 2 * seconds
-                _LOG.warning("%s for %.0f s", _place(rank, pulses[rank].record), seconds)
+                _LOG.warning("%s for %.0f s", _place(rank, pulses[rank].record, mute=mute), seconds)
 
-    def _stalled(self, server: ControlServer, idle: dict[int, float]) -> RankStalledError:
-        """Returns the error of ranks that have not moved for so many seconds, with their stacks."""
-        stacks = self._stacks(server, list(idle))
-        now = time.monotonic()
-        mute = [rank for rank in idle if now - self._pulses[rank].beat > self._patience.stall / 2]
-        rank = (mute or sorted(idle, key=lambda rank: -idle[rank]))[0]
+    def _stalled(self, server: ControlServer, idle: dict[int, float], *, mute: bool) -> RankStalledError:
+        """Returns the error of ranks that have not moved, or not been heard of, for so many seconds, with stacks."""
+        stacks = {} if mute else self._stacks(server, list(idle))
+        rank = max(idle, key=lambda rank: idle[rank])
         record = self._pulses[rank].record
         trace = server.last_lines(rank)
         hint = "if it may take so long, set stallTimeout higher"
@@ -251,9 +253,10 @@ def _standing(pulses: dict[int, _Pulse]) -> list[int]:
     ]
 
 
-def _place(rank: int, record: dict[str, Any]) -> str:
+def _place(rank: int, record: dict[str, Any], *, mute: bool) -> str:
     at = f", epoch {record['epoch']}, step {record['step']}," if record["step"] is not None else ""
-    return f"rank {rank} on {record['host']} (pid {record['pid']}) has been {record['phase']}{at}"
+    state = f"has not been heard of, since it was {record['phase']}" if mute else f"has been {record['phase']}"
+    return f"rank {rank} on {record['host']} (pid {record['pid']}) {state}{at}"
 
 
 def _show(rank: int, level: int, line: str) -> None:

@@ -7,13 +7,14 @@ lives. Everything on it is JSON, sealed with the attempt's token; nothing that i
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
@@ -32,6 +33,7 @@ __all__ = ["Cancelled", "Link", "OpenStore", "PeerFailure", "connect", "last_lin
 _BEAT_SECONDS = 0.5
 _LONGEST_PAUSE = 0.05
 _BODY = "sparktorch/worker.py"
+_SILENT_SECONDS = 1.2  # more than two beats
 _LEAVING_SECONDS = 2.0  # for a rank whose driver is gone to come to its end by itself
 
 T = TypeVar("T")
@@ -81,6 +83,8 @@ class Link:
         self._state: dict[str, Any] = {"phase": "starting", "epoch": None, "step": None}
         self._moves, self._waiting, self._owner = 0, False, threading.get_ident()
         self._kills = out_of_memory_kills()
+        # Of this rank's own, not of the store's: its counters can be moved by who has not the token.
+        self._warnings, self._parcels = itertools.count(), itertools.count()
 
     @contextmanager
     def beating(self) -> Iterator[None]:
@@ -155,8 +159,9 @@ class Link:
 
     def warn(self, text: str) -> None:
         """Has the driver warn of something that does not end the fit."""
-        index = self.store.add("warnings", 1)
-        self._set(self.store, f"warning/{index}", {"rank": self._world.rank, "host": self._world.host, "text": text})
+        rank = self._world.rank
+        record = {"rank": rank, "host": self._world.host, "text": text}
+        self._set(self.store, f"warning/{rank}/{next(self._warnings)}", record)
 
     def leave(self) -> None:
         """Says that this rank needs the store no more; rank 0, where it hosts it, goes last."""
@@ -176,12 +181,15 @@ class Link:
     def fail(self, error: BaseException) -> SparkTorchError:
         """Reports the failure to the driver and returns it with its place and traceback."""
         failure = self.describe(error)
-        index = self.store.add("errors", 1)
+        secondary = isinstance(error, PeerFailure | Cancelled) or _is_communication(error)
         report = {
-            "secondary": isinstance(error, PeerFailure | Cancelled) or _is_communication(error),
+            "secondary": secondary,
+            # Once this rank has ended, Spark ends the others: who has died before can be told now only.
+            "silent": self._silent_peers() if secondary and not isinstance(error, Cancelled) else [],
             "out_of_memory_kills": out_of_memory_kills() - self._kills,
+            "order": self.store.add("errors", 1),
         }
-        self._set(self.store, f"error/{index}", {**failure.to_dict(), **report})
+        self._set(self.store, f"error/{self._world.rank}", {**failure.to_dict(), **report})
         return failure
 
     def describe(self, error: BaseException) -> SparkTorchError:
@@ -217,12 +225,11 @@ class Link:
         self._set(store, f"beat/{self._world.rank}", record)
         lines, lost = self._console.drain()
         if lines:
-            number = store.add(f"lines/{self._world.rank}", 1)
-            self._set(store, f"lines/{self._world.rank}/{number}", {"lines": lines, "lost": lost})
+            self._set(store, f"lines/{self._world.rank}/{next(self._parcels)}", {"lines": lines, "lost": lost})
 
     def _wait(self, keys: list[str], patience: float | None = None) -> None:
         # The store's own `wait` cannot look out for failures, and logs each of its time-outs.
-        pause, pulses = 0.002, _Pulses(self.store, self._world.world_size)
+        pause, pulses = 0.002, _Pulses(self._beats)
         waits = threading.get_ident() == self._owner  # the thread that saves waits for itself
         self._waiting = waits or self._waiting
         try:
@@ -234,6 +241,24 @@ class Link:
                 pause = min(2 * pause, _LONGEST_PAUSE)
         finally:
             self._waiting = self._waiting and not waits
+
+    def _silent_peers(self) -> list[int]:
+        """Returns the ranks that had begun to beat, and neither beat nor come to an end while this one looks."""
+        before, deadline = self._beats(), time.monotonic() + _SILENT_SECONDS
+        silent = {rank for rank, beat in enumerate(before) if beat and rank != self._world.rank}
+        while silent and time.monotonic() < deadline:
+            time.sleep(_LONGEST_PAUSE)
+            beats = self._beats()
+            silent = {rank for rank in silent if beats[rank] == before[rank] and not self._ended(rank)}
+        return sorted(silent)
+
+    def _beats(self) -> list[bytes]:
+        """Returns the last beat of each rank, by rank; empty for one that has not begun."""
+        keys = [f"beat/{rank}" for rank in range(self._world.world_size)]
+        return [self.store.get(key) if self.store.check([key]) else b"" for key in keys]
+
+    def _ended(self, rank: int) -> bool:
+        return bool(self.store.check([f"ended/{rank}"]) or self.store.check([f"error/{rank}"]))
 
     def _check_peers(self) -> None:
         if self.store.check(["cancel"]):
@@ -310,19 +335,17 @@ class _Heart:
 class _Pulses:
     """Whether hearts beat, by this process's own clock: those of other hosts may differ."""
 
-    def __init__(self, store: dist.Store, world_size: int) -> None:
-        self._store = store
-        self._keys = [f"beat/{rank}" for rank in range(world_size)]
-        self._last: dict[str, tuple[bytes, float]] = {}
+    def __init__(self, beats: Callable[[], list[bytes]]) -> None:
+        self._beats = beats
+        self._last: dict[int, tuple[bytes, float]] = {}
 
     def check(self, patience: float) -> None:
         """Raises `PeerFailure` for a rank that has not beaten for `patience` seconds."""
         now = time.monotonic()
-        for rank, key in enumerate(self._keys):
-            beat = self._store.get(key) if self._store.check([key]) else b""
-            before, since = self._last.setdefault(key, (beat, now))
+        for rank, beat in enumerate(self._beats()):
+            before, since = self._last.setdefault(rank, (beat, now))
             if beat != before:
-                self._last[key] = (beat, now)
+                self._last[rank] = (beat, now)
             elif now - since > patience:
                 raise PeerFailure(f"rank {rank} has not been heard of for {patience:.0f} s")
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -13,11 +17,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from sparktorch.errors import ColumnError, RankError, RankLostError
+from sparktorch.errors import ColumnError, RankError, RankLostError, RankStalledError
 from sparktorch.spark.control import ControlServer
+from sparktorch.spark.watch import Patience
 from sparktorch.train.link import Cancelled, Link, PeerFailure, connect
 from sparktorch.world import World
-from tests.support.ranks import HOST, cause_of_death, control_server
+from tests.support.ranks import HOST, cause_of_death, control_server, watch
 
 
 @pytest.fixture
@@ -167,6 +172,77 @@ def test_a_dead_rank_is_one_that_arrived_reported_nothing_and_beats_no_more(
     assert (dead.where["rank"], dead.where["epoch"], dead.where["step"]) == (1, 1, 2)
 
 
+def relate(link: Link, server: ControlServer, rank: int, **changes: Any) -> None:
+    """Has a rank beat, and say some things otherwise than they are."""
+    beat = server.beats(rank + 1)[rank]
+    assert beat is not None
+    link.store.set(f"beat/{rank}", json.dumps({**beat, **changes}))
+
+
+def test_who_fell_silent_first_is_known_though_spark_ends_the_others_and_clocks_differ(
+    server: ControlServer, links: list[Link]
+) -> None:
+    for link in links:
+        link.enter("training", epoch=1, step=2)
+    relate(links[1], server, 1, time=time.time() + 60)
+    with suppress(KeyboardInterrupt), links[2].beating():
+        links[0].fail(RuntimeError("Connection reset by peer"))
+        raise KeyboardInterrupt  # Spark ends rank 2
+    dead = cause_of_death(server, 3)
+    assert type(dead) is RankLostError
+    assert dead.where["rank"] == 1
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_of_ranks_without_a_word_the_one_is_dead_whose_task_spark_saw_end_first(
+    rank: int, server: ControlServer, links: list[Link]
+) -> None:
+    for link in links:
+        link.enter("training", epoch=1, step=2)
+    message = f"barrier task ResultTask(7, {rank}) finished unsuccessfully. Python worker exited unexpectedly"
+    assert cause_of_death(server, 3, message).where["rank"] == rank
+
+
+def test_a_rank_that_freezes_while_it_waits_is_the_one_that_stands_still(
+    server: ControlServer, links: list[Link]
+) -> None:
+    for link in links[:2]:
+        link.enter("waiting")
+    relate(links[1], server, 1, waiting=True)
+    seen = watch(server, 2, Patience(stall=1.0))
+    beats = itertools.count(1)
+
+    def look_until_it_is_told() -> None:
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            relate(links[0], server, 0, waiting=True, time=next(beats))
+            seen.look()
+            time.sleep(0.05)
+
+    with pytest.raises(RankStalledError, match="rank 1 does not answer: 1 s ago it was waiting"):
+        look_until_it_is_told()
+
+
+def test_counters_that_a_stranger_moves_and_values_that_he_forges_hold_nobody_up(
+    server: ControlServer, links: list[Link]
+) -> None:
+    links[1].warn("the disk is full")
+    meeting = server.rendezvous
+    stranger = dist.TCPStore(meeting.host, meeting.port, is_master=False, wait_for_workers=False)
+    (key,) = [key for key in stranger.list_keys() if "warning" in key]
+    for counter in ("warnings", "errors", "lines/1"):
+        stranger.add(key.replace("warning/1/0", counter), 10**9)
+    stranger.set(key, "forged")
+    links[1].warn("still full")
+    links[1].fail(ValueError("mine"))
+    assert [warning["text"] for warning in server.new_warnings(3)] == ["still full"]
+    assert server.new_lines(3) == []
+    failure, primary = server.first_failure()
+    assert failure is not None
+    assert primary
+    assert failure.where["rank"] == 1
+
+
 def test_another_attempt_sees_nothing_and_disturbs_nothing(server: ControlServer, links: list[Link]) -> None:
     links[0].progress(epoch=1)
     meeting = server.rendezvous
@@ -215,11 +291,11 @@ def test_a_rank_that_is_not_heard_of_any_more_is_given_up(links: list[Link]) -> 
 
 
 def test_the_driver_hears_of_every_warning_exactly_once(server: ControlServer, links: list[Link]) -> None:
-    assert server.new_warnings() == []
+    assert server.new_warnings(3) == []
     links[1].warn("the disk is full")
     links[2].warn("so is mine")
-    assert [(warning["rank"], warning["text"]) for warning in server.new_warnings()] == [
+    assert [(warning["rank"], warning["text"]) for warning in server.new_warnings(3)] == [
         (1, "the disk is full"),
         (2, "so is mine"),
     ]
-    assert server.new_warnings() == []
+    assert server.new_warnings(3) == []

@@ -167,7 +167,7 @@ def test_a_damaged_checkpoint_is_left_out_with_a_warning(tmp_path: Path) -> None
     path.write_bytes(path.read_bytes()[:-1])
     with control_server() as server:
         ended = run_ranks(server, parts(2), job_for(tmp_path))
-        (warning,) = [w for w in server.new_warnings() if f"step {latest.step} is damaged" in w["text"]]
+        (warning,) = [w for w in server.new_warnings(2) if f"step {latest.step} is damaged" in w["text"]]
     assert "rank-00001.pt" in warning["text"]
     assert ended[0].result is not None
     assert all(torch.equal(load_state(ended[0].result)[name], value) for name, value in expected.items())
@@ -179,7 +179,7 @@ def test_a_directory_that_cannot_be_written_costs_the_checkpoints_and_not_the_tr
 
     with control_server() as server:
         ended = run_ranks(server, parts(2), job_for(tmp_path, Spoils(tmp_path), epochs=1))
-        texts = [warning["text"] for warning in server.new_warnings()]
+        texts = [warning["text"] for warning in server.new_warnings(2)]
     assert any("no checkpoint at step 4" in text for text in texts), json.dumps(texts)
     assert ended[0].result is not None
     assert all(torch.equal(load_state(ended[0].result)[name], value) for name, value in expected.items())

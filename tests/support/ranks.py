@@ -40,6 +40,7 @@ __all__ = [
     "load_state",
     "run_ranks",
     "train_on",
+    "watch",
 ]
 
 HOST = "127.0.0.1"
@@ -107,10 +108,16 @@ class _NoObserver:
         pass
 
 
-def cause_of_death(server: ControlServer, size: int) -> SparkTorchError:
-    """Returns what the driver makes of a job that lost a worker process of `size` ranks."""
-    watch = Watch(server, size, _NoObserver(), Patience())
-    return Causes(watch).of(RuntimeError("Python worker exited unexpectedly (crashed)"))
+def watch(server: ControlServer, size: int, patience: Patience | None = None) -> Watch:
+    """Returns the driver's eye on `size` ranks; nobody is told how far they are."""
+    return Watch(server, size, _NoObserver(), patience or Patience())
+
+
+def cause_of_death(
+    server: ControlServer, size: int, message: str = "Python worker exited unexpectedly (crashed)"
+) -> SparkTorchError:
+    """Returns what the driver makes of a job of `size` ranks that ended with such a message of Spark's."""
+    return Causes(watch(server, size)).of(RuntimeError(message))
 
 
 def run_ranks(
