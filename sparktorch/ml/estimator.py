@@ -42,10 +42,11 @@ from sparktorch.ml.params import (
 from sparktorch.ml.storage import StorageParams
 from sparktorch.ml.summary import TrainingSummary
 from sparktorch.ml.translate import Request, given, translate
-from sparktorch.spark.barrier import new_tag, run_ranks
+from sparktorch.spark.barrier import run_ranks
 from sparktorch.spark.doctor import check_executors
 from sparktorch.spark.findings import refuse
 from sparktorch.spark.frame import Frame, prepare
+from sparktorch.spark.job import new_tag
 from sparktorch.spark.preflight import check_cluster, check_result_size, settled_slots
 from sparktorch.spark.resources import gpu_profile
 from sparktorch.spark.split import keep, split, split_into_folds

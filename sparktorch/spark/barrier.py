@@ -4,36 +4,29 @@ from __future__ import annotations
 
 import logging
 import pickle
-import secrets
-import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import pyarrow as pa
-from pyspark import cloudpickle, inheritable_thread_target
+from pyspark import cloudpickle
 from pyspark.resource import ResourceProfile
-from pyspark.sql import DataFrame, Row, SparkSession
+from pyspark.sql import DataFrame, SparkSession
 
 from sparktorch.config import Device
 from sparktorch.errors import ClusterError, ConfigError, ModuleError
 from sparktorch.spark.cause import Causes
 from sparktorch.spark.control import ControlServer, Rendezvous
+from sparktorch.spark.job import Job, new_tag
 from sparktorch.spark.rank import RESULT_SCHEMA, Body, RankTask, assemble
-from sparktorch.spark.session import cancel_tasks, driver_address, is_connect, running_tasks, tag_tasks
+from sparktorch.spark.session import driver_address, is_connect
 from sparktorch.spark.watch import Observer, Patience, Watch
 from sparktorch.train.recipe import SHIPPING_HINT
 
-__all__ = ["Launch", "new_tag", "run_ranks"]
+__all__ = ["Launch", "run_ranks"]
 
 _POLL_SECONDS = 0.05
-_CANCEL_SECONDS = 10.0
-
-
-def new_tag() -> str:
-    """Returns a tag that no other job has."""
-    return f"sparktorch-{secrets.token_hex(8)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +74,7 @@ def run_ranks(data: DataFrame, body: Body, launch: Launch, observer: Observer) -
         server = _control_server(spark, launch)
         if server is not None:
             stack.enter_context(closing(server))
-        job = _Job(spark, _plan(data, body, launch, server.rendezvous if server else None), launch.tag)
+        job = Job(spark, _plan(data, body, launch, server.rendezvous if server else None), launch.tag)
         watch = Watch(
             server,
             launch.world_size,
@@ -152,43 +145,3 @@ def _plan(data: DataFrame, body: Body, launch: Launch, rendezvous: Rendezvous | 
         return rank_task(batches)
 
     return data.mapInArrow(run, RESULT_SCHEMA, barrier=True, profile=launch.profile)
-
-
-class _Job:
-    """The Spark job, run in a thread of its own so that the caller can watch it and interrupt it."""
-
-    def __init__(self, spark: SparkSession, plan: DataFrame, tag: str) -> None:
-        self.rows: list[Row] = []
-        self.error: Exception | None = None
-        self._spark = spark
-        self._tag = tag
-        self._done = threading.Event()
-
-        def collect() -> None:
-            try:
-                tag_tasks(spark, self._tag)
-                self.rows = plan.collect()  # toArrow() would make one vector of all, which ends at 2 GiB
-            except Exception as error:  # handed to the thread that waits
-                self.error = error
-            finally:
-                self._done.set()
-
-        # The caller's job group, pool and tags hold for this job too.
-        target = inheritable_thread_target(spark)(collect)
-        self._thread = threading.Thread(target=target, name="sparktorch-job", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def running_tasks(self) -> int | None:
-        return running_tasks(self._spark, self._tag)
-
-    def wait(self, seconds: float) -> bool:
-        return self._done.wait(seconds)
-
-    def cancel(self) -> None:
-        if self._done.is_set():
-            return
-        with suppress(Exception):  # the session itself may be gone
-            cancel_tasks(self._spark, self._tag)
-        self._done.wait(_CANCEL_SECONDS)

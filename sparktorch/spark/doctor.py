@@ -6,22 +6,21 @@ import json
 import platform
 import re
 import secrets
-import threading
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pyspark
-from pyspark import cloudpickle, inheritable_thread_target
-from pyspark.sql import DataFrame, SparkSession
+from pyspark import cloudpickle
+from pyspark.sql import DataFrame, Row, SparkSession
 
 from sparktorch.spark import probe
 from sparktorch.spark.answers import Answer, Expected
 from sparktorch.spark.barrier import Launch
 from sparktorch.spark.diagnose import diagnose
 from sparktorch.spark.findings import Finding
+from sparktorch.spark.job import Job, new_tag
 from sparktorch.spark.preflight import dynamic_allocation, enough_slots, gpus, speculation
 from sparktorch.spark.session import driver_address, is_connect, is_local, setting, slots
 
@@ -50,7 +49,7 @@ def check_all(
         text = "not looked at: the job that does would be refused"
         hint = "turn dynamic allocation off, and check again"
         return [*found, _about_job("warning", text, hint)]
-    launch = Launch(world_size=launch.world_size, device=launch.device, rendezvous=launch.rendezvous, profile=profile)
+    launch = replace(launch, profile=profile)
     finding, there = enough_slots(spark, launch.world_size, profile, wait=True)
     found.append(finding)
     if there == 0:
@@ -92,12 +91,11 @@ def check_executors(
         )
         try:
             rows = _collect(spark, plan, seconds)
-        except FutureTimeoutError:
-            text = f"no answer within {seconds:.0f} s"
+        except TimeoutError as error:
             return [
                 _about_job(
                     "warning",
-                    text,
+                    str(error),
                     "are their slots taken by other jobs, or fewer than the workers? See the executors' logs",
                 )
             ]
@@ -163,30 +161,23 @@ def _tasks(spark: SparkSession, launch: Launch) -> int:
     return found
 
 
-def _collect(spark: SparkSession, plan: DataFrame, seconds: float) -> list[Any]:
+def _collect(spark: SparkSession, plan: DataFrame, seconds: float) -> list[Row]:
     """Collects the rows of a DataFrame, and cancels the job if that takes too long or is interrupted.
 
     Raises:
-        concurrent.futures.TimeoutError: It took longer.
+        TimeoutError: It took longer.
+        Exception: What Spark raises.
     """
-    outcome: Future[list[Any]] = Future()
-    tag = f"sparktorch-doctor-{secrets.token_hex(8)}"
-
-    def collect() -> None:
-        try:
-            spark.addTag(tag)
-            outcome.set_result(plan.collect())
-        except Exception as error:  # handed to the thread that waits
-            outcome.set_exception(error)
-
-    target = inheritable_thread_target(spark)(collect)
-    threading.Thread(target=target, name="sparktorch-doctor", daemon=True).start()
+    job = Job(spark, plan, new_tag())
+    job.start()
     try:
-        return outcome.result(seconds)
+        if not job.wait(seconds):
+            raise TimeoutError(f"no answer within {seconds:.0f} s")
     finally:
-        if not outcome.done():
-            with suppress(Exception):  # the session itself may be gone
-                spark.interruptTag(tag)
+        job.cancel()
+    if job.error is not None:
+        raise job.error
+    return job.rows
 
 
 def _about_job(status: Any, found: str, hint: str) -> Finding:

@@ -51,31 +51,37 @@ def check_cluster(spark: SparkSession, world_size: int, profile: ResourceProfile
 
 def dynamic_allocation(spark: SparkSession) -> Finding:
     """Looks whether executors come and go."""
-    check, name = "dynamic-allocation", "spark.dynamicAllocation.enabled"
-    if setting(spark, name) != "true":
-        return Finding(check=check, status="ok", found="dynamic allocation is off")
-    return Finding(
-        check=check,
-        status="failure",
-        found="dynamic allocation is on, and Spark runs no barrier job under it",
-        setting=name,
-        value="false",
-        hint="start the session with spark.dynamicAllocation.enabled=false and a fixed spark.executor.instances",
+    return _must_be_off(
+        spark,
+        "spark.dynamicAllocation.enabled",
+        "dynamic allocation",
+        "Spark runs no barrier job under it",
+        "spark.dynamicAllocation.enabled=false and a fixed spark.executor.instances",
     )
 
 
 def speculation(spark: SparkSession) -> Finding:
     """Looks whether Spark would start second copies of tasks."""
-    check, name = "speculation", "spark.speculation"
+    return _must_be_off(
+        spark,
+        "spark.speculation",
+        "speculation",
+        "Spark would start second copies of slow ranks",
+        "spark.speculation=false",
+    )
+
+
+def _must_be_off(spark: SparkSession, name: str, what: str, why: str, instead: str) -> Finding:
+    check = what.replace(" ", "-")
     if setting(spark, name) != "true":
-        return Finding(check=check, status="ok", found="speculation is off")
+        return Finding(check=check, status="ok", found=f"{what} is off")
     return Finding(
         check=check,
         status="failure",
-        found="speculation is on: Spark would start second copies of slow ranks",
+        found=f"{what} is on: {why}",
         setting=name,
         value="false",
-        hint="start the session with spark.speculation=false",
+        hint=f"start the session with {instead}",
     )
 
 
