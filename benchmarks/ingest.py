@@ -2,7 +2,10 @@
 
 `local[2]`, both cores, one Python worker a task. MB are those of the float32 tensors that come out, of sparse vectors
 those of the dense ones. A side reads its files, sends the rows to Python and makes tensors of them; "shard" is that of
-a rank, which also checks every row. All sides but the split leave the rows where they are.
+a rank, which also has a key made of every row and checks it. All sides but the split leave the rows where they are.
+
+A shard keeps sparse vectors sparse, and makes dense ones of a micro-batch at a time. So both of their sides go on until
+each row has been handed over once, in dense micro-batches.
 
 Images are JPEG files of 224 x 224 pixels: read, split over two ranks and decoded once by their shards, beside a torch
 `DataLoader` with two workers over the same files, which reads, decodes and collates. Both end in float32.
@@ -45,7 +48,9 @@ from sparktorch.spark.frame import prepare
 from sparktorch.spark.split import split
 
 CORES = 2
+BATCH = 1_024
 IMAGE, IMAGE_BATCH = 224, 64
+BATCHES = "rows long, wall double, cpu double"  # what `to_batches` yields
 WIDTH = 100
 SPARSE_WIDTH, FILLED = 1_000, 10
 GOALS = {
@@ -131,11 +136,11 @@ def to_count(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     yield _count(sum(rows for rows, _ in found))
 
 
-def to_decoded(batches: Iterable[pa.RecordBatch], columns: Columns) -> Iterator[pa.RecordBatch]:
+def to_batches(batches: Iterable[pa.RecordBatch], columns: Columns, size: int) -> Iterator[pa.RecordBatch]:
     """Reads rows as a rank does, and takes each once; says how long that took, and how much of a core."""
     torch.set_num_threads(1)
     with closing(Shard(batches, columns)) as shard:
-        shard.place(0, SamplingPlan(rows=shard.rows, batch_size=IMAGE_BATCH // CORES))
+        shard.place(0, SamplingPlan(rows=shard.rows, batch_size=size))
         started, busy = time.perf_counter(), time.process_time()
         rows = sum(len(batch.inputs[0]) for batch in shard.epoch(0))
         took = {"rows": rows, "wall": time.perf_counter() - started, "cpu": time.process_time() - busy}
@@ -180,14 +185,14 @@ class Sides:
         wide = self._rows // 4 * SPARSE_WIDTH * 4e-6
         found: dict[str, Callable[[], float]] = {
             "array<float>: shard": self._shard(*arrays),
-            "array<float>: bare mapInArrow": self._side(arrays[0], to_count),
-            "array<float>: bare, without a key": self._side(arrays[0].drop(KEY), to_count),
+            "array<float>: bare mapInArrow": self._side(arrays[0].drop(KEY), to_count),
+            "array<float>: bare, with a key": self._side(arrays[0], to_count),
             "array<float>: RDD of rows": self._rdd,
             "100 scalars: shard": self._shard(*scalars),
             "100 scalars: stacked in Python": self._side(self._read("scalars"), to_stack),
             "dense vectors: shard": self._shard(*dense),
-            "sparse vectors: shard": self._shard(*sparse, megabytes=wide),
-            "sparse vectors: densified first": self._shard(*self._prepared(dense_first), megabytes=wide),
+            "sparse vectors: shard": self._handed_over(*sparse, megabytes=wide),
+            "sparse vectors: densified first": self._handed_over(*self._prepared(dense_first), megabytes=wide),
             "images: shard": self._decoded,
             "images: DataLoader": self._loaded,
             "split by key, s": partial(self._to_nowhere, split(arrays[0], CORES)),
@@ -215,14 +220,20 @@ class Sides:
     def _shard(self, data: DataFrame, columns: Columns, *, megabytes: float = 0) -> Callable[[], float]:
         return self._side(data, partial(to_shard, columns=columns), megabytes=megabytes)
 
-    def _side(self, data: DataFrame, function: Callable[..., Any], *, megabytes: float = 0) -> Callable[[], float]:
+    def _handed_over(self, data: DataFrame, columns: Columns, *, megabytes: float) -> Callable[[], float]:
+        function = partial(to_batches, columns=columns, size=BATCH)
+        return self._side(data, function, megabytes=megabytes, schema=BATCHES)
+
+    def _side(
+        self, data: DataFrame, function: Callable[..., Any], *, megabytes: float = 0, schema: str = "rows long"
+    ) -> Callable[[], float]:
         size = megabytes or self._rows * WIDTH * 4e-6
 
         def run() -> float:
             counted: list[int] = []
 
             def job() -> None:
-                counted.extend(row["rows"] for row in data.mapInArrow(function, "rows bigint").collect())
+                counted.extend(row["rows"] for row in data.mapInArrow(function, schema).collect())
 
             took = seconds(job)
             assert sum(counted) == (self._rows // 4 if megabytes else self._rows)
@@ -231,11 +242,11 @@ class Sides:
         return run
 
     def _rdd(self) -> float:
-        """A tenth of the rows: it takes long enough."""
-        data = self._read("arrays").where(F.spark_partition_id() >= 0).sample(0.1, seed=1)
+        data = self._read("arrays")
         counted: list[int] = []
         took = seconds(lambda: counted.extend(data.rdd.mapPartitions(rows_to_array).collect()))
-        return sum(counted) * WIDTH * 4e-6 / took
+        assert sum(counted) == self._rows
+        return self._rows * WIDTH * 4e-6 / took
 
     def _decoded(self) -> float:
         """Returns images a second."""
@@ -245,10 +256,8 @@ class Sides:
         found: list[Row] = []
 
         def job() -> None:
-            ranks = split(wire, CORES).mapInArrow(
-                partial(to_decoded, columns=columns), "rows long, wall double, cpu double"
-            )
-            found.extend(ranks.collect())
+            decoded = partial(to_batches, columns=columns, size=IMAGE_BATCH // CORES)
+            found.extend(split(wire, CORES).mapInArrow(decoded, BATCHES).collect())
 
         took = seconds(job)
         self.cores.append(sum(row["cpu"] for row in found) / max(row["wall"] for row in found))

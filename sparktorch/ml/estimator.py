@@ -26,20 +26,23 @@ from sparktorch.data.preprocess import Moment, Preprocess
 from sparktorch.data.spool import InMemory
 from sparktorch.errors import ModuleError, RankLostError, SparkTorchError
 from sparktorch.ml.events import Fit, FitReport, callers
-from sparktorch.ml.inputs import InputParams, LabelColumns
 from sparktorch.ml.io import EstimatorReader, EstimatorWriter
 from sparktorch.ml.model import TorchModel, TorchModelBase
 from sparktorch.ml.params import (
     DEFAULTS,
     CheckpointParams,
+    InputParams,
+    LabelColumns,
     LaunchParams,
     ModuleParams,
+    NumericsParams,
     OutputColumns,
     ScoringParams,
+    StorageParams,
     TrackingParams,
     TrainingParams,
+    ValidationParams,
 )
-from sparktorch.ml.storage import StorageParams
 from sparktorch.ml.summary import TrainingSummary
 from sparktorch.ml.translate import Request, given, translate
 from sparktorch.spark.barrier import run_ranks
@@ -78,6 +81,8 @@ class TorchEstimatorBase(
     InputParams,
     ModuleParams,
     TrainingParams,
+    NumericsParams,
+    ValidationParams,
     LaunchParams,
     StorageParams,
     CheckpointParams,

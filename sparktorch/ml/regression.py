@@ -8,9 +8,8 @@ from typing import Any
 from pyspark import keyword_only
 
 from sparktorch.ml.estimator import TorchEstimatorBase
-from sparktorch.ml.inputs import LabelColumns
 from sparktorch.ml.model import TorchModelBase
-from sparktorch.ml.params import DEFAULTS
+from sparktorch.ml.params import DEFAULTS, LabelColumns
 from sparktorch.ml.translate import given
 
 __all__ = ["TorchRegressionModel", "TorchRegressor"]

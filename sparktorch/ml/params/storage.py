@@ -1,4 +1,4 @@
-"""The Params that say where the rows are kept while they are trained on, and how they get there."""
+"""Where the rows are kept while they are trained on, and how they get there."""
 
 from __future__ import annotations
 
