@@ -4,6 +4,9 @@
 those of the dense ones. A side reads its files, sends the rows to Python and makes tensors of them; "shard" is that of
 a rank, which also has a key made of every row and checks it. All sides but the split leave the rows where they are.
 
+The scalars are 100 columns with the label, which is as many as Spark reads from Parquet column by column
+(`spark.sql.codegen.maxFields`); beyond, both sides read them row by row.
+
 A shard keeps sparse vectors sparse, and makes dense ones of a micro-batch at a time. So both of their sides go on until
 each row has been handed over once, in dense micro-batches.
 
@@ -51,7 +54,7 @@ CORES = 2
 BATCH = 1_024
 IMAGE, IMAGE_BATCH = 224, 64
 BATCHES = "rows long, wall double, cpu double"  # what `to_batches` yields
-WIDTH = 100
+WIDTH, SCALARS = 100, 99
 SPARSE_WIDTH, FILLED = 1_000, 10
 GOALS = {
     "array<float>: shard / bare mapInArrow": Goal(0.9, at_least=True),
@@ -75,7 +78,7 @@ def write_rows(directory: Path, rows: int) -> None:
         label = pa.array(features[:, 0])
         offsets = pa.array(np.arange(0, features.size + 1, WIDTH, dtype=np.int32))
         arrays = {"features": pa.ListArray.from_arrays(offsets, pa.array(features.reshape(-1))), "label": label}
-        scalars = {f"f{index}": pa.array(np.ascontiguousarray(features[:, index])) for index in range(WIDTH)}
+        scalars = {f"f{index}": pa.array(np.ascontiguousarray(features[:, index])) for index in range(SCALARS)}
         for name, columns in (("arrays", arrays), ("scalars", {**scalars, "label": label})):
             (directory / name).mkdir(exist_ok=True)
             pq.write_table(pa.table(columns), directory / name / f"part-{part}.parquet")
@@ -149,7 +152,7 @@ def to_batches(batches: Iterable[pa.RecordBatch], columns: Columns, size: int) -
 
 def to_stack(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Stacks scalar columns, as one does by hand."""
-    parts = [np.stack([batch.column(f"f{index}").to_numpy() for index in range(WIDTH)], axis=1) for batch in batches]
+    parts = [np.stack([batch.column(f"f{index}").to_numpy() for index in range(SCALARS)], axis=1) for batch in batches]
     yield _count(len(np.concatenate(parts)))
 
 
@@ -178,21 +181,20 @@ class Sides:
     def sides(self) -> dict[str, Callable[[], float]]:
         """Returns the sides by name."""
         arrays, dense = self._wire("arrays", ["features"]), self._wire("dense", ["features"])
-        names = [f"f{index}" for index in range(WIDTH)]
+        names = [f"f{index}" for index in range(SCALARS)]
         scalars = self._wire("scalars", names, InputOptions(assemble=True))
         sparse = self._wire("sparse", ["features"])
         dense_first = self._read("sparse").select(vector_to_array("features", "float32").alias("features"), "label")
-        wide = self._rows // 4 * SPARSE_WIDTH * 4e-6
         found: dict[str, Callable[[], float]] = {
             "array<float>: shard": self._shard(*arrays),
             "array<float>: bare mapInArrow": self._side(arrays[0].drop(KEY), to_count),
             "array<float>: bare, with a key": self._side(arrays[0], to_count),
             "array<float>: RDD of rows": self._rdd,
-            "100 scalars: shard": self._shard(*scalars),
-            "100 scalars: stacked in Python": self._side(self._read("scalars"), to_stack),
+            "100 scalars: shard": self._shard(*scalars, width=SCALARS),
+            "100 scalars: stacked in Python": self._side(self._read("scalars"), to_stack, width=SCALARS),
             "dense vectors: shard": self._shard(*dense),
-            "sparse vectors: shard": self._handed_over(*sparse, megabytes=wide),
-            "sparse vectors: densified first": self._handed_over(*self._prepared(dense_first), megabytes=wide),
+            "sparse vectors: shard": self._handed_over(*sparse),
+            "sparse vectors: densified first": self._handed_over(*self._prepared(dense_first)),
             "images: shard": self._decoded,
             "images: DataLoader": self._loaded,
             "split by key, s": partial(self._to_nowhere, split(arrays[0], CORES)),
@@ -217,17 +219,23 @@ class Sides:
         )
         return frame.data, frame.columns
 
-    def _shard(self, data: DataFrame, columns: Columns, *, megabytes: float = 0) -> Callable[[], float]:
-        return self._side(data, partial(to_shard, columns=columns), megabytes=megabytes)
+    def _shard(self, data: DataFrame, columns: Columns, *, width: int = WIDTH) -> Callable[[], float]:
+        return self._side(data, partial(to_shard, columns=columns), width=width)
 
-    def _handed_over(self, data: DataFrame, columns: Columns, *, megabytes: float) -> Callable[[], float]:
+    def _handed_over(self, data: DataFrame, columns: Columns) -> Callable[[], float]:
         function = partial(to_batches, columns=columns, size=BATCH)
-        return self._side(data, function, megabytes=megabytes, schema=BATCHES)
+        return self._side(data, function, rows=self._rows // 4, width=SPARSE_WIDTH, schema=BATCHES)
 
     def _side(
-        self, data: DataFrame, function: Callable[..., Any], *, megabytes: float = 0, schema: str = "rows long"
+        self,
+        data: DataFrame,
+        function: Callable[..., Any],
+        *,
+        rows: int | None = None,
+        width: int = WIDTH,
+        schema: str = "rows long",
     ) -> Callable[[], float]:
-        size = megabytes or self._rows * WIDTH * 4e-6
+        expected = self._rows if rows is None else rows
 
         def run() -> float:
             counted: list[int] = []
@@ -236,8 +244,8 @@ class Sides:
                 counted.extend(row["rows"] for row in data.mapInArrow(function, schema).collect())
 
             took = seconds(job)
-            assert sum(counted) == (self._rows // 4 if megabytes else self._rows)
-            return size / took
+            assert sum(counted) == expected
+            return expected * width * 4e-6 / took
 
         return run
 
