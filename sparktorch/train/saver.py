@@ -87,6 +87,7 @@ class Saver:
         self._config, self._job, self._world, self._board = config, job, world, board
         self._kept: dict[int, float | None] = {}  # in rank 0: the checkpoints that are whole, with their losses
         self._failing = False
+        self._step = -1  # of the last save
         self._claim: Claim | None = None
         self._lost: PersistenceError | None = None
         self.store, self.start = self._find_start()
@@ -166,6 +167,9 @@ class Saver:
         Raises:
             PersistenceError: Another fit has taken the directory.
         """
+        # Only ranks' main threads keep step: a second share of the same step could get under the first one's manifest.
+        assert position.step > self._step, f"step {position.step} is saved after step {self._step}"
+        self._step = position.step
         self._wait()
         if self._lost is not None:
             raise self._lost
