@@ -16,6 +16,7 @@ import json
 import pickle
 import re
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -48,11 +49,13 @@ class Share:
         tensors: By name.
         offsets: Where each begins in the whole tensor.
         rest: What else there is, as `torch.save` writes it: the loop goes on changing it.
+        seconds: That the copy took.
     """
 
     tensors: dict[str, torch.Tensor]
     offsets: dict[str, list[int]]
     rest: bytes
+    seconds: float = 0.0
 
 
 def snapshot(tensors: Mapping[str, torch.Tensor], rest: dict[str, Any], saves: Callable[[str], bool]) -> Share:
@@ -63,6 +66,7 @@ def snapshot(tensors: Mapping[str, torch.Tensor], rest: dict[str, Any], saves: C
         rest: What else to keep: numbers, strings, tensors, and lists and dicts of them.
         saves: Whether this rank keeps a tensor that is not divided.
     """
+    started = time.perf_counter()
     kept: dict[str, torch.Tensor] = {}
     offsets: dict[str, list[int]] = {}
     for name, value in tensors.items():
@@ -72,7 +76,7 @@ def snapshot(tensors: Mapping[str, torch.Tensor], rest: dict[str, Any], saves: C
             offsets[name] = offset or [0]
     content = io.BytesIO()
     torch.save(rest, content)
-    return Share(kept, offsets, content.getvalue())
+    return Share(kept, offsets, content.getvalue(), time.perf_counter() - started)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -72,6 +72,8 @@ class Saver:
     Attributes:
         store: The checkpoints.
         start: The one that the training goes on from, `None` for the beginning.
+        seconds: How long this rank has copied shares and waited for one to be written before the next, while its
+            training stood still; and how long it has written them, beside the training.
     """
 
     def __init__(self, config: CheckpointConfig, job: dict[str, Any], world: World, board: Board) -> None:
@@ -92,6 +94,7 @@ class Saver:
         """
         self._config, self._job, self._world, self._board = config, job, world, board
         self._kept: dict[int, float | None] = {}  # in rank 0: the checkpoints that are whole, with their losses
+        self.seconds = dict.fromkeys(("checkpoint_copy", "checkpoint_wait", "checkpoint_write"), 0.0)
         self._failing = False
         self._step = -1  # of the last save
         self._attempts: set[str] = set()  # in rank 0: this one, and those before it
@@ -185,6 +188,7 @@ class Saver:
         # Only ranks' main threads keep step: a second share of the same step could get under the first one's manifest.
         assert position.step > self._step, f"step {position.step} is saved after step {self._step}"
         self._step = position.step
+        self.seconds["checkpoint_copy"] += share.seconds
         self._wait()
         if self._lost is not None:
             raise self._lost
@@ -209,19 +213,22 @@ class Saver:
 
     def _wait(self) -> None:
         """Waits for what is being written; this rank moves with it, and does not stand still where others have to."""
+        started = time.perf_counter()
         while self._thread is not None and self._thread.is_alive():
             self._thread.join(_LOOK_SECONDS)
             if self._collecting:
                 self._board.moved()
+        self.seconds["checkpoint_wait"] += time.perf_counter() - started
 
     def _write(self, position: Position, share: Share, loss: float | None) -> None:
-        step, topic = position.step, f"saved/{position.step}"
+        step, topic, started = position.step, f"saved/{position.step}", time.perf_counter()
         try:
             written: dict[str, Any] = {"files": self.store.write_share(step, self._world.rank, share)}
             self._failing &= self._world.is_main  # which has a manifest still to write
         except Exception as error:  # file systems have errors of their own
             written = {"error": str(error)}
             self._failed(step, error)
+        self.seconds["checkpoint_write"] += time.perf_counter() - started
         try:
             self._board.post(topic, written)
             found = self._collect(topic) if self._world.is_main else []

@@ -1,4 +1,4 @@
-"""What the ranks write of one moment becomes one checkpoint, however slow one of them is."""
+"""What the ranks write of one moment becomes one checkpoint, however slow one of them is; and what that costs."""
 
 from __future__ import annotations
 
@@ -63,3 +63,6 @@ def test_a_checkpoint_at_the_end_of_an_epoch_holds_the_same_moment_of_all_ranks(
     found, metas = train_on(parts(2), job)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     assert timeless(metas[0]["history"]) == timeless(wanted[0]["history"])
+    for meta in metas:
+        assert meta["seconds"]["checkpoint_copy"] > 0
+        assert meta["seconds"]["checkpoint_write"] > 0
