@@ -13,22 +13,15 @@ background with its checksums and fsync. Checkpoints go to the temporary directo
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any
-from unittest.mock import patch
 
 from benchmarks.common import Goal, arguments, interleave, machine, report, workspace
 from benchmarks.nets import Mlp
 from benchmarks.ranks import Place, Ranks, fit
 from sparktorch.config import CheckpointConfig, TrainConfig
-from sparktorch.train import loop
-from sparktorch.train.checkpoint import CheckpointStore, snapshot
 from sparktorch.train.recipe import Recipe
 
 RANKS = 2
@@ -38,11 +31,11 @@ GOALS = {"epoch with saving / without": Goal(1.03)}
 
 @dataclass(frozen=True)
 class Turn:
-    """Seconds of each measured epoch, of each copy to host memory, and of each of the rank's writes."""
+    """Seconds of each measured epoch, and of a copy to host memory and of a rank's write, each a mean."""
 
     epochs: list[float]
-    copies: list[float]
-    writes: list[float]
+    copy: float
+    write: float
 
 
 def train(place: Place, epochs: int, steps: int, folder: str | None) -> Turn:
@@ -50,28 +43,9 @@ def train(place: Place, epochs: int, steps: int, folder: str | None) -> Turn:
     recipe = Recipe(module=Mlp, module_params={"width": WIDTH, "layers": LAYERS})
     config = TrainConfig(task="regression", batch_size=BATCH * place.world.world_size, epochs=epochs)
     checkpoint = CheckpointConfig(directory=folder, owner=folder) if folder else None
-    with (
-        stopwatch(loop, "snapshot", snapshot) as copies,
-        stopwatch(CheckpointStore, "write_share", CheckpointStore.write_share) as writes,
-    ):
-        course = fit(place, BATCH * steps, Mlp.inputs, recipe, config, checkpoint=checkpoint)
-    return Turn(course.epochs[1:], copies, writes)
-
-
-@contextmanager
-def stopwatch(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[list[float]]:
-    """Notes within the block how many seconds each call of a function takes."""
-    took: list[float] = []
-
-    @wraps(function)
-    def timed(*arguments: Any, **options: Any) -> Any:
-        started = time.perf_counter()
-        result = function(*arguments, **options)
-        took.append(time.perf_counter() - started)
-        return result
-
-    with patch.object(owner, name, timed):
-        yield took
+    course = fit(place, BATCH * steps, Mlp.inputs, recipe, config, checkpoint=checkpoint)
+    copy, write = (course.seconds.get(f"checkpoint_{name}", 0.0) / epochs for name in ("copy", "write"))
+    return Turn(course.epochs[1:], copy, write)
 
 
 class Turns:
@@ -89,8 +63,8 @@ class Turns:
         folder = mkdtemp(dir=self._work) if saving else None
         turns = self._ranks(train, self._epochs, self._steps, folder)
         if folder:
-            self.copies.append(1000 * max(statistics.median(turn.copies) for turn in turns))
-            self.writes.append(1000 * max(statistics.median(turn.writes) for turn in turns))
+            self.copies.append(1000 * max(turn.copy for turn in turns))
+            self.writes.append(1000 * max(turn.write for turn in turns))
             latest = max(Path(folder).glob("step-*"))
             self.megabytes = sum(file.stat().st_size for file in latest.iterdir()) / 1e6
         return statistics.fmean(statistics.fmean(turn.epochs) for turn in turns)

@@ -126,10 +126,12 @@ class Course:
     Attributes:
         epochs: Seconds of each epoch, from the end of the one before to its own end.
         history: What the loop says of each; empty but on rank 0.
+        seconds: Of the rank's phases.
     """
 
     epochs: list[float]
     history: list[dict[str, Any]]
+    seconds: dict[str, float]
 
 
 def fit(
@@ -146,7 +148,7 @@ def fit(
     job = TrainJob(columns=columns(width), recipe=recipe, config=config, checkpoint=checkpoint)
     with link.beating():
         result = train_partition(rows_of(place.world, rows, width), world=place.world, job=job, link=link)
-    return Course(np.diff(link.marks).tolist(), result.meta.get("history", []))
+    return Course(np.diff(link.marks).tolist(), result.meta.get("history", []), result.meta["seconds"])
 
 
 def columns(width: int) -> Columns:

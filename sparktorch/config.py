@@ -180,6 +180,7 @@ class CheckpointConfig:
         unit: Whether that counts "epoch"s or "step"s.
         keep: Number of checkpoints to keep; the one of the best validation stays besides.
         owner: Identifies the fit; another one may not write into its directory at the same time.
+        restart: How often the fit was started before.
         job: What the training is, by name; one that differs may not go on from its checkpoints.
 
     Raises:
@@ -191,6 +192,7 @@ class CheckpointConfig:
     unit: Literal["epoch", "step"] = "epoch"
     keep: int = 2
     owner: str = ""
+    restart: int = 0
     job: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:

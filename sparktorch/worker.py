@@ -202,7 +202,7 @@ def _train_on(shard: Shard, world: World, job: TrainJob, link: Link, clock: _Clo
         "host": world.host,
         "device": world.device,
         "threads": world.threads,
-        "seconds": clock.laps,
+        "seconds": clock.laps | (saver.seconds if saver else {}),
     }
     best = 0
     if independent:

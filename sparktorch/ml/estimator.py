@@ -340,16 +340,20 @@ def _train(frame: Frame, trial: Trial, request: Request, report: FitReport) -> R
     try:
         now, lost = request, []
         for restart in range(request.max_restarts):
-            results = _unless_lost(partial(_run, frame, job, now, report), restart + 1, now)
+            results = _unless_lost(partial(_run, frame, _restarted(job, restart), now, report), restart + 1, now)
             if results is not None:
                 return results
             lost.append(now.launch.tag)
             now = _with_slots_left(frame.data.sparkSession, request, lost)
-        return _run(frame, job, now, report)
+        return _run(frame, _restarted(job, request.max_restarts), now, report)
     finally:
         if request.checkpoint is not None:
             with suppress(Exception):  # if only ranks reach the directory, the claim ends by itself
                 CheckpointStore(request.checkpoint.directory).release(request.checkpoint.owner)
+
+
+def _restarted(job: TrainJob, times: int) -> TrainJob:
+    return job if job.checkpoint is None else replace(job, checkpoint=replace(job.checkpoint, restart=times))
 
 
 def _unless_lost(run: Callable[[], Results], number: int, request: Request) -> Results | None:

@@ -26,7 +26,8 @@ class TrainingSummary:
         numWorkers: Number of ranks.
         fingerprint: Identifies the training rows, whatever their order and partitioning.
         seconds: Wall seconds of the driver's phases and of those of the rank that the model comes from.
-        ranks: Per rank: host, device, threads, rows, bytes, `storage` ("memory" or "disk"), seconds,
+        ranks: Per rank: host, device, threads, rows, bytes, `storage` ("memory" or "disk"), seconds (with checkpoints
+            also those of copying and of waiting for the one before, in which training stood still, and of writing),
             `data_wait_share` (what part of its training it waited for rows, in `[0, 1]`); and `epochs`, the
             history of its own model, under strategy "independent".
         confusionMatrix: Of a classifier with validation rows, how many of them with class `i` (row)

@@ -16,6 +16,7 @@ import json
 import pickle
 import re
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -48,11 +49,13 @@ class Share:
         tensors: By name.
         offsets: Where each begins in the whole tensor.
         rest: What else there is, as `torch.save` writes it: the loop goes on changing it.
+        seconds: That the copy took.
     """
 
     tensors: dict[str, torch.Tensor]
     offsets: dict[str, list[int]]
     rest: bytes
+    seconds: float = 0.0
 
 
 def snapshot(tensors: Mapping[str, torch.Tensor], rest: dict[str, Any], saves: Callable[[str], bool]) -> Share:
@@ -63,6 +66,7 @@ def snapshot(tensors: Mapping[str, torch.Tensor], rest: dict[str, Any], saves: C
         rest: What else to keep: numbers, strings, tensors, and lists and dicts of them.
         saves: Whether this rank keeps a tensor that is not divided.
     """
+    started = time.perf_counter()
     kept: dict[str, torch.Tensor] = {}
     offsets: dict[str, list[int]] = {}
     for name, value in tensors.items():
@@ -72,7 +76,7 @@ def snapshot(tensors: Mapping[str, torch.Tensor], rest: dict[str, Any], saves: C
             offsets[name] = offset or [0]
     content = io.BytesIO()
     torch.save(rest, content)
-    return Share(kept, offsets, content.getvalue())
+    return Share(kept, offsets, content.getvalue(), time.perf_counter() - started)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,17 +113,18 @@ class CheckpointStore:
     seconds, write into none that is read later.
     """
 
-    def __init__(self, url: str, attempt: str = "") -> None:
+    def __init__(self, url: str, attempt: str = "", moved: Callable[[], object] = lambda: None) -> None:
         """Opens the directory, which need not exist.
 
         Args:
             url: Of the directory.
             attempt: What tells the folders of this attempt from those of others, in hexadecimal.
+            moved: Called for every few MB that have been read or written.
 
         Raises:
             PersistenceError: The file system is unknown, or its package is not installed.
         """
-        self.directory = Directory(url)
+        self.directory = Directory(url, moved)
         self._attempt = attempt
 
     def write_share(self, step: int, rank: int, share: Share) -> dict[str, dict[str, Any]]:
@@ -144,9 +149,9 @@ class CheckpointStore:
         content = json.dumps({"manifest": values, "sha256": _digest(values)}, indent=1).encode()
         self.directory.put(f"{_folder(manifest.step, self._attempt)}/{_MANIFEST}", content)
 
-    def claim(self, owner: str) -> Claim:
+    def claim(self, owner: str, restart: int = 0) -> Claim:
         """Takes the directory for an attempt of a fit; raises what `Claim` does."""
-        return Claim(self.directory, owner, self._attempt)
+        return Claim(self.directory, owner, self._attempt, restart)
 
     def claimed_by(self, owner: str) -> bool:
         """Whether the directory holds the claim of this attempt of a fit, as every rank of it must see."""
@@ -156,29 +161,45 @@ class CheckpointStore:
         """Gives the directory back, if it is this fit's."""
         release(self.directory, owner)
 
-    def finish(self, step: int) -> None:
-        """Notes that the training has come to its end, so that none goes on from its checkpoints."""
-        self.directory.put(_FINISHED, json.dumps({"step": step}).encode())
+    def finish(self, step: int, owner: str = "") -> None:
+        """Notes that a fit's training has come to its end, so that no other fit goes on from its checkpoints."""
+        self.directory.put(_FINISHED, json.dumps({"step": step, "owner": owner}).encode())
 
     @property
     def finished(self) -> bool:
         """Whether the training that these checkpoints belong to has come to its end."""
         return self.directory.exists(_FINISHED)
 
+    def finished_by(self, owner: str) -> bool:
+        """Whether that was the training of this very fit, as far as can be read."""
+        try:
+            return bool(json.loads(self.directory.read(_FINISHED))["owner"] == owner)
+        except (FileNotFoundError, ValueError, TypeError, KeyError):
+            return False
+
+    def reopen(self) -> None:
+        """Takes back that the training has come to its end."""
+        self.directory.remove(_FINISHED)
+
     def clear(self) -> None:
         """Removes all checkpoints."""
         self.keep(set())
-        self.directory.remove(_FINISHED)
+        self.reopen()
 
-    def keep(self, steps: set[int], *, before: int | None = None) -> None:
+    def attempts(self) -> set[str]:
+        """Returns the attempts of which there are folders."""
+        return {attempt for _, attempt in self._found()}
+
+    def keep(self, steps: set[int], *, before: int | None = None, attempts: set[str] | None = None) -> None:
         """Removes all checkpoints but those of the given steps, and what unfinished ones have left behind.
 
         Args:
             steps: What is kept.
             before: Where ranks may be writing later ones, remove only those of earlier steps.
+            attempts: Where another attempt may have begun, remove only those of these.
         """
         for step, attempt in self._found():
-            if before is not None and step >= before:
+            if (before is not None and step >= before) or (attempts is not None and attempt not in attempts):
                 continue
             folder = _folder(step, attempt)
             if step not in steps:

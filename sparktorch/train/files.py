@@ -6,7 +6,7 @@ import errno
 import hashlib
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ __all__ = ["Directory", "cannot_write"]
 _GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _CLOSED = (errno.EROFS, errno.EACCES, errno.EPERM)
+_READ_BYTES = 4 << 20  # at once
+_WRITE_BYTES = 64 << 20
 
 
 class Directory:
@@ -28,8 +30,12 @@ class Directory:
         url: As the user gave it.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, moved: Callable[[], object] = lambda: None) -> None:
         """Opens the directory, which need not exist.
+
+        Args:
+            url: Of the directory.
+            moved: Called for every few MB of a file that have been read or written.
 
         Raises:
             PersistenceError: The file system is unknown, or its package is not installed.
@@ -37,7 +43,7 @@ class Directory:
         import fsspec  # which only those who save have to wait for
         from fsspec.implementations.local import LocalFileSystem
 
-        self.url = url
+        self.url, self._moved = url, moved
         try:
             self._fs, root = fsspec.core.url_to_fs(url)
         except (ImportError, ValueError) as error:
@@ -47,6 +53,8 @@ class Directory:
 
     def put(self, name: str, content: bytes, *, new: bool = False) -> None:
         """Writes a file that is there as a whole or not at all, in place of the one of that name.
+
+        A file of more than 64 MB may be cut off where writing it fails on another file system than the local one.
 
         Args:
             name: Of the file; its folder is made.
@@ -59,7 +67,13 @@ class Directory:
         """
         path = self._path(name)
         if self._is_local:
-            _put_local(Path(path), content, new=new)
+            _put_local(Path(path), content, self._moved, new=new)
+        elif len(content) > _WRITE_BYTES:
+            # Cut off where it fails, which a manifest tells: those are small, and not written in parts.
+            with self._fs.open(path, "wb") as file:
+                for block in _blocks(content):
+                    file.write(block)
+                    self._moved()
         elif not new or not self._create(path, content):
             self._fs.pipe_file(path, content)
 
@@ -78,9 +92,10 @@ class Directory:
         """Returns size in bytes and SHA-256 of a file; raises what `read` does."""
         digest, size = hashlib.sha256(), 0
         with self._reaching(), self._fs.open(self._path(name), "rb") as file:
-            while block := file.read(1 << 22):
+            while block := file.read(_READ_BYTES):
                 digest.update(block)
                 size += len(block)
+                self._moved()
         return {"bytes": size, "sha256": digest.hexdigest()}
 
     def exists(self, name: str) -> bool:
@@ -113,12 +128,14 @@ class Directory:
 
     def fetch(self, name: str, target: Path) -> None:
         """Makes a file available under a local path, where there is nothing yet; raises what `read` does."""
+        from fsspec.callbacks import Callback
+
         path = self._path(name)
         with self._reaching():
             if self._is_local:
                 target.symlink_to(path)
             else:
-                self._fs.get_file(path, str(target))
+                self._fs.get_file(path, str(target), callback=Callback(hooks={"moved": lambda *_: self._moved()}))
 
     def _create(self, path: str, content: bytes) -> bool:
         """Writes a file that is not there yet; returns whether the file system knows how to make sure of that."""
@@ -173,15 +190,23 @@ def cannot_write(url: str, error: BaseException) -> tuple[str, str]:
     return f"{url} cannot be written: {reason}", hint
 
 
-def _put_local(target: Path, content: bytes, *, new: bool) -> None:
+def _blocks(content: bytes) -> Iterator[memoryview]:
+    view = memoryview(content)
+    for start in range(0, len(content), _WRITE_BYTES):
+        yield view[start : start + _WRITE_BYTES]
+
+
+def _put_local(target: Path, content: bytes, moved: Callable[[], object], *, new: bool) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     # A name that nobody can have foreseen, and no link planted at.
     partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
         with partial.open("xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+            for block in _blocks(content):
+                file.write(block)
+                file.flush()
+                os.fsync(file.fileno())  # or all that is in the page cache is waited for at the end
+                moved()
         if new:
             os.link(partial, target)
             partial.unlink()

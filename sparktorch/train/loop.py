@@ -301,7 +301,7 @@ class _Training:
                     break
                 self._reporter.enter("training", epoch=epoch + 1, step=step + 1)
                 engine.module.train()
-            if self._saver is not None:
+            if self._saver is not None and tally.taken < len(scales):  # after the last one comes the epoch's end
                 tally.seconds = time.perf_counter() - started
                 self._save(Position(context.step, epoch, tally.taken))
 

@@ -19,6 +19,8 @@ from sparktorch.world import World
 __all__ = ["Board", "Position", "Saver"]
 
 _CLAIM_AGAIN_SECONDS = 10.0
+_LEAVING_SECONDS = 5.0  # for a claim that is being renewed
+_LOOK_SECONDS = 1.0
 _SEEN_SECONDS = 5.0  # after which a network file system shows what another host has written
 _PATIENCE = 10.0  # seconds without a heartbeat of a rank whose share is missing
 
@@ -40,6 +42,10 @@ class Board(Protocol):
 
     def warn(self, text: str) -> None:
         """Has the driver warn of something that does not end the fit."""
+        ...
+
+    def moved(self) -> None:
+        """Notes that the rank is not standing still."""
         ...
 
 
@@ -66,6 +72,8 @@ class Saver:
     Attributes:
         store: The checkpoints.
         start: The one that the training goes on from, `None` for the beginning.
+        seconds: How long this rank has copied shares and waited for one to be written before the next, while its
+            training stood still; and how long it has written them, beside the training.
     """
 
     def __init__(self, config: CheckpointConfig, job: dict[str, Any], world: World, board: Board) -> None:
@@ -86,27 +94,33 @@ class Saver:
         """
         self._config, self._job, self._world, self._board = config, job, world, board
         self._kept: dict[int, float | None] = {}  # in rank 0: the checkpoints that are whole, with their losses
+        self.seconds = dict.fromkeys(("checkpoint_copy", "checkpoint_wait", "checkpoint_write"), 0.0)
         self._failing = False
-        self._claim: Claim | None = None
-        self._lost: PersistenceError | None = None
-        self.store, self.start = self._find_start()
+        self._step = -1  # of the last save
+        self._attempts: set[str] = set()  # in rank 0: this one, and those before it
         self._thread: threading.Thread | None = None
+        self._collecting = False
+        self._lost: PersistenceError | None = None
+        self._claim: Claim | None = None
         self._done = threading.Event()
         self._claims = threading.Thread(target=self._renew, name="sparktorch-claim", daemon=True)
+        try:
+            self.store, self.start = self._find_start()
+        except BaseException:
+            self._stop_claiming()
+            raise
 
     def __enter__(self) -> Saver:
-        if self._world.is_main:
-            self._claims.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._done.set()  # a process that is used again must not hold on to the directory
+        self._stop_claiming()  # a process that is used again must not hold on to the directory
 
     def _find_start(self) -> tuple[CheckpointStore, Manifest | None]:
         """Returns the store, and the checkpoint to go on from, the same in every rank; `None` for the beginning."""
         found = self._clear_up() if self._world.is_main else {}
         found = self._board.agree("start", found)[0]
-        store = CheckpointStore(self._config.directory, found["attempt"])
+        store = CheckpointStore(self._config.directory, found["attempt"], self._board.moved)
         self._check_shared(store, found["host"])
         if "step" not in found:
             return store, None
@@ -115,15 +129,18 @@ class Saver:
     def _clear_up(self) -> dict[str, Any]:
         """Takes the directory, removes what nobody will go on from, and returns what all ranks must know."""
         attempt = secrets.token_hex(4)
-        store = CheckpointStore(self._config.directory, attempt)
+        store = CheckpointStore(self._config.directory, attempt, self._board.moved)
         try:
-            self._claim = store.claim(self._config.owner)
+            self._claim = store.claim(self._config.owner, self._config.restart)
         except SparkTorchError:
             raise
         except Exception as error:
             reason, hint = cannot_write(self._config.directory, error)
             raise PersistenceError(f"checkpointDir {reason}", hint=hint, param="checkpointDir") from error
-        if store.finished:
+        self._claims.start()  # to read all that is there may take longer than a claim has force
+        if store.finished_by(self._config.owner):
+            store.reopen()  # but the fit was not: it has lost a rank that was about to hand back its result
+        elif store.finished:
             store.clear()
         manifest, problems = store.usable()
         for problem in problems:
@@ -131,10 +148,12 @@ class Saver:
         found = {"attempt": attempt, "host": self._world.host}
         if manifest is None:
             store.keep(set())
+            self._attempts = {attempt}
             return found
         _check_same(manifest.job, self._job, self._config.directory)
         self._kept = {other.step: other.loss for other in store.manifests() if other.step <= manifest.step}
         store.keep(set(self._kept))
+        self._attempts = {attempt, *store.attempts()}
         return {**found, "step": manifest.step, "written_by": manifest.attempt}
 
     def _check_shared(self, store: CheckpointStore, host: str) -> None:
@@ -166,6 +185,10 @@ class Saver:
         Raises:
             PersistenceError: Another fit has taken the directory.
         """
+        # Only ranks' main threads keep step: a second share of the same step could get under the first one's manifest.
+        assert position.step > self._step, f"step {position.step} is saved after step {self._step}"
+        self._step = position.step
+        self.seconds["checkpoint_copy"] += share.seconds
         self._wait()
         if self._lost is not None:
             raise self._lost
@@ -177,39 +200,50 @@ class Saver:
     def close(self, position: Position) -> None:
         """Waits for what is being written, and notes that the training has come to its end."""
         self._wait()
-        self._done.set()
-        if not self._world.is_main:
+        if self._claim is None:
             return
-        self._claims.join()  # or it would claim the directory once more after it has been given back
-        if self._lost is not None:
-            return
+        self._stop_claiming()  # or the directory would be claimed once more after it has been given back
         try:
-            self.store.keep(set(self._kept))
-            self.store.finish(position.step)
+            self._hold()
+            self.store.keep(set(self._kept), attempts=self._attempts)
+            self.store.finish(position.step, self._config.owner)
             self.store.release(self._config.owner)
         except Exception as error:
             self._board.warn(f"the end of the training could not be noted in {self._config.directory}: {error}")
 
     def _wait(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
+        """Waits for what is being written; this rank moves with it, and does not stand still where others have to."""
+        started = time.perf_counter()
+        while self._thread is not None and self._thread.is_alive():
+            self._thread.join(_LOOK_SECONDS)
+            if self._collecting:
+                self._board.moved()
+        self.seconds["checkpoint_wait"] += time.perf_counter() - started
 
     def _write(self, position: Position, share: Share, loss: float | None) -> None:
-        step, topic = position.step, f"saved/{position.step}"
+        step, topic, started = position.step, f"saved/{position.step}", time.perf_counter()
         try:
             written: dict[str, Any] = {"files": self.store.write_share(step, self._world.rank, share)}
             self._failing &= self._world.is_main  # which has a manifest still to write
         except Exception as error:  # file systems have errors of their own
             written = {"error": str(error)}
             self._failed(step, error)
+        self.seconds["checkpoint_write"] += time.perf_counter() - started
         try:
             self._board.post(topic, written)
-            found = self._board.collect(topic, patience=_PATIENCE) if self._world.is_main else []
+            found = self._collect(topic) if self._world.is_main else []
         except Exception as error:  # a rank is lost, or the driver: the loop meets that, too
             self._board.warn(f"no checkpoint at step {step}: {type(error).__name__}: {error}")
             return
         if self._world.is_main:
             self._complete(position, found, loss)
+
+    def _collect(self, topic: str) -> list[dict[str, Any]]:
+        self._collecting = True
+        try:
+            return self._board.collect(topic, patience=_PATIENCE)
+        finally:
+            self._collecting = False
 
     def _failed(self, step: int, error: Exception) -> None:
         """Warns of a checkpoint that cannot be written, unless the one before could not be either."""
@@ -244,7 +278,10 @@ class Saver:
             files={name: found for share in written for name, found in share["files"].items()},
         )
         try:
+            self._hold()
             self.store.write_manifest(manifest)
+        except PersistenceError:  # the directory is lost, which ends the training at its next checkpoint
+            return False
         except Exception as error:
             self._failed(position.step, error)
             return False
@@ -259,12 +296,29 @@ class Saver:
         if losses:
             kept.add(min(losses, key=lambda step: losses[step]))
         self._kept = {step: loss for step, loss in self._kept.items() if step in kept}
-        self.store.keep(kept, before=step)
+        self._hold()
+        self.store.keep(kept, before=step, attempts=self._attempts)
 
     def _renew(self) -> None:
         """Renews the claim for as long as the training goes on, or until somebody else has it."""
         while self._lost is None and not self._done.wait(_CLAIM_AGAIN_SECONDS):
             self._renew_once()
+
+    def _stop_claiming(self) -> None:
+        self._done.set()
+        if self._claims.is_alive():
+            self._claims.join(_LEAVING_SECONDS)
+
+    def _hold(self) -> None:
+        """Raises if somebody else has, or ever had, the directory."""
+        assert self._claim is not None
+        try:
+            if self._lost is None:
+                self._claim.check()
+        except PersistenceError as error:
+            self._lost = error
+        if self._lost is not None:
+            raise self._lost
 
     def _renew_once(self) -> None:
         assert self._claim is not None

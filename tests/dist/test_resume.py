@@ -128,9 +128,8 @@ def test_a_module_that_the_checkpoint_does_not_hold_is_refused(tmp_path: Path) -
 
 
 def test_a_training_that_has_ended_is_not_gone_on_with(tmp_path: Path) -> None:
-    job = job_for(tmp_path, epochs=1)
-    first, _ = train_on(parts(2), job)
-    again, metas = train_on(parts(2), job)
+    first, _ = train_on(parts(2), job_for(tmp_path, epochs=1))
+    again, metas = train_on(parts(2), job_for(tmp_path, owner="another fit", epochs=1))
     assert len(metas[0]["history"]) == 1
     assert all(torch.equal(first[name], again[name]) for name in first)
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())

@@ -1,0 +1,233 @@
+"""One rank's saver: who may write and remove what, and that a rank which saves is not taken for one that stands still."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from fsspec.implementations.dirfs import DirFileSystem
+
+from sparktorch.config import CheckpointConfig
+from sparktorch.errors import PersistenceError
+from sparktorch.train import files, saver
+from sparktorch.train.checkpoint import CheckpointStore, Share
+from sparktorch.train.files import Directory
+from sparktorch.train.link import Link, connect
+from sparktorch.train.saver import Position, Saver
+from sparktorch.world import World
+from tests.support.ranks import control_server
+
+SHARE = Share({"module.x": torch.zeros(3)}, {"module.x": [0]}, b"")
+
+
+class Moves(Link):
+    """A line that counts how often its rank has moved."""
+
+    count = 0
+
+    def moved(self) -> None:
+        self.count += 1
+        super().moved()
+
+
+@pytest.fixture
+def line() -> Iterator[Callable[[], Moves]]:
+    """Opens lines, each to a driver of its own, as the attempts of a fit have them."""
+    with ExitStack() as servers:
+
+        def opened() -> Moves:
+            meeting = servers.enter_context(control_server()).rendezvous
+            return Moves(partial(connect, meeting.host, meeting.port, meeting.prefix), World())
+
+        yield opened
+
+
+def config(folder: Path | str, **values: Any) -> CheckpointConfig:
+    return CheckpointConfig(directory=str(folder), unit="step", **{"owner": "mine", **values})
+
+
+def save(saver: Saver, *steps: int) -> None:
+    """Saves, and waits until that is over."""
+    for step in steps:
+        saver.save(Position(step=step), SHARE, None)
+    for thread in threading.enumerate():
+        if thread.name == "sparktorch-save":
+            thread.join(30)
+            assert not thread.is_alive()
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.glob("step-*")}
+
+
+def test_an_attempt_that_wakes_up_after_a_later_one_has_begun_removes_and_adds_nothing(
+    tmp_path: Path, line: Callable[[], Moves]
+) -> None:
+    with Saver(config(tmp_path, keep=1), {}, World(), line()) as earlier:
+        save(earlier, 10)
+        with Saver(config(tmp_path, restart=1), {}, World(), line()) as later:
+            assert later.start is not None
+            save(later, 60, 70)
+            there = names(tmp_path)
+            save(earlier, 100)
+            assert names(tmp_path) == there
+            with pytest.raises(PersistenceError, match="a later attempt of this one"):
+                earlier.save(Position(step=110), SHARE, None)
+            earlier.close(Position(step=110))
+            assert names(tmp_path) == there
+            assert not later.store.finished
+            assert later.store.claimed_by("mine")
+
+
+def test_only_checkpoints_of_attempts_that_are_named_are_removed(tmp_path: Path) -> None:
+    for attempt in ("a1", "b2"):
+        CheckpointStore(str(tmp_path), attempt).write_share(5, 0, SHARE)
+    store = CheckpointStore(str(tmp_path), "c3")
+    assert store.attempts() == {"a1", "b2"}
+    store.keep(set(), attempts={"a1", "c3"})
+    assert names(tmp_path) == {"step-000000005-b2"}
+
+
+def test_a_restart_after_the_end_of_the_training_goes_on_from_its_last_checkpoint(
+    tmp_path: Path, line: Callable[[], Moves]
+) -> None:
+    with Saver(config(tmp_path), {}, World(), line()) as first:
+        save(first, 1, 2)
+        first.close(Position(step=2))
+    # The rank is lost before the driver has its result, and so may the next one be.
+    for restart in (1, 2):
+        with Saver(config(tmp_path, restart=restart), {}, World(), line()) as again:
+            assert again.start is not None
+            assert again.start.step == 2
+            assert not again.store.finished, "for this attempt may be lost, too, and the fit be gone on with by hand"
+    again.close(Position(step=2))
+    with Saver(config(tmp_path, owner="another fit"), {}, World(), line()) as other:
+        assert other.start is None
+    assert names(tmp_path) == set()
+
+
+def test_a_claim_that_an_earlier_attempt_renews_too_late_is_taken_back(tmp_path: Path) -> None:
+    directory = Directory(str(tmp_path))
+    earlier = CheckpointStore(str(tmp_path), "a1").claim("mine", 0)
+    stale = directory.read("claim.json")
+    later = CheckpointStore(str(tmp_path), "b2").claim("mine", 1)
+    directory.put("claim.json", stale)  # it had looked before the later one came, and writes after
+    later.renew()
+    assert CheckpointStore(str(tmp_path), "b2").claimed_by("mine")
+    with pytest.raises(PersistenceError, match="a later attempt of this one"):
+        earlier.renew()
+    with pytest.raises(PersistenceError, match="a later attempt of this one"):
+        CheckpointStore(str(tmp_path), "c3").claim("mine", 0)
+
+
+def test_nobody_renews_the_claim_once_the_block_is_left_or_could_not_be_entered(
+    tmp_path: Path, line: Callable[[], Moves]
+) -> None:
+    def claiming() -> bool:
+        return any(thread.name == "sparktorch-claim" for thread in threading.enumerate())
+
+    with Saver(config(tmp_path), {}, World(), line()) as first:
+        save(first, 1)
+        assert claiming()
+    assert not claiming()
+    with pytest.raises(PersistenceError, match="another configuration"):
+        Saver(config(tmp_path), {"other": "job"}, World(), line())
+    assert not claiming()
+
+
+class Slow(DirFileSystem):
+    """The local files; reading and writing those of ranks takes as long as the test wants."""
+
+    protocol = "slow"
+    until: Callable[[], bool] = staticmethod(lambda: True)
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(path="/", target_protocol="file", target_options={"auto_mkdir": True}, **options)
+
+    def open(self, path: str, *arguments: Any, **options: Any) -> Any:
+        self._wait(path)
+        return super().open(path, *arguments, **options)
+
+    def pipe_file(self, path: str, *arguments: Any, **options: Any) -> None:
+        self._wait(path)
+        super().pipe_file(path, *arguments, **options)
+
+    def _wait(self, path: str) -> None:
+        deadline = time.monotonic() + 10
+        while "rank-" in path and not Slow.until():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+fsspec.register_implementation("slow", Slow, clobber=True)
+
+
+def test_the_claim_is_renewed_while_checkpoints_are_read(
+    tmp_path: Path, line: Callable[[], Moves], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Saver(config(tmp_path), {}, World(), line()) as first:
+        save(first, 1)
+    before = (tmp_path / "claim.json").read_bytes()
+    claims = set[bytes]()
+
+    def renewed_twice() -> bool:
+        claims.add((tmp_path / "claim.json").read_bytes())
+        return len(claims - {before}) > 2
+
+    monkeypatch.setattr(Slow, "until", renewed_twice)
+    monkeypatch.setattr(saver, "_CLAIM_AGAIN_SECONDS", 0.05)
+    with Saver(config(f"slow://{tmp_path}", restart=1), {}, World(), line()) as second:
+        assert second.start is not None
+
+
+@pytest.mark.parametrize("where", ["folder", "memory"])
+def test_a_rank_moves_with_what_it_reads_and_writes(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_WRITE_BYTES", 1000)
+    monkeypatch.setattr(files, "_READ_BYTES", 1000)
+    moves: list[None] = []
+    url = f"memory://{tmp_path}" if where == "memory" else str(tmp_path)
+    directory = Directory(url, lambda: moves.append(None))
+    content = bytes(range(256)) * 40
+    directory.put("rank-00000.pt", content)
+    assert len(moves) == 11
+    assert directory.read("rank-00000.pt") == content
+    moves.clear()
+    assert directory.measure("rank-00000.pt")["bytes"] == len(content)
+    assert len(moves) == 11
+    moves.clear()
+    directory.fetch("rank-00000.pt", tmp_path / "fetched")
+    assert (tmp_path / "fetched").read_bytes() == content
+    assert where == "folder" or moves
+
+
+def test_a_rank_that_waits_for_the_shares_of_others_does_not_stand_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saver, "_LOOK_SECONDS", 0.05)
+    with control_server() as server, ThreadPoolExecutor(1) as pool:
+        meeting = server.rendezvous
+        opened = partial(connect, meeting.host, meeting.port, meeting.prefix)
+        line, other = (Moves(opened, World(rank=rank, world_size=2)) for rank in range(2))
+        other.post("start", {})
+        with Saver(config(tmp_path), {}, World(world_size=2), line) as main:
+            main.save(Position(step=1), SHARE, None)
+            second = pool.submit(main.save, Position(step=2), SHARE, None)
+            before, deadline = line.count, time.monotonic() + 10
+            while line.count < before + 5:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            assert not second.done()
+            for step in (1, 2):
+                other.post(f"saved/{step}", {"files": {}})
+            second.result(30)
+            main.close(Position(step=2))
+    assert main.store.finished
