@@ -27,11 +27,20 @@ def main() -> None:
 
     started = time.perf_counter()
     spark = SparkSession.builder.appName(f"score {job.name}").getOrCreate()
+    run(spark, job, arguments.model, streamed=arguments.stream, every=arguments.every)
+    print(f"scoring job: {time.perf_counter() - started:.1f} s")
+    spark.stop()
+
+
+def run(
+    spark: SparkSession, job: JobConfig, model_uri: str | None = None, *, streamed: bool, every: str | None = None
+) -> None:
+    """Scores the job's rows as a whole, or as they arrive, and prints how many there were."""
     job.tracking.connect()
-    uri = arguments.model or job.score.model or f"models:/{job.tracking.model}/latest"
+    uri = model_uri or job.score.model or f"models:/{job.tracking.model}/latest"
     model = load_model(uri)
-    if arguments.stream:
-        rows = stream(model.transform((job.score.data or job.data).stream(spark)), job, arguments.every)
+    if streamed:
+        rows = stream(model.transform((job.score.data or job.data).stream(spark)), job, every)
     else:
         held_out = job.score.data.load(spark) if job.score.data else job.data.split(job.data.load(spark))[1]
         scored = batch(model.transform(held_out), job)
@@ -39,8 +48,6 @@ def main() -> None:
         if job.label in scored.columns:
             evaluate(scored, job, model.getPredictionCol())
     print(f"scored {rows} rows with {uri} into {job.score.output}")
-    print(f"scoring job: {time.perf_counter() - started:.1f} s")
-    spark.stop()
 
 
 def batch(scored: DataFrame, job: JobConfig) -> DataFrame:

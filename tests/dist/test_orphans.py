@@ -44,12 +44,12 @@ def driver_and_rank() -> tuple[BaseProcess, BaseProcess]:
     return driver, rank
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(("how", "calm"), [(signal.SIGKILL, 0.0), (signal.SIGSTOP, 2 * PATIENCE)])
 def test_a_rank_ends_where_its_driver_is_dead_or_stands_still(
-    how: signal.Signals, driver_and_rank: tuple[BaseProcess, BaseProcess]
+    how: signal.Signals, calm: float, driver_and_rank: tuple[BaseProcess, BaseProcess]
 ) -> None:
     driver, rank = driver_and_rank
-    time.sleep(2 * PATIENCE)
+    rank.join(calm)
     assert rank.is_alive(), "as long as the driver lives"
     assert driver.pid is not None
     os.kill(driver.pid, how)

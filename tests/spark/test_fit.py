@@ -75,18 +75,6 @@ def test_the_module_is_plain_torch_and_agrees_with_transform(
     assert rows["prediction"].tolist() == scores.argmax(1).tolist()
 
 
-@pytest.mark.parametrize("column", ["features", "pixels"])
-def test_vectors_and_arrays_train_alike(digits: DataFrame, column: str) -> None:
-    model = TorchClassifier(
-        module=MLP, moduleParams={"inputs": 64, "outputs": 10}, featuresCol=column, batchSize=128, progress=False
-    ).fit(digits)
-    # The same contents give the same keys, hence the same batches and weights.
-    assert model.summary.fingerprint == test_vectors_and_arrays_train_alike.__dict__.setdefault(
-        "seen", model.summary.fingerprint
-    )
-    assert model.summary.history[0]["loss"] < 2.5
-
-
 def test_one_score_a_row_is_a_two_class_problem(frame: DataFrame) -> None:
     two = frame.withColumn("label", (F.col("target") > 0).cast("int"))
     model = TorchClassifier(

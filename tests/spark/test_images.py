@@ -11,7 +11,7 @@ from PIL import Image
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
-from sparktorch import TorchRegressor
+from sparktorch import TorchRegressionModel, TorchRegressor
 from sparktorch.errors import ColumnError, ConfigError
 from tests.spark.columns import Flat
 
@@ -51,6 +51,13 @@ def fit(data: DataFrame, column: str, **params: Any) -> Any:
     return TorchRegressor(**{**given, **module, "learningRate": 0.1, "seed": 3, **params}).fit(data)
 
 
+@pytest.fixture(scope="module")
+def by_hand(images: DataFrame) -> TorchRegressionModel:
+    """The model fitted on the numbers."""
+    model: TorchRegressionModel = fit(images, "by_hand")
+    return model
+
+
 @pytest.mark.parametrize(
     ("column", "params"),
     [
@@ -62,16 +69,15 @@ def fit(data: DataFrame, column: str, **params: Any) -> Any:
     ids=["bytes", "binaryFile", "image source", "from disk"],
 )
 def test_images_train_and_score_as_the_numbers_they_hold(
-    images: DataFrame, column: str, params: dict[str, Any]
+    images: DataFrame, by_hand: TorchRegressionModel, column: str, params: dict[str, Any]
 ) -> None:
     model = fit(images, column, expects=["float32 4"], **params)
-    expected = fit(images, "by_hand")
     assert model.trained.inputs[0].shape == (3, 4, 5)
-    for found, wanted in zip(model.module.parameters(), expected.module.parameters(), strict=True):
+    for found, wanted in zip(model.module.parameters(), by_hand.module.parameters(), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
     scores = [
         [row["prediction"] for row in m.transform(images).orderBy("id").collect()]
-        for m in (model, model.copy().setFeaturesCol("image"), expected)
+        for m in (model, model.copy().setFeaturesCol("image"), by_hand)
     ]
     np.testing.assert_allclose(scores[0], scores[2], atol=1e-4)
     np.testing.assert_allclose(scores[1], scores[2], atol=1e-4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from importlib import import_module
 from pathlib import Path
 
 import mlflow
@@ -16,7 +17,7 @@ from sparktorch.errors import ConfigError
 from sparktorch.job import read_job
 from sparktorch.tracking import log_model
 from tests.support.mlflow import QUIET
-from tests.support.programs import ROOT, run_python
+from tests.support.programs import ROOT
 
 pytestmark = QUIET
 
@@ -100,20 +101,24 @@ def arrive(spark: SparkSession, file: Path, first: int, rows: int) -> None:
     some.coalesce(1).write.mode("append").json(str(file.parent / "in"))
 
 
-def score(file: Path, *flags: str) -> str:
-    return run_python(file.parent, str(ROOT / "jobs" / "score.py"), "--config", str(file), *flags)
+def test_files_of_any_format_are_scored_as_a_whole_or_as_they_arrive(
+    spark: SparkSession, job_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = import_module("score").run  # a program of its own in test_masters.py
+    session, job = spark.newSession(), read_job(job_file)  # a stream changes a setting of its session
 
-
-def test_files_of_any_format_are_scored_as_a_whole_or_as_they_arrive(spark: SparkSession, job_file: Path) -> None:
     arrive(spark, job_file, 0, 30)
-    printed = score(job_file)
+    run(session, job, streamed=False)
+    printed = capsys.readouterr().out
     assert "scored 30 rows with models:/diabetes/latest" in printed
     assert "held-out rmse" in printed
     shutil.rmtree(job_file.parent / "out")
 
-    assert "scored 30 rows" in score(job_file, "--stream")
+    run(session, job, streamed=True)
+    assert "scored 30 rows" in capsys.readouterr().out
     arrive(spark, job_file, 30, 12)
-    assert "scored 12 rows" in score(job_file, "--stream")
+    run(session, job, streamed=True)
+    assert "scored 12 rows" in capsys.readouterr().out
     scored = spark.read.json(str(job_file.parent / "out"))
     assert scored.count() == 42
     assert scored.where("prediction is null").count() == 0

@@ -16,16 +16,22 @@ import pytest
 from tests.support.programs import ROOT, SPARK_HOME, environment, run_python
 
 
-def fit_on(master: str, directory: Path, device: str = "auto", **settings: str) -> dict[str, Any]:
+def on(master: str, directory: Path, *requests: str, **settings: str) -> dict[str, Any]:
+    """Carries out requests in one session on the master, `_` in its settings' names for `.`; returns their results."""
     names = json.dumps({name.replace("_", "."): value for name, value in settings.items()})
-    out = run_python(directory, "-m", "tests.spark.programs.fit_once", master, str(directory), names, device)
-    result: dict[str, Any] = json.loads(out.splitlines()[-1])
-    return result
+    out = run_python(directory, "-m", "tests.spark.programs.on_master", master, str(directory), names, *requests)
+    results: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return results
 
 
 @pytest.fixture(scope="module")
 def on_local(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return fit_on("local[2]", tmp_path_factory.mktemp("local"))
+    result: dict[str, Any] = on("local[2]", tmp_path_factory.mktemp("local"), "fit")["fit"]
+    return result
+
+
+def same_as_on_local(result: dict[str, Any], on_local: dict[str, Any]) -> bool:
+    return bool(result["weights"] == on_local["weights"] and result["round_trip"] and result["by_sql"])
 
 
 def test_local_trains_and_keeps_its_model_bit_for_bit(on_local: dict[str, Any]) -> None:
@@ -34,23 +40,23 @@ def test_local_trains_and_keeps_its_model_bit_for_bit(on_local: dict[str, Any]) 
     assert on_local["by_sql"]
 
 
-@pytest.mark.parametrize("master", ["local-cluster[2,1,1024]", "connect:local[2]"])
-def test_other_masters_train_the_very_same_weights(master: str, on_local: dict[str, Any], tmp_path: Path) -> None:
-    result = fit_on(master, tmp_path)
-    assert result["weights"] == on_local["weights"]
-    assert result["round_trip"]
-    assert result["by_sql"]
-    assert ("connect" in result["session"]) == master.startswith("connect")
+def test_executors_train_the_very_same_weights_and_not_on_gpus_that_they_lack(
+    on_local: dict[str, Any], tmp_path: Path
+) -> None:
+    results = on("local-cluster[2,1,1024]", tmp_path, "fit on GPUs", "fit")
+    assert results["fit on GPUs"]["error"] == "ClusterError"
+    assert "the executors have no GPU" in results["fit on GPUs"]["message"]
+    assert same_as_on_local(results["fit"], on_local)
+    assert "connect" not in results["fit"]["session"]
 
 
-@pytest.mark.parametrize("setting", ["spark_dynamicAllocation_enabled", "spark_speculation"])
-def test_settings_that_break_barrier_jobs_are_refused(setting: str, tmp_path: Path) -> None:
-    result = fit_on("local[2]", tmp_path, **{setting: "true"})
-    assert result["error"] == "ClusterError"
-    assert setting.replace("_", ".") + "=false" in result["message"]
+def test_a_connect_server_trains_the_very_same_weights(on_local: dict[str, Any], tmp_path: Path) -> None:
+    result = on("connect:local[2]", tmp_path, "fit")["fit"]
+    assert same_as_on_local(result, on_local)
+    assert "connect" in result["session"]
 
 
-def test_gpu_addresses_reach_the_ranks_through_a_resource_profile(tmp_path: Path) -> None:
+def test_gpu_addresses_reach_the_ranks_and_what_they_cannot_use_is_found_before(tmp_path: Path) -> None:
     # The executors' GPUs are made up: what Spark assigns is real, and what torch then says is too.
     script = tmp_path / "gpus.sh"
     script.write_text("""#!/bin/sh\necho '{"name": "gpu", "addresses": ["5"]}'\n""")
@@ -59,16 +65,27 @@ def test_gpu_addresses_reach_the_ranks_through_a_resource_profile(tmp_path: Path
     settings = {
         f"spark_{who}_resource_gpu_{name}": value for who in ("worker", "executor") for name, value in gpu.items()
     }
-    result = fit_on("local-cluster[2,1,1024]", tmp_path, "cuda", **settings)
-    assert result["error"] == "ClusterError"
-    assert "this rank was to use CUDA device 5, but torch sees 0" in result["message"]
-    assert "gpu_addresses=['5']" in result["message"]
+    results = on("local-cluster[2,1,1024]", tmp_path, "check", "fit on GPUs", **settings)
 
+    fitted = results["fit on GPUs"]
+    assert fitted["error"] == "ClusterError"
+    assert "this rank was to use CUDA device 5, but torch sees 0" in fitted["message"]
+    assert "gpu_addresses=['5']" in fitted["message"]
 
-def test_a_gpu_that_no_executor_has_is_refused_on_the_driver(tmp_path: Path) -> None:
-    result = fit_on("local-cluster[2,1,1024]", tmp_path, "cuda")
-    assert result["error"] == "ClusterError"
-    assert "the executors have no GPU" in result["message"]
+    findings = results["check"]["findings"]
+    failures = [(one["check"], one["where"].get("rank")) for one in findings if one["status"] == "failure"]
+    assert failures == [
+        ("slots", None),
+        *(("gpu-addresses", rank) for rank in (0, 1)),
+        *(("checkpoint-dir", rank) for rank in (0, 1)),
+    ]
+    found = {one["check"]: one for one in findings}
+    assert (found["slots"]["setting"], found["slots"]["value"]) == ("spark.executor.instances", "3")
+    assert "Spark gives GPU 5, CUDA device 5, but torch sees 0" in found["gpu-addresses"]["found"]
+    assert "does not see in relative/path what other tasks have written" in found["checkpoint-dir"]["found"]
+    assert found["peers-reachable"]["found"] == "all 2 tasks reach their neighbours"
+    assert len({one["where"]["executor"] for one in findings if "executor" in one["where"]}) == 2
+    assert all(one["setting"] and one["value"] and one["hint"] for one in findings if one["status"] != "ok")
 
 
 @pytest.fixture(scope="module")

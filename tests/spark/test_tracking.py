@@ -22,6 +22,7 @@ from sklearn.metrics import confusion_matrix
 
 from sparktorch import TorchClassifier
 from sparktorch.errors import RankError
+from sparktorch.ml.summary import TrainingSummary
 from sparktorch.tracking import load_model
 from tests.spark.modules import MLP, Dies, DigitsCNN, Faulty, Slow, Unlogged
 from tests.support.mlflow import QUIET
@@ -54,11 +55,20 @@ def files(store: mlflow.MlflowClient, run: Run, folder: str = "") -> list[str]:
 # What is logged
 
 
-def test_params_metrics_and_tags_are_in_the_run(store: mlflow.MlflowClient, frame: DataFrame) -> None:
+@pytest.fixture(scope="module")
+def logged(store: mlflow.MlflowClient, digits: DataFrame) -> tuple[Run, TrainingSummary]:
+    """The run of a fit with validation rows in two ranks, and its summary."""
     with mlflow.start_run() as active:
-        summary = classifier(numWorkers=2).fit(frame).summary
-    run = store.get_run(active.info.run_id)
-    assert run.data.params["module"] == "MLP"
+        cnn = classifier(module=DigitsCNN, moduleParams={}, validationIndicatorCol="held_out", numWorkers=2)
+        summary = cnn.fit(digits).summary
+    return store.get_run(active.info.run_id), summary
+
+
+def test_params_metrics_and_tags_are_in_the_run(
+    store: mlflow.MlflowClient, logged: tuple[Run, TrainingSummary]
+) -> None:
+    run, summary = logged
+    assert run.data.params["module"] == "DigitsCNN"
     assert run.data.params["numWorkers"] == "2"
     assert run.data.tags["sparktorch.data_digest"] == summary.fingerprint
     assert history(store, run, "loss") == list(enumerate(summary.objectiveHistory, 1))
@@ -71,22 +81,18 @@ def test_params_metrics_and_tags_are_in_the_run(store: mlflow.MlflowClient, fram
     assert run.data.metrics["system/cpu_utilization_percentage"] >= 0
 
 
-def test_the_data_set_is_an_input_of_the_run(store: mlflow.MlflowClient, digits: DataFrame) -> None:
-    with mlflow.start_run() as active:
-        model = classifier(module=DigitsCNN, moduleParams={}, validationIndicatorCol="held_out").fit(digits)
-    (given,) = store.get_run(active.info.run_id).inputs.dataset_inputs
-    assert given.dataset.digest == model.summary.fingerprint
+def test_the_data_set_is_an_input_of_the_run(logged: tuple[Run, TrainingSummary]) -> None:
+    run, summary = logged
+    (given,) = run.inputs.dataset_inputs
+    assert given.dataset.digest == summary.fingerprint
     assert json.loads(given.dataset.profile) == {"num_rows": 1437, "num_validation_rows": 360}
     schema = json.loads(given.dataset.schema)["mlflow_colspec"]
     assert [column["name"] for column in schema] == ["features", "label"]
     assert {tag.key: tag.value for tag in given.tags} == {"mlflow.data.context": "train"}
 
 
-def test_figures_and_environment_are_artifacts(store: mlflow.MlflowClient, digits: DataFrame) -> None:
-    with mlflow.start_run() as active:
-        params = {"module": DigitsCNN, "moduleParams": {}, "validationIndicatorCol": "held_out"}
-        classifier(**params, numWorkers=2).fit(digits)
-    run = store.get_run(active.info.run_id)
+def test_figures_and_environment_are_artifacts(store: mlflow.MlflowClient, logged: tuple[Run, TrainingSummary]) -> None:
+    run, _ = logged
     assert files(store, run, "figures") == ["figures/confusion_matrix.png", "figures/loss.png"]
     environment = json.loads(Path(url2pathname(urlparse(run.info.artifact_uri).path), "environment.json").read_text())
     assert environment["spark.master"] == "local[3]"
@@ -95,8 +101,7 @@ def test_figures_and_environment_are_artifacts(store: mlflow.MlflowClient, digit
     assert {"python", "torch", "pyspark", "pyarrow", "mlflow"} <= environment.keys()
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("classes", [2, 10])
+@pytest.mark.parametrize(("workers", "classes"), [(1, 10), (2, 2)])
 def test_the_confusion_matrix_counts_every_validation_row(digits: DataFrame, workers: int, classes: int) -> None:
     data = digits if classes == 10 else digits.selectExpr("pixels features", "int(label > 4) label", "held_out")
     params: dict[str, Any] = {"module": DigitsCNN, "moduleParams": {}}
@@ -208,8 +213,7 @@ def test_params_inside_a_run_start_a_nested_one(store: mlflow.MlflowClient, fram
     assert store.get_run(active.info.run_id).data.params["module"] == "MLP"
 
 
-@pytest.mark.parametrize("search", [CrossValidator, TrainValidationSplit])
-@pytest.mark.parametrize("in_pipeline", [False, True])
+@pytest.mark.parametrize(("search", "in_pipeline"), [(CrossValidator, True), (TrainValidationSplit, False)])
 def test_a_search_has_a_nested_run_for_each_fit(
     store: mlflow.MlflowClient, frame: DataFrame, search: Any, in_pipeline: bool
 ) -> None:

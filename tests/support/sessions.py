@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,7 +14,9 @@ from pyspark.sql import SparkSession
 from sparktorch.spark.session import slots
 from tests.support.programs import ROOT, SPARK_HOME
 
-__all__ = ["await_slots", "spark_session"]
+__all__ = ["await_slots", "settings", "spark_session"]
+
+_REFUSES_CORE = "spark.sql.legacy.setCommandRejectsSparkCoreConfs"
 
 
 @contextmanager
@@ -49,6 +51,23 @@ def spark_session(master: str, warehouse: Path, **settings: str) -> Iterator[Spa
         yield session
     finally:
         session.stop()
+
+
+@contextmanager
+def settings(spark: SparkSession, values: Mapping[str, str]) -> Iterator[None]:
+    """Changes settings of a live session for the block, the core's too: what Spark itself has read already, stays."""
+    changed = {_REFUSES_CORE: "false", **values}
+    before = {name: spark.conf.get(name, None) for name in changed}
+    try:
+        for name, value in changed.items():
+            spark.conf.set(name, value)
+        yield
+    finally:
+        for name, old in reversed(before.items()):
+            if old is None:
+                spark.conf.unset(name)
+            else:
+                spark.conf.set(name, old)
 
 
 def await_slots(spark: SparkSession, count: int, *, seconds: float = 60) -> None:

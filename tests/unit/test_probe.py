@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import sparktorch
 from sparktorch.spark import probe
 from tests.support.programs import ROOT
 
@@ -89,6 +90,6 @@ def test_a_zip_and_a_folder_of_the_same_code_have_the_same_digest(tmp_path: Path
 
 def test_a_package_that_cannot_be_imported_is_reported() -> None:
     found = probe.packages()
-    assert found["sparktorch"]["version"] == "0.1.0"
+    assert found["sparktorch"]["version"] == sparktorch.__version__
     assert all("version" in package for package in found.values())
     assert "No module named" in probe._package("no_such_package")["error"]
