@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from pyspark.sql import SparkSession
 
-from sparktorch.spark.session import slots
 from tests.support.programs import ROOT, SPARK_HOME
 
-__all__ = ["await_slots", "spark_session"]
+__all__ = ["spark_session"]
 
 
 @contextmanager
@@ -49,11 +47,3 @@ def spark_session(master: str, warehouse: Path, **settings: str) -> Iterator[Spa
         yield session
     finally:
         session.stop()
-
-
-def await_slots(spark: SparkSession, count: int, *, seconds: float = 60) -> None:
-    """Waits until executors that were lost have come back."""
-    deadline = time.monotonic() + seconds
-    while (slots(spark) or 0) < count:
-        assert time.monotonic() < deadline, "the executors have not come back"
-        time.sleep(0.1)
