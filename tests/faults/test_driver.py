@@ -8,7 +8,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +32,8 @@ def regressor(*faults: Fault) -> TorchRegressor:
     )
 
 
-def await_hung(marks: Path) -> None:
-    until((marks / "hung").exists, seconds=120, what="a rank hangs")
+def await_hung(marks: Path, over: Callable[[], object] = lambda: False) -> None:
+    until(lambda: (marks / "hung").exists() or over(), seconds=120, what="a rank hangs")
 
 
 # Where rank 0 hangs as it starts, rank 1 waits for it, and where it hangs as it finishes, rank 1 is done.
@@ -40,7 +42,7 @@ def test_an_interrupt_ends_the_fit_and_its_ranks(at: Any, frame: DataFrame, tmp_
     marks, over = tmp_path / "marks", threading.Event()
 
     def interrupt() -> None:
-        until(lambda: (marks / "hung").exists() or over.is_set(), seconds=120, what="a rank hangs")
+        await_hung(marks, over.is_set)
         if not over.is_set():
             signal.raise_signal(signal.SIGINT)
 
@@ -60,38 +62,53 @@ def test_an_interrupt_ends_the_fit_and_its_ranks(at: Any, frame: DataFrame, tmp_
 
 
 PROGRAM = """
-import sys, threading, time
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 import numpy as np, pandas as pd
+from sparktorch.errors import ClusterError
 from tests.faults.test_driver import await_hung, regressor
 from tests.support.faults import Fault
 from tests.support.sessions import spark_session
 
-marks, how = Path(sys.argv[1]), sys.argv[2]
-with spark_session("local-cluster[2,1,1024]", marks) as spark:
-    x = np.random.default_rng(0).normal(size=(200, 5))
-    frame = spark.createDataFrame(pd.DataFrame({"features": list(x), "label": x.sum(1), "held_out": x[:, 0] > 1}))
-    if how == "stop":
-        threading.Thread(target=lambda: (await_hung(marks), spark.stop())).start()
-    regressor(Fault("hang", marks, rank=0, step=2)).fit(frame)
+def fit(marks, stopper=None):
+    with spark_session("local-cluster[2,1,1024]", marks) as spark:
+        x = np.random.default_rng(0).normal(size=(200, 5))
+        frame = spark.createDataFrame(pd.DataFrame({"features": list(x), "label": x.sum(1), "held_out": x[:, 0] > 1}))
+        if stopper is not None:
+            stopper.submit(lambda: (await_hung(marks), spark.stop()))
+        regressor(Fault("hang", marks, rank=0, step=2)).fit(frame)
+
+stopped, killed = map(Path, sys.argv[1:])
+try:
+    with ThreadPoolExecutor(1) as stopper:  # a session is still being stopped when the fit has ended
+        fit(stopped, stopper)
+except ClusterError as error:
+    (stopped / "error").write_text(str(error))
+    fit(killed)
 """
 
 
-@pytest.mark.parametrize("how", ["kill", "stop"])
-def test_no_rank_outlives_a_driver_that_is_killed_or_stops_its_session(how: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path), how]
-    with (tmp_path / "errors").open("wb") as log:
+def test_no_rank_outlives_a_driver_that_stops_its_session_or_is_killed(tmp_path: Path) -> None:
+    stopped, killed = tmp_path / "stopped", tmp_path / "killed"
+    with (tmp_path / "log").open("wb") as log:
         # In a session of its own: nothing of this one's terminal or group ends it.
-        driver = subprocess.Popen(command, env=environment(), cwd=tmp_path, stderr=log, start_new_session=True)
+        driver = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(stopped), str(killed)],
+            env=environment(),
+            cwd=tmp_path,
+            stderr=log,
+            start_new_session=True,
+        )
     try:
-        await_hung(tmp_path)
-        if how == "kill":
-            driver.kill()
-        assert driver.wait(timeout=60) != 0
-        until(lambda: gone(pids(tmp_path)), seconds=GONE_SECONDS, what="the ranks have ended")
+        for marks in (stopped, killed):
+            await_hung(marks, lambda: driver.poll() is not None)
+            assert driver.poll() is None, (tmp_path / "log").read_text()[-4000:]
+            if marks is killed:
+                driver.kill()
+            until(partial(gone, pids(marks)), seconds=GONE_SECONDS, what="the ranks have ended")
     finally:
         with suppress(ProcessLookupError):
             os.killpg(driver.pid, signal.SIGKILL)
         driver.wait()
-    if how == "stop":
-        assert "ClusterError: the Spark session was stopped during the fit" in (tmp_path / "errors").read_text()
+    assert "the Spark session was stopped during the fit" in (stopped / "error").read_text()
