@@ -18,10 +18,8 @@ from sparktorch.world import World
 
 __all__ = ["Board", "Position", "Saver"]
 
-_CLAIM_AGAIN_SECONDS = 10.0
 _LEAVING_SECONDS = 5.0  # for a claim that is being renewed
 _LOOK_SECONDS = 1.0
-_SEEN_SECONDS = 5.0  # after which a network file system shows what another host has written
 _PATIENCE = 10.0  # seconds without a heartbeat of a rank whose share is missing
 
 
@@ -76,7 +74,16 @@ class Saver:
             training stood still; and how long it has written them, beside the training.
     """
 
-    def __init__(self, config: CheckpointConfig, job: dict[str, Any], world: World, board: Board) -> None:
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        job: dict[str, Any],
+        world: World,
+        board: Board,
+        *,
+        claim_seconds: float = 10.0,
+        seen_seconds: float = 5.0,
+    ) -> None:
         """Claims the directory, and looks for the checkpoint to go on from; every rank does it.
 
         The checkpoints of a training that has come to its end are removed.
@@ -86,6 +93,8 @@ class Saver:
             job: What identifies the training.
             world: This rank's place.
             board: Where ranks say what they have written.
+            claim_seconds: Between two renewals of the claim on the directory.
+            seen_seconds: After which a network file system shows what another host has written.
 
         Raises:
             PersistenceError: Another fit writes there, the checkpoints are of another training, or the directory
@@ -93,6 +102,7 @@ class Saver:
             ClusterError: The directory cannot be reached.
         """
         self._config, self._job, self._world, self._board = config, job, world, board
+        self._claim_seconds, self._seen_seconds = claim_seconds, seen_seconds
         self._kept: dict[int, float | None] = {}  # in rank 0: the checkpoints that are whole, with their losses
         self.seconds = dict.fromkeys(("checkpoint_copy", "checkpoint_wait", "checkpoint_write"), 0.0)
         self._failing = False
@@ -158,7 +168,7 @@ class Saver:
 
     def _check_shared(self, store: CheckpointStore, host: str) -> None:
         """Refuses a directory that is none of rank 0's: of what each rank writes at home nobody could go on."""
-        deadline = time.monotonic() + _SEEN_SECONDS
+        deadline = time.monotonic() + self._seen_seconds
         while not store.claimed_by(self._config.owner):
             if time.monotonic() > deadline:
                 raise PersistenceError(
@@ -301,7 +311,7 @@ class Saver:
 
     def _renew(self) -> None:
         """Renews the claim for as long as the training goes on, or until somebody else has it."""
-        while self._lost is None and not self._done.wait(_CLAIM_AGAIN_SECONDS):
+        while self._lost is None and not self._done.wait(self._claim_seconds):
             self._renew_once()
 
     def _stop_claiming(self) -> None:

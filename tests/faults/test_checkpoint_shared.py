@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,6 @@ import torch
 
 from sparktorch.config import CheckpointConfig
 from sparktorch.errors import PersistenceError
-from sparktorch.train import saver as saver_module
 from sparktorch.train.checkpoint import CheckpointStore, Share
 from sparktorch.train.link import Link, connect
 from sparktorch.train.saver import Position, Saver
@@ -21,14 +19,12 @@ from sparktorch.world import World
 from tests.support.nets import Watched
 from tests.support.ranks import control_server, train_on
 from tests.support.resume import job_for, parts
+from tests.support.waiting import until
 
 SHARE = Share({"module.x": torch.zeros(3)}, {"module.x": [0]}, b"")
 
 
-def test_a_directory_that_is_not_shared_is_refused_before_anything_is_trained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(saver_module, "_SEEN_SECONDS", 0.3)
+def test_a_directory_that_is_not_shared_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
     with control_server() as server, ThreadPoolExecutor(2) as pool:
         meeting = server.rendezvous
         opened = partial(connect, meeting.host, meeting.port, meeting.prefix)
@@ -36,7 +32,7 @@ def test_a_directory_that_is_not_shared_is_refused_before_anything_is_trained(
         for rank in range(2):
             world = World(rank=rank, world_size=2, host=f"host-{rank}")
             config = CheckpointConfig(directory=str(tmp_path / f"disk-of-host-{rank}"), owner="me")
-            savers.append(pool.submit(Saver, config, {}, world, Link(opened, world)))
+            savers.append(pool.submit(Saver, config, {}, world, Link(opened, world), seen_seconds=0.3))
         assert savers[0].result(30).start is None
         with pytest.raises(
             PersistenceError, match="is not the same directory here as on rank 0's host host-0"
@@ -51,10 +47,7 @@ def test_of_two_jobs_on_a_directory_the_second_is_refused_and_the_first_is_not_d
     expected, _ = train_on(parts(2), job_for(tmp_path / "calm", **options))
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(train_on, parts(2), job_for(tmp_path, owner="first", **options))
-        deadline = time.monotonic() + 60
-        while not (tmp_path / "checkpoints" / "claim.json").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        until((tmp_path / "checkpoints" / "claim.json").exists, seconds=60, what="the first has begun")
         with pytest.raises(PersistenceError, match="is being written by another fit") as caught:
             train_on(parts(2), job_for(tmp_path, owner="second", **options))
         assert not first.done()
@@ -64,15 +57,13 @@ def test_of_two_jobs_on_a_directory_the_second_is_refused_and_the_first_is_not_d
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-def test_a_fit_that_has_lost_its_directory_ends_at_its_next_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(saver_module, "_CLAIM_AGAIN_SECONDS", 0.05)
+def test_a_fit_that_has_lost_its_directory_ends_at_its_next_checkpoint(tmp_path: Path) -> None:
     with control_server() as server:
         meeting = server.rendezvous
         link = Link(partial(connect, meeting.host, meeting.port, meeting.prefix), World())
         store = CheckpointStore(str(tmp_path), "b2")
-        with Saver(CheckpointConfig(directory=str(tmp_path), owner="mine"), {}, World(), link) as saver:
+        config = CheckpointConfig(directory=str(tmp_path), owner="mine")
+        with Saver(config, {}, World(), link, claim_seconds=0.5) as saver:  # not before it is the other's
             saver.save(Position(step=1), SHARE, None)
             store.directory.remove("claim.json")  # as after a host that stood still for half a minute
             store.claim("other")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 
 import torch
@@ -15,6 +16,7 @@ from tests.support.frames import Table
 from tests.support.nets import Score
 from tests.support.proxy import Proxy
 from tests.support.ranks import control_server, load_state, run_ranks, train_on
+from tests.support.waiting import until
 
 DELAY_SECONDS = 0.02
 HELD_SECONDS = 3.0
@@ -26,30 +28,26 @@ def test_a_slow_line_to_the_driver_that_stands_still_for_seconds_changes_nothing
     config = TrainConfig(task="regression", batch_size=32, epochs=2)
     job = TrainJob(columns=table.columns, recipe=Recipe(module=Score), config=config, max_imbalance=None)
     calm, _ = train_on(parts, job)
-    with control_server() as server:
-        proxy = Proxy(server.rendezvous.port, delay=DELAY_SECONDS)
+    with control_server() as server, closing(Proxy(server.rendezvous.port, delay=DELAY_SECONDS)) as proxy:
         proxy.set("pass")
         server.rendezvous = replace(server.rendezvous, port=proxy.port)
-        held: list[float] = []
 
-        def hold() -> None:
-            while None in server.beats(2):  # once all are there, and long before they have agreed on a start
-                time.sleep(0.01)
+        def hold() -> float:
+            # Once all are there, and long before they have agreed on a start.
+            until(lambda: None not in server.beats(2), seconds=60, what="both ranks have begun")
             proxy.hold()
             begun = time.monotonic()
             time.sleep(HELD_SECONDS)
-            held.append(begun)
             proxy.release()
+            return begun
 
-        holder = threading.Thread(target=hold)
-        holder.start()
-        ended = run_ranks(server, parts, job)
-        after = time.monotonic()
-        holder.join()
+        with ThreadPoolExecutor(1) as pool:
+            held = pool.submit(hold)
+            ended = run_ranks(server, parts, job)
+            after = time.monotonic()
         failure, _ = server.first_failure()
-        proxy.close()
     assert failure is None
-    assert after > held[0] + HELD_SECONDS, "the fit was over before the line stood still"
+    assert after > held.result() + HELD_SECONDS, "the fit was over before the line stood still"
     assert ended[0].result is not None
     late = load_state(ended[0].result)
     assert all(torch.equal(late[name], value) for name, value in calm.items())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,14 @@ from pyspark.sql import functions as F
 
 from sparktorch import TorchRegressionModel, TorchRegressor
 from sparktorch.errors import RankError, RankLostError, RankStalledError
-from tests.support.faults import Fault, can_limit_memory, gone, pids
+from tests.support.cgroups import limited_memory
+from tests.support.faults import Fault, gone, pids
 from tests.support.nets import Score
-from tests.support.sessions import await_slots
+from tests.support.waiting import until
 
+# What is demanded of the product; a machine that has other work besides meets it, too.
 DETECTED_SECONDS = 3.0
+GONE_SECONDS = 30
 STALL_SECONDS = 4.0
 
 
@@ -57,26 +62,38 @@ def failure(estimator: TorchRegressor, frame: DataFrame, marks: Path) -> tuple[R
     """Fits, and returns the error with how many seconds after the deed it came."""
     with pytest.raises(RankError) as raised:
         estimator.fit(frame)
-    return raised.value, time.time() - float((marks / "done").read_text().split()[-1])
+    return raised.value, time.time() - happened(marks)
 
 
-@pytest.mark.parametrize("at", ["loading", "rendezvous", "", "validating", "saving"])
+def happened(marks: Path) -> float:
+    return float((marks / "done").read_text())
+
+
+def restarted(caplog: pytest.LogCaptureFixture) -> tuple[RankError, float]:
+    """Returns the error that the driver warned of as it began again, once, and when that was."""
+    (warning,) = [record for record in caplog.records if "restart 1 of 1" in record.getMessage()]
+    assert isinstance(warning.args, tuple)
+    error = warning.args[0]
+    assert isinstance(error, RankError)
+    return error, warning.created
+
+
+@pytest.mark.parametrize("at", ["starting", "rendezvous", "training", "validating", "saving"])
 def test_a_killed_rank_is_named_at_once_and_a_restart_ends_with_the_same_bits(
-    at: str, frame: DataFrame, calm: dict[str, torch.Tensor], tmp_path: Path
+    at: Any, frame: DataFrame, calm: dict[str, torch.Tensor], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    marks = tmp_path / "first"
-    estimator = regressor(tmp_path, Fault("kill", marks, at=at, step=13))
-    error, seconds = failure(estimator, frame, marks)
+    marks = tmp_path / "marks"
+    with caplog.at_level(logging.WARNING, "sparktorch"):
+        model = regressor(tmp_path, Fault("kill", marks, at=at, step=13), maxRestarts=1).fit(frame)
+    error, told = restarted(caplog)
     assert type(error) is RankLostError
     assert error.where["rank"] == 1
     assert error.where["pid"] in pids(marks)
     assert "rank 1 died" in error.what
-    if not at:
+    if at == "training":
         assert (error.where["epoch"], error.where["step"]) in {(2, 3), (2, 4)}
-    assert seconds < DETECTED_SECONDS + 2 * (at == "saving")
-    again = regressor(tmp_path / "again", Fault("kill", tmp_path / "second", at=at, step=13), maxRestarts=1)
-    assert same(weights(again.fit(frame)), calm)
-    assert (tmp_path / "second" / "done").exists()
+    assert told - happened(marks) < DETECTED_SECONDS
+    assert same(weights(model), calm)
 
 
 def test_the_next_fit_is_not_disturbed_by_ranks_of_the_failed_one(
@@ -88,7 +105,8 @@ def test_the_next_fit_is_not_disturbed_by_ranks_of_the_failed_one(
     with pytest.raises(RankError, match="planted"):
         regressor(tmp_path / "one", *faults).fit(frame)
     assert same(weights(regressor(tmp_path / "two").fit(frame)), calm)
-    assert gone(pids(marks), seconds=30) or len(pids(marks)) == 2  # a Python worker that ended well is used again
+    hung = int((marks / "hung").read_text())
+    until(lambda: gone({hung}), seconds=GONE_SECONDS, what="the rank that hung has ended")
 
 
 @pytest.mark.parametrize(("deed", "words"), [("stop", "rank 1 does not answer"), ("hang", "rank 1 stands still")])
@@ -104,9 +122,7 @@ def test_a_rank_that_stands_still_is_named_with_its_place(
     estimator = regressor(tmp_path, Fault(deed, marks, step=13), stallTimeout=STALL_SECONDS, maxRestarts=1)
     with caplog.at_level(logging.WARNING, "sparktorch"):
         model = estimator.fit(frame)
-    (warning,) = [record for record in caplog.records if "restart 1 of 1" in record.getMessage()]
-    assert isinstance(warning.args, tuple)
-    error = warning.args[0]
+    error, _ = restarted(caplog)
     assert type(error) is RankStalledError
     assert error.what.startswith(words)
     assert error.where["pid"] in pids(marks)
@@ -117,7 +133,7 @@ def test_a_rank_that_stands_still_is_named_with_its_place(
         assert "about to fail" in error.trace, "the last lines of the rank"
         assert "daemon.py" not in error.trace, "what Spark called before it"
     assert same(weights(model), calm)
-    assert gone({error.where["pid"]}, seconds=30)
+    until(lambda: gone({error.where["pid"]}), seconds=GONE_SECONDS, what="the rank that stood still has ended")
 
 
 def test_a_slow_rank_is_no_dead_one(frame: DataFrame, calm: dict[str, torch.Tensor], tmp_path: Path) -> None:
@@ -127,23 +143,36 @@ def test_a_slow_rank_is_no_dead_one(frame: DataFrame, calm: dict[str, torch.Tens
 
 
 def test_a_killed_executor_is_told_as_such_and_comes_back(
-    frame: DataFrame, calm: dict[str, torch.Tensor], tmp_path: Path
+    frame: DataFrame, calm: dict[str, torch.Tensor], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     marks = tmp_path / "marks"
-    error, seconds = failure(regressor(tmp_path, Fault("kill executor", marks, step=13)), frame, marks)
+    with caplog.at_level(logging.WARNING, "sparktorch"):
+        model = regressor(tmp_path, Fault("kill executor", marks, step=13), maxRestarts=1).fit(frame)
+    error, told = restarted(caplog)
     assert type(error) is RankLostError
     assert error.where["rank"] == 1
     assert "was lost" in error.what
-    assert seconds < 2 * DETECTED_SECONDS
-    await_slots(frame.sparkSession, 2)
-    fault = Fault("kill executor", tmp_path / "again", step=13)
-    assert same(weights(regressor(tmp_path / "again", fault, maxRestarts=1).fit(frame)), calm)
+    assert told - happened(marks) < 2 * DETECTED_SECONDS
+    assert same(weights(model), calm)
 
 
-@pytest.mark.skipif(not can_limit_memory(), reason="needs a memory cgroup that may be written")
-def test_a_rank_that_the_out_of_memory_killer_ended_is_told_as_such(frame: DataFrame, tmp_path: Path) -> None:
+@pytest.fixture
+def little_memory() -> Iterator[Path]:
+    """The control group of processes that may have no more than 64 MiB."""
+    with ExitStack() as stack:
+        try:
+            group = stack.enter_context(limited_memory(64))
+        except OSError as error:
+            pytest.skip(f"needs a memory control group that may be written: {error}")
+        yield group
+
+
+def test_a_rank_that_the_out_of_memory_killer_ended_is_told_as_such(
+    frame: DataFrame, little_memory: Path, tmp_path: Path
+) -> None:
     marks = tmp_path / "marks"
-    error, seconds = failure(regressor(tmp_path, Fault("fill memory", marks, step=2)), frame, marks)
+    fault = Fault("fill memory", marks, step=2, group=little_memory)
+    error, seconds = failure(regressor(tmp_path, fault), frame, marks)
     assert type(error) is RankLostError
     assert error.where["rank"] == 1
     assert error.what == "rank 1 was killed for want of memory while training"
@@ -202,4 +231,4 @@ def test_an_exception_in_one_rank_is_the_drivers_with_the_last_lines_of_that_ran
     assert 'raise ArithmeticError("planted")' in error.trace
     assert f"The last lines of rank {rank}:\nabout to fail\n" in error.trace
     assert seconds < DETECTED_SECONDS
-    assert len((marks / "done").read_text().split()) == 1, "it was not tried again"
+    assert len(pids(marks)) == 2, "it was not tried again"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from pyspark.sql import DataFrame, SparkSession
 from sparktorch import TorchRegressor
 from sparktorch.errors import ClusterError, ConfigError
 from tests.support.nets import Score
+from tests.support.waiting import until
 
 
 def regressor(**params: object) -> TorchRegressor:
@@ -21,22 +23,24 @@ def regressor(**params: object) -> TorchRegressor:
 
 
 @contextmanager
-def both_slots_held(spark: SparkSession, marks: Path, seconds: float) -> Iterator[None]:
-    """Another job of the application holds both slots for so long."""
+def both_slots_held(spark: SparkSession, marks: Path) -> Iterator[None]:
+    """Another job of the application holds both slots until the block ends."""
+    release = marks / "release"
 
     def hold(index: int) -> None:
-        (marks / str(index)).touch()
-        time.sleep(seconds)
+        (marks / f"held-{index}").touch()
+        while not release.exists():
+            time.sleep(0.05)
 
-    job = threading.Thread(target=lambda: spark.sparkContext.range(2, numSlices=2).foreach(hold))
-    job.start()
-    while len(list(marks.iterdir())) < 2 and job.is_alive():
-        time.sleep(0.05)
-    assert job.is_alive(), "the other job has failed"
-    try:
-        yield
-    finally:
-        job.join()
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            job = pool.submit(lambda: spark.sparkContext.range(2, numSlices=2).foreach(hold))
+            held = partial(marks.glob, "held-*")
+            until(lambda: len(list(held())) == 2 or job.done(), seconds=60, what="another job holds both slots")
+            yield
+        finally:
+            release.touch()
+        job.result()
 
 
 def test_more_workers_than_slots_are_refused_within_five_seconds(frame: DataFrame) -> None:
@@ -49,13 +53,16 @@ def test_more_workers_than_slots_are_refused_within_five_seconds(frame: DataFram
 
 
 def test_slots_that_another_job_holds_are_waited_for(spark: SparkSession, frame: DataFrame, tmp_path: Path) -> None:
-    with both_slots_held(spark, tmp_path, 4):
-        model = regressor().fit(frame)
-    assert model.summary.numWorkers == 2
+    tracker = spark.sparkContext.statusTracker()
+    with ThreadPoolExecutor(1) as pool, both_slots_held(spark, tmp_path):
+        fit = pool.submit(regressor().fit, frame)
+        until(lambda: len(tracker.getActiveStageIds()) == 2, seconds=60, what="the fit wants slots, too")
+        assert not fit.done()
+    assert fit.result().summary.numWorkers == 2
 
 
 def test_the_wait_for_slots_ends_when_one_has_said(spark: SparkSession, frame: DataFrame, tmp_path: Path) -> None:
-    with both_slots_held(spark, tmp_path, 12):
+    with both_slots_held(spark, tmp_path):
         begun = time.monotonic()
         with pytest.raises(ClusterError, match="no slots for the 2 ranks for 2 s") as raised:
             regressor(startTimeout=2).fit(frame)

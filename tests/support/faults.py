@@ -1,48 +1,36 @@
-"""What goes wrong in one rank, said in a line: `Fault("kill", rank=1, step=5)`."""
+"""What goes wrong in one rank, said in a line: `Fault("kill", marks, rank=1, step=5)`."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 import os
 import signal
-import sys
 import time
 from functools import wraps
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+import torch.distributed as dist
 from pyspark import BarrierTaskContext
 
 from sparktorch import Callback
 from sparktorch.train.callbacks import FitContext
 
-__all__ = ["PLACES", "Fault", "can_limit_memory", "gone", "pids"]
+__all__ = ["Fault", "gone", "pids"]
 
 Deed = Literal["kill", "stop", "hang", "raise", "exit", "slow", "kill executor", "fill memory", "say"]
-
-# Where memory is limited, in the two versions of control groups.
-_CGROUPS = (
-    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),
-    (Path("/sys/fs/cgroup"), "memory.max"),
-)
-
-# What a rank calls when it begins a phase of its life.
-PLACES = {
-    "loading": "sparktorch.worker:Shard",
-    "waiting": "sparktorch.train.link:Link.agree",
-    "rendezvous": "torch.distributed:init_process_group",
-    "validating": "sparktorch.train.validation:Validation.run",
-    "saving": "sparktorch.train.checkpoint:CheckpointStore.write_share",
-    "finishing": "sparktorch.worker:pack_state",
-}
+Phase = Literal["starting", "rendezvous", "training", "validating", "saving", "finishing"]
 
 
 class Fault(Callback):
-    """Does something to one rank, once: after a step, or as it begins a phase.
+    """Does something to one rank, once, in a phase of its life.
 
-    Every rank writes its process id and a mark into a folder, and the faulty one when it happened.
+    "starting" is where the rank unpickles its work, and "rendezvous" where it opens the process group.
+    Training and saving, it waits for a step.
+
+    Every rank writes its process id into a folder, and the faulty one a mark when it happened.
     """
 
     ranks = "all"
@@ -54,58 +42,84 @@ class Fault(Callback):
         marks: Path,
         *,
         rank: int = 1,
+        at: Phase = "training",
         step: int = 0,
-        at: str = "",
-        times: int = 1,
         seconds: float = 0.05,
+        group: Path | None = None,
     ) -> None:
-        self._deed, self._marks, self._rank, self._step, self._at = deed, marks, rank, step, at
-        self._times, self._seconds = times, seconds
+        """Plants the fault.
+
+        Args:
+            deed: What happens.
+            marks: The folder.
+            rank: The faulty one.
+            at: When it happens.
+            step: After which one; "slow" is every one.
+            seconds: How slow.
+            group: The control group in which memory is filled.
+        """
+        self._deed, self._marks, self._rank, self._at, self._step = deed, marks, rank, at, step
+        self._seconds, self._group = seconds, group
+        self._saves = False
         marks.mkdir(parents=True, exist_ok=True)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Lays the ambush where a rank unpickles its work."""
         self.__dict__.update(state)
         context = BarrierTaskContext.get()
-        if not isinstance(context, BarrierTaskContext) or "pyspark" not in sys.modules:
+        if not isinstance(context, BarrierTaskContext):  # on the driver
             return
-        rank = context.partitionId()
         with (self._marks / "pids").open("a") as file:
             file.write(f"{os.getpid()}\n")
-        if self._at and rank == self._rank:
-            self._lie_in_wait(PLACES[self._at])
+        if context.partitionId() == self._rank:
+            if self._at == "starting":
+                self._do()
+            if self._at == "rendezvous":
+                self._lie_in_wait(context.taskAttemptId())
+
+    def on_fit_start(self, context: FitContext) -> None:
+        if self._at == "validating" and context.world.rank == self._rank:
+            context.module.register_forward_pre_hook(self._evaluates)
 
     def on_step_end(self, context: FitContext) -> None:
-        if self._at or context.world.rank != self._rank:
-            return
-        if self._deed == "slow" or context.step == self._step:
+        self._saves = context.world.rank == self._rank and context.step >= self._step
+        if self._at == "training" and context.world.rank == self._rank:
+            if self._deed == "slow":
+                time.sleep(self._seconds)
+            elif context.step == self._step:
+                self._do()
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._at == "saving" and self._saves:
+            self._do()
+        return {}
+
+    def on_fit_end(self, context: FitContext) -> None:
+        if self._at == "finishing" and context.world.rank == self._rank:
             self._do()
 
-    def _lie_in_wait(self, place: str) -> None:
-        module, _, path = place.partition(":")
-        owner: Any = importlib.import_module(module)
-        *holders, name = path.split(".")
-        for holder in holders:
-            owner = getattr(owner, holder)
-        honest = getattr(owner, name)
+    def _evaluates(self, module: torch.nn.Module, _: Any) -> None:
+        if not module.training:
+            self._do()
+
+    def _lie_in_wait(self, task: int) -> None:
+        """Waits for this task to open the process group: a later one in the same process is none of it."""
+        honest = dist.init_process_group
 
         @wraps(honest)
         def faulty(*arguments: Any, **named: Any) -> Any:
-            setattr(owner, name, honest)  # this process may be used again
-            self._do()
-            return honest(*arguments, **named)
+            dist.init_process_group = honest
+            context = BarrierTaskContext.get()
+            if context is not None and context.taskAttemptId() == task:
+                self._do()
+            return dist.init_process_group(*arguments, **named)
 
-        setattr(owner, name, faulty)
+        dist.init_process_group = faulty
 
     def _do(self) -> None:
-        if self._deed == "slow":
-            time.sleep(self._seconds)
-            return
         done = self._marks / "done"
-        if done.exists() and len(done.read_text().splitlines()) >= self._times:
+        if done.exists():
             return
-        with done.open("a") as file:
-            file.write(f"{time.time()}\n")
+        done.write_text(repr(time.time()))
         print(self.words, flush=True)
         if self._deed == "kill executor":
             os.kill(_executor(), signal.SIGKILL)
@@ -114,7 +128,7 @@ class Fault(Callback):
         if self._deed == "say":
             logging.getLogger("mine").warning("careful, %d", self._rank)
         if self._deed == "fill memory":
-            _fill_memory()
+            self._fill_memory()
         if self._deed == "hang":
             (self._marks / "hung").write_text(str(os.getpid()))
             time.sleep(1000)
@@ -123,43 +137,28 @@ class Fault(Callback):
         if self._deed == "raise":
             raise ArithmeticError("planted")
 
+    def _fill_memory(self) -> None:
+        """Takes more memory than this process may have, which it then has no more of."""
+        assert self._group is not None
+        (self._group / "cgroup.procs").write_text(str(os.getpid()))
+        hoard = [bytearray(os.urandom(1 << 20)) for _ in range(512)]
+        raise AssertionError(f"{len(hoard)} MiB, and still alive")
+
 
 def pids(marks: Path) -> set[int]:
     """Returns the process ids of all ranks that have begun."""
     return {int(line) for line in (marks / "pids").read_text().split()}
 
 
-def gone(processes: set[int], *, seconds: float) -> bool:
-    """Whether all of the processes end within so many seconds."""
-    deadline = time.monotonic() + seconds
-    while left := {pid for pid in processes if _runs(pid)}:
-        if time.monotonic() > deadline:
-            print(f"still there: {left}")
-            return False
-        time.sleep(0.1)
-    return True
+def gone(processes: set[int]) -> bool:
+    """Whether all of the processes have ended."""
+    return not any(_runs(pid) for pid in processes)
 
 
 def _runs(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
-
-
-def can_limit_memory() -> bool:
-    """Whether this process may put others under a limit of memory."""
-    return os.geteuid() == 0 and any(os.access(base / "cgroup.procs", os.W_OK) for base, _ in _CGROUPS)
-
-
-def _fill_memory() -> None:
-    """Takes more memory than this process may have, which it then has no more of."""
-    base, limit = next(found for found in _CGROUPS if os.access(found[0] / "cgroup.procs", os.W_OK))
-    group = base / f"sparktorch-{os.getpid()}"
-    group.mkdir()
-    (group / limit).write_text(str(64 << 20))
-    (group / "cgroup.procs").write_text(str(os.getpid()))
-    hoard = [bytearray(os.urandom(1 << 20)) for _ in range(512)]
-    raise AssertionError(f"{len(hoard)} MiB, and still alive")
 
 
 def _executor() -> int:

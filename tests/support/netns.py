@@ -10,22 +10,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["Host", "Network", "missing", "network"]
+__all__ = ["Host", "Network", "network"]
 
 _SUBNET = "10.77.0"
 _TOOLS = ("ip", "bridge", "tc", "unshare", "nsenter")
-
-
-def missing() -> str:
-    """Returns why no network can be made here; empty if one can."""
-    lacking = [tool for tool in _TOOLS if shutil.which(tool) is None]
-    if lacking:
-        return f"hosts in network namespaces need {', '.join(lacking)} (Debian: iproute2, util-linux)"
-    try:
-        with network("probe", directory=Path("/tmp")):
-            return ""
-    except OSError as error:
-        return f"hosts in network namespaces need root: {error}"
 
 
 class Host:
@@ -144,8 +132,11 @@ def network(*names: str, directory: Path) -> Iterator[Network]:
         directory: Keeps their `/etc/hosts`.
 
     Raises:
-        OSError: This process may not.
+        OSError: This process may not, or lacks a program; says which.
     """
+    lacking = [tool for tool in _TOOLS if shutil.which(tool) is None]
+    if lacking:
+        raise OSError(f"there is no {', '.join(lacking)} (Debian: iproute2, util-linux)")
     with ExitStack() as stack:
         switch = Host("switch", "")
         stack.callback(switch.close)

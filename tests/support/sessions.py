@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from pyspark.sql import SparkSession
 
-from sparktorch.spark.session import slots
 from tests.support.programs import ROOT, SPARK_HOME
 
-__all__ = ["await_slots", "settings", "spark_session"]
+__all__ = ["settings", "spark_session"]
 
 _REFUSES_CORE = "spark.sql.legacy.setCommandRejectsSparkCoreConfs"
 
@@ -68,11 +66,3 @@ def settings(spark: SparkSession, values: Mapping[str, str]) -> Iterator[None]:
                 spark.conf.unset(name)
             else:
                 spark.conf.set(name, old)
-
-
-def await_slots(spark: SparkSession, count: int, *, seconds: float = 60) -> None:
-    """Waits until executors that were lost have come back."""
-    deadline = time.monotonic() + seconds
-    while (slots(spark) or 0) < count:
-        assert time.monotonic() < deadline, "the executors have not come back"
-        time.sleep(0.1)

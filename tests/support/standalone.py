@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from tests.support.netns import Network
 from tests.support.programs import SPARK_HOME, environment
+from tests.support.waiting import until
 
 __all__ = ["Cluster", "standalone"]
 
@@ -86,15 +86,14 @@ class Cluster:
         """Returns what the master, the driver, or the worker of a host have logged."""
         return (self.directory / f"{name}.log").read_text()
 
-    def wait_for(self, name: str, pattern: str, seconds: float = 60, start: int = 0) -> str:
+    def wait_for(self, name: str, pattern: str, *, start: int = 0) -> str:
         """Waits until a log holds a pattern, from one place on, and returns its first group."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            found = re.search(pattern, self.log(name)[start:])
-            if found is not None:
-                return found[1]
-            time.sleep(0.05)
-        raise AssertionError(f"{pattern} did not show in the log of {name}:\n{self.log(name)[-4000:]}")
+        found = until(
+            lambda: re.search(pattern, self.log(name)[start:]),
+            seconds=60,
+            what=lambda: f"{pattern} in the log of {name}:\n{self.log(name)[-4000:]}",
+        )
+        return str(found[1])
 
     def _spark_class(self, host: str, name: str, *arguments: str) -> None:
         command = (str(SPARK_HOME / "bin" / "spark-class"), *arguments, "--webui-port", "0")

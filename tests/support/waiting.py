@@ -1,0 +1,27 @@
+"""Waiting for what another thread, process or host is to do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+__all__ = ["until"]
+
+T = TypeVar("T")
+
+
+def until(condition: Callable[[], T], *, seconds: float, what: str | Callable[[], str]) -> T:
+    """Waits until a condition is true, and returns what it came to.
+
+    Args:
+        condition: Asked again and again.
+        seconds: After which it is an error.
+        what: Is to come true; or what says it then, where that is in a log.
+    """
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {seconds:g} s: {what if isinstance(what, str) else what()}")
+        time.sleep(0.02)
+    return found
