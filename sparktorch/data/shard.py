@@ -205,7 +205,9 @@ class Shard:
                 raw = columns.preprocess is not None and spec in columns.inputs
                 self._fields[spec.name].finish("cpu" if raw else device)
             rows = Rows(self._fields, columns, device, self.last + 1, by_length=by_length)
-            self._feed = Resident(rows, _array(order), _array(validation_order), device, decoding=self.decodes)
+            self._feed = Resident(
+                rows, _array(order), _array(validation_order), device, decoding=self.decodes, budget=budget
+            )
 
     @property
     def on_disk(self) -> bool:
