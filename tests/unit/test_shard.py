@@ -185,6 +185,15 @@ def test_a_bad_row_is_counted_over_the_batches() -> None:
     assert caught.value.where["row"] == 100
 
 
+def test_a_bad_row_is_counted_with_those_that_were_left_out_before_it() -> None:
+    vectors = pa.array([[1.0, 2.0], None, [None, 1.0], [3.0, 4.0], [5.0]], pa.list_(pa.float32()))
+    batch = pa.RecordBatch.from_pydict({"x0": vectors, KEY: pa.array(range(5), pa.int64())})
+    spec = TensorSpec(name="x0", column="c", dtype="float32", shape=(2,))
+    with pytest.raises(ColumnError, match="1 rows of column 'c' do not hold 2 values") as caught:
+        Shard([batch.slice(0, 1), batch], Columns(inputs=(spec,), drop_nulls=True))
+    assert caught.value.where == {"column": "c", "row": 5}
+
+
 def test_a_shard_keeps_nothing_of_the_batches_it_was_fed(shard_of: Make) -> None:
     table = Table.random(40)
     shard = shard_of(table)
