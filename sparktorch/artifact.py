@@ -71,6 +71,7 @@ class TrainedModule:
         preprocess: Makes the arguments of `forward` of the inputs, or its import path; `None` where they
             are the arguments.
         arguments: What `forward` gets from it.
+        returned: By what names, in the order of `arguments`.
     """
 
     source: ModuleSource | Program
@@ -81,6 +82,7 @@ class TrainedModule:
     task: Task
     preprocess: Function | None = None
     arguments: tuple[ArgumentSpec, ...] | None = None
+    returned: tuple[str, ...] | None = None
 
     @property
     def takes(self) -> tuple[TensorSpec, ...] | tuple[ArgumentSpec, ...]:
@@ -134,7 +136,7 @@ class TrainedModule:
             return _write_program(export_program(self.build(), self.takes), directory)
         except ExportError as error:
             if allow_pickle:
-                import cloudpickle
+                import cloudpickle  # here, so that to score takes one package less
 
                 (directory / _PICKLE).write_bytes(cloudpickle.dumps((self.source, params)))
                 return {"pickle": _PICKLE}
@@ -187,6 +189,7 @@ class TrainedModule:
             task=form["task"],
             preprocess=_load_preprocess(directory, form.get("preprocess"), allow_pickle),
             arguments=_arguments(form.get("arguments")),
+            returned=tuple(form["returned"]) if "returned" in form else None,
         )
 
     @property
@@ -202,6 +205,7 @@ class TrainedModule:
             "inputs": [spec.to_dict() for spec in self.inputs],
             "outputs": [asdict(spec) for spec in self.outputs],
             **({"arguments": [asdict(spec) for spec in self.arguments]} if self.arguments is not None else {}),
+            **({"returned": list(self.returned)} if self.returned is not None else {}),
         }
 
 
@@ -291,7 +295,9 @@ class Scorer:
         self._device = torch.device(device)
         self._batch_size = batch_size
         names = [spec.column for spec in trained.inputs]
-        self._preprocess = None if trained.preprocess is None else Preprocess(trained.preprocess, names)
+        self._preprocess = (
+            None if trained.preprocess is None else Preprocess(trained.preprocess, names, trained.returned)
+        )
         self._autocast = autocast(self._device, precision)
         self._module: Any = trained.build(weights).to(self._device)
         if compiled:

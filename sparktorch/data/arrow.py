@@ -1,4 +1,4 @@
-"""Columns as Arrow has them, of any type but maps, for a callable that makes tensors of them."""
+"""Columns as Arrow has them, for a callable that makes tensors of them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from sparktorch.data.elements import Borders, Elements
 from sparktorch.data.fields import Field
 from sparktorch.data.spool import Runs, Spooler
 from sparktorch.data.tensors import byte_rows
+from sparktorch.errors import ColumnError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["ArrowColumn"]
 
 Index = npt.NDArray[np.int64]
+
+_OF_BYTES = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
 
 
 class ArrowColumn(Field):
@@ -47,18 +50,18 @@ class ArrowColumn(Field):
         fill = self._spec.fill
         if fill is None:
             refuse_nulls(column, self._spec, first_row)
-        elif pa.types.is_integer(column.type) or pa.types.is_floating(column.type):
+        elif pa.types.is_primitive(column.type) and not pa.types.is_temporal(column.type):
             column = column.fill_null(pa.scalar(fill).cast(column.type))
             if pa.types.is_floating(column.type):
                 column = pc.if_else(pc.is_nan(column), pa.scalar(fill, column.type), column)
         if self._node is None:
-            self._node = _node(column.type, self._spec.name, self._spooler)
+            self._node = _node(column.type, self._spec, self._spooler)
         self._node.append(column)
 
     def stand_in(self) -> None:
         """Appends an empty row."""
         if self._node is None:
-            self._node = _node(pa.string(), self._spec.name, self._spooler)
+            self._node = _node(pa.string(), self._spec, self._spooler)
         self._node.append(pa.array([_empty(self._node.type)], self._node.type))
 
     def finish(self, device: str) -> None:
@@ -72,10 +75,9 @@ class ArrowColumn(Field):
         return found
 
     def take(self, index: torch.Tensor) -> tuple[Any, ...]:
-        """Returns one array, of NumPy or Arrow."""
+        """Returns one array, of NumPy or Arrow as their type says; a date or timestamp that is null is `NaT`."""
         column = self._held.take(index.cpu().numpy())
-        plain = pa.types.is_primitive(column.type) and not column.null_count
-        return (column.to_numpy(zero_copy_only=False) if plain else column,)
+        return (column.to_numpy(zero_copy_only=False) if pa.types.is_primitive(column.type) else column,)
 
     @property
     def _held(self) -> _Node:
@@ -86,9 +88,9 @@ class ArrowColumn(Field):
 class _Node(ABC):
     """Rows of one Arrow type."""
 
-    def __init__(self, kind: pa.DataType, name: str, spooler: Spooler) -> None:
+    def __init__(self, kind: pa.DataType, spooler: Spooler) -> None:
         self.type = kind
-        self._valid_spool = spooler.spool(f"{name}.valid", np.bool_)
+        self._valid_spool = spooler.spool(np.bool_)
 
     @property
     @abstractmethod
@@ -122,12 +124,12 @@ class _Node(ABC):
 class _Fixed(_Node):
     """Numbers, booleans, dates and timestamps."""
 
-    def __init__(self, kind: pa.DataType, name: str, spooler: Spooler) -> None:
-        super().__init__(kind, name, spooler)
+    def __init__(self, kind: pa.DataType, spooler: Spooler) -> None:
+        super().__init__(kind, spooler)
         self._storage = pa.int64() if kind.bit_width == 64 else pa.int32()
         self._viewed = pa.types.is_temporal(kind)
         dtype = (self._storage if self._viewed else kind).to_pandas_dtype()
-        self._spool = spooler.spool(f"{name}.values", dtype)
+        self._spool = spooler.spool(dtype)
 
     @property
     def nbytes(self) -> int:
@@ -156,9 +158,10 @@ class _Fixed(_Node):
 class _Bytes(_Node):
     """Strings and binary values."""
 
-    def __init__(self, kind: pa.DataType, name: str, spooler: Spooler) -> None:
-        super().__init__(kind, name, spooler)
-        self._elements = Elements(name, np.uint8, spooler)
+    def __init__(self, kind: pa.DataType, spooler: Spooler) -> None:
+        super().__init__(kind, spooler)
+        self._elements = Elements(np.uint8, spooler)
+        self._offsets = _offsets(pa.types.is_large_string(kind) or pa.types.is_large_binary(kind))
 
     @property
     def nbytes(self) -> int:
@@ -181,7 +184,7 @@ class _Bytes(_Node):
     def take(self, index: Index) -> pa.Array:
         rows = torch.from_numpy(index)
         content, _, _ = self._elements.take(rows)
-        ends = np.concatenate([[0], self._elements.lengths[rows].cumsum(0).numpy()]).astype(np.int32)
+        ends = np.concatenate([[0], self._elements.lengths[rows].cumsum(0).numpy()]).astype(self._offsets)
         buffers = [None, pa.py_buffer(ends), pa.py_buffer(content.numpy())]
         return self._nulled(pa.Array.from_buffers(self.type, len(index), buffers), index)
 
@@ -189,10 +192,11 @@ class _Bytes(_Node):
 class _Lists(_Node):
     """Lists, of lists too."""
 
-    def __init__(self, kind: pa.ListType, name: str, spooler: Spooler) -> None:
-        super().__init__(kind, name, spooler)
-        self._borders = Borders(name, spooler)
-        self._inner = _node(kind.value_type, f"{name}.item", spooler)
+    def __init__(self, kind: pa.ListType | pa.LargeListType, spec: TensorSpec, spooler: Spooler) -> None:
+        super().__init__(kind, spooler)
+        self._borders = Borders(spooler)
+        self._inner = _node(kind.value_type, spec, spooler)
+        self._large = pa.types.is_large_list(kind)
 
     @property
     def nbytes(self) -> int:
@@ -219,16 +223,17 @@ class _Lists(_Node):
         ends = np.cumsum(lengths)
         within = np.arange(lengths.sum()) - np.repeat(ends - lengths, lengths)
         items = self._inner.take(np.repeat(self._starts[index], lengths) + within)
-        offsets = pa.array(np.concatenate([[0], ends]), pa.int32())
-        return self._nulled(pa.ListArray.from_arrays(offsets, items), index)
+        offsets = pa.array(np.concatenate([[0], ends]).astype(_offsets(self._large)))
+        lists = (pa.LargeListArray if self._large else pa.ListArray).from_arrays(offsets, items)
+        return self._nulled(lists, index)
 
 
 class _Structs(_Node):
     """Structs, whose fields are columns."""
 
-    def __init__(self, kind: pa.StructType, name: str, spooler: Spooler) -> None:
-        super().__init__(kind, name, spooler)
-        self._fields = [_node(field.type, f"{name}.{field.name}", spooler) for field in kind]
+    def __init__(self, kind: pa.StructType, spec: TensorSpec, spooler: Spooler) -> None:
+        super().__init__(kind, spooler)
+        self._fields = [_node(field.type, spec, spooler) for field in kind]
 
     @property
     def nbytes(self) -> int:
@@ -254,13 +259,34 @@ class _Structs(_Node):
         return self._nulled(pa.StructArray.from_arrays([field.take(index) for field in self._fields], names), index)
 
 
-def _node(kind: pa.DataType, name: str, spooler: Spooler) -> _Node:
-    """Returns an empty node for a type."""
+def _node(kind: pa.DataType, spec: TensorSpec, spooler: Spooler) -> _Node:
+    """Returns an empty node for a type.
+
+    Raises:
+        ColumnError: There is none for it.
+    """
     if pa.types.is_struct(kind):
-        return _Structs(kind, name, spooler)
-    if pa.types.is_list(kind):
-        return _Lists(kind, name, spooler)
-    return _Fixed(kind, name, spooler) if pa.types.is_primitive(kind) else _Bytes(kind, name, spooler)
+        return _Structs(kind, spec, spooler)
+    if _is_list(kind):
+        return _Lists(kind, spec, spooler)
+    if pa.types.is_primitive(kind):
+        return _Fixed(kind, spooler)
+    if any(is_kind(kind) for is_kind in _OF_BYTES):
+        return _Bytes(kind, spooler)
+    raise ColumnError(
+        f"column {spec.column!r} holds {kind}, which cannot be kept as it is",
+        hint="cast it to numbers, text, dates, or lists or structs of them",
+        column=spec.column,
+    )
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
+
+
+def _offsets(large: bool) -> type[np.int32] | type[np.int64]:
+    """Returns what the offsets of an Arrow type are."""
+    return np.int64 if large else np.int32
 
 
 def _empty(kind: pa.DataType) -> Any:
@@ -269,4 +295,6 @@ def _empty(kind: pa.DataType) -> Any:
         return pa.scalar(0).cast(kind).as_py() if not pa.types.is_temporal(kind) else None
     if pa.types.is_struct(kind):
         return {field.name: _empty(field.type) for field in kind}
-    return [] if pa.types.is_list(kind) else b"" if pa.types.is_binary(kind) else ""
+    if _is_list(kind):
+        return []
+    return b"" if pa.types.is_binary(kind) or pa.types.is_large_binary(kind) else ""

@@ -43,6 +43,7 @@ class Screen:
         """Takes what the columns are, and whether unfit rows are left out or are an error in the end."""
         self._columns = columns
         self._found: dict[tuple[str, str], tuple[int, list[int]]] = {}
+        self._through: npt.NDArray[np.intp] | None = None  # the last batch's, where it was not the whole of it
         self.dropped = 0
 
     def rows_of(self, batch: pa.RecordBatch, *, first_row: int) -> pa.RecordBatch:
@@ -57,10 +58,23 @@ class Screen:
             for what, mask in _unfit(batch.column(spec.name), spec):
                 self._note(spec.column, what, np.flatnonzero(mask) + first_row)
                 unfit = mask if unfit is None else unfit | mask
+        self._through = None if unfit is None else np.flatnonzero(~unfit)
         if unfit is None:
             return batch
         self.dropped += int(unfit.sum())
         return batch.filter(pa.array(~unfit))
+
+    def placed(self, error: ColumnError, *, first_row: int) -> ColumnError:
+        """Returns an error of a row that `rows_of` last let through with its number among the rows that arrived.
+
+        Args:
+            error: Its `row` counts from `first_row` on what was let through.
+            first_row: Number of the batch's first row.
+        """
+        where = dict(error.where)
+        if self._through is not None and "row" in where:
+            where["row"] = first_row + int(self._through[where["row"] - first_row])
+        return ColumnError(error.what, hint=error.hint, **where)
 
     def close(self) -> None:
         """Ends the rows of a rank.
@@ -117,15 +131,20 @@ def non_finite_mask(array: pa.Array, *, nan: bool = True) -> Mask | None:
     """Returns which rows are or hold infinity, or NaN if that counts; `None` where none does."""
     if not pa.types.is_floating(array.type):
         return marked_within(array, None, partial(non_finite_mask, nan=nan))
-    values = array.drop_null().to_numpy() if array.null_count else array.to_numpy()
-    # The sum is finite only if every value is, and costs a tenth of an element-wise test; only
-    # a sum that overflowed needs the second look.
-    with np.errstate(over="ignore", invalid="ignore"):
-        if np.isfinite(values.sum(dtype=np.float64)):
-            return None
+    if _sums_up(array.drop_null().to_numpy() if array.null_count else array.to_numpy()):
+        return None
     every = array.to_numpy(zero_copy_only=False)  # null is NaN in it
     bad = np.isinf(every) if not nan else ~np.isfinite(every) & array.is_valid().to_numpy(zero_copy_only=False)
     return bad if bad.any() else None
+
+
+def _sums_up(values: npt.NDArray[Any]) -> bool:
+    """Whether the sum is finite: only if every value is, and a tenth of the cost of an element-wise test.
+
+    Only a sum that overflowed needs the second look.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        return bool(np.isfinite(values.sum(dtype=np.float64)))
 
 
 def marked_within(array: pa.Array, found: Mask | None, mask_of: Callable[[pa.Array], Mask | None]) -> Mask | None:
@@ -216,13 +235,8 @@ def check_finite(values: npt.NDArray[Any], spec: TensorSpec) -> None:
     Raises:
         ColumnError: With the number of such rows.
     """
-    # The sum is finite only if every value is, and costs a tenth of an element-wise test; only
-    # a sum that overflowed needs the second look.
-    if values.dtype.kind != "f":
+    if values.dtype.kind != "f" or _sums_up(values):
         return
-    with np.errstate(over="ignore", invalid="ignore"):
-        if np.isfinite(values.sum(dtype=np.float64)):
-            return
     bad = ~np.isfinite(values.reshape(len(values), -1)).all(axis=1)
     if bad.any():
         raise ColumnError(

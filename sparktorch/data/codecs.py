@@ -18,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from sparktorch.data.pillow import pillow
 from sparktorch.data.unischema import UnischemaField
-from sparktorch.errors import ColumnError, DatasetError
+from sparktorch.errors import ColumnError
 
 __all__ = ["ARROW_TYPES", "DECODE", "Blobs", "Place", "Values", "native"]
 
@@ -194,11 +195,11 @@ def _decode_images(blobs: Blobs, place: Place) -> Values:
 
 def _pixels(blob: bytes, index: int, place: Place) -> Array:
     """Decodes an image: RGB or greys of 8 bits, or greys of 16."""
-    pillow = _pillow()
+    images = pillow()
     try:
-        with pillow.open(io.BytesIO(blob), formats=(place.field.image_format,)) as image:
+        with images.open(io.BytesIO(blob), formats=(place.field.image_format,)) as image:
             mode, pixels = image.mode, np.asarray(image)
-    except pillow.UnidentifiedImageError:
+    except images.UnidentifiedImageError:
         raise place.error(index, f"it is no {place.field.image_format} image") from None
     except Exception as error:  # Pillow's errors, and those of the libraries below it
         raise place.error(index, f"{type(error).__name__}: {error}") from None
@@ -214,14 +215,6 @@ DECODE: dict[str, Callable[[Blobs, Place], Values]] = {
     "compressed": _decode_compressed,
     "image": _decode_images,
 }
-
-
-def _pillow() -> Any:
-    try:
-        from PIL import Image
-    except ImportError:
-        raise DatasetError("decoding images takes Pillow", hint="pip install pillow, on the executors too") from None
-    return Image
 
 
 def _nothing(field: UnischemaField) -> Values:

@@ -22,9 +22,9 @@ Int64 = npt.NDArray[np.int64]
 class Borders:
     """Where rows that lie one after the other begin and end."""
 
-    def __init__(self, name: str, spooler: Spooler) -> None:
+    def __init__(self, spooler: Spooler) -> None:
         """Begins without rows."""
-        self._spool = spooler.spool(f"{name}.borders", np.int64)
+        self._spool = spooler.spool(np.int64)
         self._spool.append(np.zeros(1, np.int64))
         self._end = 0
 
@@ -67,17 +67,16 @@ class Elements:
     starts: torch.Tensor
     lengths: torch.Tensor
 
-    def __init__(self, name: str, dtype: npt.DTypeLike, spooler: Spooler, shape: tuple[int, ...] = ()) -> None:
+    def __init__(self, dtype: npt.DTypeLike, spooler: Spooler, shape: tuple[int, ...] = ()) -> None:
         """Begins without rows.
 
         Args:
-            name: Names the column.
             dtype: Of an element.
             spooler: Where the rows are kept.
             shape: Of an element.
         """
-        self._values = spooler.spool(f"{name}.elements", dtype, shape)
-        self._borders = Borders(name, spooler)
+        self._values = spooler.spool(dtype, shape)
+        self._borders = Borders(spooler)
 
     @property
     def nbytes(self) -> int:

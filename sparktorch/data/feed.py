@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from sparktorch.data.move import batch_bytes, move_to
 from sparktorch.data.plan import RankOrder, SamplingPlan, mix_scalar
 from sparktorch.data.prefetch import ByEpoch, ahead
 from sparktorch.data.preprocess import Moment
@@ -25,7 +26,7 @@ Int64 = npt.NDArray[np.int64]
 
 _AHEAD_ROWS = 1 << 15  # from here on, ordering an epoch takes longer than to start a thread
 _CHUNK_ROWS = 1 << 16
-_AHEAD_BATCHES = 4
+_AHEAD_BATCHES = 4  # that are decoded
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Schedule:
         """Returns when a step is, with a seed of its own for what is random in the rank's part of it."""
         return Moment(epoch, mix_scalar(self.plan.seed, epoch, step, self.first) >> 1)
 
-    def has(self, epoch: int) -> bool:
+    def worth_ahead(self, epoch: int) -> bool:
         """Whether that epoch will be trained, and has so many rows that it is worth a thread to order them."""
         return epoch < self.epochs and self.rows >= _AHEAD_ROWS
 
@@ -111,7 +112,9 @@ class _Order:
 class Resident:
     """Rows in memory: each batch is taken from them when it is asked for."""
 
-    def __init__(self, rows: Rows, order: Int64, validation_order: Int64, device: str, *, decoding: bool) -> None:
+    def __init__(
+        self, rows: Rows, order: Int64, validation_order: Int64, device: str, *, decoding: bool, budget: int
+    ) -> None:
         """Takes all rows.
 
         Args:
@@ -120,8 +123,9 @@ class Resident:
             validation_order: The validation rows in their order.
             device: Where the batches are to be.
             decoding: Whether to take rows is more than to copy them, and is done in a thread.
+            budget: Bytes, half of which what is decoded ahead may take, but one batch at least.
         """
-        self._rows, self._decoding, self._device = rows, decoding, device
+        self._rows, self._decoding, self._device, self._budget = rows, decoding, device, budget
         self._order, self._validation_order = torch.from_numpy(order), torch.from_numpy(validation_order)
         self._orders = ByEpoch(self._make_order)
 
@@ -152,7 +156,7 @@ class Resident:
     def epoch(self, epoch: int, *, least: int, first: int) -> Generator[Batch]:
         """Yields the part of every batch of the epoch from step `first` on."""
         order = self._orders[epoch]
-        if self._schedule.has(epoch + 1):
+        if self._schedule.worth_ahead(epoch + 1):
             self._orders.begin(epoch + 1)
         index = order.index.to(self._device)
         parts = list(zip([0, *order.ends[:-1]], order.ends, strict=True))[first:]
@@ -160,7 +164,9 @@ class Resident:
             self._rows.take(index[start:end], least=least, moment=self._schedule.moment(epoch, step))
             for step, (start, end) in enumerate(parts, first)
         )
-        return ahead(batches, _AHEAD_BATCHES) if self._decoding else batches
+        if not self._decoding:
+            return batches
+        return ahead(batches, _AHEAD_BATCHES, size=batch_bytes, most=self._budget // 2)
 
     def validation(self, size: int, *, batches: int) -> Generator[Batch]:
         """Yields the validation rows."""
@@ -209,10 +215,11 @@ class OutOfCore:
             validation_order: The validation rows in their order.
             device: Where the batches are to be.
             budget: Bytes that rows may take in memory. One window of them waits and another one is
-                read: each may have half of it, but has one step at least.
+                read: each may have half of it, but has one step at least. What is decoded ahead
+                may have as much as a window.
         """
         self._stored, self._order, self._validation_order = stored, order, validation_order
-        self._move = _move_to(device)
+        self._move = move_to(device)
         self._budget = budget
         self._class_weights: Sequence[float] | None = None
         self._orders = ByEpoch(self._make_order)
@@ -248,10 +255,9 @@ class OutOfCore:
     def epoch(self, epoch: int, *, least: int, first: int) -> Generator[Batch]:
         """Yields the part of every batch of the epoch from step `first` on."""
         order = self._orders[epoch]
-        if self._schedule.has(epoch + 1):
+        if self._schedule.worth_ahead(epoch + 1):
             self._weights.begin(epoch + 1)
-        depth = min(self._window, _AHEAD_BATCHES) if self._stored.decodes else self._window
-        return self._ahead(self._batches(order, least, first), depth)
+        return self._ahead(self._batches(order, least, first), self._window)
 
     def validation(self, size: int, *, batches: int) -> Generator[Batch]:
         """Yields the validation rows."""
@@ -264,7 +270,10 @@ class OutOfCore:
 
     def _ahead(self, batches: Generator[Batch], depth: int) -> Generator[Batch]:
         """Yields batches on the device, read and copied there in a thread."""
-        with closing(ahead((self._move.begin(batch) for batch in batches), depth)) as begun:
+        bounds: dict[str, Any] = {}
+        if self._stored.decodes:  # to more bytes than the window that they are taken from
+            depth, bounds = min(depth, _AHEAD_BATCHES), {"size": _begun_bytes, "most": self._budget // 2}
+        with closing(ahead((self._move.begin(batch) for batch in batches), depth, **bounds)) as begun:
             for batch in begun:
                 yield self._move.finish(batch)
 
@@ -322,60 +331,8 @@ class OutOfCore:
         return sums
 
 
-class _Move(Protocol):
-    """Brings batches to the device: begun in the thread that makes them, finished in that of the training."""
-
-    def begin(self, batch: Batch) -> tuple[Batch, torch.cuda.Event | None]: ...
-
-    def finish(self, begun: tuple[Batch, torch.cuda.Event | None]) -> Batch: ...
-
-
-class _Here:
-    """Leaves batches where they are."""
-
-    def begin(self, batch: Batch) -> tuple[Batch, torch.cuda.Event | None]:
-        return batch, None
-
-    def finish(self, begun: tuple[Batch, torch.cuda.Event | None]) -> Batch:
-        return begun[0]
-
-
-class _ToGpu:
-    """Copies batches from pinned memory to a GPU, in a stream beside that of the training."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def begin(self, batch: Batch) -> tuple[Batch, torch.cuda.Event | None]:
-        with torch.cuda.stream(self._stream):
-            copy = replace(
-                batch,
-                inputs=tuple(self._copy(tensor) for tensor in batch.inputs),
-                label=None if batch.label is None else self._copy(batch.label),
-                weight=None if batch.weight is None else self._copy(batch.weight),
-                loss_weight=None if batch.loss_weight is None else self._copy(batch.loss_weight),
-            )
-            return copy, self._stream.record_event()
-
-    def finish(self, begun: tuple[Batch, torch.cuda.Event | None]) -> Batch:
-        batch, copied = begun
-        assert copied is not None
-        training = torch.cuda.current_stream(self._device)
-        training.wait_event(copied)
-        for tensor in (*batch.inputs, batch.label, batch.weight, batch.loss_weight):
-            if tensor is not None:
-                tensor.record_stream(training)  # its memory is not reused before the training has read it
-        return batch
-
-    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        source = tensor.pin_memory() if tensor.layout is torch.strided else tensor
-        return source.to(self._device, non_blocking=True)
-
-
-def _move_to(device: str) -> _Move:
-    target = torch.device(device)
-    return _ToGpu(target) if target.type == "cuda" else _Here()
+def _begun_bytes(begun: tuple[Batch, object]) -> int:
+    return batch_bytes(begun[0])
 
 
 def _runs(rows: Int64 | range) -> Runs:

@@ -101,7 +101,7 @@ class Dense(Field):
         """
         self._spec, self._check = spec, check
         self._dtype = np.dtype(dtype or spec.dtype)
-        self._spool = spooler.spool(spec.name, self._dtype, spec.shape)
+        self._spool = spooler.spool(self._dtype, spec.shape)
 
     @property
     def nbytes(self) -> int:
@@ -143,8 +143,8 @@ class Vectors(Field):
     def __init__(self, spec: TensorSpec, spooler: Spooler) -> None:
         """Begins without rows."""
         self._spec = spec
-        self._values = Elements(spec.name, spec.dtype, spooler)
-        self._indices = Elements(f"{spec.name}.indices", np.int32, spooler)  # none of a dense row
+        self._values = Elements(spec.dtype, spooler)
+        self._indices = Elements(np.int32, spooler)  # none of a dense row
         if spec.layout == "sparse_csr":
             _hush_sparse_csr()
 
@@ -216,7 +216,7 @@ class Ragged(Field):
     def __init__(self, spec: TensorSpec, spooler: Spooler) -> None:
         """Begins without rows."""
         self._spec = spec
-        self._elements = Elements(spec.name, spec.dtype, spooler, spec.shape)
+        self._elements = Elements(spec.dtype, spooler, spec.shape)
         self.padded = spec.layout == "padded"
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import io
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -11,15 +10,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 
 from sparktorch.data.checks import refuse_nulls
 from sparktorch.data.columns import TensorSpec
 from sparktorch.data.elements import Elements
 from sparktorch.data.fields import Field
+from sparktorch.data.pillow import pillow
 from sparktorch.data.spool import Runs, Spooler
 from sparktorch.data.tensors import byte_rows
-from sparktorch.errors import ColumnError, ConfigError
+from sparktorch.errors import ColumnError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -29,6 +30,7 @@ __all__ = ["Images", "black_image", "image_size"]
 _FORMATS = ("JPEG", "PNG")
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 _DEEP = ("I", "F")  # modes of more than 8 bits a channel begin with these
+_ENCODED, _NULL = 0, -1  # in place of the size of an image that is there in pixels
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -44,8 +46,8 @@ class Images(Field):
     def __init__(self, spec: TensorSpec, spooler: Spooler) -> None:
         """Begins without rows."""
         self._spec = spec
-        self._bytes = Elements(spec.name, np.uint8, spooler)
-        self._sizes = spooler.spool(f"{spec.name}.sizes", np.int32, (3,))  # of pixels; 0 of what is encoded
+        self._bytes = Elements(np.uint8, spooler)
+        self._sizes = spooler.spool(np.int32, (3,))
         self._channels_first, self._shape = _axes(spec)
 
     @property
@@ -55,17 +57,19 @@ class Images(Field):
 
     def append(self, column: pa.Array, *, first_row: int = 0) -> None:
         """Keeps the rows of a batch, having looked at the size of each; see `Field.append`."""
-        if self._spec.fill is None:
-            refuse_nulls(column, self._spec, first_row)
-        sizes = np.zeros((len(column), 3), np.int32)
+        sizes = np.full((len(column), 3), _ENCODED, np.int32)
         content = column
         if pa.types.is_struct(column.type):
-            content = column.field("data")
+            content = pc.struct_field(column, "data")  # null where the struct is, too
             for axis, name in enumerate(("height", "width", "nChannels")):
-                sizes[:, axis] = column.field(name).fill_null(0).to_numpy()
+                sizes[:, axis] = column.field(name).fill_null(_ENCODED).to_numpy()
+        if self._spec.fill is None:
+            refuse_nulls(content, self._spec, first_row)
+        valid = content.is_valid().to_numpy(zero_copy_only=False)
+        sizes[~valid] = _NULL
         offsets, data = byte_rows(content.fill_null(b"") if content.null_count else content)
         lengths = np.diff(offsets)
-        for row in np.flatnonzero(lengths):  # a null row has none
+        for row in np.flatnonzero(valid):
             self._check(data[offsets[row] : offsets[row + 1]], sizes[row], first_row + int(row))
         self._bytes.append(data, lengths)
         self._sizes.append(sizes)
@@ -91,9 +95,10 @@ class Images(Field):
         """Returns one tensor of shape `(rows, *spec.shape)`: uint8, or float32 between 0 and 1."""
         rows = index.tolist()
         pixels = np.empty((len(rows), *self._shape), np.uint8)
+        null = (self._dims[rows] == _NULL).all(axis=1)
 
         def decode(place: int) -> None:
-            pixels[place] = self._pixels(rows[place])
+            pixels[place] = 0 if null[place] else self._pixels(rows[place])
 
         threads = min(torch.get_num_threads(), len(rows))
         if threads > 1:  # Pillow lets go of Python's lock while it decodes
@@ -105,13 +110,16 @@ class Images(Field):
         images = torch.from_numpy(pixels).to(self._device)
         if self._channels_first:
             images = images.permute(0, 3, 1, 2).contiguous()
-        return (images if self._spec.dtype == "uint8" else images.to(torch.float32).div_(255),)
+        if self._spec.dtype != "uint8":
+            images = images.to(torch.float32).div_(255)
+        if null.any():
+            assert self._spec.fill is not None
+            images[torch.from_numpy(null).to(self._device)] = self._spec.fill
+        return (images,)
 
     def _pixels(self, row: int) -> Any:
         """Returns a row decoded, of shape `(height, width, channels)`."""
         start, length = int(self._bytes.starts[row]), int(self._bytes.lengths[row])
-        if not length:
-            return np.float32(self._spec.fill).astype(np.uint8)
         data: Pixels = self._bytes.values.numpy()[start : start + length]
         height, width, channels = self._shape
         try:
@@ -120,7 +128,7 @@ class Images(Field):
                 image.draft(None, (width, height))  # decodes no more pixels than are needed
             image = image.convert(_MODES[channels])
             if image.size != (width, height):
-                image = image.resize((width, height), _pillow().Resampling.BILINEAR)
+                image = image.resize((width, height), pillow().Resampling.BILINEAR)
         except Exception as error:  # whatever a broken file makes of Pillow
             raise ColumnError(
                 f"an image of column {self._spec.column!r} cannot be decoded: {error}",
@@ -162,7 +170,7 @@ def image_size(data: bytes | Pixels, spec: TensorSpec, *, row: int = 0) -> tuple
         ConfigError: Pillow is not installed.
     """
     try:
-        with _pillow().open(io.BytesIO(bytes(data)), formats=_FORMATS) as image:
+        with pillow().open(io.BytesIO(bytes(data)), formats=_FORMATS) as image:
             if image.mode.startswith(_DEEP):
                 raise _no_image(spec, row, f"its mode is {image.mode}, more than 8 bits a channel")
             width, height = image.size
@@ -175,7 +183,7 @@ def black_image(spec: TensorSpec) -> bytes:
     """Returns a PNG file of the size that a column's images have."""
     height, width, channels = _axes(spec)[1]
     file = io.BytesIO()
-    _pillow().new(_MODES[channels], (width, height)).save(file, "PNG")
+    pillow().new(_MODES[channels], (width, height)).save(file, "PNG")
     return file.getvalue()
 
 
@@ -191,22 +199,12 @@ def _axes(spec: TensorSpec) -> tuple[bool, tuple[int, int, int]]:
 def _opened(data: Pixels, size: npt.NDArray[np.int32]) -> Any:
     """Returns an image of Pillow's, of a file or of the pixels that Spark's `image` source has decoded."""
     if not size.any():
-        return _pillow().open(io.BytesIO(data.tobytes()), formats=_FORMATS)
+        return pillow().open(io.BytesIO(data.tobytes()), formats=_FORMATS)
     pixels = data.reshape(size)
     if size[2] == 1:
-        return _pillow().fromarray(pixels[:, :, 0])
+        return pillow().fromarray(pixels[:, :, 0])
     order = [2, 1, 0, 3][: size[2]]  # OpenCV's: blue, green, red
-    return _pillow().fromarray(np.ascontiguousarray(pixels[:, :, order]))
-
-
-def _pillow() -> Any:
-    try:
-        return importlib.import_module("PIL.Image")
-    except ImportError as error:
-        raise ConfigError(
-            "images are decoded by Pillow, which is not installed",
-            hint="pip install sparktorch-estimator[images], on the executors too",
-        ) from error
+    return pillow().fromarray(np.ascontiguousarray(pixels[:, :, order]))
 
 
 def _no_image(spec: TensorSpec, row: int, why: str) -> ColumnError:

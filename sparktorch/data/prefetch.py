@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 __all__ = ["ByEpoch", "ahead"]
@@ -14,16 +13,7 @@ __all__ = ["ByEpoch", "ahead"]
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class _Made(Generic[T]):
-    """An item, or how the making of items ended."""
-
-    item: T | None = None
-    error: BaseException | None = None
-    last: bool = False
-
-
-def ahead(items: Generator[T], depth: int) -> Generator[T]:
+def ahead(items: Generator[T], depth: int, *, size: Callable[[T], int] = lambda _: 0, most: int = 0) -> Generator[T]:
     """Yields what `items` yields, made in a thread that is at most so many items ahead.
 
     The thread begins with the first item that is asked for. It has ended when the generator has: exhausted,
@@ -32,67 +22,90 @@ def ahead(items: Generator[T], depth: int) -> Generator[T]:
     Args:
         items: Runs in the thread, and is closed there.
         depth: The most items that are made and not yet taken.
+        size: Returns the size of an item.
+        most: The sizes of items that are made and not yet taken sum up to no more than this, supposing that the
+            next one has the size of the last; but one item is always made.
     """
-    made: queue.SimpleQueue[_Made[T]] = queue.SimpleQueue()
-    room, stop = threading.Semaphore(depth), threading.Event()
+    made: deque[tuple[T, int]] = deque()
+    changed = threading.Condition()
+    ended = stopped = False
+    error: BaseException | None = None
+
+    def has_room() -> bool:
+        if stopped or not made:
+            return True
+        return len(made) < depth and sum(each for _, each in made) + made[-1][1] <= most
 
     def work() -> None:
-        error = None
+        nonlocal ended, error
         try:
-            room.acquire()
-            for item in items:
-                if stop.is_set():
-                    break
-                made.put(_Made(item))
-                room.acquire()
-                if stop.is_set():
-                    break
+            try:
+                for item in items:
+                    sized = item, size(item)
+                    with changed:
+                        made.append(sized)
+                        changed.notify_all()
+                        changed.wait_for(has_room)
+                    if stopped:
+                        break
+            finally:
+                items.close()
         except BaseException as raised:
             error = raised
-        items.close()
-        made.put(_Made(error=error, last=True))
+        finally:
+            with changed:
+                ended = True
+                changed.notify_all()
 
     thread = threading.Thread(target=work, name="sparktorch-prefetch")
     thread.start()
     try:
-        while not (found := made.get()).last:
-            room.release()
-            yield found.item  # type: ignore[misc]
-        if found.error is not None:
-            raise found.error
+        while True:
+            with changed:
+                changed.wait_for(lambda: made or ended)
+                if not made:
+                    break
+                item, _ = made.popleft()
+                changed.notify_all()
+            yield item
+        if error is not None:
+            raise error
     finally:
-        stop.set()
-        room.release()
+        with changed:
+            stopped = True
+            changed.notify_all()
         thread.join()
 
 
 class ByEpoch(Generic[T]):
-    """Something that each epoch needs when it begins, made while the one before is trained."""
+    """Something that each epoch needs when it begins, made while the one before is trained; for several threads."""
 
     def __init__(self, make: Callable[[int], T]) -> None:
         """Takes what makes it for the epoch with that number."""
         self._make = make
         self._known: dict[int, T] = {}
+        self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def __getitem__(self, epoch: int) -> T:
-        """Returns it for that epoch, and forgets it for those before."""
-        if epoch not in self._known:
+        """Returns it for that epoch, and forgets it for those before the last one, which may still be trained."""
+        if not self._knows(epoch):
             self.close()
-        for old in [known for known in list(self._known) if known < epoch]:
-            self._known.pop(old, None)
-        if epoch not in self._known:
-            self._known[epoch] = self._make(epoch)
-        return self._known[epoch]
+        with self._lock:
+            for old in [known for known in self._known if known < epoch - 1]:
+                del self._known[old]
+            if epoch in self._known:
+                return self._known[epoch]
+        return self._keep(epoch, self._make(epoch))
 
     def begin(self, epoch: int) -> None:
         """Begins to make it in a thread, unless that is done or something is being made."""
-        if epoch in self._known or (self._thread is not None and self._thread.is_alive()):
+        if self._knows(epoch) or (self._thread is not None and self._thread.is_alive()):
             return
 
         def work() -> None:
             with suppress(Exception):  # which whoever asks for it will meet himself
-                self._known[epoch] = self._make(epoch)
+                self._keep(epoch, self._make(epoch))
 
         self._thread = threading.Thread(target=work, name="sparktorch-order")
         self._thread.start()
@@ -102,3 +115,11 @@ class ByEpoch(Generic[T]):
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
+    def _knows(self, epoch: int) -> bool:
+        with self._lock:
+            return epoch in self._known
+
+    def _keep(self, epoch: int, made: T) -> T:
+        with self._lock:
+            return self._known.setdefault(epoch, made)

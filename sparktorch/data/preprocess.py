@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,16 +38,23 @@ class Preprocess:
     Attributes:
         function: The callable.
         names: The input columns, by the names that it knows them by.
+        arguments: The tensors that it returns, in the order of the arguments of `forward`; `None` until the
+            first row has shown them.
     """
 
-    def __init__(self, function: Function, names: Sequence[str]) -> None:
-        """Takes the callable, and the names of the columns that it gets."""
+    def __init__(self, function: Function, names: Sequence[str], arguments: Sequence[str] | None = None) -> None:
+        """Takes the callable, the names of the columns that it gets, and of the tensors that it returns."""
         self.function, self.names = function, tuple(names)
+        self.arguments = None if arguments is None else tuple(arguments)
+
+    def returning(self, arguments: Iterable[str]) -> Preprocess:
+        """Returns the same with the names of the tensors that it has returned, in their order."""
+        return Preprocess(self.function, self.names, tuple(arguments))
 
     def __call__(
         self, columns: Sequence[tuple[Any, ...]], rows: int, moment: Moment = EVALUATION
     ) -> dict[str, torch.Tensor]:
-        """Returns the tensors by the names that the callable gives them.
+        """Returns the tensors by the names that the callable gives them, in the order of `arguments`.
 
         Args:
             columns: What each column is, a tuple of one, or of two where it is padded.
@@ -55,7 +62,7 @@ class Preprocess:
             moment: When.
 
         Raises:
-            ModuleError: The callable did not return tensors of so many rows.
+            ModuleError: The callable did not return tensors of so many rows, or not those of the first row.
         """
         named = {
             name: column if len(column) > 1 else column[0] for name, column in zip(self.names, columns, strict=True)
@@ -69,7 +76,11 @@ class Preprocess:
                 raise self._refused(f"returned {type(tensor).__name__} as {name!r}")
             if not tensor.dim() or len(tensor) != rows:
                 raise self._refused(f"returned {name!r} of shape {tuple(tensor.shape)} for {rows} rows")
-        return dict(found)
+        if self.arguments is None:
+            return dict(found)
+        if set(found) != set(self.arguments):
+            raise self._refused(f"returned {_listed(found)}, and {_listed(self.arguments)} for the first row")
+        return {name: found[name] for name in self.arguments}
 
     def _refused(self, what: str) -> ModuleError:
         return ModuleError(
@@ -77,6 +88,10 @@ class Preprocess:
             hint="return a dict of tensors, one for each argument of forward, with a row for each row",
             param="preprocess",
         )
+
+
+def _listed(names: Iterable[str]) -> str:
+    return " and ".join(map(repr, names))
 
 
 def check_signature(function: Any) -> None:

@@ -19,7 +19,7 @@ from sparktorch.data.inputs import field_of
 from sparktorch.data.plan import SamplingPlan
 from sparktorch.data.preprocess import EVALUATION, Moment
 from sparktorch.data.spool import InMemory, Runs, Spooler
-from sparktorch.errors import ConfigError
+from sparktorch.errors import ColumnError, ConfigError
 
 __all__ = ["Batch", "Rows", "Shard", "balanced"]
 
@@ -205,7 +205,9 @@ class Shard:
                 raw = columns.preprocess is not None and spec in columns.inputs
                 self._fields[spec.name].finish("cpu" if raw else device)
             rows = Rows(self._fields, columns, device, self.last + 1, by_length=by_length)
-            self._feed = Resident(rows, _array(order), _array(validation_order), device, decoding=self.decodes)
+            self._feed = Resident(
+                rows, _array(order), _array(validation_order), device, decoding=self.decodes, budget=budget
+            )
 
     @property
     def on_disk(self) -> bool:
@@ -279,8 +281,11 @@ class Shard:
         for batch in batches:
             rows = screen.rows_of(batch, first_row=row)
             before = sum(field.nbytes for field in self._fields.values())
-            for spec in self._columns.tensors:
-                self._fields[spec.name].append(rows.column(spec.name), first_row=row)
+            try:
+                for spec in self._columns.tensors:
+                    self._fields[spec.name].append(rows.column(spec.name), first_row=row)
+            except ColumnError as error:
+                raise screen.placed(error, first_row=row) from None
             grown = sum(field.nbytes for field in self._fields.values()) - before
             if self._spooler.on_disk and grown > budget * rows.num_rows:
                 raise _too_large(grown / rows.num_rows, budget, row)
@@ -313,7 +318,7 @@ class Arrivals:
             spooler: Where the keys are kept.
             by_key: Whether positions follow the keys, or the places of the rows.
         """
-        self._keys, self._marks = spooler.spool(KEY, np.int64), spooler.spool(VALIDATION, np.bool_)
+        self._keys, self._marks = spooler.spool(np.int64), spooler.spool(np.bool_)
         self._by_key = by_key
         self._last = (False, 0)
         self._in_order = True

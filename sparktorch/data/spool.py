@@ -86,11 +86,10 @@ class Spooler(Protocol):
         """Whether the rows that have been appended are on disk."""
         ...
 
-    def spool(self, name: str, dtype: npt.DTypeLike, shape: tuple[int, ...] = ()) -> Spool:
+    def spool(self, dtype: npt.DTypeLike, shape: tuple[int, ...] = ()) -> Spool:
         """Returns an empty spool.
 
         Args:
-            name: Names it among the spools of a shard.
             dtype: Of its elements.
             shape: Of one row.
         """
@@ -106,7 +105,7 @@ class InMemory:
 
     on_disk = False
 
-    def spool(self, name: str, dtype: npt.DTypeLike, shape: tuple[int, ...] = ()) -> Spool:
+    def spool(self, dtype: npt.DTypeLike, shape: tuple[int, ...] = ()) -> Spool:
         """Returns an empty spool; see `Spooler.spool`."""
         return _MemorySpool(np.dtype(dtype), shape)
 
@@ -134,7 +133,7 @@ class OnDisk:
         """Bytes in all files."""
         return sum(spool.nbytes for spool in self._spools)
 
-    def spool(self, name: str, dtype: npt.DTypeLike, shape: tuple[int, ...] = ()) -> _FileSpool:
+    def spool(self, dtype: npt.DTypeLike, shape: tuple[int, ...] = ()) -> _FileSpool:
         """Returns an empty spool; see `Spooler.spool`."""
         spool = _FileSpool(self, _open(self._directory), np.dtype(dtype), shape)
         self._spools.append(spool)
@@ -182,9 +181,9 @@ class WithinBudget:
         """Whether the budget has been exceeded."""
         return self._disk is not None
 
-    def spool(self, name: str, dtype: npt.DTypeLike, shape: tuple[int, ...] = ()) -> Spool:
+    def spool(self, dtype: npt.DTypeLike, shape: tuple[int, ...] = ()) -> Spool:
         """Returns an empty spool; see `Spooler.spool`."""
-        spool = _MovingSpool(self, name, np.dtype(dtype), shape)
+        spool = _MovingSpool(self, np.dtype(dtype), shape)
         if self._disk is not None:
             spool.move(self._disk)
         self._spools.append(spool)
@@ -271,8 +270,8 @@ class _FileSpool:
 class _MovingSpool:
     """A spool in memory that can move to disk."""
 
-    def __init__(self, owner: WithinBudget, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
-        self._owner, self._name, self._dtype, self._shape = owner, name, dtype, shape
+    def __init__(self, owner: WithinBudget, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+        self._owner, self._dtype, self._shape = owner, dtype, shape
         self._spool: _MemorySpool | _FileSpool = _MemorySpool(dtype, shape)
 
     @property
@@ -291,7 +290,7 @@ class _MovingSpool:
 
     def move(self, disk: OnDisk) -> None:
         assert isinstance(self._spool, _MemorySpool)
-        parts, self._spool = self._spool.parts, disk.spool(self._name, self._dtype, self._shape)
+        parts, self._spool = self._spool.parts, disk.spool(self._dtype, self._shape)
         for part in parts:
             self._spool.append(part)
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from sparktorch.data.checks import marked_within, refuse_lengths, refuse_nulls
+from sparktorch.data.checks import refuse_lengths, refuse_nulls
 from sparktorch.data.columns import TensorSpec
 from sparktorch.errors import ColumnError
 
@@ -34,12 +34,8 @@ def to_numpy(array: pa.Array, spec: TensorSpec, *, first_row: int = 0) -> Array:
         ColumnError: A row has another shape than the spec says; or, without `spec.fill`, a row is null
             or holds a null.
     """
-    holes = None if spec.fill is None else _null_rows(array)
-    if holes is not None:
-        filled = np.full((len(array), *spec.shape), spec.fill, spec.dtype)
-        filled[~holes] = to_numpy(array.filter(pa.array(~holes)), spec, first_row=first_row)
-        return filled
-    refuse_nulls(array, spec, first_row)
+    if spec.fill is None:
+        refuse_nulls(array, spec, first_row)
     if pa.types.is_struct(array.type):
         return _densified(array, spec, first_row)
     if pa.types.is_binary(array.type) or pa.types.is_large_binary(array.type):
@@ -139,24 +135,23 @@ class VectorRows:
     sparse: npt.NDArray[np.bool_]
 
 
-def _null_rows(array: pa.Array) -> npt.NDArray[np.bool_] | None:
-    """Returns the rows that are null, or hold a list that is, for which no single value can stand."""
-    found = array.is_null().to_numpy(zero_copy_only=False) if array.null_count else None
-    if pa.types.is_list(array.type) and pa.types.is_list(array.type.value_type):
-        return marked_within(array, found, _null_rows)
-    return found
-
-
 def _elements(array: pa.Array, spec: TensorSpec, levels: tuple[int, ...], first_row: int) -> pa.Array:
-    """Returns the innermost values of nested lists, having checked the length of every list."""
+    """Returns the innermost values of nested lists, having checked the length of every list.
+
+    Where there is a filling, the values of a list that is null are null.
+    """
     per_row = 1
     for length in levels:
-        refuse_nulls(array, spec, first_row, per_row)
-        offsets = array.offsets.to_numpy()
-        refuse_lengths(np.diff(offsets), spec, length, first_row, per_row)
-        # `flatten()` would drop null rows and shift features against labels; `values` with the
-        # slice's own offsets cannot.
-        array = array.values.slice(int(offsets[0]), int(offsets[-1] - offsets[0]))
+        if spec.fill is None:
+            refuse_nulls(array, spec, first_row, per_row)
+        lengths = array.value_lengths().fill_null(length).to_numpy()
+        refuse_lengths(lengths, spec, length, first_row, per_row)
+        items = array.flatten()  # those of the lists that are not null
+        if array.null_count:
+            valid = array.is_valid().to_numpy(zero_copy_only=False)
+            places = (np.cumsum(valid) - 1)[:, None] * length + np.arange(length)
+            items = items.take(pa.array(places.reshape(-1), mask=np.repeat(~valid, length)))
+        array = items
         per_row *= length
     return array
 
@@ -182,8 +177,10 @@ def _densified(array: pa.StructArray, spec: TensorSpec, first_row: int) -> Array
 
 def _from_bytes(array: pa.Array, spec: TensorSpec, first_row: int) -> Array:
     """Reads rows of raw bytes as the elements they are, in little-endian order."""
-    offsets, content = byte_rows(array)
     dtype = np.dtype(spec.dtype).newbyteorder("<")
+    if array.null_count:
+        array = array.fill_null(np.full(spec.shape, spec.fill, dtype).tobytes())
+    offsets, content = byte_rows(array)
     refuse_lengths(np.diff(offsets), spec, spec.width * dtype.itemsize, first_row, unit="bytes")
     return content.view(dtype).astype(spec.dtype, copy=False).reshape(len(array), *spec.shape)
 

@@ -122,7 +122,7 @@ class TorchEstimatorBase(
             checkpoints = request.checkpoint.directory if request.checkpoint else None
             refuse(check_executors(spark, request.launch, checkpoints))
         frame = prepare(dataset, self._task, **request.columns)
-        trial = _try_out(frame, request)
+        frame, trial = _try_out(frame, request)
         check_result_size(spark, sum(tensor.nbytes for tensor in trial.module.state_dict().values()))
         prepared = time.perf_counter()
         fit = Fit(estimator=self, columns=frame.columns, spark=spark, callers=self._callers)
@@ -136,13 +136,15 @@ class TorchEstimatorBase(
         return model
 
     def _model(self, request: Request, frame: Frame, trial: Trial, weights: bytes, summary: TrainingSummary) -> M:
+        preprocess = frame.columns.preprocess
         trained = TrainedModule(
             source=request.recipe.module,
             params=request.recipe.module_params,
             weights=weights,
             inputs=frame.columns.inputs,
-            arguments=trial.arguments if frame.columns.preprocess else None,
-            preprocess=None if frame.columns.preprocess is None else frame.columns.preprocess.function,
+            arguments=trial.arguments if preprocess else None,
+            preprocess=None if preprocess is None else preprocess.function,
+            returned=None if preprocess is None else preprocess.arguments,
             outputs=trial.outputs,
             task=self._task,
         )
@@ -285,11 +287,10 @@ def _preprocessed(preprocess: Preprocess, columns: list[tuple[Any, ...]]) -> dic
     """Returns what the callable makes of the first row, as in training, having tried it as in scoring, too.
 
     Raises:
-        ModuleError: It fails.
+        ModuleError: It fails, or returns other tensors in training than in scoring.
     """
     try:
-        preprocess(columns, 2)
-        return preprocess(columns, 2, Moment(0, 0))
+        return preprocess.returning(preprocess(columns, 2))(columns, 2, Moment(0, 0))
     except SparkTorchError:
         raise
     except Exception as error:
@@ -302,8 +303,8 @@ def _preprocessed(preprocess: Preprocess, columns: list[tuple[Any, ...]]) -> dic
         ) from error
 
 
-def _try_out(frame: Frame, request: Request) -> Trial:
-    """Runs module and loss on the first row."""
+def _try_out(frame: Frame, request: Request) -> tuple[Frame, Trial]:
+    """Runs module and loss on the first row; returns the frame with what it has shown of `preprocess`."""
     screen = Screen(replace(frame.columns, drop_nulls=False))
     screen.rows_of(frame.sample, first_row=0)
     screen.close()
@@ -311,7 +312,9 @@ def _try_out(frame: Frame, request: Request) -> Trial:
     taken = [_twice(field_of(spec, InMemory()), frame.sample.column(spec.name)) for spec in frame.columns.inputs]
     inputs: dict[str, torch.Tensor] = {}
     if preprocess is not None:
-        inputs = {f"preprocess, {name!r}": tensor for name, tensor in _preprocessed(preprocess, taken).items()}
+        made = _preprocessed(preprocess, taken)
+        inputs = {f"preprocess, {name!r}": tensor for name, tensor in made.items()}
+        frame = replace(frame, columns=replace(frame.columns, preprocess=preprocess.returning(made)))
     for spec, arguments in zip(frame.columns.inputs, taken if preprocess is None else (), strict=False):
         names = (f"column {spec.column!r}", f"where column {spec.column!r} has elements")
         inputs |= dict(zip(names, arguments, strict=False))
@@ -322,7 +325,7 @@ def _try_out(frame: Frame, request: Request) -> Trial:
     weighted = frame.columns.weight is not None or config.class_weights is not None
     trial = dry_run(request.recipe, config.task, config.seed, inputs, label, weighted=weighted)
     config.check_classes(trial.classes)
-    return trial
+    return frame, trial
 
 
 def _train(frame: Frame, trial: Trial, request: Request, report: FitReport) -> Results:
@@ -427,5 +430,5 @@ def _summarise(results: Results, seconds: dict[str, float]) -> TrainingSummary:
         seconds=seconds | {f"rank{best}.{name}": value for name, value in main["seconds"].items()},
         ranks=ranks,
         confusionMatrix=main.pop("confusion"),
-        droppedRows=sum(meta["dropped"] for meta in ranks),
+        droppedRows=sum(meta["dropped"] for meta in joined),
     )

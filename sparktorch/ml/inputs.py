@@ -13,7 +13,7 @@ from sparktorch.errors import ConfigError
 from sparktorch.ml.params import InputParams
 from sparktorch.train.recipe import load_object
 
-__all__ = ["input_options", "preprocess_of"]
+__all__ = ["check_ships", "input_options", "preprocess_of"]
 
 
 def preprocess_of(params: InputParams) -> Any:
@@ -29,15 +29,26 @@ def preprocess_of(params: InputParams) -> Any:
     if isinstance(function, str):
         function = load_object(function)
     check_signature(function)
-    try:
-        cloudpickle.dumps(function)  # type: ignore[no-untyped-call]
-    except Exception as error:
-        raise ConfigError(
-            f"preprocess cannot be shipped to the ranks: {error}",
-            hint="make what it holds inside it",
-            param="preprocess",
-        ) from error
+    check_ships(function, "preprocess", param="preprocess", hint="make what it holds inside it")
     return function
+
+
+def check_ships(value: Any, name: str, *, param: str, hint: str) -> None:
+    """Refuses what cannot be sent to the ranks.
+
+    Args:
+        value: What is sent, by the cloudpickle that Spark brings to its executors.
+        name: Names it in the message.
+        param: Where it comes from.
+        hint: What to do about it.
+
+    Raises:
+        ConfigError: It cannot be pickled.
+    """
+    try:
+        cloudpickle.dumps(value)  # type: ignore[no-untyped-call]
+    except Exception as error:
+        raise ConfigError(f"{name} cannot be shipped to the ranks: {error}", hint=hint, param=param) from error
 
 
 def input_options(params: InputParams) -> InputOptions:

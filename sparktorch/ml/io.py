@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import cloudpickle
 import pyarrow as pa
-from pyspark import cloudpickle
 from pyspark.ml.param import Params
 from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReader, MLWriter
 from pyspark.sql import SparkSession
@@ -234,8 +234,7 @@ class EstimatorWriter(_Writer):
         self._write_metadata(path, values, {"pickled": sorted(pickled)})
         if pickled:
             with tempfile.TemporaryDirectory() as temporary:
-                content: bytes = cloudpickle.dumps(pickled)  # type: ignore[no-untyped-call]
-                (Path(temporary) / _PICKLED).write_bytes(content)
+                (Path(temporary) / _PICKLED).write_bytes(cloudpickle.dumps(pickled))
                 self._write_files(path, Path(temporary))
 
 

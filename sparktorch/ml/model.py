@@ -20,7 +20,7 @@ from sparktorch.ml.params import SCORING_DEFAULTS, OutputColumns, ScoringParams
 from sparktorch.ml.summary import TrainingSummary
 from sparktorch.ml.translate import check_scoring, input_names
 from sparktorch.spark.predict import Scoring, result_column, rows_for_udf, scoring_udf
-from sparktorch.spark.wire import input_columns
+from sparktorch.spark.wire import input_columns, quoted_name
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -93,8 +93,8 @@ class TorchModelBase(Model, ScoringParams, MLReadable[Any], MLWritable):
         scored = f"__{self.uid}"
         struct = scoring_udf(dataset.sparkSession, self.trained, fields, self._scoring())(*columns)
         results = [result_column(F.col(scored), f, fields[f]).alias(name) for name, f in outputs.items()]
-        rows = rows_for_udf(dataset, _quoted((*inputs[0].sources, inputs[0].column)[0]))
-        return rows.withColumn(scored, struct).select(*map(_quoted, dataset.columns), *results)
+        rows = rows_for_udf(dataset, quoted_name((*inputs[0].sources, inputs[0].column)[0]))
+        return rows.withColumn(scored, struct).select(*map(quoted_name, dataset.columns), *results)
 
     def registerUDF(self, name: str, outputCol: str | None = None) -> None:
         """Registers the model with the active session as an SQL function, `SELECT name(features) FROM ...`.
@@ -199,7 +199,3 @@ class TorchModel(TorchModelBase, OutputColumns):
 
 def _sql_type(shape: tuple[int, ...]) -> str:
     return "array<" * len(shape) + "float" + ">" * len(shape)
-
-
-def _quoted(name: str) -> str:
-    return "`" + name.replace("`", "``") + "`"

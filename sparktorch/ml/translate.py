@@ -8,12 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from pyspark import cloudpickle
-
 from sparktorch.artifact import TrainedModule
 from sparktorch.config import CheckpointConfig, Device, StorageConfig, Task, TrainConfig, above, at_least, one_of
 from sparktorch.errors import ConfigError, nearest
-from sparktorch.ml.inputs import input_options, preprocess_of
+from sparktorch.ml.inputs import check_ships, input_options, preprocess_of
 from sparktorch.program import Program
 from sparktorch.spark.barrier import Launch
 from sparktorch.spark.watch import Patience
@@ -400,15 +398,8 @@ def _module(module: Any, params: dict[str, Any]) -> dict[str, Any]:
 def _check_callbacks(callbacks: list[Any]) -> None:
     for callback in callbacks:
         check_callback(callback)
-        try:
-            cloudpickle.dumps(callback)  # type: ignore[no-untyped-call]
-        except Exception as error:
-            raise ConfigError(
-                f"{type(callback).__qualname__} cannot be shipped to the ranks: {error}",
-                hint="it holds something that stays in this process (a lock, a file, a session): make that in "
-                "on_fit_start",
-                param="callbacks",
-            ) from error
+        hint = "it holds something that stays in this process (a lock, a file, a session): make that in on_fit_start"
+        check_ships(callback, type(callback).__qualname__, param="callbacks", hint=hint)
 
 
 def _class_weights(value: Any) -> tuple[float, ...] | Literal["balanced"] | None:

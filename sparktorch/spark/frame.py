@@ -21,11 +21,11 @@ from sparktorch.spark.wire import (
     NUMERIC,
     column_of,
     hashed,
-    incomplete,
     measured,
     plan_inputs,
     quoted,
     type_of,
+    unfit,
 )
 
 __all__ = ["Frame", "prepare"]
@@ -100,7 +100,7 @@ def prepare(
     if key is None:
         contents = [column for spec in columns.tensors for column in hashed(spec)]
         data = data.withColumn(KEY, F.xxhash64(*contents, *[F.col(VALIDATION)] * (validation is not None)))
-    sample = _first_row(data, columns, complete=options.drop or options.fill is not None)
+    sample = _first_row(data, columns, filled=options.fill is not None)
     columns = replace(
         columns,
         inputs=tuple(measured(spec, sample) for spec in columns.inputs),
@@ -126,15 +126,17 @@ def _label(dataset: DataFrame, name: str | Sequence[str], task: Task) -> TensorS
     return replace(spec, name=LABEL, dtype="float32" if task == "regression" else spec.dtype)
 
 
-def _first_row(data: DataFrame, columns: Columns, *, complete: bool) -> pa.RecordBatch:
-    """Returns the first row, or the first without nulls, as a record batch."""
-    rows = data
-    if complete:
-        unfit = [incomplete(spec, data) for spec in columns.tensors]
-        rows = data.where(~reduce(or_, unfit))
+def _first_row(data: DataFrame, columns: Columns, *, filled: bool) -> pa.RecordBatch:
+    """Returns the first row that shows what there is to see, as a record batch."""
+    conditions = []
+    for spec in columns.tensors:  # what is never filled, labels and weights, must be there
+        condition = unfit(spec, data, drop=columns.drop_nulls or (filled and spec not in columns.inputs))
+        if condition is not None:
+            conditions.append(condition)
+    rows = data.where(~reduce(or_, conditions)) if conditions else data
     first = rows.head(1)  # reads one partition; `limit(1).toArrow()` would run a task on every one
     if not first:
-        what = "no row without nulls" if complete else "no rows"
+        what = "no row without nulls, NaN, infinity or empty lists" if conditions else "no rows"
         raise ColumnError(f"the DataFrame has {what}", hint="check the filter or the path it comes from")
     return pa.RecordBatch.from_pylist([first[0].asDict(recursive=True)], to_arrow_schema(data.schema))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -10,14 +9,15 @@ from typing import Any
 import fsspec
 import pyarrow as pa
 from pyspark.sql import Column, DataFrame, SparkSession
-from pyspark.sql import functions as F
 from pyspark.sql import types as T
 from pyspark.sql.pandas.types import from_arrow_type
 
 from sparktorch.data.petastorm import Decoder, Layout, schema_in
+from sparktorch.data.pillow import pillow
 from sparktorch.data.unischema import UnischemaField
 from sparktorch.errors import ConfigError, DatasetError, nearest
 from sparktorch.spark.session import is_connect
+from sparktorch.spark.wire import quoted
 
 __all__ = ["read_petastorm"]
 
@@ -74,7 +74,8 @@ def read_petastorm(
     Raises:
         DatasetError: There is no data set of Petastorm's there, its schema is refused, or a field cannot become
             a column. What only a row can show, a broken image for example, fails the query that reads it.
-        ConfigError: A name in `columns` or `undecoded`, or the layout, is none.
+        ConfigError: A name in `columns` or `undecoded`, or the layout, is none; or there are images to decode,
+            and no Pillow.
     """
     if layout not in ("nested", "flat"):
         raise ConfigError(f"layout={layout!r} is none", hint="use 'nested' or 'flat'", param="layout")
@@ -88,7 +89,7 @@ def read_petastorm(
     )
     decoder.check()
     if any(field.codec == "image" for field in decoder.encoded) and not is_connect(spark):
-        _require_pillow()
+        pillow()  # on a cluster of the same packages, it is there or missing everywhere
     data = _read(spark, path, fields, stored, needed=chosen)
     if where is not None:
         data = data.where(where)
@@ -168,7 +169,7 @@ def _read(
 
 
 def _scalar(data: DataFrame, field: UnischemaField) -> Column:
-    column = F.col("`" + field.name.replace("`", "``") + "`")
+    column = quoted(field.name)
     kind = _SCALAR_TYPES.get(field.dtype)
     if field.codec != "plain" or field.shape or kind is None or data.schema[field.name].dataType == kind:
         return column
@@ -198,11 +199,3 @@ def _check_names(param: str, names: Sequence[str], fields: Sequence[UnischemaFie
     for name in names:
         if name not in known:
             raise ConfigError(f"the data set has no field {name!r}", hint=nearest(name, known), param=param)
-
-
-def _require_pillow() -> None:
-    if importlib.util.find_spec("PIL") is None:
-        raise DatasetError(
-            "the data set holds images, and Pillow is not installed",
-            hint="pip install pillow, here and on the executors; or read them with undecoded=[...]",
-        )

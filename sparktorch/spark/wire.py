@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import reduce
+from operator import or_
 from typing import Any, cast
 
+import numpy as np
 import pyarrow as pa
 from pyspark.ml.linalg import VectorUDT
 from pyspark.sql import Column, DataFrame
@@ -21,12 +24,13 @@ __all__ = [
     "NUMERIC",
     "column_of",
     "hashed",
-    "incomplete",
     "input_columns",
     "measured",
     "plan_inputs",
     "quoted",
+    "quoted_name",
     "type_of",
+    "unfit",
 ]
 
 NUMERIC = (
@@ -42,7 +46,8 @@ _SQL_TYPES: dict[str, str] = {
     "int16": "smallint",
     "int8": "tinyint",
 }
-_NUMBERS = ("tinyint", "smallint", "int", "bigint", "float", "double")
+_NUMPY_TYPES = {sql: dtype for dtype, sql in _SQL_TYPES.items()} | {"boolean": "bool"}
+_NUMBERS = tuple(_SQL_TYPES.values())
 _LAYOUTS: dict[str, tuple[Layout, ...]] = {
     "number": ("dense",),
     "list": ("dense", "padded", "jagged"),
@@ -54,8 +59,8 @@ _LAYOUTS: dict[str, tuple[Layout, ...]] = {
 _IMAGE_FIELDS = ("height", "width", "nChannels", "data")
 _FILE_FIELDS = ("path", "modificationTime", "length", "content")
 _CHANNELS = (1, 3, 4)
-# What a callable may get as it is.
-_PLAIN = (*NUMERIC, T.StringType, T.BinaryType, T.DateType, T.TimestampType, T.TimestampNTZType, T.StructType)
+# What a callable may get as it is, beside numbers, lists and structs.
+_PLAIN = (T.StringType, T.BinaryType, T.DateType, T.TimestampType, T.TimestampNTZType)
 # What to do with types that have no numbers in them.
 _CASTS: tuple[tuple[type[T.DataType], str], ...] = (
     (T.StringType, "index it with StringIndexer, or give a preprocess that makes tensors of it"),
@@ -105,13 +110,17 @@ def _spec(dataset: DataFrame, name: str, wire: str, options: InputOptions) -> Te
     layout = cast(Layout, options.layouts.get(name, _LAYOUTS[sort][0]))
     dtype = options.dtypes.get(name, usual)
     _check_options(name, kind, sort, layout, dtype, options)
+    _check_fill(name, options.fill, dtype, hint=f"or set inputDtypes={{{name!r}: 'float32'}}")
     ragged = layout in ("padded", "jagged")
     levels = (0,) * (depth - ragged) if sort == "list" else (0,) * (sort != "number")
+    shape = tuple(options.shapes.get(name, levels))
+    if name in options.shapes and len(levels) == 1:
+        levels = (math.prod(shape),)
     return TensorSpec(
         name=wire,
         column=name,
         dtype=cast(DType, dtype),
-        shape=tuple(options.shapes.get(name, levels)),
+        shape=shape,
         kind=cast(Kind, {"list": "number", "file": "binary"}.get(sort, sort)),
         layout=layout,
         lists=levels if name in options.shapes and layout != "image" else None,
@@ -124,10 +133,29 @@ def _spec(dataset: DataFrame, name: str, wire: str, options: InputOptions) -> Te
 
 def _as_it_is(kind: T.DataType, name: str, wire: str, options: InputOptions) -> TensorSpec:
     """Returns the spec of a column that a callable makes something of."""
-    if not isinstance(_element(kind)[0], _PLAIN):
+    sql = _kept_as(kind)
+    if sql is None:
         raise _refused(kind, name)
-    sql = "double" if isinstance(kind, T.DecimalType) else kind.simpleString()
+    if isinstance(kind, NUMERIC):
+        _check_fill(name, options.fill, _NUMPY_TYPES[sql], hint="or cast the column to double")
     return TensorSpec(name=wire, column=name, dtype="float32", kind="any", sql=sql, fill=options.fill)
+
+
+def _kept_as(kind: T.DataType) -> str | None:
+    """Returns a type as SQL says it, doubles in place of decimals; `None` if Arrow columns of it are not kept."""
+    if isinstance(kind, T.ArrayType):
+        inner = _kept_as(kind.elementType)
+        return None if inner is None else f"array<{inner}>"
+    if isinstance(kind, T.StructType):
+        fields = [(field.name, _kept_as(field.dataType)) for field in kind.fields]
+        if any(inner is None for _, inner in fields):
+            return None
+        plain = {name for name, _ in fields if name.isascii() and name.isidentifier()}
+        named = (f"{name if name in plain else quoted_name(name)}:{inner}" for name, inner in fields)
+        return f"struct<{','.join(named)}>"
+    if isinstance(kind, T.DecimalType):
+        return "double"
+    return kind.simpleString() if isinstance(kind, (*NUMERIC, *_PLAIN)) else None
 
 
 def _packed(dataset: DataFrame, names: list[str], wire: str, options: InputOptions) -> TensorSpec:
@@ -140,6 +168,7 @@ def _packed(dataset: DataFrame, names: list[str], wire: str, options: InputOptio
                 param=given[0],
             )
     integral = all(isinstance(type_of(dataset, name), _INTEGRAL) for name in names)
+    _check_fill(names[0], options.fill, "int64" if integral else "float32", hint="or cast a column to double")
     return TensorSpec(
         name=wire,
         column=names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}",
@@ -148,6 +177,21 @@ def _packed(dataset: DataFrame, names: list[str], wire: str, options: InputOptio
         sources=tuple(names),
         fill=options.fill,
     )
+
+
+def _check_fill(name: str, fill: float | None, dtype: str, *, hint: str) -> None:
+    """Refuses a filling that a dtype cannot hold."""
+    if fill is None:
+        return
+    with np.errstate(over="ignore", invalid="ignore"):
+        held = np.float64(fill).astype(dtype)
+    whole = np.dtype(dtype).kind != "f"
+    if (float(held) != fill) if whole else (np.isinf(held) and not math.isinf(fill)):
+        raise ConfigError(
+            f"fillValue is {fill:g}, which column {name!r}, {dtype}, cannot hold",
+            hint=f"set one that fits all the input columns, {hint}",
+            param="fillValue",
+        )
 
 
 def _check_options(name: str, kind: T.DataType, sort: str, layout: str, dtype: str, options: InputOptions) -> None:
@@ -227,7 +271,7 @@ def column_of(dataset: DataFrame, spec: TensorSpec) -> Column:
     kind = type_of(dataset, spec.column)
     column = quoted(spec.column)
     if spec.kind == "any":
-        return column.cast(spec.sql).alias(spec.name)
+        return (column if kind.simpleString() == spec.sql else column.cast(spec.sql)).alias(spec.name)
     if isinstance(kind, VectorUDT):
         return _vector(column, spec.dtype).alias(spec.name)
     if isinstance(kind, T.BinaryType):
@@ -236,7 +280,7 @@ def column_of(dataset: DataFrame, spec: TensorSpec) -> Column:
         return column["content"].alias(spec.name)
     if _is_image(kind):
         fields = F.struct(*[column[name].alias(name) for name in _IMAGE_FIELDS])
-        return F.when(column.isNotNull(), fields).alias(spec.name)
+        return F.when(column["data"].isNotNull(), fields).alias(spec.name)
     return _cast(column, spec.dtype, _element(kind)[1]).alias(spec.name)
 
 
@@ -270,18 +314,61 @@ def hashed(spec: TensorSpec) -> list[Column]:
     columns = [F.size(column), column] if spec.ragged or spec.sql.startswith("array") else [column]
     if spec.fill is not None:
         lists = spec.kind == "number" and (spec.ragged or spec.levels)
-        nested = len(spec.levels) + spec.ragged > 1
         columns.append(F.isnull(column))
         if lists:
-            columns.append(F.transform(F.flatten(column) if nested else column, F.isnull))
+            columns.append(_nulls_within(column, len(spec.levels) + spec.ragged))
     return columns
 
 
-def incomplete(spec: TensorSpec, data: DataFrame) -> Column:
-    """Returns whether a row is null or holds a null in a wire column; nulls of deeper levels aside."""
-    column = F.col(spec.name)
-    if isinstance(data.schema[spec.name].dataType, T.ArrayType):
-        return column.isNull() | F.coalesce(F.exists(column, F.isnull), F.lit(False))
+def _nulls_within(column: Column, depth: int) -> Column:
+    """Returns which elements of lists, nested so deep, are null."""
+    if depth == 1:
+        return F.transform(column, F.isnull)
+    return F.transform(column, lambda inner: F.struct(F.isnull(inner), _nulls_within(inner, depth - 1)))
+
+
+def unfit(spec: TensorSpec, data: DataFrame, *, drop: bool) -> Column | None:
+    """Returns whether the first row that is looked at cannot be one with this in a wire column.
+
+    It cannot be one that the ranks leave out or refuse whatever the null policy, nor one that does not show a shape
+    that only a row can tell.
+
+    Args:
+        spec: The column.
+        data: The DataFrame that has it.
+        drop: Whether the ranks leave out rows with a null, NaN or infinity.
+
+    Returns:
+        A condition that is never null; `None` where any row will do.
+    """
+    column, kind = F.col(spec.name), data.schema[spec.name].dataType
+    shapeless = 0 in spec.levels
+    found = []
+    if drop:
+        found.append(_bad(column, kind))
+    elif spec.fill is not None and shapeless:
+        found.append(_without_lists(column, kind))
+    if spec.ragged and shapeless:
+        found.append(F.coalesce(F.size(column) == 0, F.lit(False)))
+    return reduce(or_, found) if found else None
+
+
+def _bad(column: Column, kind: T.DataType) -> Column:
+    """Returns whether a value is or holds null, NaN or infinity; what is within a struct counts in vectors alone."""
+    bad = column.isNull()
+    if isinstance(kind, T.ArrayType):
+        return bad | F.exists(column, lambda inner: _bad(inner, kind.elementType))
+    if isinstance(kind, T.StructType) and {"indices", "values"} <= set(kind.names):
+        return bad | _bad(column["values"], kind["values"].dataType)
+    if isinstance(kind, T.FloatType | T.DoubleType):
+        return bad | F.isnan(column) | (F.abs(column) == math.inf)
+    return bad
+
+
+def _without_lists(column: Column, kind: T.DataType) -> Column:
+    """Returns whether a value is null, or holds a list that is."""
+    if isinstance(kind, T.ArrayType) and isinstance(kind.elementType, T.ArrayType):
+        return column.isNull() | F.exists(column, lambda inner: _without_lists(inner, kind.elementType))
     return column.isNull()
 
 
@@ -289,14 +376,17 @@ def measured(spec: TensorSpec, sample: pa.RecordBatch) -> TensorSpec:
     """Fills in the lengths that the first row shows; the ranks check every row.
 
     Raises:
-        ColumnError: The first row is null or empty, or holds another number of values than its shape.
+        ColumnError: The first row is null or empty, where it is to show the lengths, or holds another number of
+            values than its shape.
     """
     if spec.sources or not spec.levels:
         return _shaped(spec, ())
     value = sample.column(spec.name)[0].as_py()
+    if spec.resize:
+        return spec
     if spec.layout == "image" and value is not None:
         height, width = (value["height"], value["width"]) if isinstance(value, dict) else image_size(value, spec)
-        return spec if spec.resize else replace(spec, shape=(3, height, width))
+        return replace(spec, shape=(3, height, width))
     if spec.kind == "vector" and value is not None:
         found: tuple[int, ...] = (len(value["values"]) if value["size"] is None else value["size"],)
     elif spec.kind == "binary" and value is not None:
@@ -304,6 +394,8 @@ def measured(spec: TensorSpec, sample: pa.RecordBatch) -> TensorSpec:
     else:
         found = _lengths(value, len(spec.levels) + spec.ragged)[spec.ragged :]
     if value is None or len(found) < len(spec.levels) or 0 in found:
+        if 0 not in spec.levels:
+            return _shaped(spec, spec.levels)
         raise ColumnError(
             f"column {spec.column!r} is {'null' if value is None else 'empty'} in the first row",
             hint="drop such rows before fit, or set nullPolicy",
@@ -365,7 +457,7 @@ def _fits(kind: T.DataType, spec: TensorSpec) -> bool:
     """Whether columns of that type can be scored by a model with that input."""
     element, depth = _element(kind)
     if spec.kind == "any":
-        return kind.simpleString() == spec.sql or (isinstance(kind, NUMERIC) and spec.sql in _NUMBERS)
+        return _kept_as(kind) == spec.sql or (isinstance(kind, NUMERIC) and spec.sql in _NUMBERS)
     if isinstance(kind, VectorUDT):
         return len(spec.levels) == 1 and not spec.ragged and spec.kind != "binary"
     if spec.layout == "image" and (_is_file(kind) or _is_image(kind)):
@@ -394,4 +486,9 @@ def type_of(dataset: DataFrame, name: str) -> T.DataType:
 
 def quoted(name: str) -> Column:
     """Returns the column of that very name, dots and all."""
-    return F.col("`" + name.replace("`", "``") + "`")
+    return F.col(quoted_name(name))
+
+
+def quoted_name(name: str) -> str:
+    """Returns a name as SQL takes it, whatever characters it has."""
+    return "`" + name.replace("`", "``") + "`"

@@ -13,26 +13,11 @@ import torch
 
 from sparktorch.artifact import Scorer, TrainedModule
 from sparktorch.data.columns import TensorSpec
+from sparktorch.data.sql import arrow_type
 from sparktorch.data.tensors import to_arrow
 from sparktorch.errors import ColumnError
 
 __all__ = ["PyFuncModel"]
-
-# What a callable was fitted on; of other types Arrow finds its own.
-_ARROW = {
-    "tinyint": pa.int8(),
-    "smallint": pa.int16(),
-    "int": pa.int32(),
-    "bigint": pa.int64(),
-    "float": pa.float32(),
-    "double": pa.float64(),
-    "boolean": pa.bool_(),
-    "string": pa.string(),
-    "binary": pa.binary(),
-    "date": pa.date32(),
-    "timestamp": pa.timestamp("us"),
-    "timestamp_ntz": pa.timestamp("us"),
-}
 
 
 def _load_pyfunc(path: str) -> PyFuncModel:
@@ -103,7 +88,7 @@ def _arrow(values: Any, spec: TensorSpec, name: str) -> pa.Array:
         ColumnError: Its rows have another shape than the model was fitted on.
     """
     if spec.kind == "any":
-        return pa.array(list(values), _ARROW.get(spec.sql))
+        return pa.array(list(values), arrow_type(spec.sql), from_pandas=True)
     if spec.kind == "binary":
         return pa.array(list(values), pa.binary())
     try:

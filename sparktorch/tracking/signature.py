@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 
 from sparktorch.data.columns import TensorSpec
 from sparktorch.data.images import black_image
+from sparktorch.data.sql import arrow_type
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -37,9 +40,8 @@ def signature_of(model: TorchModelBase, outputs: dict[str, str]) -> ModelSignatu
         inputs += [types.ColSpec(_column_type(spec), n) if as_columns else types.TensorSpec(*tensor, n) for n in names]
     columns: list[types.ColSpec | types.TensorSpec] = []
     for name, field in outputs.items():
-        sql = fields[field]
-        kind = _nested("double", 1) if sql == "vector" else _of_sql(sql)
-        columns.append(types.ColSpec(kind, name))
+        sql = "array<double>" if fields[field] == "vector" else fields[field]
+        columns.append(types.ColSpec(_mlflow_type(arrow_type(sql)), name))
     return ModelSignature(inputs=types.Schema(inputs), outputs=types.Schema(columns))
 
 
@@ -54,33 +56,52 @@ def zeros_for(model: TorchModelBase) -> pd.DataFrame:
 def _column_type(spec: TensorSpec) -> Any:
     """Returns MLflow's type of a column."""
     if spec.kind == "any":
-        return _of_sql(spec.sql)
-    levels = () if spec.sources or spec.kind == "binary" else spec.levels
-    return _nested("binary" if spec.kind == "binary" else spec.dtype, len(levels) + spec.ragged)
+        return _mlflow_type(arrow_type(spec.sql))
+    if spec.kind == "binary":
+        return _mlflow_type(pa.binary())
+    kind = pa.from_numpy_dtype(spec.dtype)
+    for _ in range((0 if spec.sources else len(spec.levels)) + spec.ragged):
+        kind = pa.list_(kind)
+    return _mlflow_type(kind)
 
 
-def _of_sql(sql: str) -> Any:
-    """Returns MLflow's type of a type of Spark's, arrays included."""
-    return _nested(sql.replace("array<", "").rstrip(">"), sql.count("array<"))
+def _mlflow_type(kind: pa.DataType, *, wide: bool = False) -> Any:
+    """Returns MLflow's type of one of Arrow's; whole numbers narrower than its own are integers.
 
+    Args:
+        kind: Arrow's.
+        wide: Whether numbers have 64 bits, as those of Python, of which MLflow takes nothing less.
 
-def _nested(element: str, depth: int) -> Any:
-    """Returns MLflow's type of arrays nested so deep; whole numbers of any width that it does not know are integers."""
-    from mlflow.types.schema import Array, DataType
+    Raises:
+        ValueError: MLflow has none for it.
+    """
+    from mlflow.types.schema import Array, DataType, Object, Property
 
-    kinds = {kind.name: kind for kind in DataType}
-    kinds |= {"float32": DataType.float, "float64": DataType.double, "int64": DataType.long, "bigint": DataType.long}
-    kinds |= dict.fromkeys(("date", "timestamp", "timestamp_ntz"), DataType.datetime)
-    kind: Any = kinds.get(element, DataType.integer)
-    for _ in range(depth):
-        kind = Array(kind)
-    return kind
+    if pa.types.is_list(kind):
+        return Array(_mlflow_type(kind.value_type, wide=wide))
+    if pa.types.is_struct(kind):
+        return Object([Property(field.name, _mlflow_type(field.type, wide=True), required=False) for field in kind])
+    if pa.types.is_temporal(kind):
+        return DataType.datetime
+    if wide and (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
+        return DataType.long if pa.types.is_integer(kind) else DataType.double
+    kinds = {
+        **dict.fromkeys((pa.int8(), pa.int16(), pa.int32()), DataType.integer),
+        **{pa.int64(): DataType.long, pa.float32(): DataType.float, pa.float64(): DataType.double},
+        **{pa.bool_(): DataType.boolean, pa.string(): DataType.string, pa.binary(): DataType.binary},
+    }
+    if kind not in kinds:
+        raise ValueError(f"MLflow has no type for {kind}")
+    return kinds[kind]
 
 
 def _zeros(spec: TensorSpec) -> Any:
     """Returns two rows of one column."""
     if spec.kind == "any":
-        return _nothing(spec.sql)
+        kind = arrow_type(spec.sql)
+        if pa.types.is_primitive(kind):
+            return np.zeros(2, "datetime64[us]" if pa.types.is_temporal(kind) else kind.to_pandas_dtype())
+        return [_nothing(kind), _nothing(kind)]
     if spec.kind == "binary":
         size = spec.width * np.dtype(spec.dtype).itemsize
         return [black_image(spec) if spec.layout == "image" else bytes(size)] * 2
@@ -89,11 +110,14 @@ def _zeros(spec: TensorSpec) -> Any:
     return zeros.tolist() if shape else zeros
 
 
-def _nothing(sql: str) -> Any:
-    """Returns two rows of a type of Spark's that say nothing: 0, an empty text or list."""
-    numpy = {"tinyint": "int8", "smallint": "int16", "int": "int32", "bigint": "int64", "boolean": "bool"}
-    numpy |= {"float": "float32", "double": "float64"}
-    numpy |= dict.fromkeys(("date", "timestamp", "timestamp_ntz"), "datetime64[us]")
-    if sql in numpy:
-        return np.zeros(2, numpy[sql])
-    return [[], []] if sql.startswith("array") else [b""] * 2 if sql == "binary" else [""] * 2
+def _nothing(kind: pa.DataType) -> Any:
+    """Returns a value of a type that says nothing: 0, an empty text or list."""
+    if pa.types.is_struct(kind):
+        return {field.name: _nothing(field.type) for field in kind}
+    if pa.types.is_list(kind):
+        return []
+    if pa.types.is_temporal(kind):
+        return datetime(1970, 1, 1)
+    if pa.types.is_primitive(kind):
+        return kind.to_pandas_dtype()(0).item()
+    return b"" if pa.types.is_binary(kind) else ""

@@ -14,6 +14,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import mlflow
 import numpy as np
@@ -21,10 +22,11 @@ import pandas as pd
 import pytest
 import torch
 from mlflow.models.model import ModelInfo
+from mlflow.types.schema import Array, DataType, Object, Property
 from pyspark.sql import DataFrame, Row, SparkSession
 
 import sparktorch
-from sparktorch import TorchClassificationModel, TorchClassifier, TorchEstimator
+from sparktorch import TorchClassificationModel, TorchClassifier, TorchEstimator, TorchRegressor
 from sparktorch.errors import ConfigError, PersistenceError
 from sparktorch.program import Program
 from sparktorch.tracking import load_model, log_model, save_model
@@ -169,6 +171,48 @@ def test_a_generic_model_keeps_the_types_of_its_scalars(store: mlflow.MlflowClie
     expected = model.transform(frame.sparkSession.createDataFrame(sample)).toPandas()
     found = mlflow.pyfunc.load_model(info.model_uri).predict(sample)
     np.testing.assert_allclose(found[["total", "base"]], expected[["total", "base"]], rtol=1e-6)
+
+
+def shelves(columns: dict[str, Any], *, epoch: int | None, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Makes three numbers of a struct and a list of structs."""
+    box, books, note = columns["box"], columns["books"], columns["note"]
+    pages = [sum(book["pages"] for book in row) for row in books.to_pylist()]
+    width = box.field("my-width").to_numpy(zero_copy_only=False)
+    names = box.field("name").to_pylist()
+    text = [len(value or "") + bool(name) for value, name in zip(note.to_pylist(), names, strict=True)]
+    return {"x": torch.from_numpy(np.stack([width, pages, text], 1).astype(np.float32))}
+
+
+def test_structs_that_a_callable_takes_are_in_the_signature_and_score(
+    store: mlflow.MlflowClient, spark: SparkSession, tmp_path: Path
+) -> None:
+    data = spark.range(12).selectExpr(
+        "named_struct('my-width', cast(id as decimal(9,2)), 'name', if(id % 2 = 0, 'a', null)) as box",
+        "array(named_struct('title', 'b', 'pages', cast(id % 3 as int))) as books",
+        "if(id % 4 = 1, null, 'c') as note",
+        "cast(id as float) as target",
+    )
+    model = TorchRegressor(
+        module="tests.spark.columns:Flat",
+        moduleParams={"width": 3},
+        inputCols=["box", "books", "note"],
+        labelCol="target",
+        preprocess=shelves,
+        nullPolicy="fill",
+        progress=False,
+    ).fit(data)
+    save_model(model, str(tmp_path / "model"))
+    kinds = {spec.name: spec.type for spec in mlflow.models.Model.load(str(tmp_path / "model")).signature.inputs}
+    box = Object([Property("my-width", DataType.double, False), Property("name", DataType.string, False)])
+    book = Object([Property("title", DataType.string, False), Property("pages", DataType.long, False)])
+    assert kinds == {"box": box, "books": Array(book), "note": DataType.string}
+    served = mlflow.pyfunc.load_model(str(tmp_path / "model"))
+    rows = data.drop("target").collect()
+    table = pd.DataFrame([row.asDict(recursive=True) for row in rows])
+    table["box"] = [{**box, "my-width": float(box["my-width"])} for box in table["box"]]
+    table["note"] = table["note"].astype(object).where(table["note"].notna(), np.nan)  # as pandas reads a missing one
+    expected = [row["prediction"] for row in model.transform(data).collect()]
+    np.testing.assert_allclose(served.predict(table)["prediction"], expected, atol=1e-5)
 
 
 def test_mlflows_own_udf_scores_alike(

@@ -41,9 +41,10 @@ def test_folds_give_a_history_for_each_worker_and_the_best_model(spark: SparkSes
         numWorkers=2,
         strategy="independent",
         strategyParams={"folds": True},
+        nullPolicy="drop",
         progress=False,
     )
-    model = classifier.fit(frame)
+    model = classifier.fit(frame.union(frame.limit(3).selectExpr("null as features", "label")))
     summary = model.summary
     assert sum(rank["validation_rows"] for rank in summary.ranks) == 600
     assert all(rank["rows"] + rank["validation_rows"] == 600 for rank in summary.ranks)
@@ -52,6 +53,7 @@ def test_folds_give_a_history_for_each_worker_and_the_best_model(spark: SparkSes
     best = min(summary.ranks, key=lambda rank: rank["epochs"][-1]["val_loss"])
     assert summary.history == best["epochs"]
     assert (summary.rows, summary.validationRows) == (best["rows"], best["validation_rows"])
+    assert (summary.droppedRows, [rank["dropped"] for rank in summary.ranks]) == (3, [3, 3])
     scored = model.transform(frame).toPandas()
     assert (scored["prediction"] == scored["label"]).mean() > 0.85
 

@@ -133,14 +133,29 @@ def test_what_is_null_is_filled() -> None:
         (
             spec_of(fill=7, shape=(2, 1)),
             pa.array([[[1], [2]], None, [[None], [3]], [[4], None]], nested),
-            [[[1], [2]], [[7], [7]], [[7], [3]], [[7], [7]]],
+            [[[1], [2]], [[7], [7]], [[7], [3]], [[4], [7]]],
         ),
         (
             spec_of(fill=7, kind="vector", shape=(2,)),
             pa.array([vector, None, vector], VECTOR),
             [[0, 5], [7, 7], [0, 5]],
         ),
+        (
+            spec_of(fill=7, shape=(2, 1)),
+            pa.array([[[4], None]], pa.large_list(pa.large_list(pa.float32()))),
+            [[[4], [7]]],
+        ),
+        (
+            spec_of(fill=7, kind="binary", layout="raw", shape=(2,), dtype="int16"),
+            pa.array([b"\x01\0\x02\0", None], pa.binary()),
+            [[1, 2], [7, 7]],
+        ),
         (spec_of(fill=7, layout="padded"), pa.array([[1, None], None], lists), [[1, 7], [0, 0]]),
+        (
+            spec_of(fill=7, layout="padded", shape=(2,)),
+            pa.array([[[1, None], None], [[3, 4]]], nested),
+            [[[1, 7], [7, 7]], [[3, 4], [0, 0]]],
+        ),
     ]
     for spec, column, expected in cases:
         assert filled(spec, column).part(0, len(column))[0].tolist() == expected, spec

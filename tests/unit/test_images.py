@@ -102,8 +102,11 @@ def test_a_missing_image_is_filled() -> None:
     images = taken(spec_of(fill=9), column)
     assert images[0].unique().tolist() == [9]
     assert np.array_equal(images[1].numpy(), PIXELS[0])
-    structs = pa.array([as_struct(PIXELS[0]), None], STRUCT)
-    assert taken(spec_of(fill=0), structs)[1].sum() == 0
+    bright = taken(spec_of(fill=0.25, dtype="float32", shape=(3, HEIGHT, WIDTH)), column)
+    assert bright[0].unique().tolist() == [0.25]
+    assert torch.equal(bright[1], torch.from_numpy(PIXELS[0]).permute(2, 0, 1) / 255)
+    structs = pa.array([as_struct(PIXELS[0]), None, {**as_struct(PIXELS[0]), "data": None}], STRUCT)
+    assert [int(image.max()) for image in taken(spec_of(fill=3), structs)[1:]] == [3, 3]
 
 
 @pytest.mark.parametrize(
@@ -111,6 +114,15 @@ def test_a_missing_image_is_filled() -> None:
     [
         (pa.array([encoded(PIXELS[0]), None], pa.binary()), "column 'photo' has 1 null values"),
         (pa.array([encoded(PIXELS[0]), b"no image"], pa.binary()), "it is neither JPEG nor PNG"),
+        (pa.array([encoded(PIXELS[0]), b""], pa.binary()), "it is neither JPEG nor PNG"),
+        (
+            pa.array([as_struct(PIXELS[0]), {**as_struct(PIXELS[0]), "data": b""}], STRUCT),
+            "0 bytes for 5 x 7 pixels of 3 channels",
+        ),
+        (
+            pa.array([as_struct(PIXELS[0]), {**as_struct(PIXELS[0]), "data": None}], STRUCT),
+            "column 'photo' has 1 null values",
+        ),
         (pa.array([encoded(PIXELS[0]), encoded(PIXELS[0], "BMP")], pa.binary()), "it is neither JPEG nor PNG"),
         (pa.array([encoded(PIXELS[0]), encoded(PIXELS[0][:4])], pa.binary()), "is 4 x 7 pixels, the first is 5 x 7"),
         (pa.array([encoded(PIXELS[0]), encoded(PIXELS[0], mode="I;16")], pa.binary()), "its mode is I;16"),

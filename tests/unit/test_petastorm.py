@@ -24,7 +24,7 @@ from PIL import Image
 from sparktorch.data.columns import LABEL, Columns, TensorSpec
 from sparktorch.data.petastorm import Decoder, reader_batches, schema_in
 from sparktorch.data.unischema import UnischemaField, read_unischema
-from sparktorch.errors import ColumnError, DatasetError
+from sparktorch.errors import ColumnError, ConfigError, DatasetError
 from tests.support.petastorm import FIELDS, ROWS, STORED, Kind, pickled, row
 
 METADATA = (STORED / "_common_metadata").read_bytes()
@@ -403,8 +403,8 @@ def test_a_field_that_cannot_be_decoded_is_refused_without_a_row(of: UnischemaFi
 
 def test_without_pillow_images_are_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     blob = image(GREY)
-    monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(DatasetError, match="takes Pillow"):
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    with pytest.raises(ConfigError, match="Pillow, which is not installed"):
         decode(field("image", "uint8", (2, 3), "PNG"), blob)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator
 from contextlib import closing
+from typing import Any
 
 import pytest
 
@@ -69,6 +70,42 @@ def test_an_error_comes_after_the_items_before_it() -> None:
     assert not threads()
 
 
+class BrokenEnd(Generator[int]):
+    """Yields one item, and cannot be closed."""
+
+    def __init__(self) -> None:
+        self._left = 1
+
+    def send(self, value: None) -> int:
+        if not self._left:
+            raise StopIteration
+        self._left -= 1
+        return 7
+
+    def throw(self, *error: Any) -> int:
+        raise error[0]
+
+    def close(self) -> None:
+        raise OSError("cannot be closed")
+
+
+def test_an_error_at_the_end_reaches_the_training() -> None:
+    items = ahead(BrokenEnd(), 2)
+    assert next(items) == 7
+    with pytest.raises(OSError, match="cannot be closed"):
+        next(items)
+    assert not threads()
+
+
+def test_items_wait_no_more_than_there_is_room_for() -> None:
+    source = Source(100)
+    with closing(ahead(source.items(), 50, size=lambda _: 10, most=35)) as items:
+        assert [next(items) for _ in range(10)] == list(range(10))
+        source.wait_for(13)
+        assert source.made <= 13
+    assert not threads()
+
+
 def test_an_interrupt_of_the_training_ends_the_thread() -> None:
     def train() -> None:
         with closing(ahead(Source(100).items(), 2)) as items:
@@ -102,6 +139,15 @@ def test_what_an_epoch_needs_is_made_once_and_ahead() -> None:
     assert made == [(0, True), (1, False), (3, True)]
     found.close()
     assert not threads()
+
+
+def test_an_epoch_that_is_trained_is_not_forgotten_when_the_next_is_asked_for() -> None:
+    made = []
+    found: ByEpoch[int] = ByEpoch(lambda epoch: made.append(epoch) or epoch)  # type: ignore[func-returns-value]
+    assert [found[0], found[1], found[0], found[2], found[1]] == [0, 1, 0, 2, 1]
+    assert made == [0, 1, 2]
+    assert [found[3], found[0]] == [3, 0]
+    assert made == [0, 1, 2, 3, 0]
 
 
 def test_an_error_ahead_is_met_by_who_asks() -> None:

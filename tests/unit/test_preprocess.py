@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import tempfile
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ KINDS: dict[str, tuple[pa.DataType, Any]] = {
     "double": (pa.float64(), st.integers(-99, 99).map(float)),
     "date": (pa.date32(), st.dates()),
     "timestamp": (pa.timestamp("us", "UTC"), st.datetimes(timezones=st.just(dt.timezone.utc))),
+    "large string": (pa.large_string(), text),
+    "large lists": (pa.large_list(pa.large_binary()), st.lists(st.binary(max_size=4), max_size=3)),
     "array<string>": (pa.list_(pa.string()), st.lists(text, max_size=3)),
     "array<array<int>>": (pa.list_(pa.list_(pa.int32())), st.lists(st.lists(st.integers(0, 9), max_size=3))),
     "struct": (
@@ -82,6 +85,14 @@ def test_numbers_are_filled_and_text_is_left_to_the_callable() -> None:
     assert column(pa.float32(), 1, None, float("nan")).tolist() == [1, 3, 3]
     assert column(pa.int8(), 1, None).tolist() == [1, 3]
     assert column(pa.string(), "a", None).to_pylist() == ["a", None]
+    for rows in ([True, False], [None, False]):
+        assert column(pa.bool_(), *rows).tolist() == [True, False]
+    day = dt.date(2026, 1, 2)
+    for rows in ([day, day], [day, None], [None, None]):
+        found = column(pa.date32(), *rows)
+        assert found.dtype == np.dtype("datetime64[D]")
+        assert found.tolist() == rows
+    assert np.isnat(column(pa.timestamp("us", "UTC"), None, dt.datetime(2026, 1, 2))).tolist() == [True, False]
     with pytest.raises(ColumnError, match="column 'text' has 1 null values"):
         ArrowColumn(TEXT, InMemory()).append(pa.array([None, "a"]))
 
@@ -107,6 +118,36 @@ def test_what_is_no_dict_of_tensors_with_a_row_for_each_row_is_refused(value: An
     with pytest.raises(ModuleError, match=message) as caught:
         Preprocess(returns(value), ["text"])([(pa.array(["a", "b"]),)], 2)
     assert "a dict of tensors" in caught.value.hint
+
+
+def test_tensors_come_in_the_order_of_the_first_row_whichever_way_they_are_returned() -> None:
+    def swapping(columns: Any, *, epoch: int | None, generator: torch.Generator) -> Any:
+        pair = {"a": torch.zeros(1), "b": torch.ones(1)}
+        return pair if epoch is None else dict(reversed(pair.items()))
+
+    column = [(pa.array(["a"]),)]
+    preprocess = Preprocess(swapping, ["text"])
+    preprocess = preprocess.returning(preprocess(column, 1))
+    assert list(preprocess(column, 1, Moment(0, 1))) == ["a", "b"]
+    with pytest.raises(ModuleError, match="returned 'a' and 'b', and 'a' for the first row"):
+        preprocess.returning(["a"])(column, 1)
+
+
+def test_a_model_scores_by_the_names_that_it_was_trained_with(tmp_path: Path) -> None:
+    model = replace(trained(lengths), returned=("x",))
+    model.save(tmp_path)
+    loaded = TrainedModule.load(tmp_path)
+    assert loaded.returned == ("x",)
+    other = replace(loaded, preprocess=returns({"y": torch.ones(1, 2)}))
+    with pytest.raises(ModuleError, match="returned 'y', and 'x' for the first row"):
+        Scorer(other).score([pa.array(["a"])])
+
+
+@pytest.mark.parametrize("kind", [pa.decimal128(9, 2), pa.map_(pa.string(), pa.int32()), pa.null()])
+def test_what_cannot_be_kept_is_refused(kind: pa.DataType) -> None:
+    column = pa.array([None], pa.struct({"a": kind}))
+    with pytest.raises(ColumnError, match=r"column 'text' holds .*, which cannot be kept as it is"):
+        ArrowColumn(replace(TEXT, fill=0), InMemory()).append(column)
 
 
 @pytest.mark.parametrize("wrong", [len, print, 7, lambda columns: columns, lambda columns, epoch: 1, partial(len)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from sparktorch.data.columns import KEY, LABEL, VALIDATION, WEIGHT, Columns, TensorSpec, input_name
 from sparktorch.data.fields import Dense
 from sparktorch.data.plan import SamplingPlan
+from sparktorch.data.preprocess import Preprocess
 from sparktorch.data.shard import Batch, Rows, Shard
 from sparktorch.data.spool import InMemory, OnDisk, Runs
 from sparktorch.data.tensors import to_arrow
@@ -183,6 +185,15 @@ def test_a_bad_row_is_counted_over_the_batches() -> None:
     assert caught.value.where["row"] == 100
 
 
+def test_a_bad_row_is_counted_with_those_that_were_left_out_before_it() -> None:
+    vectors = pa.array([[1.0, 2.0], None, [None, 1.0], [3.0, 4.0], [5.0]], pa.list_(pa.float32()))
+    batch = pa.RecordBatch.from_pydict({"x0": vectors, KEY: pa.array(range(5), pa.int64())})
+    spec = TensorSpec(name="x0", column="c", dtype="float32", shape=(2,))
+    with pytest.raises(ColumnError, match="1 rows of column 'c' do not hold 2 values") as caught:
+        Shard([batch.slice(0, 1), batch], Columns(inputs=(spec,), drop_nulls=True))
+    assert caught.value.where == {"column": "c", "row": 5}
+
+
 def test_a_shard_keeps_nothing_of_the_batches_it_was_fed(shard_of: Make) -> None:
     table = Table.random(40)
     shard = shard_of(table)
@@ -347,6 +358,35 @@ def test_rows_that_are_decoded_are_decoded_ahead(monkeypatch: pytest.MonkeyPatch
     found = [batches_of(ahead, 1), [batch.rows for batch in ahead.validation(16)]]
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     assert taken_in == {"sparktorch-prefetch"}
+
+
+@pytest.mark.parametrize("disk", [False, True])
+@pytest.mark.parametrize(("room", "ahead"), [(1.0, 1), (2.0, 2), (100.0, 4)])
+def test_no_more_is_decoded_ahead_than_the_budget_has_room_for(
+    tmp_path: Path, disk: bool, room: float, ahead: int
+) -> None:
+    part = 20 * 1_000 * 4
+    made = threading.Semaphore(0)
+    taken: list[int] = []
+
+    def widened(columns: Any, *, epoch: int | None, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        taken.append(len(taken))
+        made.release()
+        return {"x": torch.tensor(columns["n"], dtype=torch.float32)[:, None].expand(-1, 1_000).contiguous()}
+
+    spec = TensorSpec(name="x0", column="n", dtype="float32", kind="any", sql="bigint")
+    batch = pa.RecordBatch.from_pydict({"x0": pa.array(range(400)), KEY: pa.array(np.arange(400) << 40)})
+    columns = Columns(inputs=(spec,), preprocess=Preprocess(widened, ["n"]))
+    spooler = OnDisk(tmp_path) if disk else InMemory()
+    shard = Shard([batch], columns, spooler=spooler, budget=int(2 * room * part))
+    shard.place(0, SamplingPlan(rows=400, batch_size=20, block=8, shuffle=False))
+    with closing(shard.epoch(0)) as batches:
+        for asked in range(1, 5):
+            next(batches)
+            while len(taken) < asked + ahead:
+                assert made.acquire(timeout=20)
+            assert len(taken) == asked + ahead
+    shard.close()
 
 
 def test_rows_of_a_step_come_by_length_so_that_micro_batches_are_padded_little() -> None:

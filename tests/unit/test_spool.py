@@ -46,7 +46,7 @@ def pieces(dtype: Any, shape: tuple[int, ...]) -> list[npt.NDArray[Any]]:
 @pytest.mark.parametrize("shape", [(), (4,), (2, 3), (0,)])
 @pytest.mark.parametrize("dtype", ["float32", "int64", "bool", "uint8"])
 def test_the_pieces_come_back_as_one_array_of_ones_own(spooler: Spooler, dtype: str, shape: tuple[int, ...]) -> None:
-    spool, other = spooler.spool("x", dtype, shape), spooler.spool("y", np.int64)
+    spool, other = spooler.spool(dtype, shape), spooler.spool(np.int64)
     parts = pieces(dtype, shape)
     for number, part in enumerate(parts):
         part.setflags(write=False)
@@ -62,7 +62,7 @@ def test_the_pieces_come_back_as_one_array_of_ones_own(spooler: Spooler, dtype: 
 
 
 def test_runs_of_rows_come_back_in_their_order(spooler: Spooler) -> None:
-    spool = spooler.spool("x", np.float32, (3,))
+    spool = spooler.spool(np.float32, (3,))
     values = np.arange(600, dtype=np.float32).reshape(200, 3)
     for start in range(0, 200, 7):
         spool.append(values[start : start + 7])
@@ -85,7 +85,7 @@ def test_runs_hold_the_rows_they_are_of(rows: list[int]) -> None:
 
 def test_a_budget_is_for_all_spools_together(tmp_path: Path) -> None:
     spooler = WithinBudget(100, tmp_path)
-    first, second = spooler.spool("x", np.uint8), spooler.spool("y", np.uint8)
+    first, second = spooler.spool(np.uint8), spooler.spool(np.uint8)
     first.append(np.zeros(60, np.uint8))
     second.append(np.ones(40, np.uint8))
     assert not spooler.on_disk
@@ -97,10 +97,10 @@ def test_a_budget_is_for_all_spools_together(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_named_with_what_was_to_go_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spooler = OnDisk(tmp_path)
-    spooler.spool("x", np.float32).append(np.zeros(500_000, np.float32))
+    spooler.spool(np.float32).append(np.zeros(500_000, np.float32))
     full = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
     monkeypatch.setattr(spool_module, "_open", lambda directory: full)
-    spool = spooler.spool("y", np.float32)
+    spool = spooler.spool(np.float32)
     with pytest.raises(ClusterError, match=r"do not fit into '.*': 2\.0 MB are there, 4\.0 MB come next") as caught:
         spool.append(np.zeros(1_000_000, np.float32))
     assert str(tmp_path) in str(caught.value)
@@ -112,7 +112,7 @@ def test_rows_outlive_their_directory(tmp_path: Path) -> None:
     folder = tmp_path / "gone"
     folder.mkdir()
     spooler = OnDisk(folder)
-    spool = spooler.spool("x", np.int64)
+    spool = spooler.spool(np.int64)
     spool.append(np.arange(10))
     folder.rmdir()
     spool.append(np.arange(10, 20))
@@ -122,7 +122,7 @@ def test_rows_outlive_their_directory(tmp_path: Path) -> None:
 
 def test_a_file_that_was_cut_off_is_an_error_and_not_a_signal(tmp_path: Path) -> None:
     spooler = OnDisk(tmp_path)
-    spool = spooler.spool("x", np.int64)
+    spool = spooler.spool(np.int64)
     spool.append(np.arange(10))
     os.ftruncate(spool._file.fileno(), 72)
     assert spool.read(Runs.of(np.arange(9))).tolist() == list(range(9))
@@ -135,7 +135,7 @@ def test_a_process_that_is_killed_leaves_no_file(tmp_path: Path) -> None:
     script = (
         "import os, signal, sys, numpy as np\n"
         "from sparktorch.data.spool import OnDisk\n"
-        "spool = OnDisk(sys.argv[1]).spool('x', np.uint8)\n"
+        "spool = OnDisk(sys.argv[1]).spool(np.uint8)\n"
         "spool.append(np.zeros(1 << 20, np.uint8))\n"
         "print(os.listdir(sys.argv[1]), flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
