@@ -49,5 +49,5 @@ def test_a_worker_without_a_compiler_says_so(tmp_path: Path) -> None:
 
 
 def test_errors_that_have_nothing_to_do_with_a_param_are_left_alone() -> None:
-    with pytest.raises(RuntimeError, match="^planted$"), explained(TrainConfig(compile=True, deterministic=True)):
+    with pytest.raises(RuntimeError, match=r"^planted$"), explained(TrainConfig(compile=True, deterministic=True)):
         raise RuntimeError("planted")

@@ -141,7 +141,10 @@ def test_schedules_of_torch_step_by_epoch_or_by_step(strategy: str) -> None:
 
 
 def test_a_plateau_of_the_loss_lowers_the_rate_on_every_rank(strategy: str) -> None:
-    options = {"scheduler": "ReduceLROnPlateau", "scheduler_params": {"patience": 0, "threshold": 1e9, "threshold_mode": "abs"}}
+    options = {
+        "scheduler": "ReduceLROnPlateau",
+        "scheduler_params": {"patience": 0, "threshold": 1e9, "threshold_mode": "abs"},
+    }
     history = check(job_for(recipe=options), _plateau(), strategy, (1, 2))
     assert [record["learning_rate"] for record in history] == pytest.approx([RATE, RATE, RATE * 0.1])
 
@@ -190,7 +193,9 @@ def test_validation_runs_every_few_epochs_and_after_the_last() -> None:
 
 
 def test_micro_batches_of_a_normalised_module_hold_two_rows_at_least() -> None:
-    job = job_for(recipe={"module": Normalised, "loss": mean_output_error}, batch_size=9, accumulation_steps=8, epochs=1)
+    job = job_for(
+        recipe={"module": Normalised, "loss": mean_output_error}, batch_size=9, accumulation_steps=8, epochs=1
+    )
     for ranks in (1, 3):
         state, _ = train_on([part.batches() for part in TABLE.parts(ranks)], job)
         assert all(value.isfinite().all() for value in state.values())

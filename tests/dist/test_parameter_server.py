@@ -22,6 +22,7 @@ from sparktorch.data.plan import SamplingPlan
 from sparktorch.errors import RankError, RankLostError
 from sparktorch.train.recipe import Recipe
 from sparktorch.worker import TrainJob
+from tests.support import ranks as ranks_module
 from tests.support.frames import Table
 from tests.support.nets import (
     DiesAt,
@@ -37,7 +38,6 @@ from tests.support.nets import (
     mean_output_error,
     output_times_label,
 )
-from tests.support import ranks as ranks_module
 from tests.support.ranks import cause_of_death, control_server, run_ranks, train_on
 
 ROWS, BATCH, EPOCHS, SEED = 403, 64, 3, 11
@@ -197,9 +197,7 @@ def test_a_step_of_adam_is_as_long_on_three_ranks_as_on_one(options: dict[str, A
 
     module = seeded(Linear)
     # The same gradient in each of 20 steps: Adam goes a learning rate a step.
-    expected = plain(
-        module, torch.optim.Adam(module.parameters(), lr=0.01), linear=True, batch_size=ROWS, epochs=20
-    )
+    expected = plain(module, torch.optim.Adam(module.parameters(), lr=0.01), linear=True, batch_size=ROWS, epochs=20)
     torch.testing.assert_close(distance(expected), torch.tensor([0.2]), atol=1e-3, rtol=0)
     positive = TABLE.with_values(LABEL, np.abs(TABLE.arrays[LABEL]))
     recipe = {"module": Linear, "loss": output_times_label, "optimizer": "Adam", "learning_rate": 0.01}

@@ -1,4 +1,4 @@
-"""One rank's saver: who may write and remove what, and that a rank which saves is not taken for one that stands still."""
+"""One rank's saver: who may write and remove what, and that who saves is not taken for one who stands still."""
 
 from __future__ import annotations
 
@@ -184,13 +184,14 @@ def test_the_claim_is_renewed_while_checkpoints_are_read(
         return len(claims - {before}) > 2
 
     monkeypatch.setattr(Slow, "until", renewed_twice)
-    monkeypatch.setattr(saver, "_CLAIM_AGAIN_SECONDS", 0.05)
-    with Saver(config(f"slow://{tmp_path}", restart=1), {}, World(), line()) as second:
+    with Saver(config(f"slow://{tmp_path}", restart=1), {}, World(), line(), claim_seconds=0.05) as second:
         assert second.start is not None
 
 
 @pytest.mark.parametrize("where", ["folder", "memory"])
-def test_a_rank_moves_with_what_it_reads_and_writes(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_moves_with_what_it_reads_and_writes(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(files, "_WRITE_BYTES", 1000)
     monkeypatch.setattr(files, "_READ_BYTES", 1000)
     moves: list[None] = []

@@ -140,7 +140,9 @@ def test_one_fit_has_a_directory_until_it_gives_it_back(url: str) -> None:
     CheckpointStore(url, "b2").claim("other")
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b'{"owner": "x"}', b'{"owner": "x", "attempt": "", "host": "", "time": []}'])
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b'{"owner": "x"}', b'{"owner": "x", "attempt": "", "host": "", "time": []}']
+)
 def test_a_claim_that_cannot_be_read_has_no_force(content: bytes, url: str) -> None:
     store = CheckpointStore(url)
     store.directory.put("claim.json", content)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from sparktorch import Callback
 from sparktorch.config import TrainConfig
@@ -134,9 +134,7 @@ def test_ranks_without_rows_take_part_and_change_nothing(
 
 
 @pytest.mark.parametrize("hook", ["fp16", "bf16", "powerSGD"])
-def test_compressed_gradients_train_nearly_the_same(
-    hook: str, expected: tuple[dict[str, torch.Tensor], float]
-) -> None:
+def test_compressed_gradients_train_nearly_the_same(hook: str, expected: tuple[dict[str, torch.Tensor], float]) -> None:
     params = {"comm_hook": hook, "powersgd_start_step": 4}
     state, metas = train_on([part.batches() for part in TABLE.parts(3)], job_for(strategy_params=params))
     difference = max(float((state[name] - value).abs().max()) for name, value in expected[0].items())
@@ -178,7 +176,7 @@ def by_hand(ranks: int, period: int, start: int) -> dict[str, torch.Tensor]:
     done = 0
     for epoch in range(EPOCHS):
         edges = np.cumsum([0, *map(len, parts)])
-        steps = [plan.steps_of(a, b, epoch) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+        steps = [plan.steps_of(a, b, epoch) for a, b in itertools.pairwise(edges)]
         for step in range(plan.steps):
             batches = [part.take(own == step) for part, own in zip(parts, steps, strict=True)]
             total = sum(float(batch.arrays[WEIGHT].sum()) for batch in batches)
@@ -263,5 +261,7 @@ def test_tied_parameters_are_gathered_with_the_whole_module() -> None:
 )
 def test_options_that_a_strategy_does_not_have_are_refused(strategy: str, params: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_strategy(TrainConfig(strategy=strategy, strategy_params=params, accumulation_steps=2), Recipe(module=Tower))
+        check_strategy(
+            TrainConfig(strategy=strategy, strategy_params=params, accumulation_steps=2), Recipe(module=Tower)
+        )
     assert caught.value.what == message

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from sparktorch.config import TrainConfig
-from sparktorch.data.columns import LABEL, VALIDATION, WEIGHT, TensorSpec
+from sparktorch.data.columns import LABEL, VALIDATION, TensorSpec
 from sparktorch.errors import ModuleError
 from sparktorch.train.recipe import Recipe
 from sparktorch.worker import TrainJob
@@ -126,7 +126,11 @@ def groups_for(rate: float) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
 @pytest.mark.parametrize(
     ("optimizer", "options"),
-    [("SGD", {"momentum": 0.9, "weight_decay": 0.1}), ("AdamW", {"weight_decay": 0.2}), ("RMSprop", {"weight_decay": 0.1})],
+    [
+        ("SGD", {"momentum": 0.9, "weight_decay": 0.1}),
+        ("AdamW", {"weight_decay": 0.2}),
+        ("RMSprop", {"weight_decay": 0.1}),
+    ],
 )
 def test_groups_train_with_their_own_options(optimizer: str, options: dict[str, Any], strategy: str) -> None:
     rate = 0.01
@@ -309,7 +313,9 @@ def _stepped(table: Table, job: TrainJob) -> tuple[nn.Module, list[dict[str, flo
 @pytest.mark.parametrize(
     "config", [{}, {"accumulation_steps": 3}, {"strategy": "zero3", "micro_batch_size": 5}], ids=["", "parts", "zero3"]
 )
-def test_a_training_step_trains_and_measures_what_a_plain_loop_does(step: Any, table: Table, config: dict[str, Any]) -> None:
+def test_a_training_step_trains_and_measures_what_a_plain_loop_does(
+    step: Any, table: Table, config: dict[str, Any]
+) -> None:
     job = job_for(table, config, loss=None, training_step=step, learning_rate=0.01)
     module, expected = _stepped(table, job)
     for ranks in (1, 2, 3):
