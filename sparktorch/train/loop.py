@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from sparktorch.train.engine import Engine
 from sparktorch.train.explain import explained
 from sparktorch.train.group import max_over_ranks, sum_over_ranks
 from sparktorch.train.ports import Reporter, ShardLike
+from sparktorch.train.progress import Progress
 from sparktorch.train.recipe import Recipe
 from sparktorch.train.reproducible import generators_state, reproducible, seed_all, set_generators_state
 from sparktorch.train.saver import Position, Saver
@@ -33,7 +34,7 @@ from sparktorch.train.state import (
     parameter_names,
 )
 from sparktorch.train.step import BatchLike
-from sparktorch.train.validation import Best, Validation
+from sparktorch.train.validation import Validation
 from sparktorch.world import World
 
 __all__ = ["Outcome", "train"]
@@ -94,43 +95,6 @@ def train(
         return _Training(shard, recipe, config, world, reporter, steps, validation_rows, classes or 0, saver).run()
 
 
-@dataclass
-class _Tally:
-    """What adds up over the steps of an epoch in this rank.
-
-    Attributes:
-        losses: This rank's weighted losses of each step, float64 of shape `(steps,)`.
-        taken: Number of steps.
-        rows: Number of rows.
-        waited: Seconds waited for rows.
-        seconds: Seconds of the steps that were taken before the training was interrupted.
-        validating: Seconds in validation.
-        skipped: Steps that were left out.
-        validations: What each validation found.
-        places: Of the padded inputs.
-        elements: In these places.
-    """
-
-    losses: torch.Tensor
-    taken: int = 0
-    rows: int = 0
-    waited: float = 0.0
-    seconds: float = 0.0
-    validating: float = 0.0
-    skipped: list[int] = field(default_factory=list)
-    validations: list[dict[str, Any]] = field(default_factory=list)
-    places: int = 0
-    elements: int = 0
-
-    def add(self, other: _Tally) -> None:
-        """Adds the tally of another rank over the same steps."""
-        self.losses += other.losses
-        self.rows += other.rows
-        self.waited += other.waited
-        self.places += other.places
-        self.elements += other.elements
-
-
 class _Training:
     """The course of a training, in one rank."""
 
@@ -159,13 +123,9 @@ class _Training:
             self._validation = Validation(
                 shard, engine, recipe, config, world, reporter, rows=validation_rows, classes=classes
             )
-        self._validated_step = 0
-        self._confusion: torch.Tensor | None = None
-        self._best = Best(config.patience)
-        self._history: list[dict[str, Any]] = []
-        self._tally = self._new_tally()
+        self._progress = Progress(steps, config.patience, self._device)
         self._waited, self._seconds = 0.0, 0.0
-        self._first_epoch, self._ended = 0, False
+        self._first_epoch = 0
         # Same initial weights everywhere; from here on, dropout and the like differ by rank.
         seed_all(config.seed + world.rank + 1)
 
@@ -178,8 +138,8 @@ class _Training:
             if self._saver.start is not None:
                 with self._saver.store.local(self._saver.start) as directory:
                     self._load(directory, self._saver.start)
-        epoch = self._first_epoch
-        while epoch < self._config.epochs and not self._ended:
+        epoch, progress = self._first_epoch, self._progress
+        while epoch < self._config.epochs and not progress.ended:
             self._epoch(epoch)
             epoch += 1
             self._save(Position(self._context.step, epoch))
@@ -188,14 +148,14 @@ class _Training:
             self._reporter.enter("saving")
             self._saver.close(Position(self._context.step, epoch))
         self._reporter.enter("finishing")
-        confusion = None if self._confusion is None else self._confusion.tolist()
-        state = self._state() if self._best.state is None else self._best.state
-        return Outcome(state, self._history, confusion, self._waited / max(self._seconds, 1e-9))
+        confusion = None if progress.confusion is None else progress.confusion.tolist()
+        state = self._state() if progress.best.state is None else progress.best.state
+        return Outcome(state, progress.history, confusion, self._waited / max(self._seconds, 1e-9))
 
     def _epoch(self, epoch: int) -> None:
         """Trains what is left of an epoch, validates, and decides whether it was the last."""
-        config = self._config
-        self._reporter.enter("training", epoch=epoch + 1, step=self._tally.taken)
+        config, progress = self._config, self._progress
+        self._reporter.enter("training", epoch=epoch + 1, step=progress.tally.taken)
         record = self._train(epoch)
         last = epoch + 1 == config.epochs
         by_epoch = config.validation_unit == "epoch" and (epoch + 1) % config.validation_interval == 0
@@ -209,15 +169,14 @@ class _Training:
         if asked:
             self._validate()
             self._note_validations(record)
-        self._history.append(record)
+        progress.end_epoch(record)
         if self._world.is_main:
             self._reporter.epoch_done(epoch + 1, record)
-        self._ended = asked or self._best.out_of_patience
-        self._tally = self._new_tally()
+        progress.ended = asked or progress.best.out_of_patience
 
     def _train(self, epoch: int) -> dict[str, Any]:
         """Takes the steps of an epoch that are left; returns its record, the same on every rank but for the seconds."""
-        tally, context, engine = self._tally, self._context, self._engine
+        tally, context, engine = self._progress.tally, self._context, self._engine
         started = time.perf_counter() - tally.seconds
         context.epoch = epoch + 1
         if not tally.taken:
@@ -229,23 +188,11 @@ class _Training:
             self._take_steps(epoch, batches, weights, started)
         self._waited += tally.waited - waited
         self._seconds += time.perf_counter() - tally.validating - entered
-        sums = [float(tally.losses.sum()), tally.rows, tally.waited, tally.places, tally.elements]
-        totals = sum_over_ranks(torch.tensor(sums, dtype=torch.float64), self._world)
-        loss_sum, rows, waited, places, elements = totals.tolist()
+        sums = sum_over_ranks(tally.sums(), self._world)
         # Of the slowest rank: others need not keep pace with it.
         seconds = time.perf_counter() - started - tally.validating
-        weights[tally.skipped] = 0
-        weight = float(weights[: tally.taken].sum())
-        record = {
-            "epoch": epoch + 1,
-            "loss": loss_sum / max(weight, torch.finfo(torch.float64).tiny),
-            "learning_rate": engine.schedule.learning_rate,
-            "seconds": seconds,
-            "rows_per_second": rows / seconds,
-            "data_wait_share": waited / (seconds * self._world.world_size),
-        }
-        if places:
-            record["padding_share"] = 1 - elements / places
+        rate, ranks = engine.schedule.learning_rate, self._world.world_size
+        record = self._progress.record(sums, weights, seconds, ranks, number=epoch + 1, learning_rate=rate)
         if self._config.validation_unit == "step":
             record["steps"] = tally.taken
         if engine.training_step is not None:
@@ -265,7 +212,7 @@ class _Training:
             weights: The weight of every step over all ranks.
             started: When the epoch began.
         """
-        engine, config, context, tally = self._engine, self._config, self._context, self._tally
+        engine, config, context, tally = self._engine, self._config, self._context, self._progress.tally
         engine.module.train()
         interval = config.validation_interval if config.validation_unit == "step" else 0
         divisor = engine.strategy.gradient_divisor
@@ -297,7 +244,7 @@ class _Training:
                 self._look_back(now=True)
                 tally.losses.sum().item()  # waits for the device: what it has still to do is not validation
                 self._validate()
-                if self._best.out_of_patience:
+                if self._progress.best.out_of_patience:
                     break
                 self._reporter.enter("training", epoch=epoch + 1, step=step + 1)
                 engine.module.train()
@@ -307,7 +254,7 @@ class _Training:
 
     def _count(self, step: int, rows: int, loss: torch.Tensor | None) -> None:
         """Adds a step to what is known of the epoch."""
-        tally = self._tally
+        tally = self._progress.tally
         self._context.step += 1
         tally.taken += 1
         tally.rows += rows
@@ -321,8 +268,9 @@ class _Training:
 
     def _look_back(self, *, now: bool = False) -> None:
         """Stops the training if a loss was not finite; `now` before something is made of the weights."""
-        if self._engine.watch is not None and self._tally.taken:
-            self._engine.watch.look_back(self._tally.losses, self._tally.taken, now=now)
+        tally = self._progress.tally
+        if self._engine.watch is not None and tally.taken:
+            self._engine.watch.look_back(tally.losses, tally.taken, now=now)
 
     def _parts(self, epoch: int) -> list[int]:
         """Returns the number of micro-batches of each step."""
@@ -338,22 +286,23 @@ class _Training:
 
     def _validate(self) -> None:
         """Validates, unless that has been done after this very step, and keeps what is best."""
-        if self._validation is None or self._validated_step == self._context.step:
+        progress = self._progress
+        if self._validation is None or progress.validated_step == self._context.step:
             return
         started = time.perf_counter()
-        self._validated_step = self._context.step
+        progress.validated_step = self._context.step
         self._reporter.enter("validating", epoch=self._context.epoch)
         with self._averaged(), self._engine.strategy.evaluating(self._engine.module) as module:
             metrics, counts = self._validation.run(module)
-        self._tally.validations.append({"step": self._context.step, **metrics})
-        if self._best.offer(metrics["val_loss"], self._copy_state):
-            self._confusion = counts
+        progress.tally.validations.append({"step": self._context.step, **metrics})
+        if progress.best.offer(metrics["val_loss"], self._copy_state):
+            progress.confusion = counts
         self._callbacks.call("on_validation_end", dict(metrics))  # a copy, for it decides the same in every rank
-        self._tally.validating += time.perf_counter() - started
+        progress.tally.validating += time.perf_counter() - started
 
     def _note_validations(self, record: dict[str, Any]) -> None:
         """Adds the epoch's last validation to its record, and all of them where they go by step."""
-        validations = self._tally.validations
+        validations = self._progress.tally.validations
         if validations:
             record |= {name: value for name, value in validations[-1].items() if name != "step"}
         if self._validation is not None and self._config.validation_unit == "step":
@@ -373,16 +322,12 @@ class _Training:
         """A block in which the module has the weights that training would now return."""
         return nullcontext() if self._average is None else self._average.swapped_in()
 
-    def _new_tally(self) -> _Tally:
-        return _Tally(torch.zeros(self._steps, dtype=torch.float64, device=self._device))
-
     def _save(self, position: Position) -> None:
         """Saves a checkpoint, if one is due."""
         if self._saver is None or not self._saver.due(position):
             return
         self._look_back(now=True)
-        record = (self._tally.validations or self._history or [{}])[-1]
-        self._saver.save(position, self._share(), record.get("val_loss"))
+        self._saver.save(position, self._share(), self._progress.last_validation().get("val_loss"))
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Returns all tensors of the training but the best weights, by name; they share memory with it."""
@@ -400,17 +345,12 @@ class _Training:
             "optimizer": optimizer_values(engine.plain, engine.optimizer),
             "schedule": engine.schedule.state_dict(),
             "scaler": engine.scaler.state_dict(),
-            "best": self._best.state_dict(),
-            "confusion": self._confusion,
-            "validated_step": self._validated_step,
-            "history": self._history,
-            "ended": self._ended,
             "callbacks": self._callbacks.state_dict(),
             "means": engine.means.state_dict(),
-            "tally": asdict(self._tally),
             "generators": generators_state(self._device),
+            **self._progress.state(),
         }
-        best = {f"{_BEST}{name}": value for name, value in (self._best.state or {}).items()}
+        best = {f"{_BEST}{name}": value for name, value in (self._progress.best.state or {}).items()}
         return snapshot(self._tensors() | best, rest, engine.strategy.saves)
 
     def _load(self, directory: Path, manifest: Manifest) -> None:
@@ -427,26 +367,18 @@ class _Training:
         shapes = {name: value.shape for name, value in engine.plain.state_dict().items()}
         best = read_tensors(directory, 0, _BEST) if self._world.is_main else {}
         weights = {name: value.view(shapes[name]) for name, value in best.items()}
-        self._best.load_state_dict(main["best"], weights)
-        self._confusion, self._validated_step = main["confusion"], main["validated_step"]
-        self._history, self._ended = main["history"], main["ended"]
+        self._progress.merge(rests, rank, size, weights)
         self._callbacks.load_state_dict(own["callbacks"])
         self._context.step, self._first_epoch = manifest.step, manifest.epoch
-        tallies = [_Tally(**rest["tally"]) for rest in rests]
-        # The sums of ranks that are no more go to those that are left.
-        nothing: dict[str, Any] = dict.fromkeys(("rows", "waited", "places", "elements"), 0)
-        self._tally = replace(tallies[0], losses=torch.zeros_like(self._tally.losses), **nothing)
         engine.means.clear()
-        for old in range(rank, len(rests), size):
-            tallies[old].losses = tallies[old].losses.to(self._device)
-            self._tally.add(tallies[old])
-            engine.means.load_state_dict(rests[old]["means"])
+        for rest in rests[rank::size]:
+            engine.means.load_state_dict(rest["means"])
         if manifest.world_size == size:
             set_generators_state(own["generators"], self._device)
         else:
             seed_all(self._config.seed + rank + 1 + manifest.step)
         if self._world.is_main:
-            for record in self._history:  # the driver may be another one
+            for record in self._progress.history:  # the driver may be another one
                 self._reporter.epoch_done(record["epoch"], record)
 
 

@@ -1,0 +1,91 @@
+"""What ranks have counted is neither lost nor counted twice when another number of them goes on."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from sparktorch.train.progress import Progress
+
+STEPS = 6
+WEIGHTS = torch.tensor([4.0, 4.0, 4.0, 4.0, 4.0, 2.0], dtype=torch.float64)
+CPU = torch.device("cpu")
+
+
+def in_epoch(ranks: int, taken: int) -> list[Progress]:
+    """The progress of ranks that have taken some steps of their second epoch, each over rows of its own."""
+    found = []
+    for rank in range(ranks):
+        progress = Progress(STEPS, 3, CPU)
+        progress.end_epoch({"epoch": 1, "loss": 0.5, "val_loss": 0.25})
+        progress.best.offer(0.25, lambda: {"x": torch.ones(2)})
+        progress.best.offer(0.75, dict)
+        progress.confusion, progress.validated_step = torch.eye(2), STEPS
+        tally = progress.tally
+        tally.losses[:taken] = torch.arange(taken) + 10.0 * rank
+        tally.taken, tally.rows, tally.waited = taken, 3 * taken + rank, 0.5 + rank
+        tally.places, tally.elements, tally.skipped, tally.seconds = 100, 60 + rank, [1], 2.0
+        found.append(progress)
+    return found
+
+
+def resumed(before: list[Progress], ranks: int) -> list[Progress]:
+    """The progress of other ranks that go on from there."""
+    states = [progress.state() for progress in before]
+    found = [Progress(STEPS, 3, CPU) for _ in range(ranks)]
+    for rank, progress in enumerate(found):
+        progress.merge(states, rank, ranks, {"x": torch.ones(2)} if rank == 0 else {})
+    return found
+
+
+def record(ranks: list[Progress]) -> dict[str, Any]:
+    sums = sum((progress.tally.sums() for progress in ranks), torch.zeros(5, dtype=torch.float64))
+    return ranks[-1].record(sums, WEIGHTS, 4.0, len(ranks), number=2, learning_rate=0.1)
+
+
+@pytest.mark.parametrize("taken", [2, 5, STEPS])
+@pytest.mark.parametrize("after", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("before", [1, 2, 3, 4, 7])
+def test_the_record_of_the_epoch_is_that_of_the_ranks_that_began_it(before: int, after: int, taken: int) -> None:
+    began = in_epoch(before, taken)
+    goes_on = resumed(began, after)
+    wanted, found = record(began), record(goes_on)
+    shares = wanted.pop("data_wait_share") * before, found.pop("data_wait_share") * after
+    assert shares[1] == pytest.approx(shares[0])
+    assert found == pytest.approx(wanted)
+    losses = sum((progress.tally.losses for progress in goes_on), torch.zeros(STEPS, dtype=torch.float64))
+    assert torch.equal(losses, sum(progress.tally.losses for progress in began))
+
+
+@pytest.mark.parametrize("after", [1, 2, 5])
+def test_every_rank_knows_what_all_knew(after: int) -> None:
+    for progress in resumed(in_epoch(2, 4), after):
+        assert progress.history == [{"epoch": 1, "loss": 0.5, "val_loss": 0.25}]
+        assert (progress.validated_step, progress.ended) == (STEPS, False)
+        assert (progress.tally.taken, progress.tally.skipped, progress.tally.seconds) == (4, [1], 2.0)
+        assert progress.confusion is not None
+        assert progress.last_validation()["val_loss"] == 0.25
+        assert progress.best.state is not None, "although only rank 0 holds the weights"
+        assert not progress.best.out_of_patience
+        progress.best.offer(0.5, dict)
+        progress.best.offer(math.nan, dict)
+        assert progress.best.out_of_patience
+
+
+def test_a_record_leaves_out_skipped_steps_and_those_that_were_not_taken() -> None:
+    progress = in_epoch(1, 4)[0]
+    assert record([progress])["loss"] == pytest.approx(float(progress.tally.losses.sum()) / 12)
+    assert record([progress])["padding_share"] == pytest.approx(0.4)
+    assert torch.equal(WEIGHTS[:2], torch.tensor([4.0, 4.0], dtype=torch.float64)), "and weights are what they were"
+
+
+def test_the_last_validation_is_that_of_this_epoch_where_there_is_one() -> None:
+    progress = in_epoch(1, 4)[0]
+    progress.tally.validations.append({"step": 8, "val_loss": 0.125})
+    assert progress.last_validation()["val_loss"] == 0.125
+    progress.end_epoch({"epoch": 2, "loss": 0.25})
+    assert "val_loss" not in progress.last_validation()
+    assert Progress(STEPS, None, CPU).last_validation() == {}
