@@ -74,7 +74,7 @@ def local_class() -> type:
         (type("Mlp", (Mlp,), {"__module__": Mlp.__module__}), None),
         (type("Mlp", (Mlp,), {"__module__": "__main__"}), None),
     ],
-    ids=repr,
+    ids=["class", "factory", "of torch", "module", "lambda", "local", "partial", "method", "namesake", "of main"],
 )
 def test_only_what_can_be_imported_again_has_a_path(value: Any, path: str | None) -> None:
     assert import_path(value) == path
