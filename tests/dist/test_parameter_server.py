@@ -366,8 +366,9 @@ def test_digits_are_told_apart_about_as_well_as_with_ddp() -> None:
         assert accuracy(options) > synchronous - 0.02
 
 
-@pytest.mark.parametrize("options", [{"staleness": 0}, {"staleness": 2, "servers": None}, {}])
-@pytest.mark.parametrize(("dead", "step"), [(0, 1), (1, 3), (2, 12)])
+@pytest.mark.parametrize(
+    ("options", "dead", "step"), [({"staleness": 0}, 0, 1), ({"staleness": 2, "servers": None}, 1, 3), ({}, 2, 12)]
+)
 def test_a_rank_that_is_killed_ends_the_others_at_once(options: dict[str, Any], dead: int, step: int) -> None:
     table = Table.random(ROWS, classes=3)
     recipe = {"module": DiesAt, "module_params": {"rank": dead, "step": step}, "loss": "CrossEntropyLoss"}

@@ -25,7 +25,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "zero2": {"strategy": "zero2", "strategy_params": {"min_parameters": 60}},
     "zero3": {"strategy": "zero3", "strategy_params": {"min_parameters": 60}},
 }
-RANKS = {"ddp": (2, 3, 4), "zero1": (2, 3), "zero2": (2, 3), "zero3": (2, 4)}
 
 
 class Spoils(Callback):
@@ -40,7 +39,8 @@ class Spoils(Callback):
             (self._folder / "checkpoints" / f"step-{4:09d}-{attempt}").write_text("")
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [(name, ranks) for name in STRATEGIES for ranks in RANKS[name]])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_weights_are_the_same_to_the_last_bit(strategy: str, ranks: int, tmp_path: Path) -> None:
     calm, rough = tmp_path / "calm", tmp_path / "rough"
     calm.mkdir()
