@@ -1,6 +1,6 @@
 # make demo   trains and scores the digits, from a fresh clone
-# make test   runs every check, and the tests of the rings unit, dist and spark
-# make test-faults   kills, stops and cuts off what a fit runs on
+# make test   runs every check, and all tests but Petastorm's
+# make test-faults   of these, those that kill, stop and cut off what a fit runs on
 # make test-petastorm   runs the tests beside the real Petastorm, on the older stack that it needs
 # All set up what they need first.
 
@@ -43,6 +43,7 @@ lint: setup
 
 test: setup zip lint
 	$(BIN)/python -m pytest --cov --cov-report=term:skip-covered
+	$(BIN)/python -m pytest tests/faults
 
 test-faults: setup
 	$(BIN)/python -m pytest tests/faults

@@ -40,6 +40,7 @@ BATCH, BLOCK = 1024, 32
 TIMES = 8  # the budget
 ROW_BYTES = 4 * (Mlp.inputs + 1)
 ARROW_ROWS = 10_000
+LEARNED = 0.05  # mean squared error; a constant has 1.43
 GOALS = {
     "epoch from disk / from memory": Goal(1.2),
     "growth of resident memory / (budget + window)": Goal(1.0),
@@ -152,14 +153,14 @@ class Sides:
         return statistics.fmean(turn.seconds for turn in turns)
 
     def check(self) -> None:
-        """Compares what the sides have learned.
+        """Looks whether the sides have learned; the orders of their rows differ, and so do their losses.
 
         Raises:
-            RuntimeError: One has learned something else.
+            RuntimeError: One has not.
         """
         losses = [turn.loss for turns in self.turns.values() for turn in turns if not math.isnan(turn.loss)]
-        if max(losses) > 1.2 * min(losses):  # the orders of their rows differ
-            raise RuntimeError(f"the sides do not train alike: {losses}")
+        if max(losses) > LEARNED:
+            raise RuntimeError(f"a side has not learned: {losses}")
 
 
 def grown(rows: int, budget: int, times: int) -> list[Turn]:
