@@ -33,11 +33,12 @@ def test_a_directory_that_is_not_shared_is_refused_before_anything_is_trained(tm
             world = World(rank=rank, world_size=2, host=f"host-{rank}")
             config = CheckpointConfig(directory=str(tmp_path / f"disk-of-host-{rank}"), owner="me")
             savers.append(pool.submit(Saver, config, {}, world, Link(opened, world), seen_seconds=0.3))
-        assert savers[0].result(30).start is None
-        with pytest.raises(
-            PersistenceError, match="is not the same directory here as on rank 0's host host-0"
-        ) as caught:
-            savers[1].result(30)
+        with savers[0].result(30) as first:
+            assert first.start is None
+            with pytest.raises(
+                PersistenceError, match="is not the same directory here as on rank 0's host host-0"
+            ) as caught:
+                savers[1].result(30)
     assert "set a directory that all workers share" in caught.value.hint
 
 
