@@ -183,13 +183,16 @@ class Link:
         failure = self.describe(error)
         secondary = isinstance(error, PeerFailure | Cancelled) or _is_communication(error)
         report = {
+            **failure.to_dict(),
             "secondary": secondary,
-            # Once this rank has ended, Spark ends the others: who has died before can be told now only.
-            "silent": self._silent_peers() if secondary and not isinstance(error, Cancelled) else [],
+            "silent": [],
             "out_of_memory_kills": out_of_memory_kills() - self._kills,
             "order": self.store.add("errors", 1),
         }
-        self._set(self.store, f"error/{self._world.rank}", {**failure.to_dict(), **report})
+        self._set(self.store, f"error/{self._world.rank}", report)
+        if secondary and not isinstance(error, Cancelled):
+            # Once this rank has ended, Spark ends the others: who has died before can be told now only.
+            self._set(self.store, f"error/{self._world.rank}", {**report, "silent": self._silent_peers()})
         return failure
 
     def describe(self, error: BaseException) -> SparkTorchError:

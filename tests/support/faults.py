@@ -27,8 +27,8 @@ Phase = Literal["starting", "rendezvous", "training", "validating", "saving", "f
 class Fault(Callback):
     """Does something to one rank, once, in a phase of its life.
 
-    "starting" is where the rank unpickles its work, and "rendezvous" where it opens the process group.
-    Training and saving, it waits for a step.
+    "starting" is where the rank unpickles its work, "rendezvous" where it opens the process group, and "finishing"
+    where its weights are taken, once the last checkpoint is written. Training and saving, it waits for a step.
 
     Every rank writes its process id into a folder, and the faulty one a mark when it happened.
     """
@@ -95,7 +95,7 @@ class Fault(Callback):
 
     def on_fit_end(self, context: FitContext) -> None:
         if self._at == "finishing" and context.world.rank == self._rank:
-            self._do()
+            context.module.register_state_dict_pre_hook(lambda *_: self._do())
 
     def _evaluates(self, module: torch.nn.Module, _: Any) -> None:
         if not module.training:
