@@ -8,9 +8,11 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from pyspark import SparkFiles, TaskContext
 from pyspark.ml.functions import array_to_vector
@@ -33,14 +35,17 @@ _scorers: OrderedDict[tuple[str, Scoring, str], Scorer] = OrderedDict()
 INLINE_BYTES = 1 << 20
 
 
-_VECTOR = pa.schema(
-    [
-        ("type", pa.int8()),
-        ("size", pa.int32()),
-        ("indices", pa.list_(pa.int32())),
-        ("values", pa.list_(pa.float64())),
-    ]
-)
+# Types of the fields of the structs that hold ML vectors and images.
+_FIELDS: dict[str, pa.DataType] = {
+    "type": pa.int8(),
+    "size": pa.int32(),
+    "indices": pa.list_(pa.int32()),
+    "values": pa.list_(pa.float64()),
+    "height": pa.int32(),
+    "width": pa.int32(),
+    "nChannels": pa.int32(),
+    "data": pa.binary(),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,8 +208,9 @@ def pandas_scoring_udf(score: Callable[[Iterator[Any]], Iterator[pa.Array]], kin
 
 
 def _from_pandas(column: Any) -> pa.Array:
-    """Converts a series; an ML vector comes as a frame, of the fields of the struct that Spark keeps it as."""
+    """Converts a series; an ML vector, or another struct, comes as a frame of its fields, a null row as nulls."""
     if column.ndim == 1:
         return pa.Array.from_pandas(column)
-    fields = pa.RecordBatch.from_pandas(column, _VECTOR, preserve_index=False).columns
-    return pa.StructArray.from_arrays(fields, names=_VECTOR.names, mask=fields[0].is_null())
+    names = list(column.columns)
+    fields = [pa.Array.from_pandas(column[name], type=_FIELDS.get(name)) for name in names]
+    return pa.StructArray.from_arrays(fields, names=names, mask=reduce(pc.and_, (field.is_null() for field in fields)))
