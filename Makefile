@@ -41,10 +41,13 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# The output of a target, where this make can hold it back until it is whole.
+IN_ONE_PIECE := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
+
 # Rings side by side, for most of the time ranks wait for each other; what looks at the clock, by itself afterwards.
 test: setup zip lint
 	@echo "tests/unit and tests/dist beside tests/spark: more than ten minutes on two cores, without a word"
-	$(MAKE) --no-print-directory --jobs=2 --output-sync=target test-core test-spark
+	$(MAKE) --no-print-directory --jobs=2 $(IN_ONE_PIECE) test-core test-spark
 	$(BIN)/coverage combine -q
 	$(BIN)/coverage report --skip-covered
 	$(MAKE) --no-print-directory test-faults

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -270,11 +270,13 @@ class OutOfCore:
 
     def _ahead(self, batches: Generator[Batch], depth: int) -> Generator[Batch]:
         """Yields batches on the device, read and copied there in a thread."""
-        bounds: dict[str, Any] = {}
+        begun = (self._move.begin(batch) for batch in batches)
         if self._stored.decodes:  # to more bytes than the window that they are taken from
-            depth, bounds = min(depth, _AHEAD_BATCHES), {"size": _begun_bytes, "most": self._budget // 2}
-        with closing(ahead((self._move.begin(batch) for batch in batches), depth, **bounds)) as begun:
-            for batch in begun:
+            coming = ahead(begun, min(depth, _AHEAD_BATCHES), size=_begun_bytes, most=self._budget // 2)
+        else:
+            coming = ahead(begun, depth)
+        with closing(coming):
+            for batch in coming:
                 yield self._move.finish(batch)
 
     def _batches(self, order: RankOrder, least: int, first: int) -> Generator[Batch]:

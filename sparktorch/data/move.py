@@ -76,7 +76,7 @@ class _ToGpu:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's is untyped
 
     def begin(self, batch: Batch) -> tuple[Batch, torch.cuda.Event | None]:
         with torch.cuda.stream(self._stream):

@@ -26,6 +26,10 @@ _PLAIN = {
 }
 
 
+class _NoTypeError(Exception):
+    """Something else stands where a type should."""
+
+
 def arrow_type(sql: str) -> pa.DataType:
     """Returns Arrow's type for one of Spark's, such as `array<struct<a:int,b:string>>`.
 
@@ -34,7 +38,7 @@ def arrow_type(sql: str) -> pa.DataType:
     """
     try:
         kind, rest = _first(sql)
-    except (TypeError, KeyError):  # something else stands where a word or a name should
+    except _NoTypeError:
         kind, rest = None, sql
     if kind is None or rest:
         raise ValueError(f"{sql!r} is no type of a column that a callable can take")
@@ -43,17 +47,35 @@ def arrow_type(sql: str) -> pa.DataType:
 
 def _first(sql: str) -> tuple[pa.DataType, str]:
     """Returns the type that a text begins with, and what comes behind it."""
-    word = _WORD.match(sql)[0]  # type: ignore[index]
-    rest = sql[len(word) + 1 :]  # without the bracket
+    word, rest = _taken(_WORD, sql)
+    if word in _PLAIN:
+        return _PLAIN[word], rest
+    if word not in ("array", "struct") or not rest.startswith("<"):
+        raise _NoTypeError
+    rest = rest[1:]
     if word == "array":
         kind, rest = _first(rest)
-        return pa.list_(kind), rest[1:]
-    if word != "struct":
-        return _PLAIN[word], sql[len(word) :]
+        return pa.list_(kind), _closed(rest)
     fields = []
     while not rest.startswith(">"):
-        name = _NAME.match(rest)[1]  # type: ignore[index]
-        kind, rest = _first(rest[len(name) + 1 :])
+        name, rest = _taken(_NAME, rest)
+        kind, rest = _first(rest)
         rest = rest.removeprefix(",")
+        name = name[:-1]  # without the colon
         fields.append((name[1:-1].replace("``", "`") if name.startswith("`") else name, kind))
-    return pa.struct(fields), rest[1:]
+    return pa.struct(fields), _closed(rest)
+
+
+def _taken(pattern: re.Pattern[str], sql: str) -> tuple[str, str]:
+    """Returns what a text begins with, and what comes behind it."""
+    found = pattern.match(sql)
+    if found is None:
+        raise _NoTypeError
+    return found[0], sql[found.end() :]
+
+
+def _closed(sql: str) -> str:
+    """Returns what comes behind the bracket that a text begins with."""
+    if not sql.startswith(">"):
+        raise _NoTypeError
+    return sql[1:]

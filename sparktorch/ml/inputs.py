@@ -46,7 +46,7 @@ def check_ships(value: Any, name: str, *, param: str, hint: str) -> None:
         ConfigError: It cannot be pickled.
     """
     try:
-        cloudpickle.dumps(value)  # type: ignore[no-untyped-call]
+        cloudpickle.dumps(value)  # type: ignore[no-untyped-call]  # pyspark's is untyped
     except Exception as error:
         raise ConfigError(f"{name} cannot be shipped to the ranks: {error}", hint=hint, param=param) from error
 

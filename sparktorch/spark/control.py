@@ -152,8 +152,9 @@ class ControlServer:
         return SparkTorchError.from_dict(first), not first["secondary"]
 
     def silent(self) -> set[int]:
-        """Returns the ranks that one which reported a failure has seen fall silent before it ended itself."""
-        return {rank for form in self._failures() for rank in form["silent"]}
+        """Returns the ranks that the first one to report a failure has seen fall silent before it ended itself."""
+        found = self._read("silent")
+        return set() if found is None else set(found["ranks"])
 
     def quiet(self, world_size: int) -> dict[int, dict[str, Any]]:
         """Returns the last beats of the ranks that have arrived, and reported no failure."""
@@ -183,7 +184,7 @@ class ControlServer:
     def _failures(self) -> list[dict[str, Any]]:
         if not self._store.check(["errors"]):
             return []
-        found = [self._read(key) for key in self._store.keys_under("error/")]
+        found = [self._read(key) for key in self._store.list_keys() if key.startswith("error/")]
         return [form for form in found if form is not None]
 
     def _new(self, topic: str, seen: dict[int, int], rank: int) -> Iterator[dict[str, Any] | None]:

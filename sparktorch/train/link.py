@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
-from sparktorch.errors import RankError, SparkTorchError
+from sparktorch.errors import ClusterError, RankError, SparkTorchError
 from sparktorch.train.console import Console
 from sparktorch.train.group import collectives_begun
 from sparktorch.train.memory import out_of_memory_kills, resident_bytes
@@ -181,18 +181,17 @@ class Link:
     def fail(self, error: BaseException) -> SparkTorchError:
         """Reports the failure to the driver and returns it with its place and traceback."""
         failure = self.describe(error)
+        order = self.store.add("errors", 1)
         secondary = isinstance(error, PeerFailure | Cancelled) or _is_communication(error)
         report = {
-            **failure.to_dict(),
             "secondary": secondary,
-            "silent": [],
+            "order": order,
             "out_of_memory_kills": out_of_memory_kills() - self._kills,
-            "order": self.store.add("errors", 1),
         }
-        self._set(self.store, f"error/{self._world.rank}", report)
-        if secondary and not isinstance(error, Cancelled):
-            # Once this rank has ended, Spark ends the others: who has died before can be told now only.
-            self._set(self.store, f"error/{self._world.rank}", {**report, "silent": self._silent_peers()})
+        self._set(self.store, f"error/{self._world.rank}", {**failure.to_dict(), **report})
+        if not isinstance(error, Cancelled):
+            with suppress(dist.DistError, RuntimeError, ClusterError):  # the failure itself has been told
+                self._tell_who_is_silent(first=order == 1, look=secondary)
         return failure
 
     def describe(self, error: BaseException) -> SparkTorchError:
@@ -245,20 +244,35 @@ class Link:
         finally:
             self._waiting = self._waiting and not waits
 
+    def _tell_who_is_silent(self, *, first: bool, look: bool) -> None:
+        """Tells the driver which ranks have died, before this one ends: as soon as one does, Spark ends all others.
+
+        Args:
+            first: Whether this rank is the first to fail, which looks; the others wait for that.
+            look: Whether a rank may have died: what this one failed of is no cause of its own.
+        """
+        if first:
+            self._set(self.store, "silent", {"ranks": self._silent_peers() if look else []})
+        deadline = time.monotonic() + 2 * _SILENT_SECONDS
+        while not self.store.check(["silent"]) and time.monotonic() < deadline:
+            time.sleep(_LONGEST_PAUSE)
+
     def _silent_peers(self) -> list[int]:
         """Returns the ranks that had begun to beat, and neither beat nor come to an end while this one looks."""
         before, deadline = self._beats(), time.monotonic() + _SILENT_SECONDS
         silent = {rank for rank, beat in enumerate(before) if beat and rank != self._world.rank}
         while silent and time.monotonic() < deadline:
             time.sleep(_LONGEST_PAUSE)
-            beats = self._beats()
-            silent = {rank for rank in silent if beats[rank] == before[rank] and not self._ended(rank)}
+            silent = {rank for rank in silent if self._beat_of(rank) == before[rank] and not self._ended(rank)}
         return sorted(silent)
 
     def _beats(self) -> list[bytes]:
         """Returns the last beat of each rank, by rank; empty for one that has not begun."""
-        keys = [f"beat/{rank}" for rank in range(self._world.world_size)]
-        return [self.store.get(key) if self.store.check([key]) else b"" for key in keys]
+        return [self._beat_of(rank) for rank in range(self._world.world_size)]
+
+    def _beat_of(self, rank: int) -> bytes:
+        key = f"beat/{rank}"
+        return self.store.get(key) if self.store.check([key]) else b""
 
     def _ended(self, rank: int) -> bool:
         return bool(self.store.check([f"ended/{rank}"]) or self.store.check([f"error/{rank}"]))

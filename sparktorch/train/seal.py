@@ -24,15 +24,8 @@ class SealedStore(dist.PrefixStore):
 
     def __init__(self, token: str, store: dist.Store) -> None:
         """Takes the token that the ranks of the attempt have been given, and the store."""
-        prefix = hashlib.sha256(token.encode()).hexdigest()[:_SEAL_LENGTH]
-        super().__init__(prefix, store)
-        self._prefix, self._store = f"{prefix}/", store
+        super().__init__(hashlib.sha256(token.encode()).hexdigest()[:_SEAL_LENGTH], store)
         self._token = token.encode()
-
-    def keys_under(self, start: str) -> list[str]:
-        """Returns the keys that begin so; the store itself lists them."""
-        whole = self._prefix + start
-        return [key.removeprefix(self._prefix) for key in self._store.list_keys() if key.startswith(whole)]
 
     def set(self, key: str, value: str) -> None:
         """Lays down a value."""

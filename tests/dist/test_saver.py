@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -14,17 +13,17 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from fsspec.implementations.dirfs import DirFileSystem
 
 from sparktorch.config import CheckpointConfig
 from sparktorch.errors import PersistenceError
-from sparktorch.train import files, saver
 from sparktorch.train.checkpoint import CheckpointStore, Share
 from sparktorch.train.files import Directory
 from sparktorch.train.link import Link, connect
 from sparktorch.train.saver import Position, Saver
 from sparktorch.world import World
 from tests.support.ranks import control_server
+from tests.support.saving import LocalFiles, wait_for_saves
+from tests.support.waiting import until
 
 SHARE = Share({"module.x": torch.zeros(3)}, {"module.x": [0]}, b"")
 
@@ -59,10 +58,7 @@ def save(saver: Saver, *steps: int) -> None:
     """Saves, and waits until that is over."""
     for step in steps:
         saver.save(Position(step=step), SHARE, None)
-    for thread in threading.enumerate():
-        if thread.name == "sparktorch-save":
-            thread.join(30)
-            assert not thread.is_alive()
+    wait_for_saves()
 
 
 def names(folder: Path) -> set[str]:
@@ -144,14 +140,11 @@ def test_nobody_renews_the_claim_once_the_block_is_left_or_could_not_be_entered(
     assert not claiming()
 
 
-class Slow(DirFileSystem):
+class Slow(LocalFiles):
     """The local files; reading and writing those of ranks takes as long as the test wants."""
 
     protocol = "slow"
     until: Callable[[], bool] = staticmethod(lambda: True)
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(path="/", target_protocol="file", target_options={"auto_mkdir": True}, **options)
 
     def open(self, path: str, *arguments: Any, **options: Any) -> Any:
         self._wait(path)
@@ -162,10 +155,8 @@ class Slow(DirFileSystem):
         super().pipe_file(path, *arguments, **options)
 
     def _wait(self, path: str) -> None:
-        deadline = time.monotonic() + 10
-        while "rank-" in path and not Slow.until():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        if "rank-" in path:
+            until(Slow.until, seconds=10, what="the test goes on")
 
 
 fsspec.register_implementation("slow", Slow, clobber=True)
@@ -189,31 +180,24 @@ def test_the_claim_is_renewed_while_checkpoints_are_read(
 
 
 @pytest.mark.parametrize("where", ["folder", "memory"])
-def test_a_rank_moves_with_what_it_reads_and_writes(
-    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(files, "_WRITE_BYTES", 1000)
-    monkeypatch.setattr(files, "_READ_BYTES", 1000)
+def test_a_rank_moves_with_what_it_reads_and_writes(where: str, tmp_path: Path) -> None:
     moves: list[None] = []
     url = f"memory://{tmp_path}" if where == "memory" else str(tmp_path)
     directory = Directory(url, lambda: moves.append(None))
-    content = bytes(range(256)) * 40
+    content = bytes(130 << 20)  # in parts of 64 MiB, and read in parts of 4
     directory.put("rank-00000.pt", content)
-    assert len(moves) == 11
+    assert len(moves) == 3
     assert directory.read("rank-00000.pt") == content
     moves.clear()
     assert directory.measure("rank-00000.pt")["bytes"] == len(content)
-    assert len(moves) == 11
+    assert len(moves) == 33
     moves.clear()
     directory.fetch("rank-00000.pt", tmp_path / "fetched")
     assert (tmp_path / "fetched").read_bytes() == content
     assert where == "folder" or moves
 
 
-def test_a_rank_that_waits_for_the_shares_of_others_does_not_stand_still(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(saver, "_LOOK_SECONDS", 0.05)
+def test_a_rank_that_waits_for_the_shares_of_others_does_not_stand_still(tmp_path: Path) -> None:
     with control_server() as server, ThreadPoolExecutor(1) as pool:
         meeting = server.rendezvous
         opened = partial(connect, meeting.host, meeting.port, meeting.prefix)
@@ -222,10 +206,8 @@ def test_a_rank_that_waits_for_the_shares_of_others_does_not_stand_still(
         with Saver(config(tmp_path), {}, World(world_size=2), line) as main:
             main.save(Position(step=1), SHARE, None)
             second = pool.submit(main.save, Position(step=2), SHARE, None)
-            before, deadline = line.count, time.monotonic() + 10
-            while line.count < before + 5:
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            before = line.count
+            until(lambda: line.count >= before + 2, seconds=10, what="the rank has moved twice")
             assert not second.done()
             for step in (1, 2):
                 other.post(f"saved/{step}", {"files": {}})

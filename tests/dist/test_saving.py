@@ -4,35 +4,28 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import torch
-from fsspec.implementations.dirfs import DirFileSystem
 
 from sparktorch.train.callbacks import FitContext
 from tests.support.ranks import train_on
 from tests.support.resume import STEPS, Counts, job_for, killed, parts, timeless
+from tests.support.saving import LocalFiles, wait_for_saves
+from tests.support.waiting import until
 
 
-class Held(DirFileSystem):
+class Held(LocalFiles):
     """The local files; rank 0's first share waits for `Ahead`, and rank 0 is killed once its checkpoint is there."""
 
     protocol = "held"
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(path="/", target_protocol="file", target_options={"auto_mkdir": True}, **options)
-
     def pipe_file(self, path: str, value: bytes, **options: Any) -> None:
         name, marks = path.rpartition("/")[2], Path("/", path).parents[2]
         if name == "rank-00000.pt" and not (marks / "killed").exists():
-            deadline = time.monotonic() + 30
-            while not (marks / "ahead").exists():
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            until((marks / "ahead").exists, seconds=30, what="the other rank is ahead")
         super().pipe_file(path, value, **options)
         if name == "manifest.json" and not (marks / "killed").exists():
             (marks / "killed").touch()
@@ -47,9 +40,7 @@ class Ahead(Counts):
 
     def on_epoch_start(self, context: FitContext) -> None:
         if (context.world.rank, context.epoch) == (1, 2):
-            for thread in threading.enumerate():
-                if thread.name == "sparktorch-save":
-                    thread.join(30)
+            wait_for_saves()
             (self._folder / "ahead").touch()
 
 

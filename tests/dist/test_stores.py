@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from sparktorch.train.files import Directory
 from tests.support.ranks import control_server, run_ranks, train_on
 from tests.support.resume import STEPS, Counts, job_for, killed, parts, timeless
 from tests.support.s3 import object_store
+from tests.support.waiting import until
 
 BUCKET = "runs"
 
@@ -240,9 +240,7 @@ def test_killed_while_it_uploads_it_leaves_the_one_before(bucket: str, environme
     write(store, 1)
     process = multiprocessing.get_context("forkserver").Process(target=upload, args=(bucket, environment))
     process.start()
-    deadline = time.monotonic() + 60
-    while "step-000000002" not in store.directory.names():
-        assert time.monotonic() < deadline, "no upload has begun"
+    until(lambda: "step-000000002" in store.directory.names(), seconds=60, what="an upload begins")
     process.kill()
     process.join()
     assert not store.directory.exists("step-000000002/manifest.json")

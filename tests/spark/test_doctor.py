@@ -25,6 +25,7 @@ from sparktorch.spark.findings import Finding
 from tests.support.nets import Score
 from tests.support.programs import ROOT, SPARK_HOME, environment, run_python
 from tests.support.sessions import settings
+from tests.support.waiting import until
 
 
 def regressor(**params: Any) -> TorchRegressor:
@@ -168,10 +169,7 @@ def test_slots_that_other_jobs_hold_keep_nobody_waiting(spark: SparkSession, tmp
     job = threading.Thread(target=spark.range(0, 1, 1, 1).mapInArrow(hold, "id bigint").collect)
     job.start()
     try:
-        deadline = time.monotonic() + 60
-        while not started.exists():
-            assert time.monotonic() < deadline, "the job has not begun"
-            time.sleep(0.05)
+        until(started.exists, seconds=60, what="the job begins")
         found = check_executors(spark, Launch(world_size=2), str(tmp_path))
         assert "2 tasks wrote" in {finding.check: finding.found for finding in found}["checkpoint-dir"]
         (late,) = check_executors(spark, Launch(world_size=3), seconds=1)
@@ -180,10 +178,8 @@ def test_slots_that_other_jobs_hold_keep_nobody_waiting(spark: SparkSession, tmp
     finally:
         stop.touch()
         job.join()
-    deadline = time.monotonic() + 20
-    while spark.sparkContext.statusTracker().getActiveStageIds() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not spark.sparkContext.statusTracker().getActiveStageIds(), "the check that was late was cancelled"
+    tracker = spark.sparkContext.statusTracker()
+    until(lambda: not tracker.getActiveStageIds(), seconds=20, what="the check that was late is cancelled")
 
 
 def test_a_doctor_under_spark_submit_checks_the_session_of_the_submission(tmp_path: Path) -> None:

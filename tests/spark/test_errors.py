@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from sparktorch import TorchClassifier, TorchEstimator, TorchRegressor
 from sparktorch.errors import ClusterError, ColumnError, ConfigError, ModuleError, RankError, SparkTorchError
 from tests.spark.modules import MLP, Faulty
 from tests.support.sessions import settings
+from tests.support.waiting import until
 
 
 def classifier(**params: Any) -> TorchClassifier:
@@ -198,11 +200,8 @@ def test_an_interrupt_cancels_the_job_and_ends_the_ranks(frame: DataFrame, tmp_p
     interrupted: list[float] = []
 
     def interrupt() -> None:
-        deadline = time.monotonic() + 60
-        while not pids.exists() or len(set(pids.read_text().split())) < 2:
-            if time.monotonic() > deadline:
-                break  # an interrupt ends the wait for a fit that never began, too
-            time.sleep(0.05)
+        with suppress(AssertionError):  # an interrupt ends the wait for a fit that never began, too
+            until(lambda: pids.exists() and len(set(pids.read_text().split())) >= 2, seconds=60, what="both ranks hang")
         interrupted.append(time.monotonic())
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -216,10 +215,7 @@ def test_an_interrupt_cancels_the_job_and_ends_the_ranks(frame: DataFrame, tmp_p
     assert time.monotonic() - interrupted[0] < 10
     ranks = {int(pid) for pid in pids.read_text().split()}
     assert len(ranks) == 2
-    deadline = time.monotonic() + 15
-    while any(Path(f"/proc/{pid}").exists() for pid in ranks) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks), seconds=15, what="both ranks have ended")
 
 
 @pytest.mark.parametrize("setting", ["spark.dynamicAllocation.enabled", "spark.speculation"])

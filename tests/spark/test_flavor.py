@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import sysconfig
-import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -33,6 +32,7 @@ from sparktorch.tracking import load_model, log_model, save_model
 from tests.spark.modules import MLP, TwoInputs
 from tests.support.mlflow import QUIET
 from tests.support.nets import Mlp
+from tests.support.waiting import until
 
 pytestmark = QUIET
 
@@ -295,18 +295,21 @@ def serving(path: str, log: Path) -> Iterator[str]:
             },
         )
     try:
-        deadline = time.monotonic() + 90
-        while time.monotonic() < deadline and server.poll() is None:
-            with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/ping", timeout=5):
-                break
-            time.sleep(0.2)
-        else:
-            raise AssertionError(log.read_text()[-3000:])
+        until(lambda: server.poll() is not None or _answers(port), seconds=90, what=lambda: log.read_text()[-3000:])
+        assert server.poll() is None, log.read_text()[-3000:]
         yield f"http://127.0.0.1:{port}/invocations"
     finally:
         with suppress(ProcessLookupError):  # it may have ended by itself
             os.killpg(server.pid, signal.SIGTERM)
         server.wait(20)
+
+
+def _answers(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/ping", timeout=5):
+            return True
+    except OSError:
+        return False
 
 
 def test_mlflow_serves_it_and_answers_as_transform_does(

@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.programs import ROOT, SPARK_HOME, environment, run_python
+from tests.support.waiting import until
 
 
 def on(master: str, directory: Path, *requests: str, **settings: str) -> dict[str, Any]:
@@ -117,13 +117,14 @@ def standalone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def wait_for(log: Path, pattern: str) -> str:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        found = re.search(pattern, log.read_text())
-        if found:
-            return found[1]
-        time.sleep(0.1)
-    raise AssertionError(f"{pattern} did not show in {log}:\n{log.read_text()[-2000:]}")
+    """Returns what the first group of a pattern matches, as soon as it shows in a log."""
+    found = until(
+        lambda: re.search(pattern, log.read_text()),
+        seconds=60,
+        what=lambda: f"{pattern} in {log}:\n{log.read_text()[-2000:]}",
+    )
+    assert found is not None
+    return found[1]
 
 
 @pytest.fixture(scope="module")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
@@ -21,6 +22,7 @@ from sparktorch.ml.summary import TrainingSummary
 from tests.spark.modules import Slow
 from tests.support.mlflow import QUIET
 from tests.support.proxy import Proxy, free_port
+from tests.support.waiting import until
 
 pytestmark = [*QUIET, pytest.mark.timeout(180)]
 
@@ -36,9 +38,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
         f"--backend-store-uri sqlite:///{directory}/mlflow.db --artifacts-destination {directory}/artifacts"
     )
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen(command.split(), cwd=directory, **quiet)
+    environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # six more processes, of no use here
+    process = subprocess.Popen(command.split(), cwd=directory, env=environment, **quiet)
     try:
-        _wait_for(lambda: _answers(port), seconds=90)
+        until(lambda: _answers(port), seconds=90, what="the server answers")
         yield port
     finally:
         process.terminate()
@@ -61,13 +64,6 @@ def _answers(port: int) -> bool:
         return requests.get(f"http://127.0.0.1:{port}/health", timeout=2).ok
     except requests.RequestException:
         return False
-
-
-def _wait_for(true: Callable[[], object], *, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
 
 
 def fit(frame: DataFrame, name: str | None) -> TrainingSummary:
@@ -127,7 +123,7 @@ def test_a_fit_ends_without_mlflow_and_its_log_follows(
     assert not logged(server, away)
 
     proxy.set("pass")
-    _wait_for(lambda: logged(server, away), seconds=60)
+    until(lambda: logged(server, away), seconds=60, what="the run is logged")
     check_complete(server, away, summary)
 
 
@@ -139,14 +135,18 @@ def test_an_outage_in_the_middle_of_a_fit_loses_nothing(
     name = f"middle-{away}"
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(fit, frame, name)
-        _wait_for(lambda: proxy.taken > 5, seconds=60)
+        until(lambda: proxy.taken > 5, seconds=60, what="something is logged")
         before = proxy.taken
         proxy.set(away)
         # Where nobody listens, only the one who is refused can tell.
-        _wait_for(lambda: proxy.taken > before or f"{proxy.port}" in caplog.text, seconds=60)
+        until(
+            lambda: proxy.taken > before or f"{proxy.port}" in caplog.text,
+            seconds=60,
+            what="something is logged, or warned of",
+        )
         proxy.set("pass")
         summary = running.result()
-    _wait_for(lambda: logged(server, name), seconds=60)
+    until(lambda: logged(server, name), seconds=60, what="the run is logged")
     check_complete(server, name, summary)
 
 

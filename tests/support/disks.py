@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
@@ -23,6 +22,7 @@ from sparktorch.train.callbacks import FitContext
 from sparktorch.train.checkpoint import CheckpointStore
 from tests.support.ranks import control_server, load_state, run_ranks
 from tests.support.resume import job_for, parts
+from tests.support.waiting import until
 
 __all__ = ["Fills", "Locks", "digest", "fate_of"]
 
@@ -56,10 +56,12 @@ class Locks(Callback):
     def on_step_end(self, context: FitContext) -> None:
         if context.step in (self._first, self._last):
             mode = "ro" if context.step == self._first else "rw"
-            deadline = time.monotonic() + 20
-            while subprocess.run(["mount", "-o", f"remount,{mode}", str(self._folder)], capture_output=True).returncode:
-                assert time.monotonic() < deadline  # no disk turns read-only while a file is open to be written
-                time.sleep(0.01)
+            remount = ["mount", "-o", f"remount,{mode}", str(self._folder)]
+            until(  # no disk turns read-only while a file is open to be written
+                lambda: subprocess.run(remount, capture_output=True).returncode == 0,
+                seconds=20,
+                what=f"the disk is {mode}",
+            )
 
 
 def fate_of(kind: type[Callback], folder: Path, *steps: int) -> dict[str, Any]:

@@ -143,7 +143,12 @@ def test_what_an_epoch_needs_is_made_once_and_ahead() -> None:
 
 def test_an_epoch_that_is_trained_is_not_forgotten_when_the_next_is_asked_for() -> None:
     made = []
-    found: ByEpoch[int] = ByEpoch(lambda epoch: made.append(epoch) or epoch)  # type: ignore[func-returns-value]
+
+    def make(epoch: int) -> int:
+        made.append(epoch)
+        return epoch
+
+    found = ByEpoch(make)
     assert [found[0], found[1], found[0], found[2], found[1]] == [0, 1, 0, 2, 1]
     assert made == [0, 1, 2]
     assert [found[3], found[0]] == [3, 0]

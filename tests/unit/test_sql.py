@@ -30,7 +30,9 @@ def test_a_type_is_read_however_deep(sql: str, expected: pa.DataType) -> None:
     assert arrow_type(sql) == expected
 
 
-@pytest.mark.parametrize("sql", ["", "map<string,int>", "array<interval day>", "struct<a-b:int>", "int>"])
+@pytest.mark.parametrize(
+    "sql", ["", "map<string,int>", "array<interval day>", "struct<a-b:int>", "int>", "array<int", "array(int)"]
+)
 def test_what_is_no_such_type_is_refused(sql: str) -> None:
     with pytest.raises(ValueError, match="is no type of a column that a callable can take"):
         arrow_type(sql)

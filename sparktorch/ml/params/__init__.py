@@ -1,4 +1,8 @@
-"""The Params of estimators and models, by subject. Camel case lives here and nowhere below."""
+"""The Params of estimators and models, by subject. Camel case lives here and nowhere below.
+
+Every Param has a setter and a getter that are written out, as in `pyspark.ml`: editors complete them, type checkers
+and `help` know them, and each says in its own words what it takes.
+"""
 
 from __future__ import annotations
 

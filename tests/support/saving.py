@@ -1,0 +1,26 @@
+"""What tests of checkpoints share: a file system that a test can hold up, and the end of what is being saved."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from fsspec.implementations.dirfs import DirFileSystem
+
+__all__ = ["LocalFiles", "wait_for_saves"]
+
+
+class LocalFiles(DirFileSystem):
+    """The local files, as a file system of its own; to derive one from that does more."""
+
+    def __init__(self, **options: Any) -> None:
+        """Takes the options of any file system of fsspec."""
+        super().__init__(path="/", target_protocol="file", target_options={"auto_mkdir": True}, **options)
+
+
+def wait_for_saves() -> None:
+    """Waits until the savers of this process have written what they have begun to."""
+    for thread in threading.enumerate():
+        if thread.name == "sparktorch-save":
+            thread.join(30)
+            assert not thread.is_alive()
