@@ -11,7 +11,8 @@ import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Protocol
 
@@ -24,6 +25,7 @@ __all__ = ["InMemory", "OnDisk", "Runs", "Spool", "Spooler", "WithinBudget", "lo
 
 Array = npt.NDArray[Any]
 
+_BLOCK_BYTES = 32 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -203,25 +205,51 @@ class WithinBudget:
 
 
 class _MemorySpool:
+    """Copies what is appended into blocks of its own, which go one by one as they are joined.
+
+    So memory never holds all the rows twice, and what they came in is free at once for the next ones.
+    """
+
     def __init__(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
-        # An empty piece, so that there is always something of the dtype and shape to concatenate.
-        self.parts: list[Array] = [np.empty((0, *shape), dtype)]
+        self._dtype, self._shape = dtype, shape
+        self._block = max(1, _BLOCK_BYTES // max(1, dtype.itemsize * int(np.prod(shape, dtype=np.int64))))
+        self._blocks: deque[Array] = deque()
+        self._rows = 0
         self.nbytes = 0
 
     def append(self, values: Array) -> None:
-        self.parts.append(values)
+        taken = 0
+        while taken < len(values):
+            filled = self._rows % self._block
+            if not filled:
+                self._blocks.append(np.empty((self._block, *self._shape), self._dtype))
+            part = values[taken : taken + self._block - filled]
+            self._blocks[-1][filled : filled + len(part)] = part
+            self._rows += len(part)
+            taken += len(part)
         self.nbytes += values.nbytes
 
     def finish(self) -> Array:
-        # Concatenating also makes the one private, writable copy; the Arrow buffers that the pieces
-        # may share are let go.
-        parts, self.parts = self.parts, []
-        return np.concatenate(parts)
+        found = np.empty((self._rows, *self._shape), self._dtype)
+        done = 0
+        for block in self.taken():
+            found[done : done + len(block)] = block
+            done += len(block)
+        return found
+
+    def taken(self) -> Iterator[Array]:
+        """Yields the rows by block, and lets go of each."""
+        while self._blocks:
+            block = self._blocks.popleft()
+            rows = min(self._rows, len(block))
+            self._rows -= rows
+            yield block[:rows]
 
     def read(self, runs: Runs) -> Array:
-        self.parts = [np.concatenate(self.parts)] if len(self.parts) > 1 else self.parts
-        pieces = [self.parts[0][start:stop] for start, stop in zip(runs.starts, runs.stops, strict=True)]
-        return np.concatenate([self.parts[0][:0], *pieces])
+        whole = np.concatenate([np.empty((0, *self._shape), self._dtype), *self._blocks])
+        return np.concatenate(
+            [whole[:0], *(whole[start:stop] for start, stop in zip(runs.starts, runs.stops, strict=True))]
+        )
 
 
 class _FileSpool:
@@ -290,9 +318,9 @@ class _MovingSpool:
 
     def move(self, disk: OnDisk) -> None:
         assert isinstance(self._spool, _MemorySpool)
-        parts, self._spool = self._spool.parts, disk.spool(self._dtype, self._shape)
-        for part in parts:
-            self._spool.append(part)
+        blocks, self._spool = self._spool.taken(), disk.spool(self._dtype, self._shape)
+        for block in blocks:
+            self._spool.append(block)
 
 
 def local_directory(local_rank: int = 0) -> str:

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from sparktorch.data import spool as spool_module
 from sparktorch.data.spool import InMemory, OnDisk, Runs, Spooler, WithinBudget, local_directory
 from sparktorch.errors import ClusterError
+from tests.support.programs import run_python
 
 KINDS: dict[str, Callable[[Path], Spooler]] = {
     "memory": lambda folder: InMemory(),
@@ -41,6 +42,79 @@ def spooler(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Spooler]
 def pieces(dtype: Any, shape: tuple[int, ...]) -> list[npt.NDArray[Any]]:
     draw = np.random.default_rng(0)
     return [draw.integers(0, 2, (rows, *shape)).astype(dtype) for rows in (3, 0, 1, 50)]
+
+
+@pytest.mark.parametrize("budget", [10**9, 50 * 10**6])
+def test_rows_that_fill_several_blocks_come_back_in_their_order(tmp_path: Path, budget: int) -> None:
+    draw = np.random.default_rng(0)
+    parts = [draw.integers(0, 255, (rows, 1 << 20), np.uint8) for rows in (20, 0, 31, 1, 20)]  # blocks of 32
+    whole = np.concatenate(parts)
+    for found in ("finished", "read"):
+        spooler = WithinBudget(budget, tmp_path)
+        spool = spooler.spool(np.uint8, (1 << 20,))
+        for part in parts:
+            spool.append(part)
+        assert spooler.on_disk == (budget < whole.nbytes)
+        if found == "finished":
+            assert (spool.finish() == whole).all()
+        else:
+            runs = Runs(np.array([60, 30, 0]), np.array([72, 35, 1]))
+            assert (spool.read(runs) == whole[[*range(60, 72), *range(30, 35), 0]]).all()
+        spooler.close()
+
+
+MEMORY = """
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from sparktorch.data.columns import KEY, LABEL, Columns, TensorSpec, input_name
+from sparktorch.data.shard import Shard
+from sparktorch.data.tensors import to_arrow
+
+COLUMNS = Columns(
+    inputs=(TensorSpec(name=input_name(0), column="x", dtype="float32", shape=(100,)),),
+    label=TensorSpec(name=LABEL, column="y", dtype="float32"),
+)
+
+
+def batches(count):
+    for number in range(count):
+        values = np.full((10_000, 100), number, np.float32)
+        arrays = {input_name(0): values, LABEL: values[:, 0], KEY: np.arange(10_000) + number * 10_000}
+        batch = pa.RecordBatch.from_arrays([to_arrow(array) for array in arrays.values()], names=list(arrays))
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, batch.schema) as stream:
+            stream.write_batch(batch)
+        yield from pa.ipc.open_stream(pa.BufferReader(sink.getvalue()))
+
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def look():
+    while not over.wait(0.002):
+        seen.append(resident())
+
+
+Shard(batches(2), COLUMNS)
+over, seen, before = threading.Event(), [], resident()
+thread = threading.Thread(target=look)
+thread.start()
+shard = Shard(batches(75), COLUMNS)
+over.set()
+thread.join()
+print((max(seen) - before) / shard.bytes)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_a_shard_that_reads_its_rows_never_holds_them_twice(tmp_path: Path) -> None:
+    assert float(run_python(tmp_path, "-c", MEMORY)) < 1.4
 
 
 @pytest.mark.parametrize("shape", [(), (4,), (2, 3), (0,)])
