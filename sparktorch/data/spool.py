@@ -8,11 +8,12 @@ have no names: nobody can truncate them, and the kernel frees them when the proc
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import shutil
 import tempfile
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Protocol
 
@@ -25,7 +26,8 @@ __all__ = ["InMemory", "OnDisk", "Runs", "Spool", "Spooler", "WithinBudget", "lo
 
 Array = npt.NDArray[Any]
 
-_BLOCK_BYTES = 32 << 20
+_LEAST_GROWTH = 1 << 20
+_HUGE = 4 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -205,51 +207,36 @@ class WithinBudget:
 
 
 class _MemorySpool:
-    """Copies what is appended into blocks of its own, which go one by one as they are joined.
+    """Copies what is appended into a mapping that grows where it is.
 
     So memory never holds all the rows twice, and what they came in is free at once for the next ones.
     """
 
     def __init__(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
         self._dtype, self._shape = dtype, shape
-        self._block = max(1, _BLOCK_BYTES // max(1, dtype.itemsize * int(np.prod(shape, dtype=np.int64))))
-        self._blocks: deque[Array] = deque()
-        self._rows = 0
-        self.nbytes = 0
+        self._size = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        self._memory = _mapped(mmap.PAGESIZE)
+        self._rows = self.nbytes = 0
 
     def append(self, values: Array) -> None:
-        taken = 0
-        while taken < len(values):
-            filled = self._rows % self._block
-            if not filled:
-                self._blocks.append(np.empty((self._block, *self._shape), self._dtype))
-            part = values[taken : taken + self._block - filled]
-            self._blocks[-1][filled : filled + len(part)] = part
-            self._rows += len(part)
-            taken += len(part)
+        first, self._rows = self._rows, self._rows + len(values)
+        needed = self._rows * self._size
+        if needed > len(self._memory):
+            self._memory = _resized(self._memory, needed + max(_LEAST_GROWTH, needed // 8))
+        self._values()[first:] = values
         self.nbytes += values.nbytes
 
     def finish(self) -> Array:
-        found = np.empty((self._rows, *self._shape), self._dtype)
-        done = 0
-        for block in self.taken():
-            found[done : done + len(block)] = block
-            done += len(block)
-        return found
-
-    def taken(self) -> Iterator[Array]:
-        """Yields the rows by block, and lets go of each."""
-        while self._blocks:
-            block = self._blocks.popleft()
-            rows = min(self._rows, len(block))
-            self._rows -= rows
-            yield block[:rows]
+        self._memory = _resized(self._memory, max(1, self._rows * self._size))
+        return self._values()
 
     def read(self, runs: Runs) -> Array:
-        whole = np.concatenate([np.empty((0, *self._shape), self._dtype), *self._blocks])
-        return np.concatenate(
-            [whole[:0], *(whole[start:stop] for start, stop in zip(runs.starts, runs.stops, strict=True))]
-        )
+        rows = self._values()
+        pieces = [rows[start:stop] for start, stop in zip(runs.starts, runs.stops, strict=True)]
+        return np.concatenate([rows[:0], *pieces])
+
+    def _values(self) -> Array:
+        return np.ndarray((self._rows, *self._shape), self._dtype, self._memory)
 
 
 class _FileSpool:
@@ -318,9 +305,8 @@ class _MovingSpool:
 
     def move(self, disk: OnDisk) -> None:
         assert isinstance(self._spool, _MemorySpool)
-        blocks, self._spool = self._spool.taken(), disk.spool(self._dtype, self._shape)
-        for block in blocks:
-            self._spool.append(block)
+        rows, self._spool = self._spool.finish(), disk.spool(self._dtype, self._shape)
+        self._spool.append(rows)
 
 
 def local_directory(local_rank: int = 0) -> str:
@@ -347,6 +333,32 @@ def local_directory(local_rank: int = 0) -> str:
 
 def _nth(paths: Sequence[str], index: int) -> str:
     return paths[index % len(paths)] if paths else ""
+
+
+def _mapped(size: int) -> mmap.mmap:
+    """Returns so many bytes of memory, in huge pages where they are many and the system has them."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    _advise(memory)
+    return memory
+
+
+def _resized(memory: mmap.mmap, size: int) -> mmap.mmap:
+    """Returns the same bytes, as far as there is room, in memory of that size; nothing else may look into it."""
+    try:
+        memory.resize(size)
+    except SystemError:  # Linux moves pages, others copy them
+        moved = _mapped(size)
+        kept = min(size, len(memory))
+        moved[:kept] = memory[:kept]
+        return moved
+    _advise(memory)
+    return memory
+
+
+def _advise(memory: mmap.mmap) -> None:
+    if len(memory) >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
 
 
 def _open(directory: str) -> BinaryIO:

@@ -14,6 +14,7 @@ import importlib.resources
 import json
 import os
 import platform
+import re
 import shutil
 import socket
 import subprocess
@@ -25,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
-__all__ = ["ANSWER_SCHEMA", "address_towards", "answer", "greeting", "packages"]
+__all__ = ["ANSWER_SCHEMA", "address_towards", "answer", "greeting", "host_of", "packages"]
 
 ANSWER_SCHEMA = "answer string"
 
@@ -63,7 +64,7 @@ def answer(
     context: Any = BarrierTaskContext.get()
     rank = context.partitionId()
     executors = [info.address for info in context.getTaskInfos()]
-    host = executors[rank].rpartition(":")[0].strip("[]") or executors[rank]
+    host = host_of(executors[rank])
     gpus = context.resources().get("gpu")
     facts: dict[str, Any] = {
         "rank": rank,
@@ -197,6 +198,13 @@ def _failure_to_reach(host: str, port: int, token: str) -> str | None:
     except (OSError, UnicodeError) as error:
         return str(error)
     return None if said == token.encode() else "something else answers there"
+
+
+def host_of(address: str) -> str:
+    """Returns the host of `host`, `host:port` or `[v6]:port`."""
+    matched = re.fullmatch(r"\[?(.*?)\]?(?::\d+)?", address)
+    assert matched is not None
+    return matched[1]
 
 
 def address_towards(host: str) -> str:

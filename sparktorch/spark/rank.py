@@ -10,7 +10,6 @@ import secrets
 import socket
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -22,6 +21,7 @@ from pyspark.sql import Row
 from sparktorch.config import Device
 from sparktorch.errors import ClusterError, RankError, RankLostError, SparkTorchError
 from sparktorch.spark.control import Rendezvous, host_store
+from sparktorch.spark.probe import address_towards, host_of
 from sparktorch.spark.resources import choose_device
 from sparktorch.train.console import Console
 from sparktorch.train.link import Link, connect
@@ -81,7 +81,7 @@ class RankTask:
         if rendezvous is None:
             rendezvous, _store = _meet_at_rank0(context, world)
         _reach(rendezvous, world)
-        world = replace(world, address=_address_towards(rendezvous.host))
+        world = replace(world, address=address_towards(rendezvous.host))
         open_store = partial(connect, rendezvous.host, rendezvous.port, rendezvous.prefix)
         link = Link(open_store, world, console=Console(self._log_level))
         opened = time.perf_counter() - started
@@ -90,7 +90,7 @@ class RankTask:
                 gpus = context.resources().get("gpu")
                 addresses = gpus.addresses if gpus else []
                 hosts = [info.address for info in context.getTaskInfos()]
-                local = [_host(host) for host in hosts].count(world.host)
+                local = [host_of(host) for host in hosts].count(world.host)
                 device = choose_device(self._device, addresses, local_rank=world.local_rank, local_size=local)
                 body: Body = pickle.loads(self._body)
                 result = body(batches, world=replace(world, device=device), link=link)
@@ -103,7 +103,7 @@ class RankTask:
 
 
 def _world(context: BarrierTaskContext, world_size: int) -> World:
-    hosts = [_host(info.address) for info in context.getTaskInfos()]
+    hosts = [host_of(info.address) for info in context.getTaskInfos()]
     if len(hosts) != world_size:
         raise RuntimeError(f"{len(hosts)} barrier tasks for a world size of {world_size}")
     rank = context.partitionId()
@@ -121,7 +121,7 @@ def _meet_at_rank0(context: BarrierTaskContext, world: World) -> tuple[Rendezvou
     store = None
     offer = ""
     if world.is_main:
-        host = _host(context.getTaskInfos()[0].address)
+        host = host_of(context.getTaskInfos()[0].address)
         store, port = host_store(host)
         offer = json.dumps([host, port, secrets.token_hex(16)])
     host, port, prefix = json.loads(context.allGather(offer)[0])
@@ -142,21 +142,6 @@ def _reach(rendezvous: Rendezvous, world: World) -> None:
 def _marked(failure: SparkTorchError) -> RankError:
     """Returns the failure as an exception from whose message the driver can read it; see `failure_in`."""
     return RankError(failure.what, **failure.where, trace=f"{_FAILURE_MARK}{json.dumps(failure.to_dict())}")
-
-
-def _host(address: str) -> str:
-    """Returns the host of `host`, `host:port` or `[v6]:port`."""
-    matched = re.fullmatch(r"\[?(.*?)\]?(?::\d+)?", address)
-    assert matched is not None
-    return matched[1]
-
-
-def _address_towards(host: str) -> str:
-    """Returns the local IPv4 address from which `host` is reached; empty if it has none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
-        probe.connect((host, 9))  # sends nothing
-        return str(probe.getsockname()[0])
-    return ""
 
 
 def _chunks(rank: int, result: Result) -> Iterator[pa.RecordBatch]:

@@ -11,7 +11,8 @@ import torch
 from pyspark.sql import Row
 
 from sparktorch.errors import ClusterError, ColumnError
-from sparktorch.spark.rank import RESULT_SCHEMA, _address_towards, _chunks, _host, assemble, failure_in
+from sparktorch.spark.probe import address_towards, host_of
+from sparktorch.spark.rank import RESULT_SCHEMA, _chunks, assemble, failure_in
 from sparktorch.spark.resources import choose_device, cuda_index
 from sparktorch.worker import RankResult
 
@@ -67,12 +68,12 @@ def test_a_rank_trains_on_the_device_that_was_asked_for(monkeypatch: pytest.Monk
     ],
 )
 def test_the_host_of_an_address_is_found(address: str, host: str) -> None:
-    assert _host(address) == host
+    assert host_of(address) == host
 
 
 def test_the_local_address_towards_a_host_is_known_where_there_is_one() -> None:
-    assert _address_towards("127.0.0.1") == "127.0.0.1"
-    assert _address_towards("::1") == ""
+    assert address_towards("127.0.0.1") == "127.0.0.1"
+    assert address_towards("::1") == ""
 
 
 @pytest.mark.parametrize("megabytes", [0, 1, 40])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import subprocess
@@ -44,10 +45,21 @@ def pieces(dtype: Any, shape: tuple[int, ...]) -> list[npt.NDArray[Any]]:
     return [draw.integers(0, 2, (rows, *shape)).astype(dtype) for rows in (3, 0, 1, 50)]
 
 
+class Unmovable(mmap.mmap):
+    """Memory of a system that cannot move pages, macOS for one."""
+
+    def resize(self, newsize: int) -> None:
+        raise SystemError("mmap: resizing not available--no mremap()")
+
+
+@pytest.mark.parametrize("memory", [mmap.mmap, Unmovable])
 @pytest.mark.parametrize("budget", [10**9, 50 * 10**6])
-def test_rows_that_fill_several_blocks_come_back_in_their_order(tmp_path: Path, budget: int) -> None:
+def test_rows_keep_their_order_in_memory_that_grows(
+    tmp_path: Path, budget: int, memory: type[mmap.mmap], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mmap, "mmap", memory)
     draw = np.random.default_rng(0)
-    parts = [draw.integers(0, 255, (rows, 1 << 20), np.uint8) for rows in (20, 0, 31, 1, 20)]  # blocks of 32
+    parts = [draw.integers(0, 255, (rows, 1 << 20), np.uint8) for rows in (20, 0, 31, 1, 20)]
     whole = np.concatenate(parts)
     for found in ("finished", "read"):
         spooler = WithinBudget(budget, tmp_path)
