@@ -2,20 +2,23 @@
 
 `local[2]`, both cores, one Python worker a task. MB are those of the float32 tensors that come out, of sparse vectors
 those of the dense ones. A side reads its files, sends the rows to Python and makes tensors of them; "shard" is that of
-a rank, which also has a key made of every row and checks it. All sides but the split leave the rows where they are.
+a rank, which also has a key made of every row, of its contents or, "by idCol", of one column, and checks it. All sides
+but the split leave the rows where they are. "Spark alone" ends in the noop sink: the rows never leave the JVM.
 
-The scalars are 100 columns with the label, which is as many as Spark reads from Parquet column by column
-(`spark.sql.codegen.maxFields`); beyond, both sides read them row by row.
+Spark has written all files but the images, as it has those of its users; another writer may make a dictionary of random
+numbers, which Spark then takes twice as long to read. The scalars are 100 columns with the label, which is as many as
+Spark reads from Parquet column by column (`spark.sql.codegen.maxFields`); beyond, both sides read them row by row.
 
 A shard keeps sparse vectors sparse, and makes dense ones of a micro-batch at a time. So both of their sides go on until
 each row has been handed over once, in dense micro-batches.
 
 Images are JPEG files of 224 x 224 pixels: read, split over two ranks and decoded once by their shards, beside a torch
-`DataLoader` with two workers over the same files, which reads, decodes and collates. Both end in float32.
+`DataLoader` with two workers over the same files, which reads, decodes and collates. Both end in float32. Spark is told
+that a small file is soon opened, as docs/data.md advises.
 
 Petastorm's side runs in its own environment (`make test-petastorm` makes it), in a process that stays: its converter
-writes the rows to Parquet once more ("materialise") and its loader reads them, by `BatchedDataLoader`, the faster of
-its two, in two threads. Without the environment the side is left out.
+writes the rows to Parquet once more ("materialise") and its loader reads them in two threads: the one that it makes of
+itself, and `BatchedDataLoader`, which is faster. Without the environment the side is left out.
 """
 
 from __future__ import annotations
@@ -53,6 +56,7 @@ from sparktorch.spark.split import split
 CORES = 2
 BATCH = 1_024
 IMAGE, IMAGE_BATCH = 224, 64
+OPENING = "65536"  # bytes that could be read in the time that it takes to open a file
 BATCHES = "rows long, wall double, cpu double"  # what `to_batches` yields
 WIDTH, SCALARS = 100, 99
 SPARSE_WIDTH, FILLED = 1_000, 10
@@ -70,8 +74,10 @@ GOALS = {
 }
 
 
-def write_rows(directory: Path, rows: int) -> None:
-    """Writes the rows as arrays and as scalar columns, in a file for each core."""
+def write_rows(spark: SparkSession, directory: Path, rows: int) -> None:
+    """Has Spark write the rows as arrays and as scalar columns, in a file for each core."""
+    drafts = directory / "drafts"
+    drafts.mkdir()
     for part in range(CORES):
         random = np.random.default_rng(part)
         features = random.standard_normal((rows // CORES, WIDTH), np.float32)
@@ -80,8 +86,10 @@ def write_rows(directory: Path, rows: int) -> None:
         arrays = {"features": pa.ListArray.from_arrays(offsets, pa.array(features.reshape(-1))), "label": label}
         scalars = {f"f{index}": pa.array(np.ascontiguousarray(features[:, index])) for index in range(SCALARS)}
         for name, columns in (("arrays", arrays), ("scalars", {**scalars, "label": label})):
-            (directory / name).mkdir(exist_ok=True)
-            pq.write_table(pa.table(columns), directory / name / f"part-{part}.parquet")
+            (drafts / name).mkdir(exist_ok=True)
+            pq.write_table(pa.table(columns), drafts / name / f"part-{part}.parquet")
+    for name in ("arrays", "scalars"):
+        spark.read.parquet(str(drafts / name)).write.parquet(str(directory / name))
 
 
 def write_vectors(spark: SparkSession, directory: Path, rows: int) -> None:
@@ -174,6 +182,7 @@ class Sides:
         self._spark, self._directory, self._rows = spark, directory, rows
         self._petastorm = petastorm
         self.materialising: list[float] = []
+        self.batched: list[float] = []
         self.cores: list[float] = []
         files = Files(directory / "images")
         self._loader = DataLoader(files, IMAGE_BATCH, num_workers=CORES, persistent_workers=True)
@@ -189,10 +198,14 @@ class Sides:
             "array<float>: shard": self._shard(*arrays),
             "array<float>: bare mapInArrow": self._side(arrays[0].drop(KEY), to_count),
             "array<float>: bare, with a key": self._side(arrays[0], to_count),
+            "array<float>: Spark alone": self._alone(arrays[0].drop(KEY)),
+            "array<float>: shard by idCol": self._shard(*self._wire("arrays", ["features"], key="label")),
             "array<float>: RDD of rows": self._rdd,
             "100 scalars: shard": self._shard(*scalars, width=SCALARS),
             "100 scalars: stacked in Python": self._side(self._read("scalars"), to_stack, width=SCALARS),
+            "100 scalars: Spark alone": self._alone(scalars[0].drop(KEY), width=SCALARS),
             "dense vectors: shard": self._shard(*dense),
+            "dense vectors: Spark alone": self._alone(dense[0].drop(KEY)),
             "sparse vectors: shard": self._handed_over(*sparse),
             "sparse vectors: densified first": self._handed_over(*self._prepared(dense_first)),
             "images: shard": self._decoded,
@@ -208,15 +221,21 @@ class Sides:
     def _read(self, name: str) -> DataFrame:
         return self._spark.read.parquet(str(self._directory / name))
 
-    def _wire(self, name: str, inputs: list[str], options: InputOptions | None = None) -> tuple[DataFrame, Columns]:
-        return self._prepared(self._read(name), inputs, options)
+    def _wire(
+        self, name: str, inputs: list[str], options: InputOptions | None = None, *, key: str | None = None
+    ) -> tuple[DataFrame, Columns]:
+        return self._prepared(self._read(name), inputs, options, key=key)
 
     def _prepared(
-        self, data: DataFrame, inputs: list[str] | None = None, options: InputOptions | None = None
+        self,
+        data: DataFrame,
+        inputs: list[str] | None = None,
+        options: InputOptions | None = None,
+        *,
+        key: str | None = None,
     ) -> tuple[DataFrame, Columns]:
-        frame = prepare(
-            data, "regression", inputs=inputs or ["features"], label="label", options=options or InputOptions()
-        )
+        inputs, options = inputs or ["features"], options or InputOptions()
+        frame = prepare(data, "regression", inputs=inputs, label="label", key=key, options=options)
         return frame.data, frame.columns
 
     def _shard(self, data: DataFrame, columns: Columns, *, width: int = WIDTH) -> Callable[[], float]:
@@ -277,6 +296,9 @@ class Sides:
         took = seconds(lambda: count.extend(len(batch) for batch in self._loader))
         return sum(count) / took
 
+    def _alone(self, data: DataFrame, *, width: int = WIDTH) -> Callable[[], float]:
+        return lambda: self._rows * width * 4e-6 / self._to_nowhere(data)
+
     def _to_nowhere(self, data: DataFrame) -> float:
         return seconds(lambda: data.write.format("noop").mode("overwrite").save())
 
@@ -285,6 +307,7 @@ class Sides:
         took = self._petastorm()
         size = self._rows * WIDTH * 4e-6
         self.materialising.append(size / (took["materialise"] + took["load"]))
+        self.batched.append(size / took["load_batched"])
         return size / took["load"]
 
 
@@ -349,28 +372,40 @@ def main() -> None:
     options = arguments(__doc__ or "", add)
     rows = 40_000 if options.quick else 400_000
     with workspace() as work:
-        write_rows(work, rows)
-        write_images(work / "images", rows // 200)
-        with session(work, cores=CORES) as spark, petastorm(options.petastorm, work / "arrays", work) as loader:
+        write_images(work / "images", rows // 100)
+        with (
+            session(work, cores=CORES, spark__sql__files__openCostInBytes=OPENING) as spark,
+            petastorm(options.petastorm, work / "arrays", work) as loader,
+        ):
+            write_rows(spark, work, rows)
             write_vectors(spark, work, rows // 4)
             sides = Sides(spark, work, rows, loader)
-            interleave(sides.sides(), 1)  # warms up
+            interleave(sides.sides(), 2)  # warms up
             sides.materialising.clear()
+            sides.batched.clear()
             sides.cores.clear()
             samples = interleave(sides.sides(), 2 if options.quick else 5)
     if sides.materialising:
         samples["array<float>: Petastorm, materialising"] = sides.materialising
-    median: dict[str, float] = {name: float(np.median(values)) for name, values in samples.items()}
+        samples["array<float>: Petastorm's BatchedDataLoader"] = sides.batched
+
+    def ratio(side: str, other: str) -> float:
+        """Returns the median over the rounds: the machine may be slower in one round than in another."""
+        return float(np.median(np.divide(samples[side], samples[other])))
+
     ratios = {
-        "dense vectors / array<float>": median["dense vectors: shard"] / median["array<float>: shard"],
-        "split by key / repartition, s": median["split by key, s"] / median["repartition, s"],
-        "split by key and sort / repartition, s": median["split by key and sort, s"] / median["repartition, s"],
+        "dense vectors / array<float>": ratio("dense vectors: shard", "array<float>: shard"),
+        "split by key / repartition, s": ratio("split by key, s", "repartition, s"),
+        "split by key and sort / repartition, s": ratio("split by key and sort, s", "repartition, s"),
     }
     ratios["images: cores that decode"] = float(np.median(sides.cores))
     for name in samples:
         kind, _, way = name.partition(": ")
-        if way and way != "shard" and f"{kind}: shard" in median:
-            ratios[f"{kind}: shard / {way}"] = median[f"{kind}: shard"] / median[name]
+        if way and not way.startswith("shard") and f"{kind}: shard" in samples:
+            ratios[f"{kind}: shard / {way}"] = ratio(f"{kind}: shard", name)
+    ratios["array<float>: shard by idCol / bare mapInArrow"] = ratio(
+        "array<float>: shard by idCol", "array<float>: bare mapInArrow"
+    )
     report(
         "ingest",
         samples={_with_unit(name): values for name, values in samples.items()},
