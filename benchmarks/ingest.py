@@ -6,7 +6,7 @@ a rank, which also has a key made of every row, of its contents or, "by idCol", 
 but the split leave the rows where they are. "Spark alone" ends in the noop sink: the rows never leave the JVM.
 
 Spark has written all files but the images, as it has those of its users; another writer may make a dictionary of random
-numbers, which Spark then takes twice as long to read. The scalars are 100 columns with the label, which is as many as
+numbers, which Spark then reads more slowly. The scalars are 100 columns with the label, which is as many as
 Spark reads from Parquet column by column (`spark.sql.codegen.maxFields`); beyond, both sides read them row by row.
 
 A shard keeps sparse vectors sparse, and makes dense ones of a micro-batch at a time. So both of their sides go on until
@@ -29,6 +29,7 @@ import os
 import signal
 import subprocess
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
@@ -60,6 +61,7 @@ OPENING = "65536"  # bytes that could be read in the time that it takes to open 
 BATCHES = "rows long, wall double, cpu double"  # what `to_batches` yields
 WIDTH, SCALARS = 100, 99
 SPARSE_WIDTH, FILLED = 1_000, 10
+CORES_THAT_DECODE = "images: cores that decode"
 GOALS = {
     "array<float>: shard / bare mapInArrow": Goal(0.9, at_least=True),
     "array<float>: shard / RDD of rows": Goal(15, at_least=True),
@@ -67,7 +69,7 @@ GOALS = {
     "dense vectors / array<float>": Goal(0.8, at_least=True),
     "sparse vectors: shard / densified first": Goal(5, at_least=True),
     "images: shard / DataLoader": Goal(1, at_least=True),
-    "images: cores that decode": Goal(1.8, at_least=True),
+    CORES_THAT_DECODE: Goal(1.8, at_least=True),
     "split by key / repartition, s": Goal(1.1),
     "array<float>: shard / Petastorm's loader": Goal(5, at_least=True),
     "array<float>: shard / Petastorm, materialising": Goal(10, at_least=True),
@@ -181,9 +183,7 @@ class Sides:
     ):
         self._spark, self._directory, self._rows = spark, directory, rows
         self._petastorm = petastorm
-        self.materialising: list[float] = []
-        self.batched: list[float] = []
-        self.cores: list[float] = []
+        self.besides: defaultdict[str, list[float]] = defaultdict(list)  # what sides find out besides their own figure
         files = Files(directory / "images")
         self._loader = DataLoader(files, IMAGE_BATCH, num_workers=CORES, persistent_workers=True)
 
@@ -287,7 +287,7 @@ class Sides:
             found.extend(split(wire, CORES).mapInArrow(decoded, BATCHES).collect())
 
         took = seconds(job)
-        self.cores.append(sum(row["cpu"] for row in found) / max(row["wall"] for row in found))
+        self.besides[CORES_THAT_DECODE].append(sum(row["cpu"] for row in found) / max(row["wall"] for row in found))
         return sum(row["rows"] for row in found) / took
 
     def _loaded(self) -> float:
@@ -306,8 +306,8 @@ class Sides:
         assert self._petastorm is not None
         took = self._petastorm()
         size = self._rows * WIDTH * 4e-6
-        self.materialising.append(size / (took["materialise"] + took["load"]))
-        self.batched.append(size / took["load_batched"])
+        self.besides["array<float>: Petastorm, materialising"].append(size / (took["materialise"] + took["load"]))
+        self.besides["array<float>: Petastorm's BatchedDataLoader"].append(size / took["load_batched"])
         return size / took["load"]
 
 
@@ -381,13 +381,10 @@ def main() -> None:
             write_vectors(spark, work, rows // 4)
             sides = Sides(spark, work, rows, loader)
             interleave(sides.sides(), 2)  # warms up
-            sides.materialising.clear()
-            sides.batched.clear()
-            sides.cores.clear()
+            sides.besides.clear()
             samples = interleave(sides.sides(), 2 if options.quick else 5)
-    if sides.materialising:
-        samples["array<float>: Petastorm, materialising"] = sides.materialising
-        samples["array<float>: Petastorm's BatchedDataLoader"] = sides.batched
+            cores = sides.besides.pop(CORES_THAT_DECODE)
+            samples |= sides.besides
 
     def ratio(side: str, other: str) -> float:
         """Returns the median over the rounds: the machine may be slower in one round than in another."""
@@ -398,7 +395,7 @@ def main() -> None:
         "split by key / repartition, s": ratio("split by key, s", "repartition, s"),
         "split by key and sort / repartition, s": ratio("split by key and sort, s", "repartition, s"),
     }
-    ratios["images: cores that decode"] = float(np.median(sides.cores))
+    ratios[CORES_THAT_DECODE] = float(np.median(cores))
     for name in samples:
         kind, _, way = name.partition(": ")
         if way and not way.startswith("shard") and f"{kind}: shard" in samples:
@@ -413,7 +410,7 @@ def main() -> None:
         goals={name: goal for name, goal in GOALS.items() if name in ratios},
         facts={
             "rows": rows,
-            "petastorm": "measured" if sides.materialising else f"left out: there is no {options.petastorm}",
+            "petastorm": "measured" if loader else f"left out: there is no {options.petastorm}",
             **machine("pyspark", "pyarrow", "numpy"),
         },
         path=options.json,

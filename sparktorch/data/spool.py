@@ -26,8 +26,8 @@ __all__ = ["InMemory", "OnDisk", "Runs", "Spool", "Spooler", "WithinBudget", "lo
 
 Array = npt.NDArray[Any]
 
-_LEAST_GROWTH = 1 << 20
-_HUGE = 4 << 20
+_LEAST_GROWTH = 1 << 20  # bytes
+_HUGE = 4 << 20  # bytes from which on huge pages are worth it
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -207,7 +207,7 @@ class WithinBudget:
 
 
 class _MemorySpool:
-    """Copies what is appended into a mapping that grows where it is.
+    """Copies what is appended into a mapping that grows where it is, or with a copy where pages cannot be moved.
 
     So memory never holds all the rows twice, and what they came in is free at once for the next ones.
     """
@@ -228,7 +228,9 @@ class _MemorySpool:
 
     def finish(self) -> Array:
         self._memory = _resized(self._memory, max(1, self._rows * self._size))
-        return self._values()
+        found = self._values()
+        del self._memory  # it goes with the array, which may only be wanted for a copy on a GPU
+        return found
 
     def read(self, runs: Runs) -> Array:
         rows = self._values()

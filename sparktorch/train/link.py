@@ -190,7 +190,7 @@ class Link:
         }
         self._set(self.store, f"error/{self._world.rank}", {**failure.to_dict(), **report})
         if not isinstance(error, Cancelled):
-            with suppress(dist.DistError, RuntimeError, ClusterError):  # the failure itself has been told
+            with suppress(RuntimeError, ClusterError):  # the store is gone; the failure itself has been told
                 self._tell_who_is_silent(first=order == 1, look=secondary)
         return failure
 
@@ -255,7 +255,7 @@ class Link:
             self._set(self.store, "silent", {"ranks": self._silent_peers() if look else []})
         deadline = time.monotonic() + 2 * _SILENT_SECONDS
         while not self.store.check(["silent"]) and time.monotonic() < deadline:
-            time.sleep(_LONGEST_PAUSE)
+            time.sleep(_LONGEST_PAUSE)  # `_wait` would raise, now that a rank has failed
 
     def _silent_peers(self) -> list[int]:
         """Returns the ranks that had begun to beat, and neither beat nor come to an end while this one looks."""

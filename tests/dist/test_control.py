@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -191,6 +191,18 @@ def test_who_fell_silent_first_is_known_though_spark_ends_the_others_and_clocks_
     dead = cause_of_death(server, 3)
     assert type(dead) is RankLostError
     assert dead.where["rank"] == 1
+
+
+def test_the_first_rank_to_fail_looks_who_is_silent_and_none_ends_before_it_has(
+    server: ControlServer, links: list[Link]
+) -> None:
+    for link in links:
+        link.enter("training", epoch=1, step=2)
+    with ThreadPoolExecutor(2) as pool:
+        failing = [pool.submit(link.fail, RuntimeError("Connection reset by peer")) for link in links[:2]]
+        for each in as_completed(failing):
+            each.result()
+            assert server.silent() == {2}
 
 
 @pytest.mark.parametrize("rank", range(3))

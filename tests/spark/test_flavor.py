@@ -30,7 +30,7 @@ from sparktorch.errors import ConfigError, PersistenceError
 from sparktorch.program import Program
 from sparktorch.tracking import load_model, log_model, save_model
 from tests.spark.modules import MLP, TwoInputs
-from tests.support.mlflow import QUIET
+from tests.support.mlflow import QUIET, answers
 from tests.support.nets import Mlp
 from tests.support.waiting import until
 
@@ -295,21 +295,14 @@ def serving(path: str, log: Path) -> Iterator[str]:
             },
         )
     try:
-        until(lambda: server.poll() is not None or _answers(port), seconds=90, what=lambda: log.read_text()[-3000:])
+        ping = f"http://127.0.0.1:{port}/ping"
+        until(lambda: server.poll() is not None or answers(ping), seconds=90, what=lambda: log.read_text()[-3000:])
         assert server.poll() is None, log.read_text()[-3000:]
         yield f"http://127.0.0.1:{port}/invocations"
     finally:
         with suppress(ProcessLookupError):  # it may have ended by itself
             os.killpg(server.pid, signal.SIGTERM)
         server.wait(20)
-
-
-def _answers(port: int) -> bool:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/ping", timeout=5):
-            return True
-    except OSError:
-        return False
 
 
 def test_mlflow_serves_it_and_answers_as_transform_does(

@@ -13,14 +13,13 @@ from typing import Literal
 
 import mlflow
 import pytest
-import requests
 from mlflow.entities import Run
 from pyspark.sql import DataFrame
 
 from sparktorch import TorchClassifier
 from sparktorch.ml.summary import TrainingSummary
 from tests.spark.modules import Slow
-from tests.support.mlflow import QUIET
+from tests.support.mlflow import QUIET, answers
 from tests.support.proxy import Proxy, free_port
 from tests.support.waiting import until
 
@@ -41,7 +40,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # six more processes, of no use here
     process = subprocess.Popen(command.split(), cwd=directory, env=environment, **quiet)
     try:
-        until(lambda: _answers(port), seconds=90, what="the server answers")
+        until(lambda: answers(f"http://127.0.0.1:{port}/health"), seconds=90, what="the server answers")
         yield port
     finally:
         process.terminate()
@@ -57,13 +56,6 @@ def proxy(server: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     yield proxy
     proxy.close()
     mlflow.set_tracking_uri(before)
-
-
-def _answers(port: int) -> bool:
-    try:
-        return requests.get(f"http://127.0.0.1:{port}/health", timeout=2).ok
-    except requests.RequestException:
-        return False
 
 
 def fit(frame: DataFrame, name: str | None) -> TrainingSummary:

@@ -1,10 +1,11 @@
-"""What MLflow warns about by itself, for the tests to overhear."""
+"""What MLflow warns about by itself, for the tests to overhear; whether a server of its answers."""
 
 from __future__ import annotations
 
 import pytest
+import requests
 
-__all__ = ["QUIET"]
+__all__ = ["QUIET", "answers"]
 
 # Marks for the tests that use MLflow.
 QUIET = [
@@ -17,3 +18,11 @@ QUIET = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
+
+
+def answers(url: str) -> bool:
+    """Returns whether a server answers there, and has nothing to complain of."""
+    try:
+        return requests.get(url, timeout=5).ok
+    except requests.RequestException:
+        return False

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -57,7 +58,7 @@ class Unmovable(mmap.mmap):
 def test_rows_keep_their_order_in_memory_that_grows(
     tmp_path: Path, budget: int, memory: type[mmap.mmap], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mmap, "mmap", memory)
+    monkeypatch.setattr(mmap, "mmap", memory)  # stands for another system; the spool is as it is
     draw = np.random.default_rng(0)
     parts = [draw.integers(0, 255, (rows, 1 << 20), np.uint8) for rows in (20, 0, 31, 1, 20)]
     whole = np.concatenate(parts)
@@ -75,58 +76,19 @@ def test_rows_keep_their_order_in_memory_that_grows(
         spooler.close()
 
 
-MEMORY = """
-import threading
-import time
-from pathlib import Path
-
-import numpy as np
-import pyarrow as pa
-
-from sparktorch.data.columns import KEY, LABEL, Columns, TensorSpec, input_name
-from sparktorch.data.shard import Shard
-from sparktorch.data.tensors import to_arrow
-
-COLUMNS = Columns(
-    inputs=(TensorSpec(name=input_name(0), column="x", dtype="float32", shape=(100,)),),
-    label=TensorSpec(name=LABEL, column="y", dtype="float32"),
-)
-
-
-def batches(count):
-    for number in range(count):
-        values = np.full((10_000, 100), number, np.float32)
-        arrays = {input_name(0): values, LABEL: values[:, 0], KEY: np.arange(10_000) + number * 10_000}
-        batch = pa.RecordBatch.from_arrays([to_arrow(array) for array in arrays.values()], names=list(arrays))
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_stream(sink, batch.schema) as stream:
-            stream.write_batch(batch)
-        yield from pa.ipc.open_stream(pa.BufferReader(sink.getvalue()))
-
-
-def resident():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-
-def look():
-    while not over.wait(0.002):
-        seen.append(resident())
-
-
-Shard(batches(2), COLUMNS)
-over, seen, before = threading.Event(), [], resident()
-thread = threading.Thread(target=look)
-thread.start()
-shard = Shard(batches(75), COLUMNS)
-over.set()
-thread.join()
-print((max(seen) - before) / shard.bytes)
-"""
+def test_what_is_taken_out_of_memory_is_nobody_elses() -> None:
+    spool = InMemory().spool(np.float32, (4,))
+    spool.append(np.ones((5, 4), np.float32))
+    found = spool.finish()
+    memory = weakref.ref(found.base)
+    assert isinstance(memory(), mmap.mmap)
+    del found
+    assert memory() is None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_a_shard_that_reads_its_rows_never_holds_them_twice(tmp_path: Path) -> None:
-    assert float(run_python(tmp_path, "-c", MEMORY)) < 1.4
+    assert float(run_python(tmp_path, "-m", "tests.support.growth")) < 1.4
 
 
 @pytest.mark.parametrize("shape", [(), (4,), (2, 3), (0,)])
