@@ -22,9 +22,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from pyspark.sql import SparkSession
 
-__all__ = ["Goal", "arguments", "interleave", "machine", "report", "run_process", "session", "spread", "workspace"]
+__all__ = [
+    "Goal",
+    "arguments",
+    "interleave",
+    "machine",
+    "report",
+    "run_process",
+    "seconds",
+    "session",
+    "spread",
+    "taking_turns",
+    "touch_memory",
+    "workspace",
+]
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -58,16 +72,29 @@ def arguments(doc: str, add: Callable[[argparse.ArgumentParser], None] = lambda 
     return parser.parse_args()
 
 
-def interleave(sides: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+def interleave(
+    sides: Mapping[str, Callable[[], float]], rounds: int, *, before: Callable[[], None] = lambda: None
+) -> dict[str, list[float]]:
     """Runs every side once a round, every other round in reverse, and collects what they return.
 
     Warm the sides up before.
+
+    Args:
+        sides: By name.
+        rounds: Number of rounds.
+        before: Called before each side.
     """
     samples: dict[str, list[float]] = {name: [] for name in sides}
     for index in range(rounds):
         for name in list(sides)[:: -1 if index % 2 else 1]:
+            before()
             samples[name].append(sides[name]())
     return samples
+
+
+def touch_memory() -> None:
+    """Takes memory and frees it: a virtual machine whose host has taken back what was free waits here for it."""
+    np.ones(1 << 28, np.uint8)
 
 
 def seconds(function: Callable[[], object]) -> float:
@@ -162,6 +189,53 @@ def run_process(command: list[str], *, timeout: float = 600) -> tuple[float, str
     if process.returncode:
         raise RuntimeError(f"{' '.join(command)} failed with {process.returncode}:\n{out[-2000:]}\n{err[-4000:]}")
     return wall, out
+
+
+@contextlib.contextmanager
+def taking_turns(
+    command: list[str], log: Path, settings: Mapping[str, str] | None = None
+) -> Iterator[Callable[[], dict[str, float]]]:
+    """Starts a process that answers every line of its input with a line of JSON; yields what makes it do so.
+
+    Args:
+        command: The process.
+        log: Where its errors go.
+        settings: Its environment, if not that of this process.
+
+    Raises:
+        RuntimeError: It has ended; with the end of its errors.
+    """
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=settings,
+            start_new_session=True,
+        )
+
+    def turn() -> dict[str, float]:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        line = process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{' '.join(command)} has ended:\n{log.read_text()[-3000:]}")
+        found: dict[str, float] = json.loads(line)
+        return found
+
+    try:
+        yield turn
+    finally:
+        try:
+            process.communicate(timeout=20)  # the end of its input ends it
+        except (subprocess.TimeoutExpired, BrokenPipeError):
+            os.killpg(process.pid, signal.SIGKILL)  # its JVM too
+            process.communicate()
 
 
 def report(

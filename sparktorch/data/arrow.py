@@ -14,6 +14,7 @@ import torch
 
 from sparktorch.data.checks import refuse_nulls
 from sparktorch.data.columns import TensorSpec
+from sparktorch.data.digest import RowDigests
 from sparktorch.data.elements import Borders, Elements
 from sparktorch.data.fields import Field
 from sparktorch.data.spool import Runs, Spooler
@@ -45,7 +46,7 @@ class ArrowColumn(Field):
         """Bytes of the rows appended so far."""
         return 0 if self._node is None else self._node.nbytes
 
-    def append(self, column: pa.Array, *, first_row: int = 0) -> None:
+    def append(self, column: pa.Array, *, first_row: int = 0, digests: RowDigests | None = None) -> None:
         """Keeps the rows of a batch; see `Field.append`."""
         fill = self._spec.fill
         if fill is None:

@@ -94,6 +94,11 @@ class TensorSpec:
         """Whether rows differ in length."""
         return self.layout in ("padded", "jagged")
 
+    @property
+    def digestible(self) -> bool:
+        """Whether a rank can make a digest of its rows at once: they are numbers, of one shape."""
+        return self.kind == "vector" or (self.kind == "number" and not self.ragged)
+
     def describe(self) -> str:
         """Returns `column 'x': float32 of shape (rows, 64)`."""
         if self.kind == "any":
@@ -199,6 +204,8 @@ class Columns:
         validation: The boolean column that marks validation rows, or `None`.
         drop_nulls: Whether rows that hold a null, NaN or infinity are left out, and are no error.
         preprocess: Makes the arguments of `forward` of the inputs, in place of their specs.
+        keyed: Whether the key of a row stands for the whole of it. Otherwise it stands for the columns that are not
+            digestible, where there are any, and the ranks make a digest of the others.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -208,6 +215,7 @@ class Columns:
     validation: str | None = None
     drop_nulls: bool = False
     preprocess: Preprocess | None = None
+    keyed: bool = True
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:

@@ -14,6 +14,7 @@ import pyarrow as pa
 import torch
 
 from sparktorch.data.columns import TensorSpec
+from sparktorch.data.digest import RowDigests
 from sparktorch.data.elements import Elements
 from sparktorch.data.spool import Runs, Spooler
 from sparktorch.data.tensors import ragged, to_numpy, vector_rows
@@ -42,12 +43,13 @@ class Field(ABC):
         """Bytes of the rows appended so far."""
 
     @abstractmethod
-    def append(self, column: pa.Array, *, first_row: int = 0) -> None:
+    def append(self, column: pa.Array, *, first_row: int = 0, digests: RowDigests | None = None) -> None:
         """Checks and keeps the rows of a batch.
 
         Args:
             column: The batch's column.
             first_row: Number of its first row, for messages.
+            digests: What to add the column to, if it is one that `TensorSpec.digestible` says can be.
 
         Raises:
             ColumnError: A row cannot be trained on; says column, count and first row.
@@ -108,9 +110,11 @@ class Dense(Field):
         """Bytes of the rows appended so far."""
         return self._spool.nbytes
 
-    def append(self, column: pa.Array, *, first_row: int = 0) -> None:
+    def append(self, column: pa.Array, *, first_row: int = 0, digests: RowDigests | None = None) -> None:
         """Checks and keeps the rows of a batch; see `Field.append`."""
         values = to_numpy(column, self._spec, first_row=first_row)
+        if digests is not None:
+            digests.add(self._spec.name, values)
         self._spool.append(values if self._check is None else self._check(values))
 
     def stand_in(self) -> None:
@@ -153,14 +157,21 @@ class Vectors(Field):
         """Bytes of the rows appended so far."""
         return self._values.nbytes + self._indices.nbytes
 
-    def append(self, column: pa.Array, *, first_row: int = 0) -> None:
+    def append(self, column: pa.Array, *, first_row: int = 0, digests: RowDigests | None = None) -> None:
         """Checks and keeps the rows of a batch, vectors or lists; see `Field.append`."""
         if pa.types.is_struct(column.type):
             rows = vector_rows(column, self._spec, first_row=first_row)
             self._values.append(rows.values, rows.lengths)
             self._indices.append(rows.indices, rows.lengths * rows.sparse)
+            if digests is not None and rows.sparse.any():
+                digests.add_elements(self._spec.name, rows.values, rows.places(), rows.lengths)
+            elif digests is not None:
+                digests.add(self._spec.name, rows.values.reshape(-1, self._spec.width))
         else:
-            self._append_dense(to_numpy(column, self._spec, first_row=first_row))
+            values = to_numpy(column, self._spec, first_row=first_row)
+            if digests is not None:
+                digests.add(self._spec.name, values)
+            self._append_dense(values)
 
     def stand_in(self) -> None:
         """Appends a row of zeros."""
@@ -224,7 +235,7 @@ class Ragged(Field):
         """Bytes of the rows appended so far."""
         return self._elements.nbytes
 
-    def append(self, column: pa.Array, *, first_row: int = 0) -> None:
+    def append(self, column: pa.Array, *, first_row: int = 0, digests: RowDigests | None = None) -> None:
         """Checks and keeps the rows of a batch; see `Field.append`."""
         self._elements.append(*ragged(column, self._spec, first_row=first_row))
 

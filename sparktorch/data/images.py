@@ -15,6 +15,7 @@ import torch
 
 from sparktorch.data.checks import refuse_nulls
 from sparktorch.data.columns import TensorSpec
+from sparktorch.data.digest import RowDigests
 from sparktorch.data.elements import Elements
 from sparktorch.data.fields import Field
 from sparktorch.data.pillow import pillow
@@ -55,7 +56,7 @@ class Images(Field):
         """Bytes of the rows appended so far."""
         return self._bytes.nbytes + self._sizes.nbytes
 
-    def append(self, column: pa.Array, *, first_row: int = 0) -> None:
+    def append(self, column: pa.Array, *, first_row: int = 0, digests: RowDigests | None = None) -> None:
         """Keeps the rows of a batch, having looked at the size of each; see `Field.append`."""
         sizes = np.full((len(column), 3), _ENCODED, np.int32)
         content = column

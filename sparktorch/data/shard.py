@@ -13,6 +13,7 @@ import torch
 
 from sparktorch.data.checks import Screen, check_labels, check_weights
 from sparktorch.data.columns import KEY, VALIDATION, Columns, TensorSpec
+from sparktorch.data.digest import RowDigests
 from sparktorch.data.feed import Feed, OutOfCore, Resident, Schedule
 from sparktorch.data.fields import Dense, Field, Ragged
 from sparktorch.data.inputs import field_of
@@ -22,6 +23,8 @@ from sparktorch.data.spool import InMemory, Runs, Spooler
 from sparktorch.errors import ColumnError, ConfigError
 
 __all__ = ["Batch", "Rows", "Shard", "balanced"]
+
+_TOP_BIT = torch.iinfo(torch.int64).min
 
 
 @dataclass(frozen=True)
@@ -162,7 +165,8 @@ class Shard:
         """Reads the batches of one partition and checks every row.
 
         Args:
-            batches: Record batches with the wire names of `columns` and an int64 column `k`.
+            batches: Record batches with the wire names of `columns` and an int64 column `k`, which `keyed` says may
+                be missing.
             columns: Which columns become which tensors.
             spare: A row for a rank without any to stand in with; zeros without it.
             device: Where the tensors are kept.
@@ -281,9 +285,11 @@ class Shard:
         for batch in batches:
             rows = screen.rows_of(batch, first_row=row)
             before = sum(field.nbytes for field in self._fields.values())
+            digests = self._digests(rows)
             try:
                 for spec in self._columns.tensors:
-                    self._fields[spec.name].append(rows.column(spec.name), first_row=row)
+                    added = digests if spec.digestible else None
+                    self._fields[spec.name].append(rows.column(spec.name), first_row=row, digests=added)
             except ColumnError as error:
                 raise screen.placed(error, first_row=row) from None
             grown = sum(field.nbytes for field in self._fields.values()) - before
@@ -294,10 +300,17 @@ class Shard:
                 held_out = rows.column(VALIDATION).fill_null(False).to_numpy(zero_copy_only=False)
             else:
                 held_out = np.zeros(rows.num_rows, np.bool_)
-            arrivals.append(rows.column(KEY).to_numpy(), held_out)
+            arrivals.append(rows.column(KEY).to_numpy() if digests is None else digests.finish(), held_out)
             row += batch.num_rows
         screen.close()
         self.dropped = screen.dropped
+
+    def _digests(self, rows: pa.RecordBatch) -> RowDigests | None:
+        """Returns what the columns of some rows are to add to; `None` where their keys are there already."""
+        if self._columns.keyed:
+            return None
+        keys = rows.column(KEY).to_numpy() if KEY in rows.schema.names else np.zeros(rows.num_rows, np.int64)
+        return RowDigests(keys.view(np.uint64))
 
     def _stand_in(self, spare: pa.RecordBatch | None) -> None:
         """Gives a rank without rows one to stand in with."""
@@ -331,7 +344,8 @@ class Arrivals:
         key = keys.view(np.uint64)
         self._in_order = self._in_order and self._follow(key, held_out)
         self._last = bool(held_out[-1]), int(key[-1])
-        self._keys.append(keys)
+        if self._by_key:
+            self._keys.append(keys)
         self._marks.append(held_out)
         self.count += len(keys)
         self.held_out += int(held_out.sum())
@@ -353,7 +367,9 @@ class Arrivals:
         # Positions are the ranks of the keys read as unsigned: the order of the ranks' key ranges.
         order = np.arange(self.count)
         if self._by_key:
-            order = np.argsort(self._keys.finish().view(np.uint64), kind="stable")
+            # torch sorts int64 in a third of the time of NumPy; with the top bit flipped, as if unsigned.
+            keys = torch.from_numpy(self._keys.finish()) ^ _TOP_BIT
+            order = keys.sort(stable=True).indices.numpy()
         marked = self._marks.finish()[order]
         return order[~marked], order[marked]
 

@@ -27,7 +27,8 @@ __all__ = ["InMemory", "OnDisk", "Runs", "Spool", "Spooler", "WithinBudget", "lo
 Array = npt.NDArray[Any]
 
 _LEAST_GROWTH = 1 << 20  # bytes
-_HUGE = 4 << 20  # bytes from which on huge pages are worth it
+_HUGE_PAGE = 2 << 20  # bytes of one, on most machines
+_HUGE = 2 * _HUGE_PAGE  # bytes from which on huge pages are worth it
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -222,7 +223,10 @@ class _MemorySpool:
         first, self._rows = self._rows, self._rows + len(values)
         needed = self._rows * self._size
         if needed > len(self._memory):
-            self._memory = _resized(self._memory, needed + max(_LEAST_GROWTH, needed // 8))
+            size = needed + max(_LEAST_GROWTH, needed // 8)
+            if size >= _HUGE:  # one that sticks out would be moved in small pages
+                size = -(-size // _HUGE_PAGE) * _HUGE_PAGE
+            self._memory = _resized(self._memory, size)
         self._values()[first:] = values
         self.nbytes += values.nbytes
 

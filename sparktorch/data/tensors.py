@@ -134,6 +134,15 @@ class VectorRows:
     lengths: npt.NDArray[np.int64]
     sparse: npt.NDArray[np.bool_]
 
+    def places(self) -> npt.NDArray[np.int64]:
+        """Returns the place of each value in its row, int64 of shape `(values,)`."""
+        of_sparse = np.repeat(self.sparse, self.lengths)
+        found = np.empty(len(self.values), np.int64)
+        found[of_sparse] = self.indices
+        dense = self.lengths[~self.sparse]  # all of the same length
+        found[~of_sparse] = np.tile(np.arange(dense[0] if len(dense) else 0), len(dense))
+        return found
+
 
 def _elements(array: pa.Array, spec: TensorSpec, levels: tuple[int, ...], first_row: int) -> pa.Array:
     """Returns the innermost values of nested lists, having checked the length of every list.
@@ -166,12 +175,8 @@ def _densified(array: pa.StructArray, spec: TensorSpec, first_row: int) -> Array
     rows = vector_rows(array, spec, first_row=first_row)
     if not rows.sparse.any():
         return rows.values.reshape(len(array), *spec.shape)
-    row = np.repeat(np.arange(len(array)), rows.lengths)
-    places = np.empty(len(row), np.int64)
-    places[rows.sparse[row]] = rows.indices
-    places[~rows.sparse[row]] = np.tile(np.arange(spec.width), int((~rows.sparse).sum()))
     dense = np.zeros((len(array), spec.width), spec.dtype)
-    dense[row, places] = rows.values
+    dense[np.repeat(np.arange(len(array)), rows.lengths), rows.places()] = rows.values
     return dense.reshape(len(array), *spec.shape)
 
 

@@ -207,6 +207,7 @@ def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
             "key": p["idCol"],
             "options": input_options(estimator),
             "preprocess": preprocess_of(estimator),
+            "keyed": p["split"] == "key",
         },
     )
     check_strategy(request.config, request.recipe)

@@ -59,6 +59,7 @@ def prepare(
     key: str | None = None,
     options: InputOptions = _NOTHING_ASKED,
     preprocess: Function | None = None,
+    keyed: bool = True,
 ) -> Frame:
     """Selects, casts and names the training columns and reads the first row.
 
@@ -72,6 +73,8 @@ def prepare(
         key: A column whose value identifies a row in place of its contents.
         options: What is asked of the inputs besides.
         preprocess: Makes the arguments of `forward` of them.
+        keyed: Whether rows get a key of all their contents; otherwise it leaves out what the ranks can make a digest
+            of, as `Columns.keyed` says.
 
     Raises:
         ColumnError: A column is missing or has a type that cannot be trained on, or there are no rows.
@@ -84,6 +87,7 @@ def prepare(
         validation=validation,
         drop_nulls=options.drop,
         preprocess=None if preprocess is None else Preprocess(preprocess, [spec.column for spec in specs]),
+        keyed=keyed or key is not None,
     )
     wire = [column_of(dataset, spec) for spec in columns.tensors]
     if weight is not None:
@@ -98,8 +102,11 @@ def prepare(
         wire.append(F.xxhash64(quoted(key)).alias(KEY))
     data = dataset.select(*wire)
     if key is None:
-        contents = [column for spec in columns.tensors for column in hashed(spec)]
-        data = data.withColumn(KEY, F.xxhash64(*contents, *[F.col(VALIDATION)] * (validation is not None)))
+        contents = [column for spec in columns.tensors if keyed or not spec.digestible for column in hashed(spec)]
+        if keyed and validation is not None:
+            contents.append(F.col(VALIDATION))
+        if contents:
+            data = data.withColumn(KEY, F.xxhash64(*contents))
     sample = _first_row(data, columns, filled=options.fill is not None)
     columns = replace(
         columns,

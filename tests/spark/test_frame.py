@@ -7,6 +7,7 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
+from sparktorch.data.columns import InputOptions
 from sparktorch.data.plan import rank_of_key
 from sparktorch.spark.frame import prepare
 from sparktorch.spark.split import split, split_by_hash
@@ -32,6 +33,23 @@ def test_stand_ins_are_found_for_many_partitions(spark: SparkSession) -> None:
     part = F.pmod(F.col("k"), F.lit(100)).cast("int")
     placed = split_by_hash(data.withColumn("p", part), 100, part).withColumn("at", F.spark_partition_id())
     assert placed.where("p != at").count() == 0
+
+
+def test_without_a_key_of_its_contents_a_row_has_one_of_what_ranks_make_no_digest_of(spark: SparkSession) -> None:
+    rows = spark.createDataFrame(
+        [(1.0, [1, 2], 3.0), (2.0, [1, 2], 4.0), (1.0, [1], 3.0)], "a double, ids array<int>, y double"
+    )
+    options = InputOptions(layouts={"ids": "padded"})
+
+    def keys(*inputs: str, **more: str) -> list[int] | None:
+        asked = options if "ids" in inputs else InputOptions()
+        data = prepare(rows, "regression", inputs=inputs, label="y", options=asked, keyed=False, **more).data
+        return [row["k"] for row in data.collect()] if "k" in data.columns else None
+
+    assert keys("a") is None
+    first, second, third = keys("a", "ids") or []
+    assert first == second != third
+    assert len(set(keys("a", key="y") or [])) == 2
 
 
 def test_every_numeric_type_becomes_a_tensor(spark: SparkSession) -> None:

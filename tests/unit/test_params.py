@@ -136,6 +136,7 @@ def test_params_become_configuration() -> None:
         "key": "id",
         "options": InputOptions(),
         "preprocess": None,
+        "keyed": True,
     }
     recipe, config, launch = request.recipe, request.config, request.launch
     assert (recipe.module, recipe.module_params, recipe.loss) == (Mlp, {"hidden": 4}, "CrossEntropyLoss")
@@ -160,6 +161,7 @@ def test_the_defaults_take_the_features_column_and_no_label_column_means_no_labe
         "key": None,
         "options": InputOptions(),
         "preprocess": None,
+        "keyed": True,
     }
 
 
