@@ -19,7 +19,7 @@ Images are JPEG files of 224 x 224 pixels: read, split over two ranks and decode
 that a small file is soon opened, as docs/data.md advises.
 
 Each kind of column has a JVM of its own, as in an application that reads that kind: the compiler makes faster code of
-what has only ever met one. All of them stay, and take turns.
+what has only ever met one. Those that are compared with each other take turns.
 
 Petastorm's side runs in its own environment (`make test-petastorm` makes it): its converter writes the rows to Parquet
 once more ("materialise") and its loader reads them in two threads: the one that it makes of itself, and
@@ -34,13 +34,16 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks.common import Goal, arguments, machine, report, run_process, taking_turns, touch_memory, workspace
-from benchmarks.ingest_sides import CORES_THAT_DECODE, KINDS, WIDTH
+from benchmarks.ingest_sides import CORES_THAT_DECODE, WIDTH
 
+# Kinds of column whose processes are there at the same time, and take turns.
+GROUPS = (("array<float>", "dense vectors"), ("100 scalars",), ("sparse vectors",), ("images",), ("split",))
 GOALS = {
     "array<float>: shard / bare mapInArrow": Goal(0.9, at_least=True),
     "array<float>: shard / RDD of rows": Goal(15, at_least=True),
@@ -80,21 +83,22 @@ def measure(work: Path, rows: int, rounds: int, python: Path) -> dict[str, list[
     script = [sys.executable, "-m", "benchmarks.ingest_sides"]
     run_process([*script, "inputs", str(work), str(rows)])
     samples: defaultdict[str, list[float]] = defaultdict(list)
-    with ExitStack() as stack:
-        turns = [
-            stack.enter_context(taking_turns([*script, kind, str(work), str(rows)], work / f"{number}.log"))
-            for number, kind in enumerate(KINDS)
-        ]
-        if python.exists():
-            loader = Path(__file__).with_name("petastorm_loader.py")
-            settings = {**os.environ, "PYSPARK_PYTHON": str(python), "PYSPARK_DRIVER_PYTHON": str(python)}
-            command = [str(python), "-W", "ignore", str(loader), str(work / "arrays"), str(work / "petastorm")]
-            turn = stack.enter_context(taking_turns(command, work / "petastorm.log", settings))
-            turns.append(lambda: petastorm(turn, rows))
-        for number in range(-3, rounds):
-            for turn_of_kind in turns[:: -1 if number % 2 else 1]:
-                for name, value in turn_of_kind().items():
-                    samples[name] += [value] * (number >= 0)
+    for group in GROUPS:
+        with ExitStack() as stack:
+            turns = [
+                stack.enter_context(taking_turns([*script, kind, str(work), str(rows)], work / f"{kind}.log"))
+                for kind in group
+            ]
+            if "array<float>" in group and python.exists():
+                loader = Path(__file__).with_name("petastorm_loader.py")
+                settings = {**os.environ, "PYSPARK_PYTHON": str(python), "PYSPARK_DRIVER_PYTHON": str(python)}
+                command = [str(python), "-W", "ignore", str(loader), str(work / "arrays"), str(work / "petastorm")]
+                turn = stack.enter_context(taking_turns(command, work / "petastorm.log", settings))
+                turns.append(partial(petastorm, turn, rows))
+            for number in range(-3, rounds):
+                for turn_of_kind in turns[:: -1 if number % 2 else 1]:
+                    for name, value in turn_of_kind().items():
+                        samples[name] += [value] * (number >= 0)
     return dict(samples)
 
 

@@ -34,10 +34,9 @@ from sparktorch.data.shard import Shard
 from sparktorch.spark.frame import prepare
 from sparktorch.spark.split import split
 
-__all__ = ["CORES", "CORES_THAT_DECODE", "KINDS", "WIDTH"]
+__all__ = ["CORES", "CORES_THAT_DECODE", "WIDTH"]
 
 CORES = 2
-KINDS = ("array<float>", "100 scalars", "dense vectors", "sparse vectors", "images", "split")
 CORES_THAT_DECODE = "images: cores that decode"
 WIDTH, SCALARS = 100, 99
 BATCH = 1_024
@@ -247,7 +246,7 @@ class Sides:
 
     def _handed_over(self, data: DataFrame, columns: Columns) -> Callable[[], float]:
         function = partial(to_batches, columns=columns, size=BATCH)
-        return self._side(data, function, rows=self._rows // 4, width=SPARSE_WIDTH, schema=BATCHES)
+        return self._side(data, function, rows=self._rows // 2, width=SPARSE_WIDTH, schema=BATCHES)
 
     def _side(
         self,
@@ -314,12 +313,13 @@ def main() -> None:
         if kind == "inputs":
             write_images(directory / "images", rows // 100)
             write_rows(spark, directory, rows)
-            write_vectors(spark, directory, rows // 4)
+            write_vectors(spark, directory, rows // 2)
             return
         sides = Sides(spark, directory, rows)
         found = sides.of(kind)
+        shard = next(iter(found.values()))
         for _ in sys.stdin:
-            next(iter(found.values()))()  # Spark has ended Python workers that had nothing to do for a minute
+            shard()  # Spark ends Python workers that had nothing to do for a minute
             samples = interleave(found, 1, before=touch_memory)
             print(json.dumps({name: value for name, (value,) in samples.items()} | sides.besides), flush=True)
             found = dict(reversed(found.items()))

@@ -113,7 +113,12 @@ class Elements:
             The elements, of shape `(elements, *shape)`; int64 of shape `(elements,)`, the place in `index` of
             the row that each belongs to, and its own place in the row.
         """
+        where, row, place = self.locate(index)
+        return self.values[where], row, place
+
+    def locate(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns what `take` does, but for the elements their numbers, int64 of shape `(elements,)`."""
         lengths = self.lengths[index]
         row = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
         place = torch.arange(len(row), device=lengths.device) - (lengths.cumsum(0) - lengths)[row]
-        return self.values[self.starts[index][row] + place], row, place
+        return self.starts[index][row] + place, row, place

@@ -194,9 +194,12 @@ class Vectors(Field):
         width, shape = self._spec.width, (len(index), *self._spec.shape)
         if not len(self._indices.values) and self._spec.layout == "dense" and self._whole:
             return (self._values.values.view(-1, width).index_select(0, index).view(shape),)
-        values, row, place = self._values.take(index)
-        places, row_of_place, at = self._indices.take(index)
-        if len(places):  # those of sparse rows are stored, those of dense rows are their own
+        where, row, place = self._values.locate(index)
+        values = self._values.values[where]
+        if len(self._indices.values) == len(self._values.values):  # all rows are sparse
+            place = self._indices.values[where].long()
+        elif len(self._indices.values):  # places in sparse rows are stored, those in dense rows are their own
+            places, row_of_place, at = self._indices.take(index)
             starts = self._values.lengths[index].cumsum(0) - self._values.lengths[index]
             place[starts[row_of_place] + at] = places.long()
         if self._spec.layout == "sparse_csr":
