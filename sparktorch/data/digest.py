@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -67,5 +68,5 @@ def _weights(name: str, places: UInt64) -> UInt64:
 
 def _words(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Returns the bits of each row as unsigned words of 32 bits, or fewer, of shape `(rows, words)`."""
-    rows = np.ascontiguousarray(values).reshape(len(values), -1)
+    rows = np.ascontiguousarray(values).reshape(len(values), math.prod(values.shape[1:]))
     return rows.view(np.uint32 if rows.dtype.itemsize >= 4 else f"u{rows.dtype.itemsize}")

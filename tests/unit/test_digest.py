@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from sparktorch.data.columns import KEY, VALIDATION, TensorSpec
+from sparktorch.data.columns import KEY, LABEL, VALIDATION, TensorSpec
 from sparktorch.data.digest import RowDigests
 from sparktorch.data.fields import Vectors
 from sparktorch.data.shard import Shard
@@ -61,6 +61,22 @@ def test_any_bit_that_changes_changes_the_digest_of_its_row_and_of_no_other(dtyp
         assert after[:2] + after[3:] == before[:2] + before[3:]
         seen.add(after[2])
     assert len(seen) == 1 + 8 * rows[2].nbytes
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (0, 2, 2)])
+def test_no_rows_have_no_digests(shape: tuple[int, ...]) -> None:
+    assert digests(np.empty(shape, np.float32)) == []
+
+
+def test_a_batch_of_which_no_row_is_left_is_digested() -> None:
+    table = Table.random(60)
+    table = replace(
+        table.with_values(LABEL, [np.nan] * 30), columns=replace(table.columns, keyed=False, drop_nulls=True)
+    )
+    shard = Shard(table.batches(size=30), table.columns, by_key=False)
+    assert (shard.rows, shard.dropped) == (30, 30)
+    kept = table.take(np.arange(30, 60))
+    assert shard.fingerprint == Shard(kept.batches(), kept.columns, by_key=False).fingerprint
 
 
 def test_changes_of_a_row_do_not_make_up_for_each_other() -> None:
