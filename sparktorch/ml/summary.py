@@ -24,8 +24,8 @@ class TrainingSummary:
         validationRows: Number of validation rows.
         stepsPerEpoch: Optimizer steps in an epoch.
         numWorkers: Number of ranks.
-        fingerprint: Identifies the training rows, whatever their order and partitioning; under `split="keep"` it is
-            another one.
+        fingerprint: Identifies the training rows, whatever their order and partitioning; those of one split
+            cannot be compared with those of the other.
         seconds: Wall seconds of the driver's phases and of those of the rank that the model comes from.
         ranks: Per rank: host, device, threads, rows, bytes, `storage` ("memory" or "disk"), seconds (with checkpoints
             also those of copying and of waiting for the one before, in which training stood still, and of writing),
