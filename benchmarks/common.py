@@ -72,22 +72,14 @@ def arguments(doc: str, add: Callable[[argparse.ArgumentParser], None] = lambda 
     return parser.parse_args()
 
 
-def interleave(
-    sides: Mapping[str, Callable[[], float]], rounds: int, *, before: Callable[[], None] = lambda: None
-) -> dict[str, list[float]]:
+def interleave(sides: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
     """Runs every side once a round, every other round in reverse, and collects what they return.
 
     Warm the sides up before.
-
-    Args:
-        sides: By name.
-        rounds: Number of rounds.
-        before: Called before each side.
     """
     samples: dict[str, list[float]] = {name: [] for name in sides}
     for index in range(rounds):
         for name in list(sides)[:: -1 if index % 2 else 1]:
-            before()
             samples[name].append(sides[name]())
     return samples
 

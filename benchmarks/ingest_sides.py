@@ -27,14 +27,14 @@ from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.common import interleave, seconds, session, touch_memory
+from benchmarks.common import seconds, session, touch_memory
 from sparktorch.data.columns import Columns, InputOptions
 from sparktorch.data.plan import SamplingPlan
 from sparktorch.data.shard import Shard
 from sparktorch.spark.frame import prepare
 from sparktorch.spark.split import split
 
-__all__ = ["CORES", "CORES_THAT_DECODE", "WIDTH"]
+__all__ = ["CORES_THAT_DECODE", "WIDTH"]
 
 CORES = 2
 CORES_THAT_DECODE = "images: cores that decode"
@@ -320,8 +320,11 @@ def main() -> None:
         shard = next(iter(found.values()))
         for _ in sys.stdin:
             shard()  # Spark ends Python workers that had nothing to do for a minute
-            samples = interleave(found, 1, before=touch_memory)
-            print(json.dumps({name: value for name, (value,) in samples.items()} | sides.besides), flush=True)
+            measured = {}
+            for name, side in found.items():
+                touch_memory()
+                measured[name] = side()
+            print(json.dumps(measured | sides.besides), flush=True)
             found = dict(reversed(found.items()))
 
 

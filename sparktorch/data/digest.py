@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sparktorch.data.plan import GOLDEN, mix, mix_scalar
+from sparktorch.data.plan import mix, mix_places, mix_scalar
 
 __all__ = ["RowDigests"]
 
@@ -36,7 +36,7 @@ class RowDigests:
             values: Of shape `(rows, *shape)`.
         """
         words = _words(values)
-        weights = _weights(name, np.arange(words.shape[1], dtype=np.uint64))
+        weights = _weights(name, np.arange(words.shape[1]))
         self._sums += np.einsum("ij,j->i", words, weights, dtype=np.uint64, casting="unsafe")
 
     def add_elements(
@@ -52,7 +52,7 @@ class RowDigests:
         """
         words = _words(values)
         count = words.shape[1]
-        weights = _weights(name, (places[:, None] * count + np.arange(count)).astype(np.uint64))
+        weights = _weights(name, places[:, None] * count + np.arange(count))
         sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum((words * weights).sum(axis=1, dtype=np.uint64))])
         ends = np.cumsum(lengths)
         self._sums += sums[ends] - sums[ends - lengths]
@@ -62,8 +62,8 @@ class RowDigests:
         return mix(self._sums).view(np.int64)
 
 
-def _weights(name: str, places: UInt64) -> UInt64:
-    return mix(np.uint64(mix_scalar(*name.encode())) + places * np.uint64(GOLDEN))
+def _weights(name: str, places: npt.NDArray[np.integer[Any]]) -> UInt64:
+    return mix_places(np.uint64(mix_scalar(*name.encode())), places)
 
 
 def _words(values: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -11,16 +11,17 @@ that steps in a row read the same few places. `docs/sampling.md` explains and me
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["GOLDEN", "RankOrder", "SamplingPlan", "mix", "mix_scalar", "rank_of_key"]
+__all__ = ["RankOrder", "SamplingPlan", "mix", "mix_places", "mix_scalar", "rank_of_key"]
 
 Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
 
-GOLDEN = 0x9E3779B97F4A7C15
+_GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
 
@@ -40,11 +41,16 @@ def mix(value: UInt64) -> UInt64:
     return value ^ (value >> np.uint64(31))
 
 
+def mix_places(base: np.uint64, place: npt.NDArray[np.integer[Any]]) -> UInt64:
+    """Returns one pseudo-random 64-bit word for each place: the splitmix64 generator that begins at `base`."""
+    return mix(place.astype(np.uint64) * np.uint64(_GOLDEN) + base)
+
+
 def mix_scalar(*words: int) -> int:
     """Folds integers into one 64-bit word."""
     state = np.zeros(1, np.uint64)
     for word in words:
-        state = mix(state + np.uint64((word * GOLDEN + GOLDEN) & _MASK))
+        state = mix(state + np.uint64((word * _GOLDEN + _GOLDEN) & _MASK))
     return int(state[0])
 
 
@@ -138,7 +144,7 @@ class SamplingPlan:
         position = np.arange(begin, end, dtype=np.int64)
         stratum = position * strata // n - first
         base = np.uint64(mix_scalar(self.seed, epoch, 0))
-        draw = mix(position.astype(np.uint64) * np.uint64(GOLDEN) + base)
+        draw = mix_places(base, position)
         # One sort by (stratum, draw): the stratum in the top bits, the draw in the rest. Ties keep
         # the order of their positions, so that every rank breaks them alike.
         bits = self._stratum_bits
@@ -196,7 +202,7 @@ class RankOrder:
         whole = (self._end - self._start) // block
         number = np.arange(int(whole.max()), dtype=np.int64)
         position = self._start[:, None] + number * block
-        draw = mix(position.astype(np.uint64) * np.uint64(GOLDEN) + base) >> self._plan._stratum_bits
+        draw = mix_places(base, position) >> self._plan._stratum_bits
         draw[number >= whole[:, None]] = _MASK
         return np.argsort(draw, axis=1, kind="stable").astype(np.int32)
 
@@ -225,7 +231,7 @@ class RankOrder:
         at = np.where(number < whole, self._blocks[strata, number], whole) if number < self._blocks.shape[1] else whole
         place = (start + at * block)[:, None] + np.arange(block, dtype=np.int64)
         there = (place < end[:, None]) & (number <= whole)[:, None]
-        draw = mix(place.astype(np.uint64) * np.uint64(GOLDEN) + self._base)
+        draw = mix_places(self._base, place)
         draw[~there] = _MASK  # behind all that is there; ties keep the order of their positions
         step = np.empty_like(place)
         np.put_along_axis(step, np.argsort(draw, axis=1, kind="stable"), np.arange(block)[None, :], axis=1)
