@@ -46,7 +46,7 @@ def test_on_a_disk_that_stays_read_only_the_last_checkpoint_from_before_is_there
     assert found["weights"] == weights
     assert found["error"] is None
     assert_told(found, tmp_path / "disk", "Read-only file system", "make it writable for the user that the executors")
-    assert found["usable"] in (5, 6)
+    assert found["usable"] == 5
     assert len([text for text in found["warnings"] if "no checkpoint at step" in text]) <= 2, (
         "each rank tells of it once"
     )

@@ -48,12 +48,20 @@ class Fills(Callback):
 
 
 class Locks(Callback):
-    """Makes the disk read-only after one step, and writable again after another."""
+    """Makes the disk read-only after one step, as soon as the checkpoint before is whole; and writable after another."""
 
     def __init__(self, folder: Path, first: int, last: int) -> None:
         self._folder, self._first, self._last = folder, first, last
 
     def on_step_end(self, context: FitContext) -> None:
+        if context.step == self._first:
+            store = CheckpointStore(f"{self._folder}/checkpoints")
+            before = context.step - 1
+            until(
+                lambda: before in {manifest.step for manifest in store.manifests()},
+                seconds=20,
+                what=f"the checkpoint at step {before} is whole",
+            )
         if context.step in (self._first, self._last):
             mode = "ro" if context.step == self._first else "rw"
             remount = ["mount", "-o", f"remount,{mode}", str(self._folder)]
