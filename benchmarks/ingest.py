@@ -1,4 +1,4 @@
-"""MB/s from Parquet to tensors, by kind of column, beside the other ways there are.
+"""MB/s from a DataFrame to tensors, by kind of column, beside the other ways there are.
 
 `local[2]`, both cores, one Python worker a task. MB are those of the float32 tensors that come out, of sparse vectors
 those of the dense ones. A side reads its files, sends the rows to Python and makes tensors of them. All sides but the
@@ -17,6 +17,9 @@ each row has been handed over once, in dense micro-batches.
 Images are JPEG files of 224 x 224 pixels: read, split over two ranks and decoded once by their shards, beside a torch
 `DataLoader` with two workers over the same files, which reads, decodes and collates. Both end in float32. Spark is told
 that a small file is soon opened, as docs/data.md advises.
+
+Arrays and dense vectors are measured twice: read from Parquet and, "cached", from rows that Spark holds in memory,
+where less is in the way that all sides have in common.
 
 Each kind of column has a JVM of its own, as in an application that reads that kind: the compiler makes faster code of
 what has only ever met one. Those that are compared with each other take turns.
@@ -40,25 +43,36 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.common import Goal, arguments, machine, report, run_process, taking_turns, touch_memory, workspace
-from benchmarks.ingest_sides import CORES_THAT_DECODE, WIDTH
+from benchmarks.ingest_sides import CACHED, CORES_THAT_DECODE, WIDTH
 
 # Kinds of column whose processes are there at the same time, and take turns.
-GROUPS = (("array<float>", "dense vectors"), ("100 scalars",), ("sparse vectors",), ("images",), ("split",))
+ARRAYS, DENSE = "array<float>", "dense vectors"
+GROUPS = (
+    (ARRAYS, DENSE),
+    (ARRAYS + CACHED, DENSE + CACHED),
+    ("100 scalars",),
+    ("sparse vectors",),
+    ("images",),
+    ("split",),
+)
 GOALS = {
-    "array<float>: shard / bare mapInArrow": Goal(0.9, at_least=True),
-    "array<float>: shard / RDD of rows": Goal(15, at_least=True),
     "100 scalars: shard / stacked in Python": Goal(4, at_least=True),
-    "dense vectors / array<float>": Goal(0.8, at_least=True),
     "sparse vectors: shard / densified first": Goal(5, at_least=True),
     "images: shard / DataLoader": Goal(1, at_least=True),
     CORES_THAT_DECODE: Goal(1.8, at_least=True),
     "split by key / repartition, s": Goal(1.1),
-    "array<float>: shard / Petastorm's loader": Goal(5, at_least=True),
-    "array<float>: shard / Petastorm, materialising": Goal(10, at_least=True),
 }
+for source in ("", CACHED):
+    GOALS |= {
+        f"{ARRAYS}{source}: shard / bare mapInArrow": Goal(0.9, at_least=True),
+        f"{ARRAYS}{source}: shard / RDD of rows": Goal(15, at_least=True),
+        f"{ARRAYS}{source}: shard / Petastorm's loader": Goal(5, at_least=True),
+        f"{ARRAYS}{source}: shard / Petastorm, materialising": Goal(10, at_least=True),
+        f"{DENSE}{source} / {ARRAYS}{source}": Goal(0.8, at_least=True),
+    }
 
 
-def petastorm(turn: Callable[[], dict[str, float]], rows: int) -> dict[str, float]:
+def petastorm(turn: Callable[[], dict[str, float]], kind: str, rows: int) -> dict[str, float]:
     """Has Petastorm take a turn; returns MB/s."""
     touch_memory()
     took, size = turn(), rows * WIDTH * 4e-6
@@ -66,8 +80,8 @@ def petastorm(turn: Callable[[], dict[str, float]], rows: int) -> dict[str, floa
         "loader": size / took["load"],
         "BatchedDataLoader": size / took["load_batched"],
     }
-    return {f"array<float>: Petastorm's {name}": value for name, value in found.items()} | {
-        "array<float>: Petastorm, materialising": size / (took["materialise"] + took["load"])
+    return {f"{kind}: Petastorm's {name}": value for name, value in found.items()} | {
+        f"{kind}: Petastorm, materialising": size / (took["materialise"] + took["load"])
     }
 
 
@@ -89,12 +103,14 @@ def measure(work: Path, rows: int, rounds: int, python: Path) -> dict[str, list[
                 stack.enter_context(taking_turns([*script, kind, str(work), str(rows)], work / f"{kind}.log"))
                 for kind in group
             ]
-            if "array<float>" in group and python.exists():
+            if group[0].startswith(ARRAYS) and python.exists():
+                source = "cached" if group[0].endswith(CACHED) else "parquet"
+                folder = work / f"petastorm-{source}"
                 loader = Path(__file__).with_name("petastorm_loader.py")
                 settings = {**os.environ, "PYSPARK_PYTHON": str(python), "PYSPARK_DRIVER_PYTHON": str(python)}
-                command = [str(python), "-W", "ignore", str(loader), str(work / "arrays"), str(work / "petastorm")]
-                turn = stack.enter_context(taking_turns(command, work / "petastorm.log", settings))
-                turns.append(partial(petastorm, turn, rows))
+                command = [str(python), "-W", "ignore", str(loader), source, str(work / "arrays"), str(folder)]
+                turn = stack.enter_context(taking_turns(command, work / f"{folder.name}.log", settings))
+                turns.append(partial(petastorm, turn, group[0], rows))
             for number in range(-3, rounds):
                 for turn_of_kind in turns[:: -1 if number % 2 else 1]:
                     for name, value in turn_of_kind().items():
@@ -131,7 +147,6 @@ def main() -> None:
         return float(np.median(np.divide(samples[side], samples[other])))
 
     ratios = {
-        "dense vectors / array<float>": ratio("dense vectors: shard", "array<float>: shard"),
         "split by key / repartition, s": ratio("split by key, s", "repartition, s"),
         "split by key and sort / repartition, s": ratio("split by key and sort, s", "repartition, s"),
     }
@@ -140,10 +155,11 @@ def main() -> None:
         kind, _, way = name.partition(": ")
         if way and not way.startswith("shard") and f"{kind}: shard" in samples:
             ratios[f"{kind}: shard / {way}"] = ratio(f"{kind}: shard", name)
-    for side in ("shard with a key", "shard by idCol"):
-        ratios[f"array<float>: {side} / bare mapInArrow"] = ratio(
-            f"array<float>: {side}", "array<float>: bare mapInArrow"
-        )
+    for source in ("", CACHED):
+        arrays, dense = ARRAYS + source, DENSE + source
+        ratios[f"{dense} / {arrays}"] = ratio(f"{dense}: shard", f"{arrays}: shard")
+        for side in ("shard with a key", "shard by idCol"):
+            ratios[f"{arrays}: {side} / bare mapInArrow"] = ratio(f"{arrays}: {side}", f"{arrays}: bare mapInArrow")
     report(
         "ingest",
         samples={_with_unit(name): values for name, values in samples.items()},

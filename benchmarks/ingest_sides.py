@@ -1,8 +1,9 @@
 """The sides of `benchmarks.ingest` that need Spark, a process for each kind of column.
 
 `python -m benchmarks.ingest_sides KIND FOLDER ROWS` takes a turn for every line on its standard input: each side once,
-every other turn in reverse. Each turn prints what the sides have measured as a line of JSON. KIND `inputs` writes the
-files that the others read, and takes no turns.
+every other turn in reverse. Each turn prints what the sides have measured as a line of JSON. A KIND that ends in
+`, cached` reads from DataFrames that Spark holds in memory. KIND `inputs` writes the files that the others read, and
+takes no turns.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ from sparktorch.data.shard import Shard
 from sparktorch.spark.frame import prepare
 from sparktorch.spark.split import split
 
-__all__ = ["CORES_THAT_DECODE", "WIDTH"]
+__all__ = ["CACHED", "CORES_THAT_DECODE", "WIDTH"]
 
+CACHED = ", cached"
 CORES = 2
 CORES_THAT_DECODE = "images: cores that decode"
 WIDTH, SCALARS = 100, 99
@@ -152,8 +154,8 @@ class Sides:
         besides: What the last turn found out besides the figures of its sides.
     """
 
-    def __init__(self, spark: SparkSession, directory: Path, rows: int):
-        self._spark, self._directory, self._rows = spark, directory, rows
+    def __init__(self, spark: SparkSession, directory: Path, rows: int, *, cached: bool):
+        self._spark, self._directory, self._rows, self._cached = spark, directory, rows, cached
         self.besides: dict[str, float] = {}
 
     def of(self, kind: str) -> dict[str, Callable[[], float]]:
@@ -167,7 +169,7 @@ class Sides:
         }
         if kind == "split":
             return self._splits()
-        return {f"{kind}: {name}": side for name, side in sides[kind]().items()}
+        return {f"{kind}: {name}": side for name, side in sides[kind.removesuffix(CACHED)]().items()}
 
     def _arrays(self) -> dict[str, Callable[[], float]]:
         plain = self._wire("arrays", ["features"])
@@ -215,7 +217,8 @@ class Sides:
         }
 
     def _read(self, name: str) -> DataFrame:
-        return self._spark.read.parquet(str(self._directory / name))
+        data = self._spark.read.parquet(str(self._directory / name))
+        return data.cache() if self._cached else data
 
     def _wire(
         self,
@@ -315,7 +318,7 @@ def main() -> None:
             write_rows(spark, directory, rows)
             write_vectors(spark, directory, rows // 2)
             return
-        sides = Sides(spark, directory, rows)
+        sides = Sides(spark, directory, rows, cached=kind.endswith(CACHED))
         found = sides.of(kind)
         shard = next(iter(found.values()))
         for _ in sys.stdin:

@@ -1,8 +1,9 @@
 """Petastorm's side of `benchmarks.ingest`, run by the Python of its own environment.
 
-`petastorm_loader.py PARQUET FOLDER` takes a turn for every line on its standard input: its converter materialises the
-rows in FOLDER, and reads them all into tensors, once by the loader that it makes of itself, `DataLoader`, and once by
-`BatchedDataLoader`. Each turn prints the seconds of all three as a line of JSON.
+`petastorm_loader.py SOURCE PARQUET FOLDER` takes a turn for every line on its standard input: its converter
+materialises the rows in FOLDER, and reads them all into tensors, once by the loader that it makes of itself,
+`DataLoader`, and once by `BatchedDataLoader`. Each turn prints the seconds of all three as a line of JSON. SOURCE is
+`parquet`, or `cached` if Spark is to hold the rows in memory before the first turn.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ BATCH = 10_000
 
 def main() -> None:
     """Takes turns until the input ends."""
-    source, folder = sys.argv[1], Path(sys.argv[2])
+    source, parquet, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     folder.mkdir()
     spark = (
         SparkSession.builder.master("local[2]")
@@ -34,9 +35,12 @@ def main() -> None:
         .getOrCreate()
     )
     spark.sparkContext.setLogLevel("OFF")
+    data = spark.read.parquet(parquet)
+    if source == "cached":
+        data.cache().count()
     for _ in sys.stdin:
         started = time.perf_counter()
-        converter = make_spark_converter(spark.read.parquet(source), dtype=None)
+        converter = make_spark_converter(data, dtype=None)
         materialised = time.perf_counter()
         took = {
             "materialise": materialised - started,
