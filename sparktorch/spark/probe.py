@@ -26,7 +26,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
-__all__ = ["ANSWER_SCHEMA", "address_towards", "answer", "greeting", "host_of", "packages"]
+__all__ = [
+    "ANSWER_SCHEMA",
+    "Trial",
+    "address_towards",
+    "answer",
+    "digest_of",
+    "failure_to_reach",
+    "greeting",
+    "host_of",
+    "package",
+    "packages",
+    "problem",
+    "resolved",
+    "within",
+]
 
 ANSWER_SCHEMA = "answer string"
 
@@ -74,8 +88,8 @@ def answer(
         "executable": sys.executable,
         "packages": packages(),
         "hostname": socket.gethostname(),
-        "names": _resolved({*names, socket.gethostname()}),
-        "driver": _failure_to_reach(*driver, token) if driver else None,
+        "names": resolved({*names, socket.gethostname()}),
+        "driver": failure_to_reach(*driver, token) if driver else None,
         "shared_memory": _free("/dev/shm"),
         "disks": {path: _free(path) for path in _local_directories()},
         "gpus": gpus.addresses if gpus else [],
@@ -83,37 +97,35 @@ def answer(
         "cuda": _cuda() if cuda else None,
         "gpu_uuids": _gpu_uuids() if cuda else [],
     }
-    trial = _Trial(checkpoint_dir, f".sparktorch-doctor-{token}", rank) if checkpoint_dir else None
-    facts["checkpoint"] = _problem(trial.write) if trial else None
+    trial = Trial(checkpoint_dir, f".sparktorch-doctor-{token}", rank) if checkpoint_dir else None
+    facts["checkpoint"] = problem(trial.write) if trial else None
     try:
         facts.update(_met(context, host, token, driver, trial) if meet else {"peers": None, "files": None})
     finally:
         if trial:
-            _problem(trial.remove)
+            problem(trial.remove)
     yield pa.RecordBatch.from_pydict({"answer": [json.dumps(facts)]})
 
 
 def packages() -> dict[str, dict[str, str]]:
-    """Returns `version`, or the `error` of importing it, of each package that a rank uses.
-
-    For sparktorch also `code`, a digest of its source files.
-    """
-    found = {name: _package(name) for name in _IMPORTED}
+    """Returns what `package` says of each one that a rank uses, of sparktorch also `code`, a digest of its files."""
+    found = {name: package(name) for name in _IMPORTED}
     with suppress(importlib.metadata.PackageNotFoundError):  # half a second to import, for Spark 4.0 only
         found["pandas"] = {"version": importlib.metadata.version("pandas")}
     if "version" in found["sparktorch"]:
-        found["sparktorch"]["code"] = _digest("sparktorch")
+        found["sparktorch"]["code"] = digest_of("sparktorch")
     return found
 
 
-def _package(name: str) -> dict[str, str]:
+def package(name: str) -> dict[str, str]:
+    """Returns the `version` of a package, or the `error` of importing it."""
     try:
         return {"version": str(importlib.import_module(name).__version__)}
     except Exception as error:  # whatever an import may raise
         return {"error": f"{type(error).__name__}: {error}"}
 
 
-def _digest(package: str) -> str:
+def digest_of(package: str) -> str:
     """Returns a digest of the source files of a package, be they in a folder or in an archive."""
     digest = hashlib.sha256()
 
@@ -128,7 +140,7 @@ def _digest(package: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def _within(seconds: float, call: Callable[[], Any]) -> Any:
+def within(seconds: float, call: Callable[[], Any]) -> Any:
     """Returns what `call` returns; gives up waiting for it, in a thread of its own, after a time.
 
     Raises:
@@ -152,7 +164,7 @@ def _within(seconds: float, call: Callable[[], Any]) -> Any:
     return outcome["value"]
 
 
-def _resolved(names: Iterable[str]) -> dict[str, str]:
+def resolved(names: Iterable[str]) -> dict[str, str]:
     """Returns the addresses of those names that have one; a name server that is away ends the search."""
     found: dict[str, str] = {}
 
@@ -162,7 +174,7 @@ def _resolved(names: Iterable[str]) -> dict[str, str]:
                 found[name] = socket.gethostbyname(name)
 
     with suppress(TimeoutError):
-        _within(_SECONDS, resolve)
+        within(_SECONDS, resolve)
     return dict(found)
 
 
@@ -190,7 +202,7 @@ def greeting(bind: str, token: str) -> Iterator[int]:
             thread.join()
 
 
-def _failure_to_reach(host: str, port: int, token: str) -> str | None:
+def failure_to_reach(host: str, port: int, token: str) -> str | None:
     """Returns why the greeting of `host` cannot be heard; `None` if it can."""
     try:
         with socket.create_connection((host, port), timeout=_SECONDS) as line, line.makefile("rb") as words:
@@ -246,19 +258,20 @@ def _gpu_uuids() -> list[str]:
     return []
 
 
-def _problem(call: Callable[[], Any]) -> str | None:
+def problem(call: Callable[[], Any]) -> str | None:
     """Returns why a call to a file system fails; `None` if it does not."""
     try:
-        _within(_STORAGE_SECONDS, call)
+        within(_STORAGE_SECONDS, call)
     except Exception as error:  # whatever a file system may raise
         return f"{type(error).__name__}: {error}"
     return None
 
 
-class _Trial:
+class Trial:
     """A file of this task's own in the directory for checkpoints, or above it while it does not exist."""
 
     def __init__(self, url: str, name: str, rank: int) -> None:
+        """Writes nothing yet."""
         self._url = url
         self._name = name
         self._rank = rank
@@ -297,7 +310,7 @@ class _Trial:
         return f"{self._root}/{self._name}-{self._rank}"
 
 
-def _met(context: Any, host: str, token: str, driver: tuple[str, int] | None, trial: _Trial | None) -> dict[str, Any]:
+def _met(context: Any, host: str, token: str, driver: tuple[str, int] | None, trial: Trial | None) -> dict[str, Any]:
     """Returns which other tasks this one does not reach (`peers`), and whose files it sees (`files`)."""
     rank, bind = context.partitionId(), address_towards(driver[0]) if driver else host
     failed: dict[str, str] = {}
@@ -312,10 +325,10 @@ def _met(context: Any, host: str, token: str, driver: tuple[str, int] | None, tr
         wanted = {(rank + 1) % len(places), 0 if driver is None else rank} - {rank}
         for peer in sorted(wanted):
             address, number = places[peer]
-            failure = _failure_to_reach(address, number, token) if number else None  # that task tells of it
+            failure = failure_to_reach(address, number, token) if number else None  # that task tells of it
             if failure is not None:
                 failed[f"rank {peer} at {address}"] = failure
         with suppress(Exception):
-            files = _within(_STORAGE_SECONDS, trial.ranks) if trial else None
+            files = within(_STORAGE_SECONDS, trial.ranks) if trial else None
         context.barrier()
     return {"peers": failed, "files": files}

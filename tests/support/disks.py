@@ -48,7 +48,7 @@ class Fills(Callback):
 
 
 class Locks(Callback):
-    """Makes the disk read-only after one step, as soon as the checkpoint before is whole; and writable after another."""
+    """Makes the disk read-only after one step, once the checkpoint before is whole, and writable after another."""
 
     def __init__(self, folder: Path, first: int, last: int) -> None:
         self._folder, self._first, self._last = folder, first, last
