@@ -17,16 +17,8 @@ from sparktorch.config import Task
 from sparktorch.data.columns import KEY, LABEL, VALIDATION, WEIGHT, Columns, InputOptions, TensorSpec
 from sparktorch.data.preprocess import Function, Preprocess
 from sparktorch.errors import ColumnError
-from sparktorch.spark.wire import (
-    NUMERIC,
-    column_of,
-    hashed,
-    measured,
-    plan_inputs,
-    quoted,
-    type_of,
-    unfit,
-)
+from sparktorch.spark.sample import measured, unfit
+from sparktorch.spark.wire import NUMERIC, column_of, hashed, plan_inputs, quoted, type_of
 
 __all__ = ["Frame", "prepare"]
 

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from functools import reduce
-from operator import or_
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
-import pyarrow as pa
 from pyspark.ml.linalg import VectorUDT
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 from sparktorch.data.columns import DType, InputOptions, Kind, Layout, TensorSpec, input_name
-from sparktorch.data.images import image_size
 from sparktorch.errors import ColumnError, ConfigError, nearest
 
 __all__ = [
@@ -25,12 +20,10 @@ __all__ = [
     "column_of",
     "hashed",
     "input_columns",
-    "measured",
     "plan_inputs",
     "quoted",
     "quoted_name",
     "type_of",
-    "unfit",
 ]
 
 NUMERIC = (
@@ -325,115 +318,6 @@ def _nulls_within(column: Column, depth: int) -> Column:
     if depth == 1:
         return F.transform(column, F.isnull)
     return F.transform(column, lambda inner: F.struct(F.isnull(inner), _nulls_within(inner, depth - 1)))
-
-
-def unfit(spec: TensorSpec, data: DataFrame, *, drop: bool) -> Column | None:
-    """Returns whether the first row that is looked at cannot be one with this in a wire column.
-
-    It cannot be one that the ranks leave out or refuse whatever the null policy, nor one that does not show a shape
-    that only a row can tell.
-
-    Args:
-        spec: The column.
-        data: The DataFrame that has it.
-        drop: Whether the ranks leave out rows with a null, NaN or infinity.
-
-    Returns:
-        A condition that is never null; `None` where any row will do.
-    """
-    column, kind = F.col(spec.name), data.schema[spec.name].dataType
-    shapeless = 0 in spec.levels
-    found = []
-    if drop:
-        found.append(_bad(column, kind))
-    elif spec.fill is not None and shapeless:
-        found.append(_without_lists(column, kind))
-    if spec.ragged and shapeless:
-        found.append(F.coalesce(F.size(column) == 0, F.lit(False)))
-    return reduce(or_, found) if found else None
-
-
-def _bad(column: Column, kind: T.DataType) -> Column:
-    """Returns whether a value is or holds null, NaN or infinity; what is within a struct counts in vectors alone."""
-    bad = column.isNull()
-    if isinstance(kind, T.ArrayType):
-        return bad | F.exists(column, lambda inner: _bad(inner, kind.elementType))
-    if isinstance(kind, T.StructType) and {"indices", "values"} <= set(kind.names):
-        return bad | _bad(column["values"], kind["values"].dataType)
-    if isinstance(kind, T.FloatType | T.DoubleType):
-        return bad | F.isnan(column) | (F.abs(column) == math.inf)
-    return bad
-
-
-def _without_lists(column: Column, kind: T.DataType) -> Column:
-    """Returns whether a value is null, or holds a list that is."""
-    if isinstance(kind, T.ArrayType) and isinstance(kind.elementType, T.ArrayType):
-        return column.isNull() | F.exists(column, lambda inner: _without_lists(inner, kind.elementType))
-    return column.isNull()
-
-
-def measured(spec: TensorSpec, sample: pa.RecordBatch) -> TensorSpec:
-    """Fills in the lengths that the first row shows; the ranks check every row.
-
-    Raises:
-        ColumnError: The first row is null or empty, where it is to show the lengths, or holds another number of
-            values than its shape.
-    """
-    if spec.sources or not spec.levels:
-        return _shaped(spec, ())
-    value = sample.column(spec.name)[0].as_py()
-    if spec.resize:
-        return spec
-    if spec.layout == "image" and value is not None:
-        height, width = (value["height"], value["width"]) if isinstance(value, dict) else image_size(value, spec)
-        return replace(spec, shape=(3, height, width))
-    if spec.kind == "vector" and value is not None:
-        found: tuple[int, ...] = (len(value["values"]) if value["size"] is None else value["size"],)
-    elif spec.kind == "binary" and value is not None:
-        found = (len(value) // _itemsize(spec.dtype),)
-    else:
-        found = _lengths(value, len(spec.levels) + spec.ragged)[spec.ragged :]
-    if value is None or len(found) < len(spec.levels) or 0 in found:
-        if 0 not in spec.levels:
-            return _shaped(spec, spec.levels)
-        raise ColumnError(
-            f"column {spec.column!r} is {'null' if value is None else 'empty'} in the first row",
-            hint="drop such rows before fit, or set nullPolicy",
-            column=spec.column,
-        )
-    return _shaped(spec, found)
-
-
-def _shaped(spec: TensorSpec, levels: tuple[int, ...]) -> TensorSpec:
-    """Returns the spec for lists of those lengths, in the shape that was asked for or else in theirs."""
-    if spec.sources:
-        return spec
-    if spec.lists is None:
-        return replace(spec, shape=levels)
-    if math.prod(levels) != spec.width:
-        of = "each element of a row" if spec.ragged else "a row"
-        raise ColumnError(
-            f"{of} of column {spec.column!r} holds {math.prod(levels)} values, inputShapes says "
-            f"{list(spec.shape)}, which are {spec.width}",
-            hint="the ranks reshape each row, they neither pad nor cut it",
-            column=spec.column,
-        )
-    return replace(spec, lists=None if levels == spec.shape else levels)
-
-
-def _lengths(value: Any, depth: int) -> tuple[int, ...]:
-    """Returns the length of the first list of each level, as far down as there is one."""
-    found = []
-    for _ in range(depth):
-        if not isinstance(value, list):
-            break
-        found.append(len(value))
-        value = value[0] if value else None
-    return tuple(found)
-
-
-def _itemsize(dtype: str) -> int:
-    return int(pa.from_numpy_dtype(dtype).bit_width // 8)
 
 
 def input_columns(dataset: DataFrame, specs: Sequence[TensorSpec]) -> list[Column]:
