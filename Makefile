@@ -52,9 +52,6 @@ test: setup zip lint
 	$(BIN)/coverage report --skip-covered
 	$(MAKE) --no-print-directory test-faults
 
-# The JVMs of tests do not live long enough for what the optimising compiler makes to pay.
-test-spark test-faults test-petastorm: export JAVA_TOOL_OPTIONS := -XX:TieredStopAtLevel=1 -XX:+UseSerialGC
-
 test-core: setup
 	COVERAGE_FILE=.coverage.core $(BIN)/python -m pytest --cov --cov-report= tests/unit tests/dist
 

@@ -1,7 +1,7 @@
 """MB/s from a DataFrame to tensors, by kind of column, beside the other ways there are.
 
 `local[2]`, both cores, one Python worker a task. MB are those of the float32 tensors that come out, of sparse vectors
-those of the dense ones. A side reads its files, sends the rows to Python and makes tensors of them. All sides but the
+those of the dense ones. A side reads its rows, sends them to Python and makes tensors of them. All sides but the
 split and the images leave the rows where they are: "shard" is that of a rank under `split="keep"`, which checks every
 row and makes a digest of it. "Shard with a key" is what a rank does under `split="key"`, but for the shuffle: every row
 has a key made of its contents or, "by idCol", of one column, and they are put into its order. "Spark alone" ends in the
@@ -45,15 +45,12 @@ import numpy as np
 from benchmarks.common import Goal, arguments, machine, report, run_process, taking_turns, touch_memory, workspace
 from benchmarks.ingest_sides import CACHED, CORES_THAT_DECODE, WIDTH
 
-# Kinds of column whose processes are there at the same time, and take turns.
 ARRAYS, DENSE = "array<float>", "dense vectors"
+FROM = ("", CACHED)  # Parquet, or memory
+# Kinds of column whose processes are there at the same time, and take turns.
 GROUPS = (
-    (ARRAYS, DENSE),
-    (ARRAYS + CACHED, DENSE + CACHED),
-    ("100 scalars",),
-    ("sparse vectors",),
-    ("images",),
-    ("split",),
+    *((ARRAYS + source, DENSE + source) for source in FROM),
+    *(("100 scalars",), ("sparse vectors",), ("images",), ("split",)),
 )
 GOALS = {
     "100 scalars: shard / stacked in Python": Goal(4, at_least=True),
@@ -61,15 +58,18 @@ GOALS = {
     "images: shard / DataLoader": Goal(1, at_least=True),
     CORES_THAT_DECODE: Goal(1.8, at_least=True),
     "split by key / repartition, s": Goal(1.1),
+    **{
+        name: Goal(ratio, at_least=True)
+        for source in FROM
+        for name, ratio in (
+            (f"{ARRAYS}{source}: shard / bare mapInArrow", 0.9),
+            (f"{ARRAYS}{source}: shard / RDD of rows", 15),
+            (f"{ARRAYS}{source}: shard / Petastorm's loader", 5),
+            (f"{ARRAYS}{source}: shard / Petastorm, materialising", 10),
+            (f"{DENSE}{source} / {ARRAYS}{source}", 0.8),
+        )
+    },
 }
-for source in ("", CACHED):
-    GOALS |= {
-        f"{ARRAYS}{source}: shard / bare mapInArrow": Goal(0.9, at_least=True),
-        f"{ARRAYS}{source}: shard / RDD of rows": Goal(15, at_least=True),
-        f"{ARRAYS}{source}: shard / Petastorm's loader": Goal(5, at_least=True),
-        f"{ARRAYS}{source}: shard / Petastorm, materialising": Goal(10, at_least=True),
-        f"{DENSE}{source} / {ARRAYS}{source}": Goal(0.8, at_least=True),
-    }
 
 
 def petastorm(turn: Callable[[], dict[str, float]], kind: str, rows: int) -> dict[str, float]:
@@ -155,7 +155,7 @@ def main() -> None:
         kind, _, way = name.partition(": ")
         if way and not way.startswith("shard") and f"{kind}: shard" in samples:
             ratios[f"{kind}: shard / {way}"] = ratio(f"{kind}: shard", name)
-    for source in ("", CACHED):
+    for source in FROM:
         arrays, dense = ARRAYS + source, DENSE + source
         ratios[f"{dense} / {arrays}"] = ratio(f"{dense}: shard", f"{arrays}: shard")
         for side in ("shard with a key", "shard by idCol"):

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
-from operator import or_
 
 import pyarrow as pa
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
-from pyspark.sql.pandas.types import to_arrow_schema
 
 from sparktorch.config import Task
 from sparktorch.data.columns import KEY, LABEL, VALIDATION, WEIGHT, Columns, InputOptions, TensorSpec
 from sparktorch.data.preprocess import Function, Preprocess
 from sparktorch.errors import ColumnError
-from sparktorch.spark.sample import measured, unfit
+from sparktorch.spark.first_row import first_row, measured
 from sparktorch.spark.wire import NUMERIC, column_of, hashed, plan_inputs, quoted, type_of
 
 __all__ = ["Frame", "prepare"]
@@ -99,7 +96,7 @@ def prepare(
             contents.append(F.col(VALIDATION))
         if contents:
             data = data.withColumn(KEY, F.xxhash64(*contents))
-    sample = _first_row(data, columns, filled=options.fill is not None)
+    sample = first_row(data, columns, filled=options.fill is not None)
     columns = replace(
         columns,
         inputs=tuple(measured(spec, sample) for spec in columns.inputs),
@@ -123,21 +120,6 @@ def _label(dataset: DataFrame, name: str | Sequence[str], task: Task) -> TensorS
         _require(dataset, one, NUMERIC, "a number")
     (spec,) = plan_inputs(dataset, names, InputOptions(assemble=several))
     return replace(spec, name=LABEL, dtype="float32" if task == "regression" else spec.dtype)
-
-
-def _first_row(data: DataFrame, columns: Columns, *, filled: bool) -> pa.RecordBatch:
-    """Returns the first row that shows what there is to see, as a record batch."""
-    conditions = []
-    for spec in columns.tensors:  # what is never filled, labels and weights, must be there
-        condition = unfit(spec, data, drop=columns.drop_nulls or (filled and spec not in columns.inputs))
-        if condition is not None:
-            conditions.append(condition)
-    rows = data.where(~reduce(or_, conditions)) if conditions else data
-    first = rows.head(1)  # reads one partition; `limit(1).toArrow()` would run a task on every one
-    if not first:
-        what = "no row without nulls, NaN, infinity or empty lists" if conditions else "no rows"
-        raise ColumnError(f"the DataFrame has {what}", hint="check the filter or the path it comes from")
-    return pa.RecordBatch.from_pylist([first[0].asDict(recursive=True)], to_arrow_schema(data.schema))
 
 
 def _require(dataset: DataFrame, name: str, kinds: tuple[type[T.DataType], ...], what: str) -> None:

@@ -18,7 +18,6 @@ from tests.support.waiting import until
 __all__ = ["Cluster", "standalone"]
 
 _MASTER = "org.apache.spark.deploy.master.Master"
-_BRIEF_JVMS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"  # many start at once here, and none lives long
 _WORKER = "org.apache.spark.deploy.worker.Worker"
 
 
@@ -36,7 +35,7 @@ class Cluster:
         self.url = ""
         self._driver: subprocess.Popen[bytes] | None = None
         # No SPARK_LOCAL_IP: Spark is to find the hosts' addresses by itself, as it does where nobody has set it.
-        self._env = environment(SPARK_DAEMON_MEMORY="256m", JAVA_TOOL_OPTIONS=_BRIEF_JVMS)
+        self._env = environment(SPARK_DAEMON_MEMORY="256m")
         del self._env["SPARK_LOCAL_IP"]
 
     def start_master(self, host: str) -> None:

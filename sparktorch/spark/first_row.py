@@ -1,4 +1,4 @@
-"""Lengths that only a row can tell: which row is fit to tell them, and what it says."""
+"""The first row that is fit to be looked at, and the lengths that only a row can tell."""
 
 from __future__ import annotations
 
@@ -8,19 +8,45 @@ from functools import reduce
 from operator import or_
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
+from pyspark.sql.pandas.types import to_arrow_schema
 
-from sparktorch.data.columns import TensorSpec
+from sparktorch.data.columns import Columns, TensorSpec
 from sparktorch.data.images import image_size
 from sparktorch.errors import ColumnError
 
-__all__ = ["measured", "unfit"]
+__all__ = ["first_row", "measured"]
 
 
-def unfit(spec: TensorSpec, data: DataFrame, *, drop: bool) -> Column | None:
+def first_row(data: DataFrame, columns: Columns, *, filled: bool) -> pa.RecordBatch:
+    """Returns the first row that shows what there is to see, as a record batch.
+
+    Args:
+        data: The wire columns.
+        columns: What they are.
+        filled: Whether the ranks fill nulls in the inputs.
+
+    Raises:
+        ColumnError: There is no such row.
+    """
+    conditions = []
+    for spec in columns.tensors:  # what is never filled, labels and weights, must be there
+        condition = _unfit(spec, data, drop=columns.drop_nulls or (filled and spec not in columns.inputs))
+        if condition is not None:
+            conditions.append(condition)
+    rows = data.where(~reduce(or_, conditions)) if conditions else data
+    first = rows.head(1)  # reads one partition; `limit(1).toArrow()` would run a task on every one
+    if not first:
+        what = "no row without nulls, NaN, infinity or empty lists" if conditions else "no rows"
+        raise ColumnError(f"the DataFrame has {what}", hint="check the filter or the path it comes from")
+    return pa.RecordBatch.from_pylist([first[0].asDict(recursive=True)], to_arrow_schema(data.schema))
+
+
+def _unfit(spec: TensorSpec, data: DataFrame, *, drop: bool) -> Column | None:
     """Returns whether the first row that is looked at cannot be one with this in a wire column.
 
     It cannot be one that the ranks leave out or refuse whatever the null policy, nor one that does not show a shape
@@ -83,7 +109,7 @@ def measured(spec: TensorSpec, sample: pa.RecordBatch) -> TensorSpec:
     if spec.kind == "vector" and value is not None:
         found: tuple[int, ...] = (len(value["values"]) if value["size"] is None else value["size"],)
     elif spec.kind == "binary" and value is not None:
-        found = (len(value) // _itemsize(spec.dtype),)
+        found = (len(value) // np.dtype(spec.dtype).itemsize,)
     else:
         found = _lengths(value, len(spec.levels) + spec.ragged)[spec.ragged :]
     if value is None or len(found) < len(spec.levels) or 0 in found:
@@ -123,7 +149,3 @@ def _lengths(value: Any, depth: int) -> tuple[int, ...]:
         found.append(len(value))
         value = value[0] if value else None
     return tuple(found)
-
-
-def _itemsize(dtype: str) -> int:
-    return int(pa.from_numpy_dtype(dtype).bit_width // 8)
