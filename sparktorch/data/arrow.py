@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from sparktorch.data.checks import refuse_nulls
 from sparktorch.data.columns import TensorSpec
 from sparktorch.data.digest import RowDigests
-from sparktorch.data.elements import Borders, Elements
+from sparktorch.data.elements import Borders
 from sparktorch.data.fields import Field
 from sparktorch.data.spool import Runs, Spooler
 from sparktorch.data.tensors import byte_rows
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ArrowColumn"]
 
-Index = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
 
 _OF_BYTES = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
 
@@ -40,6 +41,7 @@ class ArrowColumn(Field):
         """Begins without rows; their type is that of the first batch."""
         self._spec, self._spooler = spec, spooler
         self._node: _Node | None = None
+        self._rows: pa.Array = None
 
     @property
     def nbytes(self) -> int:
@@ -67,18 +69,25 @@ class ArrowColumn(Field):
 
     def finish(self, device: str) -> None:
         """Ends appending; the rows stay on the CPU."""
-        self._held.finish()
+        self._rows = self._held.finish()
 
     def read(self, runs: Runs) -> Self:
         """Returns a finished field of those rows, copied into memory."""
         found = copy.copy(self)
-        found._node = self._held.read(runs)
+        found._rows = self._held.read(runs)
         return found
 
     def take(self, index: torch.Tensor) -> tuple[Any, ...]:
-        """Returns one array, of NumPy or Arrow as their type says; a date or timestamp that is null is `NaT`."""
-        column = self._held.take(index.cpu().numpy())
-        return (column.to_numpy(zero_copy_only=False) if pa.types.is_primitive(column.type) else column,)
+        """Returns one array, of NumPy or Arrow as their type says; a date or timestamp that is null is `NaT`.
+
+        Text, bytes and elements of lists beyond 2 GiB are of Arrow's large types, whatever the column is.
+        """
+        column = self._rows.take(pa.array(index.cpu().numpy()))
+        if pa.types.is_primitive(column.type):
+            return (column.to_numpy(zero_copy_only=False),)
+        with suppress(pa.ArrowInvalid):  # there are too many for offsets of 32 bits
+            column = column.cast(self._held.type)
+        return (column,)
 
     @property
     def _held(self) -> _Node:
@@ -87,39 +96,32 @@ class ArrowColumn(Field):
 
 
 class _Node(ABC):
-    """Rows of one Arrow type."""
+    """Rows of one Arrow type, kept as the buffers of one array, whose offsets have 64 bits."""
 
     def __init__(self, kind: pa.DataType, spooler: Spooler) -> None:
         self.type = kind
-        self._valid_spool = spooler.spool(np.bool_)
+        self._valid = spooler.spool(np.bool_)
 
     @property
-    @abstractmethod
     def nbytes(self) -> int:
         """Bytes of the rows appended so far."""
+        return self._valid.nbytes
 
     def append(self, column: pa.Array) -> None:
         """Keeps the rows of a batch."""
-        self._valid_spool.append(column.is_valid().to_numpy(zero_copy_only=False))
+        self._valid.append(column.is_valid().to_numpy(zero_copy_only=False))
 
-    def finish(self) -> None:
-        """Ends appending."""
-        self._valid = self._valid_spool.finish()
+    def finish(self) -> pa.Array:
+        """Ends appending; returns all rows."""
+        return self._array(self._valid.finish(), None)
 
-    def read(self, runs: Runs) -> Self:
-        """Returns a finished copy of those rows."""
-        found = copy.copy(self)
-        found._valid = self._valid_spool.read(runs)
-        return found
+    def read(self, runs: Runs) -> pa.Array:
+        """Returns a copy of those rows; in place of `finish`, any number of times."""
+        return self._array(self._valid.read(runs), runs)
 
     @abstractmethod
-    def take(self, index: Index) -> pa.Array:
-        """Returns the rows with those numbers."""
-
-    def _nulled(self, column: pa.Array, index: Index) -> pa.Array:
-        """Makes null again what was null."""
-        valid = self._valid[index]
-        return column if valid.all() else pc.if_else(pa.array(valid), column, pa.scalar(None, column.type))
+    def _array(self, valid: Mask, runs: Runs | None) -> pa.Array:
+        """Returns some rows, or all; `valid` says which are not null."""
 
 
 class _Fixed(_Node):
@@ -130,30 +132,22 @@ class _Fixed(_Node):
         self._storage = pa.int64() if kind.bit_width == 64 else pa.int32()
         self._viewed = pa.types.is_temporal(kind)
         dtype = (self._storage if self._viewed else kind).to_pandas_dtype()
-        self._spool = spooler.spool(dtype)
+        self._values = spooler.spool(dtype)
 
     @property
     def nbytes(self) -> int:
-        return self._spool.nbytes + self._valid_spool.nbytes
+        return super().nbytes + self._values.nbytes
 
     def append(self, column: pa.Array) -> None:
         super().append(column)
         stored = column.view(self._storage) if self._viewed else column
         zero = pa.scalar(0).cast(stored.type)
-        self._spool.append((stored.fill_null(zero) if stored.null_count else stored).to_numpy(zero_copy_only=False))
+        self._values.append((stored.fill_null(zero) if stored.null_count else stored).to_numpy(zero_copy_only=False))
 
-    def finish(self) -> None:
-        super().finish()
-        self._values = self._spool.finish()
-
-    def read(self, runs: Runs) -> Self:
-        found = super().read(runs)
-        found._values = self._spool.read(runs)
-        return found
-
-    def take(self, index: Index) -> pa.Array:
-        column = pa.array(self._values[index])
-        return self._nulled(column.view(self.type) if self._viewed else column, index)
+    def _array(self, valid: Mask, runs: Runs | None) -> pa.Array:
+        values = self._values.finish() if runs is None else self._values.read(runs)
+        column = pa.array(values, mask=None if valid.all() else ~valid)
+        return column.view(self.type) if self._viewed else column
 
 
 class _Bytes(_Node):
@@ -161,33 +155,25 @@ class _Bytes(_Node):
 
     def __init__(self, kind: pa.DataType, spooler: Spooler) -> None:
         super().__init__(kind, spooler)
-        self._elements = Elements(np.uint8, spooler)
-        self._offsets = _offsets(pa.types.is_large_string(kind) or pa.types.is_large_binary(kind))
+        self._borders, self._content = Borders(spooler), spooler.spool(np.uint8)
+        text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+        self._large = pa.large_string() if text else pa.large_binary()
 
     @property
     def nbytes(self) -> int:
-        return self._elements.nbytes + self._valid_spool.nbytes
+        return super().nbytes + self._borders.nbytes + self._content.nbytes
 
     def append(self, column: pa.Array) -> None:
         super().append(column)
         offsets, content = byte_rows(column.fill_null(pa.scalar("").cast(column.type)) if column.null_count else column)
-        self._elements.append(content, np.diff(offsets))
+        self._borders.append(np.diff(offsets))
+        self._content.append(content)
 
-    def finish(self) -> None:
-        super().finish()
-        self._elements.finish("cpu")
-
-    def read(self, runs: Runs) -> Self:
-        found = super().read(runs)
-        found._elements = self._elements.read(runs)
-        return found
-
-    def take(self, index: Index) -> pa.Array:
-        rows = torch.from_numpy(index)
-        content, _, _ = self._elements.take(rows)
-        ends = np.concatenate([[0], self._elements.lengths[rows].cumsum(0).numpy()]).astype(self._offsets)
-        buffers = [None, pa.py_buffer(ends), pa.py_buffer(content.numpy())]
-        return self._nulled(pa.Array.from_buffers(self.type, len(index), buffers), index)
+    def _array(self, valid: Mask, runs: Runs | None) -> pa.Array:
+        borders, held = _borders(self._borders, runs)
+        content = self._content.finish() if held is None else self._content.read(held)
+        buffers = [_bitmap(valid), pa.py_buffer(borders), pa.py_buffer(content)]
+        return pa.Array.from_buffers(self._large, len(valid), buffers)
 
 
 class _Lists(_Node):
@@ -197,36 +183,21 @@ class _Lists(_Node):
         super().__init__(kind, spooler)
         self._borders = Borders(spooler)
         self._inner = _node(kind.value_type, spec, spooler)
-        self._large = pa.types.is_large_list(kind)
 
     @property
     def nbytes(self) -> int:
-        return self._borders.nbytes + self._inner.nbytes + self._valid_spool.nbytes
+        return super().nbytes + self._borders.nbytes + self._inner.nbytes
 
     def append(self, column: pa.Array) -> None:
         super().append(column)
         self._borders.append(column.value_lengths().fill_null(0).to_numpy().astype(np.int64))
         self._inner.append(column.flatten())
 
-    def finish(self) -> None:
-        super().finish()
-        self._starts, self._lengths = self._borders.finish()
-        self._inner.finish()
-
-    def read(self, runs: Runs) -> Self:
-        found = super().read(runs)
-        found._starts, found._lengths, held = self._borders.read(runs)
-        found._inner = self._inner.read(held)
-        return found
-
-    def take(self, index: Index) -> pa.Array:
-        lengths = self._lengths[index]
-        ends = np.cumsum(lengths)
-        within = np.arange(lengths.sum()) - np.repeat(ends - lengths, lengths)
-        items = self._inner.take(np.repeat(self._starts[index], lengths) + within)
-        offsets = pa.array(np.concatenate([[0], ends]).astype(_offsets(self._large)))
-        lists = (pa.LargeListArray if self._large else pa.ListArray).from_arrays(offsets, items)
-        return self._nulled(lists, index)
+    def _array(self, valid: Mask, runs: Runs | None) -> pa.Array:
+        borders, held = _borders(self._borders, runs)
+        items = self._inner.finish() if held is None else self._inner.read(held)
+        buffers = [_bitmap(valid), pa.py_buffer(borders)]
+        return pa.Array.from_buffers(pa.large_list(items.type), len(valid), buffers, children=[items])
 
 
 class _Structs(_Node):
@@ -238,26 +209,27 @@ class _Structs(_Node):
 
     @property
     def nbytes(self) -> int:
-        return sum(field.nbytes for field in self._fields) + self._valid_spool.nbytes
+        return super().nbytes + sum(field.nbytes for field in self._fields)
 
     def append(self, column: pa.Array) -> None:
         super().append(column)
         for number, field in enumerate(self._fields):
             field.append(column.field(number))
 
-    def finish(self) -> None:
-        super().finish()
-        for field in self._fields:
-            field.finish()
+    def _array(self, valid: Mask, runs: Runs | None) -> pa.Array:
+        columns = [field.finish() if runs is None else field.read(runs) for field in self._fields]
+        kind = pa.struct([field.with_type(column.type) for field, column in zip(self.type, columns, strict=True)])
+        return pa.Array.from_buffers(kind, len(valid), [_bitmap(valid)], children=columns)
 
-    def read(self, runs: Runs) -> Self:
-        found = super().read(runs)
-        found._fields = [field.read(runs) for field in self._fields]
-        return found
 
-    def take(self, index: Index) -> pa.Array:
-        names = [field.name for field in self.type]
-        return self._nulled(pa.StructArray.from_arrays([field.take(index) for field in self._fields], names), index)
+def _borders(borders: Borders, runs: Runs | None) -> tuple[npt.NDArray[np.int64], Runs | None]:
+    """Returns where rows begin and the last one ends, some or all; and where the elements of some are."""
+    return (borders.finish(), None) if runs is None else borders.read(runs)
+
+
+def _bitmap(valid: Mask) -> pa.Buffer | None:
+    """Returns which rows are not null, as Arrow has it."""
+    return None if valid.all() else pa.py_buffer(np.packbits(valid, bitorder="little"))
 
 
 def _node(kind: pa.DataType, spec: TensorSpec, spooler: Spooler) -> _Node:
@@ -283,11 +255,6 @@ def _node(kind: pa.DataType, spec: TensorSpec, spooler: Spooler) -> _Node:
 
 def _is_list(kind: pa.DataType) -> bool:
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
-
-
-def _offsets(large: bool) -> type[np.int32] | type[np.int64]:
-    """Returns what the offsets of an Arrow type are."""
-    return np.int64 if large else np.int32
 
 
 def _empty(kind: pa.DataType) -> Any:

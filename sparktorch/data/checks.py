@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from sparktorch.data.columns import Columns, TensorSpec
+from sparktorch.data.columns import LABEL, Columns, TensorSpec
 from sparktorch.errors import ColumnError
 
 __all__ = [
@@ -19,8 +19,8 @@ __all__ = [
     "check_finite",
     "check_labels",
     "check_weights",
-    "marked_within",
     "non_finite_mask",
+    "null_hint",
     "null_mask",
     "present",
     "refuse_lengths",
@@ -91,10 +91,13 @@ class Screen:
         shown = ", ".join(map(str, rows)) + (", ..." if count > len(rows) else "")
         raise ColumnError(
             f"{said}; in the order in which they arrived: {shown}",
-            hint="drop or fill them before fit, or set nullPolicy='drop' or 'fill'",
+            hint="drop or fill them before fit, or set nullPolicy='drop' or 'fill'" + self._hint(column, what),
             column=column,
             row=rows[0],
         )
+
+    def _hint(self, column: str, what: str) -> str:
+        return next(null_hint(spec) for spec in self._columns.tensors if spec.column == column) * (what == "null")
 
     def _note(self, column: str, what: str, rows: npt.NDArray[np.intp]) -> None:
         count, first = self._found.get((column, what), (0, []))
@@ -103,10 +106,10 @@ class Screen:
 
 def _unfit(column: pa.Array, spec: TensorSpec) -> Iterator[tuple[str, Mask]]:
     """Yields which rows of a column hold a null, and which hold NaN or infinity, where any do."""
-    nulls = None if spec.fill is not None else null_mask(column)
+    nulls = None if spec.fill is not None else null_mask(column, spec)
     if nulls is not None:
         yield "null", nulls
-    infinite = non_finite_mask(column, nan=spec.fill is None)
+    infinite = non_finite_mask(column, spec, nan=spec.fill is None)
     if infinite is not None:
         yield "NaN or infinite" if spec.fill is None else "infinite", infinite
 
@@ -115,50 +118,80 @@ def present(columns: Sequence[pa.Array], specs: Sequence[TensorSpec]) -> pa.Bool
     """Returns which rows have no null in any of the columns; `None` where that is every row."""
     found: Mask | None = None
     for column, spec in zip(columns, specs, strict=True):
-        mask = None if spec.fill is not None else null_mask(column)
+        mask = None if spec.fill is not None else null_mask(column, spec)
         if mask is not None:
             found = mask if found is None else found | mask
     return None if found is None else pa.array(~found)
 
 
-def null_mask(array: pa.Array) -> Mask | None:
-    """Returns which rows are null or hold one, on any level of lists; `None` where none is."""
-    found = array.is_null().to_numpy(zero_copy_only=False) if array.null_count else None
-    return marked_within(array, found, null_mask)
+def null_mask(column: pa.Array, spec: TensorSpec) -> Mask | None:
+    """Returns which rows are null or hold a null, on any level of lists and structs; `None` where none is."""
+    return _marked(_looked_at(column, spec), _nulls)
 
 
-def non_finite_mask(array: pa.Array, *, nan: bool = True) -> Mask | None:
+def non_finite_mask(column: pa.Array, spec: TensorSpec, *, nan: bool = True) -> Mask | None:
     """Returns which rows are or hold infinity, or NaN if that counts; `None` where none does."""
+    array = _looked_at(column, spec)
+    if spec.layout == "raw" and np.dtype(spec.dtype).kind == "f":
+        array = _as_lists(array, np.dtype(spec.dtype))
+    return _marked(array, partial(_infinite, nan=nan))
+
+
+def null_hint(spec: TensorSpec) -> str:
+    """Returns what else counts as a null in a column, for a hint."""
+    narrow = spec.kind == "number" and np.dtype(spec.dtype).kind == "i"
+    return f"; what {spec.dtype} cannot hold, as NaN in a column of floats, counts as null" if narrow else ""
+
+
+def _looked_at(column: pa.Array, spec: TensorSpec) -> pa.Array:
+    """Returns the part of a column that can be unfit: a dense vector has no size, an image needs no origin."""
+    if pa.types.is_struct(column.type) and spec.kind != "any":
+        return pc.struct_field(column, "values" if spec.kind == "vector" else "data")  # null where the struct is
+    return column
+
+
+def _as_lists(column: pa.Array, dtype: np.dtype[Any]) -> pa.Array:
+    """Returns bytes as lists of the numbers that they are; those of another length than whole numbers have are none."""
+    if not len(column):
+        return pa.array([], pa.list_(pa.from_numpy_dtype(dtype)))
+    column = column.cast(pa.large_binary()).fill_null(b"")
+    whole = pc.equal(pc.bit_wise_and(pc.binary_length(column), dtype.itemsize - 1), 0)  # sizes are powers of 2
+    column = pc.if_else(whole, column, b"")
+    _, offsets, content = column.buffers()
+    ends = np.frombuffer(offsets, np.int64)[column.offset : column.offset + len(column) + 1]
+    values = np.frombuffer(content or b"", np.uint8)[ends[0] : ends[-1]].view(dtype.newbyteorder("<"))
+    return pa.LargeListArray.from_arrays(pa.array((ends - ends[0]) // dtype.itemsize), pa.array(values))
+
+
+def _nulls(array: pa.Array) -> Mask | None:
+    found: Mask | None = array.is_null().to_numpy(zero_copy_only=False) if array.null_count else None
+    return found
+
+
+def _infinite(array: pa.Array, *, nan: bool) -> Mask | None:
     if not pa.types.is_floating(array.type):
-        return marked_within(array, None, partial(non_finite_mask, nan=nan))
+        return None
     every = array.to_numpy(zero_copy_only=False)  # null is NaN in it
     if np.isfinite(every).all():
         return None
-    bad = np.isinf(every) if not nan else ~np.isfinite(every) & array.is_valid().to_numpy(zero_copy_only=False)
+    bad: Mask = np.isinf(every) if not nan else ~np.isfinite(every) & array.is_valid().to_numpy(zero_copy_only=False)
     return bad if bad.any() else None
 
 
-def marked_within(array: pa.Array, found: Mask | None, mask_of: Callable[[pa.Array], Mask | None]) -> Mask | None:
-    """Adds the rows that hold something marked to those that are marked themselves.
-
-    Args:
-        array: Lists, or ML vectors; in anything else nothing is looked for.
-        found: The rows that are marked themselves; `None` for none.
-        mask_of: Returns which elements are marked.
-    """
-    lists = array.field("values") if _is_vector(array.type) else array
-    if not (pa.types.is_list(lists.type) or pa.types.is_large_list(lists.type)):
-        return found
-    inner = mask_of(lists.flatten())
-    if inner is None:
-        return found
-    marked = np.zeros(len(array), np.bool_) if found is None else found.copy()
-    marked[pc.list_parent_indices(lists).to_numpy()[inner]] = True
-    return marked
-
-
-def _is_vector(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_struct(kind) and kind.get_field_index("indices") >= 0)
+def _marked(array: pa.Array, mask_of: Callable[[pa.Array], Mask | None]) -> Mask | None:
+    """Returns which values are marked, or hold something that is, in lists and structs; `None` where none does."""
+    found = mask_of(array)
+    inner: Iterable[tuple[Any, pa.Array]] = ()
+    if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
+        inner = [(pc.list_parent_indices(array).to_numpy(), array.flatten())]
+    elif pa.types.is_struct(array.type):
+        inner = [(slice(None), field) for field in array.flatten()]
+    for parents, held in inner:
+        marks = _marked(held, mask_of)
+        if marks is not None:
+            found = np.zeros(len(array), np.bool_) if found is None else found.copy()
+            found[np.arange(len(array))[parents][marks]] = True
+    return found
 
 
 def refuse_nulls(array: pa.Array, spec: TensorSpec, first_row: int, per_row: int = 1) -> None:
@@ -173,7 +206,7 @@ def refuse_nulls(array: pa.Array, spec: TensorSpec, first_row: int, per_row: int
     column = spec.sources[first % per_row] if spec.sources else spec.column
     raise ColumnError(
         f"column {column!r} has {array.null_count} null values",
-        hint="drop or fill them, or fit with nullPolicy='fill'",
+        hint="drop or fill them, set handleInvalid='skip' or 'keep', or fit with nullPolicy='fill'" + null_hint(spec),
         column=column,
         row=first_row + first // per_row,
     )
@@ -210,11 +243,15 @@ def refuse_lengths(
     rows = np.unique(wrong // per_row)
     inner = "" if per_row == 1 else "the lists of "
     lists = spec.kind == "number" and per_row == 1
+    hint = "every row of an input must have the same length: pad, truncate or filter"
+    if spec.name == LABEL:
+        hint = "every label must have the same length: pad, truncate or filter the rows before fit"
+    elif lists:
+        hint += f", or set inputLayouts={{{spec.column!r}: 'padded'}} or 'jagged'"
     raise ColumnError(
         f"{inner}{rows.size} rows of column {spec.column!r} do not hold {length} {unit}; "
         f"the first has {int(lengths[wrong[0]])}",
-        hint="every row of an input must have the same length: pad, truncate or filter"
-        + (f", or set inputLayouts={{{spec.column!r}: 'padded'}} or 'jagged'" if lists else ""),
+        hint=hint,
         column=spec.column,
         row=first_row + int(rows[0]),
     )

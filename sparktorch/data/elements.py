@@ -40,18 +40,17 @@ class Borders:
             self._spool.append(ends)
             self._end = int(ends[-1])
 
-    def finish(self) -> tuple[Int64, Int64]:
-        """Returns the first element of each row, and the number of its elements."""
-        borders = self._spool.finish()
-        return borders[:-1], np.diff(borders)
+    def finish(self) -> Int64:
+        """Returns where each row begins and the last one ends, of shape `(rows + 1,)`."""
+        return self._spool.finish()
 
-    def read(self, runs: Runs) -> tuple[Int64, Int64, Runs]:
+    def read(self, runs: Runs) -> tuple[Int64, Runs]:
         """Returns the same of some rows, as they will lie when only they are read, and where they lie now."""
         borders = self._spool.read(Runs(runs.starts, runs.stops + 1))
         first = np.cumsum(runs.lengths + 1) - (runs.lengths + 1)  # where the borders of each run begin
         last = first + runs.lengths
         lengths = np.delete(np.diff(borders, append=0), last)
-        return np.cumsum(lengths) - lengths, lengths, Runs(borders[first], borders[last])
+        return np.concatenate([[0], np.cumsum(lengths)]), Runs(borders[first], borders[last])
 
 
 class Elements:
@@ -96,15 +95,19 @@ class Elements:
     def finish(self, device: str) -> None:
         """Ends appending and moves the rows to `device`."""
         self.values = torch.from_numpy(self._values.finish()).to(device)
-        self.starts, self.lengths = (torch.from_numpy(array).to(device) for array in self._borders.finish())
+        self._place(self._borders.finish(), device)
 
     def read(self, runs: Runs) -> Self:
         """Returns those rows, copied into memory; in place of `finish`, any number of times."""
         found = copy.copy(self)
-        starts, lengths, held = self._borders.read(runs)
+        borders, held = self._borders.read(runs)
         found.values = torch.from_numpy(self._values.read(held))
-        found.starts, found.lengths = torch.from_numpy(starts), torch.from_numpy(lengths)
+        found._place(borders, "cpu")
         return found
+
+    def _place(self, borders: Int64, device: str) -> None:
+        self.starts = torch.from_numpy(borders[:-1]).to(device)
+        self.lengths = torch.from_numpy(np.diff(borders)).to(device)
 
     def take(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns the elements of the rows with those numbers.

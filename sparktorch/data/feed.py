@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from sparktorch.data.move import batch_bytes, move_to
-from sparktorch.data.plan import RankOrder, SamplingPlan, mix_scalar
+from sparktorch.data.plan import Numbers, RankOrder, SamplingPlan, by_step, mix_words
 from sparktorch.data.prefetch import ByEpoch, ahead
 from sparktorch.data.preprocess import Moment
 from sparktorch.data.spool import Runs
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["Feed", "OutOfCore", "Resident", "Schedule", "Stored"]
 
 Int64 = npt.NDArray[np.int64]
+RowNumbers = Numbers | range
 
 _AHEAD_ROWS = 1 << 15  # from here on, ordering an epoch takes longer than to start a thread
 _CHUNK_ROWS = 1 << 16
@@ -38,20 +39,25 @@ class Schedule:
         first: The position of the rank's first row.
         rows: Number of the rank's rows.
         epochs: How many epochs are trained.
+        seeded: Whether something random is done to the rows of a step, for which it has a seed of its own.
     """
 
     plan: SamplingPlan
     first: int
     rows: int
     epochs: int = 1
+    seeded: bool = False
 
     def order(self, epoch: int) -> RankOrder:
         """Returns the order of the rank's rows in that epoch."""
         return RankOrder(self.plan, self.first, self.first + self.rows, epoch)
 
-    def moment(self, epoch: int, step: int) -> Moment:
-        """Returns when a step is, with a seed of its own for what is random in the rank's part of it."""
-        return Moment(epoch, mix_scalar(self.plan.seed, epoch, step, self.first) >> 1)
+    def moments(self, epoch: int, start: int, stop: int) -> list[Moment]:
+        """Returns when the steps from `start` to `stop` are, with the seed of this rank's part of each."""
+        if not self.seeded:
+            return [Moment(epoch, 0)] * (stop - start)
+        seeds = mix_words(self.plan.seed, epoch, np.arange(start, stop, dtype=np.int64), self.first) >> np.uint64(1)
+        return [Moment(epoch, seed) for seed in seeds.tolist()]
 
     def worth_ahead(self, epoch: int) -> bool:
         """Whether that epoch will be trained, and has so many rows that it is worth a thread to order them."""
@@ -99,21 +105,26 @@ class _Order:
     """The order of a rank's rows in one epoch.
 
     Attributes:
-        steps: The step of every row, in the order of positions.
-        index: The rows in the order of their steps.
+        index: The rows in the order of their steps, those of a step in the order of their positions.
         ends: Where in it each step ends.
     """
 
-    steps: Int64
     index: torch.Tensor
-    ends: list[int]
+    ends: Int64
 
 
 class Resident:
     """Rows in memory: each batch is taken from them when it is asked for."""
 
     def __init__(
-        self, rows: Rows, order: Int64, validation_order: Int64, device: str, *, decoding: bool, budget: int
+        self,
+        rows: Rows,
+        order: RowNumbers,
+        validation_order: RowNumbers,
+        device: str,
+        *,
+        decoding: bool,
+        budget: int,
     ) -> None:
         """Takes all rows.
 
@@ -126,7 +137,7 @@ class Resident:
             budget: Bytes, half of which what is decoded ahead may take, but one batch at least.
         """
         self._rows, self._decoding, self._device, self._budget = rows, decoding, device, budget
-        self._order, self._validation_order = torch.from_numpy(order), torch.from_numpy(validation_order)
+        self._order, self._validation_index = order, _index(validation_order)
         self._orders = ByEpoch(self._make_order)
 
     def place(self, schedule: Schedule) -> None:
@@ -135,7 +146,7 @@ class Resident:
 
     def weight_by_class(self, classes: int) -> npt.NDArray[np.float64]:
         """Returns the sum of the weights of the training rows by class."""
-        return self._rows.weight_by_class(self._order, classes)
+        return self._rows.weight_by_class(_index(self._order), classes)
 
     def weigh_classes(self, weights: Sequence[float]) -> None:
         """Makes each row count for its weight times that of its class."""
@@ -143,11 +154,15 @@ class Resident:
 
     def step_weights(self, epoch: int) -> npt.NDArray[np.float64]:
         """Returns the weight of the rows in each step."""
-        weights = self._rows.loss_weights()
-        if weights is not None:
-            weights = weights[self._order.numpy()]
-        steps = self._schedule.plan.steps
-        return np.bincount(self._orders[epoch].steps, weights, steps).astype(np.float64)
+        order, rows = self._orders[epoch], self.step_rows(epoch)
+        found = np.empty(len(rows))
+        some = max(1, _CHUNK_ROWS * len(rows) // max(1, len(order.index)))  # a bounded number of rows at a time
+        for start in range(0, len(rows), some):
+            stop = min(start + some, len(rows))
+            index = order.index[order.ends[start] - rows[start] : order.ends[stop - 1]]
+            step = np.repeat(np.arange(stop - start), rows[start:stop])
+            found[start:stop] = np.bincount(step, self._rows.loss_weights(index), stop - start)
+        return found
 
     def step_rows(self, epoch: int) -> Int64:
         """Returns the number of rows in each step."""
@@ -156,13 +171,14 @@ class Resident:
     def epoch(self, epoch: int, *, least: int, first: int) -> Generator[Batch]:
         """Yields the part of every batch of the epoch from step `first` on."""
         order = self._orders[epoch]
+        self._orders.forget(epoch)
         if self._schedule.worth_ahead(epoch + 1):
             self._orders.begin(epoch + 1)
-        index = order.index.to(self._device)
-        parts = list(zip([0, *order.ends[:-1]], order.ends, strict=True))[first:]
+        index, ends = order.index.to(self._device), [0, *order.ends.tolist()]
+        moments = self._schedule.moments(epoch, first, len(ends) - 1)
         batches = (
-            self._rows.take(index[start:end], least=least, moment=self._schedule.moment(epoch, step))
-            for step, (start, end) in enumerate(parts, first)
+            self._rows.take(index[start:end], least=least, moment=moment)
+            for start, end, moment in zip(ends[first:], ends[first + 1 :], moments, strict=False)
         )
         if not self._decoding:
             return batches
@@ -170,7 +186,7 @@ class Resident:
 
     def validation(self, size: int, *, batches: int) -> Generator[Batch]:
         """Yields the validation rows."""
-        index = self._validation_order.to(self._device)
+        index = self._validation_index.to(self._device)
         starts = range(0, max(len(index), batches * size), size)
         taken = (self._rows.take(index[s : s + size], least=1 if batches else 0) for s in starts)
         return ahead(taken, 1) if self._decoding else taken
@@ -181,11 +197,8 @@ class Resident:
 
     def _make_order(self, epoch: int) -> _Order:
         first, count, plan = self._schedule.first, self._schedule.rows, self._schedule.plan
-        steps = plan.steps_of(first, first + count, epoch)
-        narrow = steps.astype(np.uint16) if plan.steps <= 1 << 16 else steps  # sorted by radix, 7 times as fast
-        by_step = torch.from_numpy(np.argsort(narrow, kind="stable"))
-        ends = np.cumsum(np.bincount(steps, minlength=plan.steps)).tolist()
-        return _Order(steps, self._order.index_select(0, by_step), ends)
+        places, ends = by_step(plan.steps_of(first, first + count, epoch), plan.steps)
+        return _Order(torch.from_numpy(_at(self._order, places)), ends)
 
 
 class Stored(Protocol):
@@ -205,7 +218,7 @@ class OutOfCore:
     """Rows on disk: those of some steps in a row are read at once, in a thread, before they are asked for."""
 
     def __init__(
-        self, stored: Stored, order: Int64 | range, validation_order: Int64 | range, device: str, *, budget: int
+        self, stored: Stored, order: RowNumbers, validation_order: RowNumbers, device: str, *, budget: int
     ) -> None:
         """Takes what is on disk.
 
@@ -255,6 +268,8 @@ class OutOfCore:
     def epoch(self, epoch: int, *, least: int, first: int) -> Generator[Batch]:
         """Yields the part of every batch of the epoch from step `first` on."""
         order = self._orders[epoch]
+        for known in (self._orders, self._weights):
+            known.forget(epoch)
         if self._schedule.worth_ahead(epoch + 1):
             self._weights.begin(epoch + 1)
         return self._ahead(self._batches(order, least, first), self._window)
@@ -288,7 +303,7 @@ class OutOfCore:
             for start in range(max(first, begin), end, self._window):
                 stop = min(start + self._window, end)
                 now = (step >= start) & (step < stop)
-                moments = [self._schedule.moment(order.epoch, each) for each in range(start, stop)]
+                moments = self._schedule.moments(order.epoch, start, stop)
                 yield from self._steps(position[now], step[now] - start, moments, least)
 
     def _steps(self, position: Int64, step: Int64, moments: list[Moment], least: int) -> Generator[Batch]:
@@ -306,10 +321,9 @@ class OutOfCore:
             rows = self._load(self._validation_order, taken)
             yield rows.take(torch.arange(len(taken)), least=1 if batches else 0)
 
-    def _load(self, order: Int64 | range, places: Int64) -> Rows:
+    def _load(self, order: RowNumbers, places: Int64) -> Rows:
         """Reads rows, and behind them the shard's last one, to fill up with, as from memory."""
-        numbers = places + order.start if isinstance(order, range) else order[places]
-        rows = self._stored.load(Runs.of(np.append(numbers, self._stored.last)))
+        rows = self._stored.load(Runs.of(np.append(_at(order, places), self._stored.last)))
         if self._class_weights is not None:
             rows.weigh_classes(self._class_weights)
         return rows
@@ -324,9 +338,7 @@ class OutOfCore:
         sums = np.zeros(steps)
         for number in range(order.windows):
             position, step = order.window(number)
-            numbers = position - self._schedule.first
-            numbers = numbers + self._order.start if isinstance(self._order, range) else self._order[numbers]
-            rows = self._stored.load(Runs.of(numbers), inputs=False)
+            rows = self._stored.load(Runs.of(_at(self._order, position - self._schedule.first)), inputs=False)
             if self._class_weights is not None:
                 rows.weigh_classes(self._class_weights)
             sums += np.bincount(step, rows.loss_weights(), steps)
@@ -337,7 +349,16 @@ def _begun_bytes(begun: tuple[Batch, object]) -> int:
     return batch_bytes(begun[0])
 
 
-def _runs(rows: Int64 | range) -> Runs:
+def _at(order: RowNumbers, places: Numbers) -> Numbers:
+    """Returns the rows at those places of an order."""
+    return places + order.start if isinstance(order, range) else order[places]
+
+
+def _index(order: RowNumbers) -> torch.Tensor:
+    return torch.arange(order.start, order.stop) if isinstance(order, range) else torch.from_numpy(order)
+
+
+def _runs(rows: RowNumbers) -> Runs:
     if isinstance(rows, range):
         return Runs(np.array([rows.start], np.int64), np.array([rows.stop], np.int64))
     return Runs.of(rows)

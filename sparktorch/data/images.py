@@ -50,6 +50,8 @@ class Images(Field):
         self._bytes = Elements(np.uint8, spooler)
         self._sizes = spooler.spool(np.int32, (3,))
         self._channels_first, self._shape = _axes(spec)
+        # Its threads begin with the first step, and end with this field and what is read of it.
+        self._pool = ThreadPoolExecutor(max(1, torch.get_num_threads()), "sparktorch-decode")
 
     @property
     def nbytes(self) -> int:
@@ -103,8 +105,7 @@ class Images(Field):
 
         threads = min(torch.get_num_threads(), len(rows))
         if threads > 1:  # Pillow lets go of Python's lock while it decodes
-            with ThreadPoolExecutor(threads, "sparktorch-decode") as pool:
-                list(pool.map(decode, range(len(rows))))
+            list(self._pool.map(decode, range(len(rows))))
         else:
             for place in range(len(rows)):
                 decode(place)
@@ -171,7 +172,7 @@ def image_size(data: bytes | Pixels, spec: TensorSpec, *, row: int = 0) -> tuple
         ConfigError: Pillow is not installed.
     """
     try:
-        with pillow().open(io.BytesIO(bytes(data)), formats=_FORMATS) as image:
+        with pillow().open(_file(data), formats=_FORMATS) as image:
             if image.mode.startswith(_DEEP):
                 raise _no_image(spec, row, f"its mode is {image.mode}, more than 8 bits a channel")
             width, height = image.size
@@ -200,12 +201,17 @@ def _axes(spec: TensorSpec) -> tuple[bool, tuple[int, int, int]]:
 def _opened(data: Pixels, size: npt.NDArray[np.int32]) -> Any:
     """Returns an image of Pillow's, of a file or of the pixels that Spark's `image` source has decoded."""
     if not size.any():
-        return pillow().open(io.BytesIO(data.tobytes()), formats=_FORMATS)
+        return pillow().open(_file(data), formats=_FORMATS)
     pixels = data.reshape(size)
     if size[2] == 1:
         return pillow().fromarray(pixels[:, :, 0])
     order = [2, 1, 0, 3][: size[2]]  # OpenCV's: blue, green, red
     return pillow().fromarray(np.ascontiguousarray(pixels[:, :, order]))
+
+
+def _file(data: bytes | Pixels) -> Any:
+    """Returns bytes as an open file, without a copy of them."""
+    return pa.BufferReader(pa.py_buffer(data))
 
 
 def _no_image(spec: TensorSpec, row: int, why: str) -> ColumnError:

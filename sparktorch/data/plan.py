@@ -16,10 +16,24 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["RankOrder", "SamplingPlan", "mix", "mix_places", "mix_scalar", "rank_of_key"]
+__all__ = [
+    "Numbers",
+    "RankOrder",
+    "SamplingPlan",
+    "argsort",
+    "by_step",
+    "mix",
+    "mix_places",
+    "mix_scalar",
+    "mix_words",
+    "rank_of_key",
+]
 
 Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
+Numbers = npt.NDArray[np.integer[Any]]
+
+_CHUNK_ROWS = 1 << 15  # are ordered at a time: what is made of them stays in a core's cache
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
@@ -46,12 +60,59 @@ def mix_places(base: np.uint64, place: npt.NDArray[np.integer[Any]]) -> UInt64:
     return mix(place.astype(np.uint64) * np.uint64(_GOLDEN) + base)
 
 
-def mix_scalar(*words: int) -> int:
-    """Folds integers into one 64-bit word."""
+def mix_words(*words: int | Int64) -> UInt64:
+    """Folds integers into one 64-bit word; where some are arrays, for each of their places."""
     state = np.zeros(1, np.uint64)
     for word in words:
-        state = mix(state + np.uint64((word * _GOLDEN + _GOLDEN) & _MASK))
-    return int(state[0])
+        if isinstance(word, int):
+            state = mix(state + np.uint64((word * _GOLDEN + _GOLDEN) & _MASK))
+        else:
+            state = mix(state + (word.astype(np.uint64) * np.uint64(_GOLDEN) + np.uint64(_GOLDEN)))
+    return state
+
+
+def mix_scalar(*words: int) -> int:
+    """Folds integers into one 64-bit word."""
+    return int(mix_words(*words)[0])
+
+
+def argsort(keys: UInt64) -> Int64:
+    """Returns what `np.argsort(keys, kind="stable")` does, for random keys in a fifth of the time.
+
+    Words are sorted faster than places: the place of each key takes that of its last bits. Where
+    those decide, a few keys are sorted once more.
+    """
+    bits = np.uint64(max(0, len(keys) - 1).bit_length())
+    places = (np.uint64(1) << bits) - np.uint64(1)
+    packed = (keys & ~places) | np.arange(len(keys), dtype=np.uint64)
+    packed.sort()
+    order = (packed & places).astype(np.int64)
+    packed >>= bits
+    same = packed[1:] == packed[:-1]
+    if same.any():
+        tied = np.append(same, False) | np.append(False, same)
+        order[tied] = order[tied][np.argsort(keys[order[tied]], kind="stable")]
+    return order
+
+
+def by_step(steps: Numbers, count: int) -> tuple[Numbers, Int64]:
+    """Returns the places of steps by their numbers, equal ones in ascending order, and where each step ends.
+
+    Args:
+        steps: Each less than `count`.
+        count: Number of steps.
+    """
+    size = max(_CHUNK_ROWS, count)
+    parts = [steps[start : start + size] for start in range(0, len(steps), size)]
+    ends = np.cumsum(sum((np.bincount(part, minlength=count) for part in parts), np.zeros(count, np.int64)))
+    following = np.concatenate([[0], ends[:-1]])  # where the next place of each step goes
+    found = np.empty_like(steps)
+    for number, part in enumerate(parts):
+        order = np.argsort(part.astype(np.uint16) if count <= 1 << 16 else part, kind="stable")  # 16 bits: by radix
+        rows = np.bincount(part, minlength=count)
+        found[np.arange(len(part)) + np.repeat(following - np.cumsum(rows) + rows, rows)] = order + number * size
+        following += rows
+    return found, ends
 
 
 def rank_of_key(key: Int64, world_size: int) -> Int64:
@@ -98,7 +159,12 @@ class SamplingPlan:
         """Number of rows in the global batch of that step."""
         return min(self.batch_size, self.rows - step * self.batch_size)
 
-    def steps_of(self, lo: int, hi: int, epoch: int) -> Int64:
+    @property
+    def _dtype(self) -> np.dtype[np.integer[Any]]:
+        """What holds a position."""
+        return np.dtype(np.int32 if self.rows < 1 << 31 else np.int64)
+
+    def steps_of(self, lo: int, hi: int, epoch: int) -> Numbers:
         """Returns the step at which each of the positions `[lo, hi)` is trained in that epoch.
 
         Nothing but the arguments goes in, so that a rank computes its own part, the strata that
@@ -110,12 +176,13 @@ class SamplingPlan:
             epoch: Number of the epoch, from 0.
 
         Returns:
-            int64 steps of shape `(hi - lo,)`.
+            Steps of shape `(hi - lo,)`, int32 where that holds them.
         """
         if lo >= hi:
-            return np.empty(0, np.int64)
+            return np.empty(0, self._dtype)
         if not self.shuffle:
-            return np.arange(lo, hi, dtype=np.int64) // self.batch_size
+            straight: Numbers = np.arange(lo, hi, dtype=self._dtype)
+            return straight // min(self.batch_size, self.rows)
         if self.block > 1:
             return RankOrder(self, lo, hi, epoch).steps()
         return np.concatenate([self._steps_of_turned(a, b, epoch) for a, b in self._turned(lo, hi, epoch)])
@@ -136,23 +203,24 @@ class SamplingPlan:
         pieces = ((min(start, n), min(stop, n)), (max(start, n) - n, max(stop, n) - n))
         return [(first, last) for first, last in pieces if first < last]
 
-    def _steps_of_turned(self, lo: int, hi: int, epoch: int) -> Int64:
+    def _steps_of_turned(self, lo: int, hi: int, epoch: int) -> Numbers:
         """`steps_of` in coordinates already turned by the epoch's offset, `0 <= lo < hi <= rows`."""
         n, strata = self.rows, min(self.batch_size, self.rows)
-        first, last = lo * strata // n, (hi - 1) * strata // n
-        begin, end = -(-first * n // strata), -(-(last + 1) * n // strata)
-        position = np.arange(begin, end, dtype=np.int64)
-        stratum = position * strata // n - first
-        base = np.uint64(mix_scalar(self.seed, epoch, 0))
-        draw = mix_places(base, position)
-        # One sort by (stratum, draw): the stratum in the top bits, the draw in the rest. Ties keep
-        # the order of their positions, so that every rank breaks them alike.
-        bits = self._stratum_bits
-        order = np.argsort((stratum.astype(np.uint64) << (np.uint64(64) - bits)) | (draw >> bits), kind="stable")
-        starts = -(-(np.arange(first, last + 1, dtype=np.int64) * n) // strata) - begin
-        step = np.empty(end - begin, np.int64)
-        step[order] = np.arange(end - begin, dtype=np.int64) - starts[stratum]
-        return step[lo - begin : hi - begin]
+        base, bits = np.uint64(mix_scalar(self.seed, epoch, 0)), self._stratum_bits
+        first, last = lo * strata // n, (hi - 1) * strata // n + 1
+        found = np.empty(hi - lo, self._dtype)
+        some = max(1, _CHUNK_ROWS * strata // n)
+        for number in range(first, last, some):
+            edges = -(-(np.arange(number, min(number + some, last) + 1, dtype=np.int64) * n) // strata)
+            begin, end, sizes = int(edges[0]), int(edges[-1]), np.diff(edges)
+            # One sort by (stratum, draw): the stratum in the top bits, the draw in the rest. Ties keep
+            # the order of their positions, so that every rank breaks them alike.
+            draw = mix_places(base, np.arange(begin, end, dtype=np.int64)) >> bits
+            draw |= np.repeat(np.arange(len(sizes), dtype=np.uint64) << (np.uint64(64) - bits), sizes)
+            step = np.empty(end - begin, self._dtype)
+            step[argsort(draw)] = np.arange(end - begin) - np.repeat(edges[:-1] - begin, sizes)
+            found[max(begin - lo, 0) : end - lo] = step[max(lo - begin, 0) : hi - begin]
+        return found
 
 
 class RankOrder:
@@ -239,9 +307,9 @@ class RankOrder:
         position = place[own] - self._offset
         return np.where(position < 0, position + self._plan.rows, position), step[own] + number * block
 
-    def steps(self) -> Int64:
+    def steps(self) -> Numbers:
         """Returns the step of each of the rank's positions, of shape `(hi - lo,)`."""
-        found = np.empty(max(0, self._hi - self._lo), np.int64)
+        found = np.empty(max(0, self._hi - self._lo), self._plan._dtype)
         for number in range(self.windows):
             position, step = self.window(number)
             found[position - self._lo] = step

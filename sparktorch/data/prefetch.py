@@ -88,15 +88,18 @@ class ByEpoch(Generic[T]):
         self._thread: threading.Thread | None = None
 
     def __getitem__(self, epoch: int) -> T:
-        """Returns it for that epoch, and forgets it for those before the last one, which may still be trained."""
+        """Returns it for that epoch."""
         if not self._knows(epoch):
             self.close()
         with self._lock:
-            for old in [known for known in self._known if known < epoch - 1]:
-                del self._known[old]
             if epoch in self._known:
                 return self._known[epoch]
         return self._keep(epoch, self._make(epoch))
+
+    def forget(self, before: int) -> None:
+        """Forgets it for the epochs before that one, which is trained now."""
+        with self._lock:
+            self._known = {epoch: made for epoch, made in self._known.items() if epoch >= before}
 
     def begin(self, epoch: int) -> None:
         """Begins to make it in a thread, unless that is done or something is being made."""

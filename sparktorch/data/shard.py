@@ -71,6 +71,13 @@ class Rows:
         self._weight = _tensor(fields, columns.weight)
         self._loss_weight = self._weight
         self._preprocess = columns.preprocess
+        self._padded: dict[int, Ragged] = {}  # by the place of their argument
+        place = 0
+        for taken in self._inputs if self._preprocess is None else ():
+            padded = isinstance(taken, Ragged) and taken.padded
+            if isinstance(taken, Ragged) and padded:
+                self._padded[place] = taken
+            place += 1 + padded
         self._device = device
         self.count = count
 
@@ -78,7 +85,7 @@ class Rows:
         """Returns the rows with those numbers.
 
         Args:
-            index: int64 row numbers of shape `(rows,)`.
+            index: Row numbers of shape `(rows,)`.
             least: Fill the inputs up to this many rows.
             moment: When that is.
         """
@@ -101,20 +108,8 @@ class Rows:
             weight,
             rows,
             loss_weight,
-            self._lengths(filled),
+            {place: taken.lengths(filled).cpu() for place, taken in self._padded.items()},
         )
-
-    def _lengths(self, index: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Returns the lengths of rows by the place of each padded argument."""
-        if self._preprocess is not None:
-            return {}
-        found, place = {}, 0
-        for taken in self._inputs:
-            padded = isinstance(taken, Ragged) and taken.padded
-            if isinstance(taken, Ragged) and padded:
-                found[place] = taken.lengths(index).cpu()
-            place += 1 + padded
-        return found
 
     def _arguments(self, index: torch.Tensor, moment: Moment) -> tuple[torch.Tensor, ...]:
         """Returns what the rows with those numbers are to `forward`."""
@@ -135,9 +130,12 @@ class Rows:
         weights = None if self._weight is None else self._weight.double().cpu()[index].numpy()
         return np.bincount(self._label.cpu()[index].numpy(), weights, classes).astype(np.float64)
 
-    def loss_weights(self) -> npt.NDArray[np.float64] | None:
-        """Returns what every row counts for in the loss, of shape `(count,)`; `None` means all ones."""
-        return None if self._loss_weight is None else self._loss_weight.double().cpu().numpy()
+    def loss_weights(self, index: torch.Tensor | None = None) -> npt.NDArray[np.float64] | None:
+        """Returns what rows count for in the loss, all of them or those of an index; `None` means all ones."""
+        if self._loss_weight is None:
+            return None
+        weights = self._loss_weight if index is None else self._loss_weight[index]
+        return weights.double().cpu().numpy()
 
 
 class Shard:
@@ -173,7 +171,7 @@ class Shard:
             budget: Bytes that rows from disk may take in memory.
             by_key: Whether the positions of the rows are those of their keys. Otherwise they are the
                 rows' places. On disk, rows that arrive in the order of their positions, validation
-                rows last, are read in runs; others one by one, and cost 8 bytes of memory each.
+                rows last, are read in runs; others one by one, and cost 4 bytes of memory each.
             by_length: Whether the rows of a step come in the order of the lengths of the first ragged input.
 
         Raises:
@@ -208,9 +206,7 @@ class Shard:
                 raw = columns.preprocess is not None and spec in columns.inputs
                 self._fields[spec.name].finish("cpu" if raw else device)
             rows = Rows(self._fields, columns, device, self.last + 1, by_length=by_length)
-            self._feed = Resident(
-                rows, _array(order), _array(validation_order), device, decoding=self.decodes, budget=budget
-            )
+            self._feed = Resident(rows, order, validation_order, device, decoding=self.decodes, budget=budget)
 
     @property
     def on_disk(self) -> bool:
@@ -220,7 +216,8 @@ class Shard:
     def place(self, first: int, plan: SamplingPlan, *, epochs: int = 1) -> None:
         """Tells the shard the position of its first row, the plan it trains by, and for how many epochs."""
         self._steps = plan.steps
-        self._feed.place(Schedule(plan, first, self.rows, epochs))
+        seeded = self._columns.preprocess is not None
+        self._feed.place(Schedule(plan, first, self.rows, epochs, seeded=seeded))
 
     def weight_by_class(self, classes: int) -> list[float]:
         """Returns the sum of the weights of this rank's training rows by class."""
@@ -318,10 +315,6 @@ class Shard:
                 self._fields[spec.name].stand_in()
             else:
                 self._fields[spec.name].append(spare.column(spec.name))
-
-
-def _array(order: npt.NDArray[np.int64] | range) -> npt.NDArray[np.int64]:
-    return np.asarray(order, np.int64)
 
 
 def balanced(sums: Sequence[float]) -> list[float]:

@@ -1,8 +1,9 @@
 """Where a shard keeps its rows: arrays that are appended to piece by piece, and read as one or in runs.
 
 Rows on disk are read by position into arrays of their own; nothing is mapped. So the pages of a file
-never count as memory of the process, and a disk that fails is an exception, not a signal. The files
-have no names: nobody can truncate them, and the kernel frees them when the process ends, however it does.
+never count as memory of the process, and a disk that fails is an exception, not a signal. All spools
+share a file, for a process may have only so many open. It has no name: nobody can truncate it, and the
+kernel frees it when the process ends, however it does.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ Array = npt.NDArray[Any]
 _LEAST_GROWTH = 1 << 20  # bytes
 _HUGE_PAGE = 2 << 20  # bytes of one, on most machines
 _HUGE = 2 * _HUGE_PAGE  # bytes from which on huge pages are worth it
+_FIRST_EXTENT = 1 << 20  # bytes
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -45,8 +47,9 @@ class Runs:
     stops: npt.NDArray[np.int64]
 
     @classmethod
-    def of(cls, rows: npt.NDArray[np.int64]) -> Runs:
-        """Returns the runs of those rows, int64 of shape `(rows,)`, in their order."""
+    def of(cls, rows: npt.NDArray[np.integer[Any]]) -> Runs:
+        """Returns the runs of those rows, of shape `(rows,)`, in their order."""
+        rows = rows.astype(np.int64, copy=False)
         cuts = np.flatnonzero(np.diff(rows) != 1) + 1
         starts = rows[np.concatenate([np.zeros(min(1, len(rows)), np.int64), cuts])]
         return cls(starts, starts + np.diff(np.concatenate([[0], cuts, [len(rows)]]))[: len(starts)])
@@ -119,30 +122,61 @@ class InMemory:
 
 
 class OnDisk:
-    """Keeps rows in files without names, of which nothing is left when the process ends."""
+    """Keeps rows in a file without a name, of which nothing is left when the process ends."""
 
     on_disk = True
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        """Takes the directory of the files.
+        """Takes the directory of the file.
 
         Raises:
             ClusterError: Nothing can be written there.
         """
         self._directory = os.fspath(directory)
         self._spools: list[_FileSpool] = []
-        _open(self._directory).close()
+        self._file = _open(self._directory)
+        self._end = 0
 
     @property
     def written(self) -> int:
-        """Bytes in all files."""
+        """Bytes of all rows."""
         return sum(spool.nbytes for spool in self._spools)
 
     def spool(self, dtype: npt.DTypeLike, shape: tuple[int, ...] = ()) -> _FileSpool:
         """Returns an empty spool; see `Spooler.spool`."""
-        spool = _FileSpool(self, _open(self._directory), np.dtype(dtype), shape)
+        spool = _FileSpool(self, np.dtype(dtype), shape)
         self._spools.append(spool)
         return spool
+
+    def extent(self, size: int) -> int:
+        """Returns where so many bytes of the file begin, for one spool; they take no room until they are written."""
+        start, self._end = self._end, self._end + size
+        return start
+
+    def write(self, values: memoryview, place: int, room: int) -> int:
+        """Writes bytes to a place of the file that has so much room; returns how many it took.
+
+        Raises:
+            ClusterError: It took none.
+        """
+        try:
+            return os.pwrite(self._file.fileno(), values[:room], place)
+        except OSError as error:
+            raise self.unwritable(error, len(values)) from error
+
+    def read(self, into: memoryview, place: int) -> int:
+        """Reads bytes from a place of the file; returns how many there were, 2 GiB at most.
+
+        Raises:
+            ClusterError: They cannot be read.
+        """
+        try:
+            done = os.preadv(self._file.fileno(), [into], place)
+            if not done:
+                raise OSError(errno.EIO, f"the last {len(into)} bytes of some rows are missing")
+        except OSError as error:
+            raise self.unreadable(error) from error
+        return done
 
     def unwritable(self, error: OSError, size: int) -> ClusterError:
         """Returns what is raised where that many bytes could not be written."""
@@ -167,19 +201,19 @@ class OnDisk:
         )
 
     def close(self) -> None:
-        """Closes the files, which frees them."""
-        for spool in self._spools:
-            spool.close()
+        """Closes the file, which frees it."""
+        self._file.close()
 
 
 class WithinBudget:
     """Keeps rows in memory up to a budget; whatever exceeds it sends all of them to disk."""
 
     def __init__(self, budget: int, directory: str | os.PathLike[str]) -> None:
-        """Takes the budget in bytes and the directory of the files."""
+        """Takes the budget in bytes and the directory of the file."""
         self._budget, self._directory = budget, directory
         self._disk: OnDisk | None = None
         self._spools: list[_MovingSpool] = []
+        self._held = 0
 
     @property
     def on_disk(self) -> bool:
@@ -194,15 +228,16 @@ class WithinBudget:
         self._spools.append(spool)
         return spool
 
-    def appended(self) -> None:
-        """Looks at the budget after rows have been added."""
-        if self._disk is None and sum(spool.nbytes for spool in self._spools) > self._budget:
+    def appended(self, size: int) -> None:
+        """Looks at the budget after so many bytes of rows have been added."""
+        self._held += size
+        if self._disk is None and self._held > self._budget:
             self._disk = OnDisk(self._directory)
             for spool in self._spools:
                 spool.move(self._disk)
 
     def close(self) -> None:
-        """Closes the files, if there are any."""
+        """Closes the file, if there is one."""
         if self._disk is not None:
             self._disk.close()
 
@@ -246,18 +281,19 @@ class _MemorySpool:
 
 
 class _FileSpool:
-    def __init__(self, owner: OnDisk, file: BinaryIO, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
-        self._owner, self._file, self._dtype, self._shape = owner, file, dtype, shape
+    """Rows in extents of a file, each twice as large as the one before."""
+
+    def __init__(self, disk: OnDisk, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+        self._disk, self._dtype, self._shape = disk, dtype, shape
         self._row = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        self._extents: list[int] = []
         self.nbytes = 0
 
     def append(self, values: Array) -> None:
         left = _bytes(np.ascontiguousarray(values, self._dtype))
         while len(left):
-            try:
-                written = self._file.write(left)
-            except OSError as error:
-                raise self._owner.unwritable(error, len(left)) from error
+            place, room = self._place(self.nbytes)
+            written = self._disk.write(left, place, room)
             self.nbytes += written
             left = left[written:]
 
@@ -267,25 +303,22 @@ class _FileSpool:
 
     def read(self, runs: Runs) -> Array:
         found = np.empty((runs.count, *self._shape), self._dtype)
-        try:
-            self._fill(_bytes(found), runs)
-        except OSError as error:
-            raise self._owner.unreadable(error) from error
+        left = _bytes(found)
+        for start, stop in zip((runs.starts * self._row).tolist(), (runs.stops * self._row).tolist(), strict=True):
+            at = start
+            while at < stop:
+                place, room = self._place(at)
+                done = self._disk.read(left[: min(room, stop - at)], place)
+                at, left = at + done, left[done:]
         return found
 
-    def _fill(self, left: memoryview, runs: Runs) -> None:
-        handle = self._file.fileno()
-        for start, size in zip((runs.starts * self._row).tolist(), (runs.lengths * self._row).tolist(), strict=True):
-            done = os.preadv(handle, [left[:size]], start)
-            while done < size:  # a read ends after 2 GiB
-                more = os.preadv(handle, [left[done:size]], start + done)
-                if not more:
-                    raise OSError(errno.EIO, f"the last {size - done} bytes of some rows are missing")
-                done += more
-            left = left[size:]
-
-    def close(self) -> None:
-        self._file.close()
+    def _place(self, at: int) -> tuple[int, int]:
+        """Returns where the byte at that place of the rows is in the file, and how many follow it there."""
+        number = (at // _FIRST_EXTENT + 1).bit_length() - 1
+        first, size = _FIRST_EXTENT * ((1 << number) - 1), _FIRST_EXTENT << number
+        if number == len(self._extents):
+            self._extents.append(self._disk.extent(size))
+        return self._extents[number] + at - first, size - (at - first)
 
 
 class _MovingSpool:
@@ -300,8 +333,9 @@ class _MovingSpool:
         return self._spool.nbytes
 
     def append(self, values: Array) -> None:
+        before = self.nbytes
         self._spool.append(values)
-        self._owner.appended()
+        self._owner.appended(self.nbytes - before)
 
     def finish(self) -> Array:
         return self._spool.finish()

@@ -9,12 +9,24 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from sparktorch.data.checks import refuse_lengths, refuse_nulls
 from sparktorch.data.columns import TensorSpec
 from sparktorch.errors import ColumnError
 
-__all__ = ["VectorRows", "byte_rows", "numbers", "packed", "ragged", "to_arrow", "to_numpy", "vector_rows"]
+__all__ = [
+    "VectorRows",
+    "byte_rows",
+    "fitting",
+    "held",
+    "numbers",
+    "packed",
+    "ragged",
+    "to_arrow",
+    "to_numpy",
+    "vector_rows",
+]
 
 Array = npt.NDArray[Any]
 
@@ -60,10 +72,51 @@ def numbers(values: pa.Array, spec: TensorSpec, first_row: int) -> Array:
     elif values.null_count:
         values = values.fill_null(pa.scalar(spec.fill).cast(values.type))
     found: Array = values.to_numpy(zero_copy_only=False)
-    found = found.astype(spec.dtype, copy=False)
-    if spec.fill is not None and found.dtype.kind == "f" and np.isnan(found).any():
-        return np.where(np.isnan(found), np.array(spec.fill, found.dtype), found)
-    return found
+    return _filled(found.astype(spec.dtype, copy=False), spec)
+
+
+def _filled(values: Array, spec: TensorSpec) -> Array:
+    """Returns values with what stands for NaN in its place, if anything does."""
+    if spec.fill is None or values.dtype.kind != "f" or not np.isnan(values).any():
+        return values
+    return np.where(np.isnan(values), np.array(spec.fill, values.dtype), values)
+
+
+def held(array: pa.Array, spec: TensorSpec) -> pa.Array:
+    """Returns a column with nulls for the numbers that an integer dtype cannot hold, as Spark's `try_cast` has them."""
+    if spec.kind != "number" or np.dtype(spec.dtype).kind != "i":
+        return array
+    return _held(array, np.iinfo(spec.dtype))
+
+
+def _held(array: pa.Array, limits: np.iinfo[Any]) -> pa.Array:
+    kind = array.type
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        whole = pa.concat_arrays([array]) if array.offset else array
+        inner = whole.values
+        values = _held(inner, limits)
+        if values is inner:
+            return array
+        mask = whole.is_null() if whole.null_count else None
+        return type(whole).from_arrays(whole.offsets, values, mask=mask)
+    if pa.types.is_boolean(kind) or (pa.types.is_integer(kind) and np.can_cast(kind.to_pandas_dtype(), limits.dtype)):
+        return array
+    if pa.types.is_decimal(kind):
+        among = (each is not None and limits.min <= int(each) <= limits.max for each in array.to_pylist())
+        return _nulled(array, np.fromiter(among, np.bool_, len(array))).cast(pa.int64(), safe=False)
+    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
+        return array
+    numbers = array.to_numpy(zero_copy_only=False)
+    if numbers.dtype.kind == "f":
+        whole_part = np.trunc(numbers.astype(np.float64))  # NaN fits nowhere
+        fits = (whole_part >= float(limits.min)) & (whole_part < float(limits.max + 1))
+    else:
+        fits = (numbers >= limits.min) & (numbers <= limits.max)
+    return _nulled(array, fits)
+
+
+def _nulled(array: pa.Array, fits: npt.NDArray[np.bool_]) -> pa.Array:
+    return array if fits.all() else pc.if_else(pa.array(fits), array, pa.scalar(None, array.type))
 
 
 def ragged(array: pa.Array, spec: TensorSpec, *, first_row: int = 0) -> tuple[Array, npt.NDArray[np.int64]]:
@@ -144,6 +197,27 @@ class VectorRows:
         return found
 
 
+def fitting(column: pa.Array, spec: TensorSpec) -> pa.Array:
+    """Returns a column that has the type of an input; an SQL function may be called with any.
+
+    Raises:
+        ColumnError: It has another.
+    """
+    kind = column.type
+    while pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        kind = kind.value_type
+    strange = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_temporal(kind)
+    flat = kind == column.type and not pa.types.is_struct(kind) and not pa.types.is_null(kind)
+    lists = spec.kind == "vector" or bool(spec.levels) or spec.ragged
+    if spec.kind in ("number", "vector") and (strange or (lists and flat)):
+        raise ColumnError(
+            f"column {spec.column!r} is {column.type}, but the model was fitted on {spec.describe()}",
+            hint="an SQL function takes the input columns of the model, in their order",
+            column=spec.column,
+        )
+    return column
+
+
 def _elements(array: pa.Array, spec: TensorSpec, levels: tuple[int, ...], first_row: int) -> pa.Array:
     """Returns the innermost values of nested lists, having checked the length of every list.
 
@@ -187,7 +261,7 @@ def _from_bytes(array: pa.Array, spec: TensorSpec, first_row: int) -> Array:
         array = array.fill_null(np.full(spec.shape, spec.fill, dtype).tobytes())
     offsets, content = byte_rows(array)
     refuse_lengths(np.diff(offsets), spec, spec.width * dtype.itemsize, first_row, unit="bytes")
-    return content.view(dtype).astype(spec.dtype, copy=False).reshape(len(array), *spec.shape)
+    return _filled(content.view(dtype).astype(spec.dtype, copy=False), spec).reshape(len(array), *spec.shape)
 
 
 def byte_rows(array: pa.Array) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
@@ -209,7 +283,7 @@ def packed(columns: Sequence[pa.Array], spec: TensorSpec) -> pa.ListArray:
     """Returns scalar columns of equal length as one column of lists, as the JVM packs them."""
     rows, width = len(columns[0]), len(columns)
     kind = pa.from_numpy_dtype(spec.dtype)
-    values = pa.concat_arrays([column.cast(kind, safe=False) for column in columns])
+    values = pa.concat_arrays([held(column, spec).cast(kind, safe=False) for column in columns])
     by_row = np.arange(rows * width).reshape(width, rows).T.reshape(-1)
     return pa.ListArray.from_arrays(pa.array(np.arange(rows + 1, dtype=np.int32) * width), values.take(by_row))
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sparktorch.data.plan import RankOrder, SamplingPlan, mix, rank_of_key
+from sparktorch.data.plan import RankOrder, SamplingPlan, argsort, by_step, mix, rank_of_key
 
 settings.register_profile("sparktorch", max_examples=300, deadline=None, database=None)
 settings.load_profile("sparktorch")
@@ -35,6 +35,20 @@ def cuts(draw: st.DrawFn, total: int) -> list[int]:
 
 def steps(plan: SamplingPlan, epoch: int = 0) -> npt.NDArray[np.int64]:
     return plan.steps_of(0, plan.rows, epoch)
+
+
+@pytest.mark.parametrize(
+    ("block", "epoch", "expected"),
+    [
+        (1, 0, [0, 0, 3, 1, 2, 2, 1, 0, 1, 2, 3]),
+        (1, 1, [0, 1, 2, 0, 0, 2, 3, 1, 3, 1, 2]),
+        (2, 0, [2, 1, 0, 3, 2, 1, 0, 2, 0, 1, 3]),
+        (2, 1, [0, 1, 0, 2, 1, 0, 3, 2, 2, 3, 1]),
+    ],
+)
+def test_a_training_of_today_takes_the_steps_of_one_from_before(block: int, epoch: int, expected: list[int]) -> None:
+    plan = SamplingPlan(rows=11, batch_size=3, seed=7, block=block)
+    assert steps(plan, epoch).tolist() == expected
 
 
 @given(plan=plans, epoch=epochs)
@@ -222,3 +236,23 @@ def test_mix_is_splitmix64_and_can_be_undone(words: list[int]) -> None:
 def test_mix_gives_the_published_values(draw: int, expected: int) -> None:
     state = np.array([draw * 0x9E3779B97F4A7C15 & _MASK], np.uint64)
     assert mix(state).tolist() == [expected]
+
+
+@given(data=st.data(), bits=st.sampled_from([2, 8, 64]), size=st.integers(0, 200))
+def test_keys_are_sorted_as_by_a_stable_sort_of_all_their_bits(data: st.DataObject, bits: int, size: int) -> None:
+    drawn = data.draw(st.lists(st.integers(0, 2**bits - 1), min_size=size, max_size=size))
+    shift = data.draw(st.integers(0, 64 - bits))
+    keys = np.array(drawn, np.uint64) << np.uint64(shift)
+    assert argsort(keys).tolist() == np.argsort(keys, kind="stable").tolist()
+
+
+@given(size=st.integers(0, 300), count=st.integers(1, 40), chunk=st.integers(1, 200), seed=st.integers(0, 99))
+def test_places_come_by_their_steps_however_many_are_sorted_at_a_time(
+    size: int, count: int, chunk: int, seed: int
+) -> None:
+    numbers = np.random.default_rng(seed).integers(0, count, size, np.int32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sparktorch.data.plan._CHUNK_ROWS", chunk)
+        places, ends = by_step(numbers, count)
+    assert places.tolist() == np.argsort(numbers, kind="stable").tolist()
+    assert ends.tolist() == np.cumsum(np.bincount(numbers, minlength=count)).tolist()

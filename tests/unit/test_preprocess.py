@@ -25,6 +25,7 @@ from sparktorch.data.shard import Shard
 from sparktorch.data.spool import InMemory, OnDisk, Runs
 from sparktorch.errors import ColumnError, ConfigError, ModuleError, PersistenceError
 from sparktorch.train.dryrun import ArgumentSpec, OutputSpec
+from tests.support.programs import run_python
 from tests.support.text import Bag, lengths, noisy
 
 TEXT = TensorSpec(name="x0", column="text", dtype="float32", kind="any", sql="string")
@@ -73,6 +74,36 @@ def test_columns_of_any_type_come_back_as_they_are(kind: str, data: st.DataObjec
     (again,) = disk.read(Runs.of(index)).take(torch.arange(len(index)))
     spooler.close()
     assert pa.array(again, arrow).to_pylist() == expected if plain else again.equals(back)
+
+
+def test_text_is_taken_without_temporaries_of_many_times_its_size(tmp_path: Path) -> None:
+    script = (
+        "import resource, pyarrow as pa, torch\n"
+        "from sparktorch.data.arrow import ArrowColumn\n"
+        "from sparktorch.data.columns import TensorSpec\n"
+        "from sparktorch.data.spool import InMemory\n"
+        "column = ArrowColumn(TensorSpec(name='x0', column='t', dtype='float32', kind='any'), InMemory())\n"
+        "column.append(pa.array(['w' * 1_000] * 20_000))\n"
+        "column.finish('cpu')\n"
+        "column.take(torch.arange(10))\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "column.take(torch.arange(20_000))\n"
+        "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / 20e6)\n"
+    )
+    assert float(run_python(tmp_path, "-c", script)) < 4  # times the text
+
+
+@pytest.mark.slow
+def test_more_than_two_gib_of_text_are_taken_as_large_text() -> None:
+    field = ArrowColumn(TEXT, InMemory())
+    field.append(pa.array(["a" * (1 << 26), "b"]))
+    field.finish("cpu")
+    (found,) = field.take(torch.tensor([0] * 33 + [1]))
+    assert found.type == pa.large_string()
+    assert found[33].as_py() == "b"
+    assert found.nbytes > 33 << 26
+    (found,) = field.take(torch.tensor([1, 1]))
+    assert (found.type, found.to_pylist()) == (pa.string(), ["b", "b"])
 
 
 def test_numbers_are_filled_and_text_is_left_to_the_callable() -> None:
@@ -213,7 +244,6 @@ def test_a_model_is_saved_with_its_callable_and_scores_text(tmp_path: Path) -> N
     model.save(tmp_path)
     loaded = TrainedModule.load(tmp_path)
     assert (loaded.preprocess, loaded.arguments, loaded.inputs) == (lengths, model.arguments, model.inputs)
-    assert loaded.digest == model.digest
     scored = Scorer(loaded).score([pa.array(["a", "bcd", ""])])
     assert scored["prediction"].tolist() == [0.0, 2.0, -1.0]  # of length and epoch: none
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -13,7 +15,9 @@ import pyarrow as pa
 import pytest
 import torch
 
+from sparktorch.data import plan
 from sparktorch.data.columns import KEY, LABEL, VALIDATION, WEIGHT, Columns, TensorSpec, input_name
+from sparktorch.data.feed import Schedule
 from sparktorch.data.fields import Dense
 from sparktorch.data.plan import SamplingPlan
 from sparktorch.data.preprocess import Preprocess
@@ -280,6 +284,65 @@ def test_batches_from_disk_are_those_from_memory_to_the_last_bit(
         torch.testing.assert_close(theirs.inputs, ours.inputs, rtol=0, atol=0)
         torch.testing.assert_close(theirs.weight, ours.weight, rtol=0, atol=0)
     disk.close()
+
+
+@pytest.mark.parametrize("random", [False, True])
+def test_what_an_epoch_computes_beside_its_batches_does_not_grow_with_their_number(random: bool) -> None:
+    def noisy(columns: Any, *, epoch: int | None, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        return {"x": torch.rand(len(columns["n"]), generator=generator)}
+
+    calls = 0
+
+    def count(frame: Any, event: str, _: Any) -> None:
+        nonlocal calls
+        calls += event == "call" and frame.f_code.co_filename == plan.__file__
+
+    spec = TensorSpec(name="x0", column="n", dtype="float32", kind="any" if random else "number")
+    columns = Columns(inputs=(spec,), preprocess=Preprocess(noisy, ["n"]) if random else None)
+    rows = {"x0": pa.array(range(200), pa.float32()), KEY: pa.array(np.arange(200) << 40)}
+    counted = []
+    for batch_size in (1, 20):
+        shard = Shard([pa.RecordBatch.from_pydict(rows)], columns)
+        shard.place(0, SamplingPlan(rows=200, batch_size=batch_size))
+        calls = 0
+        threading.setprofile(count)
+        sys.setprofile(count)
+        try:
+            assert sum(batch.rows for batch in shard.epoch(0)) == 200
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
+        shard.close()
+        counted.append(calls)
+    assert 0 < counted[0] == counted[1]
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_the_order_of_epochs_takes_few_bytes_a_row(in_order: bool) -> None:
+    rows = 100_000
+    keys = np.arange(rows) if in_order else np.random.default_rng(0).permutation(rows)
+    columns = Columns(inputs=(TensorSpec(name="x0", column="n", dtype="float32"),))
+    shard = Shard([pa.RecordBatch.from_pydict({"x0": pa.array(np.ones(rows, np.float32)), KEY: keys})], columns)
+    shard.place(0, SamplingPlan(rows=rows, batch_size=1_000), epochs=9)
+    tracemalloc.start()
+    try:
+        for epoch in range(3):
+            assert shard.step_weights(epoch).sum() == rows
+            assert sum(batch.rows for batch in shard.epoch(epoch)) == rows
+        shard.close()  # waits for what is made ahead
+        kept, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 9 * rows  # of this epoch and of the next
+    assert most < 30 * rows  # with chunks of rows, a third of these
+
+
+def test_a_step_has_a_seed_of_its_own_in_each_rank() -> None:
+    schedule = Schedule(SamplingPlan(rows=100, batch_size=10, seed=3), 40, 30, seeded=True)
+    seeds = [moment.seed for moment in schedule.moments(2, 0, 10)]
+    assert [moment.epoch for moment in schedule.moments(2, 0, 10)] == [2] * 10
+    assert [seeds[0], seeds[1], seeds[9]] == [4080407407500865054, 1379048175642033642, 443196961249873548]
+    assert schedule.moments(2, 4, 6) == schedule.moments(2, 0, 10)[4:6]
 
 
 class Watched(Shard):

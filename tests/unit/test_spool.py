@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -19,7 +20,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparktorch.data import spool as spool_module
 from sparktorch.data.spool import InMemory, OnDisk, Runs, Spooler, WithinBudget, local_directory
 from sparktorch.errors import ClusterError
 from tests.support.programs import run_python
@@ -143,14 +143,47 @@ def test_a_budget_is_for_all_spools_together(tmp_path: Path) -> None:
     spooler.close()
 
 
+def test_spools_that_grow_by_turns_beyond_their_extents_share_one_file(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    before = len(os.listdir("/proc/self/fd"))
+    spooler = OnDisk(tmp_path)
+    spools = [spooler.spool(np.uint8, (7,)) for _ in range(3)]
+    parts = [[draw.integers(0, 255, (rows, 7), np.uint8) for rows in (1, 149_796, 9, 700_000, 0, 5)] for _ in spools]
+    for turn in zip(*parts, strict=True):
+        for spool, part in zip(spools, turn, strict=True):
+            spool.append(part)
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    index = np.array([*range(149_700, 149_900), 3, *range(449_000, 450_000), 849_810], np.int64)
+    for spool, rows in zip(spools, parts, strict=True):
+        whole = np.concatenate(rows)
+        assert (spool.read(Runs.of(index)) == whole[index]).all()
+        assert (spool.finish() == whole).all()
+    assert os.fstat(spooler._file.fileno()).st_blocks * 512 < 1.1 * spooler.written
+    spooler.close()
+
+
+def test_more_spools_than_a_process_may_open_files(tmp_path: Path) -> None:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, limit[1]), limit[1]))
+    try:
+        for spooler in (OnDisk(tmp_path), WithinBudget(10, tmp_path)):
+            spools = [spooler.spool(np.int64) for _ in range(300)]
+            for number, spool in enumerate(spools):
+                spool.append(np.array([number, number]))
+            assert spooler.on_disk
+            assert [spool.finish().tolist() for spool in spools] == [[number, number] for number in range(300)]
+            spooler.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+
+
 def test_a_full_disk_is_named_with_what_was_to_go_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spooler = OnDisk(tmp_path)
     spooler.spool(np.float32).append(np.zeros(500_000, np.float32))
-    full = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
-    monkeypatch.setattr(spool_module, "_open", lambda directory: full)
-    spool = spooler.spool(np.float32)
-    with pytest.raises(ClusterError, match=r"do not fit into '.*': 2\.0 MB are there, 4\.0 MB come next") as caught:
-        spool.append(np.zeros(1_000_000, np.float32))
+    with open("/dev/full", "wb", buffering=0) as full, spooler._file:
+        monkeypatch.setattr(spooler, "_file", full)
+        with pytest.raises(ClusterError, match=r"do not fit into '.*': 2\.0 MB are there, 4\.0 MB come next") as caught:
+            spooler.spool(np.uint8).append(np.zeros(4_000_000, np.uint8))
     assert str(tmp_path) in str(caught.value)
     assert "spark.local.dir" in str(caught.value)
     spooler.close()
@@ -172,7 +205,7 @@ def test_a_file_that_was_cut_off_is_an_error_and_not_a_signal(tmp_path: Path) ->
     spooler = OnDisk(tmp_path)
     spool = spooler.spool(np.int64)
     spool.append(np.arange(10))
-    os.ftruncate(spool._file.fileno(), 72)
+    os.ftruncate(spooler._file.fileno(), 72)
     assert spool.read(Runs.of(np.arange(9))).tolist() == list(range(9))
     with pytest.raises(ClusterError, match=r"cannot read the rows of this worker back from .*8 bytes"):
         spool.read(Runs.of(np.arange(10)))
