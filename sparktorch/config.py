@@ -57,6 +57,8 @@ class TrainConfig:
         reference_batch_size: The batch size that the learning rate was chosen for, which turns on
             the linear scaling rule.
         validation_interval: Epochs or steps from one validation to the next; the end is always validated.
+        validation_batch_size: Validation rows that a rank takes through the module at a time; `None` for as many as
+            training takes, and 4,096 at most.
         validation_unit: Whether that counts "epoch"s or "step"s.
         patience: Validations in a row without a smaller loss after which training ends, with the
             weights of the best one; `None` trains all epochs and keeps the last weights.
@@ -92,6 +94,7 @@ class TrainConfig:
     reference_batch_size: int | None = None
     validation_interval: int = 1
     validation_unit: Literal["epoch", "step"] = "epoch"
+    validation_batch_size: int | None = None
     patience: int | None = None
     class_weights: tuple[float, ...] | Literal["balanced"] | None = None
     ema_decay: float | None = None
@@ -117,6 +120,7 @@ class TrainConfig:
         for name, value, least in (
             ("microBatchSize", self.micro_batch_size, 1),
             ("warmupSteps", self.warmup_steps, 0),
+            ("validationBatchSize", self.validation_batch_size, 1),
             ("earlyStoppingPatience", self.patience, 1),
             ("referenceBatchSize", self.reference_batch_size, 1),
         ):

@@ -15,6 +15,7 @@ from pyspark.sql import functions as F
 import sparktorch
 from sparktorch.config import from_dict, one_of
 from sparktorch.errors import ConfigError, nearest
+from sparktorch.spark.names import quoted
 from sparktorch.train.recipe import load_object
 
 __all__ = ["DataSection", "EstimatorSection", "JobConfig", "ScoreSection", "TrackingSection", "read_job"]
@@ -76,7 +77,7 @@ class DataSection:
 
     def split(self, data: DataFrame) -> tuple[DataFrame, DataFrame]:
         """Returns the rows to train on and the rows held out; a row's contents decide which it is."""
-        bucket = F.pmod(F.xxhash64(*data.columns), F.lit(_BUCKETS))
+        bucket = F.pmod(F.xxhash64(*map(quoted, data.columns)), F.lit(_BUCKETS))
         held_out = bucket < F.lit(int(self.holdout * _BUCKETS))
         return data.where(~held_out), data.where(held_out)
 

@@ -28,9 +28,10 @@ from sparktorch.errors import ColumnError
 from sparktorch.train.group import process_group
 from sparktorch.train.link import Link
 from sparktorch.train.loop import train
+from sparktorch.train.memory import forget_peaks, peaks
 from sparktorch.train.recipe import Recipe
 from sparktorch.train.saver import Saver
-from sparktorch.train.strategy import strategy_options
+from sparktorch.train.strategy import strategy_options, strategy_type
 from sparktorch.train.weights import pack_state
 from sparktorch.world import World
 
@@ -104,6 +105,7 @@ def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: Tra
     if world.device.startswith("cuda"):
         torch.cuda.set_device(world.device)
     clock = _Clock()
+    forget_peaks(world.device)
 
     # The first optimizer of a process imports torch._dynamo, most of a second: meanwhile, rows arrive.
     threading.Thread(target=_import_dynamo, daemon=True).start()
@@ -178,7 +180,9 @@ def _train_on(shard: Shard, world: World, job: TrainJob, link: Link, clock: _Clo
         link.enter("looking for a checkpoint")
         saver = Saver(job.checkpoint, {**job.checkpoint.job, "data": fingerprint}, world, link)
 
-    with saver or nullcontext(), process_group(team, link.store, timeout=timedelta(seconds=job.collective_seconds)):
+    limit = timedelta(seconds=job.collective_seconds)
+    lone = strategy_type(config).needs_group(strategy_options(config))
+    with saver or nullcontext(), process_group(team, link.store, timeout=limit, lone=lone):
         clock.lap("group")
         outcome = train(
             shard,
@@ -203,6 +207,7 @@ def _train_on(shard: Shard, world: World, job: TrainJob, link: Link, clock: _Clo
         "device": world.device,
         "threads": world.threads,
         "seconds": clock.laps | (saver.seconds if saver else {}),
+        **peaks(world.device),
     }
     best = 0
     if independent:

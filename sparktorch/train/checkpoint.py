@@ -27,10 +27,11 @@ import torch
 
 from sparktorch.errors import PersistenceError
 from sparktorch.train.claim import Claim, holds, release
+from sparktorch.train.fetch import Needs, fetch_tensors, foreign
 from sparktorch.train.files import Directory
-from sparktorch.train.state import local_part
+from sparktorch.train.state import local_part, storable
 
-__all__ = ["CheckpointStore", "Manifest", "Share", "read_rest", "read_tensors", "snapshot"]
+__all__ = ["CheckpointStore", "Manifest", "Share", "read_tensors", "snapshot"]
 
 E = TypeVar("E", bound=Exception)
 
@@ -65,6 +66,9 @@ def snapshot(tensors: Mapping[str, torch.Tensor], rest: dict[str, Any], saves: C
         tensors: By name; of those divided among ranks, the part of this rank is kept.
         rest: What else to keep: numbers, strings, tensors, and lists and dicts of them.
         saves: Whether this rank keeps a tensor that is not divided.
+
+    Raises:
+        PersistenceError: Something else is in `rest`.
     """
     started = time.perf_counter()
     kept: dict[str, torch.Tensor] = {}
@@ -75,7 +79,7 @@ def snapshot(tensors: Mapping[str, torch.Tensor], rest: dict[str, Any], saves: C
             kept[name] = part.detach().to("cpu", copy=True).reshape(part.shape or (1,)).contiguous()
             offsets[name] = offset or [0]
     content = io.BytesIO()
-    torch.save(rest, content)
+    torch.save({name: storable(value, name) for name, value in rest.items()}, content)
     return Share(kept, offsets, content.getvalue(), time.perf_counter() - started)
 
 
@@ -251,19 +255,38 @@ class CheckpointStore:
         return manifest
 
     @contextmanager
-    def local(self, manifest: Manifest) -> Iterator[Path]:
-        """A local directory with the files of a checkpoint that has been checked, and no others.
+    def local(self, manifest: Manifest, needs: Needs = lambda *_: True) -> Iterator[Path]:
+        """A local directory with the files of tensors of a checkpoint that has been checked, and no others.
+
+        Args:
+            manifest: Of the checkpoint.
+            needs: Which tensors are read there.
 
         Raises:
             PersistenceError: A file holds no tensors that can be read.
             ClusterError: The directory cannot be reached.
         """
         with tempfile.TemporaryDirectory(prefix="sparktorch-") as folder:
-            for name in manifest.files:
-                self.directory.fetch(f"{_folder(manifest.step, manifest.attempt)}/{name}", Path(folder, name))
+            for name, found in manifest.files.items():
                 if name.endswith(".safetensors"):
-                    _check_header(Path(folder, name))
+                    place = f"{_folder(manifest.step, manifest.attempt)}/{name}"
+                    fetch_tensors(self.directory, place, Path(folder, name), found["bytes"], needs)
             yield Path(folder)
+
+    def read_rest(self, manifest: Manifest, rank: int) -> dict[str, Any]:
+        """Returns what a rank kept besides tensors.
+
+        Raises:
+            PersistenceError: The file holds more than numbers, strings, tensors, and lists and dicts of them.
+            ClusterError: The directory cannot be reached.
+        """
+        name = f"rank-{rank:05d}.pt"
+        content = self.directory.read(f"{_folder(manifest.step, manifest.attempt)}/{name}")
+        try:
+            rest: dict[str, Any] = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
+        except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
+            raise foreign(name, str(error).partition("\n")[0]) from error
+        return rest
 
     def check(self, manifest: Manifest) -> None:
         """Compares the files of a checkpoint with its manifest.
@@ -322,39 +345,6 @@ def _kept(kind: type[E], kept: list[E]) -> Iterator[None]:
         yield
     except kind as error:
         kept.append(error)
-
-
-def read_rest(directory: Path, rank: int) -> dict[str, Any]:
-    """Returns what a rank kept besides tensors.
-
-    Raises:
-        PersistenceError: The file holds more than numbers, strings, tensors, and lists and dicts of them.
-    """
-    name = f"rank-{rank:05d}.pt"
-    try:
-        rest: dict[str, Any] = torch.load(directory / name, weights_only=True, map_location="cpu")
-    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
-        raise _foreign(name, str(error).partition("\n")[0]) from error
-    return rest
-
-
-def _check_header(path: Path) -> None:
-    """Refuses a file whose header is longer than the file, than safetensors allows, or says what cannot be."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt"):
-            pass
-    except (SafetensorError, OSError) as error:
-        raise _foreign(path.name, str(error)) from error
-
-
-def _foreign(name: str, reason: str) -> PersistenceError:
-    return PersistenceError(
-        f"{name} of the checkpoint is refused: it is none that sparktorch writes ({reason})",
-        hint="somebody else has written into checkpointDir: find out who before you go on",
-        param="checkpointDir",
-    )
 
 
 def _folder(step: int, attempt: str) -> str:

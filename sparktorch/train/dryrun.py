@@ -117,7 +117,7 @@ def dry_run(
     except Exception as error:
         raise ModuleError(
             f"forward of {type(module).__qualname__} failed on the first row: {type(error).__name__}: {error}",
-            hint=f"the columns arrive as{mapping}",
+            hint=f"the columns arrive as{mapping}{_together(inputs)}",
             param="module",
         ) from error
     outputs = describe_outputs(output)
@@ -222,6 +222,12 @@ def describe_outputs(output: Any) -> tuple[OutputSpec, ...]:
             hint="return a tensor with one row per row of the input, or a tuple or dict of such tensors",
         )
     return tuple(OutputSpec(str(name), tuple(tensor.shape[1:])) for name, tensor in named.items())
+
+
+def _together(inputs: Mapping[str, torch.Tensor]) -> str:
+    """Returns what else there is where several columns of numbers are arguments of their own."""
+    numbers = [tensor for tensor in inputs.values() if tensor.dim() == 1]
+    return "\n     assembleInputs=True makes one tensor of columns of numbers" if len(numbers) > 1 else ""
 
 
 def _check_classes(task: Task, output: Any, loss: str) -> int | None:

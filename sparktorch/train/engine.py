@@ -14,6 +14,7 @@ from sparktorch.train.layout import channels_last
 from sparktorch.train.recipe import Recipe
 from sparktorch.train.reproducible import untouched_generators
 from sparktorch.train.schedule import Schedule
+from sparktorch.train.state import whole
 from sparktorch.train.step import BatchLike, Means, Sums, full_precision, micro_batches, padding
 from sparktorch.train.strategy import Strategy, build_strategy
 from sparktorch.train.task import align, autocast, first_rows
@@ -37,6 +38,7 @@ class Engine:
         least: The fewest rows of a batch that the module takes in training.
         means: Of the training step's metrics, over the steps since they were last cleared.
         padding: Places of the padded inputs of this rank's last step, and elements in them.
+        gradient_norm: Of this rank's last step before clipping, a scalar tensor; `None` where it was not looked at.
     """
 
     def __init__(self, recipe: Recipe, config: TrainConfig, world: World, *, steps: int) -> None:
@@ -76,14 +78,16 @@ class Engine:
         self.watch = LossWatch(world, at_once=at_once) if config.non_finite == "error" else None
         self.means = Means()
         self.padding = (0, 0)
+        self.gradient_norm: torch.Tensor | None = None
 
-    def step(self, batch: BatchLike, scale: float, parts: int) -> torch.Tensor | None:
+    def step(self, batch: BatchLike, scale: float, parts: int, *, measured: bool = False) -> torch.Tensor | None:
         """Takes one optimizer step.
 
         Args:
             batch: This rank's part of the global batch.
             scale: What the sum of its losses is multiplied by.
             parts: Number of micro-batches.
+            measured: Whether to find the norm of the gradient also where that is a pass of its own.
 
         Returns:
             The sum of this rank's weighted losses, a scalar tensor; `None` if the step was left out on all ranks.
@@ -104,14 +108,22 @@ class Engine:
         losses, metrics = zip(*found, strict=True)
         loss_sum: torch.Tensor = sum(losses[1:], losses[0])
         self.strategy.before_step(self.module)
+        self.gradient_norm = None
         if skips and not all_finite(loss_sum, self.module, self._world):
             self._skip(buffers)
             return None
         for sums in metrics:
             self.means.add(sums)
-        if config.clip_norm or config.clip_value:
+        clips = config.clip_norm is not None or config.clip_value is not None
+        if clips or measured:
             self.scaler.unscale_(self.optimizer)
-            self.strategy.clip_gradients(self.module, norm=config.clip_norm, value=config.clip_value)
+        if measured and (config.clip_norm is None or config.clip_value is not None):
+            self.gradient_norm = self.strategy.gradient_norm(self.module)
+        if clips:
+            norm = self.strategy.clip_gradients(self.module, norm=config.clip_norm, value=config.clip_value)
+            free = norm is not None and not hasattr(norm, "full_tensor")
+            if norm is not None and config.clip_value is None and (measured or free):
+                self.gradient_norm = whole(norm)
         self.schedule.step(self._take_step)
         self.strategy.after_step(self.module)
         return loss_sum
@@ -124,10 +136,12 @@ class Engine:
         """
         with untouched_generators(torch.device(self._world.device)):
             buffers = [buffer.clone() for buffer in self.module.buffers()]
+            state = self.strategy.own_state()
             for _ in range(self.strategy.settles_after):
                 loss, _ = self.losses_of(self.module, batch)
                 (loss * 0).backward()  # type: ignore[no-untyped-call]
                 self.optimizer.zero_grad()
+            self.strategy.load_own_state(state)
             for buffer, before in zip(self.module.buffers(), buffers, strict=True):
                 buffer.copy_(before)
 
@@ -145,6 +159,10 @@ class Engine:
         """Returns the module's output for a batch, in float32."""
         with self._autocast:
             output = module(*batch.inputs)
+        return self.widened(output)
+
+    def widened(self, output: Any) -> Any:
+        """Returns what the module returned under autocast as `forward` does."""
         return full_precision(output) if self._config.precision in ("bf16", "fp16") else output
 
     def loss_of(self, output: Any, label: torch.Tensor | None, weight: torch.Tensor | None) -> torch.Tensor:

@@ -28,6 +28,7 @@ class Directory:
 
     Attributes:
         url: As the user gave it.
+        is_local: Whether its files are local ones.
     """
 
     def __init__(self, url: str, moved: Callable[[], object] = lambda: None) -> None:
@@ -48,7 +49,7 @@ class Directory:
             self._fs, root = fsspec.core.url_to_fs(url)
         except (ImportError, ValueError) as error:
             raise PersistenceError(f"checkpointDir {url!r} cannot be opened: {error}", param="checkpointDir") from error
-        self._is_local = isinstance(self._fs, LocalFileSystem)
+        self.is_local = isinstance(self._fs, LocalFileSystem)
         self._root = root.rstrip("/")
 
     def put(self, name: str, content: bytes, *, new: bool = False) -> None:
@@ -66,7 +67,7 @@ class Directory:
             OSError: It cannot be written; file systems have errors of their own besides.
         """
         path = self._path(name)
-        if self._is_local:
+        if self.is_local:
             _put_local(Path(path), content, self._moved, new=new)
         elif len(content) > _WRITE_BYTES:
             # Cut off where it fails, which a manifest tells: those are small, and not written in parts.
@@ -86,6 +87,13 @@ class Directory:
         """
         with self._reaching():
             content: bytes = self._fs.cat_file(self._path(name))
+            return content
+
+    def read_part(self, name: str, start: int, end: int) -> bytes:
+        """Returns the bytes of a file from `start` to before `end`; raises what `read` does."""
+        with self._reaching():
+            content: bytes = self._fs.cat_file(self._path(name), start=start, end=end)
+            self._moved()
             return content
 
     def measure(self, name: str) -> dict[str, Any]:
@@ -121,7 +129,7 @@ class Directory:
         folder, _, last = name.rpartition("/")
         with suppress(FileNotFoundError):
             path = f"{self._path(folder) if folder else self._root}/{last}"
-            if self._is_local and os.path.islink(path):
+            if self.is_local and os.path.islink(path):
                 os.unlink(path)
             else:
                 self._fs.rm(path, recursive=True)
@@ -132,7 +140,7 @@ class Directory:
 
         path = self._path(name)
         with self._reaching():
-            if self._is_local:
+            if self.is_local:
                 target.symlink_to(path)
             else:
                 self._fs.get_file(path, str(target), callback=Callback(hooks={"moved": lambda *_: self._moved()}))
@@ -154,7 +162,7 @@ class Directory:
             FileNotFoundError: A link in the directory leads elsewhere: what it leads to is none of its files.
         """
         path = f"{self._root}/{name}"
-        if self._is_local and os.path.realpath(path) != f"{os.path.realpath(self._root)}/{name}":
+        if self.is_local and os.path.realpath(path) != f"{os.path.realpath(self._root)}/{name}":
             raise FileNotFoundError(errno.ENOENT, "a link, or a name that leads elsewhere", path)
         return path
 

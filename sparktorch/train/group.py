@@ -30,8 +30,8 @@ _attached = ExitStack()
 
 
 @contextmanager
-def process_group(world: World, store: dist.Store, *, timeout: timedelta) -> Iterator[None]:
-    """Opens the default process group over `store` and closes it on the way out; alone, does nothing.
+def process_group(world: World, store: dist.Store, *, timeout: timedelta, lone: bool = False) -> Iterator[None]:
+    """Opens the default process group over `store` and closes it on the way out; alone, mostly does nothing.
 
     Reused Python workers keep module state: a group that an earlier job left open is closed first.
 
@@ -39,8 +39,9 @@ def process_group(world: World, store: dist.Store, *, timeout: timedelta) -> Ite
         world: This rank's place.
         store: The store the ranks meet at.
         timeout: How long a collective may wait for the other ranks.
+        lone: Open one for a rank that is alone, too.
     """
-    if world.world_size == 1:
+    if world.world_size == 1 and not lone:
         yield
         return
     if dist.is_initialized():

@@ -232,8 +232,9 @@ class Link:
     def _wait(self, keys: list[str], patience: float | None = None) -> None:
         # The store's own `wait` cannot look out for failures, and logs each of its time-outs.
         pause, pulses = 0.002, _Pulses(self._beats)
-        waits = threading.get_ident() == self._owner  # the thread that saves waits for itself
-        self._waiting = waits or self._waiting
+        own = threading.get_ident() == self._owner  # the thread that saves waits beside the training
+        if own:
+            self._waiting = True
         try:
             while not self.store.check(keys):
                 self._check_peers()
@@ -242,7 +243,8 @@ class Link:
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE)
         finally:
-            self._waiting = self._waiting and not waits
+            if own:
+                self._waiting = False
 
     def _tell_who_is_silent(self, *, first: bool, look: bool) -> None:
         """Tells the driver which ranks have died, before this one ends: as soon as one does, Spark ends all others.

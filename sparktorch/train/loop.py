@@ -7,14 +7,13 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from sparktorch.config import TrainConfig
 from sparktorch.train.callbacks import Callbacks, FitContext
-from sparktorch.train.checkpoint import Manifest, Share, read_rest, read_tensors, snapshot
+from sparktorch.train.checkpoint import CheckpointStore, Manifest
 from sparktorch.train.ema import MovingAverage
 from sparktorch.train.engine import Engine
 from sparktorch.train.explain import explained
@@ -22,17 +21,9 @@ from sparktorch.train.group import max_over_ranks, sum_over_ranks
 from sparktorch.train.ports import Reporter, ShardLike
 from sparktorch.train.progress import Progress
 from sparktorch.train.recipe import Recipe
-from sparktorch.train.reproducible import generators_state, reproducible, seed_all, set_generators_state
+from sparktorch.train.reproducible import reproducible, seed_all
+from sparktorch.train.resume import TrainingState
 from sparktorch.train.saver import Position, Saver
-from sparktorch.train.state import (
-    create_optimizer_state,
-    forget_optimizer_state,
-    load_optimizer_values,
-    load_tensors,
-    named_tensors,
-    optimizer_values,
-    parameter_names,
-)
 from sparktorch.train.step import BatchLike
 from sparktorch.train.validation import Validation
 from sparktorch.world import World
@@ -40,7 +31,7 @@ from sparktorch.world import World
 __all__ = ["Outcome", "train"]
 
 _REPORT_SECONDS = 0.2
-_BEST = "best."
+_NORM_STEPS = 32  # from one gradient whose norm takes a pass of its own to the next
 
 
 @dataclass(frozen=True)
@@ -124,6 +115,7 @@ class _Training:
                 shard, engine, recipe, config, world, reporter, rows=validation_rows, classes=classes
             )
         self._progress = Progress(steps, config.patience, self._device)
+        self._saved = TrainingState(config, world, engine, self._average, self._callbacks, self._progress)
         self._waited, self._seconds = 0.0, 0.0
         self._first_epoch = 0
         # Same initial weights everywhere; from here on, dropout and the like differ by rank.
@@ -135,9 +127,9 @@ class _Training:
         if self._saver is not None:
             with closing(self._shard.epoch(0, least=self._engine.least)) as batches:
                 self._engine.settle(next(batches))
+            self._saved.check()  # now, and not hours later
             if self._saver.start is not None:
-                with self._saver.store.local(self._saver.start) as directory:
-                    self._load(directory, self._saver.start)
+                self._go_on(self._saver.store, self._saver.start)
         epoch, progress = self._first_epoch, self._progress
         while epoch < self._config.epochs and not progress.ended:
             self._epoch(epoch)
@@ -151,6 +143,14 @@ class _Training:
         confusion = None if progress.confusion is None else progress.confusion.tolist()
         state = self._state() if progress.best.state is None else progress.best.state
         return Outcome(state, progress.history, confusion, self._waited / max(self._seconds, 1e-9))
+
+    def _go_on(self, store: CheckpointStore, manifest: Manifest) -> None:
+        """Goes on from a checkpoint, which another number of ranks may have written."""
+        self._saved.load(store, manifest)
+        self._context.step, self._first_epoch = manifest.step, manifest.epoch
+        if self._world.is_main:
+            for record in self._progress.history:  # the driver may be another one
+                self._reporter.epoch_done(record["epoch"], record)
 
     def _epoch(self, epoch: int) -> None:
         """Trains what is left of an epoch, validates, and decides whether it was the last."""
@@ -189,10 +189,13 @@ class _Training:
         self._waited += tally.waited - waited
         self._seconds += time.perf_counter() - tally.validating - entered
         sums = sum_over_ranks(tally.sums(), self._world)
+        norm = float(max_over_ranks(tally.largest_norm(), self._world))
         # Of the slowest rank: others need not keep pace with it.
         seconds = time.perf_counter() - started - tally.validating
         rate, ranks = engine.schedule.learning_rate, self._world.world_size
-        record = self._progress.record(sums, weights, seconds, ranks, number=epoch + 1, learning_rate=rate)
+        record = self._progress.record(
+            sums, weights, seconds, ranks, number=epoch + 1, learning_rate=rate, largest_norm=norm
+        )
         if self._config.validation_unit == "step":
             record["steps"] = tally.taken
         if engine.training_step is not None:
@@ -226,7 +229,8 @@ class _Training:
             now = time.perf_counter()
             tally.waited += now - asked
 
-            loss = engine.step(batch, scales[step], parts[step])
+            measured = context.step % _NORM_STEPS == 0 or step + 1 == len(scales)
+            loss = engine.step(batch, scales[step], parts[step], measured=measured)
             tally.places += engine.padding[0]
             tally.elements += engine.padding[1]
 
@@ -262,6 +266,8 @@ class _Training:
             tally.skipped.append(step)
             return
         tally.losses[step] = loss
+        if tally.norms is not None and self._engine.gradient_norm is not None:
+            tally.norms[step] = self._engine.gradient_norm
         self._look_back()
         if self._average is not None:
             self._average.update()
@@ -327,59 +333,7 @@ class _Training:
         if self._saver is None or not self._saver.due(position):
             return
         self._look_back(now=True)
-        self._saver.save(position, self._share(), self._progress.last_validation().get("val_loss"))
-
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        """Returns all tensors of the training but the best weights, by name; they share memory with it."""
-        engine = self._engine
-        tensors = named_tensors(engine.plain, engine.optimizer)
-        if self._average is not None:
-            averages = self._average.named_tensors(parameter_names(engine.plain))
-            tensors |= {f"average.{name}": value for name, value in averages.items()}
-        return tensors
-
-    def _share(self) -> Share:
-        """Returns a copy of this rank's share of all that the training needs to go on."""
-        engine = self._engine
-        rest = {
-            "optimizer": optimizer_values(engine.plain, engine.optimizer),
-            "schedule": engine.schedule.state_dict(),
-            "scaler": engine.scaler.state_dict(),
-            "callbacks": self._callbacks.state_dict(),
-            "means": engine.means.state_dict(),
-            "generators": generators_state(self._device),
-            **self._progress.state(),
-        }
-        best = {f"{_BEST}{name}": value for name, value in (self._progress.best.state or {}).items()}
-        return snapshot(self._tensors() | best, rest, engine.strategy.saves)
-
-    def _load(self, directory: Path, manifest: Manifest) -> None:
-        """Goes on from a checkpoint, which another number of ranks may have written."""
-        engine, rank, size = self._engine, self._world.rank, self._world.world_size
-        create_optimizer_state(engine.optimizer)
-        known = load_tensors(directory, self._tensors())
-        forget_optimizer_state(engine.plain, engine.optimizer, known)
-        rests = [read_rest(directory, old) for old in range(manifest.world_size)]
-        main, own = rests[0], rests[rank if rank < len(rests) else 0]
-        load_optimizer_values(engine.plain, engine.optimizer, main["optimizer"])
-        engine.schedule.load_state_dict(main["schedule"])
-        engine.scaler.load_state_dict(main["scaler"])
-        shapes = {name: value.shape for name, value in engine.plain.state_dict().items()}
-        best = read_tensors(directory, 0, _BEST) if self._world.is_main else {}
-        weights = {name: value.view(shapes[name]) for name, value in best.items()}
-        self._progress.merge(rests, rank, size, weights)
-        self._callbacks.load_state_dict(own["callbacks"])
-        self._context.step, self._first_epoch = manifest.step, manifest.epoch
-        engine.means.clear()
-        for rest in rests[rank::size]:
-            engine.means.load_state_dict(rest["means"])
-        if manifest.world_size == size:
-            set_generators_state(own["generators"], self._device)
-        else:
-            seed_all(self._config.seed + rank + 1 + manifest.step)
-        if self._world.is_main:
-            for record in self._progress.history:  # the driver may be another one
-                self._reporter.epoch_done(record["epoch"], record)
+        self._saver.save(position, self._saved.share(), self._progress.last_validation().get("val_loss"))
 
 
 def _copies(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -3,10 +3,39 @@
 from __future__ import annotations
 
 import os
+import resource
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["out_of_memory_kills", "resident_bytes"]
+import torch
+
+__all__ = ["forget_peaks", "out_of_memory_kills", "peaks", "resident_bytes"]
+
+
+def forget_peaks(device: str) -> None:
+    """Has `peaks` look from now on, where the system lets it: Python workers are used again."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    reset = getattr(torch.get_device_module(device), "reset_peak_memory_stats", None)
+    if reset is not None:
+        with suppress(RuntimeError):  # nothing was allocated yet
+            reset(device)
+
+
+def peaks(device: str) -> dict[str, int]:
+    """Returns the most bytes that this process has held: `peak_memory` of the host's, `peak_device_memory` of tensors.
+
+    The latter is there with devices that count.
+    """
+    found = {"peak_memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):  # the one that can be reset
+                found["peak_memory"] = int(line.split()[1]) * 1024
+    most = getattr(torch.get_device_module(device), "max_memory_allocated", None)
+    if most is not None:
+        found["peak_device_memory"] = most(device)
+    return found
 
 
 def resident_bytes() -> int:

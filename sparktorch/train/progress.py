@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -19,6 +20,8 @@ class Tally:
 
     Attributes:
         losses: This rank's weighted losses of each step, float64 of shape `(steps,)`.
+        norms: Of the gradient of each step before clipping, float32 of shape `(steps,)`; NaN where it was not looked
+            at. Checkpoints of earlier versions hold none.
         taken: Number of steps.
         rows: Number of rows.
         waited: Seconds waited for rows.
@@ -40,15 +43,30 @@ class Tally:
     validations: list[dict[str, Any]] = field(default_factory=list)
     places: int = 0
     elements: int = 0
+    norms: torch.Tensor | None = None
 
     def sums(self) -> torch.Tensor:
         """Returns what adds up over ranks, for `Progress.record`."""
+        norms = self._norms()
         sums = [float(self.losses.sum()), self.rows, self.waited, self.places, self.elements]
-        return torch.tensor(sums, dtype=torch.float64)
+        return torch.tensor([*sums, float(norms.sum()), len(norms)], dtype=torch.float64)
+
+    def largest_norm(self) -> torch.Tensor:
+        """Returns the largest norm of a gradient, float64 of shape `(1,)`; 0 where none was looked at."""
+        return torch.cat([self._norms(), torch.zeros(1, dtype=torch.float64)]).max().reshape(1)
+
+    def _norms(self) -> torch.Tensor:
+        """Returns the norms that were looked at and are finite, float64 on the CPU."""
+        if self.norms is None:
+            return torch.zeros(0, dtype=torch.float64)
+        norms = self.norms.double().cpu()
+        return norms[norms.isfinite()]
 
     def add(self, other: Tally) -> None:
         """Adds the tally of another rank over the same steps."""
         self.losses += other.losses.to(self.losses.device)
+        if self.norms is not None and other.norms is not None:
+            self.norms = torch.fmax(self.norms, other.norms.to(self.norms.device))
         self.rows += other.rows
         self.waited += other.waited
         self.places += other.places
@@ -95,6 +113,7 @@ class Progress:
         *,
         number: int,
         learning_rate: float,
+        largest_norm: float = 0.0,
     ) -> dict[str, Any]:
         """Returns the record of the epoch, the same on every rank but for the seconds.
 
@@ -105,8 +124,9 @@ class Progress:
             ranks: Number of ranks.
             number: Of the epoch, from 1.
             learning_rate: Of the last step.
+            largest_norm: Of a gradient of any rank, where `sums` counts some.
         """
-        loss_sum, rows, waited, places, elements = sums.tolist()
+        loss_sum, rows, waited, places, elements, norm_sum, norms = sums.tolist()
         weights = weights.clone()
         weights[self.tally.skipped] = 0
         weight = float(weights[: self.tally.taken].sum())
@@ -118,6 +138,8 @@ class Progress:
             "rows_per_second": rows / seconds,
             "data_wait_share": waited / (seconds * ranks),
         }
+        if norms:
+            record |= {"gradient_norm": norm_sum / norms, "gradient_norm_max": largest_norm}
         if places:
             record["padding_share"] = 1 - elements / places
         return record
@@ -134,26 +156,26 @@ class Progress:
         }
 
     def merge(
-        self, states: Sequence[Mapping[str, Any]], rank: int, size: int, weights: dict[str, torch.Tensor]
+        self, main: Mapping[str, Any], states: Iterable[Mapping[str, Any]], weights: dict[str, torch.Tensor]
     ) -> None:
         """Goes on from the states of ranks, of which there may have been another number.
 
         Each old rank's sums go to one of those that there are now.
 
         Args:
-            states: By rank, what `state` returned, among other things.
-            rank: This rank.
-            size: Number of ranks now.
+            main: What `state` returned in rank 0, among other things.
+            states: What it returned in those ranks whose sums go to this one.
             weights: The best ones.
         """
-        main = states[0]
         self.best.load_state_dict(main["best"], weights)
         self.confusion, self.validated_step = main["confusion"], main["validated_step"]
         self.history, self.ended = main["history"], main["ended"]
         sums: dict[str, Any] = dict.fromkeys(("rows", "waited", "places", "elements"), 0)
-        self.tally = replace(Tally(**main["tally"]), losses=self._nothing().losses, **sums)
-        for state in states[rank::size]:
+        nothing = self._nothing()
+        self.tally = replace(Tally(**main["tally"]), losses=nothing.losses, norms=nothing.norms, **sums)
+        for state in states:
             self.tally.add(Tally(**state["tally"]))
 
     def _nothing(self) -> Tally:
-        return Tally(torch.zeros(self._steps, dtype=torch.float64, device=self._device))
+        losses = torch.zeros(self._steps, dtype=torch.float64, device=self._device)
+        return Tally(losses, norms=torch.full((self._steps,), math.nan, device=self._device))

@@ -20,8 +20,8 @@ class Schedule:
     """Steps a scheduler after each optimizer step or each epoch, and warms up the first steps.
 
     With a reference batch size, the optimizer's learning rate is `batch size / reference` times the
-    user's, reached by a linear warm-up from the user's own over the first five epochs: the linear
-    scaling rule of Goyal et al. 2017 (https://arxiv.org/abs/1706.02677).
+    user's, reached from the user's own, up or down, by a linear warm-up over the first five epochs: the
+    linear scaling rule of Goyal et al. 2017 (https://arxiv.org/abs/1706.02677).
     """
 
     def __init__(self, recipe: Recipe, config: TrainConfig, optimizer: torch.optim.Optimizer, steps: int) -> None:
@@ -44,7 +44,7 @@ class Schedule:
         if warmup is None:
             warmup = _WARMUP_EPOCHS * steps if scaling != 1 else 0
         self._warmup = warmup
-        self._start = 1 / scaling if scaling > 1 else 0.0
+        self._start = 1 / scaling if scaling != 1 else 0.0
         self._step = 0
         self._scheduler = recipe.build_scheduler(optimizer, config.epochs * (steps if self._by_step else 1))
         self._last_rate = optimizer.param_groups[0]["lr"]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -16,17 +18,23 @@ __all__ = [
     "create_optimizer_state",
     "divided_like",
     "forget_optimizer_state",
+    "load_buffers",
     "load_optimizer_values",
     "load_tensors",
     "local",
     "local_part",
     "named_tensors",
+    "needed_parts",
     "optimizer_values",
+    "own_buffers",
     "own_optimizer",
     "parameter_names",
+    "storable",
+    "whole",
 ]
 
 _OPTIMIZER = "optimizer."
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _WRAPPER = "_checkpoint_wrapped_module."  # torch's, around a part whose activations are computed twice
 
 
@@ -44,6 +52,48 @@ def named_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
             if isinstance(value, torch.Tensor):
                 found[f"{_OPTIMIZER}{names[parameter]}.{key}"] = value
     return found
+
+
+def own_buffers(module: nn.Module, *, main: bool) -> dict[str, torch.Tensor]:
+    """Returns the buffers that `named_tensors` of rank 0 does not speak for, by name; they share memory.
+
+    Args:
+        module: The user's module. Each rank's buffers are its own: running statistics are of its rows alone.
+        main: Whether this is rank 0, of which only those are meant that no state dict holds.
+    """
+    known = module.state_dict().keys() if main else ()
+    return {name.replace(_WRAPPER, ""): value for name, value in module.named_buffers() if name not in known}
+
+
+def load_buffers(module: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+    """Sets buffers to values by name; one whose shape has changed since the module was built is replaced."""
+    for path, part in module.named_modules():
+        for name, buffer in list(part.named_buffers(recurse=False)):
+            value = values.get(f"{path}.{name}".removeprefix(".").replace(_WRAPPER, ""))
+            if value is None:
+                continue
+            if value.numel() == buffer.numel() == 1 or value.shape == buffer.shape:
+                buffer.copy_(value.view(buffer.shape))
+            else:
+                setattr(part, name, value.to(buffer.device))
+
+
+def needed_parts(wanted: Mapping[str, torch.Tensor]) -> Callable[[str, list[int], list[int]], bool]:
+    """Returns a function that says of a part of a tensor whether this rank needs it to fill its own.
+
+    Args:
+        wanted: What is to be filled, whole or divided among ranks.
+    """
+    parts = {name: local_part(tensor) for name, tensor in wanted.items()}
+
+    def needs(name: str, first: list[int], shape: list[int]) -> bool:
+        if name not in parts:
+            return False
+        part, begin = parts[name]
+        own = zip(begin, part.shape, first, shape, strict=False)  # a number has no axis here, and one in the file
+        return all(a < d + n and d < a + m for a, m, d, n in own)
+
+    return needs
 
 
 def parameter_names(module: nn.Module) -> dict[torch.Tensor, str]:
@@ -95,8 +145,9 @@ def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     """
     own = own_optimizer(optimizer)
     parameters = [p for group in own.param_groups for p in group["params"]]
+    layout = torch.sparse_coo if isinstance(own, torch.optim.SparseAdam) else None  # it refuses dense gradients
     for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad = torch.zeros_like(parameter, layout=layout)
     own.step()
     own.zero_grad()
 
@@ -110,10 +161,46 @@ def forget_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer, 
             del state[parameter]
 
 
+def storable(value: Any, path: str) -> Any:
+    """Returns a value as a checkpoint can hold it and give it back: NumPy's numbers become Python's.
+
+    Args:
+        value: Numbers, strings, bytes, tensors, and lists, tuples, sets and dicts of them.
+        path: Where the value is, for the message.
+
+    Raises:
+        PersistenceError: Something else is among them; names its path.
+    """
+    kind = type(value)
+    if isinstance(value, np.generic):
+        value = value.item()
+        if type(value) in _PLAIN:
+            return value
+    if kind in _PLAIN or isinstance(value, torch.Tensor):
+        return value
+    if kind in (dict, OrderedDict, Counter):
+        return kind({storable(key, path): storable(item, f"{path}[{key!r}]") for key, item in value.items()})
+    if kind in (list, tuple):
+        return kind(storable(item, f"{path}[{index}]") for index, item in enumerate(value))
+    if kind is set:
+        return {storable(item, path) for item in value}
+    raise PersistenceError(
+        f"no checkpoint can hold {path}, a {kind.__module__}.{kind.__qualname__}",
+        hint="a state_dict may hold numbers, strings, tensors, and lists and dicts of them: convert it there",
+        param="checkpointDir",
+    )
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Returns this rank's part of a tensor, which is all of it unless it is divided among ranks."""
     part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor that may be divided among ranks as one that is not; where it is, all of them call it."""
+    found: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return found
 
 
 def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, list[int]]:

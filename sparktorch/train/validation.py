@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Mapping
-from contextlib import closing
+import operator
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
     from sparktorch.train.step import BatchLike
     from sparktorch.world import World
 
-__all__ = ["Best", "Validation"]
+__all__ = ["Best", "Validation", "rows_at_a_time"]
 
-_ROWS = 4096
+_MOST_ROWS = 4096  # at a time, unless the user says otherwise: more make it no faster
 _MOST_CLASSES = 100  # of a confusion matrix
 
 
@@ -58,9 +59,12 @@ class Validation:
         """
         self._shard, self._engine, self._world, self._task = shard, engine, world, config.task
         self._reporter = reporter
+        self._size = rows_at_a_time(config, world.world_size)
+        self._shows_output = config.task == "classification" or bool(recipe.metrics)
+        self._compiled = config.compile
         self._metrics = Metrics(recipe.metrics, config.task, world.device)
         # Where each forward pass waits for those of the other ranks, all take equally many.
-        self._batches = math.ceil(rows / _ROWS) if engine.strategy.collective_forward else 0
+        self._batches = math.ceil(rows / self._size) if engine.strategy.collective_forward else 0
         self._shown = classes if classes <= _MOST_CLASSES else 0
 
     @torch.no_grad()
@@ -71,21 +75,23 @@ class Validation:
             The metrics, and the confusion matrix, int64 of shape `(classes, classes)`.
         """
         module.eval()
-        totals = torch.zeros(4, dtype=torch.float64)
-        counts = torch.zeros(self._shown**2, dtype=torch.float64)
+        # Of losses and weights, on the device: to read one of them waits for all its work.
+        totals = torch.zeros(4, dtype=torch.float64, device=self._world.device)
+        counts = torch.zeros(self._shown**2, dtype=torch.float64, device=self._world.device)
         means = Means()
         with closing(self._outputs(module, means)) as outputs:
             for batch, output, label, loss in outputs:
                 weight = torch.ones(batch.rows, device=self._world.device) if batch.weight is None else batch.weight
-                totals[0] += float(loss)
-                totals[1] += float(weight.sum() if batch.loss_weight is None else batch.loss_weight.sum())
-                totals[2] += float(weight.sum())
+                totals[0] += loss
+                totals[1] += weight.sum() if batch.loss_weight is None else batch.loss_weight.sum()
+                totals[2] += weight.sum()
                 if self._task == "classification" and label is not None:
-                    totals[3] += float((correct(output, label) * weight).sum())
+                    totals[3] += (correct(output, label) * weight).sum()
                     if self._shown:
                         cells = label.long() * self._shown + predicted(output, label)
-                        counts += torch.bincount(cells, minlength=len(counts)).cpu()
-                self._metrics.update(output, label)
+                        counts += torch.bincount(cells, minlength=len(counts))
+                if self._shows_output:
+                    self._metrics.update(output, label)
         summed = sum_over_ranks(torch.cat([totals, counts]), self._world)
         loss_sum, loss_weight_sum, weight_sum, right = summed[:4].tolist()
         found = {}
@@ -100,19 +106,75 @@ class Validation:
     def _outputs(
         self, module: nn.Module, means: Means
     ) -> Generator[tuple[BatchLike, Any, torch.Tensor | None, torch.Tensor]]:
-        """Yields each batch of this rank with output and label as from `align`, and its loss sum."""
+        """Yields each batch of this rank with output and label as from `align`, and its loss sum.
+
+        A training step calls the module itself: its output is taken from there, or left out where nothing asks for it.
+        """
         engine = self._engine
-        with closing(self._shard.validation(_ROWS, batches=self._batches)) as batches:
+        with closing(self._shard.validation(self._size, batches=self._batches)) as batches:
             for batch in self._reporter.moving(batches):
-                output = engine.forward(module, batch)
                 loss: torch.Tensor | None = None
-                if engine.training_step is not None:  # which calls the module, too
-                    loss, sums = engine.losses_of(module, batch)
+                if engine.training_step is None:
+                    output = engine.forward(module, batch)
+                else:
+                    with _calls(module, listen=self._shows_output and not self._compiled) as calls:
+                        loss, sums = engine.losses_of(module, batch)
                     means.add(sums)
+                    output = self._output(module, batch, calls)
                 if not batch.rows:
                     continue
-                output, label = align(self._task, output, batch.label)
+                label = batch.label
+                if output is not None:
+                    output, label = align(self._task, output, label)
                 yield batch, output, label, engine.loss_of(output, label, batch.loss_weight) if loss is None else loss
+
+    def _output(self, module: nn.Module, batch: BatchLike, calls: list[tuple[Any, ...]]) -> Any:
+        """Returns the module's output for a batch of a training step; `None` where nothing asks for it."""
+        if not self._shows_output:
+            return None
+        if len(calls) == 1:
+            versions, arguments, named, output = calls[0]
+            same = len(arguments) == len(batch.inputs) and all(map(operator.is_, arguments, batch.inputs))
+            if same and not named and versions == _versions(output):
+                return self._engine.widened(output)
+        return self._engine.forward(module, batch)
+
+
+@contextmanager
+def _calls(module: nn.Module, *, listen: bool) -> Iterator[list[tuple[Any, ...]]]:
+    """A block that notes each call of the module: the output's versions, arguments, those by name, and output."""
+    found: list[tuple[Any, ...]] = []
+    if not listen:
+        yield found
+        return
+    handle = module.register_forward_hook(lambda _, *call: found.append((_versions(call[-1]), *call)), with_kwargs=True)
+    try:
+        yield found
+    finally:
+        handle.remove()
+
+
+def _versions(output: Any) -> list[int]:
+    """Returns how often each tensor of an output has been changed in place."""
+    parts = (output,) if isinstance(output, torch.Tensor) else output
+    parts = parts.values() if isinstance(parts, Mapping) else parts
+    return [part._version for part in parts if isinstance(part, torch.Tensor)]
+
+
+def rows_at_a_time(config: TrainConfig, ranks: int) -> int:
+    """Returns how many validation rows a rank takes through the module together, the same in every rank.
+
+    Training keeps the activations of every layer, and validation those of one: as many rows fit as training takes.
+
+    Args:
+        config: Says how many, or how many rows training takes at a time.
+        ranks: Number of ranks that share a batch.
+    """
+    if config.validation_batch_size is not None:
+        return config.validation_batch_size
+    share = -(-config.batch_size // ranks)
+    trained = config.micro_batch_size or -(-share // config.accumulation_steps)
+    return min(trained, share, _MOST_ROWS)
 
 
 class Best:

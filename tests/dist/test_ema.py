@@ -116,7 +116,7 @@ def test_an_average_goes_on_from_where_it_was() -> None:
 @pytest.fixture
 def mesh() -> Iterator[Any]:
     store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=datetime.timedelta(seconds=20))
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=datetime.timedelta(seconds=60))
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
 

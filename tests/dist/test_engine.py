@@ -228,3 +228,25 @@ def test_a_plateau_of_the_validation_is_looked_for_where_there_was_one() -> None
     history = train_on([part.batches() for part in table.parts(2)], job)[1][0]["history"]
     # Validated after epochs 2, 4 and 6: the third is the second in a row without progress.
     assert [record["learning_rate"] for record in history] == pytest.approx([1e-9] * 6 + [1e-10])
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize("clips", [{}, {"clip_norm": 0.2}, {"clip_norm": 0.2, "clip_value": 0.05}])
+def test_the_history_tells_the_norm_of_the_gradient_before_clipping(clips: dict[str, float], strategy: str) -> None:
+    norms: list[float] = []
+
+    def measure(_: Any, module: nn.Module, number: int) -> None:
+        norms.append(float(nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])))
+        if "clip_value" in clips:
+            nn.utils.clip_grad_value_(module.parameters(), clips["clip_value"])
+        if clips:
+            nn.utils.clip_grad_norm_(module.parameters(), clips["clip_norm"])
+
+    plain(measure)
+    _, metas = train_on([part.batches() for part in TABLE.parts(2)], job_for(strategy=strategy, **clips))
+    every = strategy == "ddp" and clips.keys() == {"clip_norm"}
+    for epoch, record in enumerate(metas[0]["history"]):
+        steps = range(epoch * STEPS, (epoch + 1) * STEPS)
+        seen = [norms[step] for step in steps if every or step % 32 == 0 or step == steps[-1]]
+        assert record["gradient_norm"] == pytest.approx(sum(seen) / len(seen), rel=1e-4)
+        assert record["gradient_norm_max"] == pytest.approx(max(seen), rel=1e-4)

@@ -78,7 +78,7 @@ def place_of_mark(ranks: int) -> tuple[int, int]:
     return int(rank), int(plan.steps_of(0, ROWS, 0)[position])
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize(
     ("recipe", "config", "value"),
     [

@@ -100,15 +100,14 @@ def seeded(make: type[nn.Module]) -> nn.Module:
     return make()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize(
-    ("optimizer", "params"),
+    ("optimizer", "params", "ranks"),
     [
-        ("SGD", {}),
-        ("SGD", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
-        ("AdamW", {"weight_decay": 0.1}),
-        ("RMSprop", {"momentum": 0.5}),
-        ("Adagrad", {}),
+        ("SGD", {}, 1),
+        ("SGD", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}, 2),
+        ("AdamW", {"weight_decay": 0.1}, 3),
+        ("RMSprop", {"momentum": 0.5}, 2),
+        ("Adagrad", {}, 3),
     ],
 )
 def test_with_staleness_zero_any_optimizer_trains_what_one_plain_loop_trains(
@@ -230,6 +229,7 @@ def ahead(folder: Path, fast: int, slow: int) -> int:
     return max(i - max(0, sum(t < began for t in theirs) - 1) for i, began in enumerate(mine))
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize("servers", [1, None])
 @pytest.mark.parametrize("bound", [0, 1, 3])
 def test_no_rank_gets_further_ahead_than_the_bound(bound: int, servers: int | None, tmp_path: Path) -> None:
@@ -242,6 +242,7 @@ def test_no_rank_gets_further_ahead_than_the_bound(bound: int, servers: int | No
     assert all((record["staleness_mean"] > 0) == (bound > 0) for record in history)
 
 
+@pytest.mark.clock
 def test_the_bound_holds_at_the_start_of_every_step(tmp_path: Path) -> None:
     bound = 2
     watched(tmp_path, {"staleness": bound}, slow=0)
@@ -252,6 +253,7 @@ def test_the_bound_holds_at_the_start_of_every_step(tmp_path: Path) -> None:
                 assert began - slow[step - bound - 1] >= 0.02
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize("slow", [0, 2])
 def test_without_a_bound_no_rank_waits_for_a_slow_one(slow: int, tmp_path: Path) -> None:
     history = watched(tmp_path, {}, slow=slow, seconds=0.06)
@@ -266,9 +268,10 @@ def test_without_a_bound_no_rank_waits_for_a_slow_one(slow: int, tmp_path: Path)
 @pytest.mark.parametrize("options", [{"staleness": 0}, *MODES])
 def test_every_rank_validates_the_same_weights(options: dict[str, Any], tmp_path: Path) -> None:
     watched(tmp_path, options)
-    seen = [(tmp_path / f"weights-{rank}").read_text().split() for rank in range(3)]
+    # By rank, in order; ranks have more or fewer batches of validation rows.
+    seen = [list(dict.fromkeys((tmp_path / f"weights-{rank}").read_text().split())) for rank in range(3)]
     assert seen[0] == seen[1] == seen[2]
-    assert len(set(seen[0])) == 2, "one set of weights an epoch"
+    assert len(seen[0]) == 2, "one set of weights an epoch"
 
 
 @pytest.mark.parametrize("options", [{"staleness": 0}, {}])
@@ -373,7 +376,7 @@ def test_a_rank_that_is_killed_ends_the_others_at_once(options: dict[str, Any], 
     table = Table.random(ROWS, classes=3)
     recipe = {"module": DiesAt, "module_params": {"rank": dead, "step": step}, "loss": "CrossEntropyLoss"}
     with control_server() as server:
-        ended = run_ranks(server, parts(3, table), job_for(table, recipe=recipe, options=options), seconds=30)
+        ended = run_ranks(server, parts(3, table), job_for(table, recipe=recipe, options=options))
         _, primary = server.first_failure()
         silent = cause_of_death(server, 3)
     assert Counter(rank.exitcode for rank in ended) == {-signal.SIGKILL: 1, 0: 2}
@@ -390,7 +393,7 @@ def test_a_rank_that_is_killed_in_the_middle_of_a_message_ends_the_others(option
     recipe = {"module": DiesWithin, "module_params": {"rank": dead, "seconds": 0.2}, "loss": "CrossEntropyLoss"}
     with control_server() as server:
         job = job_for(table, recipe=recipe, options=options, epochs=200)
-        ended = run_ranks(server, parts(2, table), job, seconds=40)
+        ended = run_ranks(server, parts(2, table), job)
         _, primary = server.first_failure()
     assert ended[dead].exitcode == -signal.SIGKILL
     assert ended[1 - dead].error
@@ -413,7 +416,7 @@ def test_the_threads_of_servers_end_with_the_training(
     params = {} if module is Mlp else {"rank": 1, "step": 9}
     recipe = {"module": module, "module_params": params, "loss": "CrossEntropyLoss"}
     with control_server() as server:
-        ended = run_ranks(server, parts(3, table), job_for(table, recipe=recipe, options=options), seconds=30)
+        ended = run_ranks(server, parts(3, table), job_for(table, recipe=recipe, options=options))
     assert [rank.error for rank in ended] == ["", "", ""]
 
 
@@ -423,7 +426,7 @@ def test_an_exception_in_one_rank_is_the_cause_that_is_told(options: dict[str, A
     table = Table.random(ROWS, classes=3)
     recipe = {"module": FailsAt, "module_params": {"rank": failing, "step": 9}, "loss": "CrossEntropyLoss"}
     with control_server() as server:
-        ended = run_ranks(server, parts(3, table), job_for(table, recipe=recipe, options=options), seconds=30)
+        ended = run_ranks(server, parts(3, table), job_for(table, recipe=recipe, options=options))
         failure, primary = server.first_failure()
     assert type(failure) is RankError
     assert primary
@@ -443,7 +446,7 @@ def test_an_exception_in_a_server_is_told_by_the_rank_that_hosts_it(options: dic
         "loss": "CrossEntropyLoss",
     }
     with control_server() as server:
-        ended = run_ranks(server, parts(3, table), job_for(table, recipe=recipe, options=options), seconds=30)
+        ended = run_ranks(server, parts(3, table), job_for(table, recipe=recipe, options=options))
         failure, primary = server.first_failure()
     assert failure is not None
     assert primary

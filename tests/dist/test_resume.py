@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,7 +16,7 @@ from sparktorch.errors import PersistenceError
 from sparktorch.train.callbacks import FitContext
 from sparktorch.train.checkpoint import CheckpointStore
 from sparktorch.worker import TrainJob
-from tests.support.nets import Noisy, Spare, Tower
+from tests.support.nets import Damped, Drifting, Lookup, Noisy, Spare, Tower
 from tests.support.ranks import control_server, load_state, run_ranks, train_on
 from tests.support.resume import EPOCHS, STEPS, TABLE, Counts, job_for, killed, parts, timeless
 
@@ -39,8 +40,33 @@ class Spoils(Callback):
             (self._folder / "checkpoints" / f"step-{4:09d}-{attempt}").write_text("")
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+def wave(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
+    """A schedule whose rates are NumPy's numbers."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 + 0.5 * np.cos(step))
+
+
+class Tallies(Counts):
+    """Keeps what NumPy computes, and drives the training by it."""
+
+    def __init__(self, folder: Path, seen: Any, **options: Any) -> None:
+        super().__init__(folder, **options)
+        self.seen = seen
+
+    def on_step_end(self, context: FitContext) -> None:
+        self.seen = self.seen + np.float32(0.25)
+        with torch.no_grad():
+            next(context.module.parameters()).mul_(1 - 1e-4 * float(np.sum(self.seen)))
+        super().on_step_end(context)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "seen": {"sum": self.seen}}
+
+    def load_state_dict(self, state: Any) -> None:
+        super().load_state_dict(state)
+        self.seen = state["seen"]["sum"]
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 3), ("zero1", 2), ("zero2", 2), ("zero3", 4)])
 def test_the_weights_are_the_same_to_the_last_bit(strategy: str, ranks: int, tmp_path: Path) -> None:
     calm, rough = tmp_path / "calm", tmp_path / "rough"
     calm.mkdir()
@@ -65,8 +91,9 @@ def on_one_rank(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return train_on(parts(1), job_for(tmp_path_factory.mktemp("calm"), module=Tower))
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (4, 1)])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("strategy", "before", "after"), [("ddp", 2, 3), ("zero1", 4, 1), ("zero2", 3, 1), ("zero3", 2, 3)]
+)
 def test_another_number_of_ranks_goes_on_with_the_same_batches(
     strategy: str, before: int, after: int, on_one_rank: Any, tmp_path: Path
 ) -> None:
@@ -123,6 +150,79 @@ def test_a_parameter_that_had_no_gradient_before_the_kill_goes_on_without_a_stat
     expected, _ = train_on(parts(2), job_for(tmp_path / "calm", **config))
     killed(job_for(tmp_path, Counts(tmp_path, rank=1, step=STEPS + 3), **config), 2)
     found, _ = train_on(parts(2), job_for(tmp_path, **config))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_numbers_of_numpy_in_schedules_and_callbacks_are_gone_on_with(tmp_path: Path) -> None:
+    (tmp_path / "calm").mkdir()
+
+    def job(folder: Path, **options: Any) -> TrainJob:
+        made = job_for(folder, Tallies(folder, np.float32(0), **options), module=Tower)
+        return replace(made, recipe=replace(made.recipe, scheduler=wave, scheduler_params={}))
+
+    expected, _ = train_on(parts(2), job(tmp_path / "calm"))
+    killed(job(tmp_path, rank=1, step=STEPS + 3), 2)
+    found, _ = train_on(parts(2), job(tmp_path))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_what_no_checkpoint_can_hold_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    with pytest.raises(PersistenceError, match="no checkpoint can hold callbacks") as caught:
+        train_on(parts(2), job_for(tmp_path, Tallies(tmp_path, np.zeros(2))))
+    assert "callbacks[0][1]['seen']['sum'], a numpy.ndarray" in caught.value.what
+    assert "step" not in caught.value.where
+    assert not CheckpointStore(str(tmp_path / "checkpoints")).steps()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_numbers_that_an_optimizer_keeps_for_a_parameter_are_those_of_the_rank_that_steps_it(
+    strategy: str, tmp_path: Path
+) -> None:
+    (tmp_path / "calm").mkdir()
+
+    def job(folder: Path, callback: Callback | None = None) -> TrainJob:
+        made = job_for(folder, callback, module=Tower, strategy=strategy)
+        return replace(made, recipe=replace(made.recipe, optimizer=Damped, optimizer_params={}))
+
+    expected, _ = train_on(parts(2), job(tmp_path / "calm"))
+    killed(job(tmp_path, Counts(tmp_path, rank=1, step=STEPS + 3)), 2)
+    found, _ = train_on(parts(2), job(tmp_path))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("module", "config"),
+    [
+        (Drifting, {"strategy_params": {"forward_sync_buffers": False}}),
+        (Drifting, {"strategy": "zero2"}),
+        (Tower, {"strategy_params": {"comm_hook": "powerSGD", "powersgd_start_step": 4}}),
+    ],
+)
+def test_what_each_rank_has_for_itself_is_gone_on_with(module: type, config: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "calm").mkdir()
+    expected, _ = train_on(parts(2), job_for(tmp_path / "calm", module=module, **config))
+    killed(job_for(tmp_path, Counts(tmp_path, rank=1, step=STEPS + 5), module=module, **config), 2)
+    found, _ = train_on(parts(2), job_for(tmp_path, module=module, **config))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_power_sgd_begins_at_the_same_step_with_and_without_checkpoints(tmp_path: Path) -> None:
+    job = job_for(tmp_path, module=Tower, strategy_params={"comm_hook": "powerSGD", "powersgd_start_step": 4}, epochs=1)
+    found, _ = train_on(parts(2), job)
+    expected, _ = train_on(parts(2), replace(job, checkpoint=None))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+def test_sparse_adam_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "calm").mkdir()
+
+    def job(folder: Path, callback: Callback | None = None) -> TrainJob:
+        made = job_for(folder, callback, module=Lookup)
+        return replace(made, recipe=replace(made.recipe, optimizer="SparseAdam", optimizer_params={}))
+
+    expected, _ = train_on(parts(2), job(tmp_path / "calm"))
+    killed(job(tmp_path, Counts(tmp_path, rank=1, step=STEPS + 3)), 2)
+    found, _ = train_on(parts(2), job(tmp_path))
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 

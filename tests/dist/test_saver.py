@@ -156,7 +156,7 @@ class Slow(LocalFiles):
 
     def _wait(self, path: str) -> None:
         if "rank-" in path:
-            until(Slow.until, seconds=10, what="the test goes on")
+            until(Slow.until, seconds=60, what="the test goes on")
 
 
 fsspec.register_implementation("slow", Slow, clobber=True)
@@ -207,10 +207,36 @@ def test_a_rank_that_waits_for_the_shares_of_others_does_not_stand_still(tmp_pat
             main.save(Position(step=1), SHARE, None)
             second = pool.submit(main.save, Position(step=2), SHARE, None)
             before = line.count
-            until(lambda: line.count >= before + 2, seconds=10, what="the rank has moved twice")
+            until(lambda: line.count >= before + 2, seconds=60, what="the rank has moved twice")
             assert not second.done()
             for step in (1, 2):
                 other.post(f"saved/{step}", {"files": {}})
             second.result(30)
             main.close(Position(step=2))
     assert main.store.finished
+
+
+class Witness(Link):
+    """A line that remembers which threads have said that its rank waits, or waits no more."""
+
+    said: set[int]
+
+    @property
+    def _waiting(self) -> bool:
+        return self._waits
+
+    @_waiting.setter
+    def _waiting(self, waits: bool) -> None:
+        self._waits = waits
+        self.__dict__.setdefault("said", set()).add(threading.get_ident())
+
+
+def test_only_the_thread_that_trains_says_that_its_rank_waits() -> None:
+    with control_server() as server, ThreadPoolExecutor(1) as pool:
+        meeting = server.rendezvous
+        link = Witness(partial(connect, meeting.host, meeting.port, meeting.prefix), World())
+        saving = pool.submit(link.collect, "saved/1")
+        link.agree("start", {})
+        link.post("saved/1", {})
+        assert saving.result(30) == [{}]
+    assert link.said == {threading.get_ident()}

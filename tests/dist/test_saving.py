@@ -25,7 +25,7 @@ class Held(LocalFiles):
     def pipe_file(self, path: str, value: bytes, **options: Any) -> None:
         name, marks = path.rpartition("/")[2], Path("/", path).parents[2]
         if name == "rank-00000.pt" and not (marks / "killed").exists():
-            until((marks / "ahead").exists, seconds=30, what="the other rank is ahead")
+            until((marks / "ahead").exists, seconds=60, what="the other rank is ahead")
         super().pipe_file(path, value, **options)
         if name == "manifest.json" and not (marks / "killed").exists():
             (marks / "killed").touch()

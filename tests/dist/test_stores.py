@@ -16,7 +16,7 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from sparktorch.errors import ClusterError, PersistenceError
-from sparktorch.train.checkpoint import CheckpointStore, Manifest, read_rest, read_tensors, snapshot
+from sparktorch.train.checkpoint import CheckpointStore, Manifest, read_tensors, snapshot
 from sparktorch.train.files import Directory
 from tests.support.ranks import control_server, run_ranks, train_on
 from tests.support.resume import STEPS, Counts, job_for, killed, parts, timeless
@@ -59,7 +59,7 @@ def write(store: CheckpointStore, step: int, numbers: int = 1000) -> None:
 
 def assert_whole(store: CheckpointStore, manifest: Manifest) -> None:
     with store.local(manifest) as folder:
-        assert read_rest(folder, 0) == {"step": manifest.step}
+        assert store.read_rest(manifest, 0) == {"step": manifest.step}
         assert torch.equal(read_tensors(folder, 0, "module.")["x"], torch.full((1000,), float(manifest.step)))
 
 

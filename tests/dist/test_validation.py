@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ import torch
 
 from sparktorch.config import TrainConfig
 from sparktorch.train.recipe import Recipe
+from sparktorch.train.validation import rows_at_a_time
 from sparktorch.worker import TrainJob
 from tests.support.callbacks import Stops
 from tests.support.frames import Table
-from tests.support.nets import Score
+from tests.support.nets import Score, Sized
 from tests.support.ranks import train_on
 from tests.support.reference import Part, global_batches, validation_rows
 
@@ -129,3 +131,94 @@ def test_without_validation_rows_there_is_nothing_to_note() -> None:
     job = replace(JOB, columns=table.columns)
     history = train_on([table.batches()], job)[1][0]["history"]
     assert not any("validations" in record or "val_loss" in record for record in history)
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "rows"),
+    [
+        ({"batch_size": 256}, 1, 256),
+        ({"batch_size": 256}, 3, 86),
+        ({"batch_size": 256, "accumulation_steps": 4}, 2, 32),
+        ({"batch_size": 256, "micro_batch_size": 20}, 2, 20),
+        ({"batch_size": 20, "micro_batch_size": 64}, 2, 10),
+        ({"batch_size": 100_000}, 1, 4096),
+        ({"batch_size": 256, "validation_batch_size": 5000}, 2, 5000),
+    ],
+)
+def test_validation_takes_as_many_rows_at_a_time_as_training(config: dict[str, Any], ranks: int, rows: int) -> None:
+    assert rows_at_a_time(TrainConfig(**config), ranks) == rows
+
+
+def step_of(module: Any, batch: Any) -> Any:
+    """Scores are called once, with the inputs as they are."""
+    losses = torch.nn.functional.cross_entropy(module(batch.inputs[0]), batch.label.long(), reduction="none")
+    return losses, {"loss": losses.detach()}
+
+
+def step_of_negatives(module: Any, batch: Any) -> Any:
+    """Scores are not those of the inputs as they are."""
+    return torch.nn.functional.cross_entropy(-module(-batch.inputs[0]), batch.label.long(), reduction="none")
+
+
+def step_that_changes_scores(module: Any, batch: Any) -> Any:
+    """Scores are called once, and then hold something else."""
+    return torch.nn.functional.cross_entropy(module(batch.inputs[0]).neg_(), batch.label.long(), reduction="none")
+
+
+CLASSES = Table.random(203, classes=3, validated=True)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_the_size_of_validation_batches_does_not_change_what_they_say(strategy: str, tmp_path: Path) -> None:
+    found = []
+    for size in (None, 7):
+        folder = tmp_path / str(size)
+        folder.mkdir()
+        config = TrainConfig(
+            task="classification", batch_size=64, validation_batch_size=size, strategy=strategy, epochs=2
+        )
+        job = TrainJob(
+            columns=CLASSES.columns,
+            recipe=Recipe(module=Sized, module_params={"folder": str(folder)}, loss="CrossEntropyLoss"),
+            config=config,
+            max_imbalance=None,
+        )
+        _, metas = train_on([part.batches() for part in CLASSES.parts(2)], job)
+        found.append([record["val_loss"] for record in metas[0]["history"]] + metas[0]["confusion"])
+        rows = [int(line) for file in folder.iterdir() for line in file.read_text().split()]
+        assert max(rows) == (7 if size else min(32, max(rows)))
+        assert len(rows) > (12 if size else 0)
+    assert found[0][:2] == pytest.approx(found[1][:2], abs=1e-6)
+    assert found[0][2:] == found[1][2:]
+
+
+@pytest.mark.parametrize(("step", "passes"), [(step_of, 1), (step_of_negatives, 2), (step_that_changes_scores, 2)])
+def test_validation_with_a_training_step_calls_the_module_again_only_if_it_must(
+    step: Any, passes: int, tmp_path: Path
+) -> None:
+    job = TrainJob(
+        columns=CLASSES.columns,
+        recipe=Recipe(module=Sized, module_params={"folder": str(tmp_path)}, training_step=step, loss=None),
+        config=TrainConfig(task="classification", batch_size=64, validation_batch_size=1000),
+        max_imbalance=None,
+    )
+    state, metas = train_on([part.batches() for part in CLASSES.parts(2)], job)
+    assert [len(file.read_text().split()) for file in tmp_path.iterdir()] == [passes, passes]
+    module = Sized(str(tmp_path))
+    module.load_state_dict(state)
+    held_out = validation_rows(CLASSES)
+    accuracy = (module.eval()(held_out.x).argmax(1) == held_out.y).float().mean()
+    assert metas[0]["history"][-1]["val_accuracy"] == pytest.approx(float(accuracy), abs=1e-6)
+
+
+def test_validation_with_a_training_step_whose_output_nothing_asks_for_is_one_pass(tmp_path: Path) -> None:
+    job = TrainJob(
+        columns=CLASSES.columns,
+        recipe=Recipe(
+            module=Sized, module_params={"folder": str(tmp_path)}, training_step=step_of_negatives, loss=None
+        ),
+        config=TrainConfig(task="generic", batch_size=64, validation_batch_size=1000),
+        max_imbalance=None,
+    )
+    train_on([part.batches() for part in CLASSES.parts(2)], job)
+    assert [len(file.read_text().split()) for file in tmp_path.iterdir()] == [1, 1]

@@ -78,8 +78,7 @@ def trained(table: Table, job: TrainJob, ranks: int) -> tuple[dict[str, torch.Te
 # Freezing and groups
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 1), ("ddp", 3), ("zero1", 2), ("zero2", 3), ("zero3", 2)])
 def test_frozen_parameters_come_back_to_the_last_bit_and_the_others_trained(ranks: int, strategy: str) -> None:
     job = job_for(
         NUMBERS,

@@ -37,12 +37,12 @@ def resumed(before: list[Progress], ranks: int) -> list[Progress]:
     states = [progress.state() for progress in before]
     found = [Progress(STEPS, 3, CPU) for _ in range(ranks)]
     for rank, progress in enumerate(found):
-        progress.merge(states, rank, ranks, {"x": torch.ones(2)} if rank == 0 else {})
+        progress.merge(states[0], states[rank::ranks], {"x": torch.ones(2)} if rank == 0 else {})
     return found
 
 
 def record(ranks: list[Progress]) -> dict[str, Any]:
-    sums = sum((progress.tally.sums() for progress in ranks), torch.zeros(5, dtype=torch.float64))
+    sums = sum((progress.tally.sums() for progress in ranks), torch.zeros(7, dtype=torch.float64))
     return ranks[-1].record(sums, WEIGHTS, 4.0, len(ranks), number=2, learning_rate=0.1)
 
 

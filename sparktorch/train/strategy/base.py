@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -68,6 +68,11 @@ class Strategy(ABC, Generic[O]):
             ConfigError: Names the Params.
         """
 
+    @classmethod
+    def needs_group(cls, options: O) -> bool:
+        """Whether even a rank that is alone needs a process group, for what torch does in one only."""
+        return False
+
     def __init__(self, config: TrainConfig, world: World, options: O) -> None:
         """Takes the configuration, the rank it works for, and its own options."""
         self._config = config
@@ -88,6 +93,13 @@ class Strategy(ABC, Generic[O]):
     def saves(self, name: str) -> bool:
         """Whether it falls to this rank to save a tensor of `state.named_tensors` that is not divided."""
         return self._world.is_main
+
+    def own_state(self) -> dict[str, torch.Tensor]:
+        """Returns what a rank keeps from step to step besides module and optimizer, by name, for `load_own_state`."""
+        return {}
+
+    def load_own_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Goes on from what this rank's `own_state` returned; with another number of ranks, from that of rank 0."""
 
     @property
     def gradient_divisor(self) -> int:
@@ -115,12 +127,21 @@ class Strategy(ABC, Generic[O]):
         """Returns a block in which backward adds to this rank's gradients and sends nothing."""
         return nullcontext()
 
-    def clip_gradients(self, module: nn.Module, *, norm: float | None, value: float | None) -> None:
-        """Limits the gradients of the whole model: each element, then the norm of all."""
+    def clip_gradients(self, module: nn.Module, *, norm: float | None, value: float | None) -> torch.Tensor | None:
+        """Limits the gradients of the whole model: each element, then the norm of all.
+
+        Returns:
+            The norm before it was limited, a scalar tensor that may be divided among ranks; `None` without a limit.
+        """
         if value is not None:
             nn.utils.clip_grad_value_(module.parameters(), value)
-        if norm is not None:
-            nn.utils.clip_grad_norm_(module.parameters(), norm)
+        return None if norm is None else nn.utils.clip_grad_norm_(module.parameters(), norm)
+
+    def gradient_norm(self, module: nn.Module) -> torch.Tensor:
+        """Returns the norm of the gradients of the whole model, a scalar tensor."""
+        gradients: list[torch.Tensor] = [p.grad for p in module.parameters() if p.grad is not None]
+        dense = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
+        return nn.utils.get_total_norm(dense)
 
     def before_step(self, module: nn.Module) -> None:
         """Is called when the gradients of a step are complete in this rank, before they are clipped."""

@@ -6,6 +6,7 @@ Li et al. 2020, PyTorch Distributed: Experiences on Accelerating Data Parallel T
 
 # No postponed annotations here: torch reads those of a communication hook.
 import inspect
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -22,6 +23,7 @@ from sparktorch.train.strategy.base import Strategy
 
 __all__ = ["DDP", "DDPOptions"]
 
+_MEMORIES = ("error_dict", "p_memory_dict", "q_memory_dict")  # of PowerSGD, by the number of the bucket
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -66,6 +68,8 @@ class DDP(Strategy[DDPOptions]):
     options_type = DDPOptions
     settles_after = 2  # buckets are built anew after the first backward (pytorch#35137)
 
+    _compression: Any = None  # PowerSGD's state
+
     @classmethod
     def check(cls, config: TrainConfig, recipe: Recipe, options: DDPOptions) -> None:
         """Refuses a static graph whose first backward sends nothing, at which torch learns the graph."""
@@ -101,9 +105,37 @@ class DDP(Strategy[DDPOptions]):
                 start_powerSGD_iter=options.powersgd_start_step,
             )
             wrapped.register_comm_hook(state, powersgd.powerSGD_hook)
+            self._compression = state
         elif options.comm_hook is not None:
             wrapped.register_comm_hook(_DTYPES[options.comm_hook], _narrow_all_reduce)
         return wrapped
+
+    def own_state(self) -> dict[str, torch.Tensor]:
+        """Returns how far PowerSGD is, and for each bucket what it has not sent yet and its matrices."""
+        if self._compression is None:
+            return {}
+        _, keys, place, *_ = self._compression.rng.get_state()
+        found = {
+            "steps": torch.tensor([self._compression.iter]),
+            "generator": torch.tensor([*keys.tolist(), place]),
+        }
+        for name in _MEMORIES:
+            for bucket, value in getattr(self._compression, name).items():
+                found[f"{name}.{self._world.world_size}.{bucket}"] = value
+        return found
+
+    def load_own_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Goes on from it; with another number of ranks, with nothing left to be sent."""
+        compression = self._compression
+        if compression is None or "steps" not in state:
+            return
+        compression.iter = int(state["steps"])
+        *keys, place = state["generator"].tolist()
+        compression.rng.set_state(("MT19937", keys, place))
+        for name in _MEMORIES:
+            prefix = f"{name}.{self._world.world_size}."
+            values = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+            setattr(compression, name, {int(key): value.to(self._world.device) for key, value in values.items()})
 
     def plain(self, module: nn.Module) -> nn.Module:
         """Returns the wrapped module."""

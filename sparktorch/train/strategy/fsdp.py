@@ -15,11 +15,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from sparktorch.config import TrainConfig, at_least, one_of
 from sparktorch.errors import ConfigError, ModuleError, nearest
 from sparktorch.train.recipe import Recipe
+from sparktorch.train.state import local
 from sparktorch.train.strategy.base import DATA, Layout, Strategy
 
 if TYPE_CHECKING:
@@ -84,6 +86,16 @@ class Zero3(Strategy[ShardingOptions]):
                 param="precision",
             )
 
+    @classmethod
+    def needs_group(cls, options: ShardingOptions) -> bool:
+        """Whether there is something to do for one rank, too: types and places of parameters."""
+        return options.cpu_offload or options.param_dtype is not None or options.reduce_dtype is not None
+
+    @property
+    def alone(self) -> bool:
+        """Whether the module stays as it is."""
+        return super().alone and not self.needs_group(self._options)
+
     def prepare(self, module: nn.Module) -> nn.Module:
         """Divides the module's parameters among the ranks, in place."""
         options = self._options
@@ -127,6 +139,15 @@ class Zero3(Strategy[ShardingOptions]):
             yield
         finally:
             root.set_requires_gradient_sync(True)
+
+    def gradient_norm(self, module: nn.Module) -> torch.Tensor:
+        """Returns the norm of the gradients of the whole model, summed up on the device: `cpu_offload` leaves them."""
+        if self.alone:
+            return super().gradient_norm(module)
+        own = nn.utils.get_total_norm([local(p.grad) for p in module.parameters() if p.grad is not None])
+        squares = own.to(self._world.device, torch.float64).square()
+        dist.all_reduce(squares)
+        return squares.sqrt()
 
     @contextmanager
     def evaluating(self, module: nn.Module) -> Iterator[nn.Module]:

@@ -78,13 +78,13 @@ class LocalSGD(Strategy[LocalSGDOptions]):
         """Averages the gradients, as long as the ranks go together."""
         self._step += 1
         if not self.alone and self._step <= self._options.start_step:
-            _average([p.grad for p in module.parameters() if p.grad is not None])
+            _average_gradients([p for p in module.parameters() if p.requires_grad])
 
     def after_step(self, module: nn.Module) -> None:
         """Averages the models at the end of each period."""
         alone = self._step - self._options.start_step
         if not self.alone and alone > 0 and alone % self._options.period == 0:
-            _average(_floats(module))
+            _average(_averaged(module))
 
     @contextmanager
     def evaluating(self, module: nn.Module) -> Iterator[nn.Module]:
@@ -92,7 +92,7 @@ class LocalSGD(Strategy[LocalSGDOptions]):
         if self.alone:
             yield module
             return
-        tensors = _floats(module)
+        tensors = _averaged(module)
         own = [tensor.detach().clone() for tensor in tensors]
         _average(tensors)
         try:
@@ -108,14 +108,30 @@ class LocalSGD(Strategy[LocalSGDOptions]):
             return {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
 
 
-def _floats(module: nn.Module) -> list[torch.Tensor]:
-    return [tensor for tensor in [*module.parameters(), *module.buffers()] if tensor.is_floating_point()]
+def _averaged(module: nn.Module) -> list[torch.Tensor]:
+    """Returns what of a model has a mean: its real and complex tensors, and no counters."""
+    tensors = [tensor.detach() for tensor in [*module.parameters(), *module.buffers()]]
+    real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
+    return [tensor for tensor in real if tensor.is_floating_point()]
+
+
+def _average_gradients(parameters: list[nn.Parameter]) -> None:
+    """Replaces gradients by their means over all ranks; a parameter without one in every rank keeps none."""
+    there = torch.tensor([p.grad is not None for p in parameters], dtype=torch.float32)
+    there = there.to(parameters[0].device)
+    dist.all_reduce(there, dist.ReduceOp.MAX)
+    met = [p for p, found in zip(parameters, there.tolist(), strict=True) if found]
+    for parameter in met:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    gradients: list[Any] = [p.grad for p in met]
+    _average([torch.view_as_real(grad) if grad.is_complex() else grad for grad in gradients])
 
 
 @torch.no_grad()
-def _average(tensors: list[Any]) -> None:
+def _average(tensors: list[torch.Tensor]) -> None:
     """Replaces the tensors by their means over all ranks, in one all-reduce for each dtype."""
-    for dtype in {tensor.dtype for tensor in tensors}:
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):  # a set has no order for the ranks to agree on
         same = [tensor for tensor in tensors if tensor.dtype == dtype]
         flat = torch.cat([tensor.flatten() for tensor in same]).div_(dist.get_world_size())
         dist.all_reduce(flat)
