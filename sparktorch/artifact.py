@@ -11,14 +11,11 @@ It scores Arrow columns, and it is a directory of plain files:
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import pickle
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +33,8 @@ from sparktorch.data.fields import Field
 from sparktorch.data.inputs import field_of
 from sparktorch.data.preprocess import Function, Preprocess, check_signature
 from sparktorch.data.spool import InMemory
-from sparktorch.data.tensors import packed, to_arrow
-from sparktorch.errors import PersistenceError
+from sparktorch.data.tensors import fitting, held, packed, to_arrow
+from sparktorch.errors import ColumnError, PersistenceError
 from sparktorch.program import ExportError, Program, check_archive, export_program
 from sparktorch.train.dryrun import ArgumentSpec, OutputSpec
 from sparktorch.train.recipe import ModuleSource, Recipe, import_path, load_object
@@ -52,7 +49,9 @@ _WEIGHTS = "weights.safetensors"
 _GRAPH = "module.pt2"
 _PICKLE = "module.pkl"
 _PREPROCESS = "preprocess.pkl"
-_OPT_IN = ".read().option('allowPickle', 'true').load(path) (or allow_pickle=True in sparktorch.tracking)"
+_IN_PIPELINE = "for the stages of a pipeline, spark.conf.set('spark.sparktorch.allowPickle', 'true'); in "
+_IN_PIPELINE += "sparktorch.tracking, allow_pickle=True"
+_OPT_IN = f".read().option('allowPickle', 'true').load(path); {_IN_PIPELINE}"
 
 Array = npt.NDArray[Any]
 
@@ -72,6 +71,7 @@ class TrainedModule:
             are the arguments.
         arguments: What `forward` gets from it.
         returned: By what names, in the order of `arguments`.
+        labels: What the classes are called; `()` where that is not known.
     """
 
     source: ModuleSource | Program
@@ -83,21 +83,12 @@ class TrainedModule:
     preprocess: Function | None = None
     arguments: tuple[ArgumentSpec, ...] | None = None
     returned: tuple[str, ...] | None = None
+    labels: tuple[str, ...] = ()
 
     @property
     def takes(self) -> tuple[TensorSpec, ...] | tuple[ArgumentSpec, ...]:
         """What `forward` gets."""
         return self.inputs if self.arguments is None else self.arguments
-
-    @cached_property
-    def digest(self) -> str:
-        """Identifies the weights and the way they are used; code without import path is like no other."""
-        code = hashlib.sha256(self.source.archive).hexdigest() if isinstance(self.source, Program) else self._path
-        prepared = self.preprocess and (import_path(self.preprocess) or uuid.uuid4().hex)
-        described = json.dumps([self._describe(), code or uuid.uuid4().hex, repr(dict(self.params)), prepared])
-        digest = hashlib.sha256(described.encode())
-        digest.update(self.weights)
-        return digest.hexdigest()
 
     def build(self, state: Mapping[str, torch.Tensor] | None = None) -> nn.Module:
         """Returns the module with its trained weights, or with `state`, in evaluation mode, on the CPU."""
@@ -143,7 +134,7 @@ class TrainedModule:
             raise PersistenceError(
                 f"{why}, and torch.export cannot capture its graph: {error}",
                 hint="put the class into a module file, or allow pickled code with "
-                ".write().option('allowPickle', 'true') (or allow_pickle=True in sparktorch.tracking)",
+                f".write().option('allowPickle', 'true'); {_IN_PIPELINE}",
             ) from error
 
     def _save_preprocess(self, directory: Path, allow_pickle: bool) -> dict[str, str]:
@@ -155,7 +146,7 @@ class TrainedModule:
             raise PersistenceError(
                 f"preprocess {_named(self.preprocess)} has no import path that works outside this session",
                 hint="put it into a module file, or allow pickled code with "
-                ".write().option('allowPickle', 'true') (or allow_pickle=True in sparktorch.tracking)",
+                f".write().option('allowPickle', 'true'); {_IN_PIPELINE}",
             )
         import cloudpickle
 
@@ -190,6 +181,7 @@ class TrainedModule:
             preprocess=_load_preprocess(directory, form.get("preprocess"), allow_pickle),
             arguments=_arguments(form.get("arguments")),
             returned=tuple(form["returned"]) if "returned" in form else None,
+            labels=tuple(form.get("labels", ())),
         )
 
     @property
@@ -206,6 +198,7 @@ class TrainedModule:
             "outputs": [asdict(spec) for spec in self.outputs],
             **({"arguments": [asdict(spec) for spec in self.arguments]} if self.arguments is not None else {}),
             **({"returned": list(self.returned)} if self.returned is not None else {}),
+            **({"labels": list(self.labels)} if self.labels else {}),
         }
 
 
@@ -279,6 +272,7 @@ class Scorer:
         batch_size: int = 2048,
         precision: Precision = "fp32",
         compiled: bool = False,
+        thresholds: Sequence[float] | None = None,
         weights: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """Builds the module.
@@ -289,11 +283,14 @@ class Scorer:
             batch_size: The most rows that go through the module at a time.
             precision: "bf16" and "fp16" run the module under autocast.
             compiled: Whether the module goes through `torch.compile`.
+            thresholds: One per class of a classifier: the class with the largest probability / threshold is
+                predicted. `None` for the one with the largest score.
             weights: The state dict to use in place of that in `trained`.
         """
         self._trained = trained
         self._device = torch.device(device)
         self._batch_size = batch_size
+        self._thresholds = None if thresholds is None else torch.tensor(thresholds, dtype=torch.float64)
         names = [spec.column for spec in trained.inputs]
         self._preprocess = (
             None if trained.preprocess is None else Preprocess(trained.preprocess, names, trained.returned)
@@ -352,12 +349,19 @@ class Scorer:
     def _inputs(self, columns: Sequence[pa.Array]) -> list[pa.Array]:
         """Returns one array per input, of one per input or of one per column that they are packed of."""
         specs = self._trained.inputs
-        if len(columns) != sum(len(spec.sources) or 1 for spec in specs):
-            return list(columns)
+        names = [name for spec in specs for name in spec.sources or (spec.column,)]
+        if len(columns) not in (len(specs), len(names)):
+            raise ColumnError(
+                f"the model takes {len(names)} columns, and got {len(columns)}",
+                hint=f"give it {', '.join(names)}, in this order",
+            )
+        if len(columns) != len(names):
+            return [held(fitting(column, spec), spec) for column, spec in zip(columns, specs, strict=True)]
         rest, inputs = list(columns), []
         for spec in specs:
             own, rest = rest[: len(spec.sources) or 1], rest[len(spec.sources) or 1 :]
-            inputs.append(own[0] if not spec.sources or pa.types.is_list(own[0].type) else packed(own, spec))
+            single = not spec.sources or pa.types.is_list(own[0].type)
+            inputs.append(held(fitting(own[0], spec), spec) if single else packed(own, spec))
         return inputs
 
     def _score(self, inputs: Sequence[pa.Array]) -> dict[str, Array]:
@@ -390,16 +394,16 @@ class Scorer:
         with self._autocast:
             output = self._module(*inputs)
         if self._trained.task == "classification":
-            return _classify(output.double().cpu())
+            return _classify(output.cpu().double(), self._thresholds)
         if self._trained.task == "regression":
             like = torch.empty(len(output)) if output.dim() == 1 or output.shape[1] == 1 else output
-            return {"prediction": align("regression", output, like)[0].double().cpu().numpy()}
+            return {"prediction": align("regression", output, like)[0].cpu().double().numpy()}
         named = output if isinstance(output, Mapping) else dict(enumerate(_tuple(output)))
         single = len(self._trained.outputs) == 1
         return {"prediction" if single else str(name): tensor.float().cpu().numpy() for name, tensor in named.items()}
 
 
-def _classify(scores: torch.Tensor) -> dict[str, Array]:
+def _classify(scores: torch.Tensor, thresholds: torch.Tensor | None) -> dict[str, Array]:
     if scores.dim() == 1 or scores.shape[1] == 1:  # one score: the logit of the second class
         logit = scores.reshape(-1)
         scores = torch.stack([-logit, logit], dim=1)
@@ -407,7 +411,10 @@ def _classify(scores: torch.Tensor) -> dict[str, Array]:
         probability = torch.stack([1 - positive, positive], dim=1)
     else:
         probability = torch.softmax(scores, dim=1)
-    prediction = scores.argmax(1).double()
+    if thresholds is None:
+        prediction = scores.argmax(1).double()
+    else:  # 0 / 0 does not count, as in Spark
+        prediction = (probability / thresholds).nan_to_num(nan=-math.inf, posinf=math.inf).argmax(1).double()
     return {
         "scores": scores.numpy(),
         "probability": probability.numpy(),

@@ -67,7 +67,7 @@ class Expected:
 
     Attributes:
         packages: The driver's, in the form of `Answer.packages`.
-        pandas: Whether tasks need pandas, as they do on Spark 4.0.
+        pandas: Whether tasks need pandas, as they do before Spark 4.1.
         driver: Name or address by which the driver is reached; `None` where rank 0 hosts the store.
         executors: Names of the executors' hosts, as Spark knows them.
         towards: Returns the driver's address on the way to a host.

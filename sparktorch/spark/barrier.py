@@ -10,14 +10,17 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import pyarrow as pa
-from pyspark import cloudpickle
+from py4j.protocol import Py4JError  # type: ignore[import-untyped]
+from pyspark.errors import PySparkException
 from pyspark.resource import ResourceProfile
 from pyspark.sql import DataFrame, SparkSession
 
 from sparktorch.config import Device
 from sparktorch.errors import ClusterError, ConfigError, ModuleError
 from sparktorch.spark.cause import Causes
+from sparktorch.spark.compat import Collect, on_barrier
 from sparktorch.spark.control import ControlServer, Rendezvous
+from sparktorch.spark.files import send
 from sparktorch.spark.job import Job, new_tag
 from sparktorch.spark.rank import RESULT_SCHEMA, Body, RankTask, assemble
 from sparktorch.spark.session import driver_address, is_connect
@@ -81,7 +84,7 @@ def run_ranks(data: DataFrame, body: Body, launch: Launch, observer: Observer) -
             observer,
             launch.patience,
             log_level=launch.log_level,
-            running_tasks=job.running_tasks,
+            is_starved=job.is_starved,
         )
         causes = Causes(watch)
         job.start()
@@ -122,14 +125,16 @@ def _control_server(spark: SparkSession, launch: Launch) -> ControlServer | None
         ) from error
 
 
-def _plan(data: DataFrame, body: Body, launch: Launch, rendezvous: Rendezvous | None) -> DataFrame:
+def _plan(data: DataFrame, body: Body, launch: Launch, rendezvous: Rendezvous | None) -> Collect:
     try:
-        packed: bytes = cloudpickle.dumps(body)  # type: ignore[no-untyped-call]
+        sent = send(data.sparkSession, body)
+    except (PySparkException, Py4JError):  # it could be packed, and Spark says why it took it not
+        raise
     except Exception as error:
         raise ModuleError(
             f"the module, loss or optimizer cannot be shipped to the ranks: {error}", hint=SHIPPING_HINT
         ) from error
-    task = pickle.dumps(RankTask(packed, launch.world_size, launch.device, rendezvous, launch.log_level))
+    task = pickle.dumps(RankTask(launch.world_size, launch.device, rendezvous, launch.log_level))
 
     def run(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         import gc
@@ -142,6 +147,6 @@ def _plan(data: DataFrame, body: Body, launch: Launch, rendezvous: Rendezvous | 
             rank_task: RankTask = pickle.loads(task)
         finally:
             gc.enable()
-        return rank_task(batches)
+        return rank_task(batches, sent)
 
-    return data.mapInArrow(run, RESULT_SCHEMA, barrier=True, profile=launch.profile)
+    return on_barrier(data, run, RESULT_SCHEMA, launch.profile)

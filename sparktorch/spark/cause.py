@@ -11,7 +11,7 @@ from sparktorch.spark.rank import UNREACHED_HINT, failure_in
 from sparktorch.spark.watch import Watch
 from sparktorch.train.memory import out_of_memory_kills
 
-__all__ = ["Causes"]
+__all__ = ["Causes", "ChainError"]
 
 _DEATH = (
     r"exited unexpectedly|ExecutorLostFailure|Executor heartbeat timed out|exit code|worker crashed|Connection reset"
@@ -20,12 +20,17 @@ _DEATH = (
 _FIRST = r"barrier task \w+\(\d+, (\d+)\) finished unsuccessfully"  # stage, and partition: the rank
 _MEMORY = r"OOMKilled|exceeding (?:physical |virtual )?memory limits"
 _EXECUTOR = r"ExecutorLostFailure \(executor (\S+) (.*)\)(?: Reason: (.*))?"
+_CHAIN = "SPARK-24820"  # which Spark names when it refuses a barrier job over partitions of other partitions
 _GIB = 1 << 30
 _ALIVE_SECONDS = 1.2  # more than two beats
 _MORE_MEMORY = (
     "give the executors more memory outside of the JVM (spark.executor.memoryOverhead), or lower batchSize, or set "
     "microBatchSize"
 )
+
+
+class ChainError(ClusterError):
+    """Spark runs no barrier job there: `coalesce`, `union` or the like, and no shuffle behind it."""
 
 
 class Causes:
@@ -53,6 +58,12 @@ class Causes:
             return ClusterError(
                 "the trained model is larger than the driver accepts as the result of a job",
                 hint="start the session with a larger spark.driver.maxResultSize",
+            )
+        if _CHAIN in message:
+            return ChainError(
+                "Spark runs no barrier job over partitions that are joined or put side by side without a shuffle, as "
+                "by coalesce() and union()",
+                hint=f"repartition({self._watch.world_size}) behind it",
             )
         if "SparkContext was shut down" in message or "SparkContext is stopped" in message:
             return ClusterError("the Spark session was stopped during the fit", hint="fit again, in a new session")

@@ -11,13 +11,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import pyspark
 from pyspark import cloudpickle
-from pyspark.sql import DataFrame, Row, SparkSession
+from pyspark.sql import Row, SparkSession
 
 from sparktorch.spark import probe
 from sparktorch.spark.answers import Answer, Expected
 from sparktorch.spark.barrier import Launch
+from sparktorch.spark.compat import Collect, on_barrier, uses_pandas
 from sparktorch.spark.diagnose import diagnose
 from sparktorch.spark.findings import Finding
 from sparktorch.spark.job import Job, new_tag
@@ -50,7 +50,7 @@ def check_all(
         hint = "turn dynamic allocation off, and check again"
         return [*found, _about_job("warning", text, hint)]
     launch = replace(launch, profile=profile)
-    finding, there = enough_slots(spark, launch.world_size, profile, wait=True)
+    finding, there = enough_slots(spark, launch.world_size, profile, all_of_them=True, longest=seconds)
     found.append(finding)
     if there == 0:
         return [*found, _about_job("warning", "there is none to look at", "see to the slots, and check again")]
@@ -104,7 +104,7 @@ def check_executors(
     answers = sorted((Answer(**json.loads(row[0])) for row in rows), key=lambda answer: answer.rank)
     expected = Expected(
         packages=probe.packages(),
-        pandas=pyspark.__version__.startswith("4.0."),
+        pandas=uses_pandas(),
         driver=driver[0] if driver else None,
         executors=names,
         towards=probe.address_towards,
@@ -138,8 +138,8 @@ def _listen(spark: SparkSession, launch: Launch, token: str, stack: ExitStack) -
         raise
 
 
-def _plan(spark: SparkSession, launch: Launch, **question: Any) -> DataFrame:
-    """Returns a DataFrame of answers, one a row; its code needs nothing but pyspark and pyarrow there."""
+def _plan(spark: SparkSession, launch: Launch, **question: Any) -> Collect:
+    """Returns what collects the answers, one a row; its code needs nothing but pyspark and pyarrow there."""
     tasks = _tasks(spark, launch)
     ask = partial(probe.answer, meet=tasks > 1 and not is_local(spark), **question)
     packed = cloudpickle.dumps(ask)  # type: ignore[no-untyped-call]
@@ -149,7 +149,7 @@ def _plan(spark: SparkSession, launch: Launch, **question: Any) -> DataFrame:
 
         return pickle.loads(packed)(batches)
 
-    return spark.range(0, tasks, 1, tasks).mapInArrow(run, probe.ANSWER_SCHEMA, barrier=True, profile=launch.profile)
+    return on_barrier(spark.range(0, tasks, 1, tasks), run, probe.ANSWER_SCHEMA, launch.profile)
 
 
 def _tasks(spark: SparkSession, launch: Launch) -> int:
@@ -161,8 +161,8 @@ def _tasks(spark: SparkSession, launch: Launch) -> int:
     return found
 
 
-def _collect(spark: SparkSession, plan: DataFrame, seconds: float) -> list[Row]:
-    """Collects the rows of a DataFrame, and cancels the job if that takes too long or is interrupted.
+def _collect(spark: SparkSession, plan: Collect, seconds: float) -> list[Row]:
+    """Collects the rows, and cancels the job if that takes too long or is interrupted.
 
     Raises:
         TimeoutError: It took longer.
@@ -229,5 +229,5 @@ def _about_python(check: str, found: str, version: str) -> Finding:
         setting="spark.pyspark.python",
         value=f"a Python {version} with torch, numpy, pyarrow and safetensors, at the same path on every executor",
         hint=f"let spark.pyspark.python (PYSPARK_PYTHON) name a Python {version} that every executor has, with torch, "
-        "numpy, pyarrow and safetensors; on Spark 4.0 pandas as well",
+        "numpy, pyarrow and safetensors; before Spark 4.1 pandas as well",
     )

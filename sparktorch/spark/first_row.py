@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from datetime import timezone
 from functools import reduce
 from operator import or_
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from pyspark.errors import PySparkException
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
-from pyspark.sql.pandas.types import to_arrow_schema
 
+from sparktorch.data.checks import Screen
 from sparktorch.data.columns import Columns, TensorSpec
 from sparktorch.data.images import image_size
+from sparktorch.data.sql import arrow_type
 from sparktorch.errors import ColumnError
+from sparktorch.spark.rank import failure_in
+from sparktorch.spark.wire import kept_as
+from sparktorch.spark.within import unfit
 
 __all__ = ["first_row", "measured"]
+
+_LOOKED_AT = (1, 64, 4096)
 
 
 def first_row(data: DataFrame, columns: Columns, *, filled: bool) -> pa.RecordBatch:
@@ -33,20 +41,56 @@ def first_row(data: DataFrame, columns: Columns, *, filled: bool) -> pa.RecordBa
     Raises:
         ColumnError: There is no such row.
     """
+    schema = data.schema
     conditions = []
     for spec in columns.tensors:  # what is never filled, labels and weights, must be there
-        condition = _unfit(spec, data, drop=columns.drop_nulls or (filled and spec not in columns.inputs))
+        drop = columns.drop_nulls or (filled and spec not in columns.inputs)
+        condition = _unfit(spec, schema[spec.name].dataType, drop=drop)
         if condition is not None:
             conditions.append(condition)
     rows = data.where(~reduce(or_, conditions)) if conditions else data
-    first = rows.head(1)  # reads one partition; `limit(1).toArrow()` would run a task on every one
-    if not first:
-        what = "no row without nulls, NaN, infinity or empty lists" if conditions else "no rows"
-        raise ColumnError(f"the DataFrame has {what}", hint="check the filter or the path it comes from")
-    return pa.RecordBatch.from_pylist([first[0].asDict(recursive=True)], to_arrow_schema(data.schema))
+    for count in _LOOKED_AT:
+        found = _head(rows, count, schema)
+        # What Spark cannot see into, bytes, may still be a reason to leave rows out.
+        fit = Screen(columns).rows_of(found, first_row=0) if columns.drop_nulls else found
+        if fit.num_rows:
+            return fit.slice(0, 1)
+        if found.num_rows < count:
+            break
+    what = "no row without nulls, NaN, infinity or empty lists" if conditions else "no rows"
+    raise ColumnError(f"the DataFrame has {what}", hint="check the filter or the path it comes from")
 
 
-def _unfit(spec: TensorSpec, data: DataFrame, *, drop: bool) -> Column | None:
+def _head(rows: DataFrame, count: int, schema: T.StructType) -> pa.RecordBatch:
+    """Returns the first rows as a record batch, as the ranks get it but for the time zone of timestamps, UTC."""
+    try:
+        found = rows.head(count)  # reads one partition; `limit(1).toArrow()` would run a task on every one
+    except PySparkException as error:
+        failure = failure_in(str(error))
+        if failure is None:
+            raise
+        raise failure from None
+    values = [_instants(row.asDict(recursive=True), schema) for row in found]
+    kinds = [(field.name, arrow_type(str(kept_as(field.dataType)))) for field in schema.fields]
+    return pa.RecordBatch.from_pylist(values, pa.schema(kinds))
+
+
+def _instants(value: Any, kind: T.DataType) -> Any:
+    """Returns a value with its timestamps, which Spark hands out in the time zone of this process, in UTC."""
+    if value is None:
+        return None
+    if isinstance(kind, T.StructType):
+        return {field.name: _instants(value[field.name], field.dataType) for field in kind.fields}
+    if isinstance(kind, T.ArrayType):
+        return [_instants(element, kind.elementType) for element in value] if _timed(kind.elementType) else value
+    return value.astimezone(timezone.utc).replace(tzinfo=None) if isinstance(kind, T.TimestampType) else value
+
+
+def _timed(kind: T.DataType) -> bool:
+    return isinstance(kind, T.TimestampType | T.StructType | T.ArrayType)
+
+
+def _unfit(spec: TensorSpec, kind: T.DataType, *, drop: bool) -> Column | None:
     """Returns whether the first row that is looked at cannot be one with this in a wire column.
 
     It cannot be one that the ranks leave out or refuse whatever the null policy, nor one that does not show a shape
@@ -54,34 +98,22 @@ def _unfit(spec: TensorSpec, data: DataFrame, *, drop: bool) -> Column | None:
 
     Args:
         spec: The column.
-        data: The DataFrame that has it.
+        kind: Its type.
         drop: Whether the ranks leave out rows with a null, NaN or infinity.
 
     Returns:
         A condition that is never null; `None` where any row will do.
     """
-    column, kind = F.col(spec.name), data.schema[spec.name].dataType
+    column = F.col(spec.name)
     shapeless = 0 in spec.levels
     found = []
     if drop:
-        found.append(_bad(column, kind))
+        found.append(unfit(spec, kind))
     elif spec.fill is not None and shapeless:
         found.append(_without_lists(column, kind))
     if spec.ragged and shapeless:
         found.append(F.coalesce(F.size(column) == 0, F.lit(False)))
     return reduce(or_, found) if found else None
-
-
-def _bad(column: Column, kind: T.DataType) -> Column:
-    """Returns whether a value is or holds null, NaN or infinity; what is within a struct counts in vectors alone."""
-    bad = column.isNull()
-    if isinstance(kind, T.ArrayType):
-        return bad | F.exists(column, lambda inner: _bad(inner, kind.elementType))
-    if isinstance(kind, T.StructType) and {"indices", "values"} <= set(kind.names):
-        return bad | _bad(column["values"], kind["values"].dataType)
-    if isinstance(kind, T.FloatType | T.DoubleType):
-        return bad | F.isnan(column) | (F.abs(column) == math.inf)
-    return bad
 
 
 def _without_lists(column: Column, kind: T.DataType) -> Column:

@@ -13,9 +13,11 @@ from pyspark.sql import types as T
 from sparktorch.config import Task
 from sparktorch.data.columns import KEY, LABEL, VALIDATION, WEIGHT, Columns, InputOptions, TensorSpec
 from sparktorch.data.preprocess import Function, Preprocess
-from sparktorch.errors import ColumnError
 from sparktorch.spark.first_row import first_row, measured
-from sparktorch.spark.wire import NUMERIC, column_of, hashed, plan_inputs, quoted, type_of
+from sparktorch.spark.names import ColumnNames
+from sparktorch.spark.refusals import no_boolean, no_label, no_number
+from sparktorch.spark.wire import NUMERIC, column_of, exact, is_numeric, plan_inputs
+from sparktorch.spark.within import hashed
 
 __all__ = ["Frame", "prepare"]
 
@@ -69,29 +71,31 @@ def prepare(
         ColumnError: A column is missing or has a type that cannot be trained on, or there are no rows.
         ConfigError: An option does not fit its column's type.
     """
-    specs = plan_inputs(dataset, inputs, options)
+    names = ColumnNames.of(dataset)
+    specs = plan_inputs(names, inputs, options)
     columns = Columns(
         inputs=tuple(specs),
-        label=None if label is None else _label(dataset, label, task),
+        label=None if label is None else _label(names, label, task),
         validation=validation,
         drop_nulls=options.drop,
         preprocess=None if preprocess is None else Preprocess(preprocess, [spec.column for spec in specs]),
         keyed=keyed or key is not None,
     )
-    wire = [column_of(dataset, spec) for spec in columns.tensors]
     if weight is not None:
-        _require(dataset, weight, NUMERIC, "a number")
+        _require_number(names, weight)
         columns = replace(columns, weight=TensorSpec(name=WEIGHT, column=weight, dtype="float32"))
-        wire.append(column_of(dataset, columns.tensors[-1]))
+    wire = [exact(names, spec, column_of(names, spec)) for spec in columns.tensors]
     if validation is not None:
-        _require(dataset, validation, (T.BooleanType,), "boolean")
-        wire.append(quoted(validation).alias(VALIDATION))
+        if not isinstance(names.type_of(validation), T.BooleanType):
+            raise no_boolean(names.type_of(validation), validation)
+        wire.append(names.column(validation).alias(VALIDATION))
     if key is not None:
-        type_of(dataset, key)
-        wire.append(F.xxhash64(quoted(key)).alias(KEY))
+        wire.append(F.xxhash64(names.column(key)).alias(KEY))
     data = dataset.select(*wire)
+    schema = data.schema
     if key is None:
-        contents = [column for spec in columns.tensors if keyed or not spec.digestible for column in hashed(spec)]
+        digested = [spec for spec in columns.tensors if keyed or not spec.digestible]
+        contents = [column for spec in digested for column in hashed(spec, schema[spec.name].dataType)]
         if keyed and validation is not None:
             contents.append(F.col(VALIDATION))
         if contents:
@@ -105,24 +109,29 @@ def prepare(
     return Frame(data, columns, sample)
 
 
-def _label(dataset: DataFrame, name: str | Sequence[str], task: Task) -> TensorSpec:
+def _label(columns: ColumnNames, name: str | Sequence[str], task: Task) -> TensorSpec:
     """Returns the spec of the label.
 
     Classes travel uncut as double, so that 1.5 or NaN can be refused instead of becoming 1 or 0.
     """
     if task == "classification":
         assert isinstance(name, str)
-        _require(dataset, name, NUMERIC, "a number")
+        kind = columns.type_of(name)
+        if not isinstance(kind, NUMERIC):
+            raise no_label(kind, name, classes=True)
         return TensorSpec(name=LABEL, column=name, dtype="float64")
     names = [name] if isinstance(name, str) else list(name)
     several = not isinstance(name, str)
-    for one in names * several:
-        _require(dataset, one, NUMERIC, "a number")
-    (spec,) = plan_inputs(dataset, names, InputOptions(assemble=several))
+    for one in names:
+        if several:
+            _require_number(columns, one)
+        elif not is_numeric(columns.type_of(one)):
+            raise no_label(columns.type_of(one), one, classes=False)
+    (spec,) = plan_inputs(columns, names, InputOptions(assemble=several))
     return replace(spec, name=LABEL, dtype="float32" if task == "regression" else spec.dtype)
 
 
-def _require(dataset: DataFrame, name: str, kinds: tuple[type[T.DataType], ...], what: str) -> None:
-    kind = type_of(dataset, name)
-    if not isinstance(kind, kinds):
-        raise ColumnError(f"column {name!r} must be {what}, but is {kind.simpleString()}", column=name)
+def _require_number(columns: ColumnNames, name: str) -> None:
+    kind = columns.type_of(name)
+    if not isinstance(kind, NUMERIC):
+        raise no_number(kind, name)

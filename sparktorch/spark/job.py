@@ -6,14 +6,17 @@ import secrets
 import threading
 from contextlib import suppress
 
-from pyspark import inheritable_thread_target
-from pyspark.sql import DataFrame, Row, SparkSession
+from pyspark.sql import Row, SparkSession
 
+from sparktorch.spark.compat import Collect, inheriting
 from sparktorch.spark.session import cancel_tasks, running_tasks, tag_tasks
 
 __all__ = ["Job", "new_tag"]
 
 _CANCEL_SECONDS = 10.0
+
+_jobs: set[Job] = set()  # of this process, from their start to their end
+_lock = threading.Lock()
 
 
 def new_tag() -> str:
@@ -29,34 +32,45 @@ class Job:
         error: What it ended with in place of rows.
     """
 
-    def __init__(self, spark: SparkSession, plan: DataFrame, tag: str) -> None:
-        """Takes the DataFrame to collect, and a tag of its own (`new_tag`)."""
+    def __init__(self, spark: SparkSession, collect: Collect, tag: str) -> None:
+        """Takes what runs it and returns its rows, and a tag of its own (`new_tag`)."""
         self.rows: list[Row] = []
         self.error: Exception | None = None
         self._spark = spark
         self._tag = tag
         self._done = threading.Event()
 
-        def collect() -> None:
+        def run() -> None:
             try:
                 tag_tasks(spark, self._tag)
-                self.rows = plan.collect()  # toArrow() would make one vector of all, which ends at 2 GiB
+                self.rows = collect()  # toArrow() would make one vector of all, which ends at 2 GiB
             except Exception as error:  # handed to the thread that waits
                 self.error = error
             finally:
+                with _lock:
+                    _jobs.discard(self)
                 self._done.set()
 
         # The caller's job group, pool and tags hold for this job too.
-        target = inheritable_thread_target(spark)(collect)
-        self._thread = threading.Thread(target=target, name="sparktorch-job", daemon=True)
+        self._thread = threading.Thread(target=inheriting(spark, run), name="sparktorch-job", daemon=True)
 
     def start(self) -> None:
         """Starts the job."""
+        with _lock:
+            _jobs.add(self)
         self._thread.start()
 
     def running_tasks(self) -> int | None:
         """Returns how many of its tasks run, `None` where Spark does not tell."""
         return running_tasks(self._spark, self._tag)
+
+    def is_starved(self) -> bool:
+        """Whether none of its tasks runs, and none of another `Job` of this process, whose end will leave it slots."""
+        if self.running_tasks() != 0:
+            return False
+        with _lock:
+            others = _jobs - {self}
+        return not any(job.running_tasks() for job in others)
 
     def wait(self, seconds: float) -> bool:
         """Waits for its end, at most so long; returns whether it has come."""

@@ -16,8 +16,8 @@ from sparktorch.data.petastorm import Decoder, Layout, schema_in
 from sparktorch.data.pillow import pillow
 from sparktorch.data.unischema import UnischemaField
 from sparktorch.errors import ConfigError, DatasetError, nearest
+from sparktorch.spark.names import quoted
 from sparktorch.spark.session import is_connect
-from sparktorch.spark.wire import quoted
 
 __all__ = ["read_petastorm"]
 

@@ -3,49 +3,43 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
-import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import torch
-from pyspark import SparkFiles, TaskContext
-from pyspark.ml.functions import array_to_vector
+from pyspark import TaskContext
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
-from pyspark.sql.pandas.functions import PandasUDFType, pandas_udf
 
 from sparktorch.artifact import Scorer, TrainedModule
 from sparktorch.config import Device, Precision
-from sparktorch.spark.files import send_bytes
+from sparktorch.data.columns import TensorSpec
+from sparktorch.spark.compat import arrow_udf, to_vector
+from sparktorch.spark.files import Sent, send
 from sparktorch.spark.resources import choose_device
-from sparktorch.spark.session import setting
+from sparktorch.spark.session import is_local, switched_on
+from sparktorch.spark.within import unfit
+from sparktorch.train.weights import unpack_state
 
-__all__ = ["INLINE_BYTES", "Scoring", "rechunk", "result_column", "rows_for_udf", "scoring_udf"]
+__all__ = [
+    *("CHUNK_BYTES", "Scoring", "device_of", "rechunk", "result_column", "rows_for_udf", "scoring_udf"),
+    *("take_rows_in_sql", "without_invalid"),
+]
 
+_LOG = logging.getLogger(__name__)
+
+# Whether Spark, from 4.2 on, hands a Python UDF the batches of a columnar source as they are.
+_COLUMNAR = "spark.sql.execution.arrow.pythonUDF.columnarInput.enabled"
 _KEPT_SCORERS = 4
 _scorers: OrderedDict[tuple[str, Scoring, str], Scorer] = OrderedDict()
 
-# Weights beyond this size travel once per executor as a file, not with every task.
-INLINE_BYTES = 1 << 20
-
-
-# Types of the fields of the structs that hold ML vectors and images.
-_FIELDS: dict[str, pa.DataType] = {
-    "type": pa.int8(),
-    "size": pa.int32(),
-    "indices": pa.list_(pa.int32()),
-    "values": pa.list_(pa.float64()),
-    "height": pa.int32(),
-    "width": pa.int32(),
-    "nChannels": pa.int32(),
-    "data": pa.binary(),
-}
+# What a chunk of rows may take in Arrow's arrays, but for a row that is larger by itself.
+CHUNK_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,10 +48,12 @@ class Scoring:
 
     Attributes:
         batch_size: The most rows that go through the module at a time.
-        device: "cpu", "cuda", or "auto" for a GPU where there is one.
+        device: "cpu"; "cuda" for the GPU that Spark assigned to the task, or else one of the machine's; "auto" for
+            the former, in local mode the latter, and the CPU where there is none.
         precision: As for `Scorer`.
         compiled: As for `Scorer`.
         keep_null: Whether a row with a null in it gets a null result, and is no error.
+        thresholds: As for `Scorer`.
     """
 
     batch_size: int = 2048
@@ -65,77 +61,127 @@ class Scoring:
     precision: Precision = "fp32"
     compiled: bool = False
     keep_null: bool = False
+    thresholds: tuple[float, ...] | None = None
 
 
 def scoring_udf(
-    spark: SparkSession, trained: TrainedModule, results: Mapping[str, str], scoring: Scoring, *, struct: bool = True
+    spark: SparkSession,
+    trained: TrainedModule,
+    results: Mapping[str, str],
+    scoring: Scoring,
+    *,
+    struct: bool = True,
+    stream: bool = False,
 ) -> Any:
     """Returns a UDF over the module's inputs.
 
     Args:
-        spark: The session that it is for: large weights are sent to its executors.
+        spark: The session that it is for: the module is sent to its executors.
         trained: What scores.
         results: Type by name of a result of `Scorer.score`: SQL's, or "vector".
         scoring: How.
         struct: Whether it returns a struct with a field per result, to be read with `result_column`;
             otherwise it returns the only one. Vectors come as arrays.
+        stream: Whether it scores a stream.
     """
     names = list(results)
-    digest = trained.digest  # computed here, so that the executors' processes agree on it
-    file = _ship(spark, trained)
-    sent = trained if file is None else replace(trained, weights=b"")
-    arrow_udf: Any = getattr(F, "arrow_udf", None)  # pyspark >= 4.1
+    sent, local = send(spark, trained, stream=stream), is_local(spark)
 
-    # Spark reads the kind of UDF from these annotations; with one input it passes bare arrays.
     def score(batches: Iterator[tuple[pa.Array, ...]]) -> Iterator[pa.Array]:
-        scorer = _scorer(digest, sent, file, scoring)
-        columns = (batch if isinstance(batch, tuple) else (batch,) for batch in batches)
-        for chunk in rechunk(columns, scoring.batch_size):
+        scorer = _scorer(sent, scoring, local)
+        for chunk in rechunk(batches, scoring.batch_size):
             scored = scorer.score_arrow(chunk, names, keep_null=scoring.keep_null)
             yield pa.StructArray.from_arrays(scored, names=names) if struct else scored[0]
 
     types = ["array<double>" if kind == "vector" else kind for kind in results.values()]
     fields = [f"`{name}`: {kind}" for name, kind in zip(names, types, strict=True)]
     kind = f"struct<{', '.join(fields)}>" if struct else types[0]
-    return arrow_udf(score, kind) if arrow_udf else pandas_scoring_udf(score, kind)
+    return arrow_udf(score, kind, trained.inputs)
 
 
 def result_column(scored: Column, name: str, kind: str) -> Column:
     """Returns one result out of the struct that a scoring UDF returned."""
     column = scored[name]
     # Spark's function fails on null.
-    return F.when(column.isNotNull(), array_to_vector(column)) if kind == "vector" else column
+    return F.when(column.isNotNull(), to_vector(column)) if kind == "vector" else column
 
 
-def rows_for_udf(dataset: DataFrame, column: str) -> DataFrame:
+def rows_for_udf(dataset: DataFrame, columns: Sequence[Column]) -> DataFrame:
     """Returns the rows as a Python UDF can take them.
 
-    Spark 4.3 keeps the batches of a columnar source as they are, and then fails if there is an ML
-    vector among the columns that go past the UDF (UNSUPPORTED_DATATYPE). A filter makes rows of
-    them; this one holds for every row, and the optimizer does not see it.
+    From 4.2 on, Spark hands a Python UDF the batches of a columnar source as they are. It has no Arrow
+    type for ML vectors and for strings with a collation, and fails with UNSUPPORTED_DATATYPE if one goes
+    past the UDF. A filter makes rows of the batches. This one holds for every row.
 
     Args:
         dataset: The user's DataFrame.
-        column: A column that the UDF takes.
+        columns: Those that the UDF takes something of.
     """
-    columnar = setting(dataset.sparkSession, "spark.sql.execution.arrow.pythonUDF.columnarInput.enabled") == "true"
-    if not columnar or '"type":"udt"' not in dataset.schema.json():
+    schema = dataset.schema.json()
+    if not ('"type":"udt"' in schema or "__COLLATIONS" in schema):
         return dataset
-    return dataset.where(dataset[column].isNull().cast("int") + 1 > 0)
+    if not switched_on(dataset.sparkSession, _COLUMNAR):
+        return dataset
+    # The optimizer must not see through it, whatever it knows of nulls. With all columns of the UDF in it,
+    # it seldom turns into a filter of partitions, which leaves the batches as they are.
+    return dataset.where(F.size(F.array_repeat(F.struct(*columns), 1)) > 0)
 
 
-def rechunk(batches: Iterable[tuple[pa.Array, ...]], size: int) -> Iterator[tuple[pa.Array, ...]]:
-    """Joins batches until the next one would make them more than `size` rows."""
+def take_rows_in_sql(spark: SparkSession) -> None:
+    """Has Spark hand the Python UDFs of a session rows, where it would fail as `rows_for_udf` says.
+
+    A function in SQL sees neither its query nor the source, so nothing less than the session's setting helps. Where
+    the user has set it, it stays.
+    """
+    if spark.conf.get(_COLUMNAR, None) is None and switched_on(spark, _COLUMNAR):
+        spark.conf.set(_COLUMNAR, "false")
+        _LOG.warning("%s=false is set in this session: otherwise SQL fails on ML vectors in files", _COLUMNAR)
+
+
+def without_invalid(dataset: DataFrame, columns: Sequence[Column], specs: Sequence[TensorSpec]) -> DataFrame:
+    """Returns the rows whose inputs neither are nor hold null or NaN; what a model fills counts as there.
+
+    Args:
+        dataset: The user's DataFrame.
+        columns: Its inputs, as they are sent.
+        specs: What they are.
+    """
+    kinds = [field.dataType for field in dataset.select(*columns).schema]
+    for column, kind, spec in zip(columns, kinds, specs, strict=True):
+        if spec.fill is None:
+            dataset = dataset.where(~unfit(spec, kind, column, infinity_counts=False))
+    return dataset
+
+
+def rechunk(
+    batches: Iterable[tuple[pa.Array, ...]], size: int, limit: int = CHUNK_BYTES
+) -> Iterator[tuple[pa.Array, ...]]:
+    """Joins batches until the next one would make them more than `size` rows or `limit` bytes; cuts larger ones.
+
+    A batch of more than `size` rows stays whole: the scorer cuts it evenly.
+    """
     pending: list[tuple[pa.Array, ...]] = []
-    rows = 0
+    rows = held = 0
     for batch in batches:
-        if pending and rows + len(batch[0]) > size:
-            yield _joined(pending)
-            pending, rows = [], 0
-        pending.append(batch)
-        rows += len(batch[0])
+        for part, taken in _cut(batch, limit):
+            if pending and (rows + len(part[0]) > size or held + taken > limit):
+                yield _joined(pending)
+                pending, rows, held = [], 0, 0
+            pending.append(part)
+            rows += len(part[0])
+            held += taken
     if pending:
         yield _joined(pending)
+
+
+def _cut(batch: tuple[pa.Array, ...], limit: int) -> Iterator[tuple[tuple[pa.Array, ...], int]]:
+    """Yields a batch, halved until each part has one row or no more than `limit` bytes, with the bytes of each."""
+    rows, taken = len(batch[0]), sum(column.nbytes for column in batch)
+    if taken <= limit or rows < 2:
+        yield batch, taken
+        return
+    for half in (slice(0, rows // 2), slice(rows // 2, rows)):
+        yield from _cut(tuple(column[half] for column in batch), limit)
 
 
 def _joined(batches: list[tuple[pa.Array, ...]]) -> tuple[pa.Array, ...]:
@@ -144,34 +190,22 @@ def _joined(batches: list[tuple[pa.Array, ...]]) -> tuple[pa.Array, ...]:
     return tuple(pa.concat_arrays(parts) for parts in zip(*batches, strict=True))
 
 
-def _ship(spark: SparkSession, trained: TrainedModule) -> str | None:
-    """Sends large weights to the executors as a file; returns its name, `None` where they are small."""
-    if len(trained.weights) <= INLINE_BYTES:
-        return None
-    name = f"sparktorch-{trained.digest}.safetensors"
-    send_bytes(spark, name, trained.weights)
-    return name
-
-
-def _scorer(digest: str, trained: TrainedModule, file: str | None, scoring: Scoring) -> Scorer:
+def _scorer(sent: Sent, scoring: Scoring, local: bool) -> Scorer:
     """Returns this process's scorer for the module, built the first time it is asked for."""
     context = TaskContext.get()
     torch.set_num_threads(max(1, context.cpus()) if context else 1)
-    device = _device(context, scoring.device)
-    key = (digest, scoring, device)
+    device = device_of(context, scoring.device, local)
+    key = (sent.key, scoring, device)
     if key not in _scorers:
-        weights = None
-        if file is not None:
-            from safetensors.torch import load_file
-
-            weights = load_file(SparkFiles.get(file))  # mapped: the processes of an executor share the pages
+        trained: TrainedModule = sent.load()
         _scorers[key] = Scorer(
-            trained,
+            replace(trained, weights=b""),  # they need not stay in memory beside the module's own
             device=device,
             batch_size=scoring.batch_size,
             precision=scoring.precision,
             compiled=scoring.compiled,
-            weights=weights,
+            thresholds=scoring.thresholds,
+            weights=unpack_state(trained.weights),
         )
         if len(_scorers) > _KEPT_SCORERS:
             _scorers.popitem(last=False)
@@ -182,35 +216,18 @@ def _scorer(digest: str, trained: TrainedModule, file: str | None, scoring: Scor
     return _scorers[key]
 
 
-def _device(context: TaskContext | None, device: Device) -> str:
-    """Returns the torch device of this task: the GPU that Spark assigned, or one of the machine's by process."""
+def device_of(context: TaskContext | None, device: Device, local: bool) -> str:
+    """Returns the torch device of this task: the GPU that Spark assigned, or one of the machine's by process.
+
+    Args:
+        context: The task's.
+        device: What was asked for.
+        local: Whether the machine is the user's own. Elsewhere "auto" takes no GPU that Spark has not assigned: others
+            may have it, and every process on it takes memory for a CUDA context and a copy of the module.
+    """
     gpus = context.resources().get("gpu") if context else None
+    if device == "auto" and gpus is None and not local:
+        return "cpu"
     count = torch.cuda.device_count()
     own = os.getpid() % count if count else 0
     return choose_device(device, gpus.addresses if gpus else [], local_rank=own, local_size=1)
-
-
-def pandas_scoring_udf(score: Callable[[Iterator[Any]], Iterator[pa.Array]], kind: str) -> Any:
-    """Wraps a function over Arrow arrays as a pandas UDF, for pyspark 4.0."""
-
-    def frames(batches: Iterator[Any]) -> Iterator[Any]:
-        def arrays() -> Iterator[tuple[pa.Array, ...]]:
-            for batch in batches:
-                yield tuple(map(_from_pandas, batch if isinstance(batch, tuple) else (batch,)))
-
-        for result in score(arrays()):
-            table = pa.RecordBatch.from_struct_array(result) if pa.types.is_struct(result.type) else result
-            yield table.to_pandas()
-
-    with warnings.catch_warnings():  # annotations would need pandas at import time in every executor
-        warnings.filterwarnings("ignore", message="In Python 3.6\\+ and Spark 3.0\\+")
-        return pandas_udf(frames, kind, PandasUDFType.SCALAR_ITER)
-
-
-def _from_pandas(column: Any) -> pa.Array:
-    """Converts a series; an ML vector, or another struct, comes as a frame of its fields, a null row as nulls."""
-    if column.ndim == 1:
-        return pa.Array.from_pandas(column)
-    names = list(column.columns)
-    fields = [pa.Array.from_pandas(column[name], type=_FIELDS.get(name)) for name in names]
-    return pa.StructArray.from_arrays(fields, names=names, mask=reduce(pc.and_, (field.is_null() for field in fields)))

@@ -17,7 +17,7 @@ from sparktorch.config import Device
 from sparktorch.errors import ClusterError
 from sparktorch.spark.findings import Finding, refuse
 from sparktorch.spark.resources import AMOUNT, gpu_profile
-from sparktorch.spark.session import is_local, running_tasks, setting, slots
+from sparktorch.spark.session import is_local, running_tasks, setting, slots, switched_on
 
 __all__ = [
     *("check_cluster", "check_result_size", "dynamic_allocation", "enough_slots"),
@@ -25,28 +25,31 @@ __all__ = [
 ]
 
 _SETTLE_SECONDS = 2.0
-_EMPTY_SECONDS = 60.0
-_WARN_SECONDS = 10.0
+_STARTING_SECONDS = 60.0  # in which a session gets its executors, where nothing says how many it is to have
+_PROMISED_SECONDS = 600.0  # as long as Spark itself waits for the slots of a barrier job
+_WARN_SECONDS = 5.0
 
 _LOG = logging.getLogger(__name__)
 
 
-def check_cluster(spark: SparkSession, world_size: int, profile: ResourceProfile | None = None) -> None:
+def check_cluster(
+    spark: SparkSession, world_size: int, profile: ResourceProfile | None = None, *, longest: float = _PROMISED_SECONDS
+) -> None:
     """Refuses what Spark would refuse late, hang on, or run wrongly.
 
-    A cluster that is still starting gets a moment: as long as slots keep appearing, and a minute
-    for the first one.
+    A cluster that is still starting is waited for, as `settled_slots` says.
 
     Args:
         spark: The session.
         world_size: Number of barrier tasks.
         profile: The resource profile the tasks will have.
+        longest: Seconds to wait for slots at most.
 
     Raises:
         ClusterError: With the setting to change.
     """
     refuse([dynamic_allocation(spark), speculation(spark)])
-    refuse([enough_slots(spark, world_size, profile)[0]])
+    refuse([enough_slots(spark, world_size, profile, longest=longest)[0]])
 
 
 def dynamic_allocation(spark: SparkSession) -> Finding:
@@ -73,8 +76,10 @@ def speculation(spark: SparkSession) -> Finding:
 
 def _must_be_off(spark: SparkSession, name: str, what: str, why: str, instead: str) -> Finding:
     check = what.replace(" ", "-")
-    if setting(spark, name) != "true":
+    if not switched_on(spark, name):
         return Finding(check=check, status="ok", found=f"{what} is off")
+    if is_local(spark):
+        return Finding(check=check, status="ok", found=f"{what} is on, and Spark has none in local mode")
     return Finding(
         check=check,
         status="failure",
@@ -106,7 +111,12 @@ def gpus(spark: SparkSession, device: Device, world_size: int) -> tuple[Resource
 
 
 def enough_slots(
-    spark: SparkSession, world_size: int, profile: ResourceProfile | None = None, *, wait: bool = False
+    spark: SparkSession,
+    world_size: int,
+    profile: ResourceProfile | None = None,
+    *,
+    all_of_them: bool = False,
+    longest: float = _PROMISED_SECONDS,
 ) -> tuple[Finding, int | None]:
     """Looks whether all ranks can run at once.
 
@@ -114,12 +124,15 @@ def enough_slots(
         spark: The session.
         world_size: Number of ranks.
         profile: The resource profile of their tasks.
-        wait: Whether to wait until no more slots appear, although there are enough.
+        all_of_them: Whether to wait until no more slots appear, although there are enough.
+        longest: Seconds to wait for enough of them at most.
 
     Returns:
         What it finds, and the number of slots, `None` if unknown.
     """
-    found = settled_slots(spark, sys.maxsize if wait else world_size, profile)
+    found = settled_slots(spark, world_size, profile, longest=longest)
+    if all_of_them and found is not None and found >= world_size:
+        found = settled_slots(spark, sys.maxsize, profile, settle=_SETTLE_SECONDS)
     if found is None:
         text = "behind this server they cannot be counted; Spark itself refuses too many ranks, after ten minutes"
         return Finding(check="slots", status="ok", found=text), None
@@ -202,16 +215,20 @@ def settled_slots(
     wanted: int,
     profile: ResourceProfile | None,
     *,
-    settle: float = _SETTLE_SECONDS,
+    settle: float | None = None,
+    longest: float = _PROMISED_SECONDS,
     lost: Sequence[str] = (),
 ) -> int | None:
-    """Returns the number of slots once it is enough or has stopped growing; `None` if unknown.
+    """Returns the number of slots once it is enough or no more are to be expected; `None` if unknown.
 
     Args:
         spark: The session.
         wanted: How many are enough.
         profile: The resource profile the tasks will have.
-        settle: Seconds in which no slot has appeared, after which it has stopped growing.
+        settle: Seconds in which no slot has appeared, after which no further one is expected. Unless given: ten
+            minutes, where the session's settings promise enough; two, where they promise too few; and where they say
+            nothing, two once the session is a minute old. The first slot gets a minute at least.
+        longest: Seconds to wait at most.
         lost: Tags of jobs that are over. A task of theirs that does not end, because its host is cut off or its
             process stopped, holds its slot until Spark gives its executor up.
     """
@@ -226,15 +243,61 @@ def settled_slots(
     found = free()
     if found is None or is_local(spark):
         return found
-    deadline = time.monotonic() + (settle if found > 0 else _EMPTY_SECONDS)
-    warn_at = time.monotonic() + _WARN_SECONDS
-    while found < wanted and time.monotonic() < deadline:
-        if found <= 0 and time.monotonic() > warn_at:
-            warn_at = deadline
-            _LOG.warning("no executor has come yet: %s", _why_no_executor(spark))
+    begun = grown = time.monotonic()
+    warn_at = begun + _WARN_SECONDS
+    promised = _promised_slots(spark, wanted, gpu_each=profile is not None)
+    while found < wanted:
+        now = time.monotonic()
+        patience = settle if settle is not None and found > 0 else _patience(spark, wanted, found, promised)
+        if now >= grown + patience or now >= begun + longest:
+            break
+        if now > warn_at:
+            warn_at = now + _PROMISED_SECONDS
+            _warn_of_waiting(spark, found, wanted)
         time.sleep(0.1)
-        now = free() or 0
-        if now > found:
-            deadline = time.monotonic() + settle
-        found = now
+        before, found = found, free() or 0
+        if found > before:
+            grown = time.monotonic()
     return found
+
+
+def _patience(spark: SparkSession, wanted: int, found: int, promised: int | None) -> float:
+    """Returns for how many seconds after the last slot has appeared more of them are to be expected."""
+    if promised is not None and promised >= wanted:
+        return _PROMISED_SECONDS
+    if found <= 0:
+        return _STARTING_SECONDS
+    if promised is not None:
+        return _SETTLE_SECONDS
+    age = time.time() - spark.sparkContext.startTime / 1000
+    return max(_SETTLE_SECONDS, _STARTING_SECONDS - age)
+
+
+def _promised_slots(spark: SparkSession, wanted: int, *, gpu_each: bool) -> int | None:
+    """Returns how many slots the session's settings ask the cluster for; `None` where they do not say.
+
+    Args:
+        spark: The session.
+        wanted: How many would be enough.
+        gpu_each: Whether each task will have a GPU of its own.
+    """
+    master, cpus = setting(spark, "spark.master"), int(setting(spark, "spark.task.cpus", "1"))
+    local = re.fullmatch(r"local-cluster\[\s*(\d+)\s*,\s*(\d+)\s*,.*\]", master)
+    if master.startswith("spark:"):  # gives what it has, up to a number of cores
+        most = setting(spark, "spark.cores.max")
+        return int(most) // cpus if most and int(most) // cpus < wanted else None
+    executors = local[1] if local else setting(spark, "spark.executor.instances")
+    if not executors:
+        return None
+    each = int(local[2] if local else setting(spark, "spark.executor.cores", "1")) // cpus
+    gpus_a_task = 1.0 if gpu_each else float(setting(spark, "spark.task.resource.gpu.amount", "0"))
+    if gpus_a_task:
+        each = min(each, int(float(setting(spark, AMOUNT, "0")) / gpus_a_task))
+    return int(executors) * each
+
+
+def _warn_of_waiting(spark: SparkSession, found: int, wanted: int) -> None:
+    if found > 0:
+        _LOG.warning("the cluster has %d of %d slots: waiting for more executors", found, wanted)
+    else:
+        _LOG.warning("no executor has come yet: %s", _why_no_executor(spark))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import pickle
 import re
 import secrets
 import socket
@@ -21,13 +20,14 @@ from pyspark.sql import Row
 from sparktorch.config import Device
 from sparktorch.errors import ClusterError, RankError, RankLostError, SparkTorchError
 from sparktorch.spark.control import Rendezvous, host_store
+from sparktorch.spark.files import Sent
 from sparktorch.spark.probe import address_towards, host_of
 from sparktorch.spark.resources import choose_device
 from sparktorch.train.console import Console
 from sparktorch.train.link import Link, connect
 from sparktorch.world import World
 
-__all__ = ["RESULT_SCHEMA", "UNREACHED_HINT", "Body", "RankTask", "Result", "assemble", "failure_in"]
+__all__ = ["RESULT_SCHEMA", "UNREACHED_HINT", "Body", "RankTask", "Result", "assemble", "failure_in", "told"]
 
 UNREACHED_HINT = (
     "open the ephemeral ports of its host to the executors, set spark.driver.host to an address they reach, or let a "
@@ -59,18 +59,18 @@ class Body(Protocol):
 class RankTask:
     """One barrier task: finds its place, opens its line, runs the body, reports or returns."""
 
-    def __init__(
-        self, body: bytes, world_size: int, device: Device, rendezvous: Rendezvous | None, log_level: int
-    ) -> None:
-        """Takes the body, a `Body`, pickled: it is unpickled where a failure to can be reported."""
-        self._body = body
+    def __init__(self, world_size: int, device: Device, rendezvous: Rendezvous | None, log_level: int) -> None:
+        """Takes what all ranks have in common."""
         self._world_size = world_size
         self._device = device
         self._rendezvous = rendezvous
         self._log_level = log_level
 
-    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Runs the body on the task's batches and yields its result as record batches."""
+    def __call__(self, batches: Iterator[pa.RecordBatch], sent: Sent) -> Iterator[pa.RecordBatch]:
+        """Runs the body that was sent, a `Body`, on the task's batches and yields its result as record batches.
+
+        The body is unpickled where a failure to can be reported.
+        """
         started = time.perf_counter()
         gc.freeze()  # what is imported, out of the collection that pyspark runs after every task
         context = BarrierTaskContext.get()
@@ -92,7 +92,7 @@ class RankTask:
                 hosts = [info.address for info in context.getTaskInfos()]
                 local = [host_of(host) for host in hosts].count(world.host)
                 device = choose_device(self._device, addresses, local_rank=world.local_rank, local_size=local)
-                body: Body = pickle.loads(self._body)
+                body: Body = sent.load()
                 result = body(batches, world=replace(world, device=device), link=link)
                 if hosted_by_rank0:
                     link.leave()
@@ -141,7 +141,12 @@ def _reach(rendezvous: Rendezvous, world: World) -> None:
 
 def _marked(failure: SparkTorchError) -> RankError:
     """Returns the failure as an exception from whose message the driver can read it; see `failure_in`."""
-    return RankError(failure.what, **failure.where, trace=f"{_FAILURE_MARK}{json.dumps(failure.to_dict())}")
+    return RankError(failure.what, **failure.where, trace=told(failure))
+
+
+def told(failure: SparkTorchError) -> str:
+    """Returns a failure as text that `failure_in` finds in a message of Spark's."""
+    return f"{_FAILURE_MARK}{json.dumps(failure.to_dict())}"
 
 
 def _chunks(rank: int, result: Result) -> Iterator[pa.RecordBatch]:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+import pyspark
 import torch
 from pyspark.resource import ResourceProfile, ResourceProfileBuilder, TaskResourceRequests
 from pyspark.sql import SparkSession
 
 from sparktorch.config import Device
 from sparktorch.errors import ClusterError
+from sparktorch.spark.compat import gives_profiles
 from sparktorch.spark.session import is_local, setting
 
 __all__ = ["AMOUNT", "choose_device", "cuda_index", "gpu_profile"]
 
 AMOUNT = "spark.executor.resource.gpu.amount"
+TASK_AMOUNT = "spark.task.resource.gpu.amount"
 
 
 def gpu_profile(spark: SparkSession, device: Device, world_size: int) -> ResourceProfile | None:
@@ -31,7 +34,7 @@ def gpu_profile(spark: SparkSession, device: Device, world_size: int) -> Resourc
         give one GPU a task, or where no GPU is wanted.
 
     Raises:
-        ClusterError: A GPU was asked for and there is none.
+        ClusterError: A GPU was asked for and there is none; or this session cannot ask Spark for one a rank.
     """
     if device == "cpu":
         return None
@@ -51,9 +54,15 @@ def gpu_profile(spark: SparkSession, device: Device, world_size: int) -> Resourc
                 "spark.executor.resource.gpu.discoveryScript=conf/gpu_discovery.sh, or set device='cpu'",
             )
         return None
-    if float(setting(spark, "spark.task.resource.gpu.amount", "0")) >= 1:
+    if float(setting(spark, TASK_AMOUNT, "0")) >= 1:
         return None
     cpus = int(setting(spark, "spark.task.cpus", "1"))
+    if not gives_profiles():
+        raise ClusterError(
+            f"pyspark {pyspark.__version__} cannot ask Spark for a GPU a worker",
+            hint=f"start the session with {TASK_AMOUNT}=1, which holds for the tasks of all jobs, "
+            f"or set device='cpu'; pyspark 4.0 and newer ask by themselves",
+        )
     requests = TaskResourceRequests().cpus(cpus).resource("gpu", 1)
     return ResourceProfileBuilder().require(requests).build
 

@@ -6,12 +6,11 @@ import re
 import socket
 from typing import Any
 
-from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 __all__ = [
     *("cancel_tasks", "driver_address", "is_connect", "is_local", "java_version"),
-    *("running_tasks", "setting", "slots", "tag_tasks"),
+    *("running_tasks", "setting", "slots", "switched_on", "tag_tasks"),
 ]
 
 
@@ -26,12 +25,26 @@ def is_local(spark: SparkSession) -> bool:
 
 
 def setting(spark: SparkSession, name: str, default: str = "") -> str:
-    """Returns a Spark setting, or `default` where it is not set or cannot be read."""
+    """Returns a Spark setting as Spark would read it.
+
+    Args:
+        spark: The session.
+        name: The setting's name.
+        default: What to return where it is not shown, or not set and Spark registers no default that a session can see:
+            it does for the names of Spark SQL, and not for those of the core.
+    """
     try:
-        value = spark.conf.get(name, default)
-    except PySparkException:
+        value = spark.conf.get(name, None)  # without `None`, a Connect server logs a name that is not set as an error
+        if value is None and name.startswith("spark.sql."):
+            value = spark.conf.get(name)
+    except Exception:  # the service does not show it, or Spark does not know it: 3.5 says so by an exception of Py4J
         return default
     return default if value is None else str(value)
+
+
+def switched_on(spark: SparkSession, name: str) -> bool:
+    """Whether a Spark setting is true, in whatever case it is written."""
+    return setting(spark, name).lower() == "true"
 
 
 def java_version(spark: SparkSession) -> str | None:

@@ -10,10 +10,13 @@ from pyspark.sql import functions as F
 
 from sparktorch.data.columns import KEY, VALIDATION
 from sparktorch.errors import ConfigError
+from sparktorch.spark.compat import repartition_by_id
+from sparktorch.spark.session import is_connect
 
-__all__ = ["keep", "split", "split_into_folds"]
+__all__ = ["keep", "moved_as_they_are", "split", "split_into_folds"]
 
 _COPY = "copy"
+_PLACE = "place"
 
 
 def split(data: DataFrame, parts: int, *, by_place: bool = False, in_order: bool = False) -> DataFrame:
@@ -29,7 +32,7 @@ def split(data: DataFrame, parts: int, *, by_place: bool = False, in_order: bool
     """
     if by_place:
         data = data.withColumn(KEY, F.xxhash64(F.col(KEY), F.monotonically_increasing_id()))
-    placed = _place(data, parts, _part(parts))
+    placed = repartition_by_id(data, parts, _part(parts))
     return _in_order(placed) if in_order else placed
 
 
@@ -45,14 +48,14 @@ def split_into_folds(data: DataFrame, parts: int, *, in_order: bool = False) -> 
     copies = data.withColumn(_COPY, F.explode(F.sequence(F.lit(0), F.lit(parts - 1)))).withColumn(
         VALIDATION, part == F.col(_COPY)
     )
-    placed = _place(copies, parts, F.col(_COPY)).drop(_COPY)
+    placed = repartition_by_id(copies, parts, F.col(_COPY)).drop(_COPY)
     return _in_order(placed) if in_order else placed
 
 
 def keep(data: DataFrame, parts: int) -> DataFrame:
     """Returns the rows in the partitions they are in.
 
-    Counts the partitions in a job that reads no rows, but runs the shuffles before them.
+    Counting the partitions runs the shuffles before them, and reads no rows.
 
     Args:
         data: Wire columns.
@@ -61,7 +64,7 @@ def keep(data: DataFrame, parts: int) -> DataFrame:
     Raises:
         ConfigError: There are more or fewer.
     """
-    found = len(data.mapInArrow(_one_row, "found int").collect())
+    found = _partitions(data)
     if found != parts:
         raise ConfigError(
             f"split='keep' makes a worker of each partition; the DataFrame has {found}, and numWorkers is {parts}",
@@ -73,6 +76,24 @@ def keep(data: DataFrame, parts: int) -> DataFrame:
     return data
 
 
+def moved_as_they_are(data: DataFrame, parts: int) -> DataFrame:
+    """Sends the rows of each partition, in their order, to one of the same number: the same rows behind a shuffle.
+
+    Args:
+        data: Wire columns.
+        parts: Its number of partitions.
+    """
+    return repartition_by_id(data.withColumn(_PLACE, F.spark_partition_id()), parts, F.col(_PLACE)).drop(_PLACE)
+
+
+def _partitions(data: DataFrame) -> int:
+    """Returns the number of partitions."""
+    if not is_connect(data.sparkSession):
+        return data.rdd.getNumPartitions()
+    # A Python worker that leaves rows unread ends, and the next imports torch anew: only where nothing else can ask.
+    return len(data.mapInArrow(_one_row, "found int").collect())
+
+
 def _one_row(_: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     yield pa.RecordBatch.from_pydict({"found": pa.array([1], pa.int32())})
 
@@ -80,26 +101,6 @@ def _one_row(_: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 def _part(parts: int) -> Column:
     """Returns the partition that a row's key belongs to; see `data.plan.rank_of_key`."""
     return F.shiftright(F.shiftrightunsigned(F.col(KEY), 33) * F.lit(parts), 31).cast("int")
-
-
-def _place(data: DataFrame, parts: int, part: Column) -> DataFrame:
-    """Sends every row to the partition with that number."""
-    if hasattr(DataFrame, "repartitionById"):  # pyspark >= 4.1
-        return data.repartitionById(parts, part)
-    return split_by_hash(data, parts, part)
-
-
-def split_by_hash(data: DataFrame, parts: int, part: Column) -> DataFrame:
-    """Sends rows to partition `part` through Spark's hash partitioning, for pyspark 4.0.
-
-    Spark puts a row into partition `pmod(hash(x), parts)`: one `x` is found for each partition
-    that hashes to it.
-    """
-    candidates = data.sparkSession.range(parts * 64).select(F.col("id").cast("int").alias("x"))
-    found = candidates.groupBy(F.pmod(F.hash("x"), F.lit(parts)).alias("part")).agg(F.min("x").alias("x")).collect()
-    stand_in = {row["part"]: row["x"] for row in found}
-    lookup = F.array(*[F.lit(stand_in[index]) for index in range(parts)])
-    return data.repartition(parts, F.get(lookup, part))
 
 
 def _in_order(data: DataFrame) -> DataFrame:

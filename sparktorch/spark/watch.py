@@ -73,7 +73,7 @@ class Watch:
         patience: Patience,
         *,
         log_level: int = logging.WARNING,
-        running_tasks: Callable[[], int | None] = lambda: None,
+        is_starved: Callable[[], bool] = lambda: False,
     ) -> None:
         """Begins to watch.
 
@@ -83,12 +83,12 @@ class Watch:
             observer: Told how far the ranks are.
             patience: How long ranks may take to arrive, and to move.
             log_level: From which level on what ranks log and print is shown.
-            running_tasks: Says how many tasks of the job are running, `None` if it is not known.
+            is_starved: Says whether the job waits for slots that nobody is known to give back.
         """
         self.server = server
         self.world_size = world_size
         self._observer, self._patience = observer, patience
-        self._log_level, self._running_tasks = log_level, running_tasks
+        self._log_level, self._is_starved = log_level, is_starved
         now = time.monotonic()
         self._next_look = self._slots_seen = now
         self._next_warning = now + _WARN_SECONDS
@@ -177,8 +177,8 @@ class Watch:
             )
 
     def _look_for_slots(self, now: float) -> None:
-        """Gives the ranks up if, for too long, no task of theirs and none of what feeds them has run."""
-        if self._running_tasks() != 0:
+        """Gives the ranks up if, for too long, no task has run of theirs, of what feeds them, or of this process's."""
+        if not self._is_starved():
             self._slots_seen = now
         elif now - self._slots_seen > self._patience.start:
             raise ClusterError(

@@ -13,17 +13,20 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 from sparktorch.data.columns import DType, InputOptions, Kind, Layout, TensorSpec, input_name
-from sparktorch.errors import ColumnError, ConfigError, nearest
+from sparktorch.errors import ColumnError, ConfigError
+from sparktorch.spark.compat import for_pandas
+from sparktorch.spark.names import ColumnNames, quoted_name
+from sparktorch.spark.rank import told
+from sparktorch.spark.refusals import no_tensor
 
 __all__ = [
     "NUMERIC",
     "column_of",
-    "hashed",
+    "exact",
     "input_columns",
+    "is_numeric",
+    "kept_as",
     "plan_inputs",
-    "quoted",
-    "quoted_name",
-    "type_of",
 ]
 
 NUMERIC = (
@@ -52,21 +55,12 @@ _LAYOUTS: dict[str, tuple[Layout, ...]] = {
 _IMAGE_FIELDS = ("height", "width", "nChannels", "data")
 _FILE_FIELDS = ("path", "modificationTime", "length", "content")
 _CHANNELS = (1, 3, 4)
+_FLOAT_EXACT = 1 << 24  # float32 holds every whole number up to here
 # What a callable may get as it is, beside numbers, lists and structs.
 _PLAIN = (T.StringType, T.BinaryType, T.DateType, T.TimestampType, T.TimestampNTZType)
-# What to do with types that have no numbers in them.
-_CASTS: tuple[tuple[type[T.DataType], str], ...] = (
-    (T.StringType, "index it with StringIndexer, or give a preprocess that makes tensors of it"),
-    (T.DateType, "cast it to a number, unix_date({0}) or year({0})"),
-    (T.TimestampType, "cast it to a number, cast({0} as double) or hour({0})"),
-    (T.TimestampNTZType, "cast it to a number, cast(cast({0} as timestamp) as double) or hour({0})"),
-    (T.DayTimeIntervalType, "cast it to a number, extract(second from {0})"),
-    (T.MapType, "take its values by key, {0}['key'], or as an array, map_values({0})"),
-    (T.StructType, "take its fields, {0}.field, as columns of their own"),
-)
 
 
-def plan_inputs(dataset: DataFrame, names: Sequence[str], options: InputOptions) -> list[TensorSpec]:
+def plan_inputs(columns: ColumnNames, names: Sequence[str], options: InputOptions) -> list[TensorSpec]:
     """Returns one spec per argument of `forward`; lengths that only a row can tell are 0.
 
     Raises:
@@ -74,19 +68,19 @@ def plan_inputs(dataset: DataFrame, names: Sequence[str], options: InputOptions)
         ConfigError: An option does not fit its column's type.
     """
     options.check_names(names)
-    scalars = [name for name in names if isinstance(type_of(dataset, name), NUMERIC)] if options.assemble else []
+    scalars = [name for name in names if isinstance(columns.type_of(name), NUMERIC)] if options.assemble else []
     specs: list[TensorSpec] = []
     for name in names:
         wire = input_name(len(specs))
         if name not in scalars:
-            specs.append(_spec(dataset, name, wire, options))
+            specs.append(_spec(columns, name, wire, options))
         elif name == scalars[0]:
-            specs.append(_packed(dataset, scalars, wire, options))
+            specs.append(_packed(columns, scalars, wire, options))
     return specs
 
 
-def _spec(dataset: DataFrame, name: str, wire: str, options: InputOptions) -> TensorSpec:
-    kind = type_of(dataset, name)
+def _spec(columns: ColumnNames, name: str, wire: str, options: InputOptions) -> TensorSpec:
+    kind = columns.type_of(name)
     element, depth = _element(kind)
     if isinstance(kind, VectorUDT):
         sort, usual = "vector", "float32"
@@ -99,7 +93,7 @@ def _spec(dataset: DataFrame, name: str, wire: str, options: InputOptions) -> Te
     elif _is_image(kind) or _is_file(kind):
         sort, usual = "file", "float32"
     else:
-        raise _refused(kind, name)
+        raise no_tensor(kind, name)
     layout = cast(Layout, options.layouts.get(name, _LAYOUTS[sort][0]))
     dtype = options.dtypes.get(name, usual)
     _check_options(name, kind, sort, layout, dtype, options)
@@ -126,21 +120,21 @@ def _spec(dataset: DataFrame, name: str, wire: str, options: InputOptions) -> Te
 
 def _as_it_is(kind: T.DataType, name: str, wire: str, options: InputOptions) -> TensorSpec:
     """Returns the spec of a column that a callable makes something of."""
-    sql = _kept_as(kind)
+    sql = kept_as(kind)
     if sql is None:
-        raise _refused(kind, name)
+        raise no_tensor(kind, name)
     if isinstance(kind, NUMERIC):
         _check_fill(name, options.fill, _NUMPY_TYPES[sql], hint="or cast the column to double")
     return TensorSpec(name=wire, column=name, dtype="float32", kind="any", sql=sql, fill=options.fill)
 
 
-def _kept_as(kind: T.DataType) -> str | None:
+def kept_as(kind: T.DataType) -> str | None:
     """Returns a type as SQL says it, doubles in place of decimals; `None` if Arrow columns of it are not kept."""
     if isinstance(kind, T.ArrayType):
-        inner = _kept_as(kind.elementType)
+        inner = kept_as(kind.elementType)
         return None if inner is None else f"array<{inner}>"
     if isinstance(kind, T.StructType):
-        fields = [(field.name, _kept_as(field.dataType)) for field in kind.fields]
+        fields = [(field.name, kept_as(field.dataType)) for field in kind.fields]
         if any(inner is None for _, inner in fields):
             return None
         plain = {name for name, _ in fields if name.isascii() and name.isidentifier()}
@@ -148,10 +142,12 @@ def _kept_as(kind: T.DataType) -> str | None:
         return f"struct<{','.join(named)}>"
     if isinstance(kind, T.DecimalType):
         return "double"
+    if isinstance(kind, T.StringType):  # of any collation
+        return "string"
     return kind.simpleString() if isinstance(kind, (*NUMERIC, *_PLAIN)) else None
 
 
-def _packed(dataset: DataFrame, names: list[str], wire: str, options: InputOptions) -> TensorSpec:
+def _packed(columns: ColumnNames, names: list[str], wire: str, options: InputOptions) -> TensorSpec:
     """Returns the spec of scalar columns that travel as one array."""
     for name in names:
         if given := options.given_for(name):
@@ -160,7 +156,7 @@ def _packed(dataset: DataFrame, names: list[str], wire: str, options: InputOptio
                 hint="leave one of them out",
                 param=given[0],
             )
-    integral = all(isinstance(type_of(dataset, name), _INTEGRAL) for name in names)
+    integral = all(isinstance(columns.type_of(name), _INTEGRAL) for name in names)
     _check_fill(names[0], options.fill, "int64" if integral else "float32", hint="or cast a column to double")
     return TensorSpec(
         name=wire,
@@ -232,6 +228,11 @@ def _element(kind: T.DataType) -> tuple[T.DataType, int]:
     return kind, depth
 
 
+def is_numeric(kind: T.DataType) -> bool:
+    """Whether a type is a number, an array of them on any level, or an ML vector."""
+    return isinstance(kind, VectorUDT) or isinstance(_element(kind)[0], NUMERIC)
+
+
 def _is_image(kind: T.DataType) -> bool:
     return isinstance(kind, T.StructType) and set(_IMAGE_FIELDS) <= set(kind.names)
 
@@ -240,29 +241,39 @@ def _is_file(kind: T.DataType) -> bool:
     return isinstance(kind, T.StructType) and set(_FILE_FIELDS) <= set(kind.names)
 
 
-def _refused(kind: T.DataType, name: str) -> ColumnError:
-    depth = _element(kind)[1]
-    sql = f"`{name}`" if not name.isidentifier() else name
-    hint = "inputs are numbers, booleans, (nested) arrays of them, ML vectors or bytes"
-    if isinstance(kind, T.BinaryType):
-        hint = f"set inputLayouts={{{name!r}: 'image'}} for JPEG or PNG, or 'raw' and inputDtypes for tensors"
-    elif not depth:
-        hint = next((text.format(sql) for sort, text in _CASTS if isinstance(kind, sort)), hint)
-    return ColumnError(
-        f"column {name!r} is {kind.simpleString()}, which cannot become a tensor", hint=hint, column=name
-    )
-
-
 def _either(names: Iterable[str]) -> str:
     return " or ".join(map(repr, names))
 
 
-def column_of(dataset: DataFrame, spec: TensorSpec) -> Column:
+def exact(columns: ColumnNames, spec: TensorSpec, wire: Column) -> Column:
+    """Returns a wire column that fails on a whole number that packing with floats would make another one.
+
+    Args:
+        columns: The DataFrame's columns.
+        spec: The wire column.
+        wire: The expression for it.
+    """
+    wide = [name for name in spec.sources if isinstance(columns.type_of(name), (T.IntegerType, T.LongType))]
+    if spec.dtype != "float32" or not wide:
+        return wire
+    for name in wide:
+        column = columns.column(name)
+        error = ColumnError(
+            f"column {name!r} holds whole numbers beyond 2^24, which are packed with floats as float32 and would be "
+            "rounded: different ones would become the same",
+            hint=f"leave identifiers out of the inputs; where rounding is fine, cast(`{name}` as double)",
+            column=name,
+        )
+        wire = F.when(F.abs(column.cast("double")) > _FLOAT_EXACT, F.raise_error(F.lit(told(error)))).otherwise(wire)
+    return wire.alias(spec.name)
+
+
+def column_of(columns: ColumnNames, spec: TensorSpec) -> Column:
     """Returns the expression that sends a column as the ranks and the scorers expect it."""
     if spec.sources:
-        return F.array(*[quoted(name).cast(_SQL_TYPES[spec.dtype]) for name in spec.sources]).alias(spec.name)
-    kind = type_of(dataset, spec.column)
-    column = quoted(spec.column)
+        return F.array(*[columns.column(name).cast(_SQL_TYPES[spec.dtype]) for name in spec.sources]).alias(spec.name)
+    kind = columns.type_of(spec.column)
+    column = columns.column(spec.column)
     if spec.kind == "any":
         return (column if kind.simpleString() == spec.sql else column.cast(spec.sql)).alias(spec.name)
     if isinstance(kind, VectorUDT):
@@ -274,11 +285,24 @@ def column_of(dataset: DataFrame, spec: TensorSpec) -> Column:
     if _is_image(kind):
         fields = F.struct(*[column[name].alias(name) for name in _IMAGE_FIELDS])
         return F.when(column["data"].isNotNull(), fields).alias(spec.name)
-    return _cast(column, spec.dtype, _element(kind)[1]).alias(spec.name)
+    element, depth = _element(kind)
+    if np.dtype(spec.dtype).kind == "i" and not _held(element, spec.dtype):
+        # What does not fit is null, for the null policy to judge: a cast would raise, or wrap, as ANSI mode says.
+        return F.expr(f"try_cast({columns.sql(spec.column)} as {_listed(spec.dtype, depth)})").alias(spec.name)
+    return column.cast(_listed(spec.dtype, depth)).alias(spec.name)
 
 
-def _cast(column: Column, dtype: str, depth: int = 0) -> Column:
-    return column.cast("array<" * depth + _SQL_TYPES[dtype] + ">" * depth)
+def _held(kind: T.DataType, dtype: str) -> bool:
+    """Whether an integer dtype holds every value of a type."""
+    if isinstance(kind, T.BooleanType):
+        return True
+    wide = [sort for sort, width in zip(_INTEGRAL, (8, 16, 32, 64), strict=True) if width <= np.iinfo(dtype).bits]
+    return isinstance(kind, tuple(wide))
+
+
+def _listed(dtype: str, depth: int) -> str:
+    """Returns the SQL type of lists of a dtype, nested so deep."""
+    return "array<" * depth + _SQL_TYPES[dtype] + ">" * depth
 
 
 def _vector(column: Column, dtype: str) -> Column:
@@ -292,32 +316,9 @@ def _vector(column: Column, dtype: str) -> Column:
     parts = F.struct(
         fields["size"].alias("size"),
         indices.alias("indices"),
-        _cast(fields["values"], dtype, 1).alias("values"),
+        fields["values"].cast(_listed(dtype, 1)).alias("values"),
     )
     return F.when(column.isNotNull(), parts)
-
-
-def hashed(spec: TensorSpec) -> list[Column]:
-    """Returns what of a wire column goes into the key of a row.
-
-    Spark's hash knows neither where one list ends and the next begins, nor nulls: where rows could be told
-    apart by nothing else, lengths and places of nulls go in, too.
-    """
-    column = F.col(spec.name)
-    columns = [F.size(column), column] if spec.ragged or spec.sql.startswith("array") else [column]
-    if spec.fill is not None:
-        lists = spec.kind == "number" and (spec.ragged or spec.levels)
-        columns.append(F.isnull(column))
-        if lists:
-            columns.append(_nulls_within(column, len(spec.levels) + spec.ragged))
-    return columns
-
-
-def _nulls_within(column: Column, depth: int) -> Column:
-    """Returns which elements of lists, nested so deep, are null."""
-    if depth == 1:
-        return F.transform(column, F.isnull)
-    return F.transform(column, lambda inner: F.struct(F.isnull(inner), _nulls_within(inner, depth - 1)))
 
 
 def input_columns(dataset: DataFrame, specs: Sequence[TensorSpec]) -> list[Column]:
@@ -326,22 +327,24 @@ def input_columns(dataset: DataFrame, specs: Sequence[TensorSpec]) -> list[Colum
     Raises:
         ColumnError: A column is missing or has another type than the model was fitted on.
     """
+    columns = ColumnNames.of(dataset)
     for spec in specs:
         for name in spec.sources or (spec.column,):
-            kind = type_of(dataset, name)
+            kind = columns.type_of(name)
             if not _fits(kind, spec):
                 raise ColumnError(
                     f"column {name!r} is {kind.simpleString()}, but the model was fitted on {spec.describe()}",
                     column=name,
                 )
-    return [column_of(dataset, spec) for spec in specs]
+    sent = [(spec, column_of(columns, spec)) for spec in specs]
+    return [for_pandas(column, columns.type_of(spec.column)) if spec.kind == "any" else column for spec, column in sent]
 
 
 def _fits(kind: T.DataType, spec: TensorSpec) -> bool:
     """Whether columns of that type can be scored by a model with that input."""
     element, depth = _element(kind)
     if spec.kind == "any":
-        return _kept_as(kind) == spec.sql or (isinstance(kind, NUMERIC) and spec.sql in _NUMBERS)
+        return kept_as(kind) == spec.sql or (isinstance(kind, NUMERIC) and spec.sql in _NUMBERS)
     if isinstance(kind, VectorUDT):
         return len(spec.levels) == 1 and not spec.ragged and spec.kind != "binary"
     if spec.layout == "image" and (_is_file(kind) or _is_image(kind)):
@@ -350,29 +353,3 @@ def _fits(kind: T.DataType, spec: TensorSpec) -> bool:
         return isinstance(kind, T.BinaryType) and spec.kind == "binary"
     wanted = 0 if spec.sources else len(spec.levels) + spec.ragged
     return isinstance(element, NUMERIC) and depth == wanted
-
-
-def type_of(dataset: DataFrame, name: str) -> T.DataType:
-    """Returns the type of a column.
-
-    Raises:
-        ColumnError: There is none of that name.
-    """
-    schema = dataset.schema
-    if name not in schema.names:
-        raise ColumnError(
-            f"there is no column {name!r}; the DataFrame has {', '.join(schema.names)}",
-            hint=nearest(name, schema.names),
-            column=name,
-        )
-    return schema[name].dataType
-
-
-def quoted(name: str) -> Column:
-    """Returns the column of that very name, dots and all."""
-    return F.col(quoted_name(name))
-
-
-def quoted_name(name: str) -> str:
-    """Returns a name as SQL takes it, whatever characters it has."""
-    return "`" + name.replace("`", "``") + "`"

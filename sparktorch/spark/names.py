@@ -1,0 +1,156 @@
+"""How a user's name for a column is understood: one rule, Spark's, for whatever takes such a name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+from pyspark.sql import types as T
+
+from sparktorch.errors import ColumnError, nearest
+from sparktorch.spark.session import switched_on
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["ColumnNames", "quoted", "quoted_name"]
+
+_PART = re.compile(r"`((?:[^`]|``)+)`|([^`.]+)")
+
+
+class ColumnNames:
+    """The columns of a DataFrame, by the names that a user gives them.
+
+    A name is that of a top-level column, dots and backticks and all. If there is none, it is a path into structs,
+    `a.b`, whose parts may stand in backticks. Case counts only where `spark.sql.caseSensitive` is true.
+    """
+
+    def __init__(self, schema: T.StructType, case_sensitive: Callable[[], bool]) -> None:
+        """Takes the columns.
+
+        Args:
+            schema: What they are.
+            case_sensitive: Whether names that differ in case alone are different; asked only where it matters.
+        """
+        self.schema = schema
+        self._case_sensitive = case_sensitive
+        self._top = _by_lower(schema)
+
+    @classmethod
+    def of(cls, dataset: DataFrame) -> Self:
+        """Returns the columns of a DataFrame, whose schema is read once."""
+        session = dataset.sparkSession
+        return cls(dataset.schema, lambda: switched_on(session, "spark.sql.caseSensitive"))
+
+    def called(self, name: str) -> list[str]:
+        """Returns the top-level columns that Spark takes for that name; it refuses more than one."""
+        return [field.name for field in self._alike(name, self._top)]
+
+    def type_of(self, name: str) -> T.DataType:
+        """Returns the type of a column.
+
+        Raises:
+            ColumnError: There is none of that name, or more than one.
+        """
+        return self._resolved(name)[1]
+
+    def column(self, name: str) -> Column:
+        """Returns the expression for a column.
+
+        Raises:
+            ColumnError: There is none of that name, or more than one.
+        """
+        (top, *fields), _ = self._resolved(name)
+        column = quoted(top)
+        for field in fields:
+            column = column.getField(field)
+        return column
+
+    def sql(self, name: str) -> str:
+        """Returns a column as SQL names it.
+
+        Raises:
+            ColumnError: There is none of that name, or more than one.
+        """
+        return ".".join(map(quoted_name, self._resolved(name)[0]))
+
+    def _resolved(self, name: str) -> tuple[list[str], T.DataType]:
+        """Returns the way to a column, from the top-level column down, and its type."""
+        if self._alike(name, self._top):
+            field = self._one(name, [], self.schema, name)
+            return [field.name], field.dataType
+        path: list[str] = []
+        kind: T.DataType = self.schema
+        for part in _parts(name):
+            # To Spark, a field of an array of structs is the array of theirs; arrays of such arrays have no fields.
+            inner = kind.elementType if isinstance(kind, T.ArrayType) else None
+            field = self._one(part, path, inner if isinstance(inner, T.StructType) else kind, name)
+            path.append(field.name)
+            kind = T.ArrayType(field.dataType) if isinstance(inner, T.StructType) else field.dataType
+        return path, kind
+
+    def _one(self, part: str, path: list[str], kind: T.DataType, name: str) -> T.StructField:
+        """Returns the field of a struct, or the top-level column, that a part of a name stands for."""
+        if not isinstance(kind, T.StructType):
+            raise ColumnError(
+                f"there is no column {name!r}: {'.'.join(path)!r} is {kind.simpleString()}, which has no fields",
+                column=name,
+            )
+        found = self._alike(part, _by_lower(kind) if path else self._top)
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise _ambiguous(name, [".".join([*path, field.name]) for field in found])
+        within = f": {'.'.join(path)!r} has no field {part!r}" if path else ""
+        hint = nearest(part if path else name, kind.names)
+        raise ColumnError(f"there is no column {name!r}{within}", hint=hint, column=name)
+
+    def _alike(self, name: str, fields: dict[str, list[T.StructField]]) -> list[T.StructField]:
+        alike = fields.get(name.lower(), [])
+        exact = [field for field in alike if field.name == name]
+        return exact if len(exact) == len(alike) or self._case_sensitive() else alike
+
+
+def _by_lower(kind: T.StructType) -> dict[str, list[T.StructField]]:
+    found: dict[str, list[T.StructField]] = {}
+    for field in kind.fields:
+        found.setdefault(field.name.lower(), []).append(field)
+    return found
+
+
+def _parts(name: str) -> list[str]:
+    """Returns the parts of a path as Spark reads it; a name that is no path is one part."""
+    parts: list[str] = []
+    at = 0
+    while found := _PART.match(name, at):
+        parts.append(found[2] or found[1].replace("``", "`"))
+        at = found.end() + 1
+        if found.end() == len(name) or name[found.end()] != ".":
+            break
+    return parts if at == len(name) + 1 else [name]
+
+
+def _ambiguous(name: str, found: list[str]) -> ColumnError:
+    if len(set(found)) > 1:
+        said = f"{name!r} may be {' or '.join(map(repr, found))}, which differ in case alone"
+        hint = "rename or drop all but one, or set spark.sql.caseSensitive=true"
+    else:
+        said = f"{len(found)} columns are called {name!r}"
+        hint = (
+            "drop or rename all but one before: a join by name, left.join(right, 'id'), keeps one 'id'; "
+            "drop(right['x']) after a join leaves one side's out; toDF(...) names all anew"
+        )
+    return ColumnError(said, hint=hint, column=name)
+
+
+def quoted(name: str) -> Column:
+    """Returns the top-level column of that very name, dots and all."""
+    return F.col(quoted_name(name))
+
+
+def quoted_name(name: str) -> str:
+    """Returns a name as SQL takes it, whatever characters it has."""
+    return "`" + name.replace("`", "``") + "`"
