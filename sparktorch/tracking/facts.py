@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import sparktorch
 from sparktorch.spark.session import java_version, setting
+from sparktorch.tracking.signature import column_type
 
 if TYPE_CHECKING:
     from mlflow.entities import DatasetInput
     from pyspark.ml import Estimator
 
-    from sparktorch.data.columns import Columns, TensorSpec
+    from sparktorch.data.columns import Columns
     from sparktorch.ml.events import Fit
     from sparktorch.ml.summary import TrainingSummary
 
@@ -51,7 +52,9 @@ def data_set(columns: Columns, summary: TrainingSummary) -> DatasetInput:
     from mlflow.types import ColSpec, Schema
     from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT
 
-    schema = Schema([ColSpec(_type(spec), spec.column) for spec in columns.tensors])
+    schema = Schema(
+        [ColSpec(column_type(spec), name) for spec in columns.tensors for name in spec.sources or (spec.column,)]
+    )
     profile = {"num_rows": summary.rows, "num_validation_rows": summary.validationRows}
     source = CodeDatasetSource(resolve_tags())
     data = Dataset(
@@ -70,13 +73,6 @@ def _version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:  # mlflow-skinny, for one
         return None
-
-
-def _type(spec: TensorSpec) -> Any:
-    from mlflow.types.schema import Array, DataType
-
-    kind = {"float32": DataType.float, "float64": DataType.double, "int64": DataType.long}[spec.dtype]
-    return Array(kind) if spec.shape else kind
 
 
 def _shown(value: Any) -> str:

@@ -8,10 +8,15 @@ In the model's directory, `sparktorch/` holds the plain files of the artifact an
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import logging
 import os
 import sysconfig
+import tempfile
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +28,7 @@ from sparktorch.program import ExportError, export_whole
 from sparktorch.tracking.signature import signature_of, zeros_for
 
 if TYPE_CHECKING:
-    from mlflow.models import Model
+    from mlflow.models import Model, ModelSignature
     from mlflow.models.model import ModelInfo
 
     from sparktorch.ml.model import TorchModelBase
@@ -57,14 +62,22 @@ def log_model(
         allow_pickle: Whether a module may be pickled that has no import path nor a graph to export.
         pytorch: Whether to add the `pytorch` flavour, where the graph exports; it holds the weights
             a second time.
-        kwargs: Passed to `save_model` (`input_example=`, `pip_requirements=`) and to
-            `mlflow.models.Model.log`: `step=`, `model_id=`, `metadata=`, ...
+        kwargs: Passed to `save_model` (`signature=`, `input_example=`, `conda_env=`, `pip_requirements=`,
+            `extra_pip_requirements=`) and to `mlflow.models.Model.log`: `step=`, `model_id=`, `metadata=`, ...
 
     Raises:
         PersistenceError: The module could only be pickled, and `allow_pickle` is not set.
+        TypeError: Neither of the two takes one of `kwargs`.
+        ValueError: Several of `conda_env`, `pip_requirements` and `extra_pip_requirements` are given.
     """
     from mlflow.models import Model
 
+    # Before MLflow makes a model that would stay behind without files.
+    known = inspect.signature(save_model).parameters.keys() | inspect.signature(Model.log).parameters.keys()
+    for argument in kwargs:
+        if argument not in known:
+            raise TypeError(f"log_model() got an unexpected keyword argument {argument!r}")
+    _check_environment(kwargs)
     info: ModelInfo = Model.log(
         artifact_path=None,
         name=name,
@@ -87,8 +100,11 @@ def save_model(
     code_paths: list[str] | None = None,
     allow_pickle: bool = False,
     pytorch: bool = True,
+    signature: ModelSignature | bool | None = None,
     input_example: Any = None,
-    pip_requirements: list[str] | None = None,
+    conda_env: dict[str, Any] | str | None = None,
+    pip_requirements: list[str] | str | None = None,
+    extra_pip_requirements: list[str] | str | None = None,
     metadata: dict[str, Any] | None = None,
 ) -> None:
     """Saves a fitted model as an MLflow model in a new local directory.
@@ -100,26 +116,35 @@ def save_model(
         code_paths: As for `log_model`.
         allow_pickle: As for `log_model`.
         pytorch: As for `log_model`.
+        signature: Replaces the one made of the model's columns; `False` for none.
         input_example: A pandas DataFrame with the input columns; by default two rows of zeros.
-        pip_requirements: Replaces the pinned requirements.
+        conda_env: Replaces the environment, as a dict or the path of a YAML file.
+        pip_requirements: Replaces the pinned requirements; a list, or the path of a requirements file.
+        extra_pip_requirements: Added to the pinned requirements.
         metadata: What MLflow is to keep with the model.
 
     Raises:
         PersistenceError: The module could only be pickled, and `allow_pickle` is not set.
+        ValueError: Several of `conda_env`, `pip_requirements` and `extra_pip_requirements` are given.
     """
     from mlflow import pyfunc
     from mlflow.models import Model
     from mlflow.models.model import MLMODEL_FILE_NAME
     from mlflow.models.utils import _save_example
-    from mlflow.utils.environment import _mlflow_conda_env, _PythonEnv
     from mlflow.utils.model_utils import _validate_and_copy_code_paths, _validate_and_prepare_target_save_path
 
     from sparktorch.ml.io import write_local
 
+    environment: dict[str, Any] = {
+        "conda_env": conda_env,
+        "pip_requirements": pip_requirements,
+        "extra_pip_requirements": extra_pip_requirements,
+    }
+    _check_environment(environment)
     _validate_and_prepare_target_save_path(path)
     trained = sparktorch_model.trained
-    own = [file for value in (trained.source, trained.preprocess) if value is not None for file in _code_of(value)]
-    code = _validate_and_copy_code_paths(code_paths or list(dict.fromkeys(own)), path)
+    with _code_of(trained.source, trained.preprocess) as own:
+        code = _validate_and_copy_code_paths(code_paths or own, path)
     data = Path(path) / _DATA
     data.mkdir()
     write_local(sparktorch_model, data, allow_pickle=allow_pickle)
@@ -128,31 +153,39 @@ def save_model(
     columns = {
         "inputs": inputs,
         "outputs": {field: name for name, field in outputs.items()},
+        "keep_null": sparktorch_model.getHandleInvalid() != "error",
+        "thresholds": sparktorch_model._scoring().thresholds,
     }
     (data / "columns.json").write_text(json.dumps(columns))
 
     mlflow_model = mlflow_model or Model()
-    if mlflow_model.signature is None:
-        mlflow_model.signature = signature_of(sparktorch_model, outputs)
+    if signature is not False:
+        given = signature or mlflow_model.signature
+        mlflow_model.signature = signature_of(sparktorch_model, outputs) if given is None else given
     if metadata is not None:
         mlflow_model.metadata = metadata
     _save_example(mlflow_model, zeros_for(sparktorch_model) if input_example is None else input_example, path)
-    requirements = pip_requirements or _requirements()
     files = {"conda_env": "conda.yaml", "python_env": "python_env.yaml"}
-    pyfunc.add_to_model(mlflow_model, loader_module="sparktorch.tracking.pyfunc", data=_DATA, code=code, **files)
+    # Where it is served need not be like where it was trained: the Param `device` does not hold there.
+    pyfunc.add_to_model(
+        mlflow_model,
+        loader_module="sparktorch.tracking.pyfunc",
+        data=_DATA,
+        code=code,
+        model_config={"device": "auto"},
+        **files,
+    )
     mlflow_model.add_flavor(FLAVOR_NAME, version=sparktorch.__version__, data=_DATA, code=code)
     if pytorch:
         _add_pytorch(mlflow_model, sparktorch_model, Path(path), code)
     mlflow_model.save(os.path.join(path, MLMODEL_FILE_NAME))
-    _mlflow_conda_env(path=os.path.join(path, files["conda_env"]), additional_pip_deps=requirements)
-    _PythonEnv.current().to_yaml(os.path.join(path, files["python_env"]))
-    (Path(path) / "requirements.txt").write_text("\n".join(requirements) + "\n")
+    _write_environment(Path(path), files, **environment)
 
 
 def load_model(model_uri: str, *, allow_pickle: bool = False) -> Any:
     """Loads a model from MLflow as the Spark model that was logged.
 
-    The code that was kept beside it goes to the executors of the active session, too.
+    The code that was kept beside it goes to the executors, too, of each session that uses the model.
 
     Args:
         model_uri: `models:/name/1`, `models:/name@alias`, `runs:/<run_id>/model`, or a path.
@@ -164,32 +197,60 @@ def load_model(model_uri: str, *, allow_pickle: bool = False) -> Any:
     from mlflow.models import Model
     from mlflow.tracking.artifact_utils import _download_artifact_from_uri
     from mlflow.utils.model_utils import _add_code_from_conf_to_system_path
-    from pyspark.sql import SparkSession
 
     from sparktorch.ml.io import read_local
-    from sparktorch.spark.files import send_code
+    from sparktorch.spark.files import add_code
 
     local = Path(_download_artifact_from_uri(artifact_uri=model_uri))
     conf = Model.load(str(local)).flavors.get(FLAVOR_NAME)
     if conf is None:
         raise PersistenceError(f"{model_uri} was not logged by sparktorch", hint="try mlflow.pyfunc.load_model")
     _add_code_from_conf_to_system_path(str(local), conf)
-    spark = SparkSession.getActiveSession()
-    if spark is not None and conf.get("code"):
-        send_code(spark, local / conf["code"])
+    if conf.get("code"):
+        add_code(local / conf["code"])
     return read_local(local / conf["data"], allow_pickle=allow_pickle)
 
 
-def _code_of(source: Any) -> list[str]:
-    """Returns the file or package folder that the module comes from, unless it is installed."""
+@contextmanager
+def _code_of(*sources: Any) -> Iterator[list[str]]:
+    """Yields the files and package folders that the sources come from, unless they are installed.
+
+    What was imported out of a zip, as with --py-files, is there as files inside the block.
+    """
+    with tempfile.TemporaryDirectory(prefix="sparktorch-code-") as unpacked:
+        found = [_own_code(source, Path(unpacked)) for source in sources if source is not None]
+        yield list(dict.fromkeys(str(path) for path in found if path is not None))
+
+
+def _own_code(source: Any, unpacked: Path) -> Path | None:
+    """Returns the file or package folder of one source; `None` where it is installed, or has no file."""
     name = source.partition(":")[0] if isinstance(source, str) else getattr(source, "__module__", "__main__")
-    file = getattr(importlib.import_module(name.partition(".")[0]), "__file__", None)
-    if name in ("__main__", "builtins") or file is None:
-        return []
-    installed = [sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), str(Path(sparktorch.__file__).parent)]
-    if any(Path(file).resolve().is_relative_to(Path(root).resolve()) for root in installed):
-        return []
-    return [str(Path(file).parent) if Path(file).name == "__init__.py" else file]
+    if name in ("__main__", "builtins"):
+        return None
+    top = importlib.import_module(name.partition(".")[0])
+    folders = list(getattr(top, "__path__", ()))  # of a package, one without __init__.py included
+    place = Path(folders[0] if folders else getattr(top, "__file__", None) or "")
+    if place == Path() or _is_installed(place):
+        return None
+    if place.exists():
+        return place
+    archive = next((folder for folder in place.parents if zipfile.is_zipfile(folder)), None)
+    if archive is None:
+        return None
+    inside = place.relative_to(archive)
+    with zipfile.ZipFile(archive) as files:
+        members = [member for member in files.namelist() if Path(member).is_relative_to(inside)]
+        files.extractall(unpacked, members)
+    return unpacked / inside
+
+
+def _is_installed(place: Path) -> bool:
+    """Whether a requirement stands for the code there: a library of any environment, Python's own, or this one."""
+    place = place.resolve()
+    own = [*map(sysconfig.get_path, ("stdlib", "platstdlib")), str(Path(sparktorch.__file__).parent)]
+    if any(place.is_relative_to(Path(folder).resolve()) for folder in own):
+        return True
+    return not {"site-packages", "dist-packages"}.isdisjoint(place.parts)
 
 
 def _add_pytorch(mlflow_model: Model, model: TorchModelBase, path: Path, code: str | None) -> None:
@@ -204,10 +265,42 @@ def _add_pytorch(mlflow_model: Model, model: TorchModelBase, path: Path, code: s
     mlflow_model.add_flavor("pytorch", model_data="data", pytorch_version=str(torch.__version__), code=code)
 
 
+def _check_environment(arguments: Mapping[str, Any]) -> None:
+    """Refuses several answers to what the model needs."""
+    from mlflow.utils.environment import _validate_env_arguments
+
+    names = ("conda_env", "pip_requirements", "extra_pip_requirements")
+    _validate_env_arguments(*map(arguments.get, names))
+
+
+def _write_environment(
+    path: Path,
+    files: Mapping[str, str],
+    *,
+    conda_env: dict[str, Any] | str | None,
+    pip_requirements: list[str] | str | None,
+    extra_pip_requirements: list[str] | str | None,
+) -> None:
+    """Writes what the model needs, in the files that MLflow's own flavours write."""
+    import yaml
+    from mlflow.utils.environment import _process_conda_env, _process_pip_requirements, _PythonEnv
+
+    if conda_env is None:
+        found = _process_pip_requirements(_requirements(), pip_requirements, extra_pip_requirements)
+    else:
+        found = _process_conda_env(conda_env)
+    environment, requirements, constraints = found
+    (path / files["conda_env"]).write_text(yaml.safe_dump(environment, default_flow_style=False))
+    (path / "requirements.txt").write_text("\n".join(requirements) + "\n")
+    if constraints:
+        (path / "constraints.txt").write_text("\n".join(constraints) + "\n")
+    _PythonEnv.current().to_yaml(str(path / files["python_env"]))
+
+
 def _requirements() -> list[str]:
-    """Pins what scoring needs; neither pyspark nor Java is among it."""
+    """Pins what scoring needs beside MLflow, which pins itself; neither pyspark nor Java is among it."""
     from importlib.metadata import version
 
-    names = ("mlflow", "numpy", "pandas", "pyarrow", "safetensors", "torch")
+    names = ("numpy", "pandas", "pyarrow", "safetensors", "torch")
     pinned = [f"{name}=={version(name).partition('+')[0]}" for name in names]
     return [f"sparktorch-estimator=={sparktorch.__version__}", *pinned]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MLflowListener", "caller", "listener_for"]
 
+_LOG = logging.getLogger(__name__)
 _LONGEST_ERROR = 5000
 
 
@@ -44,11 +46,12 @@ class MLflowListener:
         self._target = target
         self._autologs = autologs
         self._environment = facts.environment(fit)
-        self._system: SystemMetrics | None = None
+        self._system = SystemMetrics(target.known_run, self._log)
         self._outbox = Outbox(self._connect, target.open)
         self._tag({FIT_TAG: type(fit.estimator).__name__})
         self._outbox.send(partial(_log_params, facts.params(fit.estimator)))
-        classes = fit.columns.validation is not None and fit.estimator.hasParam("rawPredictionCol")
+        validated = fit.estimator.isSet("validationIndicatorCol")
+        classes = validated and fit.estimator.hasParam("rawPredictionCol")
         self._outbox.send(lambda client, run: figures.preload(classes=classes))
 
     def progress(self, record: dict[str, Any]) -> None:
@@ -76,7 +79,7 @@ class MLflowListener:
             }
         )
         send, autologs, columns = self._outbox.send, self._autologs, self._fit.columns
-        if autologs is None or autologs.log_datasets:
+        if columns is not None and (autologs is None or autologs.log_datasets):
             send(lambda client, run: client.log_inputs(run, [facts.data_set(columns, summary)]))
         curve = partial(figures.loss_curve, summary.history)
         send(lambda client, run: client.log_figure(run, curve(), "figures/loss.png"))
@@ -100,7 +103,7 @@ class MLflowListener:
     def _connect(self) -> MlflowClient:
         client = self._target.connect()
         # Started here, behind the import of MLflow: two threads importing it at once can meet half of it.
-        self._system = SystemMetrics(self._target.known_run, self._log)
+        self._system.start()
         return client
 
     def _log(self, values: dict[str, float], step: int) -> None:
@@ -112,8 +115,7 @@ class MLflowListener:
             self._outbox.send(partial(_set_tag, name, str(value)))
 
     def _end(self, status: str) -> None:
-        if self._system is not None:
-            self._system.finish()
+        self._system.finish()
         self._outbox.send(lambda client, run: client.log_dict(run, self._environment, "environment.json"))
         if self._target.own:  # the caller ends the run that the caller began
             now = _milliseconds()
@@ -126,9 +128,14 @@ def _milliseconds() -> int:
 
 
 def _log_params(values: dict[str, str], client: MlflowClient, run_id: str) -> None:
+    """Logs Params; those that the run has with another value, which MLflow would refuse all for, keep it."""
     from mlflow.entities import Param
 
-    client.log_batch(run_id, params=[Param(name, value) for name, value in values.items()])
+    known = client.get_run(run_id).data.params
+    others = [name for name, value in values.items() if known.get(name, value) != value]
+    if others:
+        _LOG.warning("the MLflow run has other values of %s already, and keeps them", ", ".join(others))
+    client.log_batch(run_id, params=[Param(name, value) for name, value in values.items() if name not in known])
 
 
 def _set_tag(name: str, value: str, client: MlflowClient, run_id: str) -> None:

@@ -65,7 +65,7 @@ class Outbox:
         self._done = False
         self._attempts = 0
         self._failures = 0  # in a row
-        self._warned: set[str] = set()
+        self._warned: set[tuple[str, str]] = set()
         _open.add(self)
         threading.Thread(target=self._work, name="sparktorch-mlflow", daemon=True).start()
 
@@ -122,7 +122,7 @@ class Outbox:
                 try:
                     self._deliver(partial(_send, taken, client, self.run_id))
                 except Exception as error:
-                    self._warn("MLflow at %s refused a part of what this fit logs (%s: %s)", error)
+                    self._warn("MLflow at %s refused a part of what this fit logs (%s: %s)", error, of=str(error))
                 with self._changed:
                     for _ in taken:
                         self._queue.popleft()
@@ -172,9 +172,10 @@ class Outbox:
             self._failures = self._failures + 1 if failed else 0
             self._changed.notify_all()
 
-    def _warn(self, message: str, error: Exception) -> None:
-        if message not in self._warned:
-            self._warned.add(message)
+    def _warn(self, message: str, error: Exception, *, of: str = "") -> None:
+        """Warns, once of the same thing; for what each error is a thing of its own, `of` tells them apart."""
+        if (message, of) not in self._warned:
+            self._warned.add((message, of))
             _LOG.warning(message, self._uri, type(error).__name__, error)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,32 +21,44 @@ from sparktorch.errors import ColumnError
 __all__ = ["PyFuncModel"]
 
 
-def _load_pyfunc(path: str) -> PyFuncModel:
-    """Loads the model that `sparktorch.tracking.save_model` wrote; MLflow calls this."""
-    from mlflow.environment_variables import MLFLOW_ALLOW_PICKLE_DESERIALIZATION
+def _load_pyfunc(path: str, model_config: Mapping[str, Any] | None = None) -> PyFuncModel:
+    """Loads the model that `sparktorch.tracking.save_model` wrote; MLflow calls this.
+
+    Args:
+        path: The folder with the model's files.
+        model_config: As given to `mlflow.pyfunc.load_model`; `device` says where to score, as torch names it. "auto"
+            is what MLFLOW_DEFAULT_PREDICTION_DEVICE says, or else a GPU where there is one.
+    """
+    from mlflow.environment_variables import MLFLOW_ALLOW_PICKLE_DESERIALIZATION, MLFLOW_DEFAULT_PREDICTION_DEVICE
 
     directory = Path(path)
     settings = json.loads((directory / "columns.json").read_text())
+    device = (model_config or {}).get("device", "auto")
+    if device == "auto":
+        device = MLFLOW_DEFAULT_PREDICTION_DEVICE.get() or _accelerator()
     # MLflow's own switch for its pyfuncs, on by default; here somebody must have switched it on.
     allowed = MLFLOW_ALLOW_PICKLE_DESERIALIZATION.is_set() and bool(MLFLOW_ALLOW_PICKLE_DESERIALIZATION.get())
-    return PyFuncModel(TrainedModule.load(directory, allow_pickle=allowed), settings)
+    return PyFuncModel(TrainedModule.load(directory, allow_pickle=allowed), settings, device)
 
 
 class PyFuncModel:
     """What `mlflow.pyfunc.load_model(...).predict` calls."""
 
-    def __init__(self, trained: TrainedModule, settings: dict[str, Any]) -> None:
+    def __init__(self, trained: TrainedModule, settings: dict[str, Any], device: str) -> None:
         """Builds the module.
 
         Args:
             trained: The module.
             settings: `inputs`, the input columns in order; `outputs`, the name of each output
-                column by what `Scorer.score` calls it.
+                column by what `Scorer.score` calls it; `keep_null`, whether a row with a null in it gets
+                null results; `thresholds`, where classes have some.
+            device: Where to score, as torch names it.
         """
         self._trained = trained
         self._inputs: list[str] = settings["inputs"]
         self._outputs: dict[str, str] = settings["outputs"]
-        self._scorer = Scorer(trained)
+        self._keep_null: bool = settings.get("keep_null", False)
+        self._scorer = Scorer(trained, device=device, thresholds=settings.get("thresholds"))
 
     def predict(self, model_input: pd.DataFrame, params: dict[str, Any] | None = None) -> pd.DataFrame:
         """Scores rows.
@@ -61,8 +74,12 @@ class PyFuncModel:
         Raises:
             ColumnError: An input column is missing or has another shape than the model was fitted on.
         """
-        with torch.inference_mode():
-            results = self._scorer.score(self._columns(model_input))
+        arrays = self._columns(model_input)
+        if self._keep_null:
+            fields = list(self._outputs)
+            scored = self._scorer.score_arrow(arrays, fields, keep_null=True)
+            return pd.DataFrame({self._outputs[f]: array.to_pandas() for f, array in zip(fields, scored, strict=True)})
+        results = self._scorer.score(arrays)
         columns = {}
         for field, name in self._outputs.items():
             values = results[field]
@@ -78,7 +95,31 @@ class PyFuncModel:
             if name not in model_input:
                 raise ColumnError(f"the input has no column {name!r}", column=name)
         specs = [spec for spec in self._trained.inputs for _ in spec.sources or (spec.column,)]
-        return [_arrow(model_input[name], spec, name) for name, spec in zip(self._inputs, specs, strict=True)]
+        return [
+            _with_nulls(model_input[name], spec, name) if self._keep_null else _arrow(model_input[name], spec, name)
+            for name, spec in zip(self._inputs, specs, strict=True)
+        ]
+
+
+def _accelerator() -> str:
+    found = torch.accelerator.current_accelerator(check_available=True)
+    # Apple's has no float64, which inputs may be.
+    return "cpu" if found is None or found.type == "mps" else found.type
+
+
+def _with_nulls(values: Any, spec: TensorSpec, name: str) -> pa.Array:
+    """Returns a column as Spark would send it; what pandas takes for missing is null."""
+    if spec.kind in ("any", "binary"):
+        return _arrow(values, spec, name)
+    rows = list(values)
+    missing = np.array([np.ndim(row) == 0 and bool(pd.isna(row)) for row in rows], bool)
+    if not missing.any():
+        return _arrow(values, spec, name)
+    there = [row for row, gone in zip(rows, missing, strict=True) if not gone]
+    shape = () if spec.sources else spec.shape if not there else np.shape(there[0])
+    blank = np.zeros((0, *spec.levels) if spec.ragged else shape, spec.dtype)
+    filled = pd.Series([blank if gone else row for row, gone in zip(rows, missing, strict=True)], dtype=object)
+    return _arrow(filled, spec, name).take(pa.array(np.arange(len(rows)), mask=missing))
 
 
 def _arrow(values: Any, spec: TensorSpec, name: str) -> pa.Array:
@@ -107,4 +148,6 @@ def _arrow(values: Any, spec: TensorSpec, name: str) -> pa.Array:
             f"column {name!r} has rows of shape {stacked.shape[1:]}, the model takes {shape}", column=name
         )
     levels = () if spec.sources else spec.levels
-    return to_arrow(np.ascontiguousarray(stacked, dtype=spec.dtype).reshape(len(stacked), *levels))
+    # The scorer makes whole numbers: it knows which ones an integer dtype cannot hold.
+    dtype = stacked.dtype if np.dtype(spec.dtype).kind == "i" and stacked.dtype.kind in "if" else spec.dtype
+    return to_arrow(np.ascontiguousarray(stacked, dtype=dtype).reshape(len(stacked), *levels))

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
     from sparktorch.ml.model import TorchModelBase
 
-__all__ = ["signature_of", "zeros_for"]
+__all__ = ["column_type", "signature_of", "zeros_for"]
 
 
 def signature_of(model: TorchModelBase, outputs: dict[str, str]) -> ModelSignature:
     """Returns inputs as named tensors, which MLflow makes of columns, arrays and JSON alike; outputs as columns.
 
-    Where rows differ in length, are bytes, or go to a callable, inputs are columns, too: MLflow has no
+    Where rows differ in length, are bytes, go to a callable, or may be null, inputs are columns, too: MLflow has no
     tensors for them.
     """
     from mlflow import types
@@ -32,12 +32,18 @@ def signature_of(model: TorchModelBase, outputs: dict[str, str]) -> ModelSignatu
 
     fields, _ = model._fields()
     inputs: list[types.ColSpec | types.TensorSpec] = []
-    as_columns = any(spec.ragged or spec.kind in ("binary", "any") for spec in model.trained.inputs)
+    required = model.getHandleInvalid() == "error"
+    as_columns = not required or any(spec.ragged or spec.kind in ("binary", "any") for spec in model.trained.inputs)
     for spec in model._inputs():
         shape = () if spec.sources else spec.shape
         tensor = np.dtype(spec.dtype), (-1, *shape)
         names = spec.sources or (spec.column,)
-        inputs += [types.ColSpec(_column_type(spec), n) if as_columns else types.TensorSpec(*tensor, n) for n in names]
+        inputs += [
+            types.ColSpec(column_type(spec, wide=not required), n, required)
+            if as_columns
+            else types.TensorSpec(*tensor, n)
+            for n in names
+        ]
     columns: list[types.ColSpec | types.TensorSpec] = []
     for name, field in outputs.items():
         sql = "array<double>" if fields[field] == "vector" else fields[field]
@@ -53,16 +59,16 @@ def zeros_for(model: TorchModelBase) -> pd.DataFrame:
     return pd.DataFrame({name: _zeros(spec) for spec in specs for name in spec.sources or (spec.column,)})
 
 
-def _column_type(spec: TensorSpec) -> Any:
-    """Returns MLflow's type of a column."""
+def column_type(spec: TensorSpec, *, wide: bool = False) -> Any:
+    """Returns MLflow's type of a column, its numbers of 64 bits if they are to be `wide`."""
     if spec.kind == "any":
-        return _mlflow_type(arrow_type(spec.sql))
+        return _mlflow_type(arrow_type(spec.sql), wide=wide)
     if spec.kind == "binary":
         return _mlflow_type(pa.binary())
     kind = pa.from_numpy_dtype(spec.dtype)
     for _ in range((0 if spec.sources else len(spec.levels)) + spec.ragged):
         kind = pa.list_(kind)
-    return _mlflow_type(kind)
+    return _mlflow_type(kind, wide=wide)
 
 
 def _mlflow_type(kind: pa.DataType, *, wide: bool = False) -> Any:

@@ -22,7 +22,7 @@ class SystemMetrics:
     """
 
     def __init__(self, run_id: str | None, log: Callable[[dict[str, float], int], None]) -> None:
-        """Starts to measure, in a thread.
+        """Prepares to measure.
 
         Args:
             run_id: A run that was there before the fit, `None` for a new one.
@@ -32,16 +32,20 @@ class SystemMetrics:
         self._log = log
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="sparktorch-system-metrics", daemon=True)
+
+    def start(self) -> None:
+        """Measures from now on, in a thread, unless the fit is over already."""
         self._thread.start()
 
     def finish(self) -> None:
         """Measures for the last time."""
         self._stop.set()
-        self._thread.join(_LONGEST_FINISH)
+        if self._thread.is_alive():
+            self._thread.join(_LONGEST_FINISH)
 
     def _work(self) -> None:
         try:
-            monitor = _monitor(self._run_id)
+            monitor = None if self._stop.is_set() else _monitor(self._run_id)
             step = 0
             while monitor is not None and not self._stop.is_set():
                 for _ in range(monitor.samples_before_logging):

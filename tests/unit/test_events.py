@@ -18,7 +18,7 @@ from sparktorch.ml.events import Fit, FitReport
 from sparktorch.ml.summary import TrainingSummary
 from tests.support.callbacks import Diary as Diaries
 
-FIT = Fit(estimator=TorchClassifier(), columns=Columns(inputs=()), spark=cast(Any, None))
+FIT = Fit(estimator=TorchClassifier(), spark=cast(Any, None))
 RECORD = {"epoch": 2, "epochs": 3, "step": 4, "steps": 10, "loss": 0.25}
 SUMMARY = TrainingSummary(
     history=[{"epoch": epoch, "loss": 1 / epoch, "rows_per_second": 1e4} for epoch in (1, 2, 3)],
@@ -135,6 +135,7 @@ def test_callbacks_hear_on_the_driver_until_they_fail(
     failing.places = cast(Any, None)
     fit = replace(FIT, estimator=TorchClassifier(callbacks=[failing, diary]))
     with caplog.at_level(logging.WARNING), FitReport(fit, rows_per_step=8, show=False) as report:
+        report.prepared(Columns(inputs=()))
         report.epoch(SUMMARY.history[0])
         report.progress(RECORD)
         report.epoch(SUMMARY.history[1])

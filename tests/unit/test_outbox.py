@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import subprocess
 import sys
 import threading
+from functools import partial
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import pytest
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
 
+from sparktorch.data.columns import Columns, DType, TensorSpec
+from sparktorch.tracking import facts
 from sparktorch.tracking.outbox import Outbox, Sample
 from sparktorch.tracking.runs import Target
+from sparktorch.tracking.system import SystemMetrics
 from tests.support.mlflow import QUIET
+from tests.support.waiting import until
 
 pytestmark = QUIET
 
@@ -58,18 +64,41 @@ def test_what_has_come_together_goes_in_order_and_in_batches() -> None:
 
 
 def test_what_mlflow_refuses_is_warned_about_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    def refused(client: Any, run_id: str) -> None:
-        raise MlflowException("Param 'epochs' has another value", error_code=INVALID_PARAMETER_VALUE)
+    def refused(what: str, client: Any, run_id: str) -> None:
+        raise MlflowException(f"{what} has another value", error_code=INVALID_PARAMETER_VALUE)
 
     client = Client()
     with caplog.at_level(logging.WARNING):
         box = outbox(client)
-        box.send(refused)
+        for what in ("Param 'epochs'", "Param 'seed'", "Param 'seed'"):
+            box.send(partial(refused, what))
         box.metrics(samples(1))
         assert box.close()
     assert client.heard == [[0]]
-    assert "MLflow at memory refused a part of what this fit logs" in caplog.text
-    assert "Param 'epochs'" in caplog.text
+    warnings = [record.getMessage() for record in caplog.records]
+    assert all(text.startswith("MLflow at memory refused a part of what this fit logs") for text in warnings)
+    assert ["epochs" in text for text in warnings] == [True, False]  # each refusal, and the same one once
+
+
+def test_a_fit_that_is_over_before_mlflow_is_there_measures_nothing_and_leaves_no_thread() -> None:
+    found: list[Any] = []
+    system = SystemMetrics(None, lambda values, step: found.append(values))
+    system.finish()
+    system.start()
+    name = "sparktorch-system-metrics"
+    until(lambda: name not in {t.name for t in threading.enumerate()}, seconds=5, what="the thread has ended")
+    assert not found
+
+
+def test_the_data_set_knows_columns_of_every_type() -> None:
+    dtypes = get_args(DType)
+    tensors = [TensorSpec(name=f"x{i}", column=f"c{i}", dtype=dtype) for i, dtype in enumerate(dtypes)]
+    packed = TensorSpec(name="p", column="a ... b", dtype="int64", shape=(2,), sources=("a", "b"))
+    raw = TensorSpec(name="r", column="bytes", dtype="uint8", shape=(4,), kind="binary", layout="raw")
+    columns = Columns(inputs=(*[t for t in tensors if t.dtype not in ("uint8", "float16")], packed, raw))
+    summary = cast(Any, SimpleNamespace(rows=1, validationRows=0, fingerprint="0" * 16))
+    schema = json.loads(facts.data_set(columns, summary).dataset.schema)["mlflow_colspec"]
+    assert [column["name"] for column in schema][-3:] == ["a", "b", "bytes"]
 
 
 def test_what_fails_in_passing_is_tried_again_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -147,7 +176,7 @@ def test_outside_of_mlflow_it_is_not_even_imported() -> None:
         "import sys; from sparktorch import TorchClassifier; from sparktorch.ml.events import Fit\n"
         "from sparktorch.tracking.listener import listener_for\n"
         "copy = TorchClassifier().copy()\n"
-        "assert listener_for(Fit(estimator=copy, columns=None, spark=None)) is None\n"
+        "assert listener_for(Fit(estimator=copy, spark=None)) is None\n"
         "print({'mlflow', 'matplotlib', 'sklearn', 'requests'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
