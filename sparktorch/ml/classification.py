@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from pyspark import keyword_only
+from pyspark.ml.linalg import DenseVector, Vectors
+from pyspark.sql import DataFrame
 
+from sparktorch.ml.attributes import nominal, vector
 from sparktorch.ml.estimator import TorchEstimatorBase
-from sparktorch.ml.model import TorchModelBase
-from sparktorch.ml.params import DEFAULTS, ClassifierColumns, ClassWeightParams
-from sparktorch.ml.translate import given
+from sparktorch.ml.evaluation import ClassificationSummary, evaluate_classifier
+from sparktorch.ml.model import TorchModelBase, output_fields
+from sparktorch.ml.params import DEFAULTS, ClassifierColumns, ClassWeightParams, TrueColumns
+from sparktorch.ml.translate import check_thresholds, given
+from sparktorch.spark.predict import Scoring
 from sparktorch.train.task import classes_in
 
 __all__ = ["TorchClassificationModel", "TorchClassifier"]
 
 
-class TorchClassificationModel(TorchModelBase, ClassifierColumns):
+class TorchClassificationModel(TorchModelBase, ClassifierColumns, TrueColumns):
     """A classifier fitted by `TorchClassifier`.
 
     `transform` adds `rawPredictionCol` and `probabilityCol` (vectors, one entry per class) and
@@ -33,11 +39,67 @@ class TorchClassificationModel(TorchModelBase, ClassifierColumns):
         """Number of classes."""
         return classes_in(self.trained.outputs[0].shape)
 
+    @property
+    def labels(self) -> list[str]:
+        """What the classes are called, where `StringIndexer` had noted it in the labels of the fit; else `[]`."""
+        return list(self.trained.labels)
+
+    def predict(self, value: Any) -> float | None:
+        """Predicts the class of one row, in this process: no Spark job runs.
+
+        Args:
+            value: The input, a vector or a (nested) list; for several input columns a `Row` or dict that has them.
+
+        Returns:
+            The class; `None` for a row with a null in it, if `handleInvalid` is "keep".
+
+        Raises:
+            ColumnError: The row lacks an input, or has one of another type or shape than the model was fitted on.
+        """
+        predicted: float | None = self._score_row(value, "prediction")
+        return predicted
+
+    def predictRaw(self, value: Any) -> DenseVector | None:
+        """Returns the scores of one row, one per class; otherwise as `predict`."""
+        return _dense(self._score_row(value, "scores"))
+
+    def predictProbability(self, value: Any) -> DenseVector | None:
+        """Returns the probabilities of one row, one per class; otherwise as `predict`."""
+        return _dense(self._score_row(value, "probability"))
+
+    def evaluate(self, dataset: DataFrame) -> ClassificationSummary:
+        """Scores rows whose classes are known, in `labelCol`, and weighs them by `weightCol`, if that is set.
+
+        Returns:
+            The figures of Spark's own summaries; of two classes, a `BinaryClassificationSummary`.
+
+        Raises:
+            ColumnError: A column is missing or no number, or a row has no weight, no prediction or no class of the
+                model.
+        """
+        columns = (self.rawPredictionCol, self.probabilityCol, self.predictionCol)
+        unnamed = {param: f"{self.uid}_{param.name}" for param in columns if not self.getOrDefault(param)}
+        return evaluate_classifier(self.copy(unnamed) if unnamed else self, dataset)
+
+    def _scoring(self) -> Scoring:
+        scoring = super()._scoring()
+        if not self.isDefined(self.thresholds):
+            return scoring
+        check_thresholds(self, self.numClasses)
+        return replace(scoring, thresholds=tuple(self.getThresholds()))
+
     def _fields(self) -> tuple[dict[str, str], dict[str, str]]:
         fields = {"scores": "vector", "probability": "vector", "prediction": "double"}
         names = (self.getRawPredictionCol(), self.getProbabilityCol(), self.getPredictionCol())
-        outputs = {name: field for name, field in zip(names, fields, strict=True) if name}
+        outputs = output_fields(zip(names, fields, strict=True))
         return {field: fields[field] for field in outputs.values()}, outputs
+
+    def _attribute(self, field: str, kind: str) -> dict[str, Any]:
+        return vector(self.numClasses) if kind == "vector" else nominal(self.numClasses, self.labels)
+
+
+def _dense(values: list[float] | None) -> DenseVector | None:
+    return None if values is None else Vectors.dense(values)
 
 
 class TorchClassifier(TorchEstimatorBase[TorchClassificationModel], ClassifierColumns, ClassWeightParams):
@@ -75,6 +137,7 @@ class TorchClassifier(TorchEstimatorBase[TorchClassificationModel], ClassifierCo
         predictionCol: str = "prediction",
         probabilityCol: str = "probability",
         rawPredictionCol: str = "rawPrediction",
+        thresholds: list[float] | None = None,
         weightCol: str | None = None,
         validationIndicatorCol: str | None = None,
         idCol: str | None = None,
@@ -108,6 +171,7 @@ class TorchClassifier(TorchEstimatorBase[TorchClassificationModel], ClassifierCo
         validationInterval: int = 1,
         validationUnit: str = "epoch",
         metrics: dict[str, Any] | None = None,
+        validationBatchSize: int | None = None,
         earlyStoppingPatience: int | None = None,
         callbacks: list[Any] | None = None,
         split: str = "key",

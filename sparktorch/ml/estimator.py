@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import time
@@ -25,6 +26,7 @@ from sparktorch.data.inputs import field_of
 from sparktorch.data.preprocess import Moment, Preprocess
 from sparktorch.data.spool import InMemory
 from sparktorch.errors import ModuleError, RankLostError, SparkTorchError
+from sparktorch.ml.attributes import labels_of
 from sparktorch.ml.events import Fit, FitReport, callers
 from sparktorch.ml.io import EstimatorReader, EstimatorWriter
 from sparktorch.ml.model import TorchModel, TorchModelBase
@@ -44,15 +46,16 @@ from sparktorch.ml.params import (
     ValidationParams,
 )
 from sparktorch.ml.summary import TrainingSummary
-from sparktorch.ml.translate import Request, given, translate
+from sparktorch.ml.translate import Request, check_param_names, check_thresholds, given, translate
 from sparktorch.spark.barrier import run_ranks
+from sparktorch.spark.cause import ChainError
 from sparktorch.spark.doctor import check_executors
 from sparktorch.spark.findings import refuse
 from sparktorch.spark.frame import Frame, prepare
 from sparktorch.spark.job import new_tag
 from sparktorch.spark.preflight import check_cluster, check_result_size, settled_slots
 from sparktorch.spark.resources import gpu_profile
-from sparktorch.spark.split import keep, split, split_into_folds
+from sparktorch.spark.split import keep, moved_as_they_are, split, split_into_folds
 from sparktorch.train.checkpoint import CheckpointStore
 from sparktorch.train.dryrun import Trial, dry_run
 from sparktorch.train.strategy import strategy_options
@@ -101,6 +104,20 @@ class TorchEstimatorBase(
         # MLflow's autologging replaces `Estimator.fit`, to log what our listener logs already.
         fit = inspect.unwrap(Estimator.fit)
 
+    def setParams(self, **params: Any) -> Self:
+        """Sets several Params, by the names that the constructor has for them; `None` takes one back to its default.
+
+        Raises:
+            ConfigError: There is no such Param; the hint names the nearest.
+            TypeError: A value has the wrong type.
+        """
+        check_param_names(self, params)
+        self._set(**{name: value for name, value in params.items() if value is not None})
+        for name, value in params.items():
+            if value is None:
+                self.clear(self.getParam(name))
+        return self
+
     def copy(self, extra: ParamMap | None = None) -> Self:
         """Copies the estimator, with the Params in `extra` set.
 
@@ -108,15 +125,36 @@ class TorchEstimatorBase(
         caller's thread, and fits in others, which know nothing of the caller's MLflow run.
         """
         that = super().copy(extra)
+        for values in (that._paramMap, that._defaultParamMap):
+            values.update({param: _own(value) for param, value in values.items()})
         that._callers = {**self._callers, **callers()}
         return that
 
+    def _setDefault(self, **values: Any) -> Self:
+        """Sets defaults that are this estimator's own: who appends to one of them changes no other."""
+        return super()._setDefault(**{name: _own(value) for name, value in values.items()})
+
     def _fit(self, dataset: DataFrame) -> M:
-        started = time.perf_counter()
+        fit = Fit(estimator=self, spark=dataset.sparkSession, callers=self._callers)
+        with FitReport(fit, rows_per_step=self.getBatchSize(), show=self.getProgress()) as report:
+            started = time.perf_counter()
+            request, frame, trial = self._prepared(dataset)
+            report.prepared(frame.columns)
+            prepared = time.perf_counter()
+            results = _train(frame, trial, request, report)
+            seconds = {"prepare": prepared - started, "job": time.perf_counter() - prepared}
+            summary = _summarise(results, seconds)
+            weights = next(payload for _, payload in results if payload)
+            model = self._model(request, frame, trial, weights, summary, self._labels(dataset, trial.classes))
+            report.finished(model, summary)
+        return model
+
+    def _prepared(self, dataset: DataFrame) -> tuple[Request, Frame, Trial]:
+        """Returns what the job needs, after every check that needs none."""
         request = translate(self, self._task)
         spark = dataset.sparkSession
         profile = gpu_profile(spark, request.launch.device, request.launch.world_size)
-        check_cluster(spark, request.launch.world_size, profile)
+        check_cluster(spark, request.launch.world_size, profile, longest=request.launch.patience.start)
         request = replace(request, launch=replace(request.launch, profile=profile))
         if self.getPreflight() == "full":
             checkpoints = request.checkpoint.directory if request.checkpoint else None
@@ -124,18 +162,23 @@ class TorchEstimatorBase(
         frame = prepare(dataset, self._task, **request.columns)
         frame, trial = _try_out(frame, request)
         check_result_size(spark, sum(tensor.nbytes for tensor in trial.module.state_dict().values()))
-        prepared = time.perf_counter()
-        fit = Fit(estimator=self, columns=frame.columns, spark=spark, callers=self._callers)
-        with FitReport(fit, rows_per_step=request.config.batch_size, show=self.getProgress()) as report:
-            results = _train(frame, trial, request, report)
-            seconds = {"prepare": prepared - started, "job": time.perf_counter() - prepared}
-            summary = _summarise(results, seconds)
-            weights = next(payload for _, payload in results if payload)
-            model = self._model(request, frame, trial, weights, summary)
-            report.finished(model, summary)
-        return model
+        check_thresholds(self, trial.classes)
+        return request, frame, trial
 
-    def _model(self, request: Request, frame: Frame, trial: Trial, weights: bytes, summary: TrainingSummary) -> M:
+    def _labels(self, dataset: DataFrame, classes: int | None) -> tuple[str, ...]:
+        """Returns what the classes are called, `()` where the label column does not say it of every class."""
+        known = () if classes is None else labels_of(dataset, self.getLabelCol())[:classes]
+        return known if len(known) == classes else ()
+
+    def _model(
+        self,
+        request: Request,
+        frame: Frame,
+        trial: Trial,
+        weights: bytes,
+        summary: TrainingSummary,
+        labels: tuple[str, ...],
+    ) -> M:
         preprocess = frame.columns.preprocess
         trained = TrainedModule(
             source=request.recipe.module,
@@ -147,6 +190,7 @@ class TorchEstimatorBase(
             returned=None if preprocess is None else preprocess.arguments,
             outputs=trial.outputs,
             task=self._task,
+            labels=labels,
         )
         model = self._model_class()._with(trained, summary)
         model._resetUid(self.uid)
@@ -240,6 +284,7 @@ class TorchEstimator(TorchEstimatorBase[TorchModel], LabelColumns, OutputColumns
         validationInterval: int = 1,
         validationUnit: str = "epoch",
         metrics: dict[str, Any] | None = None,
+        validationBatchSize: int | None = None,
         earlyStoppingPatience: int | None = None,
         callbacks: list[Any] | None = None,
         split: str = "key",
@@ -274,6 +319,11 @@ class TorchEstimator(TorchEstimatorBase[TorchModel], LabelColumns, OutputColumns
         super().__init__()
         self._setDefault(**DEFAULTS)
         self._set(**given(self))
+
+
+def _own(value: Any) -> Any:
+    """Returns a list or a dict of its own with the same values; anything else as it is."""
+    return copy.copy(value) if isinstance(value, list | dict) else value
 
 
 def _twice(field: Field, column: pa.Array) -> tuple[Any, ...]:
@@ -386,8 +436,9 @@ def _with_slots_left(spark: SparkSession, request: Request, lost: list[str]) -> 
     found = settled_slots(spark, launch.world_size, launch.profile, settle=_COMEBACK_SECONDS, lost=lost)
     if found is None or found >= launch.world_size:
         return replace(request, launch=launch)
-    check_cluster(spark, launch.world_size if least is None else least, launch.profile)
-    if found < (least or launch.world_size):
+    fewest = launch.world_size if least is None else least
+    check_cluster(spark, fewest, launch.profile, longest=launch.patience.start)
+    if found < fewest:
         _LOG.warning("the cluster has %d slots free: the restart waits for those of lost workers", found)
         return replace(request, launch=launch)
     _LOG.warning("the cluster has %d slots left: going on with as many workers instead of %d", found, launch.world_size)
@@ -405,6 +456,10 @@ def _run(frame: Frame, job: TrainJob, request: Request, report: FitReport) -> Re
     elif request.split == "keep":
         job = replace(job, by_key=False, max_imbalance=None)
         data = keep(frame.data, ranks)
+        with suppress(ChainError):
+            return run_ranks(data, partial(train_partition, job=job), request.launch, report)
+        _LOG.info("split='keep' behind coalesce() or union(): the rows go through a shuffle, each to its own partition")
+        data = moved_as_they_are(data, ranks)
     else:
         data = split(frame.data, ranks, in_order=in_order)
     results = run_ranks(data, partial(train_partition, job=job), request.launch, report)

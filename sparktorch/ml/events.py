@@ -27,21 +27,21 @@ _LOG = logging.getLogger(__name__)
 LISTENERS = ["sparktorch.tracking.listener"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Fit:
     """A fit that begins.
 
     Attributes:
         estimator: Whose Params hold.
-        columns: What is trained on.
         spark: The session.
         callers: What `callers` returned where the estimator was copied.
+        columns: What is trained on, once the DataFrame has been looked at.
     """
 
     estimator: Estimator[Any]
-    columns: Columns
     spark: SparkSession
     callers: dict[str, Any] = field(default_factory=dict)
+    columns: Columns | None = None
 
 
 class FitListener(Protocol):
@@ -85,8 +85,12 @@ class FitReport:
         for module in LISTENERS:
             listener = _ask(module, "listener_for", self._fit)
             self._listeners += [listener] if listener is not None else []
-        self._listeners += [_CallbackListener(callback) for callback in self._fit.estimator.getOrDefault("callbacks")]
         return self
+
+    def prepared(self, columns: Columns) -> None:
+        """Says that the Params and the DataFrame have been looked at; from now on callbacks hear, too."""
+        self._fit.columns = columns
+        self._listeners += [_CallbackListener(callback) for callback in self._fit.estimator.getOrDefault("callbacks")]
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._bar is not None:

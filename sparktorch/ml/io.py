@@ -26,6 +26,8 @@ from pyspark.sql import functions as F
 from sparktorch.artifact import TrainedModule
 from sparktorch.errors import PersistenceError
 from sparktorch.ml.summary import TrainingSummary
+from sparktorch.spark.compat import frame_of, ml_session
+from sparktorch.spark.session import switched_on
 from sparktorch.train.recipe import import_path, load_object
 
 if TYPE_CHECKING:
@@ -37,6 +39,8 @@ __all__ = ["EstimatorReader", "EstimatorWriter", "ModelReader", "ModelWriter", "
 
 R = TypeVar("R", bound=Any)
 
+# Pipelines and cross-validators hand options on neither to the writers nor to the readers of their stages.
+_FOR_ALL = "spark.sparktorch.allowPickle"
 _PART_BYTES = 16 << 20
 _BATCH_BYTES = 128 << 20
 _PICKLED = "params.pkl"
@@ -52,14 +56,15 @@ class _Writer(MLWriter):
 
     @property
     def _allow_pickle(self) -> bool:
-        return str(self.optionMap.get("allowpickle", "")).lower() == "true"
+        asked = self.optionMap.get("allowpickle")
+        return str(asked).lower() == "true" if asked else switched_on(self.sparkSession, _FOR_ALL)
 
     def save(self, path: str) -> None:
         """Saves to a path that Spark can write; refuses one that is taken unless `overwrite()` was called."""
         self.saveImpl(path)
 
     def _write_metadata(self, path: str, values: dict[str, Any], extra: dict[str, Any]) -> None:
-        text = DefaultParamsWriter._get_metadata_to_save(self._instance, self.sparkSession, extra, values)
+        text = DefaultParamsWriter._get_metadata_to_save(self._instance, ml_session(self.sparkSession), extra, values)
         row = self.sparkSession.createDataFrame([(text,)], "value string").coalesce(1)
         row.write.mode(self._mode).text(os.path.join(path, "metadata"))
 
@@ -75,8 +80,7 @@ class _Writer(MLWriter):
                     "content": list(contents),
                 }
             )
-            data = self.sparkSession.createDataFrame(table).coalesce(1)
-            data.write.mode(mode).parquet(os.path.join(path, "data"))
+            frame_of(self.sparkSession, table).write.mode(mode).parquet(os.path.join(path, "data"))
             mode = "append"
 
     @property
@@ -91,17 +95,22 @@ class _Reader(MLReader[R]):
         """Takes the class that is expected."""
         super().__init__()
         self._cls = cls
-        self._allow_pickle = False
+        self._option: str | None = None
 
     def option(self, key: str, value: Any) -> Self:
         """Sets an option: `allowPickle` = `true` runs pickled code, from sources you trust."""
         if key.lower() != "allowpickle":
             raise PersistenceError(f"unknown option {key!r}", hint="did you mean 'allowPickle'?")
-        self._allow_pickle = str(value).lower() == "true"
+        self._option = str(value)
         return self
 
+    @property
+    def _allow_pickle(self) -> bool:
+        asked = self._option
+        return asked.lower() == "true" if asked else switched_on(self.sparkSession, _FOR_ALL)
+
     def _check_class(self, path: str) -> dict[str, Any]:
-        metadata = DefaultParamsReader.loadMetadata(path, self.sparkSession)
+        metadata = DefaultParamsReader.loadMetadata(path, ml_session(self.sparkSession))
         expected = f"{self._cls.__module__}.{self._cls.__name__}"
         if metadata["class"] != expected:
             raise PersistenceError(
@@ -129,11 +138,11 @@ def read_files(spark: SparkSession, path: str, directory: Path) -> None:
     data = spark.read.parquet(os.path.join(path, "data"))
     last = data.agg(F.max("batch")).head()
     for batch in range(0 if last is None else last[0] + 1):
-        table = data.where(F.col("batch") == batch).orderBy("name", "part").toArrow()
-        for name, content in zip(table.column("name"), table.column("content"), strict=True):
+        parts = data.where(F.col("batch") == batch).orderBy("name", "part").select("name", "content")
+        for name, content in parts.collect():
             # Names come from a file somebody else may have written: none may leave the directory.
-            with (directory / Path(name.as_py()).name).open("ab") as file:
-                file.write(content.as_buffer())
+            with (directory / Path(name).name).open("ab") as file:
+                file.write(content)
 
 
 def write_local(model: TorchModelBase, directory: Path, *, allow_pickle: bool) -> None:
@@ -228,7 +237,8 @@ class EstimatorWriter(_Writer):
             name = next(iter(pickled))
             raise PersistenceError(
                 f"{name} has no import path that works outside this session",
-                hint="put it into a module file, or allow pickled code with .write().option('allowPickle', 'true')",
+                hint="put it into a module file, or allow pickled code with .write().option('allowPickle', 'true'); "
+                f"for the stages of a pipeline, with spark.conf.set({_FOR_ALL!r}, 'true')",
                 param=name,
             )
         self._write_metadata(path, values, {"pickled": sorted(pickled)})
@@ -259,7 +269,8 @@ class EstimatorReader(_Reader[R]):
                 raise PersistenceError(
                     f"the Params {', '.join(metadata['pickled'])} were pickled, and loading a pickle runs "
                     "whatever is in it",
-                    hint="if you trust where it comes from: .read().option('allowPickle', 'true').load(path)",
+                    hint="if you trust where it comes from: .read().option('allowPickle', 'true').load(path); for the "
+                    f"stages of a pipeline, spark.conf.set({_FOR_ALL!r}, 'true')",
                 )
             with tempfile.TemporaryDirectory() as temporary:
                 read_files(self.sparkSession, path, Path(temporary))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
@@ -15,17 +16,27 @@ from torch import nn
 from sparktorch.artifact import TrainedModule
 from sparktorch.config import Device, Precision
 from sparktorch.errors import ColumnError, ConfigError, nearest
+from sparktorch.ml.attributes import numeric
 from sparktorch.ml.io import ModelReader, ModelWriter
 from sparktorch.ml.params import SCORING_DEFAULTS, OutputColumns, ScoringParams
+from sparktorch.ml.single import score_row
 from sparktorch.ml.summary import TrainingSummary
 from sparktorch.ml.translate import check_scoring, input_names
-from sparktorch.spark.predict import Scoring, result_column, rows_for_udf, scoring_udf
-from sparktorch.spark.wire import input_columns, quoted_name
+from sparktorch.spark.names import ColumnNames
+from sparktorch.spark.predict import (
+    Scoring,
+    result_column,
+    rows_for_udf,
+    scoring_udf,
+    take_rows_in_sql,
+    without_invalid,
+)
+from sparktorch.spark.wire import input_columns
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["TorchModel", "TorchModelBase"]
+__all__ = ["TorchModel", "TorchModelBase", "output_fields"]
 
 
 class TorchModelBase(Model, ScoringParams, MLReadable[Any], MLWritable):
@@ -64,6 +75,12 @@ class TorchModelBase(Model, ScoringParams, MLReadable[Any], MLWritable):
         return self.trained.build()
 
     @property
+    def numFeatures(self) -> int:
+        """Number of values in the inputs of one row; -1 where rows differ, or only a callable knows."""
+        widths = [-1 if spec.ragged or spec.kind == "any" else spec.width for spec in self.trained.inputs]
+        return -1 if -1 in widths else sum(widths)
+
+    @property
     def hasSummary(self) -> bool:
         """Whether the course of the training is known."""
         return self._summary is not None
@@ -81,7 +98,10 @@ class TorchModelBase(Model, ScoringParams, MLReadable[Any], MLWritable):
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
         fields, outputs = self._fields()
-        taken = [name for name in outputs if name in dataset.columns]
+        if not outputs:
+            return dataset
+        names = ColumnNames.of(dataset)
+        taken = [name for name in outputs if names.called(name)]
         if taken:
             raise ColumnError(
                 f"the DataFrame already has a column {taken[0]!r}",
@@ -91,29 +111,48 @@ class TorchModelBase(Model, ScoringParams, MLReadable[Any], MLWritable):
         inputs = self._inputs()
         columns = input_columns(dataset, inputs)
         scored = f"__{self.uid}"
-        struct = scoring_udf(dataset.sparkSession, self.trained, fields, self._scoring())(*columns)
-        results = [result_column(F.col(scored), f, fields[f]).alias(name) for name, f in outputs.items()]
-        rows = rows_for_udf(dataset, quoted_name((*inputs[0].sources, inputs[0].column)[0]))
-        return rows.withColumn(scored, struct).select(*map(quoted_name, dataset.columns), *results)
+        udf = scoring_udf(dataset.sparkSession, self.trained, fields, self._scoring(), stream=dataset.isStreaming)
+        struct = udf(*columns)
+        results = [
+            result_column(F.col(scored), f, fields[f]).alias(name, metadata=self._attribute(f, fields[f]))
+            for name, f in outputs.items()
+        ]
+        taken = [name for spec in inputs for name in (spec.sources or (spec.column,))]
+        rows = rows_for_udf(dataset, [names.column(name) for name in taken])
+        if self.getHandleInvalid() == "skip":
+            rows = without_invalid(rows, columns, inputs)
+        # The user's columns go along as they are, of equal names too, which cannot be selected by name.
+        return rows.select("*", struct.alias(scored)).select("*", *results).drop(scored)
 
-    def registerUDF(self, name: str, outputCol: str | None = None) -> None:
-        """Registers the model with the active session as an SQL function, `SELECT name(features) FROM ...`.
+    def registerUDF(self, name: str, outputCol: str | None = None, spark: SparkSession | None = None) -> None:
+        """Registers the model with a session as an SQL function, `SELECT name(features) FROM ...`.
 
         It takes one argument per input column, of any type that the model could have been fitted on,
         and returns what `transform` adds as `outputCol`, vectors as arrays.
 
+        Spark 4.2 and newer fail on ML vectors that a Python UDF meets in files. So where
+        `spark.sql.execution.arrow.pythonUDF.columnarInput.enabled` has not been set, this sets it to false for the
+        session.
+
         Args:
             name: The function's name.
             outputCol: One of the model's output columns; by default `predictionCol`, or the first one.
+            spark: The session; by default the thread's active one, or what `SparkSession.builder` gives.
 
         Raises:
-            ConfigError: The model has no such output column, or there is no active session.
+            ConfigError: The model has no such output column, or `handleInvalid` is "skip".
         """
-        spark = SparkSession.getActiveSession()
-        if spark is None:
-            raise ConfigError("there is no active Spark session", hint="start one with SparkSession.builder")
+        if self.getHandleInvalid() == "skip":
+            raise ConfigError(
+                "an SQL function gives a result for every row, and handleInvalid is 'skip'",
+                hint="set handleInvalid='keep', and leave out null results with WHERE",
+                param="handleInvalid",
+            )
+        spark = spark or SparkSession.getActiveSession() or SparkSession.builder.getOrCreate()
         fields, outputs = self._fields()
-        column = outputCol or (self.getPredictionCol() if self.getPredictionCol() in outputs else next(iter(outputs)))
+        column = outputCol or (
+            self.getPredictionCol() if self.getPredictionCol() in outputs else next(iter(outputs), "")
+        )
         if column not in outputs:
             raise ConfigError(
                 f"the model has no output column {column!r}", hint=nearest(column, outputs), param="outputCol"
@@ -121,6 +160,7 @@ class TorchModelBase(Model, ScoringParams, MLReadable[Any], MLWritable):
         field = outputs[column]
         udf = scoring_udf(spark, self.trained, {field: fields[field]}, self._scoring(), struct=False)
         spark.udf.register(name, udf)
+        take_rows_in_sql(spark)
 
     def _scoring(self) -> Scoring:
         """Returns the Params that say how to score.
@@ -155,6 +195,19 @@ class TorchModelBase(Model, ScoringParams, MLReadable[Any], MLWritable):
         """Returns the type of each field to score, as SQL or "vector", and the field of each output column."""
         raise NotImplementedError
 
+    def _attribute(self, field: str, kind: str) -> dict[str, Any]:
+        """Returns the ML attribute of an output column, which tells the stages behind what its numbers are.
+
+        Args:
+            field: What is scored.
+            kind: Its type, as SQL or "vector".
+        """
+        return numeric() if kind in ("float", "double") else {}
+
+    def _score_row(self, row: Any, field: str) -> Any:
+        """Returns one result of one row, scored in this process."""
+        return score_row(self, self._scoring(), row, [field])[0]
+
     def write(self) -> ModelWriter:
         """Returns a writer; `option("allowPickle", "true")` admits a module without import path."""
         return ModelWriter(self)
@@ -178,14 +231,34 @@ class TorchModel(TorchModelBase, OutputColumns):
     """A module fitted by `TorchEstimator`.
 
     `transform` adds its output as `predictionCol`: float for one value a row, (nested) arrays of
-    float otherwise; several outputs go under `outputCols`, in the order `forward` returns them.
+    float otherwise; several outputs go under `outputCols`, in the order `forward` returns them. So does a
+    single one where `outputCols` is set.
     """
+
+    def predict(self, value: Any) -> Any:
+        """Scores one row, in this process: no Spark job runs.
+
+        Args:
+            value: The input, a vector or a (nested) list; for several input columns a `Row` or dict that has them.
+
+        Returns:
+            A number or (nested) lists of numbers; of several outputs, a dict by the names in `outputCols`. `None` in
+            place of each for a row with a null in it, if `handleInvalid` is "keep".
+
+        Raises:
+            ColumnError: The row lacks an input, or has one of another type or shape than the model was fitted on.
+        """
+        if len(self.trained.outputs) == 1:
+            return self._score_row(value, "prediction")
+        _, outputs = self._fields()
+        scored = score_row(self, self._scoring(), value, list(outputs.values()))
+        return dict(zip(outputs, scored, strict=True))
 
     def _fields(self) -> tuple[dict[str, str], dict[str, str]]:
         specs = self.trained.outputs
-        if len(specs) == 1:
-            return {"prediction": _sql_type(specs[0].shape)}, {self.getPredictionCol(): "prediction"}
         names = self.getOutputCols() if self.isDefined("outputCols") else []
+        if len(specs) == 1 and not names:
+            names = [self.getPredictionCol()]
         if len(names) != len(specs):
             raise ConfigError(
                 f"the module returns {len(specs)} tensors ({', '.join(spec.name for spec in specs)}), "
@@ -193,8 +266,27 @@ class TorchModel(TorchModelBase, OutputColumns):
                 hint="set outputCols, one name per tensor",
                 param="outputCols",
             )
-        fields = {spec.name: _sql_type(spec.shape) for spec in specs}
-        return fields, dict(zip(names, fields, strict=True))
+        single = len(specs) == 1
+        fields = {"prediction" if single else spec.name: _sql_type(spec.shape) for spec in specs}
+        return fields, output_fields(zip(names, fields, strict=True))
+
+
+def output_fields(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Returns the field of each output column, of pairs of both; columns without a name are left out.
+
+    Raises:
+        ConfigError: Two columns have one name.
+    """
+    outputs: dict[str, str] = {}
+    for name, field in pairs:
+        if name in outputs:
+            raise ConfigError(
+                f"two output columns are called {name!r}: {outputs[name]} and {field}",
+                hint="give each a name of its own, or leave one out with ''",
+            )
+        if name:
+            outputs[name] = field
+    return outputs
 
 
 def _sql_type(shape: tuple[int, ...]) -> str:

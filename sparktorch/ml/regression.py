@@ -6,25 +6,61 @@ from collections.abc import Callable
 from typing import Any
 
 from pyspark import keyword_only
+from pyspark.sql import DataFrame
 
+from sparktorch.errors import ConfigError
 from sparktorch.ml.estimator import TorchEstimatorBase
+from sparktorch.ml.evaluation import RegressionSummary, evaluate_regressor
 from sparktorch.ml.model import TorchModelBase
-from sparktorch.ml.params import DEFAULTS, LabelColumns
+from sparktorch.ml.params import DEFAULTS, LabelColumns, TrueColumns
 from sparktorch.ml.translate import given
 
 __all__ = ["TorchRegressionModel", "TorchRegressor"]
 
 
-class TorchRegressionModel(TorchModelBase):
+class TorchRegressionModel(TorchModelBase, TrueColumns):
     """A module fitted by `TorchRegressor`.
 
-    `transform` adds `predictionCol`: double for one value a row, an array of double for several.
+    `transform` adds `predictionCol`: double for one value a row, an array of double for several. An empty name leaves
+    it out.
     """
 
+    def predict(self, value: Any) -> Any:
+        """Predicts for one row, in this process: no Spark job runs.
+
+        Args:
+            value: The input, a vector or a (nested) list; for several input columns a `Row` or dict that has them.
+
+        Returns:
+            A number, or a list of several; `None` for a row with a null in it, if `handleInvalid` is "keep".
+
+        Raises:
+            ColumnError: The row lacks an input, or has one of another type or shape than the model was fitted on.
+        """
+        return self._score_row(value, "prediction")
+
+    def evaluate(self, dataset: DataFrame) -> RegressionSummary:
+        """Scores rows whose values are known, in `labelCol`, and weighs them by `weightCol`, if that is set.
+
+        Raises:
+            ColumnError: A column is missing or no number, or a row has no weight, no prediction or no true value.
+            ConfigError: The model predicts several values a row.
+        """
+        if self._kind != "double":
+            raise ConfigError(
+                "evaluate compares one value a row, and the model predicts several",
+                hint="give Spark's RegressionEvaluator one at a time, prediction[0], prediction[1], ...",
+            )
+        unnamed = {self.predictionCol: f"{self.uid}_prediction"}
+        return evaluate_regressor(self if self.getPredictionCol() else self.copy(unnamed), dataset)
+
+    @property
+    def _kind(self) -> str:
+        return "double" if self.trained.outputs[0].shape in ((), (1,)) else "array<double>"
+
     def _fields(self) -> tuple[dict[str, str], dict[str, str]]:
-        shape = self.trained.outputs[0].shape
-        kind = "double" if shape in ((), (1,)) else "array<double>"
-        return {"prediction": kind}, {self.getPredictionCol(): "prediction"}
+        name = self.getPredictionCol()
+        return ({"prediction": self._kind}, {name: "prediction"}) if name else ({}, {})
 
 
 class TorchRegressor(TorchEstimatorBase[TorchRegressionModel], LabelColumns):
@@ -93,6 +129,7 @@ class TorchRegressor(TorchEstimatorBase[TorchRegressionModel], LabelColumns):
         validationInterval: int = 1,
         validationUnit: str = "epoch",
         metrics: dict[str, Any] | None = None,
+        validationBatchSize: int | None = None,
         earlyStoppingPatience: int | None = None,
         callbacks: list[Any] | None = None,
         split: str = "key",

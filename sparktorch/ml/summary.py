@@ -15,9 +15,11 @@ class TrainingSummary:
     Attributes:
         history: One record per epoch: `epoch` from 1, `loss` (mean over the training rows, weighted),
             `val_loss` and `val_accuracy` where there are validation rows, `learning_rate` of the last
-            step, `seconds`, `rows_per_second` over all ranks, `data_wait_share` in `[0, 1]`; `padding_share`
-            where inputs are padded; further metrics as `val_NAME`, those of a training step as `train_NAME`
-            too, `skipped_steps` where `nonFiniteLoss` is "skip", and what callbacks have added. Where
+            step, `seconds`, `rows_per_second` over all ranks, `data_wait_share` in `[0, 1]`;
+            `gradient_norm` and `gradient_norm_max`, mean and maximum of the norm of the whole gradient before clipping,
+            over all steps with `gradientClipNorm` and over every 32nd and the last one without;
+            `padding_share` where inputs are padded; further metrics as `val_NAME`, those of a training step as
+            `train_NAME` too, `skipped_steps` where `nonFiniteLoss` is "skip", and what callbacks have added. Where
             validation goes by step, `steps` that the epoch took, and `validations`: a dict of `step` and
             metrics for each.
         rows: Number of training rows.
@@ -29,8 +31,9 @@ class TrainingSummary:
         seconds: Wall seconds of the driver's phases and of those of the rank that the model comes from.
         ranks: Per rank: host, device, threads, rows, bytes, `storage` ("memory" or "disk"), seconds (with checkpoints
             also those of copying and of waiting for the one before, in which training stood still, and of writing),
-            `data_wait_share` (what part of its training it waited for rows, in `[0, 1]`); and `epochs`, the
-            history of its own model, under strategy "independent".
+            `data_wait_share` (what part of its training it waited for rows, in `[0, 1]`), `peak_memory` (the most
+            bytes that its process held) and, on devices that count, `peak_device_memory` (the most bytes of tensors
+            there); and `epochs`, the history of its own model, under strategy "independent".
         confusionMatrix: Of a classifier with validation rows, how many of them with class `i` (row)
             were predicted as class `j` (column) with the weights of the model, sample weights aside;
             `None` otherwise, and with more than 100 classes.

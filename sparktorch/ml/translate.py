@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
+
+from pyspark.ml.param.shared import HasThresholds
 
 from sparktorch.artifact import TrainedModule
 from sparktorch.config import CheckpointConfig, Device, StorageConfig, Task, TrainConfig, above, at_least, one_of
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from sparktorch.ml.estimator import TorchEstimatorBase
     from sparktorch.ml.params import ScoringParams
 
-__all__ = ["Request", "given", "input_names", "translate"]
+__all__ = ["Request", "check_param_names", "check_scoring", "check_thresholds", "given", "input_names", "translate"]
 
 
 _SHUFFLE_BLOCK = 32  # of rows that may be on disk
@@ -178,6 +180,7 @@ def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
             reference_batch_size=p["referenceBatchSize"],
             validation_interval=p["validationInterval"],
             validation_unit=p["validationUnit"],
+            validation_batch_size=p["validationBatchSize"],
             patience=p["earlyStoppingPatience"],
             class_weights=_class_weights(p["classWeights"]),
             ema_decay=p["emaDecay"],
@@ -375,9 +378,36 @@ def check_scoring(instance: ScoringParams) -> None:
         ConfigError: One of them is out of range.
     """
     at_least("predictBatchSize", instance.getPredictBatchSize(), 1)
+    if instance.getDevice().lower() == "gpu":  # which in spelling is next to "cpu"
+        raise ConfigError("device 'gpu' is unknown", hint="a GPU is 'cuda'", param="device")
     one_of("device", instance.getDevice(), ("auto", "cpu", "cuda"))
-    one_of("handleInvalid", instance.getHandleInvalid(), ("error", "keep"))
+    one_of("handleInvalid", instance.getHandleInvalid(), ("error", "keep", "skip"))
     one_of("predictPrecision", instance.getPredictPrecision(), ("fp32", "bf16", "fp16"))
+    if isinstance(instance, HasThresholds) and instance.isDefined(instance.thresholds):
+        thresholds = instance.getThresholds()
+        if not all(threshold >= 0 for threshold in thresholds) or thresholds.count(0) > 1:
+            raise ConfigError(
+                f"thresholds are {thresholds}",
+                hint="each must be > 0, but for one at most, which may be 0",
+                param="thresholds",
+            )
+
+
+def check_thresholds(instance: Params, classes: int | None) -> None:
+    """Checks that there is a threshold for each class, if there are any.
+
+    Raises:
+        ConfigError: There are more or fewer.
+    """
+    if classes is None or not instance.hasParam("thresholds") or not instance.isDefined("thresholds"):
+        return
+    thresholds = instance.getOrDefault("thresholds")
+    if len(thresholds) != classes:
+        raise ConfigError(
+            f"thresholds has {len(thresholds)} values, and the model {classes} classes",
+            hint="give one for each class",
+            param="thresholds",
+        )
 
 
 def _module(module: Any, params: dict[str, Any]) -> dict[str, Any]:
@@ -425,7 +455,7 @@ class _Values:
         return instance.getOrDefault(name) if instance.hasParam(name) and instance.isDefined(name) else None
 
 
-def check_param_names(instance: Params, names: list[str], *, where: str) -> None:
+def check_param_names(instance: Params, names: Iterable[str]) -> None:
     """Refuses names that are not Params of the instance.
 
     Raises:
@@ -434,4 +464,4 @@ def check_param_names(instance: Params, names: list[str], *, where: str) -> None
     valid = [param.name for param in instance.params]
     for name in names:
         if name not in valid:
-            raise ConfigError(f"unknown key {where}.{name}", hint=nearest(name, valid), section=where)
+            raise ConfigError(f"{type(instance).__name__} has no Param {name!r}", hint=nearest(name, valid), param=name)

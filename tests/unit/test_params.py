@@ -35,7 +35,11 @@ EMPTY: dict[str, Any] = {
 BY_COLUMN = {"inputShapes": {"a": [2, 3]}, "inputLayouts": {"a": "padded"}, "inputDtypes": {"a": "float32"}}
 # Numbers without a default.
 NUMBERS = {"gradientClipNorm": 0.5, "gradientClipValue": 0.5, "emaDecay": 0.5} | dict.fromkeys(
-    ("microBatchSize", "warmupSteps", "referenceBatchSize", "earlyStoppingPatience", "minWorkers", "shuffleBlock"), 3
+    (
+        *("microBatchSize", "validationBatchSize", "warmupSteps", "referenceBatchSize"),
+        *("earlyStoppingPatience", "minWorkers", "shuffleBlock"),
+    ),
+    3,
 )
 
 
@@ -69,12 +73,12 @@ def test_nothing_is_set_that_was_not_given(kind: Any) -> None:
 @pytest.mark.parametrize("kind", [*ESTIMATORS, *MODELS])
 def test_every_param_has_a_doc_a_getter_and_a_setter(kind: Any) -> None:
     values: dict[type, Any] = {int: 3, float: 0.5, str: "a", bool: False, dict: {"a": 1}, type(None): "a", list: ["a"]}
-    lists = {"inputCols", "outputCols", "labelCols"}
+    lists = {"inputCols": ["a"], "outputCols": ["a"], "labelCols": ["a"], "thresholds": [0.5]}
     instance = kind()
     for param in instance.params:
         assert param.doc
         name = param.name[0].upper() + param.name[1:]
-        value = ["a"] if param.name in lists else values[type(value_of(instance, param))]
+        value = lists.get(param.name) or values[type(value_of(instance, param))]
         value = {**NUMBERS, "parameterGroups": [{"params": "a"}], **BY_COLUMN}.get(param.name, value)
         assert getattr(instance, f"set{name}")(value) is instance
         assert getattr(instance, f"get{name}")() == value
@@ -86,6 +90,22 @@ def test_copies_do_not_share_their_values(kind: Any) -> None:
     second = first.copy({first.epochs: 5})
     assert (first.getEpochs(), second.getEpochs()) == (3, 5)
     assert second.uid == first.uid
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_set_params_reads_as_the_constructor_does(kind: Any) -> None:
+    first = kind(epochs=3, warmupSteps=2)
+    second = first.copy()
+    assert second.setParams(learningRate=0.5, warmupSteps=None, inputCols=("a", "b")) is second
+    given = {param.name: value for param, value in second._paramMap.items()}
+    assert given == {"epochs": 3, "learningRate": 0.5, "inputCols": ["a", "b"]}
+    assert (first.getWarmupSteps(), first.getLearningRate()) == (2, 0.001)
+    with pytest.raises(ConfigError, match="has no Param 'epoch'") as caught:
+        second.setParams(epochs=5, epoch=4)
+    assert "did you mean 'epochs'?" in caught.value.hint
+    assert second.getEpochs() == 3
+    with pytest.raises(TypeError, match="epochs"):
+        second.setParams(epochs="three")
 
 
 @pytest.mark.parametrize(("name", "value"), [("epochs", "three"), ("moduleParams", [1]), ("module_params", {})])
@@ -119,6 +139,7 @@ def test_params_become_configuration() -> None:
             precision="bf16",
             epochs=3,
             validationInterval=2,
+            validationBatchSize=77,
             earlyStoppingPatience=4,
             shuffle=False,
             seed=7,
@@ -147,6 +168,7 @@ def test_params_become_configuration() -> None:
     assert (config.micro_batch_size, config.accumulation_steps, config.precision) == (16, 1, "bf16")
     assert (config.clip_norm, config.clip_value, config.validation_interval, config.patience) == (1.5, 0.25, 2, 4)
     assert (config.task, config.batch_size, config.epochs) == ("classification", 64, 3)
+    assert config.validation_batch_size == 77
     assert (config.seed, config.shuffle, config.strategy) == (7, False, "ddp")
     assert (launch.world_size, launch.device, launch.rendezvous) == (2, "cpu", "rank0")
 
@@ -291,6 +313,7 @@ def test_what_is_asked_of_columns_is_checked_before_there_are_any(params: dict[s
             "channelsLast lays out weights in a way that strategy 'zero3' cannot divide",
         ),
         ({"emaDecay": 1.0}, "emaDecay", "emaDecay must be between 0 and 1, got 1.0"),
+        ({"validationBatchSize": 0}, "validationBatchSize", "validationBatchSize must be at least 1, got 0"),
         ({"validationUnit": "steps"}, "validationUnit", "validationUnit 'steps' is unknown"),
         ({"precision": "half"}, "precision", "precision 'half' is unknown"),
         ({"schedulerInterval": "batch"}, "schedulerInterval", "schedulerInterval 'batch' is unknown"),
@@ -359,3 +382,13 @@ def test_a_model_that_was_made_by_hand_says_so(kind: Any) -> None:
     for name in ("module", "trained", "summary"):
         with pytest.raises(ConfigError, match=r"holds no module|has no training summary"):
             getattr(model, name)
+
+
+def test_what_is_appended_to_a_default_is_no_other_estimators() -> None:
+    one = TorchRegressor()
+    copied = one.copy()
+    one.getCallbacks().append(object())
+    one.getModuleParams()["hidden"] = 3
+    for other in (copied, TorchRegressor(), TorchClassifier()):
+        assert other.getCallbacks() == []
+        assert other.getModuleParams() == {}

@@ -12,7 +12,7 @@ from sparktorch.ml.params.inputs import INPUT_DEFAULTS, InputParams, LabelColumn
 from sparktorch.ml.params.launch import LAUNCH_DEFAULTS, CheckpointParams, LaunchParams, TrackingParams
 from sparktorch.ml.params.module import MODULE_DEFAULTS, ClassWeightParams, ModuleParams
 from sparktorch.ml.params.numerics import NUMERICS_DEFAULTS, NumericsParams
-from sparktorch.ml.params.scoring import SCORING_DEFAULTS, ClassifierColumns, OutputColumns, ScoringParams
+from sparktorch.ml.params.scoring import SCORING_DEFAULTS, ClassifierColumns, OutputColumns, ScoringParams, TrueColumns
 from sparktorch.ml.params.storage import STORAGE_DEFAULTS, StorageParams
 from sparktorch.ml.params.training import TRAINING_DEFAULTS, TrainingParams
 from sparktorch.ml.params.validation import VALIDATION_DEFAULTS, ValidationParams
@@ -33,6 +33,7 @@ __all__ = [
     "StorageParams",
     "TrackingParams",
     "TrainingParams",
+    "TrueColumns",
     "ValidationParams",
 ]
 

@@ -50,7 +50,7 @@ class LaunchParams(Params):
     startTimeout: Param[float] = Param(
         Params._dummy(),
         "startTimeout",
-        "seconds that a fit waits for slots which other jobs hold (> 0)",
+        "seconds that a fit waits for executors that are to come, and for slots which other jobs hold (> 0)",
         typeConverter=TypeConverters.toFloat,
     )
     stallTimeout: Param[float] = Param(

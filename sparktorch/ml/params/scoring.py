@@ -8,16 +8,19 @@ from pyspark.ml.param import Param, Params, TypeConverters
 from pyspark.ml.param.shared import (
     HasFeaturesCol,
     HasInputCols,
+    HasLabelCol,
     HasOutputCols,
     HasPredictionCol,
     HasProbabilityCol,
     HasRawPredictionCol,
+    HasThresholds,
+    HasWeightCol,
 )
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["SCORING_DEFAULTS", "ClassifierColumns", "OutputColumns", "ScoringParams"]
+__all__ = ["SCORING_DEFAULTS", "ClassifierColumns", "OutputColumns", "ScoringParams", "TrueColumns"]
 
 # Of estimators and models.
 SCORING_DEFAULTS: dict[str, Any] = {
@@ -41,7 +44,8 @@ class ScoringParams(HasFeaturesCol, HasInputCols, HasPredictionCol):
     handleInvalid: Param[str] = Param(
         Params._dummy(),
         "handleInvalid",
-        "what transform does with a row whose inputs are null or hold a null: 'error', or 'keep' it with null results",
+        "what transform does with a row whose inputs are null or hold a null: 'error', 'keep' it with null results, or "
+        "'skip' it, as one that holds NaN",
         typeConverter=TypeConverters.toString,
     )
     predictBatchSize: Param[int] = Param(
@@ -116,8 +120,8 @@ class ScoringParams(HasFeaturesCol, HasInputCols, HasPredictionCol):
         return self._set(predictionCol=value)
 
 
-class ClassifierColumns(HasRawPredictionCol, HasProbabilityCol):
-    """The further output columns of a classifier; an empty name leaves a column out."""
+class ClassifierColumns(HasRawPredictionCol, HasProbabilityCol, HasThresholds):
+    """The further output columns of a classifier, an empty name leaves one out; and how it decides for a class."""
 
     def setRawPredictionCol(self, value: str) -> Self:
         """Sets the value of `rawPredictionCol`."""
@@ -126,6 +130,22 @@ class ClassifierColumns(HasRawPredictionCol, HasProbabilityCol):
     def setProbabilityCol(self, value: str) -> Self:
         """Sets the value of `probabilityCol`."""
         return self._set(probabilityCol=value)
+
+    def setThresholds(self, value: list[float]) -> Self:
+        """Sets the value of `thresholds`: the class with the largest probability / threshold is predicted."""
+        return self._set(thresholds=value)
+
+
+class TrueColumns(HasLabelCol, HasWeightCol):
+    """The columns that `evaluate` of a model compares its predictions with."""
+
+    def setLabelCol(self, value: str) -> Self:
+        """Sets the value of `labelCol`."""
+        return self._set(labelCol=value)
+
+    def setWeightCol(self, value: str) -> Self:
+        """Sets the value of `weightCol`."""
+        return self._set(weightCol=value)
 
 
 class OutputColumns(HasOutputCols):

@@ -36,6 +36,13 @@ class ValidationParams(HasValidationIndicatorCol):
         "what validationInterval counts: 'epoch' or 'step'",
         typeConverter=TypeConverters.toString,
     )
+    validationBatchSize: Param[int] = Param(
+        Params._dummy(),
+        "validationBatchSize",
+        "validation rows that a worker takes through the module at a time; without it, as many as training takes, and "
+        "4096 at most (> 0)",
+        typeConverter=TypeConverters.toInt,
+    )
     metrics: Param[dict[str, Any]] = Param(
         Params._dummy(),
         "metrics",
@@ -66,6 +73,14 @@ class ValidationParams(HasValidationIndicatorCol):
     def setValidationUnit(self, value: str) -> Self:
         """Sets the value of `validationUnit`."""
         return self._set(validationUnit=value)
+
+    def getValidationBatchSize(self) -> int:
+        """Gets the value of `validationBatchSize`."""
+        return self.getOrDefault(self.validationBatchSize)
+
+    def setValidationBatchSize(self, value: int) -> Self:
+        """Sets the value of `validationBatchSize`."""
+        return self._set(validationBatchSize=value)
 
     def getMetrics(self) -> dict[str, Any]:
         """Gets the value of `metrics` or its default."""
