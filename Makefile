@@ -1,6 +1,7 @@
 # make demo   trains and scores the digits, from a fresh clone
 # make test   runs every check, and all tests but Petastorm's
 # make test-faults   of these, those that kill, stop and cut off what a fit runs on
+# make test-wheel   builds the wheel, and fits and scores with it in a fresh environment without extras
 # make test-petastorm   runs the tests beside the real Petastorm, on the older stack that it needs
 # All set up what they need first.
 
@@ -14,7 +15,11 @@ export SPARK_LOCAL_IP := 127.0.0.1
 export MLFLOW_DISABLE_TELEMETRY := true
 export PYSPARK_PYTHON := $(abspath $(BIN)/python)
 
-.PHONY: setup demo test test-core test-spark test-faults test-petastorm lint zip mlflow clean
+# What may run beside other rings.
+UNTIMED := not slow and not clock
+
+.PHONY: setup demo test test-core test-spark test-faults test-paths test-clock test-petastorm test-wheel coverage lint \
+	zip mlflow clean
 
 setup: $(VENV)/.done
 
@@ -40,26 +45,42 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/check_tests.py tests
+	$(BIN)/python -m benchmarks.tables --check
 
 # The output of a target, where this make can hold it back until it is whole.
 IN_ONE_PIECE := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
-# Rings side by side, for most of the time ranks wait for each other; what looks at the clock, by itself afterwards.
+# Two rings at a time, for most of the time ranks wait for each other; what looks at the clock, by itself afterwards.
 test: setup zip lint
-	@echo "tests/unit and tests/dist beside tests/spark: more than ten minutes on two cores, without a word"
-	$(MAKE) --no-print-directory --jobs=2 $(IN_ONE_PIECE) test-core test-spark
-	$(BIN)/coverage combine -q
-	$(BIN)/coverage report --skip-covered
-	$(MAKE) --no-print-directory test-faults
+	@echo "tests: the output of a ring is shown when it has ended"
+	$(MAKE) --no-print-directory --keep-going --jobs=2 $(IN_ONE_PIECE) test-spark test-core test-faults test-paths
+	$(MAKE) --no-print-directory test-clock
 
 test-core: setup
-	COVERAGE_FILE=.coverage.core $(BIN)/python -m pytest --cov --cov-report= tests/unit tests/dist
+	$(BIN)/python -m pytest $(COVERAGE) -m "$(UNTIMED)" tests/unit tests/dist
 
 test-spark: setup zip
-	COVERAGE_FILE=.coverage.spark $(BIN)/python -m pytest --cov --cov-report= tests/spark
+	$(BIN)/python -m pytest $(COVERAGE) -m "$(UNTIMED)" tests/spark
+
+test-paths: setup
+	$(BIN)/python -m pytest tests/paths
+
+test-clock: setup
+	$(BIN)/python -m pytest -m "clock and not slow" tests/dist tests/spark tests/faults
+
+# Which lines of the package the tests of these rings run in their own process.
+coverage: setup zip
+	COVERAGE_FILE=.coverage.core $(MAKE) --no-print-directory COVERAGE="--cov --cov-report=" test-core
+	COVERAGE_FILE=.coverage.spark $(MAKE) --no-print-directory COVERAGE="--cov --cov-report=" test-spark
+	$(BIN)/coverage combine -q
+	$(BIN)/coverage report --skip-covered
+
+test-wheel: setup
+	scripts/wheel.sh $(PYTHON)
 
 test-faults: setup
-	$(BIN)/python -m pytest tests/faults
+	$(BIN)/python -m pytest -m "$(UNTIMED)" tests/faults
 
 $(PETASTORM_VENV)/.done: pyproject.toml constraints-petastorm.txt scripts/java.sh
 	scripts/java.sh
@@ -71,12 +92,13 @@ $(PETASTORM_VENV)/.done: pyproject.toml constraints-petastorm.txt scripts/java.s
 
 # Left out of the core are dear ones about torch, which is the same there, and about cross-validation.
 OLD_STACK := tests/petastorm tests/unit \
-	$(addprefix tests/spark/test_,exactness.py fit.py frame.py persistence.py petastorm.py scoring.py) \
+	$(addprefix tests/spark/test_,errors.py exactness.py fit.py frame.py persistence.py petastorm.py scoring.py) \
 	--deselect tests/spark/test_fit.py::test_it_works_in_a_pipeline_and_under_cross_validation \
 	--deselect tests/spark/test_persistence.py::test_a_module_without_import_path_is_saved_as_its_graph \
 	--deselect tests/spark/test_scoring.py::test_precision_and_compilation_change_the_scores_by_their_rounding_alone
 
-# Petastorm warns of every function of pyarrow's that it calls; pyspark 4.0 leaves sockets to the garbage collector.
+# Petastorm warns of every function of pyarrow's that it calls; pyspark 3.5 uses what pandas is about to take away, and
+# leaves sockets to the garbage collector.
 test-petastorm: export PYSPARK_PYTHON := $(abspath $(PETASTORM_VENV)/bin/python)
 test-petastorm: $(PETASTORM_VENV)/.done
 	$(PETASTORM_VENV)/bin/python -m pytest -W ignore::FutureWarning -W ignore::DeprecationWarning \

@@ -30,7 +30,7 @@ def limited_memory(mebibytes: int) -> Iterator[Path]:
         yield group
     finally:
         until(lambda: not (group / "cgroup.procs").read_text(), seconds=30, what=f"{group} is empty")
-        until(lambda: _removed(group), seconds=10, what=f"{group} is removed")
+        until(lambda: _removed(group), seconds=30, what=f"{group} is removed")
 
 
 def _made(limit: int) -> Path:

@@ -59,7 +59,7 @@ class Locks(Callback):
             before = context.step - 1
             until(
                 lambda: before in {manifest.step for manifest in store.manifests()},
-                seconds=20,
+                seconds=60,
                 what=f"the checkpoint at step {before} is whole",
             )
         if context.step in (self._first, self._last):
@@ -67,7 +67,7 @@ class Locks(Callback):
             remount = ["mount", "-o", f"remount,{mode}", str(self._folder)]
             until(  # no disk turns read-only while a file is open to be written
                 lambda: subprocess.run(remount, capture_output=True).returncode == 0,
-                seconds=20,
+                seconds=60,
                 what=f"the disk is {mode}",
             )
 

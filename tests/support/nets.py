@@ -18,19 +18,26 @@ __all__ = [
     "Bias",
     "Complex",
     "Counting",
+    "Damped",
     "DiesAt",
     "DiesWithin",
+    "Drifting",
     "FailsAt",
     "Linear",
     "Logarithm",
     "Logit",
+    "Lookup",
     "Mlp",
     "NamedPair",
     "Noisy",
     "Normalised",
     "NormalisedLogarithm",
     "Pair",
+    "Parted",
+    "Rotated",
     "Score",
+    "Seen",
+    "Sized",
     "Spare",
     "Tower",
     "Unsteady",
@@ -93,6 +100,53 @@ class NamedPair(nn.Module):
     def forward(self, x: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
         left, total = self.pair(x, scale)
         return {"left": left, "total": total}
+
+
+class Seen(Score):
+    """Writes down the first feature of the rows of each training step, a line a step, one file a rank."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self._folder = Path(folder)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and dist.is_initialized():
+            with (self._folder / f"steps-{dist.get_rank()}").open("a") as file:
+                file.write(" ".join(str(int(number)) for number in x[:, 0]) + "\n")
+        return super().forward(x)
+
+
+class Sized(Mlp):
+    """Writes down how many rows each forward pass in evaluation has, one file a rank."""
+
+    def __init__(self, folder: str, outputs: int = 3) -> None:
+        super().__init__(outputs=outputs)
+        self._folder = Path(folder)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training and dist.is_initialized():
+            with (self._folder / f"rows-{dist.get_rank()}").open("a") as file:
+                file.write(f"{len(x)}\n")
+        return super().forward(x)
+
+
+class Drifting(Score):
+    """Looks at running statistics in training too; a part of them is in no state dict."""
+
+    mean: torch.Tensor
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(5))
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.mean.lerp_(x.mean(0), 0.1)
+                self.calls += 1
+        return super().forward(x - self.mean) * (1 + torch.sin(self.calls) / 10)
 
 
 class Spare(Score):
@@ -226,6 +280,57 @@ class Unsteady(torch.optim.SGD):
         if self.steps == 10:
             raise ArithmeticError("planted in the optimizer")
         super().step()
+
+
+class Damped(torch.optim.Optimizer):
+    """Steps get smaller; it keeps their number as Python does, and no tensor."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["steps"] = state.get("steps", 0) + 1
+                parameter.sub_(group["lr"] / state["steps"] * parameter.grad)
+
+
+class Lookup(nn.Module):
+    """A number for each of eight kinds of rows, whose gradient is sparse; shape `(rows,)`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 1, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kind = (x[:, :3] > 0).long() @ torch.tensor([1, 2, 4])
+        return self.table(kind).squeeze(-1) + x[:, 3]
+
+
+class Parted(Score):
+    """Has a layer that one rank alone reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first_only = nn.Linear(5, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = super().forward(x)
+        alone = self.training and dist.get_rank() == 0
+        return found + self.first_only(x).squeeze(-1) if alone else found
+
+
+class Rotated(Score):
+    """Has a complex parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.ones(5, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward((x * self.phase).abs())
 
 
 class Linear(nn.Linear):

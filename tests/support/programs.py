@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pyspark
 
-__all__ = ["ROOT", "SPARK_HOME", "environment", "run_python"]
+__all__ = ["ROOT", "SPARK_HOME", "connect_port", "environment", "run_python"]
 
 ROOT = Path(__file__).parents[2]
 SPARK_HOME = Path(pyspark.__file__).parent
@@ -40,3 +44,11 @@ def run_python(directory: Path, *arguments: str, seconds: float = 180) -> str:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
+
+
+@contextmanager
+def connect_port() -> Iterator[None]:
+    """Waits until no other test has a server of Spark Connect: `remote("local[n]")` always takes port 15002."""
+    with Path(tempfile.gettempdir(), "sparktorch-tests-15002.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

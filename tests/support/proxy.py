@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
 import threading
 import time
@@ -14,10 +15,11 @@ _CHUNK = 1 << 16
 
 
 def free_port() -> int:
-    """Returns a port of this machine that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
+    """Returns a port that nobody listens on, and that the system gives to no socket which asks for any port."""
+    while True:
+        port = 20_000 + secrets.randbelow(10_000)  # ports for any socket begin above
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 class Proxy:

@@ -67,7 +67,7 @@ class Ended:
     exitcode: int | None
 
 
-def in_group(size: int, function: Callable[..., Any], *arguments: Any, seconds: float = 60) -> list[Any]:
+def in_group(size: int, function: Callable[..., Any], *arguments: Any, seconds: float = 120) -> list[Any]:
     """Calls `function(world, *arguments)` in the ranks of an open Gloo group; returns the results by rank."""
     ranks = []
     with tempfile.TemporaryDirectory() as folder:
@@ -125,7 +125,7 @@ def run_ranks(
     partitions: Sequence[Sequence[pa.RecordBatch]],
     job: TrainJob,
     *,
-    seconds: float = 60,
+    seconds: float = 120,
     environment: Mapping[str, str] | None = None,
 ) -> list[Ended]:
     """Runs `train_partition` in one process per partition and returns how each one ended, by rank.
@@ -204,7 +204,7 @@ def _member(pipe: Connection, path: str, world: World, function: Callable[..., A
     torch.set_num_threads(1)
     store = dist.FileStore(path, world.world_size)
     try:
-        with process_group(world, store, timeout=timedelta(seconds=30)):
+        with process_group(world, store, timeout=timedelta(seconds=60)):
             pipe.send((function(world, *arguments), ""))
     except Exception:
         pipe.send((None, traceback.format_exc()))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import fsspec
 from fsspec.implementations.dirfs import DirFileSystem
 
-__all__ = ["LocalFiles", "wait_for_saves"]
+__all__ = ["Counted", "LocalFiles", "wait_for_saves"]
 
 
 class LocalFiles(DirFileSystem):
@@ -16,6 +17,21 @@ class LocalFiles(DirFileSystem):
     def __init__(self, **options: Any) -> None:
         """Takes the options of any file system of fsspec."""
         super().__init__(path="/", target_protocol="file", target_options={"auto_mkdir": True}, **options)
+
+
+class Counted(LocalFiles):
+    """The local files; counts the bytes that are read."""
+
+    protocol = "counted"
+    read = 0
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: Any) -> bytes:
+        content: bytes = super().cat_file(path, start=start, end=end, **options)
+        Counted.read += len(content)
+        return content
+
+
+fsspec.register_implementation("counted", Counted, clobber=True)
 
 
 def wait_for_saves() -> None:

@@ -1,4 +1,8 @@
-"""Spark sessions on loopback, one at a time in the process of the tests."""
+"""Spark sessions on loopback, one at a time in the process of the tests.
+
+They are quick for settings that users do not have: few shuffle partitions, a compiler for brief JVMs,
+no log, and executors that find this repository on their path. tests/paths has sessions without any.
+"""
 
 from __future__ import annotations
 

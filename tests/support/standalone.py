@@ -6,7 +6,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,10 @@ from tests.support.netns import Network
 from tests.support.programs import SPARK_HOME, environment
 from tests.support.waiting import until
 
-__all__ = ["Cluster", "standalone"]
+__all__ = ["Cluster", "on_loopback", "standalone"]
 
+_STARTED = r"Starting Spark master at (spark://\S+)"
+_REGISTERED = "(Successfully registered) with master"
 _MASTER = "org.apache.spark.deploy.master.Master"
 _WORKER = "org.apache.spark.deploy.worker.Worker"
 
@@ -41,7 +43,7 @@ class Cluster:
     def start_master(self, host: str) -> None:
         """Starts the master."""
         self._spark_class(host, "master", _MASTER, "--port", "0")
-        self.url = self.wait_for("master", r"Starting Spark master at (spark://\S+)")
+        self.url = self.wait_for("master", _STARTED)
 
     def start_worker(self, host: str) -> None:
         """Starts a worker of one core; see `wait_for_worker`."""
@@ -50,7 +52,7 @@ class Cluster:
 
     def wait_for_worker(self, host: str) -> None:
         """Waits until a worker has found its master."""
-        self.wait_for(host, "(Successfully registered) with master")
+        self.wait_for(host, _REGISTERED)
 
     def start_driver(self, host: str, **settings: str) -> None:
         """Starts a driver; see `ask`.
@@ -87,17 +89,45 @@ class Cluster:
 
     def wait_for(self, name: str, pattern: str, *, start: int = 0) -> str:
         """Waits until a log holds a pattern, from one place on, and returns its first group."""
-        found = until(
-            lambda: re.search(pattern, self.log(name)[start:]),
-            seconds=60,
-            what=lambda: f"{pattern} in the log of {name}:\n{self.log(name)[-4000:]}",
-        )
-        return str(found[1])
+        return _wait_for(self.directory / f"{name}.log", pattern, start)
 
     def _spark_class(self, host: str, name: str, *arguments: str) -> None:
         command = (str(SPARK_HOME / "bin" / "spark-class"), *arguments, "--webui-port", "0")
         with (self.directory / f"{name}.log").open("wb") as log:
             self.hosts[host].start(command, log, env=self._env, cwd=self.directory)
+
+
+def _wait_for(log: Path, pattern: str, start: int = 0) -> str:
+    found = until(
+        lambda: re.search(pattern, log.read_text()[start:]),
+        seconds=180,  # for a JVM on a busy machine
+        what=lambda: f"{pattern} in {log}:\n{log.read_text()[-4000:]}",
+    )
+    return str(found[1])
+
+
+@contextmanager
+def on_loopback(directory: Path, env: Mapping[str, str]) -> Iterator[str]:
+    """Runs a master and a worker of two cores on loopback, in a user's environment; yields the master's URL."""
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def start(name: str, *arguments: str) -> Path:
+        log = directory / f"{name}.log"
+        command = [str(SPARK_HOME / "bin" / "spark-class"), *arguments, "--host", "127.0.0.1", "--webui-port", "0"]
+        with log.open("wb") as file:
+            processes.append(subprocess.Popen(command, stdout=file, stderr=file, env=dict(env), cwd=directory))
+        return log
+
+    try:
+        url = _wait_for(start("master", _MASTER, "--port", "0"), _STARTED)
+        worker = (_WORKER, url, "--cores", "2", "--memory", "1g", "--work-dir", str(directory / "work"))
+        _wait_for(start("worker", *worker), _REGISTERED)
+        yield url
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.wait(30)
 
 
 @contextmanager

@@ -1,0 +1,22 @@
+"""Every way from a file to scored rows, in sessions with the settings that users have: a master, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.paths.cells import KNOWN, Cell, every, pairs, read
+from tests.paths.conftest import Walks
+
+pytestmark = pytest.mark.timeout(3000)  # the first cell of a master waits for all of them
+
+
+def test_the_table_holds_every_pair_of_values_that_can_meet_and_what_has_failed_before() -> None:
+    cells = read()
+    assert {pair for cell in every() for pair in pairs(cell)} == {pair for cell in cells for pair in pairs(cell)}
+    assert set(KNOWN) <= set(cells)
+
+
+@pytest.mark.parametrize("cell", read(), ids=lambda cell: cell.name)
+def test_what_users_do_with_rows_and_a_model_gives_what_the_plain_module_says(walks: Walks, cell: Cell) -> None:
+    error = walks.result(cell.master, "-".join(cell[1:]))
+    assert error is None, error

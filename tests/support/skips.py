@@ -1,0 +1,43 @@
+"""A skipped test proves nothing: where `CI` is set it has failed, unless it is on the list here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+from typing import TypeVar
+
+import pytest
+
+__all__ = ["MAY_SKIP", "pytest_make_collect_report", "pytest_runtest_makereport"]
+
+Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
+
+# What a name of a test begins with, what a machine may lack for it, and what is proven there all the same.
+MAY_SKIP = {
+    "tests/faults/test_network.py": "hosts of one's own want root and network namespaces; stalled, lost and fewer "
+    "ranks are proven on one host by tests/faults/test_ranks.py and tests/spark/test_restart.py",
+    "tests/faults/test_ranks.py::test_a_rank_that_the_out_of_memory_killer_ended": "wants a memory control group that "
+    "may be written",
+    "tests/unit/test_spool.py": "looks into /proc, which Linux alone has",
+}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Judges tests, and fixtures that skip them."""
+    return _judged((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Judges files that skip themselves."""
+    return _judged((yield))
+
+
+def _judged(report: Report) -> Report:
+    skipped = report.outcome == "skipped" and not hasattr(report, "wasxfail")
+    if skipped and os.environ.get("CI", "").lower() == "true" and not report.nodeid.startswith(tuple(MAY_SKIP)):
+        report.outcome = "failed"
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+        report.longrepr = f"{reason}\nIn CI a skip is a failure, unless tests/support/skips.py lists it."
+    return report

@@ -1,0 +1,66 @@
+"""A user's machine: Pythons with and without the package, a project folder, and a shell with nothing else set."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.programs import ROOT
+
+__all__ = ["Pythons", "package_zip", "pythons", "shell"]
+
+_INHERITED = ("HOME", "JAVA_HOME", "LANG", "LD_LIBRARY_PATH", "TMPDIR")
+
+
+@dataclass(frozen=True)
+class Pythons:
+    """Two interpreters that share what is installed here.
+
+    Attributes:
+        driver: Has the package.
+        executor: Has torch and all else, and not the package.
+    """
+
+    driver: Path
+    executor: Path
+
+
+def pythons(folder: Path) -> Pythons:
+    """Makes two virtual environments over the packages of this one.
+
+    A line of a `.pth` file names their folder, so that the `.pth` files in there, the one of an
+    editable install among them, are not read.
+    """
+    site = sysconfig.get_paths()["purelib"]
+    found = {}
+    for name, paths in (("driver", [site, str(ROOT)]), ("executor", [site])):
+        home = folder / name
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home)], check=True)
+        own = sysconfig.get_path("purelib", vars={"base": str(home), "platbase": str(home)})
+        Path(own, "shared.pth").write_text("".join(f"{path}\n" for path in paths))
+        found[name] = home / "bin" / "python"
+    for name, code in (("driver", 0), ("executor", 1)):
+        done = subprocess.run([found[name], "-c", "import sparktorch"], env=shell(), cwd=folder, capture_output=True)
+        assert done.returncode == code, done.stderr
+    return Pythons(**found)
+
+
+def package_zip(folder: Path) -> Path:
+    """Makes the zip that travels to executors, as `make zip` does."""
+    path = folder / "sparktorch.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        for file in (ROOT / "sparktorch").rglob("*.py"):
+            archive.write(file, file.relative_to(ROOT))
+    return path
+
+
+def shell(python: Path | None = None, **more: str) -> dict[str, str]:
+    """The environment of a shell on loopback in which one Python is active, and nothing of this test's own."""
+    path = os.pathsep.join([*([str(python.parent)] if python else []), os.defpath, os.environ.get("PATH", "")])
+    kept = {name: os.environ[name] for name in _INHERITED if name in os.environ}
+    return {**kept, "PATH": path, "SPARK_LOCAL_IP": "127.0.0.1", "MLFLOW_DISABLE_TELEMETRY": "true", **more}
