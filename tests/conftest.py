@@ -10,6 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.skips import pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401 - hooks
+
 _JOIN_SECONDS = 5.0
 _POOLS_OF_LIBRARIES = ("MlflowLocalArtifactRepository_",)  # idle until MLflow lets go of them
 _SET_BY_LIBRARIES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from sparktorch.train.checkpoint import CheckpointStore, Manifest, read_rest, read_tensors, snapshot
+from sparktorch.train.checkpoint import CheckpointStore, Manifest, read_tensors, snapshot
 
 ROUNDS = 20
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -60,7 +60,7 @@ def test_killed_at_twenty_random_moments_the_one_before_always_loads(tmp_path: P
         assert manifest.step in (step, step + 1), "the last that was told of, or the one that was being written"
         assert all("was never finished" in str(problem) for problem in problems)
         with store.local(manifest) as folder:
-            assert read_rest(folder, 0) == {"step": manifest.step}
+            assert store.read_rest(manifest, 0) == {"step": manifest.step}
             assert torch.equal(read_tensors(folder, 0, "module.")["x"], tensor(manifest.step))
         unfinished += len(problems)
         step = manifest.step

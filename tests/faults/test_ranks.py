@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from sparktorch import TorchRegressionModel, TorchRegressor
 from sparktorch.errors import RankError, RankLostError, RankStalledError
+from sparktorch.spark.session import slots
 from tests.support.cgroups import limited_memory
 from tests.support.faults import Fault, gone, pids
 from tests.support.nets import Score
@@ -109,6 +110,7 @@ def test_the_next_fit_is_not_disturbed_by_ranks_of_the_failed_one(
     until(lambda: gone({hung}), seconds=GONE_SECONDS, what="the rank that hung has ended")
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize(("deed", "words"), [("stop", "rank 1 does not answer"), ("hang", "rank 1 stands still")])
 def test_a_rank_that_stands_still_is_named_with_its_place(
     deed: Any,
@@ -136,6 +138,7 @@ def test_a_rank_that_stands_still_is_named_with_its_place(
     until(lambda: gone({error.where["pid"]}), seconds=GONE_SECONDS, what="the rank that stood still has ended")
 
 
+@pytest.mark.clock
 def test_a_slow_rank_is_no_dead_one(frame: DataFrame, calm: dict[str, torch.Tensor], tmp_path: Path) -> None:
     # A step takes well below a millisecond: 50 times as long, and more.
     slow = Fault("slow", tmp_path / "marks", seconds=0.05)
@@ -154,6 +157,29 @@ def test_a_killed_executor_is_told_as_such_and_comes_back(
     assert "was lost" in error.what
     assert told - happened(marks) < 2 * DETECTED_SECONDS
     assert same(weights(model), calm)
+
+
+@pytest.fixture
+def one_executor_from_now_on(spark: SparkSession) -> Iterator[None]:
+    """No executor that dies is replaced until the test is over."""
+    context, maps = spark.sparkContext._jsc.sc(), spark._jvm.scala.collection.immutable
+    nowhere = getattr(getattr(maps, "Map$"), "MODULE$").empty()
+    assert context.requestTotalExecutors(1, 0, nowhere)
+    yield
+    assert context.requestTotalExecutors(2, 0, nowhere)
+    until(lambda: slots(spark) == 2, seconds=60, what="the executor is back")
+
+
+@pytest.mark.usefixtures("one_executor_from_now_on")
+def test_a_restart_goes_on_with_the_workers_that_are_left(
+    frame: DataFrame, calm: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sparktorch.ml.estimator._COMEBACK_SECONDS", 1.0)
+    fault = Fault("kill executor", tmp_path / "marks", step=13)
+    model = regressor(tmp_path, fault, maxRestarts=1, minWorkers=1).fit(frame)
+    assert model.summary.numWorkers == 1
+    assert len(pids(tmp_path / "marks")) == 3
+    torch.testing.assert_close(weights(model), calm, atol=1e-5, rtol=0)
 
 
 @pytest.fixture

@@ -14,7 +14,9 @@ from pyspark.sql import DataFrame, SparkSession
 
 from sparktorch import TorchRegressor
 from sparktorch.errors import ClusterError, ConfigError
+from tests.support.faults import Fault
 from tests.support.nets import Score
+from tests.support.sessions import settings
 from tests.support.waiting import until
 
 
@@ -68,6 +70,38 @@ def test_the_wait_for_slots_ends_when_one_has_said(spark: SparkSession, frame: D
             regressor(startTimeout=2).fit(frame)
         assert time.monotonic() - begun < 10
     assert raised.value.where["param"] == "startTimeout"
+
+
+def test_fits_side_by_side_wait_for_each_others_slots(frame: DataFrame, tmp_path: Path) -> None:
+    # Each takes longer than the other may wait for slots. Once they are free, Spark looks once a second whether all of
+    # a barrier stage's tasks have a place, and waits 3 s (spark.locality.wait) for places where cached rows are.
+    slow = Fault("slow", tmp_path, seconds=1.0)
+    with ThreadPoolExecutor(2) as pool:
+        fits = [pool.submit(regressor(startTimeout=9, callbacks=[slow]).fit, frame) for _ in range(2)]
+        assert [fit.result().summary.numWorkers for fit in fits] == [2, 2]
+
+
+@pytest.mark.parametrize("setting", ["spark.dynamicAllocation.enabled", "spark.speculation"])
+def test_settings_that_break_barrier_jobs_are_refused(setting: str, frame: DataFrame) -> None:
+    with settings(frame.sparkSession, {setting: "true"}), pytest.raises(ClusterError) as caught:
+        regressor().fit(frame)
+    assert f"{setting}=false" in caught.value.hint
+
+
+def test_executors_that_the_session_asks_for_are_waited_for_and_no_others(
+    frame: DataFrame, caplog: pytest.LogCaptureFixture
+) -> None:
+    late = {"spark.master": "yarn", "spark.executor.instances": "3"}  # on a cluster that has two, and gets no more
+    with settings(frame.sparkSession, late):
+        begun = time.monotonic()
+        with pytest.raises(ClusterError, match="numWorkers=3, but the cluster has 2 slots"):
+            regressor(numWorkers=3, startTimeout=6).fit(frame)
+        assert time.monotonic() - begun > 6
+        assert "the cluster has 2 of 3 slots: waiting for more executors" in caplog.text
+        begun = time.monotonic()
+        with pytest.raises(ClusterError, match="numWorkers=4, but the cluster has 2 slots"):
+            regressor(numWorkers=4).fit(frame)
+        assert time.monotonic() - begun < 5
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,8 @@
-"""One Spark session for the whole ring, the demo's data as DataFrames, and small modules."""
+"""One Spark session for the whole ring, the demo's data as DataFrames, and small modules.
+
+Settings that make the session quick (`tests/support/sessions.py`), and DataFrames that are cached and of
+the driver's rows, hide what a user's session does with files and tables: tests/paths proves that.
+"""
 
 from __future__ import annotations
 

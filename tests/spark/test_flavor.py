@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -32,6 +31,7 @@ from sparktorch.tracking import load_model, log_model, save_model
 from tests.spark.modules import MLP, TwoInputs
 from tests.support.mlflow import QUIET, answers
 from tests.support.nets import Mlp
+from tests.support.proxy import free_port
 from tests.support.waiting import until
 
 pytestmark = QUIET
@@ -278,8 +278,7 @@ print(json.dumps(frame["prediction"].tolist()))
 @contextmanager
 def serving(path: str, log: Path) -> Iterator[str]:
     """Runs `mlflow models serve` on loopback until the block ends; yields its address."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     command = ["-m", "mlflow", "models", "serve", "-m", path, "-p", str(port), "-h", "127.0.0.1", "--env-manager=local"]
     with log.open("w") as out:
         server = subprocess.Popen(

@@ -9,8 +9,9 @@ from pyspark.sql import functions as F
 
 from sparktorch.data.columns import InputOptions
 from sparktorch.data.plan import rank_of_key
+from sparktorch.spark.compat import split_by_hash
 from sparktorch.spark.frame import prepare
-from sparktorch.spark.split import split, split_by_hash
+from sparktorch.spark.split import split
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 7])

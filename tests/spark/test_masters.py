@@ -1,19 +1,16 @@
-"""The same fit on every kind of cluster that fits on one machine, each in a process of its own."""
+"""Clusters with what a session of the ring cannot have, in processes of their own; tests/paths walks the plain ones."""
 
 from __future__ import annotations
 
 import json
 import re
 import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.support.programs import ROOT, SPARK_HOME, environment, run_python
-from tests.support.waiting import until
+from tests.support.programs import ROOT, SPARK_HOME, connect_port, run_python
+from tests.support.standalone import on_loopback
+from tests.support.users import package_zip, pythons, shell
 
 
 def on(master: str, directory: Path, *requests: str, **settings: str) -> dict[str, Any]:
@@ -24,36 +21,11 @@ def on(master: str, directory: Path, *requests: str, **settings: str) -> dict[st
     return results
 
 
-@pytest.fixture(scope="module")
-def on_local(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    result: dict[str, Any] = on("local[2]", tmp_path_factory.mktemp("local"), "fit")["fit"]
-    return result
-
-
-def same_as_on_local(result: dict[str, Any], on_local: dict[str, Any]) -> bool:
-    return bool(result["weights"] == on_local["weights"] and result["round_trip"] and result["by_sql"])
-
-
-def test_local_trains_and_keeps_its_model_bit_for_bit(on_local: dict[str, Any]) -> None:
-    assert on_local["accuracy"] > 0.9
-    assert on_local["round_trip"]
-    assert on_local["by_sql"]
-
-
-def test_executors_train_the_very_same_weights_and_not_on_gpus_that_they_lack(
-    on_local: dict[str, Any], tmp_path: Path
-) -> None:
-    results = on("local-cluster[2,1,1024]", tmp_path, "fit on GPUs", "fit")
-    assert results["fit on GPUs"]["error"] == "ClusterError"
-    assert "the executors have no GPU" in results["fit on GPUs"]["message"]
-    assert same_as_on_local(results["fit"], on_local)
-    assert "connect" not in results["fit"]["session"]
-
-
-def test_a_connect_server_trains_the_very_same_weights(on_local: dict[str, Any], tmp_path: Path) -> None:
-    result = on("connect:local[2]", tmp_path, "fit")["fit"]
-    assert same_as_on_local(result, on_local)
-    assert "connect" in result["session"]
+def test_a_fit_on_connect_may_hold_more_than_a_message_and_streams_get_large_models(tmp_path: Path) -> None:
+    with connect_port():
+        results = on("connect:local[2]", tmp_path, "much to send", "stream")
+    assert results["much to send"]["arrived"] == [str(33 << 20)] * 2
+    assert results["stream"]["rows"] == 20
 
 
 def test_gpu_addresses_reach_the_ranks_and_what_they_cannot_use_is_found_before(tmp_path: Path) -> None:
@@ -88,89 +60,34 @@ def test_gpu_addresses_reach_the_ranks_and_what_they_cannot_use_is_found_before(
     assert all(one["setting"] and one["value"] and one["hint"] for one in findings if one["status"] != "ok")
 
 
-@pytest.fixture(scope="module")
-def standalone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A master and two workers of one core each, from pyspark's own jars; yields the master's URL."""
-    directory = tmp_path_factory.mktemp("standalone")
-    processes: list[subprocess.Popen[bytes]] = []
-
-    def start(name: str, *arguments: str) -> Path:
-        log = directory / f"{name}.log"
-        command = [str(SPARK_HOME / "bin" / "spark-class"), *arguments, "--host", "127.0.0.1", "--webui-port", "0"]
-        with log.open("wb") as file:
-            processes.append(subprocess.Popen(command, stdout=file, stderr=file, env=environment(), cwd=directory))
-        return log
-
-    try:
-        log = start("master", "org.apache.spark.deploy.master.Master", "--port", "0")
-        url = wait_for(log, r"Starting Spark master at (spark://\S+)")
-        worker = ("org.apache.spark.deploy.worker.Worker", url, "--cores", "1", "--memory", "1g")
-        logs = [start(f"worker{i}", *worker, "--work-dir", str(directory / f"work{i}")) for i in (0, 1)]
-        for log in logs:
-            wait_for(log, r"(Successfully registered) with master")
-        yield url
-    finally:
-        for process in processes:
-            process.terminate()
-        for process in processes:
-            process.wait(30)
-
-
-def wait_for(log: Path, pattern: str) -> str:
-    """Returns what the first group of a pattern matches, as soon as it shows in a log."""
-    found = until(
-        lambda: re.search(pattern, log.read_text()),
-        seconds=60,
-        what=lambda: f"{pattern} in {log}:\n{log.read_text()[-2000:]}",
-    )
-    assert found is not None
-    return found[1]
-
-
-@pytest.fixture(scope="module")
-def executor_python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A Python with torch and pyarrow but without sparktorch, as the executors of a cluster have it."""
-    import torch
-
-    site = Path(torch.__file__).parents[1]
-    wrapper = tmp_path_factory.mktemp("python") / "python"
-    # Without the site module no .pth file is read, the one of the editable install among them.
-    wrapper.write_text(f'#!/bin/sh\nPYTHONPATH="$PYTHONPATH:{site}" exec {sys.executable} -S "$@"\n')
-    wrapper.chmod(0o755)
-    plain = {**environment(), "PYTHONPATH": ""}
-    for module, found in (("torch", 0), ("pyarrow", 0), ("sparktorch", 1)):
-        done = subprocess.run(
-            [str(wrapper), "-c", f"import {module}"], env=plain, cwd=wrapper.parent, capture_output=True
-        )
-        assert (done.returncode != 0) == bool(found), done.stderr
-    return str(wrapper)
-
-
-def test_spark_submit_trains_and_scores_on_a_standalone_cluster(
-    standalone: str, executor_python: str, tmp_path: Path
-) -> None:
-    subprocess.run(["make", "zip"], cwd=ROOT, check=True, capture_output=True)
-    py_files = f"{ROOT}/dist/sparktorch.zip,{ROOT}/jobs/models.py"
-    env = environment(PYSPARK_PYTHON=executor_python, PYSPARK_DRIVER_PYTHON=sys.executable)
+def test_spark_submit_trains_and_scores_on_a_standalone_cluster(tmp_path: Path) -> None:
+    found = pythons(tmp_path)
+    py_files = f"{package_zip(tmp_path)},{ROOT}/jobs/models.py"
+    env = shell(found.driver, PYSPARK_PYTHON=str(found.executor), PYSPARK_DRIVER_PYTHON=str(found.driver))
     output = ""
-    for job in ("train", "score"):
-        done = subprocess.run(
-            [
-                str(SPARK_HOME / "bin" / "spark-submit"),
-                *("--master", standalone, "--properties-file", str(ROOT / "conf" / "spark-defaults-local.conf")),
-                *("--conf", f"spark.pyspark.python={executor_python}", "--py-files", py_files),
-                *(str(ROOT / "jobs" / f"{job}.py"), "--config", str(ROOT / "conf" / "digits.yaml")),
-            ],
-            env=env,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
-        output += done.stdout
+    with on_loopback(tmp_path, env) as master:
+        for job in ("train", "score"):
+            output += submitted(job, master, py_files, env, tmp_path)
     assert "by 2 workers" in output
     accuracy = re.search(r"held-out accuracy: (0\.\d+)", output)
     assert accuracy is not None
     assert float(accuracy[1]) >= 0.95
     assert list((tmp_path / "out" / "digits-scored").glob("*.parquet"))
+
+
+def submitted(job: str, master: str, py_files: str, env: dict[str, str], folder: Path) -> str:
+    """Submits a job's program to the master, in a folder; returns what it printed."""
+    done = subprocess.run(
+        [
+            *(str(SPARK_HOME / "bin" / "spark-submit"), "--master", master, "--py-files", py_files),
+            *("--properties-file", str(ROOT / "conf" / "spark-defaults-local.conf")),
+            *(str(ROOT / "jobs" / f"{job}.py"), "--config", str(ROOT / "conf" / "digits.yaml")),
+        ],
+        env=env,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from sparktorch import (
 from sparktorch.errors import ConfigError, PersistenceError
 from sparktorch.ml import io
 from tests.spark.modules import MLP
+from tests.support.sessions import settings
 
 QUICK = {"batchSize": 128, "progress": False, "epochs": 1}
 
@@ -121,6 +123,30 @@ def test_a_module_with_neither_path_nor_graph_is_pickled_when_both_sides_say_so(
         TorchRegressionModel.load(path)
     loaded = TorchRegressionModel.read().option("allowPickle", "true").load(path)
     assert rows_of(loaded.transform(frame)) == rows_of(model.transform(frame))
+
+
+def test_a_pipeline_and_its_model_are_pickled_where_the_session_says_so(
+    spark: SparkSession, frame: DataFrame, tmp_path: Path
+) -> None:
+    def doubled(columns: dict[str, Any], *, epoch: int | None, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        return {"input": 2 * torch.as_tensor(columns["features"])}
+
+    params = {"preprocess": doubled, "inputShapes": {"features": [5]}, "labelCol": "target", **QUICK}
+    pipeline = Pipeline(stages=[TorchRegressor(module=nn.Sequential(nn.Linear(5, 1)), **params)])
+    fitted = pipeline.fit(frame)
+    for stages, name in ((pipeline, "pipeline"), (fitted, "model")):
+        path = str(tmp_path / name)
+        asked = "spark.conf.set('spark.sparktorch.allowPickle', 'true')"
+        with pytest.raises(PersistenceError, match=re.escape(asked)):
+            stages.write().option("allowPickle", "true").save(path)
+        with settings(spark, {"spark.sparktorch.allowPickle": "true"}):
+            stages.write().overwrite().save(path)
+        with pytest.raises(PersistenceError, match=re.escape(asked)):
+            type(stages).load(path)
+    with settings(spark, {"spark.sparktorch.allowPickle": "true"}):
+        again = Pipeline.load(str(tmp_path / "pipeline")).fit(frame)
+        loaded = PipelineModel.load(str(tmp_path / "model"))
+    assert rows_of(again.transform(frame)) == rows_of(loaded.transform(frame)) == rows_of(fitted.transform(frame))
 
 
 def test_a_model_is_written_and_read_in_batches(

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from pyspark import cloudpickle
 from pyspark.ml.functions import array_to_vector
 from pyspark.ml.linalg import Vectors, VectorUDT
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from sparktorch import TorchClassificationModel, TorchClassifier
+from sparktorch.config import Device
 from sparktorch.errors import ColumnError, ConfigError
 from sparktorch.spark import predict
+from sparktorch.spark.session import setting
 from tests.spark.modules import MLP
 
 VECTORS = [("features", 5), ("another.one", 2)]
+COLUMNAR = "spark.sql.execution.arrow.pythonUDF.columnarInput.enabled"
+
+
+@pytest.fixture(autouse=True)
+def columnar(spark: SparkSession) -> None:
+    """As Spark has it: an SQL function of an earlier test's has turned it off."""
+    spark.conf.unset(COLUMNAR)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +42,7 @@ def test_columns_are_kept_named_and_left_out_as_asked(frame: DataFrame, model: T
     odd = frame.withColumn("a.b `c`", F.lit(1))
     scored = model.copy().setPredictionCol("class").setProbabilityCol("").setRawPredictionCol("").transform(odd)
     assert scored.columns == [*odd.columns, "class"]
-    assert scored.count() == 1001
+    assert len(scored.collect()) == 1001
     with pytest.raises(ColumnError, match="already has a column 'rawPrediction'"):
         model.transform(model.transform(frame))
 
@@ -55,8 +65,8 @@ def test_scores_do_not_depend_on_batches_or_partitions(frame: DataFrame, model: 
 def test_empty_frames_and_partitions_score_to_nothing(
     spark: SparkSession, frame: DataFrame, model: TorchClassificationModel
 ) -> None:
-    assert model.transform(frame.where("label > 9")).count() == 0
-    assert model.transform(frame.limit(2).repartition(5)).count() == 2
+    assert model.transform(frame.where("label > 9")).collect() == []
+    assert len(model.transform(frame.limit(2).repartition(5)).collect()) == 2
 
 
 def test_rows_that_cannot_be_scored_name_their_column(frame: DataFrame, model: TorchClassificationModel) -> None:
@@ -99,7 +109,7 @@ def test_a_row_of_another_shape_is_an_error_in_any_case(frame: DataFrame, model:
             model.copy().setHandleInvalid(policy).transform(short).toPandas()
 
 
-@pytest.mark.parametrize("params", [{"handleInvalid": "skip"}, {"predictPrecision": "int8"}, {"device": "tpu"}])
+@pytest.mark.parametrize("params", [{"handleInvalid": "drop"}, {"predictPrecision": "int8"}, {"device": "tpu"}])
 def test_params_out_of_range_are_refused_before_a_job(
     frame: DataFrame, model: TorchClassificationModel, params: dict[str, str]
 ) -> None:
@@ -122,15 +132,13 @@ def test_precision_and_compilation_change_the_scores_by_their_rounding_alone(
     np.testing.assert_allclose(compiled, exact, atol=1e-5)
 
 
-def test_large_weights_travel_as_a_file_and_score_alike(frame: DataFrame, model: TorchClassificationModel) -> None:
+def test_large_weights_score_alike(frame: DataFrame, model: TorchClassificationModel) -> None:
     wide = TorchClassifier(module=MLP, moduleParams={"outputs": 3, "hidden": 40_000}, progress=False).fit(frame)
     assert len(wide.trained.weights) > 1 << 20
     scored = wide.transform(frame.limit(100)).toPandas()
     with torch.inference_mode():
         expected = wide.module(torch.from_numpy(np.stack(scored["features"].tolist()))).numpy()
     np.testing.assert_allclose(np.stack([v.toArray() for v in scored["rawPrediction"]]), expected, atol=1e-5)
-    udf = predict.scoring_udf(frame.sparkSession, wide.trained, {"prediction": "double"}, predict.Scoring())
-    assert len(cloudpickle.dumps(udf.func)) < 100_000
 
 
 def test_small_batches_are_joined_and_large_ones_cut_evenly() -> None:
@@ -144,6 +152,61 @@ def test_small_batches_are_joined_and_large_ones_cut_evenly() -> None:
     assert lengths([20, 1, 1, 6], 7) == [20, 2, 6]
     assert lengths([0, 5], 7) == [5]
     assert lengths([], 7) == []
+
+
+def test_no_chunk_holds_more_bytes_than_allowed_but_a_row_that_is_larger() -> None:
+    def lengths(sizes: list[list[int]], rows: int = 100) -> list[int]:
+        batches = [(pa.array([b"x" * size for size in batch], pa.binary()),) for batch in sizes]
+        chunks = [chunk[0] for chunk in predict.rechunk(batches, rows, 1100)]
+        assert [len(x) for chunk in chunks for x in chunk.to_pylist()] == [size for batch in sizes for size in batch]
+        assert all(len(chunk) == 1 or chunk.nbytes <= 1100 for chunk in chunks)
+        return [len(chunk) for chunk in chunks]
+
+    assert lengths([[500], [500], [500]]) == [2, 1]
+    assert lengths([[500] * 4]) == [2, 2]
+    assert lengths([[10, 10, 10, 5000], [10, 10]]) == [3, 1, 2]
+    assert lengths([[100] * 3, [100] * 3], rows=4) == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("device", "local", "seen", "chosen"),
+    [("auto", False, 2, "cpu"), ("auto", True, 1, "cuda:0"), ("auto", True, 0, "cpu"), ("cuda", False, 1, "cuda:0")],
+)
+def test_a_gpu_that_spark_has_not_assigned_is_taken_in_local_mode_or_on_demand_alone(
+    monkeypatch: pytest.MonkeyPatch, device: Device, local: bool, seen: int, chosen: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
+    assert predict.device_of(None, device, local) == chosen
+
+
+def test_frames_with_columns_of_equal_names_are_scored(frame: DataFrame, model: TorchClassificationModel) -> None:
+    joined = frame.select("target", "features").limit(5).select("target", "features", F.col("target").alias("target"))
+    scored = model.transform(joined)
+    assert scored.columns == ["target", "features", "target", "rawPrediction", "probability", "prediction"]
+    assert [row[0] for row in scored.collect()] == [row[2] for row in scored.collect()]
+    with pytest.raises(ColumnError, match="2 columns are called 'features'"):
+        model.transform(joined.select("*", F.col("features").alias("features")))
+
+
+def test_names_are_compared_as_spark_does(frame: DataFrame, model: TorchClassificationModel) -> None:
+    with pytest.raises(ColumnError, match="already has a column 'prediction'"):
+        model.transform(frame.withColumn("PREDICTION", F.lit(1)))
+    other = model.copy().setFeaturesCol("Features")
+    assert len(other.transform(frame).limit(3).collect()) == 3
+    with pytest.raises(ConfigError, match="two output columns are called 'same'"):
+        model.copy().setPredictionCol("same").setProbabilityCol("same").transform(frame)
+
+
+def test_a_thread_without_a_session_of_its_own_registers_the_model(
+    spark: SparkSession, frame: DataFrame, model: TorchClassificationModel
+) -> None:
+    thread = Thread(target=model.registerUDF, args=("score_of_a_thread",))
+    thread.start()
+    thread.join()
+    model.registerUDF("score_by_name", spark=spark)
+    frame.createOrReplaceTempView("rows_of_a_thread")
+    query = "select score_of_a_thread(features) a, score_by_name(features) b from rows_of_a_thread limit 5"
+    assert all(row["a"] == row["b"] in (0, 1, 2) for row in spark.sql(query).collect())
 
 
 def test_sql_calls_the_model_on_whatever_columns_it_could_be_fitted_on(
@@ -185,21 +248,102 @@ def test_filters_and_pruning_reach_the_source(
     assert "EqualTo(label,1)" in shown
     assert "weight" not in shown.partition("ReadSchema")[2]
     assert shown.count("ArrowEvalPython") == 1
-    assert plan.count() > 0
+    assert plan.collect()
 
 
-def test_vectors_in_a_columnar_source_are_scored(
-    spark: SparkSession, model: TorchClassificationModel, tmp_path: Path
-) -> None:
-    path = str(tmp_path / "vectors")
-    vectors = spark.range(50).select(
-        "id", *(array_to_vector(F.array(*[F.lit(float(i)) for i in range(n)])).alias(name) for name, n in VECTORS)
+@pytest.fixture(scope="module")
+def vectors(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> dict[str, DataFrame]:
+    """50 rows in Parquet, plain, partitioned, as a table and as a view, with vectors used and not used."""
+    path = str(tmp_path_factory.mktemp("vectors"))
+    rows = spark.range(50).select(
+        "id",
+        (F.col("id") % 2).alias("half"),
+        F.transform(F.sequence(F.lit(0), F.lit(4)), lambda i: i.cast("float")).alias("array"),
+        *(array_to_vector(F.array(*[F.lit(float(i)) for i in range(n)])).alias(name) for name, n in VECTORS),
     )
-    vectors.write.parquet(path)
-    scored = model.transform(spark.read.parquet(path)).where("id < 40 and prediction >= 0")
-    assert len(scored.collect()) == 40
-    assert set(scored.columns) > {name for name, _ in VECTORS}
-    assert "EqualTo(id,3)" in model.transform(spark.read.parquet(path)).where("id = 3")._jdf.queryExecution().toString()
+    rows.withColumn("nested", F.struct("features")).coalesce(1).write.parquet(f"{path}/plain")
+    plain = spark.read.parquet(f"{path}/plain")
+    plain.write.partitionBy("half").parquet(f"{path}/partitioned")
+    plain.write.saveAsTable("vectors_in_a_table")
+    plain.createOrReplaceTempView("vectors_in_a_view")
+    return {
+        "plain": plain,
+        "partitioned": spark.read.parquet(f"{path}/partitioned"),
+        "table": spark.table("vectors_in_a_table"),
+        "view": spark.sql("select * from vectors_in_a_view"),
+    }
+
+
+ACTIONS: dict[str, Callable[[DataFrame, str], Any]] = {
+    "limit": lambda scored, _: scored.limit(50).collect(),
+    "toPandas": lambda scored, _: scored.toPandas().to_dict("records"),
+    "sort": lambda scored, _: scored.orderBy("prediction", "id").collect(),
+    "filter": lambda scored, _: scored.where("prediction >= 0").collect(),
+    "write": lambda scored, path: (scored.write.parquet(path), scored.sparkSession.read.parquet(path).collect())[1],
+}
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+def test_files_with_vectors_are_scored_whatever_is_done_with_the_scores(
+    model: TorchClassificationModel, vectors: dict[str, DataFrame], action: str, tmp_path: Path
+) -> None:
+    rows = ACTIONS[action](model.transform(vectors["plain"]), str(tmp_path / "scored"))
+    assert sorted(row["id"] for row in rows) == list(range(50))
+    assert len({row["probability"] for row in rows}) == 1
+
+
+@pytest.mark.parametrize("source", ["plain", "partitioned", "table", "view"])
+def test_files_with_vectors_are_scored_however_they_are_read(
+    model: TorchClassificationModel, vectors: dict[str, DataFrame], source: str
+) -> None:
+    rows = model.transform(vectors[source]).collect()
+    assert sorted(row["id"] for row in rows) == list(range(50))
+    assert len({row["probability"] for row in rows}) == 1
+
+
+def test_what_has_no_arrow_type_may_stand_beside_the_columns_that_are_scored(
+    spark: SparkSession, model: TorchClassificationModel, vectors: dict[str, DataFrame]
+) -> None:
+    rows = vectors["partitioned"].drop("features")
+    by_array = model.copy().setFeaturesCol("array")
+    for beside in (rows.drop("nested"), rows.drop("another.one")):
+        assert by_array.transform(beside).agg(F.count("prediction"), F.sum("id")).collect() == [(50, 1225)]
+        assert len(by_array.transform(beside).collect()) == 50
+    plus = F.pandas_udf(lambda half, id: half + id, "bigint")
+    taken = [F.col("half"), F.col("id")]  # of which one says in which folder a row lies
+    scored = predict.rows_for_udf(rows, taken).withColumn("sum", plus(*taken))
+    assert len(scored.where("half = 1").collect()) == 25
+    assert len(scored.where("sum > 0").collect()) == 49
+
+
+def test_sql_calls_the_model_on_vectors_in_files(
+    spark: SparkSession, model: TorchClassificationModel, vectors: dict[str, DataFrame]
+) -> None:
+    vectors["plain"].createOrReplaceTempView("vectors_in_files")
+    expected = {row["id"]: row["prediction"] for row in model.transform(vectors["plain"]).collect()}
+    model.registerUDF("score_files")
+    found = spark.sql("select id, features, score_files(features) as prediction from vectors_in_files").collect()
+    assert {row["id"]: row["prediction"] for row in found} == expected
+
+
+def test_a_setting_of_the_users_stays_when_the_model_becomes_an_sql_function(
+    spark: SparkSession, model: TorchClassificationModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = spark.newSession()
+    other.conf.set(COLUMNAR, "true")
+    model.registerUDF("score_here", spark=other)
+    assert other.conf.get(COLUMNAR) == "true"
+    assert not caplog.records
+    third, default = spark.newSession(), setting(spark, COLUMNAR)
+    model.registerUDF("score_there", spark=third)
+    assert (setting(third, COLUMNAR), setting(spark, COLUMNAR)) == (default and "false", default)
+    assert [COLUMNAR in record.getMessage() for record in caplog.records] == ([True] if default else [])
+
+
+def test_filters_reach_files_with_vectors(model: TorchClassificationModel, vectors: dict[str, DataFrame]) -> None:
+    scored = model.transform(vectors["plain"]).where("id = 3")
+    assert "EqualTo(id,3)" in scored._jdf.queryExecution().toString()
+    assert len(scored.collect()) == 1
 
 
 def test_a_stream_is_scored_and_goes_on_where_it_stopped(

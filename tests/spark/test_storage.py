@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from pyspark.sql import functions as F
 
 from sparktorch import Callback, TorchRegressor
 from sparktorch.errors import ConfigError
+from sparktorch.spark.split import keep
 from sparktorch.train.callbacks import FitContext
 from tests.spark.modules import MLP, Dies
 
@@ -59,13 +60,39 @@ def test_a_fit_from_disk_is_the_fit_from_memory_and_its_files_are_where_spark_ke
     for rank in range(2):
         directory, *files = (tmp_path / f"rank{rank}").read_text().splitlines()
         assert "blockmgr" in directory
-        assert sum(file.startswith(directory) for file in files) >= 3  # features, label, weight
+        assert sum(file.startswith(directory) for file in files) == 1  # for features, label and weight
         assert not [path for path in Path(directory).rglob("*") if "sparktorch" in path.name]
 
 
-def test_partitions_that_are_kept_are_trained_where_and_as_they_lie(spark: SparkSession, frame: DataFrame) -> None:
-    placed = frame.repartition(2).cache()
-    model = regressor(split="keep", shuffle=False, epochs=1).fit(placed)
+def test_to_count_partitions_runs_no_job_where_they_are_there(spark: SparkSession, frame: DataFrame) -> None:
+    spark.sparkContext.setJobGroup("count", "partitions")
+    try:
+        assert keep(frame, 3) is frame
+        with pytest.raises(ConfigError, match="the DataFrame has 3, and numWorkers is 2"):
+            keep(frame, 2)
+    finally:
+        spark.sparkContext.setLocalProperty("spark.jobGroup.id", None)  # type: ignore[arg-type]
+    assert not spark.sparkContext.statusTracker().getJobIdsForGroup("count")
+
+
+# Spark itself refuses a barrier job behind all but the first.
+@pytest.mark.parametrize(
+    "arranged",
+    [
+        lambda data: data.repartition(2).cache(),
+        lambda data: data.coalesce(2),
+        lambda data: data.coalesce(2).cache(),
+        lambda data: data.where("target < 0").coalesce(2).union(data.where("target >= 0").coalesce(1)),
+    ],
+    ids=["repartition", "coalesce", "cache", "union"],
+)
+def test_partitions_that_are_kept_are_trained_where_and_as_they_lie(
+    spark: SparkSession, table: pd.DataFrame, arranged: Callable[[DataFrame], DataFrame]
+) -> None:
+    # Not of a cached frame: Spark coalesces partitions by where it finds them, which may change from job to job.
+    placed = arranged(spark.createDataFrame(table[["features", "target"]], SCHEMA))
+    workers = placed.rdd.getNumPartitions()
+    model = regressor(split="keep", shuffle=False, epochs=1, numWorkers=workers).fit(placed)
     rows = [row for part in placed.rdd.glom().collect() for row in part]
     assert [rank["rows"] for rank in model.summary.ranks] == [len(part) for part in placed.rdd.glom().collect()]
     torch.manual_seed(3)

@@ -21,7 +21,7 @@ from pyspark.sql import DataFrame
 from sklearn.metrics import confusion_matrix
 
 from sparktorch import TorchClassifier
-from sparktorch.errors import RankError
+from sparktorch.errors import ColumnError, RankError
 from sparktorch.ml.summary import TrainingSummary
 from sparktorch.tracking import load_model
 from tests.spark.modules import MLP, Dies, DigitsCNN, Faulty, Slow, Unlogged
@@ -151,6 +151,26 @@ def test_a_failed_fit_says_so_in_its_run(store: mlflow.MlflowClient, frame: Data
         assert "planted row" in run.data.tags["sparktorch.error"]
     assert child.info.status == "FAILED"
     assert store.get_run(active.info.run_id).info.status == "FINISHED"  # the caller's own run is the caller's
+
+
+def test_a_fit_that_is_refused_before_its_job_says_so_in_its_run(store: mlflow.MlflowClient, frame: DataFrame) -> None:
+    with mlflow.start_run() as active, pytest.raises(ColumnError):
+        classifier(featuresCol="fetures").fit(frame)
+    run = store.get_run(active.info.run_id)
+    assert "fetures" in run.data.tags["sparktorch.error"]
+    assert run.data.params["epochs"] == "3"
+
+
+def test_a_param_that_the_run_has_with_another_value_keeps_it_and_the_others_are_logged(
+    store: mlflow.MlflowClient, frame: DataFrame, caplog: pytest.LogCaptureFixture
+) -> None:
+    with mlflow.start_run() as active, caplog.at_level(logging.WARNING):
+        mlflow.log_param("epochs", "many")
+        mlflow.log_param("batchSize", "256")
+        classifier(epochs=1).fit(frame)
+    found = store.get_run(active.info.run_id).data.params
+    assert (found["epochs"], found["batchSize"], found["numWorkers"]) == ("many", "256", "1")
+    assert "other values of epochs already" in caplog.text
 
 
 def test_a_restarted_fit_goes_on_in_its_run_and_logs_nothing_twice(

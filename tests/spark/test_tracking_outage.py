@@ -94,6 +94,7 @@ def unlogged(frame: DataFrame) -> tuple[TrainingSummary, float]:
     return summary, time.monotonic() - started
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize("away", ["refuse", "stall"])
 def test_a_fit_ends_without_mlflow_and_its_log_follows(
     server: int,
@@ -149,10 +150,12 @@ def test_what_is_left_at_exit_is_tried_once_more(server: int, proxy: Proxy) -> N
         "outbox = Outbox(target.connect, target.open)\n"
         "outbox.send(lambda client, run: client.set_terminated(run, 'FINISHED'))\n"
         "print(outbox.close(), flush=True)\n"
+        "input()\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, "-c", code], text=True, **pipes)
     assert process.stdout is not None
     assert process.stdout.readline() == "False\n"
     proxy.set("pass")
-    process.communicate(timeout=60)
-    assert logged(server, "exit")
+    _, errors = process.communicate("\n", timeout=60)  # lets it exit
+    assert logged(server, "exit"), errors

@@ -14,6 +14,7 @@ from sparktorch import TorchRegressor
 from sparktorch.data.columns import InputOptions
 from sparktorch.errors import ColumnError, ConfigError
 from sparktorch.spark.frame import Frame, prepare
+from sparktorch.spark.names import ColumnNames
 from sparktorch.spark.wire import plan_inputs
 from tests.spark.columns import Flat
 
@@ -98,7 +99,7 @@ def test_a_filling_that_a_column_cannot_hold_is_refused(
 ) -> None:
     data = spark.range(1).select(F.lit(None).cast(kind).alias("x"), F.lit(1.0).alias("y"))
     with pytest.raises(ConfigError) as caught:
-        plan_inputs(data, ["x"], InputOptions(**options))
+        plan_inputs(ColumnNames.of(data), ["x"], InputOptions(**options))
     assert says in caught.value.what
     assert caught.value.where == {"param": "fillValue"}
 
@@ -112,9 +113,8 @@ def test_a_filling_that_fits_passes(spark: SparkSession) -> None:
         (["b", "s"], {"fill": 1.0, "as_they_are": True}),
         (["s"], {"fill": 0.5, "as_they_are": True}),
     ]:
-        assert [spec.fill for spec in plan_inputs(row, names, InputOptions(**options))] == [options["fill"]] * len(
-            names
-        )
+        specs = plan_inputs(ColumnNames.of(row), names, InputOptions(**options))
+        assert [spec.fill for spec in specs] == [options["fill"]] * len(names)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_what_is_nested_travels_as_it_is_and_decimals_as_doubles(
 def test_what_cannot_be_kept_is_refused_however_deep(spark: SparkSession, value: str) -> None:
     data = spark.range(1).select(F.expr(value).alias("x"), F.lit(1.0).alias("y"))
     with pytest.raises(ColumnError, match="cannot become a tensor"):
-        plan_inputs(data, ["x"], InputOptions(as_they_are=True))
+        plan_inputs(ColumnNames.of(data), ["x"], InputOptions(as_they_are=True))
 
 
 def test_an_image_without_data_is_a_null(spark: SparkSession) -> None:
@@ -167,6 +167,29 @@ def described(columns: dict[str, Any], *, epoch: int | None, generator: torch.Ge
     return found if epoch is None else dict(reversed(found.items()))
 
 
+def test_columns_are_found_by_path_in_any_case_and_with_dots_in_their_names(spark: SparkSession) -> None:
+    who = "named_struct('x', float(id), 'y', id * 2f, 'w', 1, 'V', id = 3) as Who"
+    data = spark.range(12).selectExpr("id", who, "float(id) as `a.b`", "id * 2f as y")
+    params: dict[str, Any] = {"module": Flat, "moduleParams": {"width": 2}, "batchSize": 4, "progress": False}
+    nested = TorchRegressor(
+        inputCols=["who.x", "A.B"],
+        labelCol="Who.y",
+        weightCol="who.w",
+        validationIndicatorCol="who.v",
+        idCol="ID",
+        **params,
+    ).fit(data)
+    flat = data.selectExpr("float(id) x", "float(id) b", "y", "1 as w", "id = 3 as v", "id")
+    plain = TorchRegressor(
+        inputCols=["x", "b"], labelCol="y", weightCol="w", validationIndicatorCol="v", idCol="id", **params
+    ).fit(flat)
+    assert [spec.column for spec in nested.trained.inputs] == ["who.x", "A.B"]
+    assert nested.transform(data).select("prediction").collect() == plain.transform(flat).select("prediction").collect()
+    twice = data.join(data.withColumnRenamed("id", "key"), F.col("id") == F.col("key"))
+    with pytest.raises(ColumnError, match="2 columns are called 'y'"):
+        framed(twice, "id")
+
+
 def test_a_fit_takes_structs_with_large_strings_and_tensors_by_name(spark: SparkSession) -> None:
     data = spark.range(24).selectExpr(
         "named_struct('my-field', cast(id as double), 'b', repeat('a', cast(id % 5 as int))) as x", "1f as y"
@@ -187,4 +210,4 @@ def test_a_fit_takes_structs_with_large_strings_and_tensors_by_name(spark: Spark
     finally:
         spark.conf.set(setting, before)
     assert model.trained.returned == ("number", "length")
-    assert model.transform(data).count() == 24
+    assert len(model.transform(data).collect()) == 24

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from sparktorch.data.columns import TensorSpec
 from sparktorch.data.tensors import to_arrow
 from sparktorch.errors import ColumnError, PersistenceError, SparkTorchError
 from sparktorch.program import Program
+from sparktorch.tracking.pyfunc import PyFuncModel
 from sparktorch.train.dryrun import describe_outputs
 from sparktorch.train.weights import pack_state
 from tests.support.nets import Logit, Mlp, NamedPair, Pair, Score
@@ -141,6 +143,17 @@ def test_code_without_an_import_path_is_pickled_only_where_that_is_allowed(tmp_p
     assert np.array_equal(Scorer(before).score_arrays([X])["scores"], Scorer(after).score_arrays([X])["scores"])
 
 
+def test_thresholds_decide_in_a_pyfunc_too() -> None:
+    classifier = trained(Mlp, "classification")
+    settings = {"inputs": ["features"], "outputs": {"probability": "p", "prediction": "class"}}
+    usual = PyFuncModel(classifier, settings, "cpu").predict(X)
+    assert (usual["class"] == np.argmax(np.stack(usual["p"]), axis=1)).all()
+    thresholds = [0.1] + [0.9] * (usual["p"][0].size - 1)
+    found = PyFuncModel(classifier, {**settings, "thresholds": thresholds}, "cpu").predict(X)
+    assert (found["class"] == np.argmax(np.stack(found["p"]) / thresholds, axis=1)).all()
+    assert (found["class"] != usual["class"]).any()
+
+
 @pytest.mark.parametrize("module", [{"pickle": "module.pkl"}, {"path": "tests.support.nets:Mlp", "params": {}}])
 def test_a_planted_pickle_is_not_run(module: dict[str, Any], tmp_path: Path) -> None:
     trained(Mlp, "classification").save(tmp_path)
@@ -215,20 +228,6 @@ def test_a_built_module_is_a_fresh_copy_in_evaluation_mode() -> None:
     assert next(second.parameters()).any()
 
 
-def test_the_digest_tells_apart_what_predicts_differently() -> None:
-    model = trained(Mlp, "classification")
-    same = trained(Mlp, "classification")
-    others = [
-        trained(Mlp, "classification", seed=1),
-        replace(model, task="generic"),
-        replace(model, inputs=(replace(FEATURES, shape=(6,)),)),
-        replace(model, source="tests.support.nets:Score"),
-        replace(model, params={"hidden": 8}),
-    ]
-    assert model.digest == same.digest
-    assert len({model.digest, *(other.digest for other in others)}) == len(others) + 1
-
-
 def score(source: Any, task: Task, **options: Any) -> dict[str, np.ndarray]:
     model = trained(source, task)
     return Scorer(model, **options).score([to_arrow(array) for array in arrays_for(model.inputs)])
@@ -295,3 +294,16 @@ def test_no_rows_give_no_rows(source: Any, task: Task) -> None:
 def test_rows_of_another_shape_are_refused() -> None:
     with pytest.raises(ColumnError, match="50 rows of column 'features' do not hold 5 values"):
         Scorer(trained(Mlp)).score([to_arrow(X[:, :4])])
+
+
+@pytest.mark.parametrize(
+    ("columns", "says"),
+    [
+        ([pa.array(["a", "b"])], "column 'features' is string, but the model was fitted on"),
+        ([pa.array([1.0, 2.0])], "column 'features' is double, but the model was fitted on"),
+        ([to_arrow(X), to_arrow(SCALE)], "the model takes 1 columns, and got 2"),
+    ],
+)
+def test_columns_that_an_sql_function_was_not_made_for_are_named(columns: list[pa.Array], says: str) -> None:
+    with pytest.raises(ColumnError, match=says):
+        Scorer(trained(Mlp)).score(columns)

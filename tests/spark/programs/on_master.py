@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 from pathlib import Path
 
+import torch
 from pyspark.sql import DataFrame, SparkSession
 
-from sparktorch import TorchClassificationModel, TorchClassifier
+from sparktorch import Callback, TorchClassifier
 from sparktorch.errors import SparkTorchError
-from sparktorch.spark import predict
 from sparktorch.spark.barrier import Launch
 from sparktorch.spark.doctor import check_all
+from sparktorch.train.callbacks import FitContext
 
 Result = dict[str, object]
 
@@ -61,32 +61,41 @@ def refused(data: DataFrame, directory: str) -> Result:
     return {}
 
 
-def whole(data: DataFrame, directory: str) -> Result:
-    """Fits, scores, saves and loads."""
-    spark = data.sparkSession
-    model = classifier("auto").fit(data)
-    state = b"".join(tensor.numpy().tobytes() for tensor in model.module.state_dict().values())
-    scored = model.transform(data).select("label", "prediction", "probability").toPandas()
+class Heavy(Callback):
+    """Holds more than a Connect server takes in a message, and says in which ranks it has arrived."""
 
-    path = f"{directory}/model"
-    model.write().overwrite().save(path)
-    loaded = TorchClassificationModel.load(path)
-    predict.INLINE_BYTES = 0  # from here on, weights travel as a file
-    loaded.registerUDF("score")
-    data.createOrReplaceTempView("digits")
-    by_sql = [row[0] for row in spark.sql("select score(features) from digits").collect()]
-    again = loaded.transform(data).select("label", "prediction", "probability").toPandas()
-    return {
-        "weights": hashlib.sha256(state).hexdigest(),
-        "accuracy": float((scored["label"] == scored["prediction"]).mean()),
-        "round_trip": bool(again.equals(scored)) and loaded.summary == model.summary,
-        "by_sql": by_sql == scored["prediction"].tolist(),
-        "hosts": [rank["host"] for rank in model.summary.ranks],
-        "session": type(spark).__module__,
-    }
+    ranks = "all"
+
+    def __init__(self, folder: str) -> None:
+        self._folder, self._ballast = folder, torch.ones(33 << 20)
+
+    def on_fit_start(self, context: FitContext) -> None:
+        Path(self._folder, f"heavy-{context.world.rank}").write_text(str(int(self._ballast.sum())))
 
 
-REQUESTS = {"check": check, "fit": whole, "fit on GPUs": refused}
+def heavy(data: DataFrame, directory: str) -> Result:
+    """Fits with much to send."""
+    classifier("cpu").setCallbacks([Heavy(directory)]).setEpochs(1).fit(data)
+    return {"arrived": [path.read_text() for path in sorted(Path(directory).glob("heavy-*"))]}
+
+
+def stream(data: DataFrame, directory: str) -> Result:
+    """Scores a stream with a model that is too large to travel with the tasks of other queries."""
+    rows, sink = f"{directory}/rows", f"{directory}/sink"
+    data.limit(20).write.parquet(rows)
+    wide = TorchClassifier(
+        module="torch.nn:Linear", moduleParams={"in_features": 64, "out_features": 8192}, numWorkers=1, epochs=1
+    ).setRawPredictionCol("")
+    model = wide.setProbabilityCol("").fit(data.limit(100))
+    arriving = data.sparkSession.readStream.schema(data.schema).parquet(rows)
+    writer = model.transform(arriving).writeStream.option("checkpointLocation", f"{directory}/checkpoint")
+    query = writer.trigger(availableNow=True).format("parquet").start(sink)
+    query.awaitTermination(120)
+    assert query.exception() is None, query.exception()
+    return {"rows": len(data.sparkSession.read.parquet(sink).select("prediction").collect())}
+
+
+REQUESTS = {"check": check, "fit on GPUs": refused, "much to send": heavy, "stream": stream}
 
 if __name__ == "__main__":
     print(json.dumps(main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), *sys.argv[4:])))

@@ -1,0 +1,129 @@
+"""Every strategy, and every way to compute, as users ask for them: through `fit`, on two workers."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from pyspark.sql import DataFrame, SparkSession
+from torch import nn
+
+from sparktorch import TorchRegressionModel, TorchRegressor
+from tests.spark.modules import MLP
+
+ROWS = 240
+
+
+class Picture(nn.Module):
+    """A convolution over pictures of 6 by 6, and batch normalisation; one number a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(torch.tanh(self.norm(self.conv(x))).mean((2, 3))).squeeze(-1)
+        return found
+
+
+@pytest.fixture(scope="module")
+def rows(spark: SparkSession) -> DataFrame:
+    draw = np.random.default_rng(3)
+    x = draw.normal(size=(ROWS, 5)).astype(np.float32)
+    picture = draw.normal(size=(ROWS, 72)).astype(np.float32)
+    target = np.sin(x @ np.linspace(-1, 1, 5)) + picture[:, :9].mean(1)
+    table = pd.DataFrame(
+        {"features": list(x), "picture": list(picture), "target": target, "held_out": np.arange(ROWS) % 4 == 0}
+    )
+    schema = "features array<float>, picture array<float>, target double, held_out boolean"
+    return spark.createDataFrame(table, schema).repartition(2).cache()
+
+
+asked = partial(
+    TorchRegressor,
+    module=MLP,
+    labelCol="target",
+    validationIndicatorCol="held_out",
+    optimizer="SGD",
+    learningRate=0.05,
+    batchSize=40,
+    epochs=3,
+    progress=False,
+)
+
+
+@pytest.fixture(scope="module")
+def alone(rows: DataFrame) -> TorchRegressionModel:
+    """What one worker trains."""
+    return asked().fit(rows)
+
+
+def difference(model: TorchRegressionModel, other: TorchRegressionModel) -> float:
+    """Returns by how much the weights of two models differ at most."""
+    ours, theirs = model.module.state_dict(), other.module.state_dict()
+    return max(float((ours[name].float() - theirs[name].float()).abs().max()) for name in ours)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"strategy": "ddp", "compile": True},
+        {"strategy": "zero1", "deterministic": True},
+        {"strategy": "zero2", "strategyParams": {"min_parameters": 20}, "microBatchSize": 7},
+        {"strategy": "zero3", "strategyParams": {"min_parameters": 20}, "validationBatchSize": 5},
+        {"strategy": "localSGD", "strategyParams": {"period": 1}},
+        {"strategy": "parameterServer", "strategyParams": {"staleness": 0}},
+    ],
+    ids=lambda params: params["strategy"],
+)
+def test_two_workers_train_what_one_does(params: dict[str, Any], rows: DataFrame, alone: TorchRegressionModel) -> None:
+    model = asked(numWorkers=2, **params).fit(rows)
+    assert difference(model, alone) < 1e-5
+    ours, theirs = model.summary.history, alone.summary.history
+    for name in ("loss", "val_loss"):
+        assert [record[name] for record in ours] == pytest.approx([record[name] for record in theirs], abs=1e-5)
+    assert all(record["gradient_norm_max"] >= record["gradient_norm"] > 0 for record in ours)
+    assert all(rank["peak_memory"] > 10**7 for rank in model.summary.ranks)
+    scores = [row["prediction"] for row in model.transform(rows).select("prediction").limit(5).collect()]
+    assert scores == pytest.approx(
+        [row["prediction"] for row in alone.transform(rows).select("prediction").limit(5).collect()], abs=1e-4
+    )
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_trains_nearly_the_same(precision: str, rows: DataFrame, alone: TorchRegressionModel) -> None:
+    model = asked(numWorkers=2, precision=precision).fit(rows)
+    assert 1e-7 < difference(model, alone) < 0.02
+
+
+def test_workers_at_their_own_pace_and_by_themselves_learn_too(rows: DataFrame) -> None:
+    model = asked(numWorkers=2, strategy="parameterServer", epochs=6).fit(rows)
+    losses = model.summary.objectiveHistory
+    assert losses[-1] < losses[0]
+    assert "staleness_max" in model.summary.history[-1]
+    model = asked(numWorkers=2, strategy="independent").fit(rows)
+    last = [rank["epochs"][-1]["val_loss"] for rank in model.summary.ranks]
+    assert model.summary.history[-1]["val_loss"] == min(last)
+    assert last[0] != last[1]
+
+
+def test_early_stopping_ends_with_the_best_weights(rows: DataFrame) -> None:
+    model = asked(numWorkers=2, learningRate=0.9, epochs=60, earlyStoppingPatience=2).fit(rows)
+    losses = [record["val_loss"] for record in model.summary.history]
+    best = losses.index(min(losses))
+    assert best + 3 == len(losses) < 60
+    scored = model.transform(rows.where("held_out")).select("prediction", "target").toPandas()
+    assert ((scored["prediction"] - scored["target"]) ** 2).mean() == pytest.approx(losses[best], rel=1e-6)
+
+
+def test_batch_normalisation_over_all_workers_and_pictures_with_the_channels_last(rows: DataFrame) -> None:
+    pictures = partial(asked, module=Picture, featuresCol="picture", inputShapes={"picture": [2, 6, 6]})
+    alone = pictures().fit(rows)
+    model = pictures(numWorkers=2, syncBatchNorm=True, channelsLast=True).fit(rows)
+    assert difference(model, alone) < 1e-5
