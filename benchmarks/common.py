@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import importlib.metadata
 import json
 import os
@@ -103,14 +104,32 @@ def spread(samples: Iterable[float]) -> dict[str, float]:
 
 
 def machine(*packages: str) -> dict[str, Any]:
-    """Returns cores, platform, load and the versions of Python and of `packages`."""
+    """Returns commit, date, cores, platform, load and the versions of Python and of `packages`."""
     return {
+        "commit": _commit(),
+        "date": datetime.date.today().isoformat(),
         "cores": len(os.sched_getaffinity(0)),
         "machine": platform.machine(),
         "load": round(os.getloadavg()[0], 2),
         "versions": {"python": platform.python_version()}
         | {package: importlib.metadata.version(package) for package in packages},
     }
+
+
+def _commit() -> str:
+    """Returns what is measured; "+" behind a commit says that files differ from it."""
+    git = ["git", "-C", str(ROOT)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True, check=True)
+        changed = subprocess.run(
+            [*git, "status", "--porcelain", "--", "sparktorch", "benchmarks/*.py"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):  # a copy without its history
+        return "unknown"
+    return head.stdout.strip() + "+" * bool(changed.stdout)
 
 
 @contextlib.contextmanager

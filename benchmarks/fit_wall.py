@@ -108,7 +108,10 @@ class Sides:
     def cold(self) -> float:
         """The first fit of a fresh process and session."""
         call = f"from benchmarks.fit_wall import cold_fit; cold_fit({str(self._data)!r})"
-        return float(run_process([sys.executable, "-c", call])[1].splitlines()[-1])
+        wall, printed = run_process([sys.executable, "-c", call])
+        fit = float(printed.splitlines()[-1])
+        self._note("around the cold fit, interpreter and session, s", wall - fit)
+        return fit
 
     def noop_distributor(self) -> float:
         """`TorchDistributor` with nothing to do."""

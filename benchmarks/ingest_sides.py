@@ -193,7 +193,11 @@ class Sides:
 
     def _dense(self) -> dict[str, Callable[[], float]]:
         dense = self._wire("dense", ["features"])
-        return {"shard": self._shard(*dense), "Spark alone": self._alone(dense[0])}
+        return {
+            "shard": self._shard(*dense),
+            "bare mapInArrow": self._side(dense[0], to_count),
+            "Spark alone": self._alone(dense[0]),
+        }
 
     def _sparse(self) -> dict[str, Callable[[], float]]:
         dense_first = self._read("sparse").select(vector_to_array("features", "float32").alias("features"), "label")

@@ -6,8 +6,8 @@ measured, from the end of one to the end of the next: order of the rows, sums ov
 same module, batch, fused AdamW and `gradient_as_bucket_view`; the loop by hand draws its batches from tensors in memory
 with `randperm` and `index_select`, and sums its loss.
 
-The goal is against the loop by hand in a group from a plain `init_process_group`. The same loop in a group that
-sparktorch opens has Gloo's event loop as a batch thread, too, which shows how much of a difference that is.
+The loop by hand runs in a group from a plain `init_process_group`, and in one that sparktorch opens, which has Gloo's
+event loop as a batch thread: in the same group, what is left is what the loop itself costs. One goal holds for both.
 
 The shard and the DataLoader only hand out their batches, in one process.
 """
@@ -59,10 +59,11 @@ class Case:
 STRATEGIES = {"zero1": Goal(1.15)}
 DEEP, SMALL = "MLP 1024 x 4", "MLP 100-256-1"
 CASES = {DEEP: Case(4, 1024, 256, 12), SMALL: Case(1, 256, 512, 200)}
-GOALS = {f"{name}: loop / by hand": Goal(1.03) for name in CASES} | {
+BY_HAND = ("by hand", "by hand, our group")
+GOALS = {f"{name}: loop / {other}": Goal(1.03) for name in CASES for other in BY_HAND} | {
     f"{DEEP}: {strategy} / ddp": goal for strategy, goal in STRATEGIES.items()
 }
-GOALS["DataLoader / shard"] = Goal(30, at_least=True)
+GOALS["DataLoader / shard"] = Goal(40, at_least=True)
 
 
 @dataclass(frozen=True)
@@ -212,7 +213,7 @@ def main() -> None:
     median = {name: statistics.median(values) for name, values in (fed | stepped).items()}
     ratios = {}
     for name in CASES:
-        for other in ("by hand", "by hand, our group"):
+        for other in BY_HAND:
             ratios[f"{name}: loop / {other}"] = median[f"{name}: loop"] / median[f"{name}: {other}"]
     for strategy in STRATEGIES:
         ratios[f"{DEEP}: {strategy} / ddp"] = median[f"{DEEP}: {strategy}"] / median[f"{DEEP}: loop"]

@@ -3,8 +3,8 @@
 Two spawned Gloo ranks without Spark, one torch thread each, MLP 100-256-1, batches of 1,024 rows. Each rank has rows of
 8 times its memory budget, which arrive in the order of their keys, batch by batch, as from Spark. The sides run turn
 about, each in processes of its own; the first epoch of a turn warms up, whole epochs after it are measured. So the
-files are in the page cache: what is compared is the work of reading them, not the disk. A turn of each before these, in
-the same order, must end with the same loss.
+files are in the page cache: what is compared is the work of reading them, not the disk. Both shuffle the same blocks of
+rows, and must end with the same loss.
 
 Memory is that of ranks of their own, new ones each time: a process that has trained before has memory left over to
 train in again. A thread of each rank looks every 10 ms, while it reads its rows and while it trains: at all that is
@@ -107,14 +107,14 @@ def watched() -> Iterator[dict[str, int]]:
         thread.join()
 
 
-def train(place: Place, rows: int, epochs: int, storage: StorageConfig, *, blocks: bool) -> Turn:
-    """Trains as one rank, on rows in blocks or one by one."""
+def train(place: Place, rows: int, epochs: int, storage: StorageConfig) -> Turn:
+    """Trains as one rank, on rows shuffled in blocks."""
     link = Stopwatch(place.store, place.world)
     config = TrainConfig(
         task="regression",
         batch_size=BATCH,
         epochs=epochs,
-        shuffle_block=BLOCK if blocks else 1,
+        shuffle_block=BLOCK,
     )
     recipe = Recipe(module=Mlp, module_params={"width": 256, "layers": 1})
     job = TrainJob(columns=columns(Mlp.inputs), recipe=recipe, config=config, storage=storage)
@@ -147,24 +147,20 @@ class Sides:
         """Returns the sides by name."""
         return {name: partial(self._take, name) for name in self._pools}
 
-    def warm_up(self) -> None:
-        """Takes a turn of each side on rows in the same order, in the blocks of the disk's.
+    def check(self) -> None:
+        """Compares what the sides have learned.
 
         Raises:
-            RuntimeError: The sides have not done the same training: their losses differ.
+            RuntimeError: They have not done the same training: their losses differ.
         """
-        losses = {name: self._turn(name, blocks=True)[0].loss for name in self._pools}
-        if len(set(losses.values())) > 1:
+        losses = {turn.loss for turns in self.turns.values() for turn in turns if not math.isnan(turn.loss)}
+        if len(losses) > 1:
             raise RuntimeError(f"the sides differ in their losses: {losses}")
 
     def _take(self, name: str) -> float:
-        turns = self._turn(name, blocks=name == "disk")
+        turns = self._pools[name](train, self._rows, self._epochs, storage_of(name, self._budget))
         self.turns[name] += turns
         return statistics.fmean(turn.seconds for turn in turns)
-
-    def _turn(self, name: str, *, blocks: bool) -> list[Turn]:
-        storage = storage_of(name, self._budget)
-        return self._pools[name](train, self._rows, self._epochs, storage, blocks=blocks)
 
 
 def grown(rows: int, budget: int, times: int) -> list[Turn]:
@@ -172,8 +168,8 @@ def grown(rows: int, budget: int, times: int) -> list[Turn]:
     turns, storage = [], storage_of("disk", budget)
     for _ in range(times):
         with Ranks(RANKS) as ranks:
-            ranks(train, 4 * BATCH, 1, storage, blocks=True)
-            turns += ranks(train, rows, 1, storage, blocks=True)
+            ranks(train, 4 * BATCH, 1, storage)
+            turns += ranks(train, rows, 1, storage)
     return turns
 
 
@@ -186,7 +182,9 @@ def main() -> None:
         new = grown(rows, budget, 1 if options.quick else 5)
         with Ranks(RANKS) as in_memory, Ranks(RANKS) as on_disk:
             sides = Sides({"memory": in_memory, "disk": on_disk}, rows, 2 if options.quick else 3, budget)
-            sides.warm_up()
+            interleave(sides.sides(), 1)  # warms up
+            sides.check()
+            sides.turns = {name: [] for name in sides.turns}
             samples = interleave(sides.sides(), 2 if options.quick else 5)
     window = BLOCK * BATCH / RANKS * ROW_BYTES
     figures: dict[str, list[float]] = {f"epoch, {name}, s": values for name, values in samples.items()}

@@ -1,0 +1,81 @@
+"""Writes the tables of docs/benchmarks.md from the results: between `<!-- results: NAME -->` and `<!-- end -->`.
+
+`python -m benchmarks.tables` writes them; with `--check` it changes nothing, and fails if one differs from its result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from typing import Any
+
+from benchmarks.common import ROOT
+
+PAGE = ROOT / "docs" / "benchmarks.md"
+RESULTS = ROOT / "benchmarks" / "results"
+BLOCK = re.compile(r"(<!-- results: (\w+)( ratios)? -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def tables(result: dict[str, Any], *, medians: bool = True) -> str:
+    """Returns what was measured, the ratios with their goals, and of which commit, as Markdown.
+
+    Args:
+        result: What `benchmarks.common.report` has written.
+        medians: Whether to show what the ratios are made of.
+    """
+    lines = []
+    if medians:
+        lines += ["| | median | least | most |", "|---|---|---|---|"]
+        spreads = result["spreads"]
+        lines += [
+            f"| {name} | {' | '.join(map(number, (value, *spreads[name])))} |"
+            for name, value in result["medians"].items()
+        ]
+        lines.append("")
+    lines += ["| ratio | found | goal | |", "|---|---|---|---|"]
+    for name, value in result["ratios"].items():
+        goal = result["goals"].get(name)
+        lines.append(f"| {name} | {number(value)} | {goal or ''} | {'' if goal is None else verdict(value, goal)} |")
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    lines += ["", f"Commit {result['commit']}, {result['date']}, {result['cores']} cores, {versions}.", ""]
+    return "\n".join(lines)
+
+
+def number(value: float) -> str:
+    """Returns three digits of a number, or all before its point."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def verdict(value: float, goal: str) -> str:
+    """Returns whether a goal as the results have it, such as "<= 1.03", is met."""
+    sign, bound = goal.split()
+    return "met" if (value >= float(bound) if sign == ">=" else value <= float(bound)) else "missed"
+
+
+def written(page: str) -> str:
+    """Returns the page with its tables as the results have them."""
+
+    def fill(found: re.Match[str]) -> str:
+        head, name, ratios, end = found.groups()
+        result = json.loads((RESULTS / f"{name}.json").read_text())
+        return f"{head}\n{tables(result, medians=not ratios)}\n{end}"
+
+    return BLOCK.sub(fill, page)
+
+
+def main() -> None:
+    """Writes the page, or compares it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="change nothing, and fail if a table differs")
+    page = PAGE.read_text()
+    new = written(page)
+    if not parser.parse_args().check:
+        PAGE.write_text(new)
+    elif new != page:
+        sys.exit(f"{PAGE.relative_to(ROOT)} differs from benchmarks/results: python -m benchmarks.tables")
+
+
+if __name__ == "__main__":
+    main()
