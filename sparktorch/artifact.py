@@ -334,8 +334,8 @@ class Scorer:
 
         Returns:
             For a classifier `scores` and `probability` of shape `(rows, classes)` and `prediction`
-            of shape `(rows,)`, all float64; for a regressor `prediction`, float64; otherwise one
-            array per output by its name, `prediction` if there is just one.
+            of shape `(rows,)`, all float64, the latter NaN where a score is; for a regressor `prediction`,
+            float64; otherwise one array per output by its name, `prediction` if there is just one.
 
         Raises:
             ColumnError: A row is null or has another shape than the model was fitted on.
@@ -415,6 +415,7 @@ def _classify(scores: torch.Tensor, thresholds: torch.Tensor | None) -> dict[str
         prediction = scores.argmax(1).double()
     else:  # 0 / 0 does not count, as in Spark
         prediction = (probability / thresholds).nan_to_num(nan=-math.inf, posinf=math.inf).argmax(1).double()
+    prediction[scores.isnan().any(1)] = math.nan  # of no class
     return {
         "scores": scores.numpy(),
         "probability": probability.numpy(),

@@ -56,7 +56,8 @@ class Screen:
         unfit: Mask | None = None
         for spec in self._columns.tensors:
             for what, mask in _unfit(batch.column(spec.name), spec):
-                self._note(spec.column, what, np.flatnonzero(mask) + first_row)
+                for name, rows in _by_source(batch.column(spec.name), spec, what, np.flatnonzero(mask)):
+                    self._note(name, what, rows + first_row)
                 unfit = mask if unfit is None else unfit | mask
         self._through = None if unfit is None else np.flatnonzero(~unfit)
         if unfit is None:
@@ -97,7 +98,8 @@ class Screen:
         )
 
     def _hint(self, column: str, what: str) -> str:
-        return next(null_hint(spec) for spec in self._columns.tensors if spec.column == column) * (what == "null")
+        named = (spec for spec in self._columns.tensors if column in (spec.column, *spec.sources))
+        return null_hint(next(named)) * (what == "null")
 
     def _note(self, column: str, what: str, rows: npt.NDArray[np.intp]) -> None:
         count, first = self._found.get((column, what), (0, []))
@@ -112,6 +114,21 @@ def _unfit(column: pa.Array, spec: TensorSpec) -> Iterator[tuple[str, Mask]]:
     infinite = non_finite_mask(column, spec, nan=spec.fill is None)
     if infinite is not None:
         yield "NaN or infinite" if spec.fill is None else "infinite", infinite
+
+
+def _by_source(
+    column: pa.Array, spec: TensorSpec, what: str, rows: npt.NDArray[np.intp]
+) -> Iterator[tuple[str, npt.NDArray[np.intp]]]:
+    """Yields the user's column and those of its rows that are unfit, one by one where columns are packed."""
+    if not spec.sources:
+        yield spec.column, rows
+        return
+    values = column.take(pa.array(rows)).flatten()
+    marks = _nulls(values) if what == "null" else _infinite(values, nan=spec.fill is None)
+    assert marks is not None
+    for name, bad in zip(spec.sources, marks.reshape(-1, len(spec.sources)).T, strict=True):
+        if bad.any():
+            yield name, rows[bad]
 
 
 def present(columns: Sequence[pa.Array], specs: Sequence[TensorSpec]) -> pa.BooleanArray | None:

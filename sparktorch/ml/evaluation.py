@@ -306,7 +306,7 @@ def _compared(
     predictions = model.transform(dataset)
     rows = predictions.select(
         names.column(model.getLabelCol()).cast("double").alias("label"),
-        quoted(model.getPredictionCol()).alias("prediction"),
+        F.nanvl(quoted(model.getPredictionCol()), F.lit(None).cast("double")).alias("prediction"),
         (names.column(weight).cast("double") if weight else F.lit(1.0)).alias("weight"),
         *more,
     )

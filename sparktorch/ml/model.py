@@ -53,6 +53,13 @@ class TorchModelBase(Model, ScoringParams, MLReadable[Any], MLWritable):
         super().__init__()
         self._setDefault(featuresCol="features", predictionCol="prediction", **SCORING_DEFAULTS)
 
+    def __repr__(self) -> str:
+        """As of Spark's own models: the type, the uid and the sizes."""
+        if self._trained is None:
+            return str(super().__repr__())
+        sizes = {name: getattr(self, name) for name in ("numClasses", "numFeatures") if hasattr(self, name)}
+        return ", ".join([f"{type(self).__name__}: uid={self.uid}", *(f"{n}={size}" for n, size in sizes.items())])
+
     def _with(self, trained: TrainedModule, summary: TrainingSummary | None) -> Self:
         self._trained = trained
         self._summary = summary

@@ -89,17 +89,22 @@ def pairs(cell: Cell) -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:
 def cover() -> list[Cell]:
     """Returns what has failed before, and then, again and again, the cell with the most pairs that are missing.
 
-    Of equals, the one nearest to the start of each list: a local session answers in a fraction of the time.
+    Of equals, the one nearest to the start of each list: a local session answers in a fraction of the time. An
+    aggregation of a stream, which writes 200 state stores with the settings that users have, counts a pair less.
     """
     known = list(dict.fromkeys(KNOWN))
     rest = every()
     missing = {pair for cell in rest for pair in pairs(cell)} - {pair for cell in known for pair in pairs(cell)}
     chosen = known
     while missing:
-        best = max(rest, key=lambda cell: sum(pair in missing for pair in pairs(cell)))
+        best = max(rest, key=lambda cell: sum(pair in missing for pair in pairs(cell)) - _is_dear(cell))
         chosen.append(best)
         missing.difference_update(pairs(best))
     return sorted(chosen, key=lambda cell: (MASTERS.index(cell.master), cell[1:]))
+
+
+def _is_dear(cell: Cell) -> bool:
+    return (cell.source, cell.action) == ("stream", "agg")
 
 
 def read() -> list[Cell]:

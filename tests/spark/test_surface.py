@@ -282,6 +282,10 @@ def test_evaluate_names_what_cannot_be_compared(rows: DataFrame, threefold: Logi
         model.copy().setHandleInvalid("keep").evaluate(holes)
     assert "skip" in caught.value.hint
     assert model.copy().setHandleInvalid("skip").evaluate(holes).numInstances == holes.where("target < 0").count()
+    nan = array_to_vector(F.array(*[F.lit(float("nan"))] * 5))
+    with pytest.raises(ColumnError, match="without a prediction"):
+        model.evaluate(rows.withColumn("features", F.when(F.col("target") < 0, F.col("features")).otherwise(nan)))
+    assert "numClasses=3, numFeatures=5" in repr(model)
 
 
 def test_rows_with_nulls_and_nan_are_skipped_on_request(

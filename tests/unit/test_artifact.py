@@ -307,3 +307,11 @@ def test_rows_of_another_shape_are_refused() -> None:
 def test_columns_that_an_sql_function_was_not_made_for_are_named(columns: list[pa.Array], says: str) -> None:
     with pytest.raises(ColumnError, match=says):
         Scorer(trained(Mlp)).score(columns)
+
+
+@pytest.mark.parametrize("thresholds", [None, [0.1, 0.5, 0.9]])
+def test_a_row_whose_scores_are_nan_is_of_no_class(thresholds: list[float] | None) -> None:
+    rows = X.copy()
+    rows[1, 0] = np.nan
+    found = Scorer(trained(Mlp, "classification"), thresholds=thresholds).score_arrays([rows])["prediction"]
+    assert np.flatnonzero(np.isnan(found)).tolist() == [1]

@@ -102,3 +102,16 @@ def test_rows_with_nulls_in_structs_are_dropped_or_counted() -> None:
     screen.rows_of(batch, first_row=0)
     with pytest.raises(ColumnError, match="1 rows with null values"):
         screen.close()
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"), [(None, "column 'b' has 1 rows with null values"), (NAN, "1 rows of column 'b' are NaN")]
+)
+def test_of_packed_columns_the_one_that_is_unfit_is_named(bad: float | None, said: str) -> None:
+    pair = spec(sources=("a", "b"), shape=(2,))
+    screen = Screen(Columns(inputs=(pair,)))
+    batch = pa.record_batch({"x0": pa.array([[1.0, 2.0], [3.0, bad], [5.0, 6.0]], pa.list_(pa.float32()))})
+    screen.rows_of(batch, first_row=10)
+    with pytest.raises(ColumnError, match=said) as caught:
+        screen.close()
+    assert caught.value.where == {"column": "b", "row": 11}
