@@ -49,7 +49,9 @@ _EXIT_SECONDS = 10
 
 # Children are forked from a server that has imported torch already: a rank starts in milliseconds.
 SPAWN = multiprocessing.get_context("forkserver")
-SPAWN.set_forkserver_preload(["tests.support.warm"])
+SPAWN.set_forkserver_preload(
+    ["tests.support.warm", "tests.support.ranks", "tests.support.nets", "pytest", "torchmetrics"]
+)
 
 
 @dataclass(frozen=True)

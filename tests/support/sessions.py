@@ -1,7 +1,8 @@
 """Spark sessions on loopback, one at a time in the process of the tests.
 
-They are quick for settings that users do not have: few shuffle partitions, a compiler for brief JVMs,
-no log, and executors that find this repository on their path. tests/paths has sessions without any.
+They are quick for settings that users do not have: few shuffle partitions, a compiler for brief JVMs, no
+log, executors that find this repository on their path, and Python workers in which torch is imported already.
+tests/paths has sessions without any.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ def spark_session(master: str, warehouse: Path, **settings: str) -> Iterator[Spa
         .config("spark.sql.warehouse.dir", str(warehouse))
         .config("spark.driver.extraJavaOptions", "-Dderby.system.home=/tmp")
         .config("spark.executorEnv.PYTHONPATH", str(ROOT))
+        .config("spark.python.daemon.module", "tests.support.daemon")
     )
     for name, value in settings.items():
         builder = builder.config(name.replace("_", "."), value)

@@ -1,15 +1,24 @@
-"""Imported once by the server that ranks are forked from: all that a rank would import while it trains."""
+"""Imported once by what forks ranks, or Spark's Python workers: all that these import while they train and score."""
 
 from __future__ import annotations
 
+import gc
+
+import fsspec.core  # noqa: F401
 import pandas  # noqa: F401 - Arrow loads it when the first array is converted
 import pyarrow.compute  # noqa: F401
+import safetensors.torch  # noqa: F401
 import torch
-import torchmetrics  # noqa: F401
+import torch.distributed.checkpoint.state_dict
+import torch.distributed.fsdp
+import torch.distributed.optim
 from torch import nn
 
-import sparktorch.worker  # noqa: F401
-import tests.support.nets  # noqa: F401
+import sparktorch.spark.predict
+import sparktorch.spark.rank  # noqa: F401
 
 # The first optimizer of a process imports a thousand modules.
 torch.optim.AdamW([nn.Parameter(torch.zeros(1))], fused=True)
+
+# A fork would copy their memory when the collector looks at them, as it does after each of Spark's tasks.
+gc.freeze()
