@@ -61,7 +61,8 @@ def python_with(folder: Path, *packages: str) -> str:
             if path.exists():
                 (folder / path.name).symlink_to(path)
     python = folder / "python"
-    python.write_text(f'#!/bin/sh\ncd {folder}\nPYTHONPATH={folder} exec {sys.executable} -S "$@"\n')
+    run = f'shift 2\nPYTHONPATH={folder} exec {sys.executable} -S -m pyspark.daemon "$@"'  # not these tests' daemon
+    python.write_text(f"#!/bin/sh\ncd {folder}\n{run}\n")
     python.chmod(0o755)
     return str(python)
 
@@ -73,7 +74,8 @@ def python_of_another_version(folder: Path) -> str:
     )
     (folder / "sitecustomize.py").write_text(lie)
     python = folder / "python"
-    python.write_text(f'#!/bin/sh\nPYTHONPATH="{folder}:$PYTHONPATH" exec {sys.executable} "$@"\n')
+    run = f'shift 2\nPYTHONPATH="{folder}:$PYTHONPATH" exec {sys.executable} -m pyspark.daemon "$@"'
+    python.write_text(f"#!/bin/sh\n{run}\n")
     python.chmod(0o755)
     return str(python)
 

@@ -104,7 +104,7 @@ def arrive(spark: SparkSession, file: Path, first: int, rows: int) -> None:
 def test_files_of_any_format_are_scored_as_a_whole_or_as_they_arrive(
     spark: SparkSession, job_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = import_module("score").run  # a program of its own in test_masters.py
+    run = import_module("score").run  # as a program of its own, .ci/run runs it in `make demo`
     session, job = spark.newSession(), read_job(job_file)  # a stream changes a setting of its session
 
     arrive(spark, job_file, 0, 30)

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
-from tests.support.programs import ROOT, SPARK_HOME, connect_port, run_python
-from tests.support.standalone import on_loopback
-from tests.support.users import package_zip, pythons, shell
+from tests.support.programs import connect_port, run_python
 
 
 def on(master: str, directory: Path, *requests: str, **settings: str) -> dict[str, Any]:
@@ -58,36 +54,3 @@ def test_gpu_addresses_reach_the_ranks_and_what_they_cannot_use_is_found_before(
     assert found["peers-reachable"]["found"] == "all 2 tasks reach their neighbours"
     assert len({one["where"]["executor"] for one in findings if "executor" in one["where"]}) == 2
     assert all(one["setting"] and one["value"] and one["hint"] for one in findings if one["status"] != "ok")
-
-
-def test_spark_submit_trains_and_scores_on_a_standalone_cluster(tmp_path: Path) -> None:
-    found = pythons(tmp_path)
-    py_files = f"{package_zip(tmp_path)},{ROOT}/jobs/models.py"
-    env = shell(found.driver, PYSPARK_PYTHON=str(found.executor), PYSPARK_DRIVER_PYTHON=str(found.driver))
-    output = ""
-    with on_loopback(tmp_path, env) as master:
-        for job in ("train", "score"):
-            output += submitted(job, master, py_files, env, tmp_path)
-    assert "by 2 workers" in output
-    accuracy = re.search(r"held-out accuracy: (0\.\d+)", output)
-    assert accuracy is not None
-    assert float(accuracy[1]) >= 0.95
-    assert list((tmp_path / "out" / "digits-scored").glob("*.parquet"))
-
-
-def submitted(job: str, master: str, py_files: str, env: dict[str, str], folder: Path) -> str:
-    """Submits a job's program to the master, in a folder; returns what it printed."""
-    done = subprocess.run(
-        [
-            *(str(SPARK_HOME / "bin" / "spark-submit"), "--master", master, "--py-files", py_files),
-            *("--properties-file", str(ROOT / "conf" / "spark-defaults-local.conf")),
-            *(str(ROOT / "jobs" / f"{job}.py"), "--config", str(ROOT / "conf" / "digits.yaml")),
-        ],
-        env=env,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
