@@ -2,7 +2,7 @@
 # make test   runs every check, and all tests but Petastorm's
 # make test-faults   of these, those that kill, stop and cut off what a fit runs on
 # make test-wheel   builds the wheel, and fits and scores with it in a fresh environment without extras
-# make test-petastorm   runs the tests beside the real Petastorm, on the older stack that it needs
+# make test-petastorm   runs the tests on the older stack, Spark 3.5 beside the real Petastorm
 # All set up what they need first.
 
 VENV ?= .venv
@@ -18,8 +18,8 @@ export PYSPARK_PYTHON := $(abspath $(BIN)/python)
 # What may run beside other rings.
 UNTIMED := not slow and not clock
 
-.PHONY: setup demo test test-core test-spark test-faults test-paths test-clock test-petastorm test-wheel coverage lint \
-	zip mlflow clean
+.PHONY: setup demo test test-core test-spark test-faults test-paths test-clock test-petastorm test-petastorm-core \
+	test-petastorm-paths test-wheel coverage lint zip mlflow clean
 
 setup: $(VENV)/.done
 
@@ -99,10 +99,20 @@ OLD_STACK := tests/petastorm tests/unit \
 
 # Petastorm warns of every function of pyarrow's that it calls; pyspark 3.5 uses what pandas is about to take away, and
 # leaves sockets to the garbage collector.
-test-petastorm: export PYSPARK_PYTHON := $(abspath $(PETASTORM_VENV)/bin/python)
+OLD_PYTEST = $(PETASTORM_VENV)/bin/python -m pytest -W ignore::FutureWarning -W ignore::DeprecationWarning \
+	-W "ignore:unclosed <socket:ResourceWarning"
+
 test-petastorm: $(PETASTORM_VENV)/.done
-	$(PETASTORM_VENV)/bin/python -m pytest -W ignore::FutureWarning -W ignore::DeprecationWarning \
-		-W "ignore:unclosed <socket:ResourceWarning" $(OLD_STACK)
+	@echo "tests: the output of a ring is shown when it has ended"
+	$(MAKE) --no-print-directory --keep-going --jobs=2 $(IN_ONE_PIECE) test-petastorm-core test-petastorm-paths
+
+test-petastorm-core test-petastorm-paths: export PYSPARK_PYTHON := $(abspath $(PETASTORM_VENV)/bin/python)
+test-petastorm-core: $(PETASTORM_VENV)/.done
+	$(OLD_PYTEST) $(OLD_STACK)
+
+# pyspark 3.5 has no server of Spark Connect in its package.
+test-petastorm-paths: $(PETASTORM_VENV)/.done
+	$(OLD_PYTEST) tests/paths -k "not connect"
 
 mlflow: setup
 	$(BIN)/mlflow ui --backend-store-uri sqlite:///out/mlflow.db --host 127.0.0.1
