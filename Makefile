@@ -54,8 +54,10 @@ IN_ONE_PIECE := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 # Two rings at a time, for most of the time ranks wait for each other; what looks at the clock, by itself afterwards.
 test: setup zip lint
 	@echo "tests: the output of a ring is shown when it has ended"
-	$(MAKE) --no-print-directory --keep-going --jobs=2 $(IN_ONE_PIECE) test-spark test-core test-faults test-paths
-	$(MAKE) --no-print-directory test-clock
+	@red=0; \
+	$(MAKE) --no-print-directory --keep-going --jobs=2 $(IN_ONE_PIECE) test-spark test-core test-faults test-paths || red=1; \
+	$(MAKE) --no-print-directory test-clock || red=1; \
+	exit $$red
 
 test-core: setup
 	$(BIN)/python -m pytest $(COVERAGE) -m "$(UNTIMED)" tests/unit tests/dist
@@ -92,7 +94,7 @@ $(PETASTORM_VENV)/.done: pyproject.toml constraints-petastorm.txt scripts/java.s
 
 # Left out of the core are dear ones about torch, which is the same there, and about cross-validation.
 OLD_STACK := tests/petastorm tests/unit \
-	$(addprefix tests/spark/test_,errors.py exactness.py fit.py frame.py persistence.py petastorm.py scoring.py) \
+	$(addprefix tests/spark/test_,errors.py exactness.py fit.py frame.py persistence.py petastorm.py rows.py scoring.py) \
 	--deselect tests/spark/test_fit.py::test_it_works_in_a_pipeline_and_under_cross_validation \
 	--deselect tests/spark/test_persistence.py::test_a_module_without_import_path_is_saved_as_its_graph \
 	--deselect tests/spark/test_scoring.py::test_precision_and_compilation_change_the_scores_by_their_rounding_alone

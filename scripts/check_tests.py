@@ -17,13 +17,10 @@ def counts_of_nothing(tree: ast.AST) -> list[int]:
 
 
 def _in_function(function: ast.FunctionDef) -> list[int]:
-    scored = {
-        target.id
-        for node in ast.walk(function)
-        if isinstance(node, ast.Assign) and _is_scored(node.value, set())
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
+    scored: set[str] = set()
+    for node in sorted(ast.walk(function), key=lambda node: getattr(node, "lineno", 0)):
+        if isinstance(node, ast.Assign) and _is_scored(node.value, scored):
+            scored |= {target.id for target in node.targets if isinstance(target, ast.Name)}
     return [
         node.lineno
         for node in ast.walk(function)
@@ -39,8 +36,8 @@ def _is_scored(node: ast.expr, names: set[str]) -> bool:
         return node.id in names
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
         return False
-    # A transform of Spark's functions takes two arguments.
-    scores = node.func.attr == "transform" and len(node.args) == 1
+    functions = isinstance(node.func.value, ast.Name) and node.func.value.id in ("F", "functions")  # of arrays
+    scores = node.func.attr == "transform" and not functions
     return scores or (node.func.attr in _LETS_THROUGH and _is_scored(node.func.value, names))
 
 

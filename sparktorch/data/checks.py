@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from sparktorch.data.columns import LABEL, Columns, TensorSpec
+from sparktorch.data.columns import LABEL, VALIDATION, Columns, TensorSpec
 from sparktorch.errors import ColumnError
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
 Mask = npt.NDArray[np.bool_]
 
 _SHOWN_ROWS = 3
+_FLOATS = ("float16", "float32", "float64")
 
 
 class Screen:
@@ -47,7 +48,7 @@ class Screen:
         self.dropped = 0
 
     def rows_of(self, batch: pa.RecordBatch, *, first_row: int) -> pa.RecordBatch:
-        """Returns the rows of a batch that hold no null, NaN or infinity.
+        """Returns the rows of a batch that hold no null, NaN or infinity, and say whether they are held out.
 
         Args:
             batch: Rows under their wire names.
@@ -59,6 +60,10 @@ class Screen:
                 for name, rows in _by_source(batch.column(spec.name), spec, what, np.flatnonzero(mask)):
                     self._note(name, what, rows + first_row)
                 unfit = mask if unfit is None else unfit | mask
+        if self._columns.validation and batch.column(VALIDATION).null_count:
+            mask = batch.column(VALIDATION).is_null().to_numpy(zero_copy_only=False)
+            self._note(self._columns.validation, "null", np.flatnonzero(mask) + first_row)
+            unfit = mask if unfit is None else unfit | mask
         self._through = None if unfit is None else np.flatnonzero(~unfit)
         if unfit is None:
             return batch
@@ -98,8 +103,16 @@ class Screen:
         )
 
     def _hint(self, column: str, what: str) -> str:
-        named = (spec for spec in self._columns.tensors if column in (spec.column, *spec.sources))
-        return null_hint(next(named)) * (what == "null")
+        spec = next((spec for spec in self._columns.tensors if column in (spec.column, *spec.sources)), None)
+        if spec is None:  # whether rows are held out
+            return "; 'fill' is for inputs"
+        if what == "null":
+            return null_hint(spec)
+        return (
+            f"; beyond {np.finfo(spec.dtype).max:.2g} a number is infinite as {spec.dtype}"
+            if spec.dtype in _FLOATS
+            else ""
+        )
 
     def _note(self, column: str, what: str, rows: npt.NDArray[np.intp]) -> None:
         count, first = self._found.get((column, what), (0, []))
@@ -163,7 +176,8 @@ def null_hint(spec: TensorSpec) -> str:
 def _looked_at(column: pa.Array, spec: TensorSpec) -> pa.Array:
     """Returns the part of a column that can be unfit: a dense vector has no size, an image needs no origin."""
     if pa.types.is_struct(column.type) and spec.kind != "any":
-        return pc.struct_field(column, "values" if spec.kind == "vector" else "data")  # null where the struct is
+        vector = column.type.get_field_index("values") >= 0  # which may score where arrays were fitted
+        return pc.struct_field(column, "values" if vector else "data")  # null where the struct is
     return column
 
 

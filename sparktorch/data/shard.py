@@ -292,7 +292,7 @@ class Shard:
             if self._spooler.on_disk and grown > budget * rows.num_rows:
                 raise _too_large(grown / rows.num_rows, budget, row)
             if self._columns.validation:
-                # A null flag is no flag.
+                # Null ones are an error in the end.
                 held_out = rows.column(VALIDATION).fill_null(False).to_numpy(zero_copy_only=False)
             else:
                 held_out = np.zeros(rows.num_rows, np.bool_)

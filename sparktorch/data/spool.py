@@ -31,6 +31,7 @@ _LEAST_GROWTH = 1 << 20  # bytes
 _HUGE_PAGE = 2 << 20  # bytes of one, on most machines
 _HUGE = 2 * _HUGE_PAGE  # bytes from which on huge pages are worth it
 _FIRST_EXTENT = 1 << 20  # bytes
+_MOST_AT_ONCE = 1 << 30  # bytes: macOS refuses 2 GiB
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -160,18 +161,18 @@ class OnDisk:
             ClusterError: It took none.
         """
         try:
-            return os.pwrite(self._file.fileno(), values[:room], place)
+            return os.pwrite(self._file.fileno(), values[: min(room, _MOST_AT_ONCE)], place)
         except OSError as error:
             raise self.unwritable(error, len(values)) from error
 
     def read(self, into: memoryview, place: int) -> int:
-        """Reads bytes from a place of the file; returns how many there were, 2 GiB at most.
+        """Reads bytes from a place of the file; returns how many there were, 1 GiB at most.
 
         Raises:
             ClusterError: They cannot be read.
         """
         try:
-            done = os.preadv(self._file.fileno(), [into], place)
+            done = os.preadv(self._file.fileno(), [into[:_MOST_AT_ONCE]], place)
             if not done:
                 raise OSError(errno.EIO, f"the last {len(into)} bytes of some rows are missing")
         except OSError as error:

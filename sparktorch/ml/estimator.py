@@ -25,7 +25,7 @@ from sparktorch.data.fields import Dense, Field
 from sparktorch.data.inputs import field_of
 from sparktorch.data.preprocess import Moment, Preprocess
 from sparktorch.data.spool import InMemory
-from sparktorch.errors import ModuleError, RankLostError, SparkTorchError
+from sparktorch.errors import ConfigError, ModuleError, RankLostError, SparkTorchError
 from sparktorch.ml.attributes import labels_of
 from sparktorch.ml.events import Fit, FitReport, callers
 from sparktorch.ml.io import EstimatorReader, EstimatorWriter
@@ -135,6 +135,9 @@ class TorchEstimatorBase(
         return super()._setDefault(**{name: _own(value) for name, value in values.items()})
 
     def _fit(self, dataset: DataFrame) -> M:
+        if not hasattr(dataset, "sparkSession"):
+            kind = f"{type(dataset).__module__.partition('.')[0]}'s {type(dataset).__name__}"
+            raise ConfigError(f"fit takes a DataFrame of Spark's, and got {kind}", hint="spark.createDataFrame(it)")
         fit = Fit(estimator=self, spark=dataset.sparkSession, callers=self._callers)
         with FitReport(fit, rows_per_step=self.getBatchSize(), show=self.getProgress()) as report:
             started = time.perf_counter()

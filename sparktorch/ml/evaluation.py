@@ -281,7 +281,7 @@ def _totals() -> list[Column]:
         F.count(F.lit(1)).alias("rows"),
         F.count("label").alias("labels"),
         F.count("prediction").alias("predictions"),
-        F.sum((F.col("weight") >= 0).cast("int")).alias("weights"),
+        F.sum(F.col("weight").between(0, F.lit(float(np.finfo(np.float64).max))).cast("int")).alias("weights"),
     ]
 
 
@@ -305,9 +305,9 @@ def _compared(
             raise ColumnError(f"column {name!r} must be a number, but is {kind.simpleString()}", hint=hint, column=name)
     predictions = model.transform(dataset)
     rows = predictions.select(
-        names.column(model.getLabelCol()).cast("double").alias("label"),
-        F.nanvl(quoted(model.getPredictionCol()), F.lit(None).cast("double")).alias("prediction"),
-        (names.column(weight).cast("double") if weight else F.lit(1.0)).alias("weight"),
+        _there(names.column(model.getLabelCol())).alias("label"),
+        _there(quoted(model.getPredictionCol())).alias("prediction"),
+        (_there(names.column(weight)) if weight else F.lit(1.0)).alias("weight"),
         *more,
     )
     if kept:
@@ -317,6 +317,11 @@ def _compared(
     finally:
         if kept:
             rows.unpersist()
+
+
+def _there(column: Column) -> Column:
+    """Returns a number as double, null in place of NaN."""
+    return F.nanvl(column.cast("double"), F.lit(None).cast("double"))
 
 
 def _weight_column(model: TorchClassificationModel | TorchRegressionModel) -> str:
@@ -336,8 +341,8 @@ def _described(
     if not rows:
         raise ColumnError("the DataFrame has no rows", hint="check the filter or the path it comes from")
     needed = (
-        ("labels", label, f"null in column {label!r}", "leave them out with a filter"),
-        ("weights", weight, f"null or negative in column {weight!r}", "leave them out with a filter"),
+        ("labels", label, f"null or NaN in column {label!r}", "leave them out with a filter"),
+        ("weights", weight, f"null, NaN, infinite or negative in column {weight!r}", "leave them out with a filter"),
         ("predictions", None, "without a prediction", "leave them out with handleInvalid='skip'"),
     )
     for count, column, what, hint in needed:

@@ -50,6 +50,10 @@ class FitListener(Protocol):
     A listener that raises is warned about and heard no more; the fit goes on.
     """
 
+    def prepared(self) -> None:
+        """Hears that the Params and the DataFrame have passed all checks that need no job."""
+        ...
+
     def progress(self, record: dict[str, Any]) -> None:
         """Receives rank 0's position, a few times a second: epoch, epochs, step, steps, loss."""
         ...
@@ -90,6 +94,7 @@ class FitReport:
     def prepared(self, columns: Columns) -> None:
         """Says that the Params and the DataFrame have been looked at; from now on callbacks hear, too."""
         self._fit.columns = columns
+        self._tell("prepared")
         self._listeners += [_CallbackListener(callback) for callback in self._fit.estimator.getOrDefault("callbacks")]
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -152,6 +157,9 @@ class _CallbackListener:
 
     def __repr__(self) -> str:
         return repr(self._callback)
+
+    def prepared(self) -> None:
+        pass
 
     def finished(self, model: Model, summary: TrainingSummary) -> None:
         pass

@@ -115,6 +115,11 @@ class TorchModelBase(Model, ScoringParams, MLReadable[Any], MLWritable):
                 hint="drop it, or name the model's output columns otherwise",
                 column=taken[0],
             )
+        if alike := names.alike(outputs):
+            raise ConfigError(
+                f"two output columns are called {alike[0]!r} and {alike[1]!r}, which to Spark is one name",
+                hint="give each a name of its own, or leave one out with ''",
+            )
         inputs = self._inputs()
         columns = input_columns(dataset, inputs)
         scored = f"__{self.uid}"

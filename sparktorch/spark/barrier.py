@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import pyarrow as pa
-from py4j.protocol import Py4JError  # type: ignore[import-untyped]
-from pyspark.errors import PySparkException
 from pyspark.resource import ResourceProfile
 from pyspark.sql import DataFrame, SparkSession
 
@@ -20,7 +18,7 @@ from sparktorch.errors import ClusterError, ConfigError, ModuleError
 from sparktorch.spark.cause import Causes
 from sparktorch.spark.compat import Collect, on_barrier
 from sparktorch.spark.control import ControlServer, Rendezvous
-from sparktorch.spark.files import send
+from sparktorch.spark.files import ShippingError, send
 from sparktorch.spark.job import Job, new_tag
 from sparktorch.spark.rank import RESULT_SCHEMA, Body, RankTask, assemble
 from sparktorch.spark.session import driver_address, is_connect
@@ -128,12 +126,10 @@ def _control_server(spark: SparkSession, launch: Launch) -> ControlServer | None
 def _plan(data: DataFrame, body: Body, launch: Launch, rendezvous: Rendezvous | None) -> Collect:
     try:
         sent = send(data.sparkSession, body)
-    except (PySparkException, Py4JError):  # it could be packed, and Spark says why it took it not
-        raise
-    except Exception as error:
+    except ShippingError as error:
         raise ModuleError(
             f"the module, loss or optimizer cannot be shipped to the ranks: {error}", hint=SHIPPING_HINT
-        ) from error
+        ) from error.__cause__
     task = pickle.dumps(RankTask(launch.world_size, launch.device, rendezvous, launch.log_level))
 
     def run(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

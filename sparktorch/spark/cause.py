@@ -65,7 +65,8 @@ class Causes:
                 "by coalesce() and union()",
                 hint=f"repartition({self._watch.world_size}) behind it",
             )
-        if "SparkContext was shut down" in message or "SparkContext is stopped" in message:
+        # Where a session is stopped, pyspark may fail once more while it handles Spark's own error.
+        if re.search("SparkContext (was shut down|is stopped)", f"{message} {error.__context__}"):
             return ClusterError("the Spark session was stopped during the fit", hint="fit again, in a new session")
         # A rank that died is known by what it left: peers that lost it, or a worker process that was gone.
         if server is not None and (failure is not None or re.search(_DEATH, message)):

@@ -185,6 +185,8 @@ def from_pandas(batch: Any, inputs: Sequence[TensorSpec]) -> tuple[pa.Array, ...
         kinds = [_kind(spec) for spec in inputs]
     else:
         kinds = [kind for spec in inputs for kind in [None if spec.sources else _kind(spec)] * (len(spec.sources) or 1)]
+    if len(columns) != len(kinds):  # which the scorer refuses
+        kinds = [None] * len(columns)
     return tuple(_array(column, kind) for column, kind in zip(columns, kinds, strict=True))
 
 

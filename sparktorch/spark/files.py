@@ -22,7 +22,7 @@ from pyspark.sql import SparkSession
 from sparktorch.spark.compat import add_pyfile
 from sparktorch.spark.session import is_connect
 
-__all__ = ["INLINE_BYTES", "Sent", "add_code", "send"]
+__all__ = ["INLINE_BYTES", "Sent", "ShippingError", "add_code", "send"]
 
 # Values beyond this size travel once per executor, not with every task.
 INLINE_BYTES = 1 << 20
@@ -33,6 +33,10 @@ _sent: WeakKeyDictionary[SparkSession | SparkContext, dict[int, Sent]] = WeakKey
 _there: WeakKeyDictionary[SparkSession | SparkContext, set[str]] = WeakKeyDictionary()  # files and folders
 _written: WeakKeyDictionary[SparkContext, list[tuple[str, Any]]] = WeakKeyDictionary()  # files of the driver's Python
 _code: list[Path] = []
+
+
+class ShippingError(pickle.PicklingError):
+    """A value cannot be pickled; the cause says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,16 +84,19 @@ def send(spark: SparkSession, value: object, *, stream: bool = False) -> Sent:
 
     Returns:
         What the tasks' function must hold, to call `load` on. Keep it until Spark has that function.
+
+    Raises:
+        ShippingError: The value cannot be pickled.
     """
     with _lock:
         for folder in _code:
             _send_code(spark, folder)
         if stream and is_connect(spark):
-            content = cloudpickle.dumps(value)  # type: ignore[no-untyped-call]
+            content = _pickled(value)
             return Sent(key=f"inline {hashlib.sha256(content).hexdigest()}", inline=content)
         sent = _sent.setdefault(_place(spark), {})
         if id(value) not in sent:
-            new = _send(spark, cloudpickle.dumps(value))  # type: ignore[no-untyped-call]
+            new = _send(spark, _pickled(value))
             try:
                 finalize(value, sent.pop, id(value), None).atexit = False
             except TypeError:  # a tuple, say
@@ -103,6 +110,14 @@ def add_code(folder: Path) -> None:
     with _lock:
         if folder not in _code:
             _code.append(folder)
+
+
+def _pickled(value: object) -> bytes:
+    try:
+        content: bytes = cloudpickle.dumps(value)  # type: ignore[no-untyped-call]
+    except Exception as error:
+        raise ShippingError(str(error)) from error
+    return content
 
 
 def _place(spark: SparkSession) -> SparkSession | SparkContext:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from py4j.protocol import Py4JError  # type: ignore[import-untyped]
 from pyspark.errors import PySparkException
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
@@ -65,7 +66,7 @@ def _head(rows: DataFrame, count: int, schema: T.StructType) -> pa.RecordBatch:
     """Returns the first rows as a record batch, as the ranks get it but for the time zone of timestamps, UTC."""
     try:
         found = rows.head(count)  # reads one partition; `limit(1).toArrow()` would run a task on every one
-    except PySparkException as error:
+    except (PySparkException, Py4JError) as error:  # pyspark 3.5 lets the latter through
         failure = failure_in(str(error))
         if failure is None:
             raise

@@ -84,7 +84,10 @@ def prepare(
     if weight is not None:
         _require_number(names, weight)
         columns = replace(columns, weight=TensorSpec(name=WEIGHT, column=weight, dtype="float32"))
-    wire = [exact(names, spec, column_of(names, spec)) for spec in columns.tensors]
+    wire = [
+        exact(names, spec, column_of(names, spec)) if spec in columns.inputs else column_of(names, spec)
+        for spec in columns.tensors
+    ]
     if validation is not None:
         if not isinstance(names.type_of(validation), T.BooleanType):
             raise no_boolean(names.type_of(validation), validation)

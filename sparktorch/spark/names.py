@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import cache
 from typing import TYPE_CHECKING
 
 from pyspark.sql import Column, DataFrame
@@ -36,7 +37,7 @@ class ColumnNames:
             case_sensitive: Whether names that differ in case alone are different; asked only where it matters.
         """
         self.schema = schema
-        self._case_sensitive = case_sensitive
+        self._case_sensitive = cache(case_sensitive)
         self._top = _by_lower(schema)
 
     @classmethod
@@ -48,6 +49,15 @@ class ColumnNames:
     def called(self, name: str) -> list[str]:
         """Returns the top-level columns that Spark takes for that name; it refuses more than one."""
         return [field.name for field in self._alike(name, self._top)]
+
+    def alike(self, names: Iterable[str]) -> tuple[str, str] | None:
+        """Returns two of some names, each given once, that Spark would take for one; `None` if there are none."""
+        seen: dict[str, str] = {}
+        for name in names:
+            before = seen.setdefault(name.lower(), name)
+            if before != name and not self._case_sensitive():
+                return before, name
+        return None
 
     def type_of(self, name: str) -> T.DataType:
         """Returns the type of a column.

@@ -139,7 +139,7 @@ def take_rows_in_sql(spark: SparkSession) -> None:
 
 
 def without_invalid(dataset: DataFrame, columns: Sequence[Column], specs: Sequence[TensorSpec]) -> DataFrame:
-    """Returns the rows whose inputs neither are nor hold null or NaN; what a model fills counts as there.
+    """Returns the rows whose inputs neither are nor hold null, NaN or infinity; what a model fills counts as there.
 
     Args:
         dataset: The user's DataFrame.
@@ -149,7 +149,7 @@ def without_invalid(dataset: DataFrame, columns: Sequence[Column], specs: Sequen
     kinds = [field.dataType for field in dataset.select(*columns).schema]
     for column, kind, spec in zip(columns, kinds, specs, strict=True):
         if spec.fill is None:
-            dataset = dataset.where(~unfit(spec, kind, column, infinity_counts=False))
+            dataset = dataset.where(~unfit(spec, kind, column))
     return dataset
 
 

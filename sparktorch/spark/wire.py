@@ -284,7 +284,8 @@ def column_of(columns: ColumnNames, spec: TensorSpec) -> Column:
         return column["content"].alias(spec.name)
     if _is_image(kind):
         fields = F.struct(*[column[name].alias(name) for name in _IMAGE_FIELDS])
-        return F.when(column["data"].isNotNull(), fields).alias(spec.name)
+        readable = column["data"].isNotNull() & (column["height"] >= 0)  # to Spark's image source
+        return F.when(readable, fields).alias(spec.name)
     element, depth = _element(kind)
     if np.dtype(spec.dtype).kind == "i" and not _held(element, spec.dtype):
         # What does not fit is null, for the null policy to judge: a cast would raise, or wrap, as ANSI mode says.

@@ -44,14 +44,13 @@ def hashed(spec: TensorSpec, kind: T.DataType) -> list[Column]:
     return columns + _within(column, kind, unknown, _structs)
 
 
-def unfit(spec: TensorSpec, kind: T.DataType, column: Column | None = None, *, infinity_counts: bool = True) -> Column:
+def unfit(spec: TensorSpec, kind: T.DataType, column: Column | None = None) -> Column:
     """Returns whether a wire column is null, or is or holds a null, NaN or infinity; it is never null itself.
 
     Args:
         spec: The column.
         kind: Its type on the wire.
         column: The expression that sends it; by default the column of its wire name.
-        infinity_counts: Whether infinity makes a row unfit.
     """
     column = F.col(spec.name) if column is None else column
     if spec.kind in ("number", "vector") and isinstance(kind, T.StructType):  # the size of a dense one is null
@@ -60,7 +59,7 @@ def unfit(spec: TensorSpec, kind: T.DataType, column: Column | None = None, *, i
     def bad(value: Column, of: T.DataType) -> list[Column]:
         if not isinstance(of, T.FloatType | T.DoubleType):
             return [value.isNull()]
-        return [value.isNull(), F.isnan(value), *([F.abs(value) == math.inf] if infinity_counts else [])]
+        return [value.isNull(), F.isnan(value), F.abs(value) == math.inf]
 
     return reduce(or_, _within(column, kind, bad, _any))
 

@@ -67,11 +67,16 @@ def log_model(
 
     Raises:
         PersistenceError: The module could only be pickled, and `allow_pickle` is not set.
-        TypeError: Neither of the two takes one of `kwargs`.
+        TypeError: `model` is something else, or neither of the two takes one of `kwargs`.
         ValueError: Several of `conda_env`, `pip_requirements` and `extra_pip_requirements` are given.
     """
     from mlflow.models import Model
 
+    if not hasattr(model, "trained"):
+        raise TypeError(
+            f"log_model() takes a fitted model of sparktorch's, and got {type(model).__name__}; "
+            "mlflow.spark.log_model logs a whole pipeline"
+        )
     # Before MLflow makes a model that would stay behind without files.
     known = inspect.signature(save_model).parameters.keys() | inspect.signature(Model.log).parameters.keys()
     for argument in kwargs:

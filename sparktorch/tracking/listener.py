@@ -23,6 +23,7 @@ __all__ = ["MLflowListener", "caller", "listener_for"]
 
 _LOG = logging.getLogger(__name__)
 _LONGEST_ERROR = 5000
+_ERROR_TAG = "sparktorch.error"
 
 
 def caller() -> ActiveRun | None:
@@ -41,13 +42,24 @@ class MLflowListener:
     """Logs one fit. Everything goes through an outbox, so nothing here waits for MLflow but the end."""
 
     def __init__(self, fit: Fit, target: Target, autologs: Autologging | None) -> None:
-        """Logs the estimator's Params."""
+        """Logs the Params to a run of the fit's own; to the caller's once the fit has passed its checks."""
         self._fit = fit
         self._target = target
         self._autologs = autologs
         self._environment = facts.environment(fit)
         self._system = SystemMetrics(target.known_run, self._log)
         self._outbox = Outbox(self._connect, target.open)
+        if target.own:
+            self._begin()
+
+    def prepared(self) -> None:
+        """Logs the estimator's Params, where that has not been done."""
+        if not self._target.own:
+            self._outbox.send(_forget_error)  # of a fit that was refused before
+            self._begin()
+
+    def _begin(self) -> None:
+        fit = self._fit
         self._tag({FIT_TAG: type(fit.estimator).__name__})
         self._outbox.send(partial(_log_params, facts.params(fit.estimator)))
         validated = fit.estimator.isSet("validationIndicatorCol")
@@ -97,8 +109,13 @@ class MLflowListener:
 
     def failed(self, error: BaseException) -> None:
         """Notes why the fit failed."""
-        self._tag({"sparktorch.error": (str(error) or type(error).__name__)[:_LONGEST_ERROR]})
-        self._end("FAILED")
+        self._tag({_ERROR_TAG: (str(error) or type(error).__name__)[:_LONGEST_ERROR]})
+        if self._target.own or self._fit.columns is not None:
+            self._end("FAILED")
+        else:  # the run is as good as before for the fit that comes next
+            self._system.finish()
+            self._outbox.close()
+            self._target.give_back()
 
     def _connect(self) -> MlflowClient:
         client = self._target.connect()
@@ -136,6 +153,11 @@ def _log_params(values: dict[str, str], client: MlflowClient, run_id: str) -> No
     if others:
         _LOG.warning("the MLflow run has other values of %s already, and keeps them", ", ".join(others))
     client.log_batch(run_id, params=[Param(name, value) for name, value in values.items() if name not in known])
+
+
+def _forget_error(client: MlflowClient, run_id: str) -> None:
+    if _ERROR_TAG in client.get_run(run_id).data.tags:
+        client.delete_tag(run_id, _ERROR_TAG)
 
 
 def _set_tag(name: str, value: str, client: MlflowClient, run_id: str) -> None:

@@ -108,11 +108,11 @@ def _accelerator() -> str:
 
 
 def _with_nulls(values: Any, spec: TensorSpec, name: str) -> pa.Array:
-    """Returns a column as Spark would send it; what pandas takes for missing is null."""
+    """Returns a column as Spark would send it; a row that pandas takes for missing, or that holds `None`, is null."""
     if spec.kind in ("any", "binary"):
         return _arrow(values, spec, name)
     rows = list(values)
-    missing = np.array([np.ndim(row) == 0 and bool(pd.isna(row)) for row in rows], bool)
+    missing = np.array([_holds_none(row) or (np.ndim(row) == 0 and bool(pd.isna(row))) for row in rows], bool)
     if not missing.any():
         return _arrow(values, spec, name)
     there = [row for row, gone in zip(rows, missing, strict=True) if not gone]
@@ -120,6 +120,12 @@ def _with_nulls(values: Any, spec: TensorSpec, name: str) -> pa.Array:
     blank = np.zeros((0, *spec.levels) if spec.ragged else shape, spec.dtype)
     filled = pd.Series([blank if gone else row for row, gone in zip(rows, missing, strict=True)], dtype=object)
     return _arrow(filled, spec, name).take(pa.array(np.arange(len(rows)), mask=missing))
+
+
+def _holds_none(row: Any) -> bool:
+    if isinstance(row, list | tuple) or (isinstance(row, np.ndarray) and row.dtype == object):
+        return any(map(_holds_none, row))
+    return row is None or row is pd.NA
 
 
 def _arrow(values: Any, spec: TensorSpec, name: str) -> pa.Array:

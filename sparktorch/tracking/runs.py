@@ -82,6 +82,11 @@ class Target:
         """The run, if it was there before the fit."""
         return None if self.own or self.parent is None else self.parent.run_id
 
+    def give_back(self) -> None:
+        """Lets the next fit have the run that was there before this one, which was refused."""
+        with _lock:
+            _taken.discard(self.known_run or "")
+
     def connect(self) -> MlflowClient:
         """Returns a client of the run's store."""
         from mlflow import MlflowClient

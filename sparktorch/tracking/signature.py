@@ -25,10 +25,11 @@ def signature_of(model: TorchModelBase, outputs: dict[str, str]) -> ModelSignatu
     """Returns inputs as named tensors, which MLflow makes of columns, arrays and JSON alike; outputs as columns.
 
     Where rows differ in length, are bytes, go to a callable, or may be null, inputs are columns, too: MLflow has no
-    tensors for them.
+    tensors for them. What may be null is of any type: a whole number beside a null is a float to pandas.
     """
     from mlflow import types
     from mlflow.models import ModelSignature
+    from mlflow.types.schema import AnyType
 
     fields, _ = model._fields()
     inputs: list[types.ColSpec | types.TensorSpec] = []
@@ -39,7 +40,7 @@ def signature_of(model: TorchModelBase, outputs: dict[str, str]) -> ModelSignatu
         tensor = np.dtype(spec.dtype), (-1, *shape)
         names = spec.sources or (spec.column,)
         inputs += [
-            types.ColSpec(column_type(spec, wide=not required), n, required)
+            types.ColSpec(column_type(spec) if required else AnyType(), n, required)
             if as_columns
             else types.TensorSpec(*tensor, n)
             for n in names
@@ -59,16 +60,16 @@ def zeros_for(model: TorchModelBase) -> pd.DataFrame:
     return pd.DataFrame({name: _zeros(spec) for spec in specs for name in spec.sources or (spec.column,)})
 
 
-def column_type(spec: TensorSpec, *, wide: bool = False) -> Any:
-    """Returns MLflow's type of a column, its numbers of 64 bits if they are to be `wide`."""
+def column_type(spec: TensorSpec) -> Any:
+    """Returns MLflow's type of a column."""
     if spec.kind == "any":
-        return _mlflow_type(arrow_type(spec.sql), wide=wide)
+        return _mlflow_type(arrow_type(spec.sql))
     if spec.kind == "binary":
         return _mlflow_type(pa.binary())
     kind = pa.from_numpy_dtype(spec.dtype)
     for _ in range((0 if spec.sources else len(spec.levels)) + spec.ragged):
         kind = pa.list_(kind)
-    return _mlflow_type(kind, wide=wide)
+    return _mlflow_type(kind)
 
 
 def _mlflow_type(kind: pa.DataType, *, wide: bool = False) -> Any:

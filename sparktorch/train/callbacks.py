@@ -142,14 +142,14 @@ class Callbacks:
 
         Raises:
             RankError: A callback raised.
-            ConfigError: A callback has added something that is not a number.
+            ConfigError: A callback has put something into it that is not a number.
         """
-        before = set(record)
+        before = dict(record)
         self.call("on_epoch_end", record)
-        for name in record.keys() - before:
+        for name in [name for name, value in record.items() if name not in before or value is not before[name]]:
             if not isinstance(record[name], Real):
                 raise ConfigError(
-                    f"a callback added {name!r} to the record of the epoch, a {type(record[name]).__name__}",
+                    f"a callback put {name!r} into the record of the epoch, a {type(record[name]).__name__}",
                     hint="add numbers only",
                     param="callbacks",
                 )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from sparktorch.config import TrainConfig
+from sparktorch.errors import ColumnError
 from sparktorch.train.callbacks import Callbacks, FitContext
 from sparktorch.train.checkpoint import CheckpointStore, Manifest
 from sparktorch.train.ema import MovingAverage
@@ -183,6 +184,8 @@ class _Training:
             engine.means.clear()
             self._callbacks.call("on_epoch_start")
         weights = sum_over_ranks(self._shard.step_weights(epoch), self._world)
+        if not weights.any():
+            raise ColumnError("all rows have the weight 0", hint="see weightCol and classWeights")
         waited, entered = tally.waited, time.perf_counter() - tally.validating
         with closing(self._shard.epoch(epoch, least=engine.least, first=tally.taken)) as batches:
             self._take_steps(epoch, batches, weights, started)

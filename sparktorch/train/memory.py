@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,9 +26,10 @@ def forget_peaks(device: str) -> None:
 def peaks(device: str) -> dict[str, int]:
     """Returns the most bytes that this process has held: `peak_memory` of the host's, `peak_device_memory` of tensors.
 
-    The latter is there with devices that count.
+    Where there is no /proc, the former is that since the process began. The latter is there with devices that count.
     """
-    found = {"peak_memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    unit = 1 if sys.platform == "darwin" else 1024
+    found = {"peak_memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):  # the one that can be reset

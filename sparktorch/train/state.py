@@ -57,12 +57,23 @@ def named_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
 def own_buffers(module: nn.Module, *, main: bool) -> dict[str, torch.Tensor]:
     """Returns the buffers that `named_tensors` of rank 0 does not speak for, by name; they share memory.
 
+    Those that no state dict holds and no file takes, sparse, quantised and complex128 ones, are left out: the module's
+    constructor has made them.
+
     Args:
         module: The user's module. Each rank's buffers are its own: running statistics are of its rows alone.
         main: Whether this is rank 0, of which only those are meant that no state dict holds.
     """
-    known = module.state_dict().keys() if main else ()
-    return {name.replace(_WRAPPER, ""): value for name, value in module.named_buffers() if name not in known}
+    persistent = module.state_dict().keys()
+    return {
+        name.replace(_WRAPPER, ""): value
+        for name, value in module.named_buffers()
+        if (not main if name in persistent else _fits_a_file(value))
+    }
+
+
+def _fits_a_file(value: torch.Tensor) -> bool:
+    return value.layout is torch.strided and not value.is_quantized and value.dtype is not torch.complex128
 
 
 def load_buffers(module: nn.Module, values: Mapping[str, torch.Tensor]) -> None:

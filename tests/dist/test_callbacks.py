@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -53,13 +54,14 @@ def test_every_hook_is_called_in_its_place_and_changes_nothing(tmp_path: Path, r
     torch.testing.assert_close(state, without, atol=0, rtol=0)
 
 
-def test_numbers_that_rank_0_adds_to_the_record_are_kept() -> None:
-    _, history = train(job_for(Adds(3)))
-    assert [record["added"] for record in history] == [3.0, 3.0]
+@pytest.mark.parametrize("name", ["added", "gradient_norm"])
+def test_numbers_that_rank_0_puts_into_the_record_are_kept(name: str) -> None:
+    _, history = train(job_for(Adds(np.float32(3), name)))
+    assert [record[name] for record in history] == [3.0, 3.0]
 
 
 def test_anything_else_that_is_added_is_refused() -> None:
-    with pytest.raises(ConfigError, match="a callback added 'added' to the record of the epoch, a Tensor") as caught:
+    with pytest.raises(ConfigError, match="a callback put 'added' into the record of the epoch, a Tensor") as caught:
         train(job_for(Adds(torch.ones(1))), ranks=1)
     assert caught.value.where["param"] == "callbacks"
 

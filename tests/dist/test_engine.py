@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from torch.optim import lr_scheduler
 from sparktorch.config import TrainConfig
 from sparktorch.data.columns import WEIGHT
 from sparktorch.data.plan import SamplingPlan
+from sparktorch.errors import ColumnError
 from sparktorch.train.recipe import Recipe
 from sparktorch.worker import TrainJob
 from tests.support.frames import Table
@@ -250,3 +252,9 @@ def test_the_history_tells_the_norm_of_the_gradient_before_clipping(clips: dict[
         seen = [norms[step] for step in steps if every or step % 32 == 0 or step == steps[-1]]
         assert record["gradient_norm"] == pytest.approx(sum(seen) / len(seen), rel=1e-4)
         assert record["gradient_norm_max"] == pytest.approx(max(seen), rel=1e-4)
+
+
+def test_rows_that_all_weigh_nothing_are_refused() -> None:
+    table = replace(TABLE, arrays={**TABLE.arrays, WEIGHT: np.zeros_like(TABLE.arrays[WEIGHT])})
+    with pytest.raises(ColumnError, match="all rows have the weight 0"):
+        train_on([part.batches() for part in table.parts(2)], job_for())

@@ -11,11 +11,12 @@ import pytest
 from sparktorch.config import TrainConfig
 from sparktorch.data.columns import KEY, LABEL, VALIDATION, WEIGHT
 from sparktorch.errors import ColumnError, ModuleError, RankError, RankLostError
+from sparktorch.spark.cause import Causes
 from sparktorch.train.recipe import Recipe
 from sparktorch.worker import TrainJob
 from tests.support.frames import Table
 from tests.support.nets import DiesAt, FailsAt, Mlp, mean_cross_entropy
-from tests.support.ranks import cause_of_death, control_server, run_ranks
+from tests.support.ranks import cause_of_death, control_server, run_ranks, watch
 
 ROWS = 400
 
@@ -128,3 +129,10 @@ def test_crowded_ranks_are_told_apart_from_chance() -> None:
     with control_server() as server:
         ended = run_ranks(server, crowded, replace(job_for(table), max_imbalance=None))
     assert all(rank.result and "imbalanced" not in rank.result.meta for rank in ended)
+
+
+def test_a_session_that_was_stopped_is_told_where_pyspark_fails_once_more() -> None:
+    again = AttributeError("'NoneType' object has no attribute 'setCallSite'")
+    again.__context__ = RuntimeError("Job 3 cancelled because SparkContext was shut down")
+    with control_server() as server:
+        assert "the Spark session was stopped during the fit" in str(Causes(watch(server, 2)).of(again))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,13 @@ def test_what_each_rank_has_for_itself_is_gone_on_with(module: type, config: dic
     killed(job_for(tmp_path, Counts(tmp_path, rank=1, step=STEPS + 5), module=module, **config), 2)
     found, _ = train_on(parts(2), job_for(tmp_path, module=module, **config))
     assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_power_sgd_goes_on_with_other_matrices(tmp_path: Path) -> None:
+    params = {"comm_hook": "powerSGD", "powersgd_start_step": 4}
+    killed(job_for(tmp_path, Counts(tmp_path, rank=1, step=STEPS + 5), module=Tower, strategy_params=params), 2)
+    _, metas = train_on(parts(2), job_for(tmp_path, module=Tower, strategy_params={**params, "powersgd_rank": 2}))
+    assert all(math.isfinite(record["loss"]) for record in metas[0]["history"])
 
 
 def test_power_sgd_begins_at_the_same_step_with_and_without_checkpoints(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from sparktorch.train.strategy.fsdp import ShardingOptions, units
 from sparktorch.train.weights import pack_state
 from sparktorch.worker import TrainJob
 from tests.support.frames import Table
-from tests.support.nets import Parted, Rotated, Tower
+from tests.support.nets import Parted, Rotated, Score, Tower
 from tests.support.ranks import train_on
 
 ROWS, BATCH, EPOCHS, SEED = 403, 64, 2, 5
@@ -141,6 +142,16 @@ def test_compressed_gradients_train_nearly_the_same(hook: str, expected: tuple[d
     assert 1e-6 < difference < 0.05
     history = metas[0]["history"]
     assert history[-1]["loss"] < history[0]["loss"]
+
+
+def test_power_sgd_sends_models_of_several_buckets_as_one_on_cpus() -> None:
+    params = {"comm_hook": "powerSGD", "powersgd_start_step": 2}
+    job = job_for(strategy_params=params)
+    wide = replace(job.recipe, module=Score, module_params={"hidden": 200_000})  # 5 MB
+    _, metas = train_on([part.batches() for part in TABLE.parts(2)], replace(job, recipe=wide))
+    assert math.isfinite(metas[0]["history"][-1]["loss"])
+    with pytest.raises(ConfigError, match="bucket_cap_mb does not go together with comm_hook='powerSGD' on CPUs"):
+        train_on([part.batches() for part in TABLE.parts(2)], job_for(strategy_params={**params, "bucket_cap_mb": 1}))
 
 
 def test_parameters_in_half_the_width_train_nearly_the_same(expected: tuple[dict[str, torch.Tensor], float]) -> None:

@@ -15,7 +15,7 @@ from sparktorch.train.validation import rows_at_a_time
 from sparktorch.worker import TrainJob
 from tests.support.callbacks import Stops
 from tests.support.frames import Table
-from tests.support.nets import Score, Sized
+from tests.support.nets import Mlp, Score, Sized
 from tests.support.ranks import train_on
 from tests.support.reference import Part, global_batches, validation_rows
 
@@ -142,10 +142,14 @@ def test_without_validation_rows_there_is_nothing_to_note() -> None:
         ({"batch_size": 256, "micro_batch_size": 20}, 2, 20),
         ({"batch_size": 20, "micro_batch_size": 64}, 2, 10),
         ({"batch_size": 100_000}, 1, 4096),
+        ({"batch_size": 32}, 8, 32),
+        ({"batch_size": 100}, 2, 64),
         ({"batch_size": 256, "validation_batch_size": 5000}, 2, 5000),
     ],
 )
-def test_validation_takes_as_many_rows_at_a_time_as_training(config: dict[str, Any], ranks: int, rows: int) -> None:
+def test_validation_takes_as_many_rows_as_training_and_not_just_a_few(
+    config: dict[str, Any], ranks: int, rows: int
+) -> None:
     assert rows_at_a_time(TrainConfig(**config), ranks) == rows
 
 
@@ -163,6 +167,28 @@ def step_of_negatives(module: Any, batch: Any) -> Any:
 def step_that_changes_scores(module: Any, batch: Any) -> Any:
     """Scores are called once, and then hold something else."""
     return torch.nn.functional.cross_entropy(module(batch.inputs[0]).neg_(), batch.label.long(), reduction="none")
+
+
+def step_that_changes_some_scores(module: Any, batch: Any) -> Any:
+    """Scores hold something else in some ranks only."""
+    scores = module(batch.inputs[0])
+    if batch.rows and batch.inputs[0][0, 0] > 0:
+        scores.mul_(1.0)
+    return torch.nn.functional.cross_entropy(scores, batch.label.long(), reduction="none")
+
+
+def step_that_infers(module: Any, batch: Any) -> Any:
+    """Scores are those of torch's inference mode first, which counts no changes."""
+    with torch.inference_mode():
+        weight = module(batch.inputs[0]).argmax(1).float() * 0 + 1
+    return weight.clone() * torch.nn.functional.cross_entropy(
+        module(batch.inputs[0]), batch.label.long(), reduction="none"
+    )
+
+
+def scripted() -> torch.nn.Module:
+    """A module that takes no hooks."""
+    return torch.jit.script(torch.nn.Linear(5, 3))
 
 
 CLASSES = Table.random(203, classes=3, validated=True)
@@ -208,6 +234,33 @@ def test_validation_with_a_training_step_calls_the_module_again_only_if_it_must(
     module.load_state_dict(state)
     held_out = validation_rows(CLASSES)
     accuracy = (module.eval()(held_out.x).argmax(1) == held_out.y).float().mean()
+    assert metas[0]["history"][-1]["val_accuracy"] == pytest.approx(float(accuracy), abs=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("module", "step", "strategy"),
+    [
+        (None, step_that_changes_some_scores, "ddp"),
+        (None, step_that_changes_some_scores, "zero3"),
+        (None, step_that_infers, "ddp"),
+        (scripted, step_of, "ddp"),
+    ],
+)
+def test_validation_calls_the_module_again_where_torch_cannot_tell_what_its_output_has_become(
+    module: Any, step: Any, strategy: str
+) -> None:
+    job = TrainJob(
+        columns=CLASSES.columns,
+        recipe=Recipe(module=module or Mlp, training_step=step, loss=None),
+        config=TrainConfig(task="classification", batch_size=64, strategy=strategy, validation_batch_size=5),
+        max_imbalance=None,
+    )
+    state, metas = train_on([part.batches() for part in CLASSES.parts(2)], job)
+    trained = module() if module else Mlp()
+    trained.load_state_dict(state)
+    held_out = validation_rows(CLASSES)
+    accuracy = (trained.eval()(held_out.x).argmax(1) == held_out.y).float().mean()
     assert metas[0]["history"][-1]["val_accuracy"] == pytest.approx(float(accuracy), abs=1e-6)
 
 

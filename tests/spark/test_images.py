@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -99,3 +100,18 @@ def test_a_broken_image_is_named_before_training(images: DataFrame) -> None:
 def test_a_shape_that_no_image_has_is_refused(images: DataFrame, shape: list[int]) -> None:
     with pytest.raises(ConfigError, match="channels, height, width"):
         fit(images, "file", inputShapes={"file": shape})
+
+
+def test_files_that_sparks_image_source_cannot_read_are_nulls(
+    spark: SparkSession, pixels: np.ndarray, tmp_path: Path
+) -> None:
+    for number, image in enumerate(pixels):
+        Image.fromarray(image).save(tmp_path / f"{number:02}.png")
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    data = spark.read.format("image").load(str(tmp_path)).withColumn("target", F.lit(0.5)).withColumn("id", F.lit(1))
+    with pytest.raises(ColumnError, match="column 'image' has 1 rows with null values"):
+        fit(data, "image")
+    fitted = fit(data, "image", nullPolicy="drop")
+    assert (fitted.summary.rows, fitted.summary.droppedRows) == (ROWS, 1)
+    scored = fitted.setHandleInvalid("skip").transform(data)
+    assert len(scored.select("prediction").collect()) == ROWS

@@ -149,3 +149,7 @@ def test_ids_that_packing_with_floats_would_merge_are_refused_by_name(spark: Spa
         framed(data.where("id > 16777216"), "id", "f", assemble=True)
     assert "cast(`id` as double)" in caught.value.hint
     assert framed(data.selectExpr("double(id) id", "f"), "id", "f", assemble=True).data.collect()
+    labelled = prepare(
+        data.where("id > 16777216"), "regression", inputs=["f"], label=["id", "f"], options=InputOptions()
+    )
+    assert labelled.data.collect()  # the targets of a training are rounded as one of them is

@@ -273,8 +273,9 @@ def test_evaluate_names_what_cannot_be_compared(rows: DataFrame, threefold: Logi
     assert "StringIndexer" in caught.value.hint
     with pytest.raises(ColumnError, match=r"holds 7, and the model knows the classes 0 \.\.\. 2"):
         model.evaluate(rows.withColumn("label", F.lit(7)))
-    with pytest.raises(ColumnError, match="1001 rows are null in column 'label'"):
-        model.evaluate(rows.withColumn("label", F.lit(None).cast("int")))
+    for label in (F.lit(None).cast("int"), F.lit(float("nan"))):
+        with pytest.raises(ColumnError, match="1001 rows are null or NaN in column 'label'"):
+            model.evaluate(rows.withColumn("label", label))
     with pytest.raises(ColumnError, match="has no rows"):
         model.evaluate(rows.limit(0))
     holes = rows.withColumn("features", F.when(F.col("target") < 0, F.col("features")))
@@ -286,6 +287,12 @@ def test_evaluate_names_what_cannot_be_compared(rows: DataFrame, threefold: Logi
     with pytest.raises(ColumnError, match="without a prediction"):
         model.evaluate(rows.withColumn("features", F.when(F.col("target") < 0, F.col("features")).otherwise(nan)))
     assert "numClasses=3, numFeatures=5" in repr(model)
+    with pytest.raises(ConfigError, match="'Prediction' and 'prediction', which to Spark is one name"):
+        model.copy().setProbabilityCol("Prediction").transform(rows)
+    weighed = model.copy().setWeightCol("weight")
+    for weight in (float("nan"), float("inf"), -1.0):
+        with pytest.raises(ColumnError, match="1001 rows are null, NaN, infinite or negative in column 'weight'"):
+            weighed.evaluate(rows.withColumn("weight", F.lit(weight)))
 
 
 def test_rows_with_nulls_and_nan_are_skipped_on_request(

@@ -153,12 +153,25 @@ def test_a_failed_fit_says_so_in_its_run(store: mlflow.MlflowClient, frame: Data
     assert store.get_run(active.info.run_id).info.status == "FINISHED"  # the caller's own run is the caller's
 
 
-def test_a_fit_that_is_refused_before_its_job_says_so_in_its_run(store: mlflow.MlflowClient, frame: DataFrame) -> None:
-    with mlflow.start_run() as active, pytest.raises(ColumnError):
-        classifier(featuresCol="fetures").fit(frame)
+def test_a_fit_that_is_refused_before_its_job_says_so_in_its_run_and_leaves_it_to_the_next(
+    store: mlflow.MlflowClient, frame: DataFrame
+) -> None:
+    with mlflow.start_run() as active:
+        with pytest.raises(ColumnError):
+            classifier(featuresCol="fetures").fit(frame)
+        refused = store.get_run(active.info.run_id)
+        classifier(epochs=1).fit(frame)
+    assert "fetures" in refused.data.tags["sparktorch.error"]
+    assert not refused.data.params
     run = store.get_run(active.info.run_id)
-    assert "fetures" in run.data.tags["sparktorch.error"]
-    assert run.data.params["epochs"] == "3"
+    assert "sparktorch.error" not in run.data.tags
+    assert (run.data.params["featuresCol"], run.data.params["epochs"]) == ("features", "1")
+    assert history(store, active, "loss")
+    assert not children(store, active)
+    with pytest.raises(ColumnError):
+        classifier(featuresCol="fetures", mlflowRunName="refused").fit(frame)
+    (own,) = [run for run in runs(store) if run.info.run_name == "refused"]
+    assert (own.info.status, own.data.params["featuresCol"]) == ("FAILED", "fetures")
 
 
 def test_a_param_that_the_run_has_with_another_value_keeps_it_and_the_others_are_logged(

@@ -62,13 +62,13 @@ class Diary(Callback):
 
 
 class Adds(Callback):
-    """Adds to the record of each epoch."""
+    """Adds to the record of each epoch, or changes what is in it."""
 
-    def __init__(self, value: Any) -> None:
-        self._value = value
+    def __init__(self, value: Any, name: str = "added") -> None:
+        self._value, self._name = value, name
 
     def on_epoch_end(self, context: FitContext, record: dict[str, Any]) -> None:
-        record["added"] = self._value
+        record[self._name] = self._value
 
 
 class Stops(Callback):

@@ -140,6 +140,7 @@ class Drifting(Score):
         super().__init__()
         self.register_buffer("mean", torch.zeros(5))
         self.register_buffer("calls", torch.zeros(()), persistent=False)
+        self.register_buffer("turns", torch.zeros(2, dtype=torch.complex128), persistent=False)  # no file takes these
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:

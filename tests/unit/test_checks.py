@@ -39,6 +39,8 @@ def test_a_dense_vector_has_no_size_and_an_image_no_origin() -> None:
     vectors = pa.struct({"size": pa.int32(), "indices": pa.list_(pa.int32()), "values": pa.list_(pa.float32())})
     dense = pa.array([{"size": None, "indices": None, "values": [1.0, 2.0]}, None], vectors)
     assert np.flatnonzero(null_mask(dense, spec(kind="vector", shape=(2,)))).tolist() == [1]
+    sent = pa.array([{"size": 2, "indices": [0], "values": [1.0]}, None], vectors)
+    assert np.flatnonzero(null_mask(sent, spec(shape=(2,)))).tolist() == [1]  # vectors may score where arrays trained
     image = pa.struct({"origin": pa.string(), "data": pa.binary()})
     images = pa.array([{"origin": None, "data": b"a"}, {"origin": "x", "data": None}], image)
     assert np.flatnonzero(null_mask(images, spec(kind="binary", layout="image"))).tolist() == [1]

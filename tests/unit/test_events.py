@@ -43,6 +43,9 @@ class Diary:
         if what == self.fails_at:
             raise ValueError("planted")
 
+    def prepared(self) -> None:
+        pass
+
     def progress(self, record: dict[str, Any]) -> None:
         self._hear(f"step {record['step']}")
 

@@ -149,6 +149,48 @@ def test_the_pyfunc_answers_null_where_the_model_keeps_invalid_rows(tmp_path: Pa
     assert found["probability"][1] is None
 
 
+def test_a_pyfunc_that_answers_null_takes_all_that_mlflow_makes_columns_of(tmp_path: Path) -> None:
+    from mlflow.pyfunc.scoring_server import infer_and_parse_data
+
+    model = model_of(Mlp, handleInvalid="keep")
+    flavor.save_model(model, str(tmp_path / "model"), pytorch=False)
+    pyfunc = mlflow.pyfunc.load_model(str(tmp_path / "model"))
+    rows = np.arange(15.0).reshape(3, 5)
+    expected = model.module(torch.from_numpy(rows).float()).argmax(1).double().tolist()
+    whole, schema = rows.astype(int).tolist(), pyfunc.metadata.get_input_schema()
+    for given in (
+        pd.DataFrame({"features": whole}),
+        {"features": rows},
+        infer_and_parse_data({"inputs": {"features": whole}}, schema),
+        infer_and_parse_data({"inputs": whole}, schema),
+        infer_and_parse_data({"dataframe_records": [{"features": row} for row in whole]}, schema),
+    ):
+        assert pyfunc.predict(given)["prediction"].tolist() == expected
+    within = infer_and_parse_data({"inputs": {"features": [whole[0], [None, *whole[1][1:]]]}}, schema)
+    assert pyfunc.predict(within)["prediction"].isna().tolist() == [False, True]
+
+
+def test_a_whole_number_may_be_null_to_the_pyfunc(tmp_path: Path) -> None:
+    module = nn.Embedding(10, 3)
+    spec = TensorSpec(name="x0", column="id", dtype="int64")
+    trained = TrainedModule(
+        source=nn.Embedding,
+        params={"num_embeddings": 10, "embedding_dim": 3},
+        weights=pack_state(module.state_dict()),
+        inputs=(spec,),
+        outputs=describe_outputs(module(torch.zeros(2, dtype=torch.int64))),
+        task="classification",
+    )
+    model = TorchClassificationModel()._with(trained, None)._set(featuresCol="id", handleInvalid="keep")
+    flavor.save_model(model, str(tmp_path / "model"), pytorch=False)
+    pyfunc = mlflow.pyfunc.load_model(str(tmp_path / "model"))
+    expected = float(module.weight[7].argmax())
+    for column in ([7, None], pd.array([7, None], dtype="Int64"), [7.0, math.nan]):
+        found = pyfunc.predict(pd.DataFrame({"id": column}))["prediction"]
+        assert found[0] == expected
+        assert pd.isna(found[1])
+
+
 def test_flat_rows_may_be_null_where_the_input_has_a_shape(tmp_path: Path) -> None:
     model = model_of(Square, handleInvalid="keep")
     spec = TensorSpec(name="x0", column="features", dtype="float32", shape=(2, 2), lists=(4,))

@@ -7,6 +7,7 @@ import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -161,13 +162,17 @@ def test_validation_rows_are_held_out_and_come_in_pieces(shard_of: Make) -> None
     assert [*shard_of(Table.random(9)).validation(16)] == []
 
 
-def test_a_null_flag_is_no_flag() -> None:
+def test_rows_that_do_not_say_whether_they_are_held_out_are_for_the_null_policy() -> None:
     table = Table.random(3, validated=True)
     batch = table.batches()[0]
     flags = batch.column(VALIDATION).take([None, 0, 1])
-    shard = Shard([replaced(batch, VALIDATION, flags)], table.columns)
-    assert shard.rows + shard.validation_rows == 3
-    assert shard.validation_rows == sum(bool(flag) for flag in flags.to_pylist())
+    batches = [replaced(batch, VALIDATION, flags)]
+    with pytest.raises(ColumnError, match=f"column '{table.columns.validation}' has 1 rows with null values") as caught:
+        Shard(batches, table.columns)
+    assert caught.value.where["row"] == 0
+    shard = Shard(batches, replace(table.columns, drop_nulls=True))
+    assert (shard.rows + shard.validation_rows, shard.dropped) == (2, 1)
+    assert shard.validation_rows == sum(filter(None, flags.to_pylist()))
 
 
 def test_the_fingerprint_is_that_of_the_training_rows_in_any_order_and_partitioning(shard_of: Make) -> None:

@@ -45,7 +45,7 @@ class ScoringParams(HasFeaturesCol, HasInputCols, HasPredictionCol):
         Params._dummy(),
         "handleInvalid",
         "what transform does with a row whose inputs are null or hold a null: 'error', 'keep' it with null results, or "
-        "'skip' it, as one that holds NaN",
+        "'skip' it, as one that holds NaN or infinity",
         typeConverter=TypeConverters.toString,
     )
     predictBatchSize: Param[int] = Param(

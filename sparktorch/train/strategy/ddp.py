@@ -90,7 +90,7 @@ class DDP(Strategy[DDPOptions]):
         wrapped = DistributedDataParallel(
             module,
             device_ids=None if index is None else [index],
-            bucket_cap_mb=options.bucket_cap_mb,
+            bucket_cap_mb=self._bucket_cap(module),
             gradient_as_bucket_view=options.gradient_as_bucket_view,
             static_graph=options.static_graph,
             **_without_buffers(options),  # type: ignore[arg-type]
@@ -110,6 +110,23 @@ class DDP(Strategy[DDPOptions]):
             wrapped.register_comm_hook(_DTYPES[options.comm_hook], _narrow_all_reduce)
         return wrapped
 
+    def _bucket_cap(self, module: nn.Module) -> float | None:
+        """Returns the size of buckets.
+
+        PowerSGD's hook sends three times for each, the later ones from Gloo's threads as the earlier ones are through:
+        with several buckets their order differs between ranks, which then wait for each other for ever.
+        """
+        options = self._options
+        if options.comm_hook != "powerSGD" or self._world.backend != "gloo":
+            return options.bucket_cap_mb
+        if options.bucket_cap_mb is not None:
+            raise ConfigError(
+                "strategyParams.bucket_cap_mb does not go together with comm_hook='powerSGD' on CPUs",
+                hint="leave it out: all gradients go in one bucket then",
+                param="strategyParams",
+            )
+        return 1 + sum(parameter.nbytes for parameter in module.parameters()) / (1 << 20)
+
     def own_state(self) -> dict[str, torch.Tensor]:
         """Returns how far PowerSGD is, and for each bucket what it has not sent yet and its matrices."""
         if self._compression is None:
@@ -121,11 +138,11 @@ class DDP(Strategy[DDPOptions]):
         }
         for name in _MEMORIES:
             for bucket, value in getattr(self._compression, name).items():
-                found[f"{name}.{self._world.world_size}.{bucket}"] = value
+                found[f"{self._memory(name)}{bucket}"] = value
         return found
 
     def load_own_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Goes on from it; with another number of ranks, with nothing left to be sent."""
+        """Goes on from it, without what is left to be sent if the number of ranks or the options have changed."""
         compression = self._compression
         if compression is None or "steps" not in state:
             return
@@ -133,9 +150,14 @@ class DDP(Strategy[DDPOptions]):
         *keys, place = state["generator"].tolist()
         compression.rng.set_state(("MT19937", keys, place))
         for name in _MEMORIES:
-            prefix = f"{name}.{self._world.world_size}."
+            prefix = self._memory(name)
             values = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
             setattr(compression, name, {int(key): value.to(self._world.device) for key, value in values.items()})
+
+    def _memory(self, name: str) -> str:
+        """Returns what the names of a memory's tensors begin with: all that their shapes depend on."""
+        options = self._options
+        return f"{name}.{self._world.world_size}.{options.powersgd_rank}.{options.bucket_cap_mb}."
 
     def plain(self, module: nn.Module) -> nn.Module:
         """Returns the wrapped module."""
