@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import re
 import sys
@@ -19,13 +20,14 @@ BLOCK = re.compile(r"(<!-- results: (\w+)( ratios)? -->\n).*?(<!-- end -->)", re
 
 
 def tables(result: dict[str, Any], *, medians: bool = True) -> str:
-    """Returns what was measured, the ratios with their goals, and of which commit, as Markdown.
+    """Returns what was measured, the ratios with the goals of today, and of which commit, as Markdown.
 
     Args:
         result: What `benchmarks.common.report` has written.
         medians: Whether to show what the ratios are made of.
     """
     lines = []
+    goals = getattr(importlib.import_module(f"benchmarks.{result['benchmark']}"), "GOALS", result["goals"])
     if medians:
         lines += ["| | median | least | most |", "|---|---|---|---|"]
         spreads = result["spreads"]
@@ -36,10 +38,11 @@ def tables(result: dict[str, Any], *, medians: bool = True) -> str:
         lines.append("")
     lines += ["| ratio | found | goal | |", "|---|---|---|---|"]
     for name, value in result["ratios"].items():
-        goal = result["goals"].get(name)
-        lines.append(f"| {name} | {number(value)} | {goal or ''} | {'' if goal is None else verdict(value, goal)} |")
+        goal = str(goals.get(name, ""))
+        lines.append(f"| {name} | {number(value)} | {goal} | {verdict(value, goal) if goal else ''} |")
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    lines += ["", f"Commit {result['commit']}, {result['date']}, {result['cores']} cores, {versions}.", ""]
+    machine = f"{result['cores']} cores, load {result['load']:.1f}"
+    lines += ["", f"Commit {result['commit']}, {result['date']}, {machine}, {versions}.", ""]
     return "\n".join(lines)
 
 
