@@ -112,7 +112,7 @@ def test_rows_with_nulls_in_structs_are_dropped_or_counted() -> None:
 def test_of_packed_columns_the_one_that_is_unfit_is_named(bad: float | None, said: str) -> None:
     pair = spec(sources=("a", "b"), shape=(2,))
     screen = Screen(Columns(inputs=(pair,)))
-    batch = pa.record_batch({"x0": pa.array([[1.0, 2.0], [3.0, bad], [5.0, 6.0]], pa.list_(pa.float32()))})
+    batch = pa.record_batch([pa.array([[1.0, 2.0], [3.0, bad], [5.0, 6.0]], pa.list_(pa.float32()))], ["x0"])
     screen.rows_of(batch, first_row=10)
     with pytest.raises(ColumnError, match=said) as caught:
         screen.close()
