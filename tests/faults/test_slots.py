@@ -74,7 +74,7 @@ def test_the_wait_for_slots_ends_when_one_has_said(spark: SparkSession, frame: D
 
 def test_fits_side_by_side_wait_for_each_others_slots(frame: DataFrame, tmp_path: Path) -> None:
     # Each takes longer than the other may wait for slots. Once they are free, Spark looks once a second whether all of
-    # a barrier stage's tasks have a place, and waits 3 s (spark.locality.wait) for places where cached rows are.
+    # a barrier stage's tasks have a place, which on a busy machine has taken more than 3 s.
     slow = Fault("slow", tmp_path, seconds=1.0)
     with ThreadPoolExecutor(2) as pool:
         fits = [pool.submit(regressor(startTimeout=9, callbacks=[slow]).fit, frame) for _ in range(2)]

@@ -92,8 +92,9 @@ def test_rows_with_nulls_are_kept_with_null_results_on_request(
     kept = model.copy().setHandleInvalid("keep").transform(holes).orderBy("target").collect()
     usual = {row["target"]: row for row in model.transform(frame).collect()}
     vectors = holes.where("forall(features, x -> x is not null)").withColumn("features", array_to_vector("features"))
-    scored = model.copy().setHandleInvalid("keep").transform(vectors.where("target > 3"))
-    assert {row["prediction"] for row in scored.collect()} <= {usual[target]["prediction"] for target in usual}
+    scored = model.copy().setHandleInvalid("keep").transform(vectors).collect()
+    assert len(scored) > 200
+    assert all(row["prediction"] == usual[row["target"]]["prediction"] for row in scored)
     results = ["rawPrediction", "probability", "prediction"]
     nulls = 0
     for row in kept:

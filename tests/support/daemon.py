@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pyspark.daemon import manager
 
-import tests.support.warm  # noqa: F401
+import tests.support.warm  # noqa: F401 - what is forked has it then
 
 if __name__ == "__main__":
     manager()

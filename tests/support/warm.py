@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import gc
 
-import fsspec.core  # noqa: F401
+import fsspec.core  # noqa: F401 - what is forked has it then
 import pandas  # noqa: F401 - Arrow loads it when the first array is converted
-import pyarrow.compute  # noqa: F401
-import safetensors.torch  # noqa: F401
+import pyarrow.compute  # noqa: F401 - what is forked has it then
+import safetensors.torch  # noqa: F401 - what is forked has it then
 import torch
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
@@ -15,7 +15,7 @@ import torch.distributed.optim
 from torch import nn
 
 import sparktorch.spark.predict
-import sparktorch.spark.rank  # noqa: F401
+import sparktorch.spark.rank  # noqa: F401 - what is forked has it then
 
 # The first optimizer of a process imports a thousand modules.
 torch.optim.AdamW([nn.Parameter(torch.zeros(1))], fused=True)

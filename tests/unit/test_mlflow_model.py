@@ -170,17 +170,22 @@ def test_a_pyfunc_that_answers_null_takes_all_that_mlflow_makes_columns_of(tmp_p
     assert pyfunc.predict(within)["prediction"].isna().tolist() == [False, True]
 
 
-def test_a_whole_number_may_be_null_to_the_pyfunc(tmp_path: Path) -> None:
+def embedding() -> tuple[nn.Embedding, TrainedModule]:
+    """A classifier of whole numbers below 10, as a module and as it comes out of training."""
     module = nn.Embedding(10, 3)
-    spec = TensorSpec(name="x0", column="id", dtype="int64")
     trained = TrainedModule(
         source=nn.Embedding,
         params={"num_embeddings": 10, "embedding_dim": 3},
         weights=pack_state(module.state_dict()),
-        inputs=(spec,),
+        inputs=(TensorSpec(name="x0", column="id", dtype="int64"),),
         outputs=describe_outputs(module(torch.zeros(2, dtype=torch.int64))),
         task="classification",
     )
+    return module, trained
+
+
+def test_a_whole_number_may_be_null_to_the_pyfunc(tmp_path: Path) -> None:
+    module, trained = embedding()
     model = TorchClassificationModel()._with(trained, None)._set(featuresCol="id", handleInvalid="keep")
     flavor.save_model(model, str(tmp_path / "model"), pytorch=False)
     pyfunc = mlflow.pyfunc.load_model(str(tmp_path / "model"))
@@ -202,15 +207,7 @@ def test_flat_rows_may_be_null_where_the_input_has_a_shape(tmp_path: Path) -> No
 
 
 def test_what_an_integer_dtype_cannot_hold_is_null_to_the_pyfunc_and_to_a_single_row_too() -> None:
-    module = nn.Embedding(10, 3)
-    trained = TrainedModule(
-        source=nn.Embedding,
-        params={"num_embeddings": 10, "embedding_dim": 3},
-        weights=pack_state(module.state_dict()),
-        inputs=(TensorSpec(name="x0", column="id", dtype="int64"),),
-        outputs=describe_outputs(module(torch.zeros(2, dtype=torch.int64))),
-        task="classification",
-    )
+    module, trained = embedding()
     model = TorchClassificationModel()._with(trained, None)._set(featuresCol="id")
     expected = module.weight.argmax(1).double().tolist()
     pyfunc = PyFuncModel(trained, {"inputs": ["id"], "outputs": {"prediction": "p"}}, "cpu")
