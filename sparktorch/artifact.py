@@ -38,6 +38,7 @@ from sparktorch.errors import ColumnError, PersistenceError
 from sparktorch.program import ExportError, Program, check_archive, export_program
 from sparktorch.train.dryrun import ArgumentSpec, OutputSpec
 from sparktorch.train.recipe import ModuleSource, Recipe, import_path, load_object
+from sparktorch.train.reproducible import tf32_allowed
 from sparktorch.train.task import align, autocast
 from sparktorch.train.weights import unpack_state
 
@@ -370,7 +371,9 @@ class Scorer:
         for column, spec in zip(inputs, self._trained.inputs, strict=True):
             field = field_of(spec, InMemory())
             field.append(column)
-            field.finish("cpu" if self._preprocess else str(self._device))
+            field.finish()
+            if self._preprocess is None:
+                field.to(self._device)
             fields.append(field)
         pieces = max(1, math.ceil(rows / self._batch_size))
         size = max(1, math.ceil(rows / pieces))  # of equal size, so that none is a tiny rest
@@ -391,7 +394,7 @@ class Scorer:
 
     @torch.inference_mode()
     def _forward(self, inputs: tuple[torch.Tensor, ...]) -> dict[str, Array]:
-        with self._autocast:
+        with self._autocast, tf32_allowed(False, self._device):
             output = self._module(*inputs)
         if self._trained.task == "classification":
             return _classify(output.cpu().double(), self._thresholds)

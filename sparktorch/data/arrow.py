@@ -67,8 +67,8 @@ class ArrowColumn(Field):
             self._node = _node(pa.string(), self._spec, self._spooler)
         self._node.append(pa.array([_empty(self._node.type)], self._node.type))
 
-    def finish(self, device: str) -> None:
-        """Ends appending; the rows stay on the CPU."""
+    def finish(self) -> None:
+        """Ends appending."""
         self._rows = self._held.finish()
 
     def read(self, runs: Runs) -> Self:
@@ -77,12 +77,12 @@ class ArrowColumn(Field):
         found._rows = self._held.read(runs)
         return found
 
-    def take(self, index: torch.Tensor) -> tuple[Any, ...]:
+    def take(self, index: torch.Tensor, here: torch.Tensor | None = None) -> tuple[Any, ...]:
         """Returns one array, of NumPy or Arrow as their type says; a date or timestamp that is null is `NaT`.
 
         Text, bytes and elements of lists beyond 2 GiB are of Arrow's large types, whatever the column is.
         """
-        column = self._rows.take(pa.array(index.cpu().numpy()))
+        column = self._rows.take(pa.array(index.numpy()))
         if pa.types.is_primitive(column.type):
             return (column.to_numpy(zero_copy_only=False),)
         with suppress(pa.ArrowInvalid):  # there are too many for offsets of 32 bits

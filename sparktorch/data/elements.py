@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from sparktorch.data.spool import Runs, Spooler
+from sparktorch.devices import upload
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -57,9 +58,10 @@ class Elements:
     """The elements of all rows of a column.
 
     Attributes:
-        values: All of them, of shape `(elements, *shape)`, once finished or read.
-        starts: The first element of each row, int64 of shape `(rows,)`.
-        lengths: Number of elements of each row, int64 of shape `(rows,)`.
+        values: All of them, of shape `(elements, *shape)`, once finished or read; on the device of the rows.
+        starts: The first element of each row, int64 of shape `(rows,)`, on the CPU.
+        lengths: Number of elements of each row, int64 of shape `(rows,)`, on the CPU: how large tensors become is
+            decided there, without waiting for a device.
     """
 
     values: torch.Tensor
@@ -92,36 +94,46 @@ class Elements:
         self._values.append(values)
         self._borders.append(lengths)
 
-    def finish(self, device: str) -> None:
-        """Ends appending and moves the rows to `device`."""
-        self.values = torch.from_numpy(self._values.finish()).to(device)
-        self._place(self._borders.finish(), device)
+    def finish(self) -> None:
+        """Ends appending."""
+        self.values = torch.from_numpy(self._values.finish())
+        self._place(self._borders.finish())
+
+    def to(self, device: torch.device) -> None:
+        """Moves the elements, once finished."""
+        self.values = self.values.to(device)
 
     def read(self, runs: Runs) -> Self:
         """Returns those rows, copied into memory; in place of `finish`, any number of times."""
         found = copy.copy(self)
         borders, held = self._borders.read(runs)
         found.values = torch.from_numpy(self._values.read(held))
-        found._place(borders, "cpu")
+        found._place(borders)
         return found
 
-    def _place(self, borders: Int64, device: str) -> None:
-        self.starts = torch.from_numpy(borders[:-1]).to(device)
-        self.lengths = torch.from_numpy(np.diff(borders)).to(device)
+    def _place(self, borders: Int64) -> None:
+        self.starts = torch.from_numpy(borders[:-1])
+        self.lengths = torch.from_numpy(np.diff(borders))
 
-    def take(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def take(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns the elements of the rows with those numbers.
+
+        Args:
+            index: Row numbers of shape `(rows,)`, on the CPU.
 
         Returns:
             The elements, of shape `(elements, *shape)`; int64 of shape `(elements,)`, the place in `index` of
-            the row that each belongs to, and its own place in the row.
+            the row that each belongs to, and its own place in the row; int64 of shape `(rows,)`, how many each
+            row has. All of them on the device of the rows.
         """
-        where, row, place = self.locate(index)
-        return self.values[where], row, place
+        where, row, place, lengths = self.locate(index)
+        return self.values[where], row, place, lengths
 
-    def locate(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def locate(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns what `take` does, but for the elements their numbers, int64 of shape `(elements,)`."""
-        lengths = self.lengths[index]
-        row = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
-        place = torch.arange(len(row), device=lengths.device) - (lengths.cumsum(0) - lengths)[row]
-        return self.starts[index][row] + place, row, place
+        device, held = self.values.device, torch.stack([self.starts[index], self.lengths[index]])
+        count = int(held[1].sum())
+        starts, lengths = upload(held, device)
+        row = torch.repeat_interleave(torch.arange(len(index), device=device), lengths, output_size=count)
+        place = torch.arange(count, device=device) - (lengths.cumsum(0) - lengths)[row]
+        return starts[row] + place, row, place, lengths

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -11,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sparktorch.data.move import batch_bytes, move_to
+from sparktorch.data.move import batch_bytes, moved
 from sparktorch.data.plan import Numbers, RankOrder, SamplingPlan, by_step, mix_words
 from sparktorch.data.prefetch import ByEpoch, ahead
 from sparktorch.data.preprocess import Moment
@@ -71,6 +70,10 @@ class Feed(Protocol):
         """Tells it what is trained when."""
         ...
 
+    def to(self, device: torch.device, *, stay: bool) -> None:
+        """Has batches come on a device; where the rows are to `stay` in memory, one by one."""
+        ...
+
     def weight_by_class(self, classes: int) -> npt.NDArray[np.float64]:
         """Returns the sum of the weights of the training rows by class."""
         ...
@@ -114,31 +117,30 @@ class _Order:
 
 
 class Resident:
-    """Rows in memory: each batch is taken from them when it is asked for."""
+    """Rows in memory, the host's or the device's: each batch is taken from them when it is asked for."""
 
     def __init__(
-        self,
-        rows: Rows,
-        order: RowNumbers,
-        validation_order: RowNumbers,
-        device: str,
-        *,
-        decoding: bool,
-        budget: int,
+        self, rows: Rows, order: RowNumbers, validation_order: RowNumbers, *, decoding: bool, budget: int
     ) -> None:
         """Takes all rows.
 
         Args:
-            rows: Of the rank, on `device`.
+            rows: Of the rank, on the CPU.
             order: The training rows in the order of their positions.
             validation_order: The validation rows in their order.
-            device: Where the batches are to be.
             decoding: Whether to take rows is more than to copy them, and is done in a thread.
-            budget: Bytes, half of which what is decoded ahead may take, but one batch at least.
+            budget: Bytes, half of which what is taken ahead may take, but one batch at least.
         """
-        self._rows, self._decoding, self._device, self._budget = rows, decoding, device, budget
+        self._rows, self._decoding, self._budget = rows, decoding, budget
         self._order, self._validation_index = order, _index(validation_order)
         self._orders = ByEpoch(self._make_order)
+        self._device = rows.device
+
+    def to(self, device: torch.device, *, stay: bool) -> None:
+        """Has batches come on a device; where the rows are to `stay` in memory, one by one."""
+        self._device = device
+        if not stay:
+            self._rows.to(device)
 
     def place(self, schedule: Schedule) -> None:
         """Tells it what is trained when."""
@@ -174,22 +176,26 @@ class Resident:
         self._orders.forget(epoch)
         if self._schedule.worth_ahead(epoch + 1):
             self._orders.begin(epoch + 1)
-        index, ends = order.index.to(self._device), [0, *order.ends.tolist()]
+        index, ends = order.index, [0, *order.ends.tolist()]
         moments = self._schedule.moments(epoch, first, len(ends) - 1)
         batches = (
             self._rows.take(index[start:end], least=least, moment=moment)
             for start, end, moment in zip(ends[first:], ends[first + 1 :], moments, strict=False)
         )
-        if not self._decoding:
-            return batches
-        return ahead(batches, _AHEAD_BATCHES, size=batch_bytes, most=self._budget // 2)
+        return self._coming(batches, _AHEAD_BATCHES)
 
     def validation(self, size: int, *, batches: int) -> Generator[Batch]:
         """Yields the validation rows."""
-        index = self._validation_index.to(self._device)
+        index = self._validation_index
         starts = range(0, max(len(index), batches * size), size)
         taken = (self._rows.take(index[s : s + size], least=1 if batches else 0) for s in starts)
-        return ahead(taken, 1) if self._decoding else taken
+        return self._coming(taken, 1)
+
+    def _coming(self, batches: Generator[Batch], depth: int) -> Generator[Batch]:
+        """Returns batches as they come on the device: by a thread, where that is more than to take them."""
+        if self._decoding:
+            batches = ahead(batches, depth, size=batch_bytes, most=self._budget // 2)
+        return batches if self._rows.device == self._device else moved(batches, self._device)
 
     def close(self) -> None:
         """Ends its threads."""
@@ -217,26 +223,27 @@ class Stored(Protocol):
 class OutOfCore:
     """Rows on disk: those of some steps in a row are read at once, in a thread, before they are asked for."""
 
-    def __init__(
-        self, stored: Stored, order: RowNumbers, validation_order: RowNumbers, device: str, *, budget: int
-    ) -> None:
+    def __init__(self, stored: Stored, order: RowNumbers, validation_order: RowNumbers, *, budget: int) -> None:
         """Takes what is on disk.
 
         Args:
             stored: The rows.
             order: The training rows in the order of their positions.
             validation_order: The validation rows in their order.
-            device: Where the batches are to be.
             budget: Bytes that rows may take in memory. One window of them waits and another one is
                 read: each may have half of it, but has one step at least. What is decoded ahead
                 may have as much as a window.
         """
         self._stored, self._order, self._validation_order = stored, order, validation_order
-        self._move = move_to(device)
+        self._device = torch.device("cpu")
         self._budget = budget
         self._class_weights: Sequence[float] | None = None
         self._orders = ByEpoch(self._make_order)
         self._weights = ByEpoch(self._make_weights)
+
+    def to(self, device: torch.device, *, stay: bool) -> None:
+        """Has batches come on a device; the rows always stay on disk."""
+        self._device = device
 
     def place(self, schedule: Schedule) -> None:
         """Tells it what is trained when."""
@@ -284,15 +291,12 @@ class OutOfCore:
         self._orders.close()
 
     def _ahead(self, batches: Generator[Batch], depth: int) -> Generator[Batch]:
-        """Yields batches on the device, read and copied there in a thread."""
-        begun = (self._move.begin(batch) for batch in batches)
+        """Returns batches on the device, read in a thread."""
         if self._stored.decodes:  # to more bytes than the window that they are taken from
-            coming = ahead(begun, min(depth, _AHEAD_BATCHES), size=_begun_bytes, most=self._budget // 2)
+            coming = ahead(batches, min(depth, _AHEAD_BATCHES), size=batch_bytes, most=self._budget // 2)
         else:
-            coming = ahead(begun, depth)
-        with closing(coming):
-            for batch in coming:
-                yield self._move.finish(batch)
+            coming = ahead(batches, depth)
+        return moved(coming, self._device)
 
     def _batches(self, order: RankOrder, least: int, first: int) -> Generator[Batch]:
         """Reads window by window; of a block that is too large, a part of its steps at a time."""
@@ -343,10 +347,6 @@ class OutOfCore:
                 rows.weigh_classes(self._class_weights)
             sums += np.bincount(step, rows.loss_weights(), steps)
         return sums
-
-
-def _begun_bytes(begun: tuple[Batch, object]) -> int:
-    return batch_bytes(begun[0])
 
 
 def _at(order: RowNumbers, places: Numbers) -> Numbers:

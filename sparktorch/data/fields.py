@@ -18,6 +18,7 @@ from sparktorch.data.digest import RowDigests
 from sparktorch.data.elements import Elements
 from sparktorch.data.spool import Runs, Spooler
 from sparktorch.data.tensors import ragged, to_numpy, vector_rows
+from sparktorch.devices import jagged, upload
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -35,7 +36,7 @@ class Field(ABC):
     """
 
     decodes: bool = False
-    _device: str = "cpu"
+    _device = torch.device("cpu")
 
     @property
     @abstractmethod
@@ -60,20 +61,36 @@ class Field(ABC):
         """Appends a row of zeros, for a rank without rows to join the others with."""
 
     @abstractmethod
-    def finish(self, device: str) -> None:
-        """Ends appending; the rows move to `device` where they are kept as tensors."""
+    def finish(self) -> None:
+        """Ends appending."""
+
+    def to(self, device: torch.device) -> None:
+        """Moves finished rows that are kept as tensors to a device, where what is taken is then, too."""
+        self._device = device
 
     @abstractmethod
     def read(self, runs: Runs) -> Self:
         """Returns a finished field of those rows, copied into memory; in place of `finish`, any number of times."""
 
+    def lengths(self, index: torch.Tensor) -> torch.Tensor | None:
+        """Returns how many elements each of some rows has, int64 of shape `(rows,)` on the CPU.
+
+        `None` stands for tensors that can be sliced without knowing it.
+        """
+        return None
+
     @abstractmethod
-    def take(self, index: torch.Tensor) -> tuple[Any, ...]:
-        """Returns what the rows with those numbers, int64 of shape `(rows,)`, are to `forward`, or to a callable."""
+    def take(self, index: torch.Tensor, here: torch.Tensor | None = None) -> tuple[Any, ...]:
+        """Returns what some rows are to `forward`, or to a callable; the host does not wait for a device.
+
+        Args:
+            index: Their numbers, int64 of shape `(rows,)`, on the CPU.
+            here: The same on the device of the rows, where there is a copy already.
+        """
 
     def part(self, start: int, stop: int) -> tuple[Any, ...]:
         """Returns the same of the rows from `start` to `stop`."""
-        return self.take(torch.arange(start, stop, device=self._device))
+        return self.take(torch.arange(start, stop), torch.arange(start, stop, device=self._device))
 
 
 class Dense(Field):
@@ -121,10 +138,14 @@ class Dense(Field):
         """Appends a row of zeros."""
         self._spool.append(np.zeros((1, *self._spec.shape), self._dtype))
 
-    def finish(self, device: str) -> None:
-        """Ends appending and moves the rows to `device`."""
-        self._device = device
-        self.values = torch.from_numpy(self._spool.finish()).to(device)
+    def finish(self) -> None:
+        """Ends appending."""
+        self.values = torch.from_numpy(self._spool.finish())
+
+    def to(self, device: torch.device) -> None:
+        """Moves the rows."""
+        super().to(device)
+        self.values = self.values.to(device)
 
     def read(self, runs: Runs) -> Self:
         """Returns a finished field of those rows, copied into memory."""
@@ -132,9 +153,9 @@ class Dense(Field):
         found.values = torch.from_numpy(self._spool.read(runs))
         return found
 
-    def take(self, index: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def take(self, index: torch.Tensor, here: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         """Returns one tensor of shape `(rows, *spec.shape)`."""
-        return (self.values.index_select(0, index),)
+        return (self.values.index_select(0, upload(index, self._device) if here is None else here),)
 
     def part(self, start: int, stop: int) -> tuple[torch.Tensor, ...]:
         """Returns the rows from `start` to `stop`, in place."""
@@ -177,11 +198,16 @@ class Vectors(Field):
         """Appends a row of zeros."""
         self._append_dense(np.zeros((1, self._spec.width), self._spec.dtype))
 
-    def finish(self, device: str) -> None:
-        """Ends appending and moves the rows to `device`."""
-        self._device = device
-        self._values.finish(device)
-        self._indices.finish(device)
+    def finish(self) -> None:
+        """Ends appending."""
+        self._values.finish()
+        self._indices.finish()
+
+    def to(self, device: torch.device) -> None:
+        """Moves the rows."""
+        super().to(device)
+        self._values.to(device)
+        self._indices.to(device)
 
     def read(self, runs: Runs) -> Self:
         """Returns a finished field of those rows, copied into memory."""
@@ -189,21 +215,25 @@ class Vectors(Field):
         found._values, found._indices = self._values.read(runs), self._indices.read(runs)
         return found
 
-    def take(self, index: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def lengths(self, index: torch.Tensor) -> torch.Tensor | None:
+        """Returns how many values of each row a sparse tensor of those rows holds."""
+        return self._values.lengths[index] if self._spec.layout == "sparse_csr" else None
+
+    def take(self, index: torch.Tensor, here: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         """Returns one tensor of shape `(rows, *spec.shape)`, or `(rows, width)` if `torch.sparse_csr`."""
         width, shape = self._spec.width, (len(index), *self._spec.shape)
         if not len(self._indices.values) and self._spec.layout == "dense" and self._whole:
-            return (self._values.values.view(-1, width).index_select(0, index).view(shape),)
-        where, row, place = self._values.locate(index)
+            here = upload(index, self._device) if here is None else here
+            return (self._values.values.view(-1, width).index_select(0, here).view(shape),)
+        where, row, place, lengths = self._values.locate(index)
         values = self._values.values[where]
         if len(self._indices.values) == len(self._values.values):  # all rows are sparse
             place = self._indices.values[where].long()
         elif len(self._indices.values):  # places in sparse rows are stored, those in dense rows are their own
-            places, row_of_place, at = self._indices.take(index)
-            starts = self._values.lengths[index].cumsum(0) - self._values.lengths[index]
-            place[starts[row_of_place] + at] = places.long()
+            places, row_of_place, at, _ = self._indices.take(index)
+            place[(lengths.cumsum(0) - lengths)[row_of_place] + at] = places.long()
         if self._spec.layout == "sparse_csr":
-            ends = _ends(self._values.lengths[index])
+            ends = _ends(lengths)
             return (torch.sparse_csr_tensor(ends, place, values, (len(index), width), check_invariants=False),)
         dense = values.new_zeros(len(index), width)
         dense[row, place] = values
@@ -246,10 +276,14 @@ class Ragged(Field):
         """Appends a row of one zero."""
         self._elements.append(np.zeros((1, *self._spec.shape), self._spec.dtype), np.ones(1, np.int64))
 
-    def finish(self, device: str) -> None:
-        """Ends appending and moves the rows to `device`."""
-        self._device = device
-        self._elements.finish(device)
+    def finish(self) -> None:
+        """Ends appending."""
+        self._elements.finish()
+
+    def to(self, device: torch.device) -> None:
+        """Moves the rows."""
+        super().to(device)
+        self._elements.to(device)
 
     def read(self, runs: Runs) -> Self:
         """Returns a finished field of those rows, copied into memory."""
@@ -257,7 +291,7 @@ class Ragged(Field):
         found._elements = self._elements.read(runs)
         return found
 
-    def take(self, index: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def take(self, index: torch.Tensor, here: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         """Returns the rows, with a mask where they are padded.
 
         Returns:
@@ -265,20 +299,18 @@ class Ragged(Field):
             `(rows, longest)`, true where there is one. Jagged: a nested tensor of shape
             `(rows, j, *spec.shape)`.
         """
-        lengths = self.lengths(index)
-        elements, row, place = self._elements.take(index)
+        on_host = self.lengths(index)
+        elements, row, place, lengths = self._elements.take(index)
         if self._spec.layout == "jagged":
-            return (
-                torch.nested.nested_tensor_from_jagged(elements, torch.nn.functional.pad(lengths.cumsum(0), (1, 0))),
-            )
-        longest = max(1, int(lengths.max())) if len(lengths) else 1
+            return (jagged(elements, _ends(lengths), on_host),)
+        longest = max(1, int(on_host.max())) if len(index) else 1
         mask = torch.arange(longest, device=lengths.device) < lengths[:, None]
         padded = elements.new_full((len(index), longest, *self._spec.shape), self._spec.pad)
         padded[row, place] = elements
         return padded, mask
 
     def lengths(self, index: torch.Tensor) -> torch.Tensor:
-        """Returns the number of elements of the rows with those numbers, int64 of shape `(rows,)`."""
+        """Returns the number of elements of the rows with those numbers, int64 of shape `(rows,)`, on the CPU."""
         return self._elements.lengths[index]
 
 

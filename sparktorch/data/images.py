@@ -21,6 +21,7 @@ from sparktorch.data.fields import Field
 from sparktorch.data.pillow import pillow
 from sparktorch.data.spool import Runs, Spooler
 from sparktorch.data.tensors import byte_rows
+from sparktorch.devices import upload
 from sparktorch.errors import ColumnError
 
 if TYPE_CHECKING:
@@ -82,10 +83,9 @@ class Images(Field):
         self._bytes.append(np.zeros(int(np.prod(self._shape)), np.uint8), np.array([np.prod(self._shape)]))
         self._sizes.append(np.array([self._shape], np.int32))
 
-    def finish(self, device: str) -> None:
-        """Ends appending; images are decoded on the CPU, and move to `device` when they are taken."""
-        self._device = device
-        self._bytes.finish("cpu")
+    def finish(self) -> None:
+        """Ends appending."""
+        self._bytes.finish()
         self._dims = self._sizes.finish()
 
     def read(self, runs: Runs) -> Self:
@@ -94,8 +94,11 @@ class Images(Field):
         found._bytes, found._dims = self._bytes.read(runs), self._sizes.read(runs)
         return found
 
-    def take(self, index: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Returns one tensor of shape `(rows, *spec.shape)`: uint8, or float32 between 0 and 1."""
+    def take(self, index: torch.Tensor, here: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        """Returns one tensor of shape `(rows, *spec.shape)`: uint8, or float32 between 0 and 1.
+
+        Images are decoded on the CPU, and move to the device as bytes.
+        """
         rows = index.tolist()
         pixels = np.empty((len(rows), *self._shape), np.uint8)
         null = (self._dims[rows] == _NULL).all(axis=1)
@@ -109,7 +112,7 @@ class Images(Field):
         else:
             for place in range(len(rows)):
                 decode(place)
-        images = torch.from_numpy(pixels).to(self._device)
+        images = upload(torch.from_numpy(pixels), self._device)
         if self._channels_first:
             images = images.permute(0, 3, 1, 2).contiguous()
         if self._spec.dtype != "uint8":

@@ -2,34 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import closing
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+from sparktorch.data.prefetch import ahead
+from sparktorch.devices import jagged, module_of, select, upload
 
 if TYPE_CHECKING:
     from sparktorch.data.shard import Batch
 
-__all__ = ["Move", "batch_bytes", "components", "move_to", "rebuilt"]
+__all__ = ["batch_bytes", "components", "moved", "rebuilt"]
+
+_COPIED_AHEAD = 2  # batches: one that is being copied while another one waits
 
 
-class Move(Protocol):
-    """Brings batches to the device: begun in the thread that makes them, finished in that of the training."""
+def moved(batches: Generator[Batch], device: torch.device) -> Generator[Batch]:
+    """Returns batches of the CPU on a device; those on the way there are two at most, however many wait on the CPU.
 
-    def begin(self, batch: Batch) -> tuple[Batch, torch.cuda.Event | None]:
-        """Begins to copy a batch."""
-        ...
+    They are copied from pinned memory by a thread, in a stream beside that of the training, which waits for its batch
+    there: the host does not.
 
-    def finish(self, begun: tuple[Batch, torch.cuda.Event | None]) -> Batch:
-        """Returns the copy, for the training to use."""
-        ...
+    Args:
+        batches: Closed with what is returned, in the thread.
+        device: Theirs, in which case they pass, or an accelerator.
+    """
+    return batches if device.type == "cpu" else _moved(batches, device)
 
 
-def move_to(device: str) -> Move:
-    """Returns how batches on the CPU come to a device."""
-    target = torch.device(device)
-    return _ToGpu(target) if target.type == "cuda" else _Here()
+def _moved(batches: Generator[Batch], device: torch.device) -> Generator[Batch]:
+    module = module_of(device)
+    beside = module.Stream(device)
+
+    def copied() -> Generator[tuple[Batch, Any]]:
+        select(str(device))
+        with closing(batches), module.stream(beside):
+            for batch in batches:
+                yield _on_device(batch, device), beside.record_event()
+
+    with closing(ahead(copied(), _COPIED_AHEAD)) as coming:
+        for batch, copied_then in coming:
+            training = module.current_stream(device)
+            training.wait_event(copied_then)
+            for tensor in _tensors(batch):
+                for part in components(tensor):
+                    part.record_stream(training)  # its memory is not reused before the training has read it
+            yield batch
+
+
+def _on_device(batch: Batch, device: torch.device) -> Batch:
+    """Returns a copy of a batch, begun in the current stream."""
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        return upload(tensor, device)
+
+    weight = None if batch.weight is None else copy(batch.weight)
+    loss_weight = weight
+    if batch.loss_weight is not batch.weight:
+        loss_weight = None if batch.loss_weight is None else copy(batch.loss_weight)
+    inputs = (rebuilt(tensor, copy, batch.lengths.get(place)) for place, tensor in enumerate(batch.inputs))
+    return replace(
+        batch,
+        inputs=tuple(inputs),
+        label=None if batch.label is None else copy(batch.label),
+        weight=weight,
+        loss_weight=loss_weight,
+    )
 
 
 def components(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -37,18 +78,28 @@ def components(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if tensor.layout is torch.sparse_csr:
         return tensor.crow_indices(), tensor.col_indices(), tensor.values()
     if tensor.layout is torch.jagged:
-        jagged: Any = tensor
-        return jagged.values(), jagged.offsets()
+        nested: Any = tensor
+        return nested.values(), nested.offsets()
     return (tensor,)
 
 
-def rebuilt(tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Returns a tensor of the same layout, of what becomes of its components."""
+def rebuilt(
+    tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor], lengths: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Returns a tensor of the same layout, of what becomes of its components.
+
+    Args:
+        tensor: Of any layout.
+        change: Returns what becomes of one.
+        lengths: Of the rows of a jagged one, int64 of shape `(rows,)`, on the CPU.
+    """
     first, *more = (change(part) for part in components(tensor))
     if tensor.layout is torch.sparse_csr:
         columns, values = more
         return torch.sparse_csr_tensor(first, columns, values, tensor.shape, check_invariants=False)
-    return torch.nested.nested_tensor_from_jagged(first, more[0]) if tensor.layout is torch.jagged else first
+    if tensor.layout is torch.jagged:
+        return jagged(first, more[0], components(tensor)[1].diff() if lengths is None else lengths)
+    return first
 
 
 def batch_bytes(batch: Batch) -> int:
@@ -59,45 +110,3 @@ def batch_bytes(batch: Batch) -> int:
 def _tensors(batch: Batch) -> list[torch.Tensor]:
     named = (*batch.inputs, batch.label, batch.weight, batch.loss_weight)
     return [tensor for tensor in named if tensor is not None]
-
-
-class _Here:
-    """Leaves batches where they are."""
-
-    def begin(self, batch: Batch) -> tuple[Batch, torch.cuda.Event | None]:
-        return batch, None
-
-    def finish(self, begun: tuple[Batch, torch.cuda.Event | None]) -> Batch:
-        return begun[0]
-
-
-class _ToGpu:
-    """Copies batches from pinned memory to a GPU, in a stream beside that of the training."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's is untyped
-
-    def begin(self, batch: Batch) -> tuple[Batch, torch.cuda.Event | None]:
-        with torch.cuda.stream(self._stream):
-            copy = replace(
-                batch,
-                inputs=tuple(rebuilt(tensor, self._copy) for tensor in batch.inputs),
-                label=None if batch.label is None else self._copy(batch.label),
-                weight=None if batch.weight is None else self._copy(batch.weight),
-                loss_weight=None if batch.loss_weight is None else self._copy(batch.loss_weight),
-            )
-            return copy, self._stream.record_event()
-
-    def finish(self, begun: tuple[Batch, torch.cuda.Event | None]) -> Batch:
-        batch, copied = begun
-        assert copied is not None
-        training = torch.cuda.current_stream(self._device)
-        training.wait_event(copied)
-        for tensor in _tensors(batch):
-            for part in components(tensor):
-                part.record_stream(training)  # its memory is not reused before the training has read it
-        return batch
-
-    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.pin_memory().to(self._device, non_blocking=True)

@@ -21,9 +21,12 @@ from sparktorch.data.inputs import field_of
 from sparktorch.data.plan import SamplingPlan
 from sparktorch.data.preprocess import EVALUATION, Moment
 from sparktorch.data.spool import InMemory, Runs, Spooler
+from sparktorch.devices import free_bytes, is_host, upload
 from sparktorch.errors import ColumnError, ConfigError
 
 __all__ = ["Batch", "Rows", "Shard", "balanced"]
+
+_DEVICE_SHARE = 0.25  # of an accelerator's free memory, for rows
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,8 @@ class Batch:
             row at this step, so that it can join every collective, label and weights hold them too,
             the weights zero.
         loss_weight: What each row counts for in the loss: its weight times that of its class.
-        lengths: By the place of a padded input, number of elements of each row, int64 on the CPU.
+        lengths: By the place of an input that is padded, jagged or sparse, number of elements of each row, int64 on
+            the CPU. The mask of a padded one is the input after it.
     """
 
     inputs: tuple[torch.Tensor, ...]
@@ -50,17 +54,19 @@ class Batch:
 
 
 class Rows:
-    """Tensors of equal length, addressed by row number."""
+    """Tensors of equal length, addressed by row number.
 
-    def __init__(
-        self, fields: Mapping[str, Field], columns: Columns, device: str, count: int, *, by_length: bool = False
-    ) -> None:
+    Attributes:
+        device: Where they are, and what is taken of them.
+        count: Number of rows.
+    """
+
+    def __init__(self, fields: Mapping[str, Field], columns: Columns, count: int, *, by_length: bool = False) -> None:
         """Takes the rows.
 
         Args:
-            fields: Finished, by wire name, on `device`.
+            fields: Finished, by wire name, on the CPU.
             columns: What they are.
-            device: Where what is taken is to be.
             count: Number of rows.
             by_length: Whether rows that are taken at a time come in the order of their lengths.
         """
@@ -71,71 +77,84 @@ class Rows:
         self._weight = _tensor(fields, columns.weight)
         self._loss_weight = self._weight
         self._preprocess = columns.preprocess
-        self._padded: dict[int, Ragged] = {}  # by the place of their argument
-        place = 0
-        for taken in self._inputs if self._preprocess is None else ():
-            padded = isinstance(taken, Ragged) and taken.padded
-            if isinstance(taken, Ragged) and padded:
-                self._padded[place] = taken
-            place += 1 + padded
-        self._device = device
         self.count = count
+        self.device = torch.device("cpu")
+        self._copy()
+
+    def to(self, device: torch.device) -> None:
+        """Moves what batches are taken of; label and weights stay on the CPU, too."""
+        for taken in self._inputs:
+            taken.to(device)
+        self.device = device
+        self._copy()
+
+    def _copy(self) -> None:
+        """Copies label and weights to the device."""
+        label, weight, loss_weight = (
+            None if tensor is None else tensor.to(self.device)
+            for tensor in (self._label, self._weight, self._loss_weight)
+        )
+        self._here = label, weight, weight if self._loss_weight is self._weight else loss_weight
 
     def take(self, index: torch.Tensor, *, least: int = 0, moment: Moment = EVALUATION) -> Batch:
         """Returns the rows with those numbers.
 
         Args:
-            index: Row numbers of shape `(rows,)`.
+            index: Row numbers of shape `(rows,)`, on the CPU.
             least: Fill the inputs up to this many rows.
             moment: When that is.
         """
         rows = len(index)
         if self._sorted_by is not None:  # so that micro-batches hold rows of about the same length
             index = index[self._sorted_by.lengths(index).argsort(stable=True)]
-        filled = index
         if rows < least:
-            filled = torch.cat([index, index.new_full((least - rows,), self.count - 1)])
-        weight = None if self._weight is None else self._weight.index_select(0, index)
-        loss_weight = weight
-        if self._loss_weight is not self._weight and self._loss_weight is not None:
-            loss_weight = self._loss_weight.index_select(0, index)
-        if not rows and least:
-            index, weight = filled, torch.zeros(least, device=self._device)
-            loss_weight = weight
-        return Batch(
-            self._arguments(filled, moment),
-            None if self._label is None else self._label.index_select(0, index),
-            weight,
-            rows,
-            loss_weight,
-            {place: taken.lengths(filled).cpu() for place, taken in self._padded.items()},
-        )
+            index = torch.cat([index, index.new_full((least - rows,), self.count - 1)])
+        here = upload(index, self.device)
+        shown = here[:rows] if 0 < rows < least else here
+        label, weight, loss_weight = self._here
+        if not rows and least:  # what fills up is shown, at no weight
+            weight = loss_weight = torch.zeros(least, device=self.device)
+        else:
+            same, weight = loss_weight is weight, None if weight is None else weight.index_select(0, shown)
+            loss_weight = weight if same or loss_weight is None else loss_weight.index_select(0, shown)
+        inputs, lengths = self._arguments(index, here, moment)
+        label = None if label is None else label.index_select(0, shown)
+        return Batch(inputs, label, weight, rows, loss_weight, lengths)
 
-    def _arguments(self, index: torch.Tensor, moment: Moment) -> tuple[torch.Tensor, ...]:
-        """Returns what the rows with those numbers are to `forward`."""
-        if self._preprocess is None:
-            return tuple(argument for field in self._inputs for argument in field.take(index))
-        columns = [field.take(index.cpu()) for field in self._inputs]
-        return tuple(t.to(self._device) for t in self._preprocess(columns, len(index), moment).values())
+    def _arguments(
+        self, index: torch.Tensor, here: torch.Tensor, moment: Moment
+    ) -> tuple[tuple[torch.Tensor, ...], dict[int, torch.Tensor]]:
+        """Returns what the rows with those numbers are to `forward`, and `Batch.lengths`."""
+        taken = [column.take(index, here) for column in self._inputs]
+        if self._preprocess is not None:
+            return tuple(self._preprocess(taken, len(index), moment).values()), {}
+        lengths, place = {}, 0
+        for column, arguments in zip(self._inputs, taken, strict=True):
+            of_rows = column.lengths(index)
+            if of_rows is not None:
+                lengths[place] = of_rows
+            place += len(arguments)
+        return tuple(argument for arguments in taken for argument in arguments), lengths
 
     def weigh_classes(self, weights: Sequence[float]) -> None:
         """Makes each row count in the loss for its weight times that of its class."""
         assert self._label is not None
-        of_class = torch.tensor(weights, dtype=torch.float32, device=self._device)[self._label]
+        of_class = torch.tensor(weights, dtype=torch.float32)[self._label]
         self._loss_weight = of_class if self._weight is None else of_class * self._weight
+        self._copy()
 
     def weight_by_class(self, index: torch.Tensor, classes: int) -> npt.NDArray[np.float64]:
         """Returns the sum of the weights of those rows by class, of shape `(classes,)`."""
         assert self._label is not None
-        weights = None if self._weight is None else self._weight.double().cpu()[index].numpy()
-        return np.bincount(self._label.cpu()[index].numpy(), weights, classes).astype(np.float64)
+        weights = None if self._weight is None else self._weight.double()[index].numpy()
+        return np.bincount(self._label[index].numpy(), weights, classes).astype(np.float64)
 
     def loss_weights(self, index: torch.Tensor | None = None) -> npt.NDArray[np.float64] | None:
         """Returns what rows count for in the loss, all of them or those of an index; `None` means all ones."""
         if self._loss_weight is None:
             return None
         weights = self._loss_weight if index is None else self._loss_weight[index]
-        return weights.double().cpu().numpy()
+        return weights.double().numpy()
 
 
 class Shard:
@@ -143,6 +162,7 @@ class Shard:
 
     Attributes:
         dropped: Number of rows that were left out because they hold nulls.
+        storage: Where rows are: on "disk", in "memory", or on the "device".
     """
 
     dropped = 0
@@ -153,7 +173,6 @@ class Shard:
         columns: Columns,
         *,
         spare: pa.RecordBatch | None = None,
-        device: str = "cpu",
         spooler: Spooler | None = None,
         budget: int = 1 << 30,
         by_key: bool = True,
@@ -166,7 +185,6 @@ class Shard:
                 be missing.
             columns: Which columns become which tensors.
             spare: A row for a rank without any to stand in with; zeros without it.
-            device: Where the tensors are kept.
             spooler: Where the rows are kept; by default in memory.
             budget: Bytes that rows from disk may take in memory.
             by_key: Whether the positions of the rows are those of their keys. Otherwise they are the
@@ -178,7 +196,7 @@ class Shard:
             ColumnError: A row cannot be trained on; says column, count and first row.
             ClusterError: There is no room on disk.
         """
-        self._columns, self._device, self._by_length = columns, device, by_length
+        self._columns, self._by_length = columns, by_length
         self._spooler = spooler = spooler or InMemory()
         self._fields = {spec.name: _field(spec, columns, spooler) for spec in columns.tensors}
         self._loss_fields = tuple(spec for spec in (columns.label, columns.weight) if spec is not None)
@@ -196,17 +214,28 @@ class Shard:
         self.last = max(1, arrivals.count) - 1
         self.bytes_per_row = self.bytes / (self.last + 1)
         self.weighted = columns.weight is not None
+        self.storage = "disk" if spooler.on_disk else "memory"
         self.decodes = columns.preprocess is not None or any(self._fields[spec.name].decodes for spec in columns.inputs)
         order, validation_order = arrivals.orders()
         self._feed: Feed
         if spooler.on_disk:
-            self._feed = OutOfCore(self, order, validation_order, device, budget=budget)
+            self._feed = OutOfCore(self, order, validation_order, budget=budget)
         else:
-            for spec in columns.tensors:  # what the training does not get as it is stays here
-                raw = columns.preprocess is not None and spec in columns.inputs
-                self._fields[spec.name].finish("cpu" if raw else device)
-            rows = Rows(self._fields, columns, device, self.last + 1, by_length=by_length)
-            self._feed = Resident(rows, order, validation_order, device, decoding=self.decodes, budget=budget)
+            for column in self._fields.values():
+                column.finish()
+            rows = Rows(self._fields, columns, self.last + 1, by_length=by_length)
+            self._feed = Resident(rows, order, validation_order, decoding=self.decodes, budget=budget)
+
+    def to(self, device: str) -> None:
+        """Has batches come on a device.
+
+        Rows in memory move to an accelerator where they take no more than a quarter of what is free there, validation
+        rows included: most of it is for the module and its activations. Otherwise, and where they are decoded or given
+        to a `preprocess`, they stay, and each batch is copied while the one before is trained.
+        """
+        stay = is_host(device) or self.on_disk or self.decodes or self.bytes > free_bytes(device) * _DEVICE_SHARE
+        self._feed.to(torch.device(device), stay=stay)
+        self.storage = "disk" if self.on_disk else "memory" if stay else "device"
 
     @property
     def on_disk(self) -> bool:
@@ -267,7 +296,7 @@ class Shard:
         wanted = self._columns.tensors if inputs else self._loss_fields
         columns = self._columns if inputs else replace(self._columns, inputs=())
         fields = {spec.name: self._fields[spec.name].read(runs) for spec in wanted}
-        return Rows(fields, columns, "cpu", runs.count, by_length=self._by_length)
+        return Rows(fields, columns, runs.count, by_length=self._by_length)
 
     def close(self) -> None:
         """Ends threads and frees what is on disk; closing twice is fine."""

@@ -34,7 +34,7 @@ def filled(spec: TensorSpec, *batches: pa.Array) -> Field:
     field = field_of(spec, InMemory())
     for batch in batches:
         field.append(pa.concat_arrays([batch, batch, batch]).slice(len(batch), len(batch)))
-    field.finish("cpu")
+    field.finish()
     return field
 
 

@@ -47,7 +47,7 @@ def as_struct(pixels: np.ndarray) -> dict[str, Any]:
 def taken(spec: TensorSpec, column: pa.Array, index: list[int] | None = None) -> torch.Tensor:
     field = Images(spec, InMemory())
     field.append(column)
-    field.finish("cpu")
+    field.finish()
     (images,) = field.take(torch.arange(len(column)) if index is None else torch.tensor(index))
     return images
 
@@ -167,6 +167,6 @@ def test_images_are_read_from_disk_in_runs(tmp_path: os.PathLike[str]) -> None:
 def test_a_rank_without_rows_stands_in_with_black() -> None:
     field = Images(spec_of(), InMemory())
     field.stand_in()
-    field.finish("cpu")
+    field.finish()
     assert field.take(torch.tensor([0]))[0].sum() == 0
     assert taken(spec_of(), pa.array([black_image(spec_of())], pa.binary())).sum() == 0

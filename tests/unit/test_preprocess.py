@@ -64,7 +64,7 @@ def test_columns_of_any_type_come_back_as_they_are(kind: str, data: st.DataObjec
     for field in (memory, disk):
         field.append(pa.concat_arrays([column, column]).slice(len(rows)))
         field.append(column)
-    memory.finish("cpu")
+    memory.finish()
     expected = [rows[i] for i in index]
     (found,) = memory.take(torch.from_numpy(index + len(rows)))
     plain = kind in ("boolean", "smallint", "double", "date", "timestamp")
@@ -84,7 +84,7 @@ def test_text_is_taken_without_temporaries_of_many_times_its_size(tmp_path: Path
         "from sparktorch.data.spool import InMemory\n"
         "column = ArrowColumn(TensorSpec(name='x0', column='t', dtype='float32', kind='any'), InMemory())\n"
         "column.append(pa.array(['w' * 1_000] * 20_000))\n"
-        "column.finish('cpu')\n"
+        "column.finish()\n"
         "column.take(torch.arange(10))\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "column.take(torch.arange(20_000))\n"
@@ -97,7 +97,7 @@ def test_text_is_taken_without_temporaries_of_many_times_its_size(tmp_path: Path
 def test_more_than_two_gib_of_text_are_taken_as_large_text() -> None:
     field = ArrowColumn(TEXT, InMemory())
     field.append(pa.array(["a" * (1 << 26), "b"]))
-    field.finish("cpu")
+    field.finish()
     (found,) = field.take(torch.tensor([0] * 33 + [1]))
     assert found.type == pa.large_string()
     assert found[33].as_py() == "b"
@@ -110,7 +110,7 @@ def test_numbers_are_filled_and_text_is_left_to_the_callable() -> None:
     def column(kind: pa.DataType, *rows: Any) -> Any:
         field = ArrowColumn(TensorSpec(name="x", column="c", dtype="float32", kind="any", fill=3), InMemory())
         field.append(pa.array(rows, kind))
-        field.finish("cpu")
+        field.finish()
         return field.part(0, len(rows))[0]
 
     assert column(pa.float32(), 1, None, float("nan")).tolist() == [1, 3, 3]

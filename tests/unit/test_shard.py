@@ -413,9 +413,9 @@ def test_rows_that_are_decoded_are_decoded_ahead(monkeypatch: pytest.MonkeyPatch
     taken_in = set()
     take = Dense.take
 
-    def watched(field: Dense, index: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def watched(field: Dense, *index: torch.Tensor) -> tuple[torch.Tensor, ...]:
         taken_in.add(threading.current_thread().name)
-        return take(field, index)
+        return take(field, *index)
 
     monkeypatch.setattr(Dense, "decodes", True)
     ahead = Shard(table.batches(), table.columns)
