@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 Task = Literal["classification", "regression", "generic"]
-Device = Literal["auto", "cpu", "cuda"]
+Device = str  # "auto", "cpu", or a type of accelerator, such as "cuda"
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 
 _PRECISIONS = ("fp32", "tf32", "bf16", "fp16")

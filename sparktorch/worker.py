@@ -10,8 +10,9 @@ import importlib
 import math
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import closing, nullcontext
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -24,7 +25,9 @@ from sparktorch.data.columns import Columns
 from sparktorch.data.plan import SamplingPlan
 from sparktorch.data.shard import Shard, balanced
 from sparktorch.data.spool import InMemory, OnDisk, Spooler, WithinBudget, local_directory
+from sparktorch.devices import is_host, let_go, select
 from sparktorch.errors import ColumnError
+from sparktorch.train.dryrun import Trial
 from sparktorch.train.group import process_group
 from sparktorch.train.link import Link
 from sparktorch.train.loop import train
@@ -35,7 +38,7 @@ from sparktorch.train.strategy import strategy_options, strategy_type
 from sparktorch.train.weights import pack_state
 from sparktorch.world import World
 
-__all__ = ["RankResult", "TrainJob", "train_partition"]
+__all__ = ["RankResult", "TrainJob", "train_partition", "try_in_rank"]
 
 T = TypeVar("T")
 
@@ -101,11 +104,48 @@ def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: Tra
         PeerFailure: Another rank failed before training began.
         Cancelled: The driver cancelled the fit.
     """
+    with _leaving_none_of(world.device):
+        return _train_on_batches(batches, world, job, link)
+
+
+def try_in_rank(
+    batches: Iterable[pa.RecordBatch], *, world: World, link: Link, run: Callable[..., Trial]
+) -> RankResult:
+    """Runs the dry run in a rank, on its device.
+
+    Args:
+        batches: Not looked at.
+        world: This rank's place.
+        link: The line to the driver.
+        run: The dry run, called with `device`.
+    """
+    for _ in batches:  # a worker that leaves input unread is not used again
+        pass
+    link.enter("trying the first row")
+    select(world.device)
+    with _leaving_none_of(world.device):
+        return RankResult(*run(device=world.device).packed())
+
+
+@contextmanager
+def _leaving_none_of(device: str) -> Iterator[None]:
+    """A block that frees what it takes of a device's memory: Python workers are used again, and others have it then."""
+    try:
+        yield
+    except BaseException as error:
+        if not is_host(device):
+            traceback.clear_frames(error.__traceback__)  # which hold tensors, and the error lives on
+            with suppress(Exception):  # after some errors, CUDA answers every call with the same one
+                let_go(device)
+        raise
+    let_go(device)
+
+
+def _train_on_batches(batches: Iterable[pa.RecordBatch], world: World, job: TrainJob, link: Link) -> RankResult:
+    """Reads the rows and trains on them."""
     torch.set_num_threads(world.threads)
-    if world.device.startswith("cuda"):
-        torch.cuda.set_device(world.device)
     clock = _Clock()
-    forget_peaks(world.device)
+    forget_peaks("cpu")
 
     # The first optimizer of a process imports torch._dynamo, most of a second: meanwhile, rows arrive.
     threading.Thread(target=_import_dynamo, daemon=True).start()
@@ -114,7 +154,6 @@ def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: Tra
         link.moving(batches),
         job.columns,
         spare=job.spare,
-        device=world.device,
         spooler=_spooler(job.storage, world),
         budget=job.storage.budget * 10**6,
         by_key=job.by_key,
@@ -144,12 +183,18 @@ def _train_on(shard: Shard, world: World, job: TrainJob, link: Link, clock: _Clo
             "validation": shard.validation_rows,
             "fingerprint": shard.fingerprint,
             "classes": shard.weight_by_class(job.columns.classes or 0) if class_weights == "balanced" else [],
+            "device": world.device,
+            "host": world.host,
         },
     )
     counts = [peer["rows"] for peer in peers]
     clock.lap("wait")
+    world = _on_one_kind(world, peers, link)
     if job.max_imbalance is not None and _imbalanced(counts, job.max_imbalance):
         return RankResult({"imbalanced": True, "rows": shard.rows})
+    select(world.device)
+    forget_peaks(world.device)
+    shard.to(world.device)
     independent = job.config.strategy == "independent"
     if not (min(counts) if independent else sum(counts)):
         raise ColumnError(
@@ -182,7 +227,7 @@ def _train_on(shard: Shard, world: World, job: TrainJob, link: Link, clock: _Clo
 
     limit = timedelta(seconds=job.collective_seconds)
     lone = strategy_type(config).needs_group(strategy_options(config))
-    with saver or nullcontext(), process_group(team, link.store, timeout=limit, lone=lone):
+    with saver or nullcontext(), process_group(team, link.store, timeout=limit, lone=lone, report=link.fail):
         clock.lap("group")
         outcome = train(
             shard,
@@ -200,7 +245,7 @@ def _train_on(shard: Shard, world: World, job: TrainJob, link: Link, clock: _Clo
         "rows": shard.rows,
         "validation_rows": shard.validation_rows,
         "bytes": shard.bytes,
-        "storage": "disk" if shard.on_disk else "memory",
+        "storage": shard.storage,
         "data_wait_share": outcome.data_wait_share,
         "dropped": shard.dropped,
         "host": world.host,
@@ -220,6 +265,23 @@ def _train_on(shard: Shard, world: World, job: TrainJob, link: Link, clock: _Clo
     meta["steps_per_epoch"] = plan.steps
     meta["fingerprint"] = fingerprint
     return RankResult(meta, pack_state(outcome.state))
+
+
+def _on_one_kind(world: World, peers: Sequence[Mapping[str, Any]], link: Link) -> World:
+    """Returns this rank's place on a device that all ranks have: the CPU, if one found no accelerator for itself.
+
+    Ranks on different kinds of devices would open different process groups, and wait for each other.
+    """
+    kinds = {peer["device"].partition(":")[0] for peer in peers}  # this rank's torch may not know another's
+    if len(kinds) == 1:
+        return world
+    if world.is_main:
+        without = sorted({peer["host"] for peer in peers if peer["device"] == "cpu"})
+        link.warn(
+            f"all ranks train on the CPU: those on {', '.join(without)} have no {'/'.join(sorted(kinds - {'cpu'}))} "
+            "device for each\n  -> give every executor its GPUs, or lower numWorkers; device='cpu' says it is meant"
+        )
+    return replace(world, device="cpu")
 
 
 def _alone(world: World) -> World:

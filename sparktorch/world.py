@@ -17,7 +17,7 @@ class World:
         local_rank: This rank's index among the ranks on its host.
         host: The host as the cluster manager names it.
         address: The local IP address that reaches the other ranks; empty to let torch choose.
-        device: The torch device this rank trains on, `"cpu"` or `"cuda:<index>"`.
+        device: The torch device this rank trains on, `"cpu"` or an accelerator with its index, such as `"cuda:1"`.
         threads: Number of intra-op threads torch may use in this rank.
     """
 
@@ -36,8 +36,3 @@ class World:
     def is_main(self) -> bool:
         """Whether this is rank 0, the one that reports for all."""
         return self.rank == 0
-
-    @property
-    def backend(self) -> str:
-        """The collective backend for this rank's device: `"nccl"` on CUDA, `"gloo"` elsewhere."""
-        return "nccl" if self.device.startswith("cuda") else "gloo"

@@ -186,6 +186,7 @@ class TorchClassifier(TorchEstimatorBase[TorchClassificationModel], ClassifierCo
         device: str = "auto",
         rendezvous: str = "auto",
         preflight: str = "basic",
+        dryRun: str = "driver",
         checkpointDir: str | None = None,
         checkpointInterval: int = 1,
         checkpointUnit: str = "epoch",

@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-import torch
 from pyspark import keyword_only
 from pyspark.ml import Estimator
 from pyspark.ml.util import MLReadable, MLWritable
@@ -20,12 +19,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from sparktorch.artifact import TrainedModule
 from sparktorch.config import Task
-from sparktorch.data.checks import Screen
-from sparktorch.data.fields import Dense, Field
-from sparktorch.data.inputs import field_of
-from sparktorch.data.preprocess import Moment, Preprocess
-from sparktorch.data.spool import InMemory
-from sparktorch.errors import ConfigError, ModuleError, RankLostError, SparkTorchError
+from sparktorch.errors import ConfigError, RankLostError
 from sparktorch.ml.attributes import labels_of
 from sparktorch.ml.events import Fit, FitReport, callers
 from sparktorch.ml.io import EstimatorReader, EstimatorWriter
@@ -47,6 +41,7 @@ from sparktorch.ml.params import (
 )
 from sparktorch.ml.summary import TrainingSummary
 from sparktorch.ml.translate import Request, check_param_names, check_thresholds, given, translate
+from sparktorch.ml.trial import try_out
 from sparktorch.spark.barrier import run_ranks
 from sparktorch.spark.cause import ChainError
 from sparktorch.spark.doctor import check_executors
@@ -57,12 +52,11 @@ from sparktorch.spark.preflight import check_cluster, check_result_size, settled
 from sparktorch.spark.resources import gpu_profile
 from sparktorch.spark.split import keep, moved_as_they_are, split, split_into_folds
 from sparktorch.train.checkpoint import CheckpointStore
-from sparktorch.train.dryrun import Trial, dry_run
+from sparktorch.train.dryrun import Trial
 from sparktorch.train.strategy import strategy_options
 from sparktorch.worker import TrainJob, train_partition
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from pyspark.ml._typing import ParamMap
     from typing_extensions import Self
 
@@ -141,7 +135,7 @@ class TorchEstimatorBase(
         fit = Fit(estimator=self, spark=dataset.sparkSession, callers=self._callers)
         with FitReport(fit, rows_per_step=self.getBatchSize(), show=self.getProgress()) as report:
             started = time.perf_counter()
-            request, frame, trial = self._prepared(dataset)
+            request, frame, trial = self._prepared(dataset, report)
             report.prepared(frame.columns)
             prepared = time.perf_counter()
             results = _train(frame, trial, request, report)
@@ -152,8 +146,8 @@ class TorchEstimatorBase(
             report.finished(model, summary)
         return model
 
-    def _prepared(self, dataset: DataFrame) -> tuple[Request, Frame, Trial]:
-        """Returns what the job needs, after every check that needs none."""
+    def _prepared(self, dataset: DataFrame, report: FitReport) -> tuple[Request, Frame, Trial]:
+        """Returns what the job needs, after every check that can be made before it."""
         request = translate(self, self._task)
         spark = dataset.sparkSession
         profile = gpu_profile(spark, request.launch.device, request.launch.world_size)
@@ -163,8 +157,8 @@ class TorchEstimatorBase(
             checkpoints = request.checkpoint.directory if request.checkpoint else None
             refuse(check_executors(spark, request.launch, checkpoints))
         frame = prepare(dataset, self._task, **request.columns)
-        frame, trial = _try_out(frame, request)
-        check_result_size(spark, sum(tensor.nbytes for tensor in trial.module.state_dict().values()))
+        frame, trial = try_out(frame, request, report)
+        check_result_size(spark, trial.state_bytes)
         check_thresholds(self, trial.classes)
         return request, frame, trial
 
@@ -302,6 +296,7 @@ class TorchEstimator(TorchEstimatorBase[TorchModel], LabelColumns, OutputColumns
         device: str = "auto",
         rendezvous: str = "auto",
         preflight: str = "basic",
+        dryRun: str = "driver",
         checkpointDir: str | None = None,
         checkpointInterval: int = 1,
         checkpointUnit: str = "epoch",
@@ -327,58 +322,6 @@ class TorchEstimator(TorchEstimatorBase[TorchModel], LabelColumns, OutputColumns
 def _own(value: Any) -> Any:
     """Returns a list or a dict of its own with the same values; anything else as it is."""
     return copy.copy(value) if isinstance(value, list | dict) else value
-
-
-def _twice(field: Field, column: pa.Array) -> tuple[Any, ...]:
-    """Returns what the first row is to `forward`, two times, so that rows show in every shape."""
-    field.append(column)
-    field.finish("cpu")
-    return field.take(torch.zeros(2, dtype=torch.int64))
-
-
-def _preprocessed(preprocess: Preprocess, columns: list[tuple[Any, ...]]) -> dict[str, torch.Tensor]:
-    """Returns what the callable makes of the first row, as in training, having tried it as in scoring, too.
-
-    Raises:
-        ModuleError: It fails, or returns other tensors in training than in scoring.
-    """
-    try:
-        return preprocess.returning(preprocess(columns, 2))(columns, 2, Moment(0, 0))
-    except SparkTorchError:
-        raise
-    except Exception as error:
-        named = zip(preprocess.names, columns, strict=True)
-        kinds = (f"{name!r}: {' and '.join(type(part).__name__ for part in column)}" for name, column in named)
-        raise ModuleError(
-            f"preprocess failed on the first row: {type(error).__name__}: {error}",
-            hint=f"the columns arrive as {', '.join(kinds)}",
-            param="preprocess",
-        ) from error
-
-
-def _try_out(frame: Frame, request: Request) -> tuple[Frame, Trial]:
-    """Runs module and loss on the first row; returns the frame with what it has shown of `preprocess`."""
-    screen = Screen(replace(frame.columns, drop_nulls=False))
-    screen.rows_of(frame.sample, first_row=0)
-    screen.close()
-    preprocess = frame.columns.preprocess
-    taken = [_twice(field_of(spec, InMemory()), frame.sample.column(spec.name)) for spec in frame.columns.inputs]
-    inputs: dict[str, torch.Tensor] = {}
-    if preprocess is not None:
-        made = _preprocessed(preprocess, taken)
-        inputs = {f"preprocess, {name!r}": tensor for name, tensor in made.items()}
-        frame = replace(frame, columns=replace(frame.columns, preprocess=preprocess.returning(made)))
-    for spec, arguments in zip(frame.columns.inputs, taken if preprocess is None else (), strict=False):
-        names = (f"column {spec.column!r}", f"where column {spec.column!r} has elements")
-        inputs |= dict(zip(names, arguments, strict=False))
-    label = None
-    if frame.columns.label is not None:
-        (label,) = _twice(Dense(frame.columns.label, InMemory()), frame.sample.column(frame.columns.label.name))
-    config = request.config
-    weighted = frame.columns.weight is not None or config.class_weights is not None
-    trial = dry_run(request.recipe, config.task, config.seed, inputs, label, weighted=weighted)
-    config.check_classes(trial.classes)
-    return frame, trial
 
 
 def _train(frame: Frame, trial: Trial, request: Request, report: FitReport) -> Results:

@@ -14,7 +14,7 @@ from pyspark.sql import functions as F
 from torch import nn
 
 from sparktorch.artifact import TrainedModule
-from sparktorch.config import Device, Precision
+from sparktorch.config import Precision
 from sparktorch.errors import ColumnError, ConfigError, nearest
 from sparktorch.ml.attributes import numeric
 from sparktorch.ml.io import ModelReader, ModelWriter
@@ -183,7 +183,7 @@ class TorchModelBase(Model, ScoringParams, MLReadable[Any], MLWritable):
         check_scoring(self)
         return Scoring(
             batch_size=self.getPredictBatchSize(),
-            device=cast(Device, self.getDevice()),
+            device=self.getDevice(),
             precision=cast(Precision, self.getPredictPrecision()),
             compiled=self.getPredictCompile(),
             keep_null=self.getHandleInvalid() == "keep",

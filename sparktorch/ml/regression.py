@@ -144,6 +144,7 @@ class TorchRegressor(TorchEstimatorBase[TorchRegressionModel], LabelColumns):
         device: str = "auto",
         rendezvous: str = "auto",
         preflight: str = "basic",
+        dryRun: str = "driver",
         checkpointDir: str | None = None,
         checkpointInterval: int = 1,
         checkpointUnit: str = "epoch",

@@ -31,7 +31,7 @@ def score_row(model: TorchModelBase, scoring: Scoring, row: Any, names: Sequence
     """Scores one row.
 
     Args:
-        model: What scores, on the CPU but where it is told to use "cuda".
+        model: What scores, on the CPU but where it is told to use an accelerator, such as "cuda".
         scoring: How.
         row: The value of the only input column, or a `Row` or mapping that has the input columns.
         names: Which results to return, as `Scorer.score` names them.
@@ -47,7 +47,7 @@ def score_row(model: TorchModelBase, scoring: Scoring, row: Any, names: Sequence
     if known is None or known[0] != scoring:
         scorer = Scorer(
             model.trained,
-            device="cuda" if scoring.device == "cuda" else "cpu",
+            device="cpu" if scoring.device == "auto" else scoring.device,
             precision=scoring.precision,
             thresholds=scoring.thresholds,
         )

@@ -29,7 +29,8 @@ class TrainingSummary:
         fingerprint: Identifies the training rows, whatever their order and partitioning; those of one split
             cannot be compared with those of the other.
         seconds: Wall seconds of the driver's phases and of those of the rank that the model comes from.
-        ranks: Per rank: host, device, threads, rows, bytes, `storage` ("memory" or "disk"), seconds (with checkpoints
+        ranks: Per rank: host, device, threads, rows, bytes, `storage` ("memory", "disk", or "device" for an
+            accelerator's own memory), seconds (with checkpoints
             also those of copying and of waiting for the one before, in which training stood still, and of writing),
             `data_wait_share` (what part of its training it waited for rows, in `[0, 1]`), `peak_memory` (the most
             bytes that its process held) and, on devices that count, `peak_device_memory` (the most bytes of tensors

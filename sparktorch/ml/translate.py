@@ -6,12 +6,13 @@ import logging
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from pyspark.ml.param.shared import HasThresholds
 
 from sparktorch.artifact import TrainedModule
-from sparktorch.config import CheckpointConfig, Device, StorageConfig, Task, TrainConfig, above, at_least, one_of
+from sparktorch.config import CheckpointConfig, StorageConfig, Task, TrainConfig, above, at_least, one_of
+from sparktorch.devices import is_kind
 from sparktorch.errors import ConfigError, nearest
 from sparktorch.ml.inputs import check_ships, input_options, preprocess_of
 from sparktorch.program import Program
@@ -70,6 +71,7 @@ class Request:
         checkpoint: Where and how often its state is saved; `None` for nowhere.
         max_restarts: How often it is started again after the loss of a rank.
         min_workers: The fewest ranks to start it again with; `None` for as many as there were.
+        dry_run: Where the first row is tried, on the "driver" or in a "worker".
         columns: Column names by role, the arguments of `spark.frame.prepare`.
     """
 
@@ -81,6 +83,7 @@ class Request:
     checkpoint: CheckpointConfig | None
     max_restarts: int
     min_workers: int | None
+    dry_run: str
     columns: dict[str, Any]
 
 
@@ -125,6 +128,7 @@ def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
     check_scoring(estimator)
     one_of("rendezvous", p["rendezvous"], ("auto", "driver", "rank0"))
     one_of("preflight", p["preflight"], ("basic", "full"))
+    one_of("dryRun", p["dryRun"], ("driver", "worker"))
     _check_loss(estimator, p)
     _check_schedule(p)
     _check_sizes(p)
@@ -192,7 +196,7 @@ def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
         ),
         launch=Launch(
             world_size=p["numWorkers"],
-            device=cast(Device, p["device"]),
+            device=p["device"],
             rendezvous=p["rendezvous"],
             patience=Patience(start=p["startTimeout"], stall=p["stallTimeout"]),
             log_level=getattr(logging, p["logLevel"]),
@@ -202,6 +206,7 @@ def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
         checkpoint=_checkpoint(p),
         max_restarts=p["maxRestarts"],
         min_workers=p["minWorkers"],
+        dry_run=p["dryRun"],
         columns={
             "inputs": input_names(estimator),
             "label": _label(estimator, p),
@@ -378,9 +383,13 @@ def check_scoring(instance: ScoringParams) -> None:
         ConfigError: One of them is out of range.
     """
     at_least("predictBatchSize", instance.getPredictBatchSize(), 1)
-    if instance.getDevice().lower() == "gpu":  # which in spelling is next to "cpu"
-        raise ConfigError("device 'gpu' is unknown", hint="a GPU is 'cuda'", param="device")
-    one_of("device", instance.getDevice(), ("auto", "cpu", "cuda"))
+    if instance.getDevice() not in ("auto", "cpu") and not is_kind(instance.getDevice()):
+        raise ConfigError(
+            f"device {instance.getDevice()!r} is unknown",
+            hint="it is 'auto', 'cpu', or an accelerator's type without a number: 'cuda' (of NVIDIA's and AMD's GPUs), "
+            "'xpu' (of Intel's); which one a worker gets is for Spark to say",
+            param="device",
+        )
     one_of("handleInvalid", instance.getHandleInvalid(), ("error", "keep", "skip"))
     one_of("predictPrecision", instance.getPredictPrecision(), ("fp32", "bf16", "fp16"))
     if isinstance(instance, HasThresholds) and instance.isDefined(instance.thresholds):

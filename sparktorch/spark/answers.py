@@ -29,7 +29,7 @@ class Answer:
         disks: Bytes free under each local directory; `None` where it does not exist.
         gpus: The addresses of the GPUs that Spark gave it.
         cuda_visible_devices: That variable; `None` where it is not set.
-        cuda: How many CUDA devices torch sees; `None` if it was not asked or cannot say.
+        cuda: How many accelerators torch sees; `None` if it was not asked or cannot say.
         gpu_uuids: UUIDs of the machine's GPUs, by index; empty where they are not known.
         checkpoint: Why it cannot keep a file in the directory for checkpoints; `None` if it can.
         peers: Why it does not reach other tasks, by what they are; `None` if it did not try.

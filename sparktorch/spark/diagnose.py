@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from sparktorch.errors import ClusterError
 from sparktorch.spark.answers import Answer, Expected
 from sparktorch.spark.findings import Finding, Status
-from sparktorch.spark.resources import AMOUNT, cuda_index
+from sparktorch.spark.resources import AMOUNT, device_index
 
 __all__ = ["FLOORS", "diagnose"]
 
@@ -199,7 +199,7 @@ def _gpu(answer: Answer) -> Finding | None:
         return None
     where = {**answer.place, "rank": answer.rank}
     try:
-        index = cuda_index(answer.gpus[0], answer.cuda_visible_devices)
+        index = device_index(answer.gpus[0], answer.cuda_visible_devices)
     except ClusterError as error:
         return Finding(
             check="gpu-addresses",
@@ -215,7 +215,7 @@ def _gpu(answer: Answer) -> Finding | None:
     return Finding(
         check="gpu-addresses",
         status="failure",
-        found=f"Spark gives GPU {answer.gpus[0]}, CUDA device {index}, but torch sees {answer.cuda} "
+        found=f"Spark gives GPU {answer.gpus[0]}, device {index}, but torch sees {answer.cuda} "
         f"(CUDA_VISIBLE_DEVICES={answer.cuda_visible_devices})",
         where=where,
         setting=_SCRIPT,

@@ -19,6 +19,7 @@ from pyspark.sql import functions as F
 from sparktorch.artifact import Scorer, TrainedModule
 from sparktorch.config import Device, Precision
 from sparktorch.data.columns import TensorSpec
+from sparktorch.devices import device_count, let_go
 from sparktorch.spark.compat import arrow_udf, to_vector
 from sparktorch.spark.files import Sent, send
 from sparktorch.spark.resources import choose_device
@@ -48,8 +49,8 @@ class Scoring:
 
     Attributes:
         batch_size: The most rows that go through the module at a time.
-        device: "cpu"; "cuda" for the GPU that Spark assigned to the task, or else one of the machine's; "auto" for
-            the former, in local mode the latter, and the CPU where there is none.
+        device: "cpu"; an accelerator's type, such as "cuda", for the one that Spark assigned to the task, or else one
+            of the machine's; "auto" for the former, in local mode the latter, and the CPU where there is none.
         precision: As for `Scorer`.
         compiled: As for `Scorer`.
         keep_null: Whether a row with a null in it gets a null result, and is no error.
@@ -196,6 +197,9 @@ def _scorer(sent: Sent, scoring: Scoring, local: bool) -> Scorer:
     torch.set_num_threads(max(1, context.cpus()) if context else 1)
     device = device_of(context, scoring.device, local)
     key = (sent.key, scoring, device)
+    for other in [known for known in _scorers if known[2] != device]:
+        del _scorers[other]  # Spark has given this worker another device: that one is another task's
+        let_go(other[2])
     if key not in _scorers:
         trained: TrainedModule = sent.load()
         _scorers[key] = Scorer(
@@ -228,6 +232,6 @@ def device_of(context: TaskContext | None, device: Device, local: bool) -> str:
     gpus = context.resources().get("gpu") if context else None
     if device == "auto" and gpus is None and not local:
         return "cpu"
-    count = torch.cuda.device_count()
+    count = 0 if device == "cpu" else device_count(None if device == "auto" else device)
     own = os.getpid() % count if count else 0
     return choose_device(device, gpus.addresses if gpus else [], local_rank=own, local_size=1)

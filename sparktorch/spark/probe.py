@@ -94,7 +94,7 @@ def answer(
         "disks": {path: _free(path) for path in _local_directories()},
         "gpus": gpus.addresses if gpus else [],
         "cuda_visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
-        "cuda": _cuda() if cuda else None,
+        "cuda": _devices() if cuda else None,
         "gpu_uuids": _gpu_uuids() if cuda else [],
     }
     trial = Trial(checkpoint_dir, f".sparktorch-doctor-{token}", rank) if checkpoint_dir else None
@@ -240,12 +240,13 @@ def _local_directories() -> list[str]:
     return list(dict.fromkeys([*directories, tempfile.gettempdir()]))
 
 
-def _cuda() -> int | None:
-    """Returns how many CUDA devices torch sees; `None` where torch cannot say."""
+def _devices() -> int | None:
+    """Returns how many accelerators torch sees; `None` where torch cannot say."""
     with suppress(Exception):
         import torch
 
-        return torch.cuda.device_count()
+        found = torch.accelerator.current_accelerator()
+        return 0 if found is None or found.type == "mps" else torch.accelerator.device_count()
     return None
 
 

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import pyspark
-import torch
 from pyspark.resource import ResourceProfile, ResourceProfileBuilder, TaskResourceRequests
 from pyspark.sql import SparkSession
 
 from sparktorch.config import Device
+from sparktorch.devices import accelerator, device_count, visible_devices
 from sparktorch.errors import ClusterError
 from sparktorch.spark.compat import gives_profiles
 from sparktorch.spark.session import is_local, setting
 
-__all__ = ["AMOUNT", "choose_device", "cuda_index", "gpu_profile"]
+__all__ = ["AMOUNT", "choose_device", "device_index", "gpu_profile", "has_gpus"]
 
 AMOUNT = "spark.executor.resource.gpu.amount"
 TASK_AMOUNT = "spark.task.resource.gpu.amount"
@@ -39,17 +38,17 @@ def gpu_profile(spark: SparkSession, device: Device, world_size: int) -> Resourc
     if device == "cpu":
         return None
     if is_local(spark):  # resource profiles are refused there
-        if device == "cuda" and torch.cuda.device_count() < world_size:
+        if device != "auto" and device_count(device) < world_size:
             raise ClusterError(
-                f"device='cuda' with {world_size} workers, but this machine has "
-                f"{torch.cuda.device_count()} CUDA devices",
+                f"device={device!r} with {world_size} workers, but torch sees {device_count(device)} such devices on "
+                "this machine",
                 hint="lower numWorkers, or set device='cpu' or 'auto'",
             )
         return None
     if float(setting(spark, AMOUNT, "0")) < 1:
-        if device == "cuda":
+        if device != "auto":
             raise ClusterError(
-                "device='cuda', but the executors have no GPU",
+                f"device={device!r}, but the executors have no GPU",
                 hint=f"start the session with {AMOUNT}=1 and "
                 "spark.executor.resource.gpu.discoveryScript=conf/gpu_discovery.sh, or set device='cpu'",
             )
@@ -67,6 +66,13 @@ def gpu_profile(spark: SparkSession, device: Device, world_size: int) -> Resourc
     return ResourceProfileBuilder().require(requests).build
 
 
+def has_gpus(spark: SparkSession, device: Device) -> bool:
+    """Whether ranks are given accelerators, as far as the driver can tell."""
+    if device in ("auto", "cpu"):
+        return device == "auto" and (device_count() > 0 if is_local(spark) else float(setting(spark, AMOUNT, "0")) >= 1)
+    return True
+
+
 def choose_device(device: Device, addresses: Sequence[str], *, local_rank: int, local_size: int) -> str:
     """Returns the torch device of one rank; runs in the rank.
 
@@ -79,29 +85,30 @@ def choose_device(device: Device, addresses: Sequence[str], *, local_rank: int, 
     Raises:
         ClusterError: A GPU was asked for, or assigned, that torch cannot use.
     """
-    if device == "cpu" or (device == "auto" and not addresses and torch.cuda.device_count() < local_size):
+    kind = accelerator() if device == "auto" else device
+    count = device_count(kind)
+    if device == "cpu" or (device == "auto" and not addresses and count < local_size):
         return "cpu"
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    index = cuda_index(addresses[0], visible) if addresses else local_rank
-    if index >= torch.cuda.device_count():
+    index = device_index(addresses[0], visible_devices(kind or "cuda")) if addresses else local_rank
+    if kind is None or index >= count:
         raise ClusterError(
-            f"this rank was to use CUDA device {index}, but torch sees {torch.cuda.device_count()}",
-            hint="is the CUDA build of torch installed on the executors, and does the GPU discovery "
-            "script list the devices that torch sees?",
+            f"this rank was to use {kind or 'GPU'} device {index}, but torch sees {count}",
+            hint="is the build of torch for these devices installed on the executors, not the one for CPUs, and does "
+            "the GPU discovery script list the devices that torch sees?",
             gpu_addresses=list(addresses) or None,
         )
-    return f"cuda:{index}"
+    return f"{kind}:{index}"
 
 
-def cuda_index(address: str, visible: str | None) -> int:
-    """Returns the CUDA device index of a GPU address from Spark.
+def device_index(address: str, visible: str | None) -> int:
+    """Returns the index by which torch knows the device at a GPU address from Spark.
 
-    Spark's addresses are those of the machine; where `CUDA_VISIBLE_DEVICES` hides some devices,
-    CUDA counts only the visible ones.
+    Spark's addresses are those of the machine; where a variable such as `CUDA_VISIBLE_DEVICES` hides some devices,
+    torch counts only the visible ones.
 
     Args:
         address: A device index or UUID, as the discovery script printed it.
-        visible: The value of `CUDA_VISIBLE_DEVICES`, `None` where it is not set.
+        visible: The value of that variable, `None` where it is not set.
 
     Raises:
         ClusterError: The address is not visible.

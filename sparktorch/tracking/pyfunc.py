@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pyarrow as pa
-import torch
 
 from sparktorch.artifact import Scorer, TrainedModule
 from sparktorch.data.columns import TensorSpec
 from sparktorch.data.sql import arrow_type
 from sparktorch.data.tensors import to_arrow
+from sparktorch.devices import accelerator, device_count
 from sparktorch.errors import ColumnError
 
 __all__ = ["PyFuncModel"]
@@ -35,7 +35,7 @@ def _load_pyfunc(path: str, model_config: Mapping[str, Any] | None = None) -> Py
     settings = json.loads((directory / "columns.json").read_text())
     device = (model_config or {}).get("device", "auto")
     if device == "auto":
-        device = MLFLOW_DEFAULT_PREDICTION_DEVICE.get() or _accelerator()
+        device = MLFLOW_DEFAULT_PREDICTION_DEVICE.get() or (accelerator() if device_count() else None) or "cpu"
     # MLflow's own switch for its pyfuncs, on by default; here somebody must have switched it on.
     allowed = MLFLOW_ALLOW_PICKLE_DESERIALIZATION.is_set() and bool(MLFLOW_ALLOW_PICKLE_DESERIALIZATION.get())
     return PyFuncModel(TrainedModule.load(directory, allow_pickle=allowed), settings, device)
@@ -99,12 +99,6 @@ class PyFuncModel:
             _with_nulls(model_input[name], spec, name) if self._keep_null else _arrow(model_input[name], spec, name)
             for name, spec in zip(self._inputs, specs, strict=True)
         ]
-
-
-def _accelerator() -> str:
-    found = torch.accelerator.current_accelerator(check_available=True)
-    # Apple's has no float64, which inputs may be.
-    return "cpu" if found is None or found.type == "mps" else found.type
 
 
 def _with_nulls(values: Any, spec: TensorSpec, name: str) -> pa.Array:

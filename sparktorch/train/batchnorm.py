@@ -71,7 +71,7 @@ def _forward(norm: Any, presence: Presence, x: torch.Tensor) -> torch.Tensor:
         return values if presence.rows else values[:0]
 
     # Two passes, first the mean, then the squares around it: sums of squares alone lose what is small beside the mean.
-    count = wide.new_tensor([real(wide).numel() // wide.shape[1]])
+    count = wide.new_full([1], real(wide).numel() // wide.shape[1])
     sums = _sum_over_ranks(torch.cat([real(wide).sum(axes), count]))
     mean, count = sums[:-1] / sums[-1], sums[-1].detach()
     centred = wide - mean.view(shape)
@@ -91,9 +91,9 @@ def _track(norm: Any, mean: torch.Tensor, variance: torch.Tensor) -> None:
     if not norm.track_running_stats or norm.running_mean is None:
         return
     norm.num_batches_tracked.add_(1)
-    share = 1 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
-    norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), share)
-    norm.running_var.lerp_(variance.to(norm.running_var.dtype), share)
+    for running, found in (norm.running_mean, mean), (norm.running_var, variance):
+        share = (1 / norm.num_batches_tracked).to(running.dtype) if norm.momentum is None else norm.momentum
+        running.lerp_(found.to(running.dtype), share)
 
 
 class _SumOverRanks(torch.autograd.Function):

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from sparktorch.devices import download
 from sparktorch.errors import PersistenceError
 from sparktorch.train.claim import Claim, holds, release
 from sparktorch.train.fetch import Needs, fetch_tensors, foreign
@@ -76,8 +77,9 @@ def snapshot(tensors: Mapping[str, torch.Tensor], rest: dict[str, Any], saves: C
     for name, value in tensors.items():
         part, offset = local_part(value)
         if (part is not value or saves(name)) and part.numel():
-            kept[name] = part.detach().to("cpu", copy=True).reshape(part.shape or (1,)).contiguous()
+            kept[name] = part.detach()
             offsets[name] = offset or [0]
+    kept = {name: copy.reshape(copy.shape or (1,)).contiguous() for name, copy in download(kept, copy=True).items()}
     content = io.BytesIO()
     torch.save({name: storable(value, name) for name, value in rest.items()}, content)
     return Share(kept, offsets, content.getvalue(), time.perf_counter() - started)

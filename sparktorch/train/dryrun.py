@@ -1,11 +1,12 @@
-"""One forward pass and one loss on the driver, before a job starts."""
+"""One forward pass and one loss on the first row, before the job starts."""
 
 from __future__ import annotations
 
+import io
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -57,20 +58,40 @@ class Trial:
     """What the dry run found out.
 
     Attributes:
-        module: The module as it will start training, on the CPU.
         outputs: What `forward` returns.
         classes: Number of classes a classifier tells apart, `None` for other tasks.
         unused_parameters: Whether a trainable parameter got no gradient.
-        metrics: The recipe's metrics, with what they ask for and the dry run knows filled in.
+        state_bytes: That the module's state dict takes.
+        aligned: Output and label as from `align`, until the metrics are tried on them.
+        metrics: The recipe's metrics, with what they ask for and the dry run knows filled in; see `complete`.
         arguments: What `forward` got.
     """
 
-    module: nn.Module
     outputs: tuple[OutputSpec, ...]
     classes: int | None
     unused_parameters: bool
+    state_bytes: int = 0
+    aligned: tuple[Any, torch.Tensor | None] = (None, None)
     metrics: Mapping[str, Any] = field(default_factory=dict)
     arguments: tuple[ArgumentSpec, ...] = ()
+
+    def packed(self) -> tuple[dict[str, Any], bytes]:
+        """Returns it, without metrics, as JSON-ready values, and output and label as `torch.save` writes them."""
+        content = io.BytesIO()
+        torch.save(_on_host(self.aligned), content)
+        return asdict(replace(self, aligned=(None, None), metrics={})), content.getvalue()
+
+    @classmethod
+    def unpacked(cls, meta: Mapping[str, Any], content: bytes) -> Trial:
+        """Returns what `packed` was called on; nothing is unpickled but tensors in plain containers."""
+        return cls(
+            outputs=tuple(OutputSpec(found["name"], tuple(found["shape"])) for found in meta["outputs"]),
+            classes=meta["classes"],
+            unused_parameters=meta["unused_parameters"],
+            state_bytes=meta["state_bytes"],
+            aligned=torch.load(io.BytesIO(content), weights_only=True),
+            arguments=tuple(ArgumentSpec(**{**found, "shape": tuple(found["shape"])}) for found in meta["arguments"]),
+        )
 
 
 def dry_run(
@@ -81,6 +102,7 @@ def dry_run(
     label: torch.Tensor | None,
     *,
     weighted: bool = False,
+    device: str = "cpu",
 ) -> Trial:
     """Builds everything the ranks will build and runs it forward and backward on a few rows.
 
@@ -92,25 +114,27 @@ def dry_run(
             user knows it by.
         label: Labels of shape `(rows, ...)`, or `None`.
         weighted: Whether rows will have weights.
+        device: Where.
 
     Raises:
         ModuleError: The module, loss or optimizer cannot be built or does not fit the columns.
-        ConfigError: Patterns of parameter names, options of the optimizer or metrics do not fit.
+        ConfigError: Patterns of parameter names or options of the optimizer do not fit.
     """
-    module = recipe.build_module(seed)
+    module = recipe.build_module(seed).to(device)
+    inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
+    label = None if label is None else label.to(device)
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not trainable:
         raise ModuleError("the module has no parameters that require a gradient", param="module")
     check_state(module.state_dict())
     training_step = recipe.build_training_step()
-    loss = None if training_step else recipe.build_loss()
+    loss = None if training_step else recipe.build_loss().to(device)
     recipe.check_optimizer(module)
     recipe.check_scheduler()
     mapping = "".join(
         f"\n     argument {i} of forward <- {name}: {_describe(tensor)}"
         for i, (name, tensor) in enumerate(inputs.items())
     )
-    was_training = module.training
     module.eval()  # a few equal rows have no batch statistics
     try:
         output = module(*inputs.values())
@@ -124,17 +148,39 @@ def dry_run(
     classes = _check_classes(task, output, loss.name if loss else "")
     if label is not None and classes is not None:
         label = label.to(torch.int64).clamp(0, classes - 1)  # the ranks check every label
-    weight = torch.ones(len(next(iter(inputs.values())))) if weighted else None
+    weight = torch.ones(len(next(iter(inputs.values()))), device=device) if weighted else None
     if loss is not None:
         _try_loss(loss, task, output, label, weight)
     else:
         assert training_step is not None
         _try_step(training_step, module, tuple(inputs.values()), label, weight)
-    unused = any(parameter.grad is None for parameter in trainable)
-    module.zero_grad()
-    metrics = try_metrics(recipe.metrics, task, classes, *align(task, output, label))
-    arguments = tuple(_argument(name, tensor) for name, tensor in inputs.items())
-    return Trial(module.train(was_training), outputs, classes, unused, metrics, arguments)
+    return Trial(
+        outputs,
+        classes,
+        unused_parameters=any(parameter.grad is None for parameter in trainable),
+        state_bytes=sum(tensor.nbytes for tensor in module.state_dict().values()),
+        aligned=align(task, output, label),
+        arguments=tuple(_argument(name, tensor) for name, tensor in inputs.items()),
+    )
+
+
+def complete(trial: Trial, metrics: Mapping[str, Any], task: Task) -> Trial:
+    """Returns what a dry run found with the metrics, tried on what the module returned.
+
+    Raises:
+        ConfigError: One of them cannot be built or computed; names it.
+    """
+    tried = try_metrics(metrics, task, trial.classes, *trial.aligned)
+    return replace(trial, metrics=tried, aligned=(None, None))
+
+
+def _on_host(value: Any) -> Any:
+    """Returns tensors, and those in tuples, lists and mappings, detached and on the CPU."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if isinstance(value, Mapping):
+        return {name: _on_host(item) for name, item in value.items()}
+    return tuple(map(_on_host, value)) if isinstance(value, tuple | list) else value
 
 
 def _argument(name: str, tensor: torch.Tensor) -> ArgumentSpec:

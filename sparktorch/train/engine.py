@@ -53,7 +53,7 @@ class Engine:
         self._config, self._world = config, world
         device = torch.device(world.device)
         self.strategy: Strategy[Any] = build_strategy(config, world)
-        plain = recipe.build_module(config.seed).to(device)
+        plain = recipe.build_module(config.seed)
         # A rank joins every all-reduce, with a row of weight zero where it has none; batch
         # normalisation in training refuses a single row, unless it looks at those of all ranks.
         self.least = 2 if has_batch_norm(plain) else 1

@@ -6,7 +6,7 @@ import fcntl
 import os
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -15,11 +15,31 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from sparktorch.devices import backend_of, is_host
+from sparktorch.errors import ClusterError
 from sparktorch.world import World
 
-__all__ = ["attach", "collectives_begun", "max_over_ranks", "process_group", "sum_over_ranks"]
+__all__ = [
+    "attach",
+    "collectives_begun",
+    "max_over_ranks",
+    "opening",
+    "process_group",
+    "set_up_error",
+    "sum_over_ranks",
+]
 
 _SIOCGIFADDR = 0x8915
+
+_NCCL_HINTS = {
+    "ncclInvalidUsage": "is a GPU in the hands of two ranks? One rank needs one device: start one executor on each "
+    "machine, or let the cluster manager isolate devices",
+    "ncclInvalidArgument": "is it the same version of torch on all executors?",
+    "ncclSystemError": "do the executors reach each other on the interface NCCL_SOCKET_IFNAME, and is there room in "
+    "/dev/shm?",
+    "ncclUnhandledCudaError": "is there memory left on the GPU, and does its driver suit torch's CUDA?",
+    "ncclInternalError": "do the executors reach each other on the interface NCCL_SOCKET_IFNAME?",
+}
 
 # The last group of this process, kept until the next one. Ending a group joins threads that may be
 # waiting for the GIL: this reference lets go of it meanwhile, the one in DDP's reducer, which a
@@ -30,7 +50,14 @@ _attached = ExitStack()
 
 
 @contextmanager
-def process_group(world: World, store: dist.Store, *, timeout: timedelta, lone: bool = False) -> Iterator[None]:
+def process_group(
+    world: World,
+    store: dist.Store,
+    *,
+    timeout: timedelta,
+    lone: bool = False,
+    report: Callable[[BaseException], object] = lambda _: None,
+) -> Iterator[None]:
     """Opens the default process group over `store` and closes it on the way out; alone, mostly does nothing.
 
     Reused Python workers keep module state: a group that an earlier job left open is closed first.
@@ -40,36 +67,64 @@ def process_group(world: World, store: dist.Store, *, timeout: timedelta, lone: 
         store: The store the ranks meet at.
         timeout: How long a collective may wait for the other ranks.
         lone: Open one for a rank that is alone, too.
+        report: Gets what the block raises, before the group is closed: that may block, or raise something else, where
+            a collective of NCCL's will not end.
+
+    Raises:
+        ClusterError: NCCL cannot be set up between the ranks.
     """
     if world.world_size == 1 and not lone:
         yield
         return
     if dist.is_initialized():
         dist.destroy_process_group()
-    with _gloo_interface(world.address):
-        dist.init_process_group(
-            world.backend,
-            store=dist.PrefixStore("group", store),
-            rank=world.rank,
-            world_size=world.world_size,
-            timeout=timeout,
-            device_id=torch.device(world.device) if world.backend == "nccl" else None,
-        )
+    with opening(world.address):
+        try:
+            dist.init_process_group(
+                backend_of(world.device),
+                store=dist.PrefixStore("group", store),
+                rank=world.rank,
+                world_size=world.world_size,
+                timeout=timeout,
+                device_id=None if is_host(world.device) else torch.device(world.device),
+            )
+        except dist.DistBackendError as error:
+            cause = set_up_error(error)
+            if cause is None:
+                raise
+            raise cause from error
     _kept[:] = [dist.group.WORLD]
     _calm_gloo()
     try:
         with _attached:
             yield
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, Exception):
+            with suppress(Exception):  # the store may be gone, too
+                report(error)
         # Destroying waits for what is in flight, and that for peers which may do the same.
         world_group = dist.group.WORLD
         if world_group is not None:
-            with suppress(RuntimeError):
+            with suppress(Exception):
                 world_group.abort()
-        raise
-    finally:
-        if dist.is_initialized():
+        with suppress(Exception):  # which would take the place of what the block has raised
             dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
+
+
+def set_up_error(error: BaseException) -> ClusterError | None:
+    """Returns why NCCL cannot be set up, in the user's terms; `None` for what a lost rank does to the others.
+
+    The codes are those of `ncclResult_t` as torch spells them in `getNcclErrorDetailStr`
+    (torch/csrc/distributed/c10d/NCCLUtils.cpp).
+    """
+    text = str(error)
+    found = [hint for code, hint in _NCCL_HINTS.items() if code in text]
+    if "NCCL" not in text or "ncclRemoteError" in text or not found:
+        return None
+    reason = next((line for line in reversed(text.splitlines()) if line.strip()), text)
+    return ClusterError(f"NCCL cannot join the ranks: {reason.strip()}", hint=f"{found[0]}; NCCL_DEBUG=INFO says more")
 
 
 def collectives_begun() -> int | None:
@@ -77,9 +132,12 @@ def collectives_begun() -> int | None:
 
     A rank that has begun fewer than the others is the one that they wait for.
     """
-    group = dist.group.WORLD
-    try:
-        return None if group is None else int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+    group: Any = dist.group.WORLD
+    if group is None:
+        return None
+    try:  # an accelerator's group has a backend for tensors on the CPU besides
+        backends = {id(found): found for found in (group._get_backend(kind) for kind in group._device_types)}
+        return sum(int(backend._get_sequence_number_for_group()) for backend in backends.values())
     except RuntimeError:  # the group is being closed
         return None
 
@@ -100,11 +158,10 @@ def max_over_ranks(values: torch.Tensor, world: World) -> torch.Tensor:
 
 
 def _reduced(values: torch.Tensor, world: World, operation: dist.ReduceOp.RedOpType) -> torch.Tensor:
-    if world.world_size == 1:
-        return values.cpu()
-    values = values.to(world.device, copy=True)
-    dist.all_reduce(values, operation)
-    return values.cpu()
+    found = values.to("cpu", copy=True)
+    if world.world_size > 1:
+        dist.all_reduce(found, operation)
+    return found
 
 
 def attach(resource: AbstractContextManager[Any]) -> None:
@@ -113,18 +170,27 @@ def attach(resource: AbstractContextManager[Any]) -> None:
 
 
 @contextmanager
-def _gloo_interface(address: str) -> Iterator[None]:
-    """Makes Gloo listen on the interface with that address instead of guessing by host name."""
+def opening(address: str) -> Iterator[None]:
+    """Sets variables that Gloo and NCCL read while a group is opened; what the user has set stands.
+
+    Both are to use the interface with that address, instead of guessing by host name, or taking the first one. NCCL's
+    watchdog is not to end the process, for a collective's error or for CUDA's: it would before the rank could say what
+    it met (torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp, `ErrorHandlingMode` and `TORCH_NCCL_RETHROW_CUDA_ERRORS`).
+    Ranks that stand still are found by the driver.
+    """
     name = _interface_of(address) if address else None
-    before = os.environ.get("GLOO_SOCKET_IFNAME")
-    if name is None or before is not None:  # the user's own choice stands
-        yield
-        return
-    os.environ["GLOO_SOCKET_IFNAME"] = name
+    wanted = {"TORCH_NCCL_RETHROW_CUDA_ERRORS": "0"}
+    if "NCCL_ASYNC_ERROR_HANDLING" not in os.environ:  # its older name
+        wanted["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+    if name is not None:
+        wanted |= {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}  # NCCL takes a prefix without the "="
+    ours = {key: value for key, value in wanted.items() if key not in os.environ}
+    os.environ.update(ours)
     try:
         yield
     finally:
-        os.environ.pop("GLOO_SOCKET_IFNAME", None)
+        for key in ours:
+            os.environ.pop(key, None)
 
 
 def _calm_gloo() -> None:

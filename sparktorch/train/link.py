@@ -83,6 +83,7 @@ class Link:
         self._state: dict[str, Any] = {"phase": "starting", "epoch": None, "step": None}
         self._moves, self._waiting, self._owner = 0, False, threading.get_ident()
         self._kills = out_of_memory_kills()
+        self._failure: SparkTorchError | None = None
         # Of this rank's own, not of the store's: its counters can be moved by who has not the token.
         self._warnings, self._parcels = itertools.count(), itertools.count()
 
@@ -179,8 +180,10 @@ class Link:
         self.store.set("epochs", str(number))
 
     def fail(self, error: BaseException) -> SparkTorchError:
-        """Reports the failure to the driver and returns it with its place and traceback."""
-        failure = self.describe(error)
+        """Reports the failure to the driver, once, and returns it with its place and traceback."""
+        if self._failure is not None:
+            return self._failure
+        self._failure = failure = self.describe(error)
         order = self.store.add("errors", 1)
         secondary = isinstance(error, PeerFailure | Cancelled) or _is_communication(error)
         report = {
@@ -383,6 +386,8 @@ def last_lines(rank: int, lines: list[str]) -> str:
 
 def _is_communication(error: BaseException) -> bool:
     """Whether the error, or what it was raised from, is what a rank sees when another one has died."""
+    if isinstance(error, SparkTorchError) and not isinstance(error, RankError):
+        return False  # it says what it is, such as NCCL that cannot be set up
     if error.__cause__ is not None and _is_communication(error.__cause__):
         return True
     if isinstance(error, dist.DistError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -142,7 +142,7 @@ class _Training:
             self._saver.close(Position(self._context.step, epoch))
         self._reporter.enter("finishing")
         confusion = None if progress.confusion is None else progress.confusion.tolist()
-        state = self._state() if progress.best.state is None else progress.best.state
+        state = self._state(copy=False) if progress.best.state is None else progress.best.state
         return Outcome(state, progress.history, confusion, self._waited / max(self._seconds, 1e-9))
 
     def _go_on(self, store: CheckpointStore, manifest: Manifest) -> None:
@@ -304,7 +304,7 @@ class _Training:
         with self._averaged(), self._engine.strategy.evaluating(self._engine.module) as module:
             metrics, counts = self._validation.run(module)
         progress.tally.validations.append({"step": self._context.step, **metrics})
-        if progress.best.offer(metrics["val_loss"], self._copy_state):
+        if progress.best.offer(metrics["val_loss"], self._state):
             progress.confusion = counts
         self._callbacks.call("on_validation_end", dict(metrics))  # a copy, for it decides the same in every rank
         progress.tally.validating += time.perf_counter() - started
@@ -317,15 +317,10 @@ class _Training:
         if self._validation is not None and self._config.validation_unit == "step":
             record["validations"] = validations
 
-    def _state(self) -> dict[str, torch.Tensor]:
-        """Returns the whole model's state on the CPU."""
+    def _state(self, *, copy: bool = True) -> dict[str, torch.Tensor]:
+        """Returns the whole model's state on the CPU, a copy of it where the module will have other weights."""
         with self._averaged():
-            state = self._engine.strategy.state_dict(self._engine.module)
-            return state if self._average is None else _copies(state)  # other weights will be in its place
-
-    def _copy_state(self) -> dict[str, torch.Tensor]:
-        state = self._state()
-        return _copies(state) if self._world.is_main else {}  # whose state it is that becomes the model's
+            return self._engine.strategy.state_dict(self._engine.module, copy=copy or self._average is not None)
 
     def _averaged(self) -> AbstractContextManager[None]:
         """A block in which the module has the weights that training would now return."""
@@ -337,7 +332,3 @@ class _Training:
             return
         self._look_back(now=True)
         self._saver.save(position, self._saved.share(), self._progress.last_validation().get("val_loss"))
-
-
-def _copies(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in state.items()}

@@ -10,17 +10,19 @@ from pathlib import Path
 
 import torch
 
+from sparktorch.devices import is_host, module_of
+
 __all__ = ["forget_peaks", "out_of_memory_kills", "peaks", "resident_bytes"]
 
 
 def forget_peaks(device: str) -> None:
-    """Has `peaks` look from now on, where the system lets it: Python workers are used again."""
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-    reset = getattr(torch.get_device_module(device), "reset_peak_memory_stats", None)
-    if reset is not None:
+    """Has `peaks` look from now on, at the host's memory ("cpu") or a device's: Python workers are used again."""
+    if is_host(device):
+        with suppress(OSError):  # the system may not let it
+            Path("/proc/self/clear_refs").write_text("5")
+    elif (reset := getattr(module_of(device), "reset_peak_memory_stats", None)) is not None:
         with suppress(RuntimeError):  # nothing was allocated yet
-            reset(device)
+            reset(torch.device(device))
 
 
 def peaks(device: str) -> dict[str, int]:
@@ -34,9 +36,9 @@ def peaks(device: str) -> dict[str, int]:
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):  # the one that can be reset
                 found["peak_memory"] = int(line.split()[1]) * 1024
-    most = getattr(torch.get_device_module(device), "max_memory_allocated", None)
+    most = None if is_host(device) else getattr(module_of(device), "max_memory_allocated", None)
     if most is not None:
-        found["peak_device_memory"] = most(device)
+        found["peak_device_memory"] = most(torch.device(device))
     return found
 
 

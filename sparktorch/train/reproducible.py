@@ -12,8 +12,17 @@ import numpy as np
 import torch
 
 from sparktorch.config import TrainConfig
+from sparktorch.devices import is_host, module_of
 
-__all__ = ["generators_state", "reproducible", "seed_all", "set_generators_state", "switched", "untouched_generators"]
+__all__ = [
+    "generators_state",
+    "reproducible",
+    "seed_all",
+    "set_generators_state",
+    "switched",
+    "tf32_allowed",
+    "untouched_generators",
+]
 
 _CUDNN: Any = torch.backends.cudnn  # whose parts torch's own types leave out
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -36,8 +45,7 @@ def switched(config: TrainConfig, device: torch.device) -> Iterator[None]:
     with ExitStack() as stack:
         if config.deterministic:
             stack.enter_context(_deterministic())
-        if config.precision == "tf32" and device.type == "cuda":
-            stack.enter_context(_short_mantissas())
+        stack.enter_context(tf32_allowed(config.precision == "tf32", device))
         yield
 
 
@@ -56,7 +64,7 @@ def generators_state(device: torch.device) -> dict[str, Any]:
         "python": [version, list(of_python), gauss],
         "numpy": [kind, torch.from_numpy(of_numpy.astype(np.int64)), *rest],  # type: ignore[union-attr]
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "device": None if is_host(device) else module_of(device).get_rng_state(device),
     }
 
 
@@ -67,8 +75,8 @@ def set_generators_state(state: Mapping[str, Any], device: torch.device) -> None
     kind, of_numpy, *rest = state["numpy"]
     np.random.set_state((kind, of_numpy.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"], device)
+    if state.get("device") is not None and not is_host(device):
+        module_of(device).set_rng_state(state["device"], device)
 
 
 @contextmanager
@@ -76,7 +84,8 @@ def untouched_generators(device: torch.device) -> Iterator[None]:
     """A block after which the generators stand where they stood before it."""
     of_python, of_numpy = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        own: Any = {} if is_host(device) else {"devices": [device], "device_type": device.type}
+        with torch.random.fork_rng(**own or {"devices": []}):
             yield
     finally:
         random.setstate(of_python)
@@ -100,13 +109,24 @@ def _deterministic() -> Iterator[None]:
 
 
 @contextmanager
-def _short_mantissas() -> Iterator[None]:
+def tf32_allowed(allowed: bool, device: torch.device) -> Iterator[None]:
+    """A block in which CUDA may multiply float32 in TF32, or may not: torch lets convolutions by itself."""
+    if device.type != "cuda":
+        yield
+        return
+
+    # The older switches set the newer ones, too. Set by the newer ones alone, to read an older one is an error, and
+    # torch.compile does (aten/src/ATen/Context.cpp, `allowTF32CuBLAS`).
+    def switch(products: bool, convolutions: bool) -> None:
+        torch.set_float32_matmul_precision("high" if products else "highest")
+        torch.backends.cudnn.allow_tf32 = convolutions
+
     kinds: tuple[Any, ...] = (torch.backends.cuda.matmul, _CUDNN.conv, _CUDNN.rnn)
     before = [kind.fp32_precision for kind in kinds]
-    for kind in kinds:
-        kind.fp32_precision = "tf32"
+    switch(allowed, allowed)
     try:
         yield
     finally:
+        switch(before[0] == "tf32", before[1] == "tf32")
         for kind, precision in zip(kinds, before, strict=True):
             kind.fp32_precision = precision

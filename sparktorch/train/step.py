@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from sparktorch.devices import jagged
 from sparktorch.errors import ModuleError
 from sparktorch.world import World
 
@@ -61,7 +62,7 @@ class BatchLike(Protocol):
 
     @property
     def lengths(self) -> Mapping[int, torch.Tensor]:
-        """Number of elements of each row of the inputs, by the place of a padded argument; its mask comes next."""
+        """Number of elements of each row of padded, jagged and sparse inputs, by their places, on the CPU."""
         ...
 
 
@@ -75,7 +76,8 @@ class StepBatch:
         weight: float32 sample weights of shape `(rows,)`; `None` means all ones.
         rows: Number of rows. A rank without rows in a step gets stand-ins of weight zero.
         loss_weight: What each row counts for in the loss.
-        lengths: By the place of a padded input, number of elements of each row, int64 on the CPU.
+        lengths: By the place of an input that is padded, jagged or sparse, number of elements of each row, int64 on
+            the CPU. The mask of a padded one is the input after it.
     """
 
     inputs: tuple[torch.Tensor, ...]
@@ -110,9 +112,9 @@ def _cut(batch: BatchLike, start: int, end: int) -> StepBatch:
     def part(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else tensor[start:end]
 
-    inputs = [cut(tensor, start, end) for tensor in batch.inputs]
+    inputs = [cut(tensor, start, end, batch.lengths.get(place)) for place, tensor in enumerate(batch.inputs)]
     lengths = {place: counts[start:end] for place, counts in batch.lengths.items()}
-    for place, longest in _longest(lengths).items():  # of these rows, which may be less than that of all
+    for place, longest in _longest(batch, lengths).items():  # of these rows, which may be less than that of all
         for both in (place, place + 1):
             inputs[both] = inputs[both][:, :longest]
     found = part(batch.label), part(batch.weight), end - start, part(batch.loss_weight)
@@ -123,30 +125,39 @@ def padding(batches: Sequence[BatchLike]) -> tuple[int, int]:
     """Returns how many places the padded inputs of some batches have, and how many of them hold an element."""
     places = elements = 0
     for batch in batches:
-        longest = _longest(batch.lengths)
-        places += sum(longest[place] * len(counts) for place, counts in batch.lengths.items())
-        elements += sum(int(counts.sum()) for counts in batch.lengths.values())
+        for place, longest in _longest(batch, batch.lengths).items():
+            places += longest * len(batch.lengths[place])
+            elements += int(batch.lengths[place].sum())
     return places, elements
 
 
-def _longest(lengths: Mapping[int, torch.Tensor]) -> dict[int, int]:
-    """Returns how wide padded inputs are whose rows have those lengths."""
-    return {place: max(1, int(counts.max())) if len(counts) else 1 for place, counts in lengths.items()}
+def _longest(batch: BatchLike, lengths: Mapping[int, torch.Tensor]) -> dict[int, int]:
+    """Returns how wide a batch's padded inputs are, by place, if its rows have those lengths."""
+    padded = {place: counts for place, counts in lengths.items() if batch.inputs[place].layout is torch.strided}
+    return {place: max(1, int(counts.max())) if len(counts) else 1 for place, counts in padded.items()}
 
 
-def cut(tensor: torch.Tensor, start: int, end: int) -> torch.Tensor:
-    """Returns some rows of an input, which torch slices neither if it is jagged nor if it is sparse."""
-    if tensor.is_nested:
-        ends: torch.Tensor = tensor.offsets()  # type: ignore[attr-defined]
-        values = tensor.values()[int(ends[start]) : int(ends[end])]
-        return torch.nested.nested_tensor_from_jagged(values, ends[start : end + 1] - ends[start])
-    if tensor.layout == torch.sparse_csr:
-        ends = tensor.crow_indices()
-        first, last = int(ends[start]), int(ends[end])
-        stored = tensor.col_indices()[first:last], tensor.values()[first:last]
-        shape = (end - start, *tensor.shape[1:])
-        return torch.sparse_csr_tensor(ends[start : end + 1] - ends[start], *stored, shape, check_invariants=False)
-    return tensor[start:end]
+def cut(tensor: torch.Tensor, start: int, end: int, lengths: torch.Tensor | None = None) -> torch.Tensor:
+    """Returns some rows of an input, which torch slices neither if it is jagged nor if it is sparse.
+
+    Args:
+        tensor: All rows.
+        start: The first row.
+        end: The row after the last.
+        lengths: Of all rows of such an input, as in `BatchLike.lengths`; read from the tensor without them.
+    """
+    nested, sparse = tensor.is_nested, tensor.layout == torch.sparse_csr
+    if not nested and not sparse:
+        return tensor[start:end]
+    ends: torch.Tensor = tensor.offsets() if nested else tensor.crow_indices()  # type: ignore[attr-defined]
+    counts = ends.diff().cpu() if lengths is None else lengths
+    first = int(counts[:start].sum())
+    last = first + int(counts[start:end].sum())
+    own, values = ends[start : end + 1] - ends[start], tensor.values()[first:last]
+    if nested:
+        return jagged(values, own, counts[start:end])
+    shape = (end - start, *tensor.shape[1:])
+    return torch.sparse_csr_tensor(own, tensor.col_indices()[first:last], values, shape, check_invariants=False)
 
 
 def full_precision(output: Any) -> Any:

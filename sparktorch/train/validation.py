@@ -80,7 +80,7 @@ class Validation:
             The metrics, and the confusion matrix, int64 of shape `(classes, classes)`.
         """
         module.eval()
-        # Of losses and weights, on the device: to read one of them waits for all its work.
+        # Of losses and weights, on the device: to read one of them waits for all its work, which no batch may do.
         totals = torch.zeros(4, dtype=torch.float64, device=self._world.device)
         counts = torch.zeros(self._shown**2, dtype=torch.float64, device=self._world.device)
         means = Means()
@@ -94,7 +94,7 @@ class Validation:
                     totals[3] += (correct(output, label) * weight).sum()
                     if self._shown:
                         cells = label.long() * self._shown + predicted(output, label)
-                        counts += torch.bincount(cells, minlength=len(counts))
+                        counts.index_add_(0, cells, counts.new_ones(()).expand_as(cells))
                 if self._shows_output:
                     self._metrics.update(output, label)
         summed = sum_over_ranks(torch.cat([totals, counts]), self._world)

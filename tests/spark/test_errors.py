@@ -76,7 +76,7 @@ def constant_loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
         ),
         ({"moduleParams": {"outputs": 1}}, ModuleError, ["one score a row", "BCEWithLogitsLoss"]),
         ({"numWorkers": 4}, ClusterError, ["numWorkers=4, but the cluster has 3 slots", "spark.executor.instances"]),
-        ({"device": "cuda"}, ClusterError, ["device='cuda'", "0 CUDA devices"]),
+        ({"device": "cuda"}, ClusterError, ["device='cuda'", "torch sees 0 such devices"]),
         ({"module": Locked(), "moduleParams": {}}, ModuleError, ["the module instance cannot be copied", "lock"]),
     ],
 )

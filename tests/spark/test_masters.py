@@ -37,7 +37,7 @@ def test_gpu_addresses_reach_the_ranks_and_what_they_cannot_use_is_found_before(
 
     fitted = results["fit on GPUs"]
     assert fitted["error"] == "ClusterError"
-    assert "this rank was to use CUDA device 5, but torch sees 0" in fitted["message"]
+    assert "this rank was to use cuda device 5, but torch sees 0" in fitted["message"]
     assert "gpu_addresses=['5']" in fitted["message"]
 
     findings = results["check"]["findings"]
@@ -49,7 +49,7 @@ def test_gpu_addresses_reach_the_ranks_and_what_they_cannot_use_is_found_before(
     ]
     found = {one["check"]: one for one in findings}
     assert (found["slots"]["setting"], found["slots"]["value"]) == ("spark.executor.instances", "3")
-    assert "Spark gives GPU 5, CUDA device 5, but torch sees 0" in found["gpu-addresses"]["found"]
+    assert "Spark gives GPU 5, device 5, but torch sees 0" in found["gpu-addresses"]["found"]
     assert "does not see in relative/path what other tasks have written" in found["checkpoint-dir"]["found"]
     assert found["peers-reachable"]["found"] == "all 2 tasks reach their neighbours"
     assert len({one["where"]["executor"] for one in findings if "executor" in one["where"]}) == 2

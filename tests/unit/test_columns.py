@@ -33,8 +33,6 @@ def test_every_column_that_becomes_a_tensor_is_listed_in_order() -> None:
     assert [input_name(i) for i in range(3)] == ["x0", "x1", "x2"]
 
 
-def test_a_world_knows_its_main_rank_and_its_backend() -> None:
+def test_a_world_knows_its_main_rank() -> None:
     assert World().is_main
     assert not World(rank=1, world_size=2).is_main
-    assert World(device="cpu").backend == "gloo"
-    assert World(device="cuda:3").backend == "nccl"

@@ -89,7 +89,7 @@ def test_where_all_is_well_each_check_says_so_once() -> None:
         ("shared-memory", "warning", {"shared_memory": None}, "/dev/shm does not exist"),
         ("local-disk", "warning", {"disks": {"/data": 800 << 20, "/tmp": 9 * GIB}}, "/data has 800 MiB free"),
         ("local-disk", "failure", {"disks": {"/data": 1 << 20}}, "/data has 1 MiB free"),
-        ("gpu-addresses", "failure", {"gpus": ["5"], "cuda": 0}, "GPU 5, CUDA device 5, but torch sees 0"),
+        ("gpu-addresses", "failure", {"gpus": ["5"], "cuda": 0}, "GPU 5, device 5, but torch sees 0"),
         (
             "gpu-addresses",
             "failure",

@@ -12,7 +12,7 @@ from torchmetrics.classification import MulticlassF1Score
 
 from sparktorch.config import Task
 from sparktorch.errors import ConfigError
-from sparktorch.train.dryrun import Trial, dry_run
+from sparktorch.train.dryrun import Trial, complete, dry_run
 from sparktorch.train.metrics import Metrics
 from sparktorch.train.recipe import Recipe
 from tests.support.metrics import Lists, Mean, Rows
@@ -24,7 +24,7 @@ FEATURES = {"column 'features'": torch.ones(2, 5)}
 def trial(module: Any, task: Task, metrics: dict[str, Any]) -> Trial:
     loss = {Mlp: "CrossEntropyLoss", Logit: "BCEWithLogitsLoss", Score: "MSELoss"}[module]
     label = torch.ones(2) if task == "regression" else torch.ones(2, dtype=torch.float64)
-    return dry_run(Recipe(module=module, loss=loss, metrics=metrics), task, 0, FEATURES, label)
+    return complete(dry_run(Recipe(module=module, loss=loss), task, 0, FEATURES, label), metrics, task)
 
 
 def test_what_a_metric_asks_for_is_filled_in_where_it_is_known() -> None:

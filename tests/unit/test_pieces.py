@@ -13,7 +13,7 @@ from pyspark.sql import Row
 from sparktorch.errors import ClusterError, ColumnError
 from sparktorch.spark.probe import address_towards, host_of
 from sparktorch.spark.rank import RESULT_SCHEMA, _chunks, assemble, failure_in
-from sparktorch.spark.resources import choose_device, cuda_index
+from sparktorch.spark.resources import choose_device, device_index
 from sparktorch.worker import RankResult
 
 
@@ -30,7 +30,7 @@ from sparktorch.worker import RankResult
     ],
 )
 def test_a_gpu_address_becomes_the_index_that_cuda_counts(address: str, visible: str | None, index: int) -> None:
-    assert cuda_index(address, visible) == index
+    assert device_index(address, visible) == index
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_a_gpu_address_becomes_the_index_that_cuda_counts(address: str, visible:
 )
 def test_a_gpu_that_cuda_does_not_see_is_refused(address: str, visible: str | None, message: str) -> None:
     with pytest.raises(ClusterError) as caught:
-        cuda_index(address, visible)
+        device_index(address, visible)
     assert caught.value.what == message
     assert caught.value.hint
 
@@ -53,7 +53,7 @@ def test_a_rank_trains_on_the_device_that_was_asked_for(monkeypatch: pytest.Monk
     beyond = torch.cuda.device_count()
     assert choose_device("cpu", ["0"], local_rank=0, local_size=1) == "cpu"
     assert choose_device("auto", [], local_rank=0, local_size=beyond + 1) == "cpu"
-    with pytest.raises(ClusterError, match=f"was to use CUDA device {beyond}, but torch sees {beyond}"):
+    with pytest.raises(ClusterError, match=f"was to use cuda device {beyond}, but torch sees {beyond}"):
         choose_device("cuda", [str(beyond)], local_rank=0, local_size=1)
 
 

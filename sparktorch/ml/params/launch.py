@@ -15,6 +15,7 @@ LAUNCH_DEFAULTS: dict[str, Any] = {
     "numWorkers": 1,
     "rendezvous": "auto",
     "preflight": "basic",
+    "dryRun": "driver",
     "checkpointInterval": 1,
     "checkpointUnit": "epoch",
     "keepCheckpoints": 2,
@@ -70,6 +71,13 @@ class LaunchParams(Params):
         Params._dummy(),
         "preflight",
         "what is checked before the job starts: 'basic' for settings, slots and GPUs, 'full' for the executors as well",
+        typeConverter=TypeConverters.toString,
+    )
+    dryRun: Param[str] = Param(
+        Params._dummy(),
+        "dryRun",
+        "where module and loss are tried on the first row before the job starts: on the 'driver', or in a 'worker' "
+        "for modules that need an accelerator, or more memory than the driver has",
         typeConverter=TypeConverters.toString,
     )
     progress: Param[bool] = Param(
@@ -134,6 +142,14 @@ class LaunchParams(Params):
     def setPreflight(self, value: str) -> Self:
         """Sets the value of `preflight`."""
         return self._set(preflight=value)
+
+    def getDryRun(self) -> str:
+        """Gets the value of `dryRun` or its default."""
+        return self.getOrDefault(self.dryRun)
+
+    def setDryRun(self, value: str) -> Self:
+        """Sets the value of `dryRun`."""
+        return self._set(dryRun=value)
 
     def getProgress(self) -> bool:
         """Gets the value of `progress` or its default."""

@@ -38,7 +38,8 @@ class ScoringParams(HasFeaturesCol, HasInputCols, HasPredictionCol):
     device: Param[str] = Param(
         Params._dummy(),
         "device",
-        "'auto', 'cpu' or 'cuda', for training and for scoring; auto takes a GPU per task where there are any",
+        "'auto', 'cpu' or a type of accelerator, such as 'cuda', for training and for scoring; auto takes one per task "
+        "where there are any",
         typeConverter=TypeConverters.toString,
     )
     handleInvalid: Param[str] = Param(

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from sparktorch.config import TrainConfig
+from sparktorch.devices import download
 from sparktorch.errors import ConfigError
 from sparktorch.train.recipe import Recipe, load_object
 from sparktorch.world import World
@@ -78,12 +79,12 @@ class Strategy(ABC, Generic[O]):
         self._config = config
         self._world = world
         self._options = options
+        self._device = torch.device(world.device)
 
     @cached_property
     def mesh(self) -> DeviceMesh:
         """The ranks as a mesh of one dimension, named `data`."""
-        kind = torch.device(self._world.device).type
-        return init_device_mesh(kind, (self._world.world_size,), mesh_dim_names=(DATA,))
+        return init_device_mesh(self._device.type, (self._world.world_size,), mesh_dim_names=(DATA,))
 
     @property
     def alone(self) -> bool:
@@ -108,7 +109,11 @@ class Strategy(ABC, Generic[O]):
 
     @abstractmethod
     def prepare(self, module: nn.Module) -> nn.Module:
-        """Returns the module that the loop calls, its gradients reduced over the ranks."""
+        """Returns the module that the loop calls, on the rank's device, its gradients reduced over the ranks.
+
+        Args:
+            module: The user's, on the CPU.
+        """
 
     def optimizer(self, recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer:
         """Builds the optimizer over the parameters this rank updates.
@@ -166,10 +171,17 @@ class Strategy(ABC, Generic[O]):
                 dist.broadcast(buffer, 0)
         yield plain
 
-    def state_dict(self, module: nn.Module) -> dict[str, torch.Tensor]:
-        """Returns the whole model's state on the CPU; meant for rank 0, others may get less."""
+    def state_dict(self, module: nn.Module, *, copy: bool = False) -> dict[str, torch.Tensor]:
+        """Returns the whole model's state on the CPU; it is rank 0's to have, and empty elsewhere.
+
+        Args:
+            module: The one that `prepare` returned.
+            copy: Whether it must not share memory with the module.
+        """
         with self.evaluating(module) as plain:
-            return {name: value.detach().cpu() for name, value in plain.state_dict().items()}
+            if not self._world.is_main:
+                return {}
+            return download({name: value.detach() for name, value in plain.state_dict().items()}, copy=copy)
 
 
 def require_optimizer_class(config: TrainConfig, recipe: Recipe, each: str) -> str | type:

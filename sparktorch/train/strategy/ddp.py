@@ -17,7 +17,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sparktorch.config import TrainConfig, at_least, one_of
-from sparktorch.errors import ConfigError
+from sparktorch.devices import backend_of
+from sparktorch.errors import ConfigError, ModuleError
 from sparktorch.train.recipe import Recipe
 from sparktorch.train.strategy.base import Strategy
 
@@ -82,10 +83,13 @@ class DDP(Strategy[DDPOptions]):
 
     def prepare(self, module: nn.Module) -> nn.Module:
         """Wraps the module; rank 0's initial parameters and buffers go to every rank."""
+        if "nccl" in backend_of(self._world.device) and not self.alone:
+            _refuse_sparse(module)
+        module.to(self._device)
         if self.alone:
             return module
         options = self._options
-        index = torch.device(self._world.device).index
+        index = self._device.index
         unused = options.find_unused_parameters
         wrapped = DistributedDataParallel(
             module,
@@ -117,7 +121,7 @@ class DDP(Strategy[DDPOptions]):
         with several buckets their order differs between ranks, which then wait for each other for ever.
         """
         options = self._options
-        if options.comm_hook != "powerSGD" or self._world.backend != "gloo":
+        if options.comm_hook != "powerSGD" or backend_of(self._world.device) != "gloo":
             return options.bucket_cap_mb
         if options.bucket_cap_mb is not None:
             raise ConfigError(
@@ -166,6 +170,17 @@ class DDP(Strategy[DDPOptions]):
     def no_sync(self, module: nn.Module) -> AbstractContextManager[None]:
         """Leaves out the all-reduce."""
         return module.no_sync() if isinstance(module, DistributedDataParallel) else nullcontext()
+
+
+def _refuse_sparse(module: nn.Module) -> None:
+    """Refuses gradients that NCCL does not add up (ProcessGroupNCCL.cpp, `allreduce_sparse`)."""
+    for name, part in module.named_modules():
+        if getattr(part, "sparse", False):
+            raise ModuleError(
+                f"the gradients of {name!r}, a {type(part).__qualname__}, are sparse, and NCCL adds up dense ones only",
+                hint="make it with sparse=False, or set device='cpu'",
+                param="module",
+            )
 
 
 def _without_buffers(options: DDPOptions) -> dict[str, bool]:

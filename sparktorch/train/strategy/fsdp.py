@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from sparktorch.config import TrainConfig, at_least, one_of
+from sparktorch.devices import download, is_host
 from sparktorch.errors import ConfigError, ModuleError, nearest
 from sparktorch.train.recipe import Recipe
 from sparktorch.train.state import local
@@ -97,7 +98,7 @@ class Zero3(Strategy[ShardingOptions]):
         return super().alone and not self.needs_group(self._options)
 
     def prepare(self, module: nn.Module) -> nn.Module:
-        """Divides the module's parameters among the ranks, in place."""
+        """Divides the module's parameters among the ranks, in place, each part as it comes to the device."""
         options = self._options
         parts = units(module, options)
         if options.activation_checkpointing:
@@ -105,10 +106,10 @@ class Zero3(Strategy[ShardingOptions]):
 
             apply_activation_checkpointing(module, check_fn=lambda part: part in parts)
         if self.alone:
-            return module
+            return module.to(self._device)
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-        if options.cpu_offload and not self._world.device.startswith("cuda"):
+        if options.cpu_offload and is_host(self._device):
             raise ConfigError(
                 f"strategyParams.cpu_offload is set, and rank {self._world.rank} has no GPU to offload",
                 hint="leave it out, or set device='cuda'",
@@ -158,16 +159,16 @@ class Zero3(Strategy[ShardingOptions]):
             finally:
                 self._let_go(module)
 
-    def state_dict(self, module: nn.Module) -> dict[str, torch.Tensor]:
+    def state_dict(self, module: nn.Module, *, copy: bool = False) -> dict[str, torch.Tensor]:
         """Gathers the whole model's state on rank 0; elsewhere it is empty."""
         if self.alone:
-            return super().state_dict(module)
+            return super().state_dict(module, copy=copy)
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
         with self.evaluating(module):
             self._let_go(module)
             whole = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-        return cast(dict[str, torch.Tensor], whole)
+        return download(cast(dict[str, torch.Tensor], whole), copy=copy)
 
     def _let_go(self, module: nn.Module) -> None:
         """Lets go of gathered parameters: they are kept after a forward pass that no backward follows."""

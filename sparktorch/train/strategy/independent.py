@@ -45,4 +45,4 @@ class Independent(Strategy[IndependentOptions]):
 
     def prepare(self, module: nn.Module) -> nn.Module:
         """Returns the module as it is."""
-        return module
+        return module.to(self._device)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from sparktorch.config import TrainConfig, at_least
+from sparktorch.devices import download
 from sparktorch.errors import ConfigError
 from sparktorch.train.recipe import Recipe
 from sparktorch.train.strategy.base import Layout, Strategy
@@ -69,6 +70,7 @@ class LocalSGD(Strategy[LocalSGDOptions]):
 
     def prepare(self, module: nn.Module) -> nn.Module:
         """Gives every rank the parameters and buffers of rank 0."""
+        module.to(self._device)
         if not self.alone:
             for tensor in module.state_dict().values():
                 dist.broadcast(tensor, 0)
@@ -102,10 +104,12 @@ class LocalSGD(Strategy[LocalSGDOptions]):
                 for tensor, before in zip(tensors, own, strict=True):
                     tensor.copy_(before)
 
-    def state_dict(self, module: nn.Module) -> dict[str, torch.Tensor]:
-        """Returns the mean of all models, the same on every rank."""
+    def state_dict(self, module: nn.Module, *, copy: bool = False) -> dict[str, torch.Tensor]:
+        """Returns the mean of all models on rank 0; elsewhere it is empty."""
         with self.evaluating(module):
-            return {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
+            if not self._world.is_main:
+                return {}
+            return download({name: value.detach() for name, value in module.state_dict().items()}, copy=True)
 
 
 def _averaged(module: nn.Module) -> list[torch.Tensor]:
@@ -118,7 +122,6 @@ def _averaged(module: nn.Module) -> list[torch.Tensor]:
 def _average_gradients(parameters: list[nn.Parameter]) -> None:
     """Replaces gradients by their means over all ranks; a parameter without one in every rank keeps none."""
     there = torch.tensor([p.grad is not None for p in parameters], dtype=torch.float32)
-    there = there.to(parameters[0].device)
     dist.all_reduce(there, dist.ReduceOp.MAX)
     met = [p for p, found in zip(parameters, there.tolist(), strict=True) if found]
     for parameter in met:

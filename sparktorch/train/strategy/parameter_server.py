@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from sparktorch.config import TrainConfig, at_least
+from sparktorch.devices import is_host, wait_for
 from sparktorch.errors import ConfigError
 from sparktorch.train.group import attach, sum_over_ranks
 from sparktorch.train.recipe import Recipe
@@ -94,6 +95,7 @@ class ParameterServer(Strategy[ParameterServerOptions]):
 
     def prepare(self, module: nn.Module) -> nn.Module:
         """Returns the module as it is; rank 0's initial parameters and buffers go to every rank."""
+        module.to(self._device)
         if not self.alone:
             for tensor in chain(module.parameters(), module.buffers()):
                 whole = tensor.detach().contiguous()
@@ -189,7 +191,7 @@ class _Exchange:
         """
         self._world, self._share = world, share
         self._parameters = dict(shares)
-        pinned = world.device.startswith("cuda")
+        pinned = not is_host(world.device)
         self._frames = {server: Frame(own, numbers, pinned=pinned) for server, own in shares}
         self._ups, self._downs = connect(world, list(self._parameters))
         self._threads = [
@@ -238,6 +240,7 @@ class _Exchange:
         numbers = read_numbers(groups)
         for server, frame in self._frames.items():
             frame.push(numbers, [parameter.grad for parameter in self._parameters[server]])
+        wait_for(self._world.device)  # once, for all gradients to be on the host
         for server, line in self._ups.items():
             line.send(self._frames[server].bytes)
         if self._share is not None:
@@ -250,12 +253,11 @@ class _Exchange:
     def pull_together(self) -> None:
         """Gives every rank the same parameters, after the pushes of all."""
         dist.barrier()
+        wait_for(self._world.device)  # which may still copy from the frames
         for server, frame in self._frames.items():
             if server == self._world.rank and self._share is not None:
                 self._share.read(frame)
-            whole = frame.bytes.to(self._world.device)
-            dist.broadcast(whole, server)
-            frame.bytes.copy_(whole)
+            dist.broadcast(frame.bytes, server)
             frame.load(self._parameters[server])
 
     def take_staleness(self) -> list[int]:

@@ -67,7 +67,9 @@ class Frame:
         for tensor in like:
             starts.append(end)
             end = _round_up(end + tensor.nbytes)
-        self.bytes = torch.zeros(end, dtype=torch.uint8, pin_memory=pinned)
+        self.bytes = torch.zeros(end, dtype=torch.uint8)
+        if pinned:
+            self.bytes = self.bytes.pin_memory()
         self._head = self.bytes[: 8 * count].view(torch.float64)  # whether it is the last, what is there, numbers
         self._tensors = [
             self.bytes[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -95,12 +97,13 @@ class Frame:
         self._head[0] = 1
 
     def push(self, numbers: Sequence[float], gradients: Sequence[torch.Tensor | None]) -> None:
-        """Fills it with the gradients of a step."""
+        """Fills it with the gradients of a step; those of a device are there once its work is done."""
         there = [gradient is not None for gradient in gradients]
         self._head.copy_(torch.tensor([False, *there, *numbers], dtype=torch.float64))
         for tensor, gradient in zip(self._tensors, gradients, strict=True):
             if gradient is not None:
-                tensor.copy_(gradient.to_dense() if gradient.layout != torch.strided else gradient)
+                dense = gradient.to_dense() if gradient.layout != torch.strided else gradient
+                tensor.copy_(dense, non_blocking=not dense.is_cpu)
 
     @torch.no_grad()
     def store(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -110,9 +113,9 @@ class Frame:
 
     @torch.no_grad()
     def load(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Sets parameters to what it holds."""
+        """Sets parameters to what it holds; it must not change before the device has done its work."""
         for tensor, parameter in zip(self._tensors, parameters, strict=True):
-            parameter.copy_(tensor)
+            parameter.copy_(tensor, non_blocking=not parameter.is_cpu)
 
 
 class Share:

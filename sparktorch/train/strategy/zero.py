@@ -35,7 +35,14 @@ class Zero1(DDP):
         from torch.distributed.optim import ZeroRedundancyOptimizer  # it takes a while, and nobody else needs it
 
         factory, parameters, options = recipe.optimizer_call(module)
-        optimizer: torch.optim.Optimizer = ZeroRedundancyOptimizer(parameters, optimizer_class=factory, **options)
+        # A rank's share in one bucket is sent at once; it takes one dtype, and lays weights out in the usual order.
+        dtypes = {parameter.dtype for parameter in module.parameters() if parameter.requires_grad}
+        optimizer: torch.optim.Optimizer = ZeroRedundancyOptimizer(
+            parameters,
+            optimizer_class=factory,
+            parameters_as_bucket_view=len(dtypes) == 1 and not self._config.channels_last,
+            **options,
+        )
         return optimizer
 
     def saves(self, name: str) -> bool:
