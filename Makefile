@@ -1,5 +1,6 @@
 # make demo   trains and scores the digits, from a fresh clone
 # make test   runs every check, and all tests but Petastorm's
+# make test-gpu   runs what a GPU can show, on a machine that has one: docs/gpu.md
 # make test-faults   of these, those that kill, stop and cut off what a fit runs on
 # make test-wheel   builds the wheel, and fits and scores with it in a fresh environment without extras
 # make test-petastorm   runs the tests on the older stack, Spark 3.5 beside the real Petastorm
@@ -18,8 +19,8 @@ export PYSPARK_PYTHON := $(abspath $(BIN)/python)
 # What may run beside other rings.
 UNTIMED := not slow and not clock
 
-.PHONY: setup demo test test-core test-spark test-faults test-paths test-clock test-petastorm test-petastorm-core \
-	test-petastorm-paths test-wheel coverage lint zip mlflow clean
+.PHONY: setup demo test test-core test-spark test-faults test-paths test-clock test-device test-gpu test-petastorm \
+	test-petastorm-core test-petastorm-paths test-wheel coverage lint zip mlflow clean
 
 setup: $(VENV)/.done
 
@@ -55,7 +56,8 @@ IN_ONE_PIECE := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 test: setup zip lint
 	@echo "tests: the output of a ring is shown when it has ended"
 	@red=0; \
-	$(MAKE) --no-print-directory --keep-going --jobs=2 $(IN_ONE_PIECE) test-spark test-core test-faults test-paths || red=1; \
+	$(MAKE) --no-print-directory --keep-going --jobs=2 $(IN_ONE_PIECE) \
+		test-spark test-core test-faults test-paths test-device || red=1; \
 	$(MAKE) --no-print-directory test-clock || red=1; \
 	exit $$red
 
@@ -64,6 +66,15 @@ test-core: setup
 
 test-spark: setup zip
 	$(BIN)/python -m pytest $(COVERAGE) -m "$(UNTIMED)" tests/spark
+
+test-device: setup
+	$(BIN)/python -m pytest tests/device
+
+# What a GPU can show, on as many ranks as there are. The rings that need none are in `make test`.
+test-gpu: setup
+	$(BIN)/python -c "import torch, sys; sys.exit(0 if torch.cuda.is_available() else 'torch sees no CUDA device here')"
+	SPARKTORCH_TEST_DEVICE=cuda $(BIN)/python -m pytest tests/unit tests/device tests/gpu
+	SPARKTORCH_TEST_DEVICE=cuda $(BIN)/python -m pytest -m "$(UNTIMED)" tests/dist
 
 test-paths: setup
 	$(BIN)/python -m pytest tests/paths

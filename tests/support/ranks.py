@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import faulthandler
+import linecache
 import multiprocessing
 import os
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -31,6 +35,7 @@ from sparktorch.worker import RankResult, TrainJob, train_partition
 from sparktorch.world import World
 
 __all__ = [
+    "DEVICE",
     "HOST",
     "SPAWN",
     "Ended",
@@ -44,6 +49,7 @@ __all__ = [
 ]
 
 HOST = "127.0.0.1"
+DEVICE = os.environ.get("SPARKTORCH_TEST_DEVICE", "cpu")  # of the ranks of all tests: "cuda" on a machine that has some
 
 _EXIT_SECONDS = 10
 
@@ -69,12 +75,15 @@ class Ended:
     exitcode: int | None
 
 
-def in_group(size: int, function: Callable[..., Any], *arguments: Any, seconds: float = 120) -> list[Any]:
-    """Calls `function(world, *arguments)` in the ranks of an open Gloo group; returns the results by rank."""
+def in_group(
+    size: int, function: Callable[..., Any], *arguments: Any, seconds: float = 120, device: str = "cpu"
+) -> list[Any]:
+    """Calls `function(world, *arguments)` in the ranks of an open group; returns the results by rank."""
     ranks = []
     with tempfile.TemporaryDirectory() as folder:
         for rank in range(size):
-            world = World(rank=rank, world_size=size, local_rank=rank, host=f"host-{rank}", address=HOST)
+            own = device if device == "cpu" else f"{device}:{rank}"
+            world = World(rank=rank, world_size=size, local_rank=rank, host=f"host-{rank}", address=HOST, device=own)
             ours, theirs = SPAWN.Pipe(duplex=False)
             process = SPAWN.Process(target=_member, args=(theirs, f"{folder}/store", world, function, arguments))
             process.start()
@@ -129,8 +138,12 @@ def run_ranks(
     *,
     seconds: float = 120,
     environment: Mapping[str, str] | None = None,
+    device: str | Sequence[str] = DEVICE,
 ) -> list[Ended]:
     """Runs `train_partition` in one process per partition and returns how each one ended, by rank.
+
+    On an accelerator, `meta["waits"]` lists what each rank waited for, as `simulated.synchronisations` does, and
+    `meta["left"]` says how many bytes it has left on a simulated one.
 
     Args:
         server: Where they meet.
@@ -138,14 +151,19 @@ def run_ranks(
         job: What they train.
         seconds: After which they are killed.
         environment: Variables that are set in their processes.
+        device: The type of their devices, one each, or the device of each.
 
     Raises:
         TimeoutError: A rank was still running after `seconds`; all of them have been killed.
     """
     size = len(partitions)
+    if device == "cuda" and size > torch.cuda.device_count():
+        pytest.skip(f"{size} ranks want as many devices")
     ranks = []
     for rank, batches in enumerate(partitions):
-        world = World(rank=rank, world_size=size, local_rank=rank, host=f"host-{rank}", address=HOST)
+        own = f"{device}:{rank}" if isinstance(device, str) and device != "cpu" else device
+        own = own if isinstance(own, str) else own[rank]
+        world = World(rank=rank, world_size=size, local_rank=rank, host=f"host-{rank}", address=HOST, device=own)
         ours, theirs = SPAWN.Pipe(duplex=False)
         arguments = (theirs, server.rendezvous, world, job, list(batches), seconds, dict(environment or {}))
         process = SPAWN.Process(target=_rank, args=arguments)
@@ -204,6 +222,7 @@ def _receive(pipes: list[Connection], seconds: float) -> list[tuple[Any, str]]:
 
 def _member(pipe: Connection, path: str, world: World, function: Callable[..., Any], arguments: Any) -> None:
     torch.set_num_threads(1)
+    _simulate(world.device)
     store = dist.FileStore(path, world.world_size)
     try:
         with process_group(world, store, timeout=timedelta(seconds=60)):
@@ -225,11 +244,47 @@ def _rank(
     os.environ.update(environment)
     faulthandler.dump_traceback_later(0.9 * seconds)  # a rank that hangs says where
     link = Link(partial(connect, rendezvous.host, rendezvous.port, rendezvous.prefix), world)
-    with link.beating():
+    with link.beating(), _synchronisations(world.device) as waits:
         try:
             result = train_partition(iter(batches), world=world, job=job, link=link)
         except Exception as error:
             link.fail(error)
-            pipe.send((None, type(error).__name__))
+            ended: tuple[RankResult | None, str] = None, type(error).__name__
         else:
-            pipe.send((result, ""))
+            ended = result, ""
+    if ended[0] is not None:
+        ended[0].meta["waits"] = list(waits)
+        simulated = _simulate(world.device)
+        ended[0].meta["left"] = simulated.memory_allocated(world.device) if simulated else 0
+    pipe.send(ended)
+
+
+def _simulate(device: str) -> Any:
+    """Makes torch know the simulated accelerator, in this process, where a device is one."""
+    if not device.startswith("sim"):
+        return None
+    from tests.support import simulated
+
+    return simulated
+
+
+@contextmanager
+def _synchronisations(device: str) -> Iterator[list[str]]:
+    """Lists the host's waits for a device, with their lines; CUDA warns of its own."""
+    simulated = _simulate(device)
+    if simulated is not None:
+        with simulated.synchronisations() as waits:
+            yield waits
+    elif device.startswith("cuda"):
+        found: list[str] = []
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                yield found
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        ours = [warning for warning in seen if "synchronizing CUDA operation" in str(warning.message)]
+        found += [f"{Path(w.filename).name}: {linecache.getline(w.filename, w.lineno).strip()}" for w in ours]
+    else:
+        yield []

@@ -1,0 +1,84 @@
+"""Small trainings on a device, beside the same on the CPU, and what their steps may wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from sparktorch.config import CheckpointConfig, StorageConfig, TrainConfig
+from sparktorch.train.recipe import Recipe
+from sparktorch.worker import TrainJob
+from tests.device.kinds import KINDS, Net
+from tests.support import ranks as on
+
+__all__ = ["DEVICE", "close", "job_of", "trained", "waits_in_steps", "within"]
+
+DEVICE = "sim" if on.DEVICE == "cpu" else on.DEVICE
+
+# What a rank may wait for while it takes steps: a part of the line; how often in a training, where it is counted; why.
+ALLOWED = {
+    "mean = loss.item()": (None, "the report, every 0.2 s"),
+    "place = int(first)": (None, "losses that are not finite are looked for every 32 steps and at an epoch's end"),
+    "module(*batch.inputs)": (
+        2,
+        "DDP orders its buckets anew after its first backward pass, as one rank has seen them",
+    ),
+    "tally.losses.sum().item()": (None, "before a validation within an epoch, so that its time is its own"),
+    "backward()  # type": (None, "a simulated device's buckets come back from Gloo as the CPU's; NCCL's stay there"),
+}
+
+
+def job_of(
+    kind: str = "dense",
+    *,
+    validated: bool = False,
+    weighted: bool = False,
+    storage: str = "memory",
+    checkpoint: CheckpointConfig | None = None,
+    recipe: Mapping[str, Any] | None = None,
+    **config: Any,
+) -> TrainJob:
+    """Returns a training of a few steps on a kind of column."""
+    values: dict[str, Any] = {"task": "regression", "batch_size": 12, "epochs": 2, "seed": 3, **config}
+    made: dict[str, Any] = {"module": Net, "module_params": {"kind": kind}, "loss": "MSELoss", **(recipe or {})}
+    return TrainJob(
+        columns=KINDS[kind].columns(validated=validated, weighted=weighted),
+        recipe=Recipe(**made),
+        config=TrainConfig(**values),
+        max_imbalance=None,
+        storage=StorageConfig(kind=storage, budget=1),  # type: ignore[arg-type]
+        checkpoint=checkpoint,
+    )
+
+
+def trained(
+    job: TrainJob, kind: str = "dense", *, ranks: int = 1, device: Any = DEVICE, **options: Any
+) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+    """Trains on the rows of a kind; returns the weights and every rank's meta."""
+    return on.train_on(KINDS[kind].parts(ranks), job, device=device, **options)
+
+
+def waits_in_steps(metas: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Returns what ranks waited for while they took steps and took rows for them, without what may be waited for."""
+    return [wait for meta in metas for wait in _unexpected(meta["waits"])]
+
+
+def _unexpected(waits: list[str]) -> list[str]:
+    found = [wait for wait in waits if within(wait, "_take_steps", "work") and not within(wait, "_validate", "_save")]
+    for line, (most, _) in ALLOWED.items():
+        known = [wait for wait in found if line in wait][:most]
+        for wait in known:
+            found.remove(wait)
+    return found
+
+
+def within(wait: str, *functions: str) -> bool:
+    """Whether one of these functions is among those that a wait was called from."""
+    return bool(set(functions) & set(wait.split(" < ")[1:]))
+
+
+def close(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], tolerance: float = 1e-6) -> None:
+    """Compares weights."""
+    torch.testing.assert_close(dict(found), dict(expected), atol=tolerance, rtol=0)

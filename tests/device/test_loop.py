@@ -1,0 +1,125 @@
+"""Every feature of the loop trains on a device what it trains on the CPU, and no step waits for the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sparktorch import Callback
+from sparktorch.train.callbacks import FitContext
+from tests.device.jobs import DEVICE, close, job_of, trained, waits_in_steps
+
+
+class Normed(nn.Module):
+    """Normalises its hidden layer; cumulatively, torch's own normalisation reads a counter from the device."""
+
+    def __init__(self, kind: str, momentum: float | None = 0.1) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, momentum=momentum), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers(x).squeeze(-1)
+        return out
+
+
+class Convolved(nn.Module):
+    """Looks at each row as an image of one channel of 2 x 3."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(1, 4, 2)
+        self.last = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.convolution(x.view(-1, 1, 2, 3)).tanh().flatten(1)).squeeze(-1)
+        return out
+
+
+class Looks(Callback):
+    """Is told of every step, and reads nothing."""
+
+    ranks = "all"
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def on_step_end(self, context: FitContext) -> None:
+        self.steps += 1
+
+
+def step_with_metrics(module: nn.Module, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    error = (module(*batch.inputs) - batch.label) ** 2
+    return error, {"absolute": error.sqrt()}
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "clipped by norm": {"clip_norm": 0.1},
+    "clipped by value": {"clip_value": 0.01},
+    "average of weights": {"ema_decay": 0.9},
+    "schedule and warm-up": {
+        "schedule_interval": "step",
+        "warmup_steps": 3,
+        "recipe": {"scheduler": "CosineAnnealingLR"},
+    },
+    "groups of parameters": {"recipe": {"parameter_groups": ({"params": ["layers.*"], "lr": 0.01},)}},
+    "SGD with momentum": {"recipe": {"optimizer": "SGD", "optimizer_params": {"momentum": 0.9}}},
+    "accumulated": {"accumulation_steps": 3},
+    "channels last": {"channels_last": True, "recipe": {"module": Convolved}},
+    "normalised": {"recipe": {"module": Normed}},
+    "normalised over ranks": {"sync_batch_norm": True, "recipe": {"module": Normed}},
+    "normalised over ranks, cumulatively": {
+        "sync_batch_norm": True,
+        "recipe": {"module": Normed, "module_params": {"kind": "dense", "momentum": None}},
+    },
+    "deterministic": {"deterministic": True},
+    "callbacks": {"recipe": {"callbacks": (Looks(),)}},
+    "training step": {"recipe": {"training_step": step_with_metrics, "loss": None}},
+    "torchmetrics": {"recipe": {"metrics": {"mae": "MeanAbsoluteError"}}},
+    "validated by step": {"validation_unit": "step", "validation_interval": 3, "patience": 2},
+    "without shuffling": {"shuffle": False},
+}
+# What must wait in a step, by what its lines say, and why.
+WAITING: dict[str, tuple[dict[str, Any], str]] = {
+    "fp16": (
+        {"precision": "fp16", "recipe": {"optimizer": "RMSprop"}},
+        "self.scaler.step(self.optimizer)",
+    ),  # whether a gradient overflowed decides about the step
+    "steps left out": ({"non_finite": "skip"}, "return bool(finite)"),  # as here
+}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_waits_for_nothing(precision: str) -> None:
+    # A simulated device casts nothing: what it trains is float32. Fused optimizers look for overflows on the device.
+    expected, _ = trained(job_of(), device="cpu")
+    state, metas = trained(job_of(precision=precision))
+    close(state, expected, 1e-6 if DEVICE == "sim" else 1e-2)
+    assert not waits_in_steps(metas)
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_feature_trains_what_the_cpu_trains(feature: str) -> None:
+    job = job_of(validated=True, weighted=True, **FEATURES[feature])
+    for ranks in (2,) if "cumulatively" in feature else (1, 2):
+        expected, references = trained(job, ranks=ranks, device="cpu")
+        state, metas = trained(job, ranks=ranks)
+        close(state, expected)
+        for record, reference in zip(metas[0]["history"], references[0]["history"], strict=True):
+            named = [name for name in reference if name.endswith(("loss", "absolute", "mae", "gradient_norm"))]
+            assert {name: record[name] for name in named} == pytest.approx({n: reference[n] for n in named}, abs=1e-5)
+        assert not waits_in_steps(metas)
+
+
+@pytest.mark.parametrize("feature", WAITING)
+def test_what_must_wait_waits_in_known_places(feature: str) -> None:
+    config, line = WAITING[feature]
+    job = job_of(**config)
+    state, metas = trained(job, ranks=2)
+    reference = job if "fp16" not in feature else job_of(recipe=config["recipe"])
+    close(state, trained(reference, ranks=2, device="cpu")[0], 1e-6 if DEVICE == "sim" else 1e-2)
+    waits = waits_in_steps(metas)
+    assert waits
+    assert not [wait for wait in waits if line not in wait]

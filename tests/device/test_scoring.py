@@ -1,0 +1,46 @@
+"""A scorer on a device gives what one on the CPU gives, for every kind of column."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sparktorch.artifact import Scorer, TrainedModule
+from sparktorch.train.dryrun import OutputSpec
+from sparktorch.train.weights import pack_state
+from sparktorch.world import World
+from tests.device.jobs import DEVICE
+from tests.device.kinds import KINDS, Net
+from tests.support.ranks import in_group
+
+
+def _scored(world: World, kind: str) -> list[Any]:
+    """Returns predictions on the CPU and on the device."""
+    torch.manual_seed(2)
+    columns = KINDS[kind].columns(validated=False, weighted=False)
+    preprocess = columns.preprocess
+    trained = TrainedModule(
+        source=Net,
+        params={"kind": kind},
+        weights=pack_state(Net(kind).state_dict()),
+        inputs=columns.inputs,
+        preprocess=None if preprocess is None else preprocess.function,
+        returned=None if preprocess is None else preprocess.arguments,
+        outputs=(OutputSpec("", ()),),
+        task="regression",
+    )
+    batch = KINDS[kind].parts(1)[0][0]
+    inputs = [batch.column(spec.name) for spec in columns.inputs]
+    return [
+        Scorer(trained, device=device, batch_size=16).score(inputs)["prediction"] for device in ("cpu", world.device)
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_scores_what_the_cpu_scores(kind: str) -> None:
+    ((expected, found),) = in_group(1, _scored, kind, device=DEVICE)
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+    assert len(found) == len(KINDS[kind].arrays[0])

@@ -1,0 +1,88 @@
+"""Every strategy trains on devices what it trains on CPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.device.jobs import close, job_of, trained, waits_in_steps
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "ddp, one gradient at a time": {"strategy_params": {"bucket_cap_mb": 0}},
+    "ddp, gradients in bf16": {"strategy_params": {"comm_hook": "bf16"}},
+    "zero1": {"strategy": "zero1"},
+    "zero2": {"strategy": "zero2", "strategy_params": {"min_parameters": 1}},
+    "zero3": {"strategy": "zero3", "strategy_params": {"min_parameters": 1}},
+    "zero3, activations computed again": {
+        "strategy": "zero3",
+        "strategy_params": {"min_parameters": 1, "activation_checkpointing": True},
+    },
+    "localSGD": {"strategy": "localSGD", "strategy_params": {"period": 2}},
+    "localSGD, together at first": {"strategy": "localSGD", "strategy_params": {"start_step": 3}},
+    "independent": {"strategy": "independent"},
+}
+# What a step waits for under a strategy, by what its lines say, and why.
+WAITING: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    # The gradients have to be on the host before they can be sent; so the loss may be looked at before, each time.
+    "parameterServer": (
+        {"strategy": "parameterServer", "strategy_params": {"staleness": 0}},
+        ("module_of(device).current_stream(torch.device(device)).synchronize()", "math.isfinite(value := loss.item())"),
+    ),
+}
+
+
+class Wide(nn.Module):
+    """Most of its memory is parameters, in parts of equal size."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 128)
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.Tanh()) for _ in range(16)))
+        self.last = nn.Linear(128, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.blocks(self.first(x).tanh())).squeeze(-1)
+        return out
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_strategy_trains_what_it_trains_on_cpus(strategy: str) -> None:
+    job = job_of(validated=True, weighted=True, **STRATEGIES[strategy])
+    expected, _ = trained(job, ranks=2, device="cpu")
+    state, metas = trained(job, ranks=2)
+    close(state, expected)
+    assert not waits_in_steps(metas)
+
+
+@pytest.mark.parametrize("strategy", WAITING)
+def test_a_strategy_that_must_wait_waits_for_what_is_known(strategy: str) -> None:
+    config, lines = WAITING[strategy]
+    expected, _ = trained(job_of(**config), ranks=2, device="cpu")
+    state, metas = trained(job_of(**config), ranks=2)
+    close(state, expected)
+    waits = waits_in_steps(metas)
+    steps = 2 * 2 * metas[0]["steps_per_epoch"]  # of two ranks, over two epochs
+    assert [len([wait for wait in waits if line in wait]) for line in lines] == [steps] * len(lines)
+    assert len(waits) == steps * len(lines)
+
+
+def test_sharded_gradients_are_clipped_where_they_lie_on_the_host() -> None:
+    options = {"strategy": "zero3", "clip_norm": 0.1, "strategy_params": {"min_parameters": 1}}
+    expected, _ = trained(job_of(**options), ranks=2, device="cpu")
+    options["strategy_params"] = {"min_parameters": 1, "cpu_offload": True}
+    state, _ = trained(job_of(**options), ranks=2)
+    close(state, expected)
+
+
+def test_a_sharded_module_never_lies_on_a_device_as_a_whole() -> None:
+    whole = sum(parameter.nbytes for parameter in Wide("dense").parameters())
+    recipe = {"module": Wide, "optimizer": "SGD", "freeze": ("blocks.*",)}  # no gradients beside the parameters
+    options: dict[str, Any] = {"recipe": recipe, "batch_size": 2, "epochs": 1}
+    _, metas = trained(job_of(strategy="zero3", strategy_params={"min_parameters": 10_000}, **options), ranks=2)
+    assert max(meta["peak_device_memory"] for meta in metas) < 0.8 * whole
+    _, metas = trained(job_of(**options), ranks=2)
+    assert min(meta["peak_device_memory"] for meta in metas) > whole
