@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from sparktorch.devices import download
 from sparktorch.train.validation import Best
 
 __all__ = ["Progress", "Tally"]
@@ -145,14 +146,16 @@ class Progress:
         return record
 
     def state(self) -> dict[str, Any]:
-        """Returns all of it but the best weights, for `merge`."""
+        """Returns all of it but the best weights, for `merge`, on the CPU."""
+        tally = self.tally
+        held = {name: getattr(tally, name) for name in ("losses", "norms") if getattr(tally, name) is not None}
         return {
             "best": self.best.state_dict(),
             "confusion": self.confusion,
             "validated_step": self.validated_step,
             "history": self.history,
             "ended": self.ended,
-            "tally": asdict(self.tally),
+            "tally": asdict(replace(tally, **download(held))),
         }
 
     def merge(

@@ -9,8 +9,14 @@ import torch
 from torch import nn
 
 from sparktorch import Callback
+from sparktorch.config import TrainConfig
 from sparktorch.train.callbacks import FitContext
-from tests.device.jobs import DEVICE, close, job_of, trained, waits_in_steps
+from sparktorch.train.recipe import Recipe
+from sparktorch.worker import TrainJob
+from tests.device.jobs import DEVICE, close, job_of, trained, waits_in_steps, within
+from tests.support.frames import Table
+from tests.support.nets import Mlp
+from tests.support.ranks import train_on
 
 
 class Normed(nn.Module):
@@ -123,3 +129,22 @@ def test_what_must_wait_waits_in_known_places(feature: str) -> None:
     waits = waits_in_steps(metas)
     assert waits
     assert not [wait for wait in waits if line not in wait]
+
+
+def test_a_validation_waits_as_often_however_many_batches_it_has() -> None:
+    table = Table.random(300, classes=3, validated=True, weighted=True)
+
+    def waits(**config: Any) -> list[list[str]]:
+        job = TrainJob(
+            columns=table.columns,
+            recipe=Recipe(module=Mlp, loss="CrossEntropyLoss"),
+            config=TrainConfig(task="classification", batch_size=50, epochs=2, patience=5, **config),
+            max_imbalance=None,
+        )
+        _, metas = train_on([part.batches() for part in table.parts(2)], job, device=DEVICE)
+        return [[wait for wait in meta["waits"] if within(wait, "_validate")] for meta in metas]
+
+    whole, single = waits(), waits(validation_batch_size=1)
+    assert [len(found) for found in single] == [len(found) for found in whole]
+    assert not [wait for wait in whole[1] if within(wait, "state_dict")]  # rank 0 alone keeps the best weights
+    assert len([wait for wait in whole[0] if within(wait, "state_dict")]) <= 2

@@ -5,9 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sparktorch.config import StorageConfig, TrainConfig
 from sparktorch.errors import ClusterError
+from sparktorch.train.recipe import Recipe
+from sparktorch.worker import TrainJob
 from tests.device.jobs import DEVICE, close, job_of, trained, waits_in_steps
 from tests.device.kinds import Net
+from tests.support.frames import Table
+from tests.support.nets import Score
+from tests.support.ranks import train_on
 
 pytestmark = pytest.mark.skipif(DEVICE != "sim", reason="the memory of a real device cannot be limited")
 
@@ -43,6 +49,20 @@ def test_a_full_device_is_an_error_that_says_what_to_do() -> None:
 def test_ranks_on_different_kinds_of_devices_all_train_on_the_cpu() -> None:
     _, metas = trained(job_of(), ranks=2, device=["sim:0", "cpu"])
     assert [meta["device"] for meta in metas] == ["cpu", "cpu"]
+
+
+def test_rows_from_disk_come_to_the_device_a_few_batches_at_a_time() -> None:
+    table = Table.random(4_000)
+    job = TrainJob(
+        columns=table.columns,
+        recipe=Recipe(module=Score, loss="MSELoss", optimizer="SGD"),
+        config=TrainConfig(task="regression", batch_size=40, shuffle_block=100),
+        max_imbalance=None,
+        storage=StorageConfig(kind="disk", budget=64),  # room for all of them on the host
+    )
+    _, (meta,) = train_on([table.batches()], job, device=DEVICE)
+    a_batch = 40 * (5 + 1) * 4
+    assert meta["peak_device_memory"] < 20 * a_batch < meta["bytes"]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])

@@ -179,6 +179,7 @@ def test_no_chunk_holds_more_bytes_than_allowed_but_a_row_that_is_larger() -> No
 def test_a_gpu_that_spark_has_not_assigned_is_taken_in_local_mode_or_on_demand_alone(
     monkeypatch: pytest.MonkeyPatch, device: Device, local: bool, seen: int, chosen: str
 ) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
     assert predict.device_of(None, device, local) == chosen
 

@@ -213,7 +213,7 @@ class Watched(Score):
             self._note(f"steps-{rank}", repr(time.monotonic()))
             time.sleep(self._seconds if rank == self._slow else 0)
         elif rank is not None:
-            weights = b"".join(value.numpy().tobytes() for value in self.state_dict().values())
+            weights = b"".join(value.cpu().numpy().tobytes() for value in self.state_dict().values())
             self._note(f"weights-{rank}", hashlib.sha256(weights).hexdigest())
         return super().forward(x)
 
@@ -306,7 +306,7 @@ class Lookup(nn.Module):
         self.table = nn.Embedding(8, 1, sparse=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        kind = (x[:, :3] > 0).long() @ torch.tensor([1, 2, 4])
+        kind = (x[:, :3] > 0).long() @ torch.tensor([1, 2, 4], device=x.device)
         return self.table(kind).squeeze(-1) + x[:, 3]
 
 
@@ -360,7 +360,7 @@ def output_times_label(output: torch.Tensor, label: torch.Tensor) -> torch.Tenso
 
 
 def mean_cross_entropy(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    return -output.log_softmax(1)[torch.arange(len(output)), label].mean()
+    return -output.log_softmax(1)[torch.arange(len(output), device=output.device), label].mean()
 
 
 def not_a_module() -> int:

@@ -49,8 +49,8 @@ class Marked(Score):
     """Writes with `put_`, which torch does not do in the same order twice."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        index = torch.zeros(len(x), dtype=torch.int64)
-        marks = torch.zeros(1).put_(index, x[:, 0].detach())
+        index = torch.zeros(len(x), dtype=torch.int64, device=x.device)
+        marks = x.new_zeros(1).put_(index, x[:, 0].detach())
         return super().forward(x) + 0 * marks
 
 

@@ -22,6 +22,8 @@ What it cannot show (docs/gpu.md says it, too):
 - CUDA's numbers: the kernels are the CPU's. Where PyTorch chooses by device (attention, LSTM, layouts of gradients) the
   last bits differ from the CPU's. Waits inside CUDA's kernels (multinomial) are not seen. autocast casts nothing;
 - what raises here and not there: growing by resize_, sparse COO, products of sparse rows, LSTMCell;
+- what torch decides in C++ for devices it knows: torch.compile, ScriptModules, pinned memory and so DDP's search for
+  unused parameters and its static graph, and PowerSGD;
 - "cuda" as a name: the type is "sim".
 """
 
