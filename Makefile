@@ -73,8 +73,11 @@ test-device: setup
 # What a GPU can show, on as many ranks as there are. The rings that need none are in `make test`.
 test-gpu: setup
 	$(BIN)/python -c "import torch, sys; sys.exit(0 if torch.cuda.is_available() else 'torch sees no CUDA device here')"
-	SPARKTORCH_TEST_DEVICE=cuda $(BIN)/python -m pytest tests/unit tests/device tests/gpu
-	SPARKTORCH_TEST_DEVICE=cuda $(BIN)/python -m pytest -m "$(UNTIMED)" tests/dist
+	red=0; \
+	for rings in "tests/unit tests/device tests/gpu" tests/dist; do \
+		SPARKTORCH_TEST_DEVICE=cuda $(BIN)/python -m pytest -m "$(UNTIMED)" $$rings || red=1; \
+	done; \
+	exit $$red
 
 test-paths: setup
 	$(BIN)/python -m pytest tests/paths

@@ -75,7 +75,9 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument(
         "--num-workers", type=int, default=1, metavar="N", help="workers that a fit would have (default: 1)"
     )
-    doctor.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="what they would train on")
+    doctor.add_argument(
+        "--device", choices=("auto", "cpu", "cuda", "xpu"), default="auto", help="what they would train on"
+    )
     doctor.add_argument("--rendezvous", choices=("auto", "driver", "rank0"), default="auto", help="who hosts the store")
     doctor.add_argument("--checkpoint-dir", metavar="URL", help="where a fit would keep its checkpoints")
     doctor.add_argument(

@@ -108,15 +108,25 @@ def let_go(device: str) -> None:
     if not is_host(device):
         gc.collect()  # modules and their hooks refer to each other
         module_of(device).empty_cache()
-        getattr(torch.accelerator, "empty_host_cache", lambda: None)()  # there from torch 2.12 on
+        _empty_host_cache()
+
+
+def _empty_host_cache() -> None:
+    """Gives pinned memory back, by the name that this version of torch has for it."""
+    found = getattr(torch.accelerator, "empty_host_cache", None) or getattr(torch._C, "_host_emptyCache", None)
+    if found is not None:
+        found()
 
 
 def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns a copy on the device, from pinned memory, for which the host does not wait; on the CPU the tensor itself.
+    """Returns a copy on the device, from pinned memory, for which the host does not wait; a tensor there as it is.
 
     Kernels of the current stream see all of it.
     """
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    if device.type == "cpu" or not tensor.is_cpu:
+        return tensor.to(device)
+    dense = tensor.contiguous() if 0 in tensor.stride() else tensor  # an expanded one has no memory of its own to pin
+    return dense.pin_memory().to(device, non_blocking=True)
 
 
 def jagged(values: torch.Tensor, offsets: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:

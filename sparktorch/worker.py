@@ -28,6 +28,7 @@ from sparktorch.data.spool import InMemory, OnDisk, Spooler, WithinBudget, local
 from sparktorch.devices import is_host, let_go, select
 from sparktorch.errors import ColumnError
 from sparktorch.train.dryrun import Trial
+from sparktorch.train.explain import explained
 from sparktorch.train.group import process_group
 from sparktorch.train.link import Link
 from sparktorch.train.loop import train
@@ -109,7 +110,7 @@ def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: Tra
 
 
 def try_in_rank(
-    batches: Iterable[pa.RecordBatch], *, world: World, link: Link, run: Callable[..., Trial]
+    batches: Iterable[pa.RecordBatch], *, world: World, link: Link, run: Callable[..., Trial], config: TrainConfig
 ) -> RankResult:
     """Runs the dry run in a rank, on its device.
 
@@ -118,12 +119,16 @@ def try_in_rank(
         world: This rank's place.
         link: The line to the driver.
         run: The dry run, called with `device`.
+        config: Of the training, for what it could save of the device's memory.
+
+    Raises:
+        ClusterError: The device's memory is full.
     """
     for _ in batches:  # a worker that leaves input unread is not used again
         pass
     link.enter("trying the first row")
     select(world.device)
-    with _leaving_none_of(world.device):
+    with _leaving_none_of(world.device), explained(config):
         return RankResult(*run(device=world.device).packed())
 
 
@@ -134,11 +139,19 @@ def _leaving_none_of(device: str) -> Iterator[None]:
         yield
     except BaseException as error:
         if not is_host(device):
-            traceback.clear_frames(error.__traceback__)  # which hold tensors, and the error lives on
+            _clear_frames(error)
             with suppress(Exception):  # after some errors, CUDA answers every call with the same one
                 let_go(device)
         raise
     let_go(device)
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Lets go of what the frames hold in which an error was raised, and those that it was raised from: it lives on."""
+    if error is not None:
+        traceback.clear_frames(error.__traceback__)
+        _clear_frames(error.__cause__)
+        _clear_frames(error.__context__ if error.__context__ is not error.__cause__ else None)
 
 
 def _train_on_batches(batches: Iterable[pa.RecordBatch], world: World, job: TrainJob, link: Link) -> RankResult:
@@ -193,7 +206,8 @@ def _train_on(shard: Shard, world: World, job: TrainJob, link: Link, clock: _Clo
     if job.max_imbalance is not None and _imbalanced(counts, job.max_imbalance):
         return RankResult({"imbalanced": True, "rows": shard.rows})
     select(world.device)
-    forget_peaks(world.device)
+    if not is_host(world.device):
+        forget_peaks(world.device)
     shard.to(world.device)
     independent = job.config.strategy == "independent"
     if not (min(counts) if independent else sum(counts)):

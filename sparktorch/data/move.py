@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,8 +35,7 @@ def moved(batches: Generator[Batch], device: torch.device) -> Generator[Batch]:
 
 
 def _moved(batches: Generator[Batch], device: torch.device) -> Generator[Batch]:
-    module = module_of(device)
-    beside = module.Stream(device)
+    module, beside = module_of(device), _stream_beside(device)
 
     def copied() -> Generator[tuple[Batch, Any]]:
         select(str(device))
@@ -51,6 +51,12 @@ def _moved(batches: Generator[Batch], device: torch.device) -> Generator[Batch]:
                 for part in components(tensor):
                     part.record_stream(training)  # its memory is not reused before the training has read it
             yield batch
+
+
+@cache
+def _stream_beside(device: torch.device) -> Any:
+    """Returns the one stream for copies: memory that was allocated in a stream is used again in the same one only."""
+    return module_of(device).Stream(device)
 
 
 def _on_device(batch: Batch, device: torch.device) -> Batch:

@@ -13,12 +13,14 @@ from sparktorch.data.fields import Dense, Field
 from sparktorch.data.inputs import field_of
 from sparktorch.data.preprocess import Moment, Preprocess
 from sparktorch.data.spool import InMemory
+from sparktorch.devices import device_count
 from sparktorch.errors import ModuleError, SparkTorchError
 from sparktorch.ml.translate import Request
 from sparktorch.spark.barrier import run_ranks
 from sparktorch.spark.frame import Frame
 from sparktorch.spark.job import new_tag
 from sparktorch.spark.resources import has_gpus
+from sparktorch.spark.session import is_local
 from sparktorch.spark.watch import Observer
 from sparktorch.train.dryrun import Trial, complete, dry_run
 from sparktorch.worker import try_in_rank
@@ -79,9 +81,12 @@ def _on_driver(frame: Frame, request: Request, run: partial[Trial]) -> Trial:
 
 def _in_worker(frame: Frame, request: Request, run: partial[Trial], observer: Observer) -> Trial:
     """Runs it in a barrier job of one rank, on the device that a rank will have."""
+    spark = frame.data.sparkSession
     launch = replace(request.launch, world_size=1, tag=new_tag())
-    rows = frame.data.sparkSession.range(0, 1, 1, 1)
-    ((meta, payload),) = run_ranks(rows, partial(try_in_rank, run=run), launch, observer)
+    if launch.device == "auto" and is_local(spark) and device_count() < request.launch.world_size:
+        launch = replace(launch, device="cpu")  # there are not enough devices for all ranks, which take none then
+    body = partial(try_in_rank, run=run, config=request.config)
+    ((meta, payload),) = run_ranks(spark.range(0, 1, 1, 1), body, launch, observer)
     return Trial.unpacked(meta, payload)
 
 

@@ -19,7 +19,7 @@ from pyspark.sql import functions as F
 from sparktorch.artifact import Scorer, TrainedModule
 from sparktorch.config import Device, Precision
 from sparktorch.data.columns import TensorSpec
-from sparktorch.devices import device_count, let_go
+from sparktorch.devices import device_count, is_host, let_go
 from sparktorch.spark.compat import arrow_udf, to_vector
 from sparktorch.spark.files import Sent, send
 from sparktorch.spark.resources import choose_device
@@ -197,9 +197,12 @@ def _scorer(sent: Sent, scoring: Scoring, local: bool) -> Scorer:
     torch.set_num_threads(max(1, context.cpus()) if context else 1)
     device = device_of(context, scoring.device, local)
     key = (sent.key, scoring, device)
-    for other in [known for known in _scorers if known[2] != device]:
-        del _scorers[other]  # Spark has given this worker another device: that one is another task's
-        let_go(other[2])
+    left = [known for known in _scorers if known[2] != device and not is_host(known[2])]
+    if left and not is_host(device):  # Spark has given this worker another device: those are another task's
+        gc.unfreeze()  # or a module that refers to itself stays
+        for other in left:
+            del _scorers[other]
+            let_go(other[2])
     if key not in _scorers:
         trained: TrainedModule = sent.load()
         _scorers[key] = Scorer(

@@ -93,7 +93,7 @@ def answer(
         "shared_memory": _free("/dev/shm"),
         "disks": {path: _free(path) for path in _local_directories()},
         "gpus": gpus.addresses if gpus else [],
-        "cuda_visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "cuda_visible_devices": _visible(),
         "cuda": _devices() if cuda else None,
         "gpu_uuids": _gpu_uuids() if cuda else [],
     }
@@ -238,6 +238,20 @@ def _local_directories() -> list[str]:
     """Returns where this executor keeps shuffled rows and temporary files."""
     directories = [path for path in os.environ.get("SPARK_LOCAL_DIRS", "").split(",") if path]
     return list(dict.fromkeys([*directories, tempfile.gettempdir()]))
+
+
+def _visible() -> str | None:
+    """Returns the value of the variable that hides accelerators, as a rank reads it."""
+    names = ["CUDA_VISIBLE_DEVICES"]
+    with suppress(Exception):
+        import torch
+
+        found = torch.accelerator.current_accelerator()
+        if found is not None and found.type == "xpu":
+            names = ["ZE_AFFINITY_MASK"]
+        elif torch.version.hip is not None:
+            names = ["HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"]
+    return next((os.environ[name] for name in names if name in os.environ), None)
 
 
 def _devices() -> int | None:

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import torch
 
 from sparktorch.artifact import Scorer, TrainedModule
 from sparktorch.data.columns import TensorSpec
 from sparktorch.data.sql import arrow_type
 from sparktorch.data.tensors import to_arrow
-from sparktorch.devices import accelerator, device_count
+from sparktorch.devices import accelerator
 from sparktorch.errors import ColumnError
 
 __all__ = ["PyFuncModel"]
@@ -35,7 +36,11 @@ def _load_pyfunc(path: str, model_config: Mapping[str, Any] | None = None) -> Py
     settings = json.loads((directory / "columns.json").read_text())
     device = (model_config or {}).get("device", "auto")
     if device == "auto":
-        device = MLFLOW_DEFAULT_PREDICTION_DEVICE.get() or (accelerator() if device_count() else None) or "cpu"
+        device = (
+            MLFLOW_DEFAULT_PREDICTION_DEVICE.get()
+            or (accelerator() if torch.accelerator.is_available() else None)
+            or "cpu"
+        )
     # MLflow's own switch for its pyfuncs, on by default; here somebody must have switched it on.
     allowed = MLFLOW_ALLOW_PICKLE_DESERIALIZATION.is_set() and bool(MLFLOW_ALLOW_PICKLE_DESERIALIZATION.get())
     return PyFuncModel(TrainedModule.load(directory, allow_pickle=allowed), settings, device)

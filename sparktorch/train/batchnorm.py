@@ -92,7 +92,7 @@ def _track(norm: Any, mean: torch.Tensor, variance: torch.Tensor) -> None:
         return
     norm.num_batches_tracked.add_(1)
     for running, found in (norm.running_mean, mean), (norm.running_var, variance):
-        share = (1 / norm.num_batches_tracked).to(running.dtype) if norm.momentum is None else norm.momentum
+        share = norm.num_batches_tracked.to(running.dtype).reciprocal() if norm.momentum is None else norm.momentum
         running.lerp_(found.to(running.dtype), share)
 
 

@@ -173,13 +173,13 @@ def attach(resource: AbstractContextManager[Any]) -> None:
 def opening(address: str) -> Iterator[None]:
     """Sets variables that Gloo and NCCL read while a group is opened; what the user has set stands.
 
-    Both are to use the interface with that address, instead of guessing by host name, or taking the first one. NCCL's
-    watchdog is not to end the process, for a collective's error or for CUDA's: it would before the rank could say what
-    it met (torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp, `ErrorHandlingMode` and `TORCH_NCCL_RETHROW_CUDA_ERRORS`).
-    Ranks that stand still are found by the driver.
+    Both are to use the interface with that address, instead of guessing by host name, or taking the first one. torch's
+    threads beside NCCL are not to end the process, for a collective's error, for CUDA's, or because one of them stands
+    still: they would before the rank could say what it met (torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp has these
+    variables, and `ErrorHandlingMode`). Ranks that stand still are found by the driver.
     """
     name = _interface_of(address) if address else None
-    wanted = {"TORCH_NCCL_RETHROW_CUDA_ERRORS": "0"}
+    wanted = {"TORCH_NCCL_RETHROW_CUDA_ERRORS": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
     if "NCCL_ASYNC_ERROR_HANDLING" not in os.environ:  # its older name
         wanted["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     if name is not None:

@@ -148,14 +148,15 @@ class Progress:
     def state(self) -> dict[str, Any]:
         """Returns all of it but the best weights, for `merge`, on the CPU."""
         tally = self.tally
-        held = {name: getattr(tally, name) for name in ("losses", "norms") if getattr(tally, name) is not None}
+        held = {"losses": tally.losses} | ({} if tally.norms is None else {"norms": tally.norms})
+        own: dict[str, Any] = download(held)
         return {
             "best": self.best.state_dict(),
             "confusion": self.confusion,
             "validated_step": self.validated_step,
             "history": self.history,
             "ended": self.ended,
-            "tally": asdict(replace(tally, **download(held))),
+            "tally": asdict(replace(tally, **own)),
         }
 
     def merge(

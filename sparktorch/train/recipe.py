@@ -273,7 +273,7 @@ class Recipe:
         options = {"lr": self.learning_rate, **self.optimizer_params}
         chosen = {"fused", "foreach", "differentiable"} & options.keys()
         dense = all(p.is_floating_point() for p in parameters) and not any(
-            getattr(part, "sparse", False) for part in module.modules()
+            makes_sparse_gradients(part) for part in module.modules()
         )
         # Of the fused kernels, these two take parameters that are divided among ranks.
         whole = not any(hasattr(p, "to_local") for p in parameters) or factory in (torch.optim.Adam, torch.optim.AdamW)
@@ -368,6 +368,11 @@ def _rows(output: Any) -> int:
     while not isinstance(output, torch.Tensor):
         output = next(iter(output.values() if isinstance(output, Mapping) else output))
     return len(output)
+
+
+def makes_sparse_gradients(part: nn.Module) -> bool:
+    """Whether a part of a module, not one within it, is trained with sparse gradients, as torch's embeddings may be."""
+    return getattr(part, "sparse", None) is True and any(p.requires_grad for p in part.parameters(recurse=False))
 
 
 def _lookup(value: Any, namespace: Any, base: type, what: str, *, suffix: str = "") -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -120,13 +120,20 @@ def tf32_allowed(allowed: bool, device: torch.device) -> Iterator[None]:
     def switch(products: bool, convolutions: bool) -> None:
         torch.set_float32_matmul_precision("high" if products else "highest")
         torch.backends.cudnn.allow_tf32 = convolutions
+        for kind in (_CUDNN.conv, _CUDNN.rnn):  # or one for all backends would hold
+            kind.fp32_precision = "tf32" if convolutions else "ieee"
 
-    kinds: tuple[Any, ...] = (torch.backends.cuda.matmul, _CUDNN.conv, _CUDNN.rnn)
+    mkldnn: Any = torch.backends.mkldnn  # whose products the first switch sets, too
+    kinds: tuple[Any, ...] = (torch.backends.cuda.matmul, _CUDNN.conv, _CUDNN.rnn, mkldnn.matmul)
     before = [kind.fp32_precision for kind in kinds]
+    older = "high" if before[0] == "tf32" else "highest"
+    with suppress(RuntimeError):  # the user has set the newer ones alone
+        older = torch.get_float32_matmul_precision()
     switch(allowed, allowed)
     try:
         yield
     finally:
         switch(before[0] == "tf32", before[1] == "tf32")
+        torch.set_float32_matmul_precision(older)
         for kind, precision in zip(kinds, before, strict=True):
             kind.fp32_precision = precision

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -26,7 +26,13 @@ _VECTOR = pa.struct({"size": pa.int32(), "indices": pa.list_(pa.int32()), "value
 
 
 class Net(nn.Module):
-    """Takes what a kind of column becomes, by its name, and returns one smooth number a row."""
+    """Takes what a kind of column becomes, by its name, and returns one smooth number a row.
+
+    Attributes:
+        seen: The devices that it was called on in this process.
+    """
+
+    seen: ClassVar[set[str]] = set()
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -35,11 +41,15 @@ class Net(nn.Module):
         self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        self.seen.add(str(inputs[0].device))
         x = self._features(*inputs)
         out: torch.Tensor = self.layers(x).squeeze(-1)
         return out
 
     def _features(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        if self._kind == "text":
+            assert mask is not None
+            return x * mask[:, None]
         if mask is not None:  # padded
             return (x * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
         if x.is_nested:
@@ -67,6 +77,7 @@ class Kind:
     specs: tuple[TensorSpec, ...]
     arrays: tuple[pa.Array, ...]
     preprocess: Callable[..., Any] | None = None
+    returned: tuple[str, ...] = ("x",)
 
     def columns(self, *, validated: bool, weighted: bool) -> Columns:
         """Returns the description of its rows."""
@@ -76,7 +87,7 @@ class Kind:
             label=TensorSpec(name=LABEL, column="target", dtype="float32"),
             weight=TensorSpec(name=WEIGHT, column="importance", dtype="float32") if weighted else None,
             validation="held_out" if validated else None,
-            preprocess=None if self.preprocess is None else Preprocess(self.preprocess, names, ("x",)),
+            preprocess=None if self.preprocess is None else Preprocess(self.preprocess, names, self.returned),
         )
 
     def parts(self, ranks: int) -> list[list[pa.RecordBatch]]:
@@ -128,7 +139,8 @@ def _images() -> pa.Array:
 
 def _letters(columns: dict[str, Any], *, epoch: int | None, generator: torch.Generator) -> dict[str, torch.Tensor]:
     counts = [pc.count_substring(columns["c0"], letter).to_numpy(zero_copy_only=False) for letter in "abcdef"]
-    return {"x": torch.from_numpy(np.stack(counts, 1)).float()}
+    # What is the same for all rows need not lie in memory once for each.
+    return {"x": torch.from_numpy(np.stack(counts, 1)).float(), "scale": torch.full((1,), 0.5).expand(len(counts[0]))}
 
 
 def _means(columns: dict[str, Any], *, epoch: int | None, generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -153,6 +165,6 @@ KINDS: dict[str, Kind] = {
         (_spec(shape=(5, 4, 3), dtype="uint8", kind="binary", layout="image"),),
         (_images(),),
     ),
-    "text": Kind((_spec(kind="any", sql="string"),), (_TEXT,), _letters),
+    "text": Kind((_spec(kind="any", sql="string"),), (_TEXT,), _letters, ("x", "scale")),
     "padded, preprocessed": Kind((_spec(shape=(6,), layout="padded"),), (_ragged(),), _means),
 }

@@ -17,9 +17,9 @@ PARTS: dict[str, dict[str, Any]] = {"whole": {}, "micro-batches": {"micro_batch_
 def test_it_trains_what_the_cpu_trains(kind: str, parts: str) -> None:
     job = job_of(kind, validated=True, weighted=True, **PARTS[parts])
     expected, (reference,) = trained(job, kind, device="cpu")
-    for storage in ("memory", "disk"):
-        on_device = job_of(kind, validated=True, weighted=True, storage=storage, **PARTS[parts])
-        for ranks in (1, 2):
+    for ranks in (1, 2):
+        for storage in ("memory", "disk"):
+            on_device = job_of(kind, validated=True, weighted=True, storage=storage, **PARTS[parts])
             state, metas = trained(on_device, kind, ranks=ranks)
             close(state, expected)
             losses = [(record["loss"], record["val_loss"]) for record in metas[0]["history"]]

@@ -148,3 +148,19 @@ def test_a_validation_waits_as_often_however_many_batches_it_has() -> None:
     assert [len(found) for found in single] == [len(found) for found in whole]
     assert not [wait for wait in whole[1] if within(wait, "state_dict")]  # rank 0 alone keeps the best weights
     assert len([wait for wait in whole[0] if within(wait, "state_dict")]) <= 2
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_classes_are_weighed_and_a_rank_without_rows_stands_in(empty: bool) -> None:
+    table = Table.random(200, classes=3, weighted=True)
+    job = TrainJob(
+        columns=table.columns,
+        recipe=Recipe(module=Mlp, loss="CrossEntropyLoss"),
+        config=TrainConfig(task="classification", batch_size=30, epochs=2, class_weights="balanced"),
+        max_imbalance=None,
+    )
+    expected, _ = train_on([table.batches()], job, device="cpu")
+    parts = [table.batches(), []] if empty else [part.batches() for part in table.parts(2)]
+    state, metas = train_on(parts, job, device=DEVICE)
+    close(state, expected)
+    assert not waits_in_steps(metas)

@@ -34,9 +34,12 @@ def _scored(world: World, kind: str) -> list[Any]:
     )
     batch = KINDS[kind].parts(1)[0][0]
     inputs = [batch.column(spec.name) for spec in columns.inputs]
-    return [
+    Net.seen.clear()
+    found = [
         Scorer(trained, device=device, batch_size=16).score(inputs)["prediction"] for device in ("cpu", world.device)
     ]
+    assert Net.seen == {"cpu", world.device}
+    return found
 
 
 @pytest.mark.parametrize("kind", KINDS)

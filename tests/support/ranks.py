@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import linecache
 import multiprocessing
 import os
 import tempfile
@@ -18,6 +17,7 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pyarrow as pa
 import pytest
@@ -67,11 +67,13 @@ class Ended:
     Attributes:
         result: What it handed back, `None` where it failed.
         error: The type's name of the exception that it left with, empty where it did not.
+        left: Bytes that it has left on its device.
         exitcode: Of its process.
     """
 
     result: RankResult | None
     error: str
+    left: int
     exitcode: int | None
 
 
@@ -96,9 +98,9 @@ def in_group(
                 process.kill()
                 process.join()
                 pipe.close()
-    for _, error in messages:
+    for _, error, _ in messages:
         assert not error, error
-    return [result for result, _ in messages]
+    return [result for result, _, _ in messages]
 
 
 @contextmanager
@@ -142,8 +144,7 @@ def run_ranks(
 ) -> list[Ended]:
     """Runs `train_partition` in one process per partition and returns how each one ended, by rank.
 
-    On an accelerator, `meta["waits"]` lists what each rank waited for, as `simulated.synchronisations` does, and
-    `meta["left"]` says how many bytes it has left on a simulated one.
+    On an accelerator, `meta["waits"]` lists what each rank waited for, as `simulated.synchronisations` does.
 
     Args:
         server: Where they meet.
@@ -201,10 +202,10 @@ def load_state(result: RankResult) -> dict[str, torch.Tensor]:
     return unpack_state(result.payload)
 
 
-def _receive(pipes: list[Connection], seconds: float) -> list[tuple[Any, str]]:
+def _receive(pipes: list[Connection], seconds: float) -> list[tuple[Any, str, int]]:
     """Returns one message per pipe and closes each one as it ends; a rank that died sends none."""
     deadline = time.monotonic() + seconds
-    messages: dict[Connection, tuple[Any, str]] = {}
+    messages: dict[Connection, tuple[Any, str, int]] = {}
     while open_pipes := [pipe for pipe in pipes if not pipe.closed]:
         ready = wait(open_pipes, max(0.0, deadline - time.monotonic()))
         if not ready:
@@ -215,7 +216,7 @@ def _receive(pipes: list[Connection], seconds: float) -> list[tuple[Any, str]]:
             try:
                 messages[pipe] = pipe.recv()
             except EOFError:
-                messages.setdefault(pipe, (None, ""))
+                messages.setdefault(pipe, (None, "", 0))
                 pipe.close()
     return [messages[pipe] for pipe in pipes]
 
@@ -226,9 +227,9 @@ def _member(pipe: Connection, path: str, world: World, function: Callable[..., A
     store = dist.FileStore(path, world.world_size)
     try:
         with process_group(world, store, timeout=timedelta(seconds=60)):
-            pipe.send((function(world, *arguments), ""))
+            pipe.send((function(world, *arguments), "", 0))
     except Exception:
-        pipe.send((None, traceback.format_exc()))
+        pipe.send((None, traceback.format_exc(), 0))
 
 
 def _rank(
@@ -254,9 +255,8 @@ def _rank(
             ended = result, ""
     if ended[0] is not None:
         ended[0].meta["waits"] = list(waits)
-        simulated = _simulate(world.device)
-        ended[0].meta["left"] = simulated.memory_allocated(world.device) if simulated else 0
-    pipe.send(ended)
+    module = None if world.device == "cpu" else torch.get_device_module(world.device)
+    pipe.send((*ended, 0 if module is None else module.memory_allocated(torch.device(world.device))))
 
 
 def _simulate(device: str) -> Any:
@@ -276,15 +276,38 @@ def _synchronisations(device: str) -> Iterator[list[str]]:
         with simulated.synchronisations() as waits:
             yield waits
     elif device.startswith("cuda"):
-        found: list[str] = []
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            with warnings.catch_warnings(record=True) as seen:
-                warnings.simplefilter("always")
-                yield found
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        ours = [warning for warning in seen if "synchronizing CUDA operation" in str(warning.message)]
-        found += [f"{Path(w.filename).name}: {linecache.getline(w.filename, w.lineno).strip()}" for w in ours]
+        with _cuda_synchronisations() as waits:
+            yield waits
     else:
         yield []
+
+
+@contextmanager
+def _cuda_synchronisations() -> Iterator[list[str]]:
+    """Lists what CUDA's own watch warns of, and what waits for a stream, which it does not look at."""
+    found: list[str] = []
+
+    def note(what: str) -> None:
+        frames = [frame for frame in traceback.extract_stack()[:-2] if "/torch/" not in frame.filename]
+        callers = " < ".join(frame.name for frame in reversed(frames))
+        found.append(f"{what}: {Path(frames[-1].filename).name}: {frames[-1].line} < {callers}")
+
+    def warned(message: Any, *_: Any, **__: Any) -> None:
+        if "synchronizing CUDA operation" in str(message):
+            note("synchronising")
+
+    def synchronize(stream: Any, wait: Any = torch.cuda.Stream.synchronize) -> None:
+        note("synchronize")
+        wait(stream)
+
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with (
+            warnings.catch_warnings(),
+            mock.patch.object(warnings, "showwarning", warned),
+            mock.patch.object(torch.cuda.Stream, "synchronize", synchronize),
+        ):
+            warnings.simplefilter("always")
+            yield found
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -182,6 +182,8 @@ class _Call:
         """Returns an argument on the CPU, having compared its device with that of the others."""
         indexes = argument.name == "indices" and "index" in self._base
         if value.is_cpu and (indexes or (self._takes_scalars and value.dim() == 0)):
+            if indexes and value.dim():
+                _note_wait("host to device")
             return value
         self.devices.append(value.device)
         if value.device != self.devices[0]:
@@ -381,6 +383,15 @@ def empty_cache() -> None:
 # ---- What torch decides in C++, or by a device's name ----
 
 
+def _pin_memory(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
+    """Refuses what CUDA does not pin."""
+    if not tensor.is_cpu:
+        raise RuntimeError(f"cannot pin '{tensor.type()}' only dense CPU tensors can be pinned")
+    if 0 in tensor.stride() and tensor.numel() > 1:
+        raise RuntimeError("more than one element of the written-to tensor refers to a single memory location")
+    return tensor
+
+
 def _patch() -> None:  # noqa: C901 - one small function after the other
     apply, to, data = torch.nn.Module._apply, torch.Tensor.to, torch._C.TensorBase.data
     resize, new_storage = torch.UntypedStorage.resize_, torch._C.StorageBase.__new__
@@ -418,7 +429,7 @@ def _patch() -> None:  # noqa: C901 - one small function after the other
         (torch.nn.Module, "_apply", apply_swapping),
         (torch.Tensor, "to", to_current),
         (torch.Tensor, "data", property(data.__get__, set_data)),
-        (torch.Tensor, "pin_memory", lambda self, device=None: self),
+        (torch.Tensor, "pin_memory", _pin_memory),
         (torch.Tensor, "is_pinned", lambda self, device=None: False),
         (torch.UntypedStorage, "__new__", new),
         (torch.UntypedStorage, "resize_", resize_storage),

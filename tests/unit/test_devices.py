@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from sparktorch.config import TrainConfig
 from sparktorch.devices import backend_of, is_kind, visible_devices
 from sparktorch.errors import ModuleError
 from sparktorch.train.group import opening, process_group, set_up_error
 from sparktorch.train.link import _is_communication
+from sparktorch.train.recipe import makes_sparse_gradients
 from sparktorch.train.reproducible import tf32_allowed
 from sparktorch.train.strategy.ddp import DDP, DDPOptions
 from sparktorch.world import World
@@ -108,11 +110,12 @@ def test_a_failure_is_told_while_the_group_still_stands(tmp_path: Path) -> None:
 
 
 def test_variables_are_set_while_a_group_opens_and_the_users_own_stand(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_RETHROW_CUDA_ERRORS", "NCCL_SOCKET_IFNAME")
+    watches = ("ASYNC_ERROR_HANDLING", "RETHROW_CUDA_ERRORS", "ENABLE_MONITORING")
+    ours = (*(f"TORCH_NCCL_{name}" for name in watches), "NCCL_SOCKET_IFNAME")
     for name in (*ours, "GLOO_SOCKET_IFNAME", "NCCL_ASYNC_ERROR_HANDLING"):
         monkeypatch.delenv(name, raising=False)
     with opening("127.0.0.1"):
-        assert [os.environ[name] for name in ours] == ["0", "0", "=lo"]
+        assert [os.environ[name] for name in ours] == ["0", "0", "0", "=lo"]
         assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
     assert not [name for name in ours if name in os.environ]
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
@@ -129,6 +132,20 @@ def test_sparse_gradients_are_refused_where_nccl_would_have_to_add_them_up() -> 
         strategy.prepare(Lookup())
 
 
+class Wide(nn.Module):
+    """Has a part that is called so, and sparse ones that are not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sparse = nn.Linear(5, 1)
+        self.table = nn.Embedding.from_pretrained(torch.ones(3, 2), sparse=True)
+
+
+def test_gradients_are_sparse_where_an_embedding_that_is_trained_says_so() -> None:
+    assert [name for name, part in Lookup().named_modules() if makes_sparse_gradients(part)] == ["table"]
+    assert not [name for name, part in Wide().named_modules() if makes_sparse_gradients(part)]
+
+
 def test_the_older_switches_of_tf32_can_be_read_whatever_a_fit_has_set() -> None:
     cuda: Any = torch.backends
     before = cuda.cuda.matmul.fp32_precision, cuda.cudnn.conv.fp32_precision
@@ -137,3 +154,13 @@ def test_the_older_switches_of_tf32_can_be_read_whatever_a_fit_has_set() -> None
             assert (cuda.cuda.matmul.allow_tf32, cuda.cudnn.allow_tf32) == (allowed, allowed)
             assert torch.get_float32_matmul_precision() == ("high" if allowed else "highest")
     assert (cuda.cuda.matmul.fp32_precision, cuda.cudnn.conv.fp32_precision) == before
+
+
+def test_the_users_own_precision_is_there_again_after_a_fit() -> None:
+    try:
+        torch.set_float32_matmul_precision("medium")
+        with tf32_allowed(False, CUDA):
+            assert torch.get_float32_matmul_precision() == "highest"
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")

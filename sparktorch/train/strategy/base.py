@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from sparktorch.config import TrainConfig
 from sparktorch.devices import download
@@ -84,7 +84,10 @@ class Strategy(ABC, Generic[O]):
     @cached_property
     def mesh(self) -> DeviceMesh:
         """The ranks as a mesh of one dimension, named `data`."""
-        return init_device_mesh(self._device.type, (self._world.world_size,), mesh_dim_names=(DATA,))
+        # Of the group that is open: init_device_mesh opens another one on hosts with a GPU, for ranks on CPUs.
+        group = dist.group.WORLD
+        assert group is not None
+        return DeviceMesh.from_group(group, self._device.type, mesh_dim_names=(DATA,))
 
     @property
     def alone(self) -> bool:

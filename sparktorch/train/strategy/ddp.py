@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sparktorch.config import TrainConfig, at_least, one_of
 from sparktorch.devices import backend_of
 from sparktorch.errors import ConfigError, ModuleError
-from sparktorch.train.recipe import Recipe
+from sparktorch.train.recipe import Recipe, makes_sparse_gradients
 from sparktorch.train.strategy.base import Strategy
 
 __all__ = ["DDP", "DDPOptions"]
@@ -175,7 +175,7 @@ class DDP(Strategy[DDPOptions]):
 def _refuse_sparse(module: nn.Module) -> None:
     """Refuses gradients that NCCL does not add up (ProcessGroupNCCL.cpp, `allreduce_sparse`)."""
     for name, part in module.named_modules():
-        if getattr(part, "sparse", False):
+        if makes_sparse_gradients(part):
             raise ModuleError(
                 f"the gradients of {name!r}, a {type(part).__qualname__}, are sparse, and NCCL adds up dense ones only",
                 hint="make it with sparse=False, or set device='cpu'",
