@@ -123,7 +123,9 @@ def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
     Kernels of the current stream see all of it.
     """
-    if device.type == "cpu" or not tensor.is_cpu:
+    if device.type == "cpu":
+        return tensor
+    if not tensor.is_cpu:
         return tensor.to(device)
     dense = tensor.contiguous() if 0 in tensor.stride() else tensor  # an expanded one has no memory of its own to pin
     return dense.pin_memory().to(device, non_blocking=True)

@@ -33,9 +33,11 @@ class Field(ABC):
 
     Attributes:
         decodes: Whether to take rows is more than to copy them, and is worth a thread.
+        arguments: Of `forward`, how many it becomes.
     """
 
     decodes: bool = False
+    arguments: int = 1
     _device = torch.device("cpu")
 
     @property
@@ -262,6 +264,7 @@ class Ragged(Field):
         self._spec = spec
         self._elements = Elements(spec.dtype, spooler, spec.shape)
         self.padded = spec.layout == "padded"
+        self.arguments = 1 + self.padded
 
     @property
     def nbytes(self) -> int:

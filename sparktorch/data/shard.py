@@ -77,6 +77,12 @@ class Rows:
         self._weight = _tensor(fields, columns.weight)
         self._loss_weight = self._weight
         self._preprocess = columns.preprocess
+        self._uneven: dict[int, Field] = {}  # those whose rows differ in length, by the places of their arguments
+        place = 0
+        for column in self._inputs if self._preprocess is None else ():
+            if column.lengths(torch.zeros(0, dtype=torch.int64)) is not None:
+                self._uneven[place] = column
+            place += column.arguments
         self.count = count
         self.device = torch.device("cpu")
         self._copy()
@@ -125,16 +131,12 @@ class Rows:
         self, index: torch.Tensor, here: torch.Tensor, moment: Moment
     ) -> tuple[tuple[torch.Tensor, ...], dict[int, torch.Tensor]]:
         """Returns what the rows with those numbers are to `forward`, and `Batch.lengths`."""
-        taken = [column.take(index, here) for column in self._inputs]
         if self._preprocess is not None:
+            taken = [column.take(index, here) for column in self._inputs]
             return tuple(self._preprocess(taken, len(index), moment).values()), {}
-        lengths, place = {}, 0
-        for column, arguments in zip(self._inputs, taken, strict=True):
-            of_rows = column.lengths(index)
-            if of_rows is not None:
-                lengths[place] = of_rows
-            place += len(arguments)
-        return tuple(argument for arguments in taken for argument in arguments), lengths
+        arguments = tuple(argument for column in self._inputs for argument in column.take(index, here))
+        found = ((place, column.lengths(index)) for place, column in self._uneven.items())
+        return arguments, {place: lengths for place, lengths in found if lengths is not None}
 
     def weigh_classes(self, weights: Sequence[float]) -> None:
         """Makes each row count in the loss for its weight times that of its class."""

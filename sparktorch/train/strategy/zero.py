@@ -36,13 +36,14 @@ class Zero1(DDP):
         from torch.distributed.optim import ZeroRedundancyOptimizer  # it takes a while, and nobody else needs it
 
         factory, parameters, options = recipe.optimizer_call(module)
-        # A rank's share in one bucket is sent at once, which spares an accelerator a message for each parameter. It takes
-        # one dtype, and lays weights out in the usual order.
+        # A rank's share in one bucket is sent at once, which spares an accelerator a message for each parameter. It
+        # takes one dtype, and lays weights out in the usual order.
         dtypes = {parameter.dtype for parameter in module.parameters() if parameter.requires_grad}
+        bucket = not is_host(self._device) and len(dtypes) == 1 and not self._config.channels_last
         optimizer: torch.optim.Optimizer = ZeroRedundancyOptimizer(
             parameters,
             optimizer_class=factory,
-            parameters_as_bucket_view=not (is_host(self._device) or len(dtypes) > 1 or self._config.channels_last),
+            parameters_as_bucket_view=bucket,
             **options,
         )
         return optimizer
