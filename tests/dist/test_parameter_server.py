@@ -403,7 +403,7 @@ def test_a_rank_that_is_killed_in_the_middle_of_a_message_ends_the_others(option
 def rank_then_threads(pipe: Connection, *arguments: Any) -> None:
     """The body of a rank's process, which says at last which of our threads are there still."""
     ranks_module._rank(pipe, *arguments)
-    pipe.send((None, " ".join(thread.name for thread in threading.enumerate() if "sparktorch" in thread.name)))
+    pipe.send((None, " ".join(thread.name for thread in threading.enumerate() if "sparktorch" in thread.name), 0))
 
 
 @pytest.mark.parametrize("options", [{"staleness": 0}, {"servers": None}])

@@ -67,14 +67,14 @@ class Ended:
     Attributes:
         result: What it handed back, `None` where it failed.
         error: The type's name of the exception that it left with, empty where it did not.
-        left: Bytes that it has left on its device.
         exitcode: Of its process.
+        left: Bytes that it has left on its device.
     """
 
     result: RankResult | None
     error: str
-    left: int
     exitcode: int | None
+    left: int = 0
 
 
 def in_group(
@@ -180,7 +180,10 @@ def run_ranks(
             process.kill()
             process.join()
             pipe.close()
-    return [Ended(*message, process.exitcode) for message, (process, _) in zip(messages, ranks, strict=True)]
+    return [
+        Ended(result, error, process.exitcode, left)
+        for (result, error, left), (process, _) in zip(messages, ranks, strict=True)
+    ]
 
 
 def train_on(
