@@ -19,7 +19,7 @@ export PYSPARK_PYTHON := $(abspath $(BIN)/python)
 # What may run beside other rings.
 UNTIMED := not slow and not clock
 
-.PHONY: setup demo test test-core test-spark test-faults test-paths test-clock test-device test-gpu test-petastorm \
+.PHONY: setup demo test test-core test-spark test-faults test-paths test-clock test-device test-gpu nvidia test-petastorm \
 	test-petastorm-core test-petastorm-paths test-wheel coverage lint zip mlflow clean
 
 setup: $(VENV)/.done
@@ -70,8 +70,11 @@ test-spark: setup zip
 test-device: setup
 	$(BIN)/python -m pytest tests/device
 
+nvidia:
+	@command -v nvidia-smi > /dev/null || { echo "nvidia-smi is not on the PATH: is NVIDIA's driver installed here?"; exit 1; }
+
 # What a GPU can show, on as many ranks as there are. The rings that need none are in `make test`.
-test-gpu: setup
+test-gpu: nvidia setup
 	$(BIN)/python -c "import torch, sys; sys.exit(0 if torch.cuda.is_available() else 'torch sees no CUDA device here')"
 	red=0; \
 	for rings in "tests/unit tests/device tests/gpu" tests/dist; do \

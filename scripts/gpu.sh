@@ -110,5 +110,6 @@ case $mode in
   here) here ;;
   docker) in_docker ;;
   slurm) in_slurm "$@" ;;
+  -h | --help) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//p}' "$0" ;;
   *) refuse "unknown: $mode. It is docker, slurm, or nothing for this machine" ;;
 esac

@@ -187,7 +187,8 @@ def _gpus(answers: Sequence[Answer], expected: Expected) -> list[Finding]:
     problems += _shared_gpus(answers)
     problems += _too_few_gpus(answers, expected)
     given = sum(bool(answer.gpus) for answer in answers)
-    text = f"{given} tasks have one each, and torch sees them" if given else "none: ranks train on the CPU"
+    none = "none: ranks train on the CPU" if expected.device == "auto" else "none"
+    text = f"{given} tasks have one each, and torch sees them" if given else none
     if not given and any(answer.cuda for answer in answers):
         text = "Spark gives none, torch sees enough: ranks of a machine take its GPUs in order"
     return _or_ok(problems, "gpu-addresses", text)

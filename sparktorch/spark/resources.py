@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pyspark
+import torch
 from pyspark.resource import ResourceProfile, ResourceProfileBuilder, TaskResourceRequests
 from pyspark.sql import SparkSession
 
@@ -38,11 +39,13 @@ def gpu_profile(spark: SparkSession, device: Device, world_size: int) -> Resourc
     if device == "cpu":
         return None
     if is_local(spark):  # resource profiles are refused there
-        if device != "auto" and device_count(device) < world_size:
+        if device != "auto" and (count := device_count(device)) < world_size:
+            advice = f"set numWorkers={count}, or device='cpu' or 'auto'"
+            if not count:
+                advice = f"is torch {torch.__version__} a build for it, and its driver installed? Else set device='cpu'"
             raise ClusterError(
-                f"device={device!r} with {world_size} workers, but torch sees {device_count(device)} such devices on "
-                "this machine",
-                hint="lower numWorkers, or set device='cpu' or 'auto'",
+                f"device={device!r} with numWorkers={world_size}, but torch sees {count} such devices on this machine",
+                hint=advice,
             )
         return None
     if float(setting(spark, AMOUNT, "0")) < 1:
@@ -92,9 +95,9 @@ def choose_device(device: Device, addresses: Sequence[str], *, local_rank: int, 
     index = device_index(addresses[0], visible_devices(kind or "cuda")) if addresses else local_rank
     if kind is None or index >= count:
         raise ClusterError(
-            f"this rank was to use {kind or 'GPU'} device {index}, but torch sees {count}",
-            hint="is the build of torch for these devices installed on the executors, not the one for CPUs, and does "
-            "the GPU discovery script list the devices that torch sees?",
+            f"this task was to use {kind or 'GPU'} device {index}, but torch sees {count}",
+            hint=f"is torch {torch.__version__} a build for such devices where tasks run, and does the GPU discovery "
+            "script, where Spark has one, list the devices that torch sees? device='cpu' does without",
             gpu_addresses=list(addresses) or None,
         )
     return f"{kind}:{index}"

@@ -37,7 +37,7 @@ def test_gpu_addresses_reach_the_ranks_and_what_they_cannot_use_is_found_before(
 
     fitted = results["fit on GPUs"]
     assert fitted["error"] == "ClusterError"
-    assert "this rank was to use cuda device 5, but torch sees 0" in fitted["message"]
+    assert "this task was to use cuda device 5, but torch sees 0" in fitted["message"]
     assert "gpu_addresses=['5']" in fitted["message"]
 
     findings = results["check"]["findings"]
