@@ -85,7 +85,6 @@ FEATURES: dict[str, dict[str, Any]] = {
     "training step": {"recipe": {"training_step": step_with_metrics, "loss": None}},
     "torchmetrics": {"recipe": {"metrics": {"mae": "MeanAbsoluteError"}}},
     "validated by step": {"validation_unit": "step", "validation_interval": 3, "patience": 2},
-    "without shuffling": {"shuffle": False},
 }
 # What must wait in a step, by what its lines say, and why.
 WAITING: dict[str, tuple[dict[str, Any], str]] = {

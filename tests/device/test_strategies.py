@@ -12,7 +12,6 @@ from tests.device.jobs import close, job_of, trained, waits_in_steps
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {},
-    "ddp, one gradient at a time": {"strategy_params": {"bucket_cap_mb": 0}},
     "ddp, gradients in bf16": {"strategy_params": {"comm_hook": "bf16"}},
     "zero1": {"strategy": "zero1"},
     "zero2": {"strategy": "zero2", "strategy_params": {"min_parameters": 1}},
