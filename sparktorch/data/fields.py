@@ -34,10 +34,12 @@ class Field(ABC):
     Attributes:
         decodes: Whether to take rows is more than to copy them, and is worth a thread.
         arguments: Of `forward`, how many it becomes.
+        uneven: Whether what is taken can be cut into parts only by who knows the `lengths` of its rows.
     """
 
     decodes: bool = False
     arguments: int = 1
+    uneven: bool = False
     _device = torch.device("cpu")
 
     @property
@@ -74,12 +76,9 @@ class Field(ABC):
     def read(self, runs: Runs) -> Self:
         """Returns a finished field of those rows, copied into memory; in place of `finish`, any number of times."""
 
-    def lengths(self, index: torch.Tensor) -> torch.Tensor | None:
-        """Returns how many elements each of some rows has, int64 of shape `(rows,)` on the CPU.
-
-        `None` stands for tensors that can be sliced without knowing it.
-        """
-        return None
+    def lengths(self, index: torch.Tensor) -> torch.Tensor:
+        """Returns how many elements each of some rows has, int64 of shape `(rows,)` on the CPU; of `uneven` ones."""
+        raise NotImplementedError
 
     @abstractmethod
     def take(self, index: torch.Tensor, here: torch.Tensor | None = None) -> tuple[Any, ...]:
@@ -172,7 +171,8 @@ class Vectors(Field):
         self._spec = spec
         self._values = Elements(spec.dtype, spooler)
         self._indices = Elements(np.int32, spooler)  # none of a dense row
-        if spec.layout == "sparse_csr":
+        self.uneven = spec.layout == "sparse_csr"
+        if self.uneven:
             _hush_sparse_csr()
 
     @property
@@ -217,9 +217,9 @@ class Vectors(Field):
         found._values, found._indices = self._values.read(runs), self._indices.read(runs)
         return found
 
-    def lengths(self, index: torch.Tensor) -> torch.Tensor | None:
+    def lengths(self, index: torch.Tensor) -> torch.Tensor:
         """Returns how many values of each row a sparse tensor of those rows holds."""
-        return self._values.lengths[index] if self._spec.layout == "sparse_csr" else None
+        return self._values.lengths[index]
 
     def take(self, index: torch.Tensor, here: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         """Returns one tensor of shape `(rows, *spec.shape)`, or `(rows, width)` if `torch.sparse_csr`."""
@@ -264,7 +264,7 @@ class Ragged(Field):
         self._spec = spec
         self._elements = Elements(spec.dtype, spooler, spec.shape)
         self.padded = spec.layout == "padded"
-        self.arguments = 1 + self.padded
+        self.arguments, self.uneven = 1 + self.padded, True
 
     @property
     def nbytes(self) -> int:

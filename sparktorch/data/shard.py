@@ -77,10 +77,10 @@ class Rows:
         self._weight = _tensor(fields, columns.weight)
         self._loss_weight = self._weight
         self._preprocess = columns.preprocess
-        self._uneven: dict[int, Field] = {}  # those whose rows differ in length, by the places of their arguments
+        self._uneven: dict[int, Field] = {}  # by the places of their arguments
         place = 0
         for column in self._inputs if self._preprocess is None else ():
-            if column.lengths(torch.zeros(0, dtype=torch.int64)) is not None:
+            if column.uneven:
                 self._uneven[place] = column
             place += column.arguments
         self.count = count
@@ -135,8 +135,7 @@ class Rows:
             taken = [column.take(index, here) for column in self._inputs]
             return tuple(self._preprocess(taken, len(index), moment).values()), {}
         arguments = tuple(argument for column in self._inputs for argument in column.take(index, here))
-        found = ((place, column.lengths(index)) for place, column in self._uneven.items())
-        return arguments, {place: lengths for place, lengths in found if lengths is not None}
+        return arguments, {place: column.lengths(index) for place, column in self._uneven.items()}
 
     def weigh_classes(self, weights: Sequence[float]) -> None:
         """Makes each row count in the loss for its weight times that of its class."""

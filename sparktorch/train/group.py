@@ -110,7 +110,8 @@ def process_group(
         with suppress(Exception):  # which would take the place of what the block has raised
             dist.destroy_process_group()
         raise
-    dist.destroy_process_group()
+    if dist.is_initialized():  # a callback may have closed it
+        dist.destroy_process_group()
 
 
 def set_up_error(error: BaseException) -> ClusterError | None:

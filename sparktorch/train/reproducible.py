@@ -84,8 +84,8 @@ def untouched_generators(device: torch.device) -> Iterator[None]:
     """A block after which the generators stand where they stood before it."""
     of_python, of_numpy = random.getstate(), np.random.get_state()
     try:
-        own: Any = {} if is_host(device) else {"devices": [device], "device_type": device.type}
-        with torch.random.fork_rng(**own or {"devices": []}):
+        devices, kind = ([], "cuda") if is_host(device) else ([device], device.type)
+        with torch.random.fork_rng(devices, device_type=kind):
             yield
     finally:
         random.setstate(of_python)

@@ -149,7 +149,7 @@ def cut(tensor: torch.Tensor, start: int, end: int, lengths: torch.Tensor | None
     nested, sparse = tensor.is_nested, tensor.layout == torch.sparse_csr
     if not nested and not sparse:
         return tensor[start:end]
-    ends: torch.Tensor = tensor.offsets() if nested else tensor.crow_indices()  # type: ignore[attr-defined]
+    ends: torch.Tensor = tensor.offsets() if nested else tensor.crow_indices()  # type: ignore[attr-defined]  # torch's nested
     counts = ends.diff().cpu() if lengths is None else lengths
     first = int(counts[:start].sum())
     last = first + int(counts[start:end].sum())

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sparktorch.config import CheckpointConfig, StorageConfig, TrainConfig
+from sparktorch.config import StorageConfig, TrainConfig
 from sparktorch.train.recipe import Recipe
 from sparktorch.worker import TrainJob
 from tests.device.kinds import KINDS, Net
@@ -43,7 +43,6 @@ def job_of(
     validated: bool = False,
     weighted: bool = False,
     storage: str = "memory",
-    checkpoint: CheckpointConfig | None = None,
     recipe: Mapping[str, Any] | None = None,
     **config: Any,
 ) -> TrainJob:
@@ -55,8 +54,7 @@ def job_of(
         recipe=Recipe(**made),
         config=TrainConfig(**values),
         max_imbalance=None,
-        storage=StorageConfig(kind=storage, budget=1),  # type: ignore[arg-type]
-        checkpoint=checkpoint,
+        storage=StorageConfig(kind=storage, budget=1),  # type: ignore[arg-type]  # one of its names
     )
 
 

@@ -53,7 +53,7 @@ class Net(nn.Module):
         if mask is not None:  # padded
             return (x * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
         if x.is_nested:
-            return _sums(x.offsets(), x.values()) / x.offsets().diff()[:, None]  # type: ignore[attr-defined]
+            return _sums(x.offsets(), x.values()) / x.offsets().diff()[:, None]  # type: ignore[attr-defined]  # torch's nested
         if x.layout is torch.sparse_csr:  # the simulated device has no sparse products
             return _sums(x.crow_indices(), x.values()[:, None] * self.table.weight[x.col_indices()])
         if x.dtype is torch.int64:

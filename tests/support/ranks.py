@@ -84,8 +84,7 @@ def in_group(
     ranks = []
     with tempfile.TemporaryDirectory() as folder:
         for rank in range(size):
-            own = device if device == "cpu" else f"{device}:{rank}"
-            world = World(rank=rank, world_size=size, local_rank=rank, host=f"host-{rank}", address=HOST, device=own)
+            world = _world(rank, size, device)
             ours, theirs = SPAWN.Pipe(duplex=False)
             process = SPAWN.Process(target=_member, args=(theirs, f"{folder}/store", world, function, arguments))
             process.start()
@@ -162,9 +161,7 @@ def run_ranks(
         pytest.skip(f"{size} ranks want as many devices")
     ranks = []
     for rank, batches in enumerate(partitions):
-        own = f"{device}:{rank}" if isinstance(device, str) and device != "cpu" else device
-        own = own if isinstance(own, str) else own[rank]
-        world = World(rank=rank, world_size=size, local_rank=rank, host=f"host-{rank}", address=HOST, device=own)
+        world = _world(rank, size, device if isinstance(device, str) else device[rank])
         ours, theirs = SPAWN.Pipe(duplex=False)
         arguments = (theirs, server.rendezvous, world, job, list(batches), seconds, dict(environment or {}))
         process = SPAWN.Process(target=_rank, args=arguments)
@@ -203,6 +200,12 @@ def train_on(
 def load_state(result: RankResult) -> dict[str, torch.Tensor]:
     """Returns the state that rank 0 handed back."""
     return unpack_state(result.payload)
+
+
+def _world(rank: int, size: int, device: str) -> World:
+    """Returns a rank's place; of a type of accelerator it has the device of its own number."""
+    own = device if device == "cpu" or ":" in device else f"{device}:{rank}"
+    return World(rank=rank, world_size=size, local_rank=rank, host=f"host-{rank}", address=HOST, device=own)
 
 
 def _receive(pipes: list[Connection], seconds: float) -> list[tuple[Any, str, int]]:
