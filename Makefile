@@ -111,10 +111,10 @@ $(PETASTORM_VENV)/.done: pyproject.toml constraints-petastorm.txt scripts/java.s
 
 # Left out of the core are dear ones about torch, which is the same there, and about cross-validation.
 OLD_STACK := tests/petastorm tests/unit \
-	$(addprefix tests/spark/test_,errors.py exactness.py fit.py frame.py persistence.py petastorm.py rows.py scoring.py) \
-	--deselect tests/spark/test_fit.py::test_it_works_in_a_pipeline_and_under_cross_validation \
-	--deselect tests/spark/test_persistence.py::test_a_module_without_import_path_is_saved_as_its_graph \
-	--deselect tests/spark/test_scoring.py::test_precision_and_compilation_change_the_scores_by_their_rounding_alone
+	$(addprefix tests/spark/,checks/test_errors.py ml/test_exactness.py ml/test_fit.py frame/test_partition.py ml/test_persistence.py frame/test_petastorm.py frame/test_rows.py ml/test_scoring.py) \
+	--deselect tests/spark/ml/test_fit.py::test_it_works_in_a_pipeline_and_under_cross_validation \
+	--deselect tests/spark/ml/test_persistence.py::test_a_module_without_import_path_is_saved_as_its_graph \
+	--deselect tests/spark/ml/test_scoring.py::test_precision_and_compilation_change_the_scores_by_their_rounding_alone
 
 # Petastorm warns of every function of pyarrow's that it calls; pyspark 3.5 uses what pandas is about to take away, and
 # leaves sockets to the garbage collector.

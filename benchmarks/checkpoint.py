@@ -21,8 +21,8 @@ from tempfile import mkdtemp
 from benchmarks.common import Goal, arguments, interleave, machine, report, workspace
 from benchmarks.nets import Mlp
 from benchmarks.ranks import Place, Ranks, fit
-from sparktorch.config import CheckpointConfig, TrainConfig
-from sparktorch.train.recipe import Recipe
+from sparktorch.base.config import CheckpointConfig, TrainConfig
+from sparktorch.train.recipe.recipe import Recipe
 
 RANKS = 2
 WIDTH, LAYERS, BATCH, STEPS = 1024, 4, 256, 120

@@ -30,10 +30,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.common import seconds, session, touch_memory
 from sparktorch.data.columns import Columns, InputOptions
-from sparktorch.data.plan import SamplingPlan
-from sparktorch.data.shard import Shard
-from sparktorch.spark.frame import prepare
-from sparktorch.spark.split import split
+from sparktorch.data.dataset.reader import Shard
+from sparktorch.data.sampling.plan import SamplingPlan
+from sparktorch.spark.frame.partition import split
+from sparktorch.spark.frame.prepare import prepare
 
 __all__ = ["CACHED", "CORES_THAT_DECODE", "WIDTH"]
 

@@ -31,13 +31,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.common import Goal, arguments, interleave, machine, report, seconds, workspace
 from benchmarks.nets import Mlp
 from benchmarks.ranks import Place, Ranks, arrays_of, columns, fit, rows_of
-from sparktorch.config import TrainConfig
+from sparktorch.base.config import TrainConfig
+from sparktorch.base.world import World
 from sparktorch.data.columns import LABEL, input_name
-from sparktorch.data.plan import SamplingPlan
-from sparktorch.data.shard import Shard
-from sparktorch.train.group import process_group
-from sparktorch.train.recipe import Recipe
-from sparktorch.world import World
+from sparktorch.data.dataset.reader import Shard
+from sparktorch.data.sampling.plan import SamplingPlan
+from sparktorch.distributed.process_group import process_group
+from sparktorch.train.recipe.recipe import Recipe
 
 RANKS = 2
 LEARNING_RATE = 1e-3

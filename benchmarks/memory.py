@@ -16,11 +16,11 @@ from torch import nn
 
 from benchmarks.common import Goal, arguments, machine, report, workspace
 from benchmarks.ranks import Place, Ranks
-from sparktorch.config import TrainConfig
-from sparktorch.train.recipe import Recipe
-from sparktorch.train.state import local, own_optimizer
-from sparktorch.train.strategy import build_strategy, strategy_type
-from sparktorch.world import World
+from sparktorch.base.config import TrainConfig
+from sparktorch.base.world import World
+from sparktorch.train.checkpoint.tensors import local, own_optimizer
+from sparktorch.train.recipe.recipe import Recipe
+from sparktorch.train.strategies.registry import build_strategy, strategy_type
 
 LAYERS, WIDTH = 8, 1024
 SIZES = (2, 4, 8)

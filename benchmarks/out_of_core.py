@@ -29,12 +29,12 @@ import pyarrow as pa
 from benchmarks.common import Goal, arguments, interleave, machine, report, workspace
 from benchmarks.nets import Mlp
 from benchmarks.ranks import Place, Ranks, Stopwatch, columns
-from sparktorch.config import StorageConfig, TrainConfig
+from sparktorch.base.config import StorageConfig, TrainConfig
+from sparktorch.base.world import World
 from sparktorch.data.columns import KEY, LABEL, input_name
-from sparktorch.data.tensors import to_arrow
-from sparktorch.train.recipe import Recipe
+from sparktorch.data.convert.tensors import to_arrow
+from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker import TrainJob, train_partition
-from sparktorch.world import World
 
 RANKS = 2
 BATCH, BLOCK = 1024, 32

@@ -24,14 +24,14 @@ import pyarrow as pa
 import torch
 import torch.distributed as dist
 
-from sparktorch.config import CheckpointConfig, TrainConfig
+from sparktorch.base.config import CheckpointConfig, TrainConfig
+from sparktorch.base.world import World
 from sparktorch.data.columns import KEY, LABEL, Columns, TensorSpec, input_name
-from sparktorch.data.tensors import to_arrow
-from sparktorch.spark.control import host_store
-from sparktorch.train.link import Link, OpenStore, connect
-from sparktorch.train.recipe import Recipe
+from sparktorch.data.convert.tensors import to_arrow
+from sparktorch.distributed.client import Link, OpenStore, connect
+from sparktorch.distributed.server import host_store
+from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker import TrainJob, train_partition
-from sparktorch.world import World
 
 __all__ = ["Course", "Place", "Ranks", "Stopwatch", "arrays_of", "columns", "fit", "rows_of"]
 

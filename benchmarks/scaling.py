@@ -36,8 +36,8 @@ from benchmarks.common import Goal, arguments, interleave, machine, report, work
 from benchmarks.nets import Mlp
 from benchmarks.ranks import Place, Ranks, fit
 from benchmarks.score import ResNet
-from sparktorch.config import TrainConfig
-from sparktorch.train.recipe import Recipe
+from sparktorch.base.config import TrainConfig
+from sparktorch.train.recipe.recipe import Recipe
 
 BUCKETS_MB = (0, 1, 5, 25)
 ONE_BUCKET_MB = 100_000  # larger than any model here

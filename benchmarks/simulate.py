@@ -25,7 +25,7 @@ from benchmarks.ranks import Place, Ranks, arrays_of
 from benchmarks.ring import Gradient, Link, Work, buckets, efficiency, evenly, step
 from benchmarks.scaling import CASES, ONE_BUCKET_MB, Case, Way, train
 from sparktorch.data.columns import LABEL, input_name
-from sparktorch.train.group import process_group
+from sparktorch.distributed.process_group import process_group
 
 RANKS = 2
 MB = 2**20

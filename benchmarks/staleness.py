@@ -27,15 +27,15 @@ from matplotlib.ticker import MaxNLocator
 from sklearn.datasets import load_digits
 from torch import nn
 
-from sparktorch.config import TrainConfig
+from sparktorch.base.config import TrainConfig
+from sparktorch.base.world import World
 from sparktorch.data.columns import KEY, LABEL, VALIDATION, Columns, TensorSpec, input_name
-from sparktorch.data.plan import rank_of_key
-from sparktorch.data.tensors import to_arrow
-from sparktorch.spark.control import ControlServer, Rendezvous
-from sparktorch.train.link import Link, connect
-from sparktorch.train.recipe import Recipe
+from sparktorch.data.convert.tensors import to_arrow
+from sparktorch.data.sampling.plan import rank_of_key
+from sparktorch.distributed.client import Link, connect
+from sparktorch.distributed.server import ControlServer, Rendezvous
+from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker import TrainJob, train_partition
-from sparktorch.world import World
 
 MODES: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp": ("ddp", {}),

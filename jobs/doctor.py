@@ -2,7 +2,7 @@
 
 import sys
 
-from sparktorch.cli import main
+from sparktorch.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main(["doctor", *sys.argv[1:]]))

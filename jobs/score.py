@@ -10,7 +10,7 @@ import time
 from pyspark.ml.evaluation import MulticlassClassificationEvaluator, RegressionEvaluator
 from pyspark.sql import DataFrame, SparkSession
 
-from sparktorch.job import JobConfig, read_job
+from sparktorch.cli.job_file import JobConfig, read_job
 from sparktorch.tracking import load_model
 
 

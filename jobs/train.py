@@ -10,7 +10,7 @@ import time
 import mlflow
 from pyspark.sql import SparkSession
 
-from sparktorch.job import read_job
+from sparktorch.cli.job_file import read_job
 from sparktorch.tracking import log_model
 
 

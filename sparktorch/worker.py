@@ -20,24 +20,24 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import torch
 
-from sparktorch.config import CheckpointConfig, StorageConfig, TrainConfig
+from sparktorch.base.config import CheckpointConfig, StorageConfig, TrainConfig
+from sparktorch.base.devices import is_host, let_go, select
+from sparktorch.base.state_dict import pack_state
+from sparktorch.base.world import World
 from sparktorch.data.columns import Columns
-from sparktorch.data.plan import SamplingPlan
-from sparktorch.data.shard import Shard, balanced
-from sparktorch.data.spool import InMemory, OnDisk, Spooler, WithinBudget, local_directory
-from sparktorch.devices import is_host, let_go, select
+from sparktorch.data.dataset.reader import Shard, balanced
+from sparktorch.data.sampling.plan import SamplingPlan
+from sparktorch.data.storage import InMemory, OnDisk, Spooler, WithinBudget, local_directory
+from sparktorch.distributed.client import Link
+from sparktorch.distributed.os_memory import forget_peaks, peaks
+from sparktorch.distributed.process_group import process_group
 from sparktorch.errors import ColumnError
-from sparktorch.train.dryrun import Trial
-from sparktorch.train.explain import explained
-from sparktorch.train.group import process_group
-from sparktorch.train.link import Link
+from sparktorch.train.checkpoint.checkpointer import Saver
 from sparktorch.train.loop import train
-from sparktorch.train.memory import forget_peaks, peaks
-from sparktorch.train.recipe import Recipe
-from sparktorch.train.saver import Saver
-from sparktorch.train.strategy import strategy_options, strategy_type
-from sparktorch.train.weights import pack_state
-from sparktorch.world import World
+from sparktorch.train.numerics.torch_errors import explained
+from sparktorch.train.recipe.dry_run import Trial
+from sparktorch.train.recipe.recipe import Recipe
+from sparktorch.train.strategies.registry import strategy_options, strategy_type
 
 __all__ = ["RankResult", "TrainJob", "train_partition", "try_in_rank"]
 

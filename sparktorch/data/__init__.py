@@ -1,1 +1,1 @@
-"""From Arrow batches to the micro-batches of a rank. No pyspark, no mlflow."""
+"""Columns of a DataFrame become the batches of a rank. Neither Spark nor training code is imported here."""

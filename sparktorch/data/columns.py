@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from sparktorch.config import at_least, one_of
+from sparktorch.base.config import at_least, one_of
 from sparktorch.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
-    from sparktorch.data.preprocess import Preprocess
+    from sparktorch.data.convert.preprocess import Preprocess
 
 __all__ = [
     "KEY",

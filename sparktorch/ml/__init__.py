@@ -1,1 +1,1 @@
-"""Spark ML idioms: Params, estimators, models, persistence."""
+"""The Spark ML interface: estimators, models and their Params. Camel case is used here and nowhere below."""

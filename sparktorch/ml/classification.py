@@ -10,14 +10,14 @@ from pyspark import keyword_only
 from pyspark.ml.linalg import DenseVector, Vectors
 from pyspark.sql import DataFrame
 
-from sparktorch.ml.attributes import nominal, vector
 from sparktorch.ml.estimator import TorchEstimatorBase
-from sparktorch.ml.evaluation import ClassificationSummary, evaluate_classifier
+from sparktorch.ml.fit.translate import check_thresholds, given
 from sparktorch.ml.model import TorchModelBase, output_fields
 from sparktorch.ml.params import DEFAULTS, ClassifierColumns, ClassWeightParams, TrueColumns
-from sparktorch.ml.translate import check_thresholds, given
-from sparktorch.spark.predict import Scoring
-from sparktorch.train.task import classes_in
+from sparktorch.ml.scoring.column_metadata import nominal, vector
+from sparktorch.ml.scoring.evaluation import ClassificationSummary, evaluate_classifier
+from sparktorch.spark.scoring_udf import Scoring
+from sparktorch.train.recipe.task import classes_in
 
 __all__ = ["TorchClassificationModel", "TorchClassifier"]
 

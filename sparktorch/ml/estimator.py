@@ -17,12 +17,12 @@ from pyspark.ml import Estimator
 from pyspark.ml.util import MLReadable, MLWritable
 from pyspark.sql import DataFrame, SparkSession
 
-from sparktorch.artifact import TrainedModule
-from sparktorch.config import Task
+from sparktorch.base.config import Task
+from sparktorch.distributed.root_cause import ChainError
 from sparktorch.errors import ConfigError, RankLostError
-from sparktorch.ml.attributes import labels_of
-from sparktorch.ml.events import Fit, FitReport, callers
-from sparktorch.ml.io import EstimatorReader, EstimatorWriter
+from sparktorch.ml.fit.first_row_trial import try_out
+from sparktorch.ml.fit.listeners import Fit, FitReport, callers
+from sparktorch.ml.fit.translate import Request, check_param_names, check_thresholds, given, translate
 from sparktorch.ml.model import TorchModel, TorchModelBase
 from sparktorch.ml.params import (
     DEFAULTS,
@@ -39,21 +39,21 @@ from sparktorch.ml.params import (
     TrainingParams,
     ValidationParams,
 )
+from sparktorch.ml.persistence import EstimatorReader, EstimatorWriter
+from sparktorch.ml.scoring.column_metadata import labels_of
 from sparktorch.ml.summary import TrainingSummary
-from sparktorch.ml.translate import Request, check_param_names, check_thresholds, given, translate
-from sparktorch.ml.trial import try_out
-from sparktorch.spark.barrier import run_ranks
-from sparktorch.spark.cause import ChainError
-from sparktorch.spark.doctor import check_executors
-from sparktorch.spark.findings import refuse
-from sparktorch.spark.frame import Frame, prepare
-from sparktorch.spark.job import new_tag
-from sparktorch.spark.preflight import check_cluster, check_result_size, settled_slots
-from sparktorch.spark.resources import gpu_profile
-from sparktorch.spark.split import keep, moved_as_they_are, split, split_into_folds
-from sparktorch.train.checkpoint import CheckpointStore
-from sparktorch.train.dryrun import Trial
-from sparktorch.train.strategy import strategy_options
+from sparktorch.model.trained_module import TrainedModule
+from sparktorch.spark.checks.check_result import refuse
+from sparktorch.spark.checks.doctor import check_executors
+from sparktorch.spark.checks.preflight import check_cluster, check_result_size, settled_slots
+from sparktorch.spark.frame.partition import keep, moved_as_they_are, split, split_into_folds
+from sparktorch.spark.frame.prepare import Frame, prepare
+from sparktorch.spark.launch.barrier_job import run_ranks
+from sparktorch.spark.launch.gpus import gpu_profile
+from sparktorch.spark.launch.spark_job import new_tag
+from sparktorch.train.checkpoint.store import CheckpointStore
+from sparktorch.train.recipe.dry_run import Trial
+from sparktorch.train.strategies.registry import strategy_options
 from sparktorch.worker import TrainJob, train_partition
 
 if TYPE_CHECKING:

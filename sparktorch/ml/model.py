@@ -13,17 +13,18 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from torch import nn
 
-from sparktorch.artifact import TrainedModule
-from sparktorch.config import Precision
+from sparktorch.base.config import Precision
 from sparktorch.errors import ColumnError, ConfigError, nearest
-from sparktorch.ml.attributes import numeric
-from sparktorch.ml.io import ModelReader, ModelWriter
+from sparktorch.ml.fit.translate import check_scoring, input_names
 from sparktorch.ml.params import SCORING_DEFAULTS, OutputColumns, ScoringParams
-from sparktorch.ml.single import score_row
+from sparktorch.ml.persistence import ModelReader, ModelWriter
+from sparktorch.ml.scoring.column_metadata import numeric
+from sparktorch.ml.scoring.single_row import score_row
 from sparktorch.ml.summary import TrainingSummary
-from sparktorch.ml.translate import check_scoring, input_names
-from sparktorch.spark.names import ColumnNames
-from sparktorch.spark.predict import (
+from sparktorch.model.trained_module import TrainedModule
+from sparktorch.spark.column_names import ColumnNames
+from sparktorch.spark.frame.encoding import input_columns
+from sparktorch.spark.scoring_udf import (
     Scoring,
     result_column,
     rows_for_udf,
@@ -31,7 +32,6 @@ from sparktorch.spark.predict import (
     take_rows_in_sql,
     without_invalid,
 )
-from sparktorch.spark.wire import input_columns
 
 if TYPE_CHECKING:
     from typing_extensions import Self

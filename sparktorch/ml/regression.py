@@ -10,10 +10,10 @@ from pyspark.sql import DataFrame
 
 from sparktorch.errors import ConfigError
 from sparktorch.ml.estimator import TorchEstimatorBase
-from sparktorch.ml.evaluation import RegressionSummary, evaluate_regressor
+from sparktorch.ml.fit.translate import given
 from sparktorch.ml.model import TorchModelBase
 from sparktorch.ml.params import DEFAULTS, LabelColumns, TrueColumns
-from sparktorch.ml.translate import given
+from sparktorch.ml.scoring.evaluation import RegressionSummary, evaluate_regressor
 
 __all__ = ["TorchRegressionModel", "TorchRegressor"]
 

@@ -1,1 +1,1 @@
-"""Spark as the distributed engine: frames in, barrier tasks out. No training code."""
+"""The engine: sessions, DataFrames, barrier jobs and scoring. No training code is imported here."""

@@ -20,7 +20,7 @@ from pyspark.sql.pandas.functions import PandasUDFType, pandas_udf
 from pyspark.sql.pandas.types import from_arrow_schema
 
 from sparktorch.data.columns import TensorSpec
-from sparktorch.data.sql import arrow_type
+from sparktorch.data.convert.sql_types import arrow_type
 from sparktorch.errors import ConfigError
 from sparktorch.spark.session import is_connect
 

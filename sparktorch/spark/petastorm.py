@@ -12,11 +12,11 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import types as T
 from pyspark.sql.pandas.types import from_arrow_type
 
-from sparktorch.data.petastorm import Decoder, Layout, schema_in
-from sparktorch.data.pillow import pillow
-from sparktorch.data.unischema import UnischemaField
+from sparktorch.base.optional import pillow
+from sparktorch.data.petastorm.decoder import Decoder, Layout, schema_in
+from sparktorch.data.petastorm.unischema import UnischemaField
 from sparktorch.errors import ConfigError, DatasetError, nearest
-from sparktorch.spark.names import quoted
+from sparktorch.spark.column_names import quoted
 from sparktorch.spark.session import is_connect
 
 __all__ = ["read_petastorm"]

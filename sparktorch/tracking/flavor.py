@@ -24,7 +24,7 @@ import torch
 
 import sparktorch
 from sparktorch.errors import PersistenceError
-from sparktorch.program import ExportError, export_whole
+from sparktorch.model.export import ExportError, export_whole
 from sparktorch.tracking.signature import signature_of, zeros_for
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def save_model(
     from mlflow.models.utils import _save_example
     from mlflow.utils.model_utils import _validate_and_copy_code_paths, _validate_and_prepare_target_save_path
 
-    from sparktorch.ml.io import write_local
+    from sparktorch.ml.persistence import write_local
 
     environment: dict[str, Any] = {
         "conda_env": conda_env,
@@ -203,8 +203,8 @@ def load_model(model_uri: str, *, allow_pickle: bool = False) -> Any:
     from mlflow.tracking.artifact_utils import _download_artifact_from_uri
     from mlflow.utils.model_utils import _add_code_from_conf_to_system_path
 
-    from sparktorch.ml.io import read_local
-    from sparktorch.spark.files import add_code
+    from sparktorch.ml.persistence import read_local
+    from sparktorch.spark.shipping import add_code
 
     local = Path(_download_artifact_from_uri(artifact_uri=model_uri))
     conf = Model.load(str(local)).flavors.get(FLAVOR_NAME)

@@ -7,8 +7,9 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from sparktorch.tracking import facts, figures
-from sparktorch.tracking.outbox import Outbox, Sample
+from sparktorch.tracking import figures
+from sparktorch.tracking import run_metadata as facts
+from sparktorch.tracking.async_logger import Outbox, Sample
 from sparktorch.tracking.runs import FIT_TAG, ActiveRun, Autologging, Target, active_run, autologging, choose
 from sparktorch.tracking.system import SystemMetrics
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from pyspark.ml import Model
 
-    from sparktorch.ml.events import Fit
+    from sparktorch.ml.fit.listeners import Fit
     from sparktorch.ml.summary import TrainingSummary
 
 __all__ = ["MLflowListener", "caller", "listener_for"]

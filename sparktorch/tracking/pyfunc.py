@@ -12,12 +12,12 @@ import pandas as pd
 import pyarrow as pa
 import torch
 
-from sparktorch.artifact import Scorer, TrainedModule
+from sparktorch.base.devices import accelerator
 from sparktorch.data.columns import TensorSpec
-from sparktorch.data.sql import arrow_type
-from sparktorch.data.tensors import to_arrow
-from sparktorch.devices import accelerator
+from sparktorch.data.convert.sql_types import arrow_type
+from sparktorch.data.convert.tensors import to_arrow
 from sparktorch.errors import ColumnError
+from sparktorch.model.trained_module import Scorer, TrainedModule
 
 __all__ = ["PyFuncModel"]
 

@@ -9,8 +9,8 @@ import numpy as np
 import pyarrow as pa
 
 from sparktorch.data.columns import TensorSpec
-from sparktorch.data.images import black_image
-from sparktorch.data.sql import arrow_type
+from sparktorch.data.convert.sql_types import arrow_type
+from sparktorch.data.fields.images import black_image
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -1,1 +1,1 @@
-"""The training engine: what is trained, how ranks share the work, and the loop. No pyspark."""
+"""Training in one rank: the loop, and all it is made of. Neither Spark nor rows are known here."""

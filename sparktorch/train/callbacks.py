@@ -11,10 +11,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from sparktorch.config import one_of
+from sparktorch.base.config import one_of
+from sparktorch.base.world import World
+from sparktorch.distributed.process_group import sum_over_ranks
 from sparktorch.errors import ConfigError, RankError
-from sparktorch.train.group import sum_over_ranks
-from sparktorch.world import World
 
 __all__ = ["Callback", "Callbacks", "FitContext", "check_callback"]
 

@@ -7,18 +7,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparktorch.config import TrainConfig
-from sparktorch.train.batchnorm import Presence, has_batch_norm, synchronise
-from sparktorch.train.finite import LossWatch, all_finite
-from sparktorch.train.layout import channels_last
-from sparktorch.train.recipe import Recipe
-from sparktorch.train.reproducible import untouched_generators
-from sparktorch.train.schedule import Schedule
-from sparktorch.train.state import whole
-from sparktorch.train.step import BatchLike, Means, Sums, full_precision, micro_batches, padding
-from sparktorch.train.strategy import Strategy, build_strategy
-from sparktorch.train.task import align, autocast, first_rows
-from sparktorch.world import World
+from sparktorch.base.config import TrainConfig
+from sparktorch.base.world import World
+from sparktorch.train.checkpoint.tensors import whole
+from sparktorch.train.numerics.channels_last import channels_last
+from sparktorch.train.numerics.determinism import untouched_generators
+from sparktorch.train.numerics.non_finite import LossWatch, all_finite
+from sparktorch.train.numerics.sync_batchnorm import Presence, has_batch_norm, synchronise
+from sparktorch.train.recipe.loss import BatchLike, Means, Sums, full_precision, micro_batches, padding
+from sparktorch.train.recipe.lr_schedule import Schedule
+from sparktorch.train.recipe.recipe import Recipe
+from sparktorch.train.recipe.task import align, autocast, first_rows
+from sparktorch.train.strategies.registry import Strategy, build_strategy
 
 __all__ = ["Engine"]
 

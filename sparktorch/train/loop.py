@@ -11,23 +11,23 @@ from typing import Any
 
 import torch
 
-from sparktorch.config import TrainConfig
+from sparktorch.base.config import TrainConfig
+from sparktorch.base.world import World
+from sparktorch.distributed.process_group import max_over_ranks, sum_over_ranks
 from sparktorch.errors import ColumnError
 from sparktorch.train.callbacks import Callbacks, FitContext
-from sparktorch.train.checkpoint import CheckpointStore, Manifest
-from sparktorch.train.ema import MovingAverage
+from sparktorch.train.checkpoint.checkpointer import Position, Saver
+from sparktorch.train.checkpoint.store import CheckpointStore, Manifest
+from sparktorch.train.checkpoint.training_state import TrainingState
 from sparktorch.train.engine import Engine
-from sparktorch.train.explain import explained
-from sparktorch.train.group import max_over_ranks, sum_over_ranks
+from sparktorch.train.numerics.determinism import reproducible, seed_all
+from sparktorch.train.numerics.ema import MovingAverage
+from sparktorch.train.numerics.torch_errors import explained
 from sparktorch.train.ports import Reporter, ShardLike
 from sparktorch.train.progress import Progress
-from sparktorch.train.recipe import Recipe
-from sparktorch.train.reproducible import reproducible, seed_all
-from sparktorch.train.resume import TrainingState
-from sparktorch.train.saver import Position, Saver
-from sparktorch.train.step import BatchLike
+from sparktorch.train.recipe.loss import BatchLike
+from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.validation import Validation
-from sparktorch.world import World
 
 __all__ = ["Outcome", "train"]
 

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sparktorch.config import Task
+from sparktorch.base.config import Task
 from sparktorch.errors import ConfigError, nearest
-from sparktorch.train.recipe import load_object
+from sparktorch.train.recipe.recipe import load_object
 
 if TYPE_CHECKING:
     from torchmetrics import Metric

@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from sparktorch.train.step import BatchLike
+from sparktorch.train.recipe.loss import BatchLike
 
 __all__ = ["Reporter", "ShardLike"]
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class ShardLike(Protocol):
-    """What the loop asks of a rank's rows; see `sparktorch.data.shard.Shard`."""
+    """What the loop asks of a rank's rows; see `sparktorch.data.dataset.reader.Shard`."""
 
     def epoch(self, epoch: int, *, least: int, first: int = 0) -> Generator[BatchLike]:
         """Yields this rank's part of every global batch from step `first` on, its inputs filled up to `least` rows."""
@@ -35,7 +35,7 @@ class ShardLike(Protocol):
 
 
 class Reporter(Protocol):
-    """Where the loop says how far it is; see `sparktorch.train.link.Link`."""
+    """Where the loop says how far it is; see `sparktorch.distributed.client.Link`."""
 
     def enter(self, phase: str, *, epoch: int | None = None, step: int | None = None) -> None:
         """Says what the rank does now."""

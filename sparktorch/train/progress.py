@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from sparktorch.devices import download
+from sparktorch.base.devices import download
 from sparktorch.train.validation import Best
 
 __all__ = ["Progress", "Tally"]

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from sparktorch.train.group import sum_over_ranks
+from sparktorch.distributed.process_group import sum_over_ranks
 from sparktorch.train.metrics import Metrics
-from sparktorch.train.step import Means
-from sparktorch.train.task import align, correct, predicted
+from sparktorch.train.recipe.loss import Means
+from sparktorch.train.recipe.task import align, correct, predicted
 
 if TYPE_CHECKING:
-    from sparktorch.config import TrainConfig
+    from sparktorch.base.config import TrainConfig
+    from sparktorch.base.world import World
     from sparktorch.train.engine import Engine
     from sparktorch.train.ports import Reporter, ShardLike
-    from sparktorch.train.recipe import Recipe
-    from sparktorch.train.step import BatchLike
-    from sparktorch.world import World
+    from sparktorch.train.recipe.loss import BatchLike
+    from sparktorch.train.recipe.recipe import Recipe
 
 __all__ = ["Best", "Validation", "rows_at_a_time"]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from sparktorch.config import StorageConfig, TrainConfig
-from sparktorch.train.recipe import Recipe
+from sparktorch.base.config import StorageConfig, TrainConfig
+from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker import TrainJob
 from tests.device.kinds import KINDS, Net
 from tests.support import ranks as on

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from sparktorch import Callback
-from sparktorch.config import TrainConfig
+from sparktorch.base.config import TrainConfig
 from sparktorch.train.callbacks import FitContext
-from sparktorch.train.recipe import Recipe
+from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker import TrainJob
 from tests.device.jobs import DEVICE, close, job_of, trained, waits_in_steps, within
 from tests.support.frames import Table

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparktorch.config import StorageConfig, TrainConfig
+from sparktorch.base.config import StorageConfig, TrainConfig
 from sparktorch.errors import ClusterError
-from sparktorch.train.recipe import Recipe
+from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker import TrainJob
 from tests.device.jobs import DEVICE, close, job_of, trained, waits_in_steps
 from tests.device.kinds import KINDS, Net

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from sparktorch.artifact import Scorer, TrainedModule
-from sparktorch.train.dryrun import OutputSpec
-from sparktorch.train.weights import pack_state
-from sparktorch.world import World
+from sparktorch.base.state_dict import pack_state
+from sparktorch.base.world import World
+from sparktorch.model.trained_module import Scorer, TrainedModule
+from sparktorch.train.recipe.dry_run import OutputSpec
 from tests.device.jobs import DEVICE
 from tests.device.kinds import KINDS, Net
 from tests.support.ranks import in_group

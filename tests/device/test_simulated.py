@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from sparktorch import Callback
+from sparktorch.base.world import World
 from sparktorch.errors import RankError
 from sparktorch.train.callbacks import FitContext
-from sparktorch.world import World
 from tests.device.jobs import DEVICE, job_of, trained, waits_in_steps
 from tests.device.kinds import Net
 from tests.support.ranks import in_group

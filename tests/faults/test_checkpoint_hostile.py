@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from sparktorch.errors import PersistenceError
-from sparktorch.train.checkpoint import CheckpointStore, Manifest, _digest
+from sparktorch.train.checkpoint.store import CheckpointStore, Manifest, _digest
 from tests.support.ranks import train_on
 from tests.support.resume import STEPS, Counts, job_for, killed, parts
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from sparktorch.train.checkpoint import CheckpointStore, Manifest, read_tensors, snapshot
+from sparktorch.train.checkpoint.store import CheckpointStore, Manifest, read_tensors, snapshot
 
 ROUNDS = 20
 CONTEXT = multiprocessing.get_context("forkserver")

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparktorch.config import CheckpointConfig
+from sparktorch.base.config import CheckpointConfig
+from sparktorch.base.world import World
+from sparktorch.distributed.client import Link, connect
 from sparktorch.errors import PersistenceError
-from sparktorch.train.checkpoint import CheckpointStore, Share
-from sparktorch.train.link import Link, connect
-from sparktorch.train.saver import Position, Saver
-from sparktorch.world import World
+from sparktorch.train.checkpoint.checkpointer import Position, Saver
+from sparktorch.train.checkpoint.store import CheckpointStore, Share
 from tests.support.nets import Watched
 from tests.support.ranks import control_server, train_on
 from tests.support.resume import job_for, parts

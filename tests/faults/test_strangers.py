@@ -18,12 +18,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sparktorch.config import TrainConfig
-from sparktorch.spark.control import ControlServer
-from sparktorch.train.link import Link, connect
-from sparktorch.train.recipe import Recipe
+from sparktorch.base.config import TrainConfig
+from sparktorch.base.world import World
+from sparktorch.distributed.client import Link, connect
+from sparktorch.distributed.server import ControlServer
+from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker import TrainJob
-from sparktorch.world import World
 from tests.support.frames import Table
 from tests.support.nets import Score
 from tests.support.ranks import HOST, control_server, load_state, run_ranks, train_on

@@ -14,12 +14,12 @@ from petastorm.spark.spark_dataset_converter import SparkDatasetConverter, make_
 from pyspark.sql import DataFrame, SparkSession
 
 from sparktorch import TorchRegressor
-from sparktorch.config import TrainConfig
+from sparktorch.base.config import TrainConfig
 from sparktorch.data.columns import Columns
-from sparktorch.data.petastorm import reader_batches
-from sparktorch.data.plan import rank_of_key
-from sparktorch.spark.frame import Frame, prepare
-from sparktorch.train.recipe import Recipe
+from sparktorch.data.petastorm.decoder import reader_batches
+from sparktorch.data.sampling.plan import rank_of_key
+from sparktorch.spark.frame.prepare import Frame, prepare
+from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker import TrainJob
 from tests.spark.modules import MLP
 from tests.support.ranks import train_on

@@ -19,7 +19,7 @@ import torch
 
 from sparktorch import Callback
 from sparktorch.train.callbacks import FitContext
-from sparktorch.train.checkpoint import CheckpointStore
+from sparktorch.train.checkpoint.store import CheckpointStore
 from tests.support.ranks import control_server, load_state, run_ranks
 from tests.support.resume import job_for, parts
 from tests.support.waiting import until

@@ -11,8 +11,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from sparktorch.data.columns import KEY, LABEL, VALIDATION, WEIGHT, Columns, TensorSpec, input_name
-from sparktorch.data.plan import rank_of_key
-from sparktorch.data.tensors import to_arrow
+from sparktorch.data.convert.tensors import to_arrow
+from sparktorch.data.sampling.plan import rank_of_key
 
 __all__ = ["WIDTH", "Table", "record_batches", "replaced"]
 

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from sparktorch.data.columns import KEY, LABEL, Columns, TensorSpec, input_name
-from sparktorch.data.shard import Shard
+from sparktorch.data.dataset.reader import Shard
 from tests.support.frames import record_batches
 
 __all__: list[str] = []

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from sparktorch.config import TrainConfig
+from sparktorch.base.config import TrainConfig
 from sparktorch.data.columns import LABEL, VALIDATION, WEIGHT
-from sparktorch.data.plan import SamplingPlan
+from sparktorch.data.sampling.plan import SamplingPlan
 from tests.support.frames import Table
 
 __all__ = ["global_batches", "tensors", "training_rows", "validation_rows"]

@@ -24,15 +24,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from sparktorch.base.state_dict import unpack_state
+from sparktorch.base.world import World
+from sparktorch.distributed.client import Link, connect
+from sparktorch.distributed.monitor import Patience, Watch
+from sparktorch.distributed.process_group import process_group
+from sparktorch.distributed.root_cause import Causes
+from sparktorch.distributed.server import ControlServer, Rendezvous
 from sparktorch.errors import SparkTorchError
-from sparktorch.spark.cause import Causes
-from sparktorch.spark.control import ControlServer, Rendezvous
-from sparktorch.spark.watch import Patience, Watch
-from sparktorch.train.group import process_group
-from sparktorch.train.link import Link, connect
-from sparktorch.train.weights import unpack_state
 from sparktorch.worker import RankResult, TrainJob, train_partition
-from sparktorch.world import World
 
 __all__ = [
     "DEVICE",

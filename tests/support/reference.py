@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from sparktorch.config import TrainConfig
+from sparktorch.base.config import TrainConfig
 from sparktorch.data.columns import LABEL, VALIDATION, WEIGHT
-from sparktorch.data.plan import SamplingPlan
+from sparktorch.data.sampling.plan import SamplingPlan
 from tests.support.frames import Table
 
 __all__ = ["Part", "global_batches", "split_rows", "validation_rows"]

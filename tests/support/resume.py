@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from sparktorch import Callback
-from sparktorch.config import CheckpointConfig, TrainConfig
+from sparktorch.base.config import CheckpointConfig, TrainConfig
 from sparktorch.train.callbacks import FitContext
-from sparktorch.train.recipe import Recipe
+from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker import TrainJob
 from tests.support.frames import Table
 from tests.support.nets import Noisy

@@ -14,9 +14,6 @@ import torch.distributed.fsdp
 import torch.distributed.optim
 from torch import nn
 
-import sparktorch.spark.predict
-import sparktorch.spark.rank  # noqa: F401 - what is forked has it then
-
 # The first optimizer of a process imports a thousand modules.
 torch.optim.AdamW([nn.Parameter(torch.zeros(1))], fused=True)
 

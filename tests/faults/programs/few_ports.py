@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from sparktorch.config import TrainConfig
-from sparktorch.train.recipe import Recipe
+from sparktorch.base.config import TrainConfig
+from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker import TrainJob
 from tests.support.frames import Table
 from tests.support.nets import Score

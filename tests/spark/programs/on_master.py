@@ -11,8 +11,8 @@ from pyspark.sql import DataFrame, SparkSession
 
 from sparktorch import Callback, TorchClassifier
 from sparktorch.errors import SparkTorchError
-from sparktorch.spark.barrier import Launch
-from sparktorch.spark.doctor import check_all
+from sparktorch.spark.checks.doctor import check_all
+from sparktorch.spark.launch.barrier_job import Launch
 from sparktorch.train.callbacks import FitContext
 
 Result = dict[str, object]

@@ -1,0 +1,1 @@
+"""What every layer uses: configuration, the place of a rank, devices, state dicts as bytes."""

@@ -1,0 +1,1 @@
+"""`python -m sparktorch`, and training jobs as YAML files."""

@@ -1,0 +1,212 @@
+"""A training job as a YAML file: data, estimator, tracking, scoring. Read by the scripts in `jobs/`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pyspark.ml.base import Estimator
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+
+import sparktorch
+from sparktorch.base.config import from_dict, one_of
+from sparktorch.errors import ConfigError, nearest
+from sparktorch.spark.column_names import quoted
+from sparktorch.train.recipe.recipe import load_object
+
+__all__ = ["DataSection", "EstimatorSection", "JobConfig", "ScoreSection", "TrackingSection", "read_job"]
+
+_ESTIMATORS = ("TorchClassifier", "TorchEstimator", "TorchRegressor")
+_BUCKETS = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSection:
+    """Where the rows come from: a function, or anything Spark reads.
+
+    Attributes:
+        source: Import path of a function `(spark) -> DataFrame`.
+        format: A format of `spark.read`, in place of `source`.
+        path: What it reads.
+        options: Its options.
+        schema: The columns as DDL, for formats that do not know them.
+        holdout: Share of the rows that training leaves out and scoring takes, chosen by content.
+    """
+
+    source: str | None = None
+    format: str = "parquet"
+    path: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    schema: str | None = None
+    holdout: float = 0.0
+
+    def __post_init__(self) -> None:
+        if (self.source is None) == (self.path is None):
+            raise ConfigError("data needs either source or path", section="data")
+        if not 0 <= self.holdout < 1:
+            raise ConfigError(f"data.holdout must be in [0, 1), got {self.holdout}", section="data")
+
+    def load(self, spark: SparkSession) -> DataFrame:
+        """Returns all rows."""
+        if self.source is not None:
+            data: DataFrame = load_object(self.source)(spark)
+            return data
+        reader = spark.read.format(self.format).options(**self.options)
+        return (reader.schema(self.schema) if self.schema else reader).load(self.path)
+
+    def stream(self, spark: SparkSession) -> DataFrame:
+        """Returns the rows that are there and those that arrive later, as a streaming DataFrame.
+
+        Its columns are those of `schema`, or of what is there now.
+
+        Raises:
+            ConfigError: The rows come from a function.
+        """
+        if self.path is None:
+            raise ConfigError(
+                f"{self.source} is a function, and only files and tables can be streamed",
+                hint="name them with format and path",
+                section="data",
+            )
+        reader = spark.readStream.format(self.format).options(**self.options)
+        return reader.schema(self.schema or self.load(spark).schema).load(self.path)
+
+    def split(self, data: DataFrame) -> tuple[DataFrame, DataFrame]:
+        """Returns the rows to train on and the rows held out; a row's contents decide which it is."""
+        bucket = F.pmod(F.xxhash64(*map(quoted, data.columns)), F.lit(_BUCKETS))
+        held_out = bucket < F.lit(int(self.holdout * _BUCKETS))
+        return data.where(~held_out), data.where(held_out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimatorSection:
+    """Which estimator, with which Params."""
+
+    kind: str
+    params: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        one_of("estimator.kind", self.kind, _ESTIMATORS)
+        valid = [param.name for param in getattr(sparktorch, self.kind)().params]
+        for name in self.params:
+            if name not in valid:
+                raise ConfigError(
+                    f"unknown key estimator.params.{name}", hint=nearest(name, valid), section="estimator.params"
+                )
+
+    def build(self) -> Estimator[Any]:
+        """Returns the estimator.
+
+        Raises:
+            ConfigError: A Param has a value of the wrong type.
+        """
+        try:
+            estimator: Estimator[Any] = getattr(sparktorch, self.kind)(**self.params)
+        except TypeError as error:
+            raise ConfigError(f"estimator.params: {error}", section="estimator.params") from error
+        return estimator
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackingSection:
+    """Where MLflow logs to.
+
+    Attributes:
+        uri: The tracking URI; without one, MLflow's own setting counts.
+        artifacts: Where a new experiment keeps its artifacts.
+        experiment: Name of the experiment.
+        model: The name under which the model is registered.
+    """
+
+    uri: str | None = None
+    artifacts: str | None = None
+    experiment: str = "sparktorch"
+    model: str = "model"
+
+    def connect(self) -> None:
+        """Points MLflow at the store and the experiment, making folders and experiment as needed."""
+        import mlflow
+
+        if self.uri is not None:
+            if self.uri.startswith("sqlite:///"):
+                Path(self.uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
+            mlflow.set_tracking_uri(self.uri)
+        if mlflow.get_experiment_by_name(self.experiment) is None:
+            location = None if self.artifacts is None else Path(self.artifacts).absolute().as_uri()
+            mlflow.create_experiment(self.experiment, artifact_location=location)
+        mlflow.set_experiment(self.experiment)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreSection:
+    """What scoring reads and writes.
+
+    Attributes:
+        data: What is scored; by default the rows that training left out.
+        model: URI of the model in MLflow; by default the newest registered one.
+        output: Path the scored rows are written to.
+        format: A format of `DataFrame.write`.
+        options: Its options.
+    """
+
+    output: str
+    data: DataSection | None = None
+    model: str | None = None
+    format: str = "parquet"
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobConfig:
+    """The whole file."""
+
+    name: str
+    data: DataSection
+    estimator: EstimatorSection
+    score: ScoreSection
+    tracking: TrackingSection = field(default_factory=TrackingSection)
+
+    @property
+    def label(self) -> str:
+        """The label column."""
+        return str(self.estimator.params.get("labelCol", "label"))
+
+
+_SECTIONS: dict[str, type[Any]] = {
+    "data": DataSection,
+    "estimator": EstimatorSection,
+    "tracking": TrackingSection,
+    "score": ScoreSection,
+}
+
+
+def read_job(path: str | os.PathLike[str]) -> JobConfig:
+    """Reads a job file.
+
+    Raises:
+        ConfigError: The file is no YAML mapping, or has an unknown, missing or mistyped key.
+    """
+    try:
+        values = yaml.safe_load(Path(path).read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"cannot read {os.fspath(path)}: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{os.fspath(path)} holds no mapping")
+    sections: dict[str, Any] = {}
+    for name, kind in _SECTIONS.items():
+        if name in values:
+            section = dict(_mapping(values[name], name))
+            if name == "score" and section.get("data") is not None:
+                section["data"] = from_dict(DataSection, _mapping(section["data"], "score.data"), where="score.data")
+            sections[name] = from_dict(kind, section, where=name)
+    return from_dict(JobConfig, {**values, **sections})
+
+
+def _mapping(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where} must be a mapping, got {value!r}", section=where)
+    return value

@@ -1,0 +1,298 @@
+"""Arrow columns to NumPy arrays and torch tensors, vectorised, zero-copy where the layout allows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from sparktorch.data.columns import TensorSpec
+from sparktorch.data.convert.checks import refuse_lengths, refuse_nulls
+from sparktorch.errors import ColumnError
+
+__all__ = [
+    "VectorRows",
+    "byte_rows",
+    "fitting",
+    "held",
+    "numbers",
+    "packed",
+    "ragged",
+    "to_arrow",
+    "to_numpy",
+    "vector_rows",
+]
+
+Array = npt.NDArray[Any]
+
+
+def to_numpy(array: pa.Array, spec: TensorSpec, *, first_row: int = 0) -> Array:
+    """Converts one Arrow column to an array of shape `(rows, *spec.shape)` and dtype `spec.dtype`.
+
+    The result may share the Arrow buffer and be read-only.
+
+    Args:
+        array: A primitive column; a column of lists, nested as deep as `spec.levels`, each with as many
+            values as it says; ML vectors, structs of size, indices and values; or bytes.
+        spec: What the column is to become.
+        first_row: Number of the batch's first row, for messages.
+
+    Raises:
+        ColumnError: A row has another shape than the spec says; or, without `spec.fill`, a row is null
+            or holds a null.
+    """
+    if spec.fill is None:
+        refuse_nulls(array, spec, first_row)
+    if pa.types.is_struct(array.type):
+        return _densified(array, spec, first_row)
+    if pa.types.is_binary(array.type) or pa.types.is_large_binary(array.type):
+        return _from_bytes(array, spec, first_row)
+    values = _elements(array, spec, spec.levels, first_row)
+    return numbers(values, spec, first_row).reshape(len(array), *spec.shape)
+
+
+def numbers(values: pa.Array, spec: TensorSpec, first_row: int) -> Array:
+    """Converts elements of rows to `spec.dtype`; nulls and NaN become `spec.fill`, if there is one.
+
+    Args:
+        values: Primitive values, `spec.width` of them to a row.
+        spec: What they are to become.
+        first_row: Number of the first row, for messages.
+
+    Raises:
+        ColumnError: One is null, and nothing stands for it.
+    """
+    if spec.fill is None:
+        refuse_nulls(values, spec, first_row, max(1, spec.width))
+    elif values.null_count:
+        values = values.fill_null(pa.scalar(spec.fill).cast(values.type))
+    found: Array = values.to_numpy(zero_copy_only=False)
+    return _filled(found.astype(spec.dtype, copy=False), spec)
+
+
+def _filled(values: Array, spec: TensorSpec) -> Array:
+    """Returns values with what stands for NaN in its place, if anything does."""
+    if spec.fill is None or values.dtype.kind != "f" or not np.isnan(values).any():
+        return values
+    return np.where(np.isnan(values), np.array(spec.fill, values.dtype), values)
+
+
+def held(array: pa.Array, spec: TensorSpec) -> pa.Array:
+    """Returns a column with nulls for the numbers that an integer dtype cannot hold, as Spark's `try_cast` has them."""
+    if spec.kind != "number" or np.dtype(spec.dtype).kind != "i":
+        return array
+    return _held(array, np.iinfo(spec.dtype))
+
+
+def _held(array: pa.Array, limits: np.iinfo[Any]) -> pa.Array:
+    kind = array.type
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        whole = pa.concat_arrays([array]) if array.offset else array
+        inner = whole.values
+        values = _held(inner, limits)
+        if values is inner:
+            return array
+        mask = whole.is_null() if whole.null_count else None
+        return type(whole).from_arrays(whole.offsets, values, mask=mask)
+    if pa.types.is_boolean(kind) or (pa.types.is_integer(kind) and np.can_cast(kind.to_pandas_dtype(), limits.dtype)):
+        return array
+    if pa.types.is_decimal(kind):
+        among = (each is not None and limits.min <= int(each) <= limits.max for each in array.to_pylist())
+        return _nulled(array, np.fromiter(among, np.bool_, len(array))).cast(pa.int64(), safe=False)
+    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
+        return array
+    numbers = array.to_numpy(zero_copy_only=False)
+    if numbers.dtype.kind == "f":
+        whole_part = np.trunc(numbers.astype(np.float64))  # NaN fits nowhere
+        fits = (whole_part >= float(limits.min)) & (whole_part < float(limits.max + 1))
+    else:
+        fits = (numbers >= limits.min) & (numbers <= limits.max)
+    return _nulled(array, fits)
+
+
+def _nulled(array: pa.Array, fits: npt.NDArray[np.bool_]) -> pa.Array:
+    return array if fits.all() else pc.if_else(pa.array(fits), array, pa.scalar(None, array.type))
+
+
+def ragged(array: pa.Array, spec: TensorSpec, *, first_row: int = 0) -> tuple[Array, npt.NDArray[np.int64]]:
+    """Converts lists of unequal length.
+
+    Returns:
+        The elements of all rows, one after the other, of shape `(elements, *spec.shape)`, and the number
+        of elements of each row, int64 of shape `(rows,)`. Under `spec.fill` a null row is an empty one.
+
+    Raises:
+        ColumnError: A row is null or holds a null, or a list of the inner levels has another length than
+            the spec says.
+    """
+    if spec.fill is None:
+        refuse_nulls(array, spec, first_row)
+    lengths = array.value_lengths().fill_null(0).to_numpy().astype(np.int64)
+    # Unlike `values`, `flatten` respects slices and leaves out what null rows may hide.
+    elements = array.flatten()
+    try:
+        values = numbers(_elements(elements, spec, spec.levels, 0), spec, 0)
+    except ColumnError as error:  # which counts elements
+        row = int(np.repeat(np.arange(len(lengths)), lengths)[error.where["row"]])
+        raise ColumnError(error.what, hint=error.hint, column=spec.column, row=first_row + row) from None
+    values = values.reshape(len(elements), *spec.shape)
+    if spec.limit is not None and (lengths > spec.limit).any():
+        starts = np.cumsum(lengths) - lengths
+        values = values[np.arange(len(elements)) - np.repeat(starts, lengths) < spec.limit]
+        lengths = np.minimum(lengths, spec.limit)
+    return values, lengths
+
+
+def vector_rows(array: pa.StructArray, spec: TensorSpec, *, first_row: int = 0) -> VectorRows:
+    """Takes ML vectors apart, dense and sparse.
+
+    Raises:
+        ColumnError: A row is null or of another size than `spec.width`.
+    """
+    if spec.fill is None:
+        refuse_nulls(array, spec, first_row)
+    valid = array.is_valid().to_numpy(zero_copy_only=False)
+    values, sizes = array.field("values"), array.field("size")
+    lengths = np.where(valid, values.value_lengths().fill_null(0).to_numpy(), 0).astype(np.int64)
+    sparse = sizes.is_valid().to_numpy(zero_copy_only=False) & valid
+    held = np.where(sparse, sizes.fill_null(0).to_numpy(), lengths)
+    refuse_lengths(held, spec, spec.width, first_row, among=valid)
+    flat = numbers(_flattened(values, valid), spec, first_row)
+    indices = _flattened(array.field("indices"), sparse).to_numpy()
+    if not valid.all():
+        starts = np.cumsum(lengths) - lengths
+        flat = np.insert(flat, np.repeat(starts[~valid], spec.width), np.array(spec.fill, flat.dtype))
+        lengths[~valid] = spec.width
+    return VectorRows(flat, indices.astype(np.int32, copy=False), lengths, sparse)
+
+
+@dataclass(frozen=True)
+class VectorRows:
+    """ML vectors, taken apart.
+
+    Attributes:
+        values: What the rows hold, one after the other, of shape `(values,)`.
+        indices: The places of the values of sparse rows, int32.
+        lengths: Number of values of each row, int64 of shape `(rows,)`.
+        sparse: Whether a row is sparse, bool of shape `(rows,)`.
+    """
+
+    values: Array
+    indices: npt.NDArray[np.int32]
+    lengths: npt.NDArray[np.int64]
+    sparse: npt.NDArray[np.bool_]
+
+    def places(self) -> npt.NDArray[np.int64]:
+        """Returns the place of each value in its row, int64 of shape `(values,)`."""
+        of_sparse = np.repeat(self.sparse, self.lengths)
+        found = np.empty(len(self.values), np.int64)
+        found[of_sparse] = self.indices
+        dense = self.lengths[~self.sparse]  # all of the same length
+        found[~of_sparse] = np.tile(np.arange(dense[0] if len(dense) else 0), len(dense))
+        return found
+
+
+def fitting(column: pa.Array, spec: TensorSpec) -> pa.Array:
+    """Returns a column that has the type of an input; an SQL function may be called with any.
+
+    Raises:
+        ColumnError: It has another.
+    """
+    kind = column.type
+    while pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        kind = kind.value_type
+    strange = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_temporal(kind)
+    flat = kind == column.type and not pa.types.is_struct(kind) and not pa.types.is_null(kind)
+    lists = spec.kind == "vector" or bool(spec.levels) or spec.ragged
+    if spec.kind in ("number", "vector") and (strange or (lists and flat)):
+        raise ColumnError(
+            f"column {spec.column!r} is {column.type}, but the model was fitted on {spec.describe()}",
+            hint="an SQL function takes the input columns of the model, in their order",
+            column=spec.column,
+        )
+    return column
+
+
+def _elements(array: pa.Array, spec: TensorSpec, levels: tuple[int, ...], first_row: int) -> pa.Array:
+    """Returns the innermost values of nested lists, having checked the length of every list.
+
+    Where there is a filling, the values of a list that is null are null.
+    """
+    per_row = 1
+    for length in levels:
+        if spec.fill is None:
+            refuse_nulls(array, spec, first_row, per_row)
+        lengths = array.value_lengths().fill_null(length).to_numpy()
+        refuse_lengths(lengths, spec, length, first_row, per_row)
+        items = array.flatten()  # those of the lists that are not null
+        if array.null_count:
+            valid = array.is_valid().to_numpy(zero_copy_only=False)
+            places = (np.cumsum(valid) - 1)[:, None] * length + np.arange(length)
+            items = items.take(pa.array(places.reshape(-1), mask=np.repeat(~valid, length)))
+        array = items
+        per_row *= length
+    return array
+
+
+def _flattened(lists: pa.Array, rows: npt.NDArray[np.bool_]) -> pa.Array:
+    """Returns the elements of the lists of some rows, one after the other."""
+    return (lists if rows.all() else lists.filter(pa.array(rows))).flatten()
+
+
+def _densified(array: pa.StructArray, spec: TensorSpec, first_row: int) -> Array:
+    """Converts ML vectors to dense rows."""
+    rows = vector_rows(array, spec, first_row=first_row)
+    if not rows.sparse.any():
+        return rows.values.reshape(len(array), *spec.shape)
+    dense = np.zeros((len(array), spec.width), spec.dtype)
+    dense[np.repeat(np.arange(len(array)), rows.lengths), rows.places()] = rows.values
+    return dense.reshape(len(array), *spec.shape)
+
+
+def _from_bytes(array: pa.Array, spec: TensorSpec, first_row: int) -> Array:
+    """Reads rows of raw bytes as the elements they are, in little-endian order."""
+    dtype = np.dtype(spec.dtype).newbyteorder("<")
+    if array.null_count:
+        array = array.fill_null(np.full(spec.shape, spec.fill, dtype).tobytes())
+    offsets, content = byte_rows(array)
+    refuse_lengths(np.diff(offsets), spec, spec.width * dtype.itemsize, first_row, unit="bytes")
+    return _filled(content.view(dtype).astype(spec.dtype, copy=False), spec).reshape(len(array), *spec.shape)
+
+
+def byte_rows(array: pa.Array) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
+    """Returns the bytes of all rows, one after the other, and where each row begins and the last one ends.
+
+    Args:
+        array: Binary or string values without nulls.
+    """
+    wide = pa.types.is_large_binary(array.type) or pa.types.is_large_string(array.type)
+    _, places, content = array.buffers()
+    if not len(array) or content is None:
+        return np.zeros(len(array) + 1, np.int64), np.empty(0, np.uint8)
+    dtype = np.int64 if wide else np.int32
+    offsets = np.frombuffer(places, dtype)[array.offset : array.offset + len(array) + 1].astype(np.int64)
+    return offsets - offsets[0], np.frombuffer(content, np.uint8)[offsets[0] : offsets[-1]]
+
+
+def packed(columns: Sequence[pa.Array], spec: TensorSpec) -> pa.ListArray:
+    """Returns scalar columns of equal length as one column of lists, as the JVM packs them."""
+    rows, width = len(columns[0]), len(columns)
+    kind = pa.from_numpy_dtype(spec.dtype)
+    values = pa.concat_arrays([held(column, spec).cast(kind, safe=False) for column in columns])
+    by_row = np.arange(rows * width).reshape(width, rows).T.reshape(-1)
+    return pa.ListArray.from_arrays(pa.array(np.arange(rows + 1, dtype=np.int32) * width), values.take(by_row))
+
+
+def to_arrow(values: npt.NDArray[Any]) -> pa.Array:
+    """Converts an array of shape `(rows, ...)` to an Arrow column, nested lists for further axes."""
+    column: pa.Array = pa.array(np.ascontiguousarray(values).reshape(-1))
+    for axis in range(values.ndim - 1, 0, -1):
+        outer = int(np.prod(values.shape[:axis]))
+        offsets = np.arange(outer + 1, dtype=np.int32) * np.int32(values.shape[axis])
+        column = pa.ListArray.from_arrays(pa.array(offsets), column)
+    return column

@@ -1,0 +1,268 @@
+"""Columns as Arrow has them, for a callable that makes tensors of them."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+
+from sparktorch.data.columns import TensorSpec
+from sparktorch.data.convert.checks import refuse_nulls
+from sparktorch.data.convert.tensors import byte_rows
+from sparktorch.data.fields.base import Field
+from sparktorch.data.fields.offsets import Borders
+from sparktorch.data.sampling.row_digest import RowDigests
+from sparktorch.data.storage import Runs, Spooler
+from sparktorch.errors import ColumnError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["ArrowColumn"]
+
+Mask = npt.NDArray[np.bool_]
+
+_OF_BYTES = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
+
+
+class ArrowColumn(Field):
+    """A column as it is: NumPy for numbers, booleans, dates and timestamps, Arrow for all else."""
+
+    decodes = True
+
+    def __init__(self, spec: TensorSpec, spooler: Spooler) -> None:
+        """Begins without rows; their type is that of the first batch."""
+        self._spec, self._spooler = spec, spooler
+        self._node: _Node | None = None
+        self._rows: pa.Array = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows appended so far."""
+        return 0 if self._node is None else self._node.nbytes
+
+    def append(self, column: pa.Array, *, first_row: int = 0, digests: RowDigests | None = None) -> None:
+        """Keeps the rows of a batch; see `Field.append`."""
+        fill = self._spec.fill
+        if fill is None:
+            refuse_nulls(column, self._spec, first_row)
+        elif pa.types.is_primitive(column.type) and not pa.types.is_temporal(column.type):
+            column = column.fill_null(pa.scalar(fill).cast(column.type))
+            if pa.types.is_floating(column.type):
+                column = pc.if_else(pc.is_nan(column), pa.scalar(fill, column.type), column)
+        if self._node is None:
+            self._node = _node(column.type, self._spec, self._spooler)
+        self._node.append(column)
+
+    def stand_in(self) -> None:
+        """Appends an empty row."""
+        if self._node is None:
+            self._node = _node(pa.string(), self._spec, self._spooler)
+        self._node.append(pa.array([_empty(self._node.type)], self._node.type))
+
+    def finish(self) -> None:
+        """Ends appending."""
+        self._rows = self._held.finish()
+
+    def read(self, runs: Runs) -> Self:
+        """Returns a finished field of those rows, copied into memory."""
+        found = copy.copy(self)
+        found._rows = self._held.read(runs)
+        return found
+
+    def take(self, index: torch.Tensor, here: torch.Tensor | None = None) -> tuple[Any, ...]:
+        """Returns one array, of NumPy or Arrow as their type says; a date or timestamp that is null is `NaT`.
+
+        Text, bytes and elements of lists beyond 2 GiB are of Arrow's large types, whatever the column is.
+        """
+        column = self._rows.take(pa.array(index.numpy()))
+        if pa.types.is_primitive(column.type):
+            return (column.to_numpy(zero_copy_only=False),)
+        with suppress(pa.ArrowInvalid):  # there are too many for offsets of 32 bits
+            column = column.cast(self._held.type)
+        return (column,)
+
+    @property
+    def _held(self) -> _Node:
+        assert self._node is not None
+        return self._node
+
+
+class _Node(ABC):
+    """Rows of one Arrow type, kept as the buffers of one array, whose offsets have 64 bits."""
+
+    def __init__(self, kind: pa.DataType, spooler: Spooler) -> None:
+        self.type = kind
+        self._valid = spooler.spool(np.bool_)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows appended so far."""
+        return self._valid.nbytes
+
+    def append(self, column: pa.Array) -> None:
+        """Keeps the rows of a batch."""
+        self._valid.append(column.is_valid().to_numpy(zero_copy_only=False))
+
+    def finish(self) -> pa.Array:
+        """Ends appending; returns all rows."""
+        return self._array(self._valid.finish(), None)
+
+    def read(self, runs: Runs) -> pa.Array:
+        """Returns a copy of those rows; in place of `finish`, any number of times."""
+        return self._array(self._valid.read(runs), runs)
+
+    @abstractmethod
+    def _array(self, valid: Mask, runs: Runs | None) -> pa.Array:
+        """Returns some rows, or all; `valid` says which are not null."""
+
+
+class _Fixed(_Node):
+    """Numbers, booleans, dates and timestamps."""
+
+    def __init__(self, kind: pa.DataType, spooler: Spooler) -> None:
+        super().__init__(kind, spooler)
+        self._storage = pa.int64() if kind.bit_width == 64 else pa.int32()
+        self._viewed = pa.types.is_temporal(kind)
+        dtype = (self._storage if self._viewed else kind).to_pandas_dtype()
+        self._values = spooler.spool(dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + self._values.nbytes
+
+    def append(self, column: pa.Array) -> None:
+        super().append(column)
+        stored = column.view(self._storage) if self._viewed else column
+        zero = pa.scalar(0).cast(stored.type)
+        self._values.append((stored.fill_null(zero) if stored.null_count else stored).to_numpy(zero_copy_only=False))
+
+    def _array(self, valid: Mask, runs: Runs | None) -> pa.Array:
+        values = self._values.finish() if runs is None else self._values.read(runs)
+        column = pa.array(values, mask=None if valid.all() else ~valid)
+        return column.view(self.type) if self._viewed else column
+
+
+class _Bytes(_Node):
+    """Strings and binary values."""
+
+    def __init__(self, kind: pa.DataType, spooler: Spooler) -> None:
+        super().__init__(kind, spooler)
+        self._borders, self._content = Borders(spooler), spooler.spool(np.uint8)
+        text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+        self._large = pa.large_string() if text else pa.large_binary()
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + self._borders.nbytes + self._content.nbytes
+
+    def append(self, column: pa.Array) -> None:
+        super().append(column)
+        offsets, content = byte_rows(column.fill_null(pa.scalar("").cast(column.type)) if column.null_count else column)
+        self._borders.append(np.diff(offsets))
+        self._content.append(content)
+
+    def _array(self, valid: Mask, runs: Runs | None) -> pa.Array:
+        borders, held = _borders(self._borders, runs)
+        content = self._content.finish() if held is None else self._content.read(held)
+        buffers = [_bitmap(valid), pa.py_buffer(borders), pa.py_buffer(content)]
+        return pa.Array.from_buffers(self._large, len(valid), buffers)
+
+
+class _Lists(_Node):
+    """Lists, of lists too."""
+
+    def __init__(self, kind: pa.ListType | pa.LargeListType, spec: TensorSpec, spooler: Spooler) -> None:
+        super().__init__(kind, spooler)
+        self._borders = Borders(spooler)
+        self._inner = _node(kind.value_type, spec, spooler)
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + self._borders.nbytes + self._inner.nbytes
+
+    def append(self, column: pa.Array) -> None:
+        super().append(column)
+        self._borders.append(column.value_lengths().fill_null(0).to_numpy().astype(np.int64))
+        self._inner.append(column.flatten())
+
+    def _array(self, valid: Mask, runs: Runs | None) -> pa.Array:
+        borders, held = _borders(self._borders, runs)
+        items = self._inner.finish() if held is None else self._inner.read(held)
+        buffers = [_bitmap(valid), pa.py_buffer(borders)]
+        return pa.Array.from_buffers(pa.large_list(items.type), len(valid), buffers, children=[items])
+
+
+class _Structs(_Node):
+    """Structs, whose fields are columns."""
+
+    def __init__(self, kind: pa.StructType, spec: TensorSpec, spooler: Spooler) -> None:
+        super().__init__(kind, spooler)
+        self._fields = [_node(field.type, spec, spooler) for field in kind]
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + sum(field.nbytes for field in self._fields)
+
+    def append(self, column: pa.Array) -> None:
+        super().append(column)
+        for number, field in enumerate(self._fields):
+            field.append(column.field(number))
+
+    def _array(self, valid: Mask, runs: Runs | None) -> pa.Array:
+        columns = [field.finish() if runs is None else field.read(runs) for field in self._fields]
+        kind = pa.struct([field.with_type(column.type) for field, column in zip(self.type, columns, strict=True)])
+        return pa.Array.from_buffers(kind, len(valid), [_bitmap(valid)], children=columns)
+
+
+def _borders(borders: Borders, runs: Runs | None) -> tuple[npt.NDArray[np.int64], Runs | None]:
+    """Returns where rows begin and the last one ends, some or all; and where the elements of some are."""
+    return (borders.finish(), None) if runs is None else borders.read(runs)
+
+
+def _bitmap(valid: Mask) -> pa.Buffer | None:
+    """Returns which rows are not null, as Arrow has it."""
+    return None if valid.all() else pa.py_buffer(np.packbits(valid, bitorder="little"))
+
+
+def _node(kind: pa.DataType, spec: TensorSpec, spooler: Spooler) -> _Node:
+    """Returns an empty node for a type.
+
+    Raises:
+        ColumnError: There is none for it.
+    """
+    if pa.types.is_struct(kind):
+        return _Structs(kind, spec, spooler)
+    if _is_list(kind):
+        return _Lists(kind, spec, spooler)
+    if pa.types.is_primitive(kind):
+        return _Fixed(kind, spooler)
+    if any(is_kind(kind) for is_kind in _OF_BYTES):
+        return _Bytes(kind, spooler)
+    raise ColumnError(
+        f"column {spec.column!r} holds {kind}, which cannot be kept as it is",
+        hint="cast it to numbers, text, dates, or lists or structs of them",
+        column=spec.column,
+    )
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
+
+
+def _empty(kind: pa.DataType) -> Any:
+    """Returns what says nothing in a type: 0, an empty text or list, or null."""
+    if pa.types.is_primitive(kind):
+        return pa.scalar(0).cast(kind).as_py() if not pa.types.is_temporal(kind) else None
+    if pa.types.is_struct(kind):
+        return {field.name: _empty(field.type) for field in kind}
+    if _is_list(kind):
+        return []
+    return b"" if pa.types.is_binary(kind) or pa.types.is_large_binary(kind) else ""

@@ -1,0 +1,329 @@
+"""The columns of a rank's rows, one class for each way of keeping them: Arrow in, arguments of `forward` out."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import torch
+
+from sparktorch.base.devices import jagged, upload
+from sparktorch.data.columns import TensorSpec
+from sparktorch.data.convert.tensors import ragged, to_numpy, vector_rows
+from sparktorch.data.fields.offsets import Elements
+from sparktorch.data.sampling.row_digest import RowDigests
+from sparktorch.data.storage import Runs, Spooler
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Dense", "Field", "Ragged", "Vectors"]
+
+Array = npt.NDArray[Any]
+
+
+class Field(ABC):
+    """One column of a rank's rows: filled batch by batch, then read by row number.
+
+    Attributes:
+        decodes: Whether to take rows is more than to copy them, and is worth a thread.
+        arguments: Of `forward`, how many it becomes.
+        uneven: Whether what is taken can be cut into parts only by who knows the `lengths` of its rows.
+    """
+
+    decodes: bool = False
+    arguments: int = 1
+    uneven: bool = False
+    _device = torch.device("cpu")
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of the rows appended so far."""
+
+    @abstractmethod
+    def append(self, column: pa.Array, *, first_row: int = 0, digests: RowDigests | None = None) -> None:
+        """Checks and keeps the rows of a batch.
+
+        Args:
+            column: The batch's column.
+            first_row: Number of its first row, for messages.
+            digests: What to add the column to, if it is one that `TensorSpec.digestible` says can be.
+
+        Raises:
+            ColumnError: A row cannot be trained on; says column, count and first row.
+        """
+
+    @abstractmethod
+    def stand_in(self) -> None:
+        """Appends a row of zeros, for a rank without rows to join the others with."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Ends appending."""
+
+    def to(self, device: torch.device) -> None:
+        """Moves finished rows that are kept as tensors to a device, where what is taken is then, too."""
+        self._device = device
+
+    @abstractmethod
+    def read(self, runs: Runs) -> Self:
+        """Returns a finished field of those rows, copied into memory; in place of `finish`, any number of times."""
+
+    def lengths(self, index: torch.Tensor) -> torch.Tensor:
+        """Returns how many elements each of some rows has, int64 of shape `(rows,)` on the CPU; of `uneven` ones."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def take(self, index: torch.Tensor, here: torch.Tensor | None = None) -> tuple[Any, ...]:
+        """Returns what some rows are to `forward`, or to a callable; the host does not wait for a device.
+
+        Args:
+            index: Their numbers, int64 of shape `(rows,)`, on the CPU.
+            here: The same on the device of the rows, where there is a copy already.
+        """
+
+    def part(self, start: int, stop: int) -> tuple[Any, ...]:
+        """Returns the same of the rows from `start` to `stop`."""
+        return self.take(torch.arange(start, stop), torch.arange(start, stop, device=self._device))
+
+
+class Dense(Field):
+    """Rows of equal shape: one tensor of shape `(rows, *spec.shape)`.
+
+    Attributes:
+        values: All rows, once finished.
+    """
+
+    values: torch.Tensor
+
+    def __init__(
+        self,
+        spec: TensorSpec,
+        spooler: Spooler,
+        check: Callable[[Array], Array] | None = None,
+        *,
+        dtype: npt.DTypeLike | None = None,
+    ) -> None:
+        """Begins without rows.
+
+        Args:
+            spec: The column.
+            spooler: Where the rows are kept.
+            check: Refuses rows that cannot be used; returns them as they are to be kept.
+            dtype: What they are kept as, if not as `spec.dtype`.
+        """
+        self._spec, self._check = spec, check
+        self._dtype = np.dtype(dtype or spec.dtype)
+        self._spool = spooler.spool(self._dtype, spec.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows appended so far."""
+        return self._spool.nbytes
+
+    def append(self, column: pa.Array, *, first_row: int = 0, digests: RowDigests | None = None) -> None:
+        """Checks and keeps the rows of a batch; see `Field.append`."""
+        values = to_numpy(column, self._spec, first_row=first_row)
+        if digests is not None:
+            digests.add(self._spec.name, values)
+        self._spool.append(values if self._check is None else self._check(values))
+
+    def stand_in(self) -> None:
+        """Appends a row of zeros."""
+        self._spool.append(np.zeros((1, *self._spec.shape), self._dtype))
+
+    def finish(self) -> None:
+        """Ends appending."""
+        self.values = torch.from_numpy(self._spool.finish())
+
+    def to(self, device: torch.device) -> None:
+        """Moves the rows."""
+        super().to(device)
+        self.values = self.values.to(device)
+
+    def read(self, runs: Runs) -> Self:
+        """Returns a finished field of those rows, copied into memory."""
+        found = copy.copy(self)
+        found.values = torch.from_numpy(self._spool.read(runs))
+        return found
+
+    def take(self, index: torch.Tensor, here: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        """Returns one tensor of shape `(rows, *spec.shape)`."""
+        return (self.values.index_select(0, upload(index, self._device) if here is None else here),)
+
+    def part(self, start: int, stop: int) -> tuple[torch.Tensor, ...]:
+        """Returns the rows from `start` to `stop`, in place."""
+        return (self.values[start:stop],)
+
+
+class Vectors(Field):
+    """ML vectors, each row kept as it came, dense or sparse: one tensor, dense or `torch.sparse_csr`."""
+
+    def __init__(self, spec: TensorSpec, spooler: Spooler) -> None:
+        """Begins without rows."""
+        self._spec = spec
+        self._values = Elements(spec.dtype, spooler)
+        self._indices = Elements(np.int32, spooler)  # none of a dense row
+        self.uneven = spec.layout == "sparse_csr"
+        if self.uneven:
+            _hush_sparse_csr()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows appended so far."""
+        return self._values.nbytes + self._indices.nbytes
+
+    def append(self, column: pa.Array, *, first_row: int = 0, digests: RowDigests | None = None) -> None:
+        """Checks and keeps the rows of a batch, vectors or lists; see `Field.append`."""
+        if pa.types.is_struct(column.type):
+            rows = vector_rows(column, self._spec, first_row=first_row)
+            self._values.append(rows.values, rows.lengths)
+            self._indices.append(rows.indices, rows.lengths * rows.sparse)
+            if digests is not None and rows.sparse.any():
+                digests.add_elements(self._spec.name, rows.values, rows.places(), rows.lengths)
+            elif digests is not None:
+                digests.add(self._spec.name, rows.values.reshape(-1, self._spec.width))
+        else:
+            values = to_numpy(column, self._spec, first_row=first_row)
+            if digests is not None:
+                digests.add(self._spec.name, values)
+            self._append_dense(values)
+
+    def stand_in(self) -> None:
+        """Appends a row of zeros."""
+        self._append_dense(np.zeros((1, self._spec.width), self._spec.dtype))
+
+    def finish(self) -> None:
+        """Ends appending."""
+        self._values.finish()
+        self._indices.finish()
+
+    def to(self, device: torch.device) -> None:
+        """Moves the rows."""
+        super().to(device)
+        self._values.to(device)
+        self._indices.to(device)
+
+    def read(self, runs: Runs) -> Self:
+        """Returns a finished field of those rows, copied into memory."""
+        found = copy.copy(self)
+        found._values, found._indices = self._values.read(runs), self._indices.read(runs)
+        return found
+
+    def lengths(self, index: torch.Tensor) -> torch.Tensor:
+        """Returns how many values of each row a sparse tensor of those rows holds."""
+        return self._values.lengths[index]
+
+    def take(self, index: torch.Tensor, here: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        """Returns one tensor of shape `(rows, *spec.shape)`, or `(rows, width)` if `torch.sparse_csr`."""
+        width, shape = self._spec.width, (len(index), *self._spec.shape)
+        if not len(self._indices.values) and self._spec.layout == "dense" and self._whole:
+            here = upload(index, self._device) if here is None else here
+            return (self._values.values.view(-1, width).index_select(0, here).view(shape),)
+        where, row, place, lengths = self._values.locate(index)
+        values = self._values.values[where]
+        if len(self._indices.values) == len(self._values.values):  # all rows are sparse
+            place = self._indices.values[where].long()
+        elif len(self._indices.values):  # places in sparse rows are stored, those in dense rows are their own
+            places, row_of_place, at, _ = self._indices.take(index)
+            place[(lengths.cumsum(0) - lengths)[row_of_place] + at] = places.long()
+        if self._spec.layout == "sparse_csr":
+            ends = _ends(lengths)
+            return (torch.sparse_csr_tensor(ends, place, values, (len(index), width), check_invariants=False),)
+        dense = values.new_zeros(len(index), width)
+        dense[row, place] = values
+        return (dense.view(shape),)
+
+    @property
+    def _whole(self) -> bool:
+        """Whether every row holds all its values."""
+        return len(self._values.values) == len(self._values.lengths) * self._spec.width
+
+    def _append_dense(self, rows: Array) -> None:
+        lengths = np.full(len(rows), self._spec.width, np.int64)
+        self._values.append(rows.reshape(-1), lengths)
+        self._indices.append(np.empty(0, np.int32), 0 * lengths)
+
+
+class Ragged(Field):
+    """Rows of unequal length: padded with a mask, or one jagged nested tensor.
+
+    Attributes:
+        padded: Whether they are padded.
+    """
+
+    def __init__(self, spec: TensorSpec, spooler: Spooler) -> None:
+        """Begins without rows."""
+        self._spec = spec
+        self._elements = Elements(spec.dtype, spooler, spec.shape)
+        self.padded = spec.layout == "padded"
+        self.arguments, self.uneven = 1 + self.padded, True
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows appended so far."""
+        return self._elements.nbytes
+
+    def append(self, column: pa.Array, *, first_row: int = 0, digests: RowDigests | None = None) -> None:
+        """Checks and keeps the rows of a batch; see `Field.append`."""
+        self._elements.append(*ragged(column, self._spec, first_row=first_row))
+
+    def stand_in(self) -> None:
+        """Appends a row of one zero."""
+        self._elements.append(np.zeros((1, *self._spec.shape), self._spec.dtype), np.ones(1, np.int64))
+
+    def finish(self) -> None:
+        """Ends appending."""
+        self._elements.finish()
+
+    def to(self, device: torch.device) -> None:
+        """Moves the rows."""
+        super().to(device)
+        self._elements.to(device)
+
+    def read(self, runs: Runs) -> Self:
+        """Returns a finished field of those rows, copied into memory."""
+        found = copy.copy(self)
+        found._elements = self._elements.read(runs)
+        return found
+
+    def take(self, index: torch.Tensor, here: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        """Returns the rows, with a mask where they are padded.
+
+        Returns:
+            Padded: the elements of shape `(rows, longest, *spec.shape)`, and bool of shape
+            `(rows, longest)`, true where there is one. Jagged: a nested tensor of shape
+            `(rows, j, *spec.shape)`.
+        """
+        on_host = self.lengths(index)
+        elements, row, place, lengths = self._elements.take(index)
+        if self._spec.layout == "jagged":
+            return (jagged(elements, _ends(lengths), on_host),)
+        longest = max(1, int(on_host.max())) if len(index) else 1
+        mask = torch.arange(longest, device=lengths.device) < lengths[:, None]
+        padded = elements.new_full((len(index), longest, *self._spec.shape), self._spec.pad)
+        padded[row, place] = elements
+        return padded, mask
+
+    def lengths(self, index: torch.Tensor) -> torch.Tensor:
+        """Returns the number of elements of the rows with those numbers, int64 of shape `(rows,)`, on the CPU."""
+        return self._elements.lengths[index]
+
+
+def _ends(lengths: torch.Tensor) -> torch.Tensor:
+    """Returns where rows of those lengths end, and before them 0."""
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+
+
+def _hush_sparse_csr() -> None:
+    """Makes torch say once, here, that the layout is in beta, which is for docs and not for every log."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.eye(1).to_sparse_csr()

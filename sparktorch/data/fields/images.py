@@ -1,0 +1,226 @@
+"""Images: kept as the bytes they came as, decoded by Pillow when their rows are taken."""
+
+from __future__ import annotations
+
+import copy
+import io
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+
+from sparktorch.base.devices import upload
+from sparktorch.base.optional import pillow
+from sparktorch.data.columns import TensorSpec
+from sparktorch.data.convert.checks import refuse_nulls
+from sparktorch.data.convert.tensors import byte_rows
+from sparktorch.data.fields.base import Field
+from sparktorch.data.fields.offsets import Elements
+from sparktorch.data.sampling.row_digest import RowDigests
+from sparktorch.data.storage import Runs, Spooler
+from sparktorch.errors import ColumnError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Images", "black_image", "image_size"]
+
+_FORMATS = ("JPEG", "PNG")
+_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+_DEEP = ("I", "F")  # modes of more than 8 bits a channel begin with these
+_ENCODED, _NULL = 0, -1  # in place of the size of an image that is there in pixels
+
+Pixels = npt.NDArray[np.uint8]
+
+
+class Images(Field):
+    """Encoded images, and images of Spark's `image` source: one tensor of shape `(rows, *spec.shape)`.
+
+    The axis of `spec.shape` that is 1, 3 or 4 holds the channels, the first one if there are two of them.
+    """
+
+    decodes = True
+
+    def __init__(self, spec: TensorSpec, spooler: Spooler) -> None:
+        """Begins without rows."""
+        self._spec = spec
+        self._bytes = Elements(np.uint8, spooler)
+        self._sizes = spooler.spool(np.int32, (3,))
+        self._channels_first, self._shape = _axes(spec)
+        # Its threads begin with the first step, and end with this field and what is read of it.
+        self._pool = ThreadPoolExecutor(max(1, torch.get_num_threads()), "sparktorch-decode")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows appended so far."""
+        return self._bytes.nbytes + self._sizes.nbytes
+
+    def append(self, column: pa.Array, *, first_row: int = 0, digests: RowDigests | None = None) -> None:
+        """Keeps the rows of a batch, having looked at the size of each; see `Field.append`."""
+        sizes = np.full((len(column), 3), _ENCODED, np.int32)
+        content = column
+        if pa.types.is_struct(column.type):
+            content = pc.struct_field(column, "data")  # null where the struct is, too
+            for axis, name in enumerate(("height", "width", "nChannels")):
+                sizes[:, axis] = column.field(name).fill_null(_ENCODED).to_numpy()
+        if self._spec.fill is None:
+            refuse_nulls(content, self._spec, first_row)
+        valid = content.is_valid().to_numpy(zero_copy_only=False)
+        sizes[~valid] = _NULL
+        offsets, data = byte_rows(content.fill_null(b"") if content.null_count else content)
+        lengths = np.diff(offsets)
+        for row in np.flatnonzero(valid):
+            self._check(data[offsets[row] : offsets[row + 1]], sizes[row], first_row + int(row))
+        self._bytes.append(data, lengths)
+        self._sizes.append(sizes)
+
+    def stand_in(self) -> None:
+        """Appends a black image."""
+        self._bytes.append(np.zeros(int(np.prod(self._shape)), np.uint8), np.array([np.prod(self._shape)]))
+        self._sizes.append(np.array([self._shape], np.int32))
+
+    def finish(self) -> None:
+        """Ends appending."""
+        self._bytes.finish()
+        self._dims = self._sizes.finish()
+
+    def read(self, runs: Runs) -> Self:
+        """Returns a finished field of those rows, copied into memory."""
+        found = copy.copy(self)
+        found._bytes, found._dims = self._bytes.read(runs), self._sizes.read(runs)
+        return found
+
+    def take(self, index: torch.Tensor, here: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        """Returns one tensor of shape `(rows, *spec.shape)`: uint8, or float32 between 0 and 1.
+
+        Images are decoded on the CPU, and move to the device as bytes.
+        """
+        rows = index.tolist()
+        pixels = np.empty((len(rows), *self._shape), np.uint8)
+        null = (self._dims[rows] == _NULL).all(axis=1)
+
+        def decode(place: int) -> None:
+            pixels[place] = 0 if null[place] else self._pixels(rows[place])
+
+        threads = min(torch.get_num_threads(), len(rows))
+        if threads > 1:  # Pillow lets go of Python's lock while it decodes
+            list(self._pool.map(decode, range(len(rows))))
+        else:
+            for place in range(len(rows)):
+                decode(place)
+        images = upload(torch.from_numpy(pixels), self._device)
+        if self._channels_first:
+            images = images.permute(0, 3, 1, 2).contiguous()
+        if self._spec.dtype != "uint8":
+            images = images.to(torch.float32).div_(255)
+        if null.any():
+            assert self._spec.fill is not None
+            images[torch.from_numpy(null).to(self._device)] = self._spec.fill
+        return (images,)
+
+    def _pixels(self, row: int) -> Any:
+        """Returns a row decoded, of shape `(height, width, channels)`."""
+        start, length = int(self._bytes.starts[row]), int(self._bytes.lengths[row])
+        data: Pixels = self._bytes.values.numpy()[start : start + length]
+        height, width, channels = self._shape
+        try:
+            image = _opened(data, self._dims[row])
+            if self._spec.resize and image.format == "JPEG":
+                image.draft(None, (width, height))  # decodes no more pixels than are needed
+            image = image.convert(_MODES[channels])
+            if image.size != (width, height):
+                image = image.resize((width, height), pillow().Resampling.BILINEAR)
+        except Exception as error:  # whatever a broken file makes of Pillow
+            raise ColumnError(
+                f"an image of column {self._spec.column!r} cannot be decoded: {error}",
+                hint="leave broken files out: open them in a UDF before fit",
+                column=self._spec.column,
+            ) from error
+        return np.asarray(image).reshape(self._shape)
+
+    def _check(self, data: Pixels, size: npt.NDArray[np.int32], row: int) -> None:
+        """Refuses what is no image, or has another size than it should."""
+        if not size.any():
+            found = image_size(data, self._spec, row=row)
+        elif size.prod() != len(data) or int(size[2]) not in _MODES:
+            raise _no_image(
+                self._spec, row, f"{len(data)} bytes for {size[0]} x {size[1]} pixels of {size[2]} channels"
+            )
+        else:
+            found = int(size[0]), int(size[1])
+        if not self._spec.resize and found != self._shape[:2]:
+            raise ColumnError(
+                f"an image of column {self._spec.column!r} is {found[0]} x {found[1]} pixels, the first is "
+                f"{self._shape[0]} x {self._shape[1]}",
+                hint=f"set inputShapes={{{self._spec.column!r}: {list(self._spec.shape)}}} to have all resized",
+                column=self._spec.column,
+                row=row,
+            )
+
+
+def image_size(data: bytes | Pixels, spec: TensorSpec, *, row: int = 0) -> tuple[int, int]:
+    """Returns height and width of an encoded image, from its header.
+
+    Args:
+        data: A JPEG or PNG file.
+        spec: Its column, for messages.
+        row: Its row.
+
+    Raises:
+        ColumnError: It is no such file.
+        ConfigError: Pillow is not installed.
+    """
+    try:
+        with pillow().open(_file(data), formats=_FORMATS) as image:
+            if image.mode.startswith(_DEEP):
+                raise _no_image(spec, row, f"its mode is {image.mode}, more than 8 bits a channel")
+            width, height = image.size
+    except OSError as error:
+        raise _no_image(spec, row, "it is neither JPEG nor PNG") from error
+    return height, width
+
+
+def black_image(spec: TensorSpec) -> bytes:
+    """Returns a PNG file of the size that a column's images have."""
+    height, width, channels = _axes(spec)[1]
+    file = io.BytesIO()
+    pillow().new(_MODES[channels], (width, height)).save(file, "PNG")
+    return file.getvalue()
+
+
+def _axes(spec: TensorSpec) -> tuple[bool, tuple[int, int, int]]:
+    """Returns whether the channels come first, and height, width and channels."""
+    if spec.shape[0] in _MODES:
+        channels, height, width = spec.shape
+        return True, (height, width, channels)
+    height, width, channels = spec.shape
+    return False, (height, width, channels)
+
+
+def _opened(data: Pixels, size: npt.NDArray[np.int32]) -> Any:
+    """Returns an image of Pillow's, of a file or of the pixels that Spark's `image` source has decoded."""
+    if not size.any():
+        return pillow().open(_file(data), formats=_FORMATS)
+    pixels = data.reshape(size)
+    if size[2] == 1:
+        return pillow().fromarray(pixels[:, :, 0])
+    order = [2, 1, 0, 3][: size[2]]  # OpenCV's: blue, green, red
+    return pillow().fromarray(np.ascontiguousarray(pixels[:, :, order]))
+
+
+def _file(data: bytes | Pixels) -> Any:
+    """Returns bytes as an open file, without a copy of them."""
+    return pa.BufferReader(pa.py_buffer(data))
+
+
+def _no_image(spec: TensorSpec, row: int, why: str) -> ColumnError:
+    return ColumnError(
+        f"a row of column {spec.column!r} is no image that can be decoded: {why}",
+        hint="images are JPEG or PNG files, or come from Spark's image source, with 8 bits a channel",
+        column=spec.column,
+        row=row,
+    )

@@ -1,0 +1,22 @@
+"""Which way each input column is kept."""
+
+from __future__ import annotations
+
+from sparktorch.data.columns import TensorSpec
+from sparktorch.data.fields.arrow import ArrowColumn
+from sparktorch.data.fields.base import Dense, Field, Ragged, Vectors
+from sparktorch.data.fields.images import Images
+from sparktorch.data.storage import Spooler
+
+__all__ = ["field_of"]
+
+
+def field_of(spec: TensorSpec, spooler: Spooler) -> Field:
+    """Returns an empty field for an input column."""
+    if spec.kind == "any":
+        return ArrowColumn(spec, spooler)
+    if spec.layout == "image":
+        return Images(spec, spooler)
+    if spec.ragged:
+        return Ragged(spec, spooler)
+    return Vectors(spec, spooler) if spec.kind == "vector" else Dense(spec, spooler)

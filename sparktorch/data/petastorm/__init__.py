@@ -1,0 +1,1 @@
+"""Data sets of Petastorm, read without it."""

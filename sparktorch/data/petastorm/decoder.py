@@ -1,0 +1,197 @@
+"""Data sets that Petastorm has written, without Petastorm: encoded Arrow columns in, ordinary columns out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from sparktorch.data.columns import KEY, VALIDATION, Columns
+from sparktorch.data.petastorm.codecs import ARROW_TYPES, DECODE, Blobs, Place, native
+from sparktorch.data.petastorm.unischema import UnischemaField, read_unischema
+from sparktorch.errors import ColumnError, DatasetError
+
+__all__ = ["SHAPE_SUFFIX", "Decoder", "Layout", "reader_batches", "schema_in"]
+
+Layout = Literal["nested", "flat"]
+
+SHAPE_SUFFIX = "_shape"
+
+_UNISCHEMA_KEY = b"dataset-toolkit.unischema.v1"
+_FIRST_ROWS = 64
+_INT32_MAX = 2**31 - 1
+
+
+def schema_in(common_metadata: bytes) -> tuple[tuple[UnischemaField, ...], frozenset[str]]:
+    """Reads the fields of a data set, and which of them are columns of its files.
+
+    Args:
+        common_metadata: The content of the file `_common_metadata`.
+
+    Returns:
+        All fields, in the order of the Unischema, and the names of the files' columns. A field that is no
+        column is one that the data set is partitioned by.
+
+    Raises:
+        DatasetError: The file is no Parquet file, holds no schema of Petastorm's, or one that is refused.
+    """
+    try:
+        found = pq.read_metadata(pa.BufferReader(common_metadata))
+    except pa.ArrowException as error:
+        raise DatasetError(f"_common_metadata is no Parquet file: {error}") from None
+    pickled = (found.metadata or {}).get(_UNISCHEMA_KEY)
+    if pickled is None:
+        raise DatasetError(
+            "_common_metadata holds no Unischema",
+            hint="a data set that Petastorm has not written is read with spark.read.parquet",
+        )
+    return read_unischema(pickled), frozenset(found.schema.to_arrow_schema().names)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoder:
+    """Decodes the record batches of a data set: what `mapInArrow` calls in the executors.
+
+    Attributes:
+        encoded: The fields to decode. Further columns pass as they are.
+        layout: `nested` makes lists of lists, as deep as the shape is long. `flat` makes one list of all
+            values in C order, and where the shape has a `None` beside others, a column `NAME_shape`.
+        batch_bytes: About how many bytes a decoded batch holds, one row at least.
+    """
+
+    encoded: tuple[UnischemaField, ...]
+    layout: Layout = "nested"
+    batch_bytes: int = 32 << 20
+
+    def check(self) -> None:
+        """Checks the fields without a row.
+
+        Raises:
+            DatasetError: A field is of a type that no column can hold, or that Pillow reads with a loss.
+        """
+        for field in self.encoded:
+            if field.dtype not in ARROW_TYPES:
+                raise DatasetError(
+                    f"{field.describe()} cannot become a column",
+                    hint="leave it out with columns=[...]",
+                    field=field.name,
+                )
+            if field.codec == "image" and (field.dtype not in ("uint8", "uint16") or len(field.shape) not in (2, 3)):
+                raise DatasetError(f"{field.describe()} is no image of Petastorm's", field=field.name)
+            if field.codec == "image" and field.dtype == "uint16" and len(field.shape) == 3:
+                raise DatasetError(
+                    f"{field.describe()} is an image of 16-bit colours, which Pillow reads as 8-bit ones",
+                    hint="read it undecoded with undecoded=[...], or leave it out with columns=[...]",
+                    field=field.name,
+                )
+
+    def columns(self, field: UnischemaField) -> dict[str, pa.DataType]:
+        """Returns the columns that a field becomes, and their types."""
+        kind = ARROW_TYPES[field.dtype]
+        if not field.shape:
+            return {field.name: kind}
+        if self.layout == "nested":
+            for _ in field.shape:
+                kind = pa.list_(kind)
+            return {field.name: kind}
+        return {field.name: pa.list_(kind)} | (
+            {field.name + SHAPE_SUFFIX: pa.list_(pa.int32())} if len(field.shape) > 1 and None in field.shape else {}
+        )
+
+    def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Yields the batches decoded, cut to about `batch_bytes` each.
+
+        Raises:
+            ColumnError: A value is broken, or not what the schema says; names column and row.
+        """
+        first_row, rows = 0, _FIRST_ROWS
+        for batch in batches:
+            start = 0
+            while start < batch.num_rows:
+                decoded = self._decode(batch.slice(start, rows), first_row)
+                start += decoded.num_rows
+                first_row += decoded.num_rows
+                rows = max(1, self.batch_bytes * decoded.num_rows // max(1, decoded.nbytes))
+                yield decoded
+
+    def _decode(self, batch: pa.RecordBatch, first_row: int) -> pa.RecordBatch:
+        fields = {field.name: field for field in self.encoded}
+        columns: dict[str, pa.Array] = {}
+        for name, column in zip(batch.schema.names, batch.columns, strict=True):
+            field = fields.get(name)
+            columns.update({name: column} if field is None else self._column(column, field, first_row))
+        return pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns))
+
+    def _column(self, column: pa.Array, field: UnischemaField, first_row: int) -> dict[str, pa.Array]:
+        present = column.is_valid().to_numpy(zero_copy_only=False)
+        place = Place(field, first_row + np.flatnonzero(present))
+        values, shapes = DECODE[field.codec](Blobs.of(column, present), place)
+        flat = pa.array(native(values, place), ARROW_TYPES[field.dtype])
+        if not field.shape:
+            nothing = pa.nulls(1, flat.type)
+            index = np.where(present, np.cumsum(present) - 1, len(flat))
+            return {field.name: pa.concat_arrays([flat, nothing]).take(pa.array(index))}
+        if self.layout == "nested":
+            for axis in range(len(field.shape) - 1, 0, -1):
+                flat = _lists(flat, np.repeat(shapes[:, axis], shapes[:, :axis].prod(axis=1)), None)
+            return {field.name: _lists(flat, shapes[:, 0], present)}
+        decoded = {field.name: _lists(flat, shapes.prod(axis=1), present)}
+        if len(self.columns(field)) > 1:
+            sizes = pa.array(shapes.reshape(-1), pa.int32())
+            decoded[field.name + SHAPE_SUFFIX] = _lists(sizes, np.full(len(shapes), shapes.shape[1]), present)
+        return decoded
+
+
+def _lists(values: pa.Array, lengths: npt.NDArray[np.int64], present: npt.NDArray[np.bool_] | None) -> pa.ListArray:
+    """Cuts values into lists: one of `lengths` for each row that is present, and nulls for the rest."""
+    if present is not None:
+        spread = np.zeros(len(present), np.int64)
+        spread[present] = lengths
+        lengths = spread
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    if offsets[-1] > _INT32_MAX:
+        raise ColumnError(f"a batch of rows holds {offsets[-1]} values; Arrow's lists end at {_INT32_MAX}")
+    mask = None if present is None or present.all() else np.append(~present, False)
+    return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32), mask=mask), values)
+
+
+def reader_batches(reader: Iterable[Any], columns: Columns, *, key: str) -> Iterator[pa.RecordBatch]:
+    """Turns what Petastorm's readers and loaders yield into record batches for `worker.train_partition`.
+
+    Args:
+        reader: Yields columns of several rows: the named tuples of `make_batch_reader`, or the dictionaries of
+            the loader that `SparkDatasetConverter.make_torch_dataloader` opens.
+        columns: Which of them become which tensors.
+        key: A column of int64 that tells rows apart, in whose order they are placed, for example
+            Spark's `xxhash64` of the others.
+
+    Raises:
+        ColumnError: A column is missing.
+    """
+    names = {spec.name: spec.column for spec in columns.tensors}
+    names |= {VALIDATION: columns.validation} if columns.validation else {}
+    for batch in reader:
+        found = batch._asdict() if hasattr(batch, "_asdict") else batch
+        missing = sorted({*names.values(), key} - found.keys())
+        if missing:
+            raise ColumnError(
+                f"the reader has no column {missing[0]!r}; it has {', '.join(sorted(found))}", column=missing[0]
+            )
+        arrays = {wire: _rows(found[name]) for wire, name in names.items()}
+        arrays[KEY] = _rows(found[key])
+        yield pa.RecordBatch.from_arrays(list(arrays.values()), names=list(arrays))
+
+
+def _rows(values: Any) -> pa.Array:
+    """Converts a tensor, an array, or an array of arrays to an Arrow column."""
+    array = np.asarray(values)
+    if array.dtype == object:
+        return pa.array(list(array))
+    flat = pa.array(np.ascontiguousarray(array).reshape(-1))
+    return flat if array.ndim == 1 else _lists(flat, np.full(len(array), math.prod(array.shape[1:])), None)

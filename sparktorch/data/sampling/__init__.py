@@ -1,0 +1,1 @@
+"""Which row is trained at which step, from row keys alone."""

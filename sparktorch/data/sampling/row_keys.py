@@ -1,0 +1,71 @@
+"""In which order the rows of a rank are trained, and what identifies them."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sparktorch.data.sampling.plan import Numbers
+from sparktorch.data.storage import Spooler
+
+__all__ = ["Arrivals"]
+
+_TOP_BIT = torch.iinfo(torch.int64).min
+
+
+class Arrivals:
+    """The keys of the rows as they arrive, and which rows are held out for validation."""
+
+    def __init__(self, spooler: Spooler, *, by_key: bool) -> None:
+        """Begins without rows.
+
+        Args:
+            spooler: Where the keys are kept.
+            by_key: Whether positions follow the keys, or the places of the rows.
+        """
+        self._keys, self._marks = spooler.spool(np.int64), spooler.spool(np.bool_)
+        self._by_key = by_key
+        self._last = (False, 0)
+        self._in_order = True
+        self.count = self.held_out = self.fingerprint = 0
+
+    def append(self, keys: npt.NDArray[np.int64], held_out: npt.NDArray[np.bool_]) -> None:
+        """Adds the rows of a batch: their keys, and the mask of those held out."""
+        if not len(keys):
+            return
+        key = keys.view(np.uint64)
+        self._in_order = self._in_order and self._follow(key, held_out)
+        self._last = bool(held_out[-1]), int(key[-1])
+        if self._by_key:
+            self._keys.append(keys)
+        self._marks.append(held_out)
+        self.count += len(keys)
+        self.held_out += int(held_out.sum())
+        self.fingerprint = (self.fingerprint + int(key[~held_out].sum(dtype=np.uint64))) % 2**64
+
+    def _follow(self, key: npt.NDArray[np.uint64], held_out: npt.NDArray[np.bool_]) -> bool:
+        """Whether these rows are in order, and behind those before."""
+        marks = np.concatenate([[self._last[0]], held_out])
+        keys = np.concatenate([np.array([self._last[1]], np.uint64), key])
+        later = marks[1:] > marks[:-1]
+        same = marks[1:] == marks[:-1]
+        return bool((later | (same & (keys[1:] >= keys[:-1]) if self._by_key else later | same)).all())
+
+    def orders(self) -> tuple[Numbers | range, Numbers | range]:
+        """Returns the numbers of the training and of the validation rows, in the order of their positions.
+
+        They are int32 where that holds them.
+        """
+        trained = self.count - self.held_out
+        if self._in_order:
+            return range(trained), range(trained, self.count)
+        # Positions are the ranks of the keys read as unsigned: the order of the ranks' key ranges.
+        order = np.arange(self.count)
+        if self._by_key:
+            # torch sorts int64 in a third of the time of NumPy; with the top bit flipped, as if unsigned.
+            keys = torch.from_numpy(self._keys.finish()) ^ _TOP_BIT
+            order = keys.sort(stable=True).indices.numpy()
+        order = order.astype(np.int32 if self.count < 1 << 31 else np.int64)
+        marked = self._marks.finish()[order]
+        return order[~marked], order[marked]

@@ -1,0 +1,268 @@
+"""The driver's eye on the ranks of a running job: passes on what they say, and ends a job that stands still."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from tqdm.auto import tqdm
+
+from sparktorch.distributed.server import ControlServer
+from sparktorch.errors import ClusterError, RankStalledError
+
+__all__ = ["Observer", "Patience", "Watch"]
+
+_LOG = logging.getLogger(__name__)
+_RANKS = logging.getLogger("sparktorch.ranks")
+_WARN_SECONDS = 30.0
+_LOOK_SECONDS = 0.5  # at beats; at all else, each time
+_STACK_SECONDS = 3.0
+_MUTE_SECONDS = 5.0  # ten beats
+
+
+class Observer(Protocol):
+    """Who is told, on the driver, how far the ranks are."""
+
+    def progress(self, record: dict[str, Any]) -> None:
+        """Receives rank 0's position: epoch, epochs, step, steps, loss."""
+        ...
+
+    def epoch(self, record: dict[str, Any]) -> None:
+        """Receives the metrics of a finished epoch, each exactly once."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How long the driver waits for ranks.
+
+    Attributes:
+        start: Seconds that a job may wait for slots.
+        stall: Seconds that a rank may stand still, or arrive after the first one.
+    """
+
+    start: float = 3600.0
+    stall: float = 600.0
+
+
+@dataclass
+class _Pulse:
+    """When, by this process's clock, a rank was last seen to beat and to move."""
+
+    beat: float
+    moved: float
+    record: dict[str, Any]
+
+    @property
+    def moves(self) -> tuple[Any, ...]:
+        return tuple(self.record[name] for name in ("phase", "epoch", "step", "moves", "collectives", "waiting"))
+
+
+class Watch:
+    """Looks at the store, as often as it is told to."""
+
+    def __init__(
+        self,
+        server: ControlServer | None,
+        world_size: int,
+        observer: Observer,
+        patience: Patience,
+        *,
+        log_level: int = logging.WARNING,
+        is_starved: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Begins to watch.
+
+        Args:
+            server: The store; `None` where a rank hosts it, so that nothing can be seen.
+            world_size: Number of ranks.
+            observer: Told how far the ranks are.
+            patience: How long ranks may take to arrive, and to move.
+            log_level: From which level on what ranks log and print is shown.
+            is_starved: Says whether the job waits for slots that nobody is known to give back.
+        """
+        self.server = server
+        self.world_size = world_size
+        self._observer, self._patience = observer, patience
+        self._log_level, self._is_starved = log_level, is_starved
+        now = time.monotonic()
+        self._next_look = self._slots_seen = now
+        self._next_warning = now + _WARN_SECONDS
+        self._warned: dict[int, float] = {}
+        self._first_arrival: float | None = None
+        self._pulses: dict[int, _Pulse] = {}
+
+    def look(self) -> None:
+        """Passes on what is new.
+
+        Raises:
+            ClusterError: The cluster has had no slots for the ranks in time.
+            RankStalledError: One of them stands still, or has not started in time.
+        """
+        if self.server is None:
+            return
+        self.listen(self.server)
+        if time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + _LOOK_SECONDS
+            self._look_at_beats(self.server)
+
+    def listen(self, server: ControlServer) -> None:
+        """Passes on epochs, warnings, progress and what ranks have logged."""
+        for record in server.new_epochs():
+            self._observer.epoch(record)
+        for warning in server.new_warnings(self.world_size):
+            _LOG.warning("rank %d on %s: %s", warning["rank"], warning["host"], warning["text"])
+        for rank, level, line in server.new_lines(self.world_size):
+            if level >= self._log_level:
+                _show(rank, level, line)
+        progress = server.progress()
+        if progress is not None:
+            self._observer.progress(progress)
+
+    def alive(self, ranks: Iterable[int], seconds: float) -> set[int]:
+        """Returns those of the ranks that beat, or come to their end, within so many seconds from now."""
+        assert self.server is not None
+        silent, found, deadline = set(ranks), set[int](), time.monotonic() + seconds
+        before = self.server.beats(self.world_size)
+        while silent and time.monotonic() < deadline:
+            time.sleep(0.05)
+            beats = self.server.beats(self.world_size)
+            found |= {rank for rank in silent if beats[rank] != before[rank] or self.server.ended(rank)}
+            silent -= found
+        return found
+
+    def _look_at_beats(self, server: ControlServer) -> None:
+        now = time.monotonic()
+        beats = server.beats(self.world_size)
+        for rank, beat in enumerate(beats):
+            if beat is None:
+                continue
+            pulse = _Pulse(now, now, beat)
+            last = self._pulses.get(rank, pulse)
+            if last.record["time"] == beat["time"]:
+                pulse.beat = last.beat
+            if last.moves == pulse.moves:
+                pulse.moved = last.moved
+            self._pulses[rank] = pulse
+        if len(self._pulses) < self.world_size:
+            self._look_for_missing(now)
+        else:
+            self._look_for_stalled(server, now)
+
+    def _look_for_missing(self, now: float) -> None:
+        """Warns of ranks that have not arrived, and gives them up in time."""
+        missing = [rank for rank in range(self.world_size) if rank not in self._pulses]
+        if self._pulses:
+            self._first_arrival = self._first_arrival or now
+            if now - self._first_arrival > self._patience.stall:
+                raise RankStalledError(
+                    f"ranks {missing} of {self.world_size} have not started within {self._patience.stall:g} s of "
+                    "the first one",
+                    hint="see the logs of their executors: does their Python start, and import torch, and do they "
+                    "reach the driver? If it takes them so long, set stallTimeout higher",
+                    rank=missing[0],
+                )
+        else:
+            self._look_for_slots(now)
+        if now > self._next_warning and (self._pulses or now - self._slots_seen > _WARN_SECONDS):
+            self._next_warning = now + _WARN_SECONDS
+            _LOG.warning(
+                "ranks %s of %d have not started yet: are the slots of the cluster taken by other jobs?",
+                missing,
+                self.world_size,
+            )
+
+    def _look_for_slots(self, now: float) -> None:
+        """Gives the ranks up if, for too long, no task has run of theirs, of what feeds them, or of this process's."""
+        if not self._is_starved():
+            self._slots_seen = now
+        elif now - self._slots_seen > self._patience.start:
+            raise ClusterError(
+                f"the cluster has had no slots for the {self.world_size} ranks for {self._patience.start:g} s: "
+                "other jobs hold them",
+                hint="wait for those to end, set startTimeout higher, or numWorkers lower",
+                param="startTimeout",
+            )
+
+    def _look_for_stalled(self, server: ControlServer, now: float) -> None:
+        """Warns of ranks that stand still, and gives them up in time."""
+        pulses = {rank: pulse for rank, pulse in self._pulses.items() if not server.ended(rank)}
+        # What a mute rank said last, that it waits say, holds no more; and whoever stands still may wait for it.
+        patience = min(_MUTE_SECONDS, self._patience.stall / 2)
+        idle = {rank: now - pulse.beat for rank, pulse in pulses.items() if now - pulse.beat > patience}
+        mute = bool(idle)
+        idle = idle or {rank: now - pulses[rank].moved for rank in _standing(pulses)}
+        longest = max(idle.values(), default=0.0)
+        if longest > self._patience.stall:
+            raise self._stalled(server, {rank: idle[rank] for rank in idle if idle[rank] > 0.8 * longest}, mute=mute)
+        for rank, seconds in idle.items():
+            if seconds < _WARN_SECONDS:
+                self._warned.pop(rank, None)
+            elif seconds > self._warned.get(rank, _WARN_SECONDS):
+                self._warned[rank] = 2 * seconds
+                _LOG.warning("%s for %.0f s", _place(rank, pulses[rank].record, mute=mute), seconds)
+
+    def _stalled(self, server: ControlServer, idle: dict[int, float], *, mute: bool) -> RankStalledError:
+        """Returns the error of ranks that have not moved, or not been heard of, for so many seconds, with stacks."""
+        stacks = {} if mute else self._stacks(server, list(idle))
+        rank = max(idle, key=lambda rank: idle[rank])
+        record = self._pulses[rank].record
+        trace = server.last_lines(rank)
+        hint = "if it may take so long, set stallTimeout higher"
+        if mute:
+            what = f"rank {rank} does not answer: {idle[rank]:.0f} s ago it was {record['phase']}"
+            hint = "its process is stopped, native code in it holds Python's lock, or its host is cut off; " + hint
+        elif len(idle) > 1 and record["collectives"] is not None:
+            what = f"ranks {sorted(idle)} wait for each other for {idle[rank]:.0f} s, {record['phase']}"
+            hosts = " and ".join(dict.fromkeys(self._pulses[one].record["host"] for one in sorted(idle)))
+            hint = f"is the network between {hosts} cut? If one step may take so long, set stallTimeout higher"
+            trace += "".join(f"Stack of rank {one}:\n{stacks[one]}\n" for one in sorted(stacks))
+        else:
+            what = f"rank {rank} stands still: it has been {record['phase']} for {idle[rank]:.0f} s"
+            trace += f"Stack of rank {rank}:\n{stacks[rank]}" if rank in stacks else ""
+        place = {name: record[name] for name in ("host", "pid", "epoch", "step")}
+        return RankStalledError(what, hint=hint, trace=trace, rank=rank, **place)
+
+    def _stacks(self, server: ControlServer, ranks: list[int]) -> dict[int, str]:
+        """Returns where the ranks are, those of them that answer."""
+        server.ask_for_stacks()
+        deadline = time.monotonic() + _STACK_SECONDS
+        found: dict[int, str] = {}
+        while len(found) < len(ranks) and time.monotonic() < deadline:
+            time.sleep(0.05)
+            answers = {rank: server.stack(rank) for rank in ranks}
+            found = {rank: stack for rank, stack in answers.items() if stack}
+        return found
+
+
+def _standing(pulses: dict[int, _Pulse]) -> list[int]:
+    """Returns the ranks that wait for no other one.
+
+    A rank that has begun more collectives than another waits for it.
+    """
+    begun = [pulse.record["collectives"] for pulse in pulses.values()]
+    least = min((count for count in begun if count is not None), default=None)
+    return [
+        rank
+        for rank, pulse in pulses.items()
+        if not pulse.record["waiting"] and (least is None or pulse.record["collectives"] in (least, None))
+    ]
+
+
+def _place(rank: int, record: dict[str, Any], *, mute: bool) -> str:
+    at = f", epoch {record['epoch']}, step {record['step']}," if record["step"] is not None else ""
+    state = f"has not been heard of, since it was {record['phase']}" if mute else f"has been {record['phase']}"
+    return f"rank {rank} on {record['host']} (pid {record['pid']}) {state}{at}"
+
+
+def _show(rank: int, level: int, line: str) -> None:
+    """Shows a rank's line as a log record of this process, whatever level its loggers have; printed if none listens."""
+    text = f"rank {rank}: {line}"
+    if _RANKS.hasHandlers():
+        _RANKS.handle(_RANKS.makeRecord(_RANKS.name, level, "", 0, text, (), None))
+    else:
+        tqdm.write(text, file=sys.stderr)

@@ -1,0 +1,217 @@
+"""The driver's end of the line: it hosts the store and reads what the ranks say on it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import socket
+import threading
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from sparktorch.distributed.client import last_lines
+from sparktorch.distributed.log_capture import KEPT_LINES
+from sparktorch.distributed.store import SealedStore
+from sparktorch.errors import ClusterError, SparkTorchError
+
+__all__ = ["ControlServer", "Rendezvous", "host_store"]
+
+_LOG = logging.getLogger(__name__)
+_BEAT_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the ranks of one attempt meet.
+
+    Attributes:
+        host: Name or address of the store's host, as the ranks reach it.
+        port: Its TCP port.
+        prefix: Random token from which prefix and seal of the attempt's keys follow, so that ranks of another
+            attempt, and strangers, cannot meddle.
+    """
+
+    host: str
+    port: int
+    prefix: str
+
+
+def host_store(bind: str) -> tuple[dist.TCPStore, int]:
+    """Hosts a store on one address and a free port; returns the store and the port.
+
+    The socket is bound here and handed over, so there is no moment in which somebody else could
+    take the port, and it listens on this one address instead of on all.
+    """
+    family, _, _, _, address = socket.getaddrinfo(bind, 0, type=socket.SOCK_STREAM)[0]
+    listener = socket.create_server(address[:2], family=family, backlog=1024)
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(
+        str(address[0]),
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=60),
+        master_listen_fd=listener.detach(),
+    )
+    return store, port
+
+
+class ControlServer:
+    """The store of one attempt, seen from the driver."""
+
+    def __init__(self, bind: str, advertise: str) -> None:
+        """Starts the store, and a thread in which the driver's own heart beats.
+
+        Args:
+            bind: The local address to listen on.
+            advertise: The name or address by which executors reach it.
+        """
+        self._server, port = host_store(bind)
+        self.rendezvous = Rendezvous(advertise, port, secrets.token_hex(16))
+        self._store = SealedStore(self.rendezvous.prefix, self._server)
+        self._forged = False  # whether a stranger has been noticed
+        self._epochs_seen = 0
+        self._warnings_seen: dict[int, int] = defaultdict(int)
+        self._lines_seen: dict[int, int] = defaultdict(int)
+        self._last_lines: dict[int, deque[str]] = defaultdict(lambda: deque(maxlen=KEPT_LINES))
+        self._closed = threading.Event()
+        self._heart = threading.Thread(
+            target=_beat, args=(self._store, self._closed), name="sparktorch-driver-beat", daemon=True
+        )
+        self._heart.start()
+
+    def progress(self) -> dict[str, Any] | None:
+        """Returns the last progress record of rank 0, or `None` before the first one."""
+        record: dict[str, Any] | None = self._read("progress")
+        return record
+
+    def new_epochs(self) -> list[dict[str, Any]]:
+        """Returns the records of the epochs finished since the last call, each exactly once."""
+        done = self._read("epochs")
+        if done is None:
+            return []
+        numbers = range(self._epochs_seen + 1, done + 1)
+        self._epochs_seen = done
+        # A training that goes on from a checkpoint begins with a later one.
+        return [record for record in (self._read(f"epoch/{number}") for number in numbers) if record is not None]
+
+    def new_warnings(self, world_size: int) -> list[dict[str, Any]]:
+        """Returns what ranks have warned of since the last call: rank, host and text."""
+        return [
+            warning
+            for rank in range(world_size)
+            for warning in self._new(f"warning/{rank}", self._warnings_seen, rank)
+            if warning is not None
+        ]
+
+    def new_lines(self, world_size: int) -> list[tuple[int, int, str]]:
+        """Returns what the ranks have logged and printed since the last call: rank, level and line."""
+        new: list[tuple[int, int, str]] = []
+        for rank in range(world_size):
+            for parcel in self._new(f"lines/{rank}", self._lines_seen, rank):
+                if parcel is None:
+                    continue
+                if parcel["lost"]:
+                    new.append((rank, 0, f"... {parcel['lost']} more lines"))
+                new += [(rank, level, line) for level, line in parcel["lines"]]
+                self._last_lines[rank].extend(line for _, line in parcel["lines"])
+        return new
+
+    def last_lines(self, rank: int) -> str:
+        """Returns the last lines that a rank has sent, under a heading; see `new_lines`."""
+        return last_lines(rank, list(self._last_lines[rank]))
+
+    def beats(self, world_size: int) -> list[dict[str, Any] | None]:
+        """Returns each rank's last heartbeat; `None` for a rank that has not arrived."""
+        return [self._read(f"beat/{rank}") for rank in range(world_size)]
+
+    def ask_for_stacks(self) -> None:
+        """Asks every rank at which line it is; see `stack`."""
+        self._store.set("stacks wanted", "1")
+
+    def stack(self, rank: int) -> str | None:
+        """Returns the Python stack of a rank that has answered `ask_for_stacks`."""
+        record = self._read(f"stack/{rank}")
+        return None if record is None else record["stack"]
+
+    def first_failure(self) -> tuple[SparkTorchError | None, bool]:
+        """Returns the failure that came first, and whether it is a cause.
+
+        What ranks report because another one has gone is a consequence, and comes after any cause.
+        """
+        forms = self._failures()
+        if not forms:
+            return None, False
+        first = min(forms, key=lambda form: (form["secondary"], form["order"]))
+        return SparkTorchError.from_dict(first), not first["secondary"]
+
+    def silent(self) -> set[int]:
+        """Returns the ranks that the first one to report a failure has seen fall silent before it ended itself."""
+        found = self._read("silent")
+        return set() if found is None else set(found["ranks"])
+
+    def quiet(self, world_size: int) -> dict[int, dict[str, Any]]:
+        """Returns the last beats of the ranks that have arrived, and reported no failure."""
+        reported = {form["where"].get("rank") for form in self._failures()}
+        beats = enumerate(self.beats(world_size))
+        return {rank: beat for rank, beat in beats if beat is not None and rank not in reported}
+
+    def ended(self, rank: int) -> bool:
+        """Whether a rank has come to the end of its work, or of its try."""
+        return bool(self._store.check([f"ended/{rank}"]))
+
+    def out_of_memory_kills(self, host: str) -> int:
+        """Returns how many processes the out-of-memory killer has ended on a host, as far as its ranks have told."""
+        there = [form for form in self._failures() if form["where"].get("host") == host]
+        return max((form["out_of_memory_kills"] for form in there), default=0)
+
+    def cancel(self) -> None:
+        """Tells the ranks that the fit is over."""
+        self._store.set("cancel", "1")
+
+    def close(self) -> None:
+        """Closes the store and its port."""
+        self._closed.set()
+        self._heart.join()
+        del self._store, self._server
+
+    def _failures(self) -> list[dict[str, Any]]:
+        if not self._store.check(["errors"]):
+            return []
+        found = [self._read(key) for key in self._store.list_keys() if key.startswith("error/")]
+        return [form for form in found if form is not None]
+
+    def _new(self, topic: str, seen: dict[int, int], rank: int) -> Iterator[dict[str, Any] | None]:
+        """Takes what a rank has laid down under a topic since the last call; `None` for what a stranger has forged."""
+        while self._store.check([key := f"{topic}/{seen[rank]}"]):
+            yield self._read(key)
+            self._store.delete_key(key)
+            seen[rank] += 1
+
+    def _read(self, key: str) -> Any:
+        """Returns what a rank has laid down; `None` where there is nothing, or a stranger has overwritten it."""
+        if not self._store.check([key]):
+            return None
+        try:
+            return json.loads(self._store.get(key))
+        except ClusterError as error:
+            if not self._forged:
+                _LOG.warning("%s", error)
+            self._forged = True
+            return None
+
+
+def _beat(store: dist.Store, closed: threading.Event) -> None:
+    """Shows the ranks that the driver lives."""
+    count = 0
+    while True:
+        count += 1
+        store.set("driver", str(count))
+        if closed.wait(_BEAT_SECONDS):
+            return

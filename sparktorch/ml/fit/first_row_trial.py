@@ -1,0 +1,117 @@
+"""The first row through module and loss before the job starts, on the driver or in a worker of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sparktorch.base.devices import device_count
+from sparktorch.data.convert.checks import Screen
+from sparktorch.data.convert.preprocess import Moment, Preprocess
+from sparktorch.data.fields.base import Dense, Field
+from sparktorch.data.fields.registry import field_of
+from sparktorch.data.storage import InMemory
+from sparktorch.distributed.monitor import Observer
+from sparktorch.errors import ModuleError, SparkTorchError
+from sparktorch.ml.fit.translate import Request
+from sparktorch.spark.frame.prepare import Frame
+from sparktorch.spark.launch.barrier_job import run_ranks
+from sparktorch.spark.launch.gpus import has_gpus
+from sparktorch.spark.launch.spark_job import new_tag
+from sparktorch.spark.session import is_local
+from sparktorch.train.recipe.dry_run import Trial, complete, dry_run
+from sparktorch.worker import try_in_rank
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+__all__ = ["try_out"]
+
+
+def try_out(frame: Frame, request: Request, observer: Observer) -> tuple[Frame, Trial]:
+    """Runs module and loss on the first row; returns the frame with what it has shown of `preprocess`.
+
+    Args:
+        frame: Holds the first row.
+        request: Says what is trained, and where it is tried.
+        observer: Of the barrier job with one rank, where a worker tries it.
+
+    Raises:
+        ModuleError: The module, loss or optimizer cannot be built or does not fit the columns.
+        ConfigError: Names of parameters, options of the optimizer or metrics do not fit.
+    """
+    screen = Screen(replace(frame.columns, drop_nulls=False))
+    screen.rows_of(frame.sample, first_row=0)
+    screen.close()
+    preprocess = frame.columns.preprocess
+    taken = [_twice(field_of(spec, InMemory()), frame.sample.column(spec.name)) for spec in frame.columns.inputs]
+    inputs: dict[str, torch.Tensor] = {}
+    if preprocess is not None:
+        made = _preprocessed(preprocess, taken)
+        inputs = {f"preprocess, {name!r}": tensor for name, tensor in made.items()}
+        frame = replace(frame, columns=replace(frame.columns, preprocess=preprocess.returning(made)))
+    for spec, arguments in zip(frame.columns.inputs, taken if preprocess is None else (), strict=False):
+        names = (f"column {spec.column!r}", f"where column {spec.column!r} has elements")
+        inputs |= dict(zip(names, arguments, strict=False))
+    label = None
+    if frame.columns.label is not None:
+        (label,) = _twice(Dense(frame.columns.label, InMemory()), frame.sample.column(frame.columns.label.name))
+    config = request.config
+    weighted = frame.columns.weight is not None or config.class_weights is not None
+    run = partial(dry_run, request.recipe, config.task, config.seed, inputs, label, weighted=weighted)
+    trial = (
+        _on_driver(frame, request, run) if request.dry_run == "driver" else _in_worker(frame, request, run, observer)
+    )
+    config.check_classes(trial.classes)
+    return frame, complete(trial, request.recipe.metrics, config.task)
+
+
+def _on_driver(frame: Frame, request: Request, run: partial[Trial]) -> Trial:
+    try:
+        return run()
+    except ModuleError as error:
+        if not has_gpus(frame.data.sparkSession, request.launch.device):
+            raise
+        more = "dryRun='worker' tries the module on a worker's device, and not on the driver's CPU"
+        raise ModuleError(error.what, hint=f"{error.hint}\n     {more}", **error.where) from error
+
+
+def _in_worker(frame: Frame, request: Request, run: partial[Trial], observer: Observer) -> Trial:
+    """Runs it in a barrier job of one rank, on the device that a rank will have."""
+    spark = frame.data.sparkSession
+    launch = replace(request.launch, world_size=1, tag=new_tag())
+    if launch.device == "auto" and is_local(spark) and device_count() < request.launch.world_size:
+        launch = replace(launch, device="cpu")  # there are not enough devices for all ranks, which take none then
+    body = partial(try_in_rank, run=run, config=request.config)
+    ((meta, payload),) = run_ranks(spark.range(0, 1, 1, 1), body, launch, observer)
+    return Trial.unpacked(meta, payload)
+
+
+def _twice(field: Field, column: pa.Array) -> tuple[Any, ...]:
+    """Returns what the first row is to `forward`, two times, so that rows show in every shape."""
+    field.append(column)
+    field.finish()
+    return field.take(torch.zeros(2, dtype=torch.int64))
+
+
+def _preprocessed(preprocess: Preprocess, columns: list[tuple[Any, ...]]) -> dict[str, torch.Tensor]:
+    """Returns what the callable makes of the first row, as in training, having tried it as in scoring, too.
+
+    Raises:
+        ModuleError: It fails, or returns other tensors in training than in scoring.
+    """
+    try:
+        return preprocess.returning(preprocess(columns, 2))(columns, 2, Moment(0, 0))
+    except SparkTorchError:
+        raise
+    except Exception as error:
+        named = zip(preprocess.names, columns, strict=True)
+        kinds = (f"{name!r}: {' and '.join(type(part).__name__ for part in column)}" for name, column in named)
+        raise ModuleError(
+            f"preprocess failed on the first row: {type(error).__name__}: {error}",
+            hint=f"the columns arrive as {', '.join(kinds)}",
+            param="preprocess",
+        ) from error

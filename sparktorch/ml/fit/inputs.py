@@ -1,0 +1,76 @@
+"""Translates the Params that say how columns become tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pyspark import cloudpickle
+
+from sparktorch.base.config import one_of
+from sparktorch.data.columns import InputOptions
+from sparktorch.data.convert.preprocess import check_signature
+from sparktorch.errors import ConfigError
+from sparktorch.ml.params import InputParams
+from sparktorch.train.recipe.recipe import load_object
+
+__all__ = ["check_ships", "input_options", "preprocess_of"]
+
+
+def preprocess_of(params: InputParams) -> Any:
+    """Returns the callable, `None` where none is set.
+
+    Raises:
+        ConfigError: It is none that can be called as it should be, or cannot be shipped to the ranks.
+        ModuleError: There is nothing under its import path.
+    """
+    if not params.isSet("preprocess"):
+        return None
+    function = params.getPreprocess()
+    if isinstance(function, str):
+        function = load_object(function)
+    check_signature(function)
+    check_ships(function, "preprocess", param="preprocess", hint="make what it holds inside it")
+    return function
+
+
+def check_ships(value: Any, name: str, *, param: str, hint: str) -> None:
+    """Refuses what cannot be sent to the ranks.
+
+    Args:
+        value: What is sent, by the cloudpickle that Spark brings to its executors.
+        name: Names it in the message.
+        param: Where it comes from.
+        hint: What to do about it.
+
+    Raises:
+        ConfigError: It cannot be pickled.
+    """
+    try:
+        cloudpickle.dumps(value)  # type: ignore[no-untyped-call]  # pyspark's is untyped
+    except Exception as error:
+        raise ConfigError(f"{name} cannot be shipped to the ranks: {error}", hint=hint, param=param) from error
+
+
+def input_options(params: InputParams) -> InputOptions:
+    """Translates the Params.
+
+    Raises:
+        ConfigError: One of them is out of range.
+    """
+    policy = params.getNullPolicy()
+    one_of("nullPolicy", policy, ("error", "drop", "fill"))
+    if params.isSet("fillValue") and policy != "fill":
+        raise ConfigError(
+            f"fillValue is set, and nullPolicy is {policy!r}", hint="set nullPolicy='fill'", param="fillValue"
+        )
+    return InputOptions(
+        shapes={name: tuple(shape) for name, shape in params.getInputShapes().items()},
+        layouts=params.getInputLayouts(),
+        dtypes=params.getInputDtypes(),
+        limits=params.getMaxLengths(),
+        pads=params.getPadValues(),
+        assemble=params.getAssembleInputs(),
+        fill=params.getFillValue() if policy == "fill" else None,
+        drop=policy == "drop",
+        as_they_are=params.isSet("preprocess"),
+    )

@@ -1,0 +1,287 @@
+"""Saving and loading through Spark: JSON metadata as Spark ML writes it, and files in a Parquet data set.
+
+`<path>/metadata` is what `Pipeline` and `CrossValidator` read of any stage. `<path>/data` holds the
+files of the artifact as rows `(batch, name, part, content)`: a DataFrame can be written wherever Spark
+can write, on Connect too, where there is no other way to a remote file system. It is written and read a
+batch at a time, so that a model may be larger than what a job may bring to the driver.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import cloudpickle
+import pyarrow as pa
+from pyspark.ml.param import Params
+from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReader, MLWriter
+from pyspark.sql import SparkSession
+from pyspark.sql import functions as F
+
+from sparktorch.errors import PersistenceError
+from sparktorch.ml.summary import TrainingSummary
+from sparktorch.model.trained_module import TrainedModule
+from sparktorch.spark.compat import frame_of, ml_session
+from sparktorch.spark.session import switched_on
+from sparktorch.train.recipe.recipe import import_path, load_object
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from sparktorch.ml.model import TorchModelBase
+
+__all__ = ["EstimatorReader", "EstimatorWriter", "ModelReader", "ModelWriter", "read_local", "write_local"]
+
+R = TypeVar("R", bound=Any)
+
+# Pipelines and cross-validators hand options on neither to the writers nor to the readers of their stages.
+_FOR_ALL = "spark.sparktorch.allowPickle"
+_PART_BYTES = 16 << 20
+_BATCH_BYTES = 128 << 20
+_PICKLED = "params.pkl"
+
+
+class _Writer(MLWriter):
+    """Common to estimators and models."""
+
+    def __init__(self, instance: Params) -> None:
+        """Takes what is to be saved."""
+        super().__init__()
+        self._instance = instance
+
+    @property
+    def _allow_pickle(self) -> bool:
+        asked = self.optionMap.get("allowpickle")
+        return str(asked).lower() == "true" if asked else switched_on(self.sparkSession, _FOR_ALL)
+
+    def save(self, path: str) -> None:
+        """Saves to a path that Spark can write; refuses one that is taken unless `overwrite()` was called."""
+        self.saveImpl(path)
+
+    def _write_metadata(self, path: str, values: dict[str, Any], extra: dict[str, Any]) -> None:
+        text = DefaultParamsWriter._get_metadata_to_save(self._instance, ml_session(self.sparkSession), extra, values)
+        row = self.sparkSession.createDataFrame([(text,)], "value string").coalesce(1)
+        row.write.mode(self._mode).text(os.path.join(path, "metadata"))
+
+    def _write_files(self, path: str, directory: Path) -> None:
+        mode = self._mode
+        for number, chunks in enumerate(_grouped(directory)):
+            names, parts, contents = zip(*chunks, strict=True)
+            table = pa.table(
+                {
+                    "batch": pa.array([number] * len(parts), pa.int32()),
+                    "name": list(names),
+                    "part": pa.array(parts, pa.int32()),
+                    "content": list(contents),
+                }
+            )
+            frame_of(self.sparkSession, table).write.mode(mode).parquet(os.path.join(path, "data"))
+            mode = "append"
+
+    @property
+    def _mode(self) -> str:
+        return "overwrite" if self.shouldOverwrite else "error"
+
+
+class _Reader(MLReader[R]):
+    """Common to estimators and models."""
+
+    def __init__(self, cls: type[R]) -> None:
+        """Takes the class that is expected."""
+        super().__init__()
+        self._cls = cls
+        self._option: str | None = None
+
+    def option(self, key: str, value: Any) -> Self:
+        """Sets an option: `allowPickle` = `true` runs pickled code, from sources you trust."""
+        if key.lower() != "allowpickle":
+            raise PersistenceError(f"unknown option {key!r}", hint="did you mean 'allowPickle'?")
+        self._option = str(value)
+        return self
+
+    @property
+    def _allow_pickle(self) -> bool:
+        asked = self._option
+        return asked.lower() == "true" if asked else switched_on(self.sparkSession, _FOR_ALL)
+
+    def _check_class(self, path: str) -> dict[str, Any]:
+        metadata = DefaultParamsReader.loadMetadata(path, ml_session(self.sparkSession))
+        expected = f"{self._cls.__module__}.{self._cls.__name__}"
+        if metadata["class"] != expected:
+            raise PersistenceError(
+                f"{path} holds a {metadata['class']}", hint=f"load it with that class, not {expected}"
+            )
+        return metadata
+
+
+def _grouped(directory: Path) -> Iterator[list[tuple[str, int, bytes]]]:
+    """Yields the files of a directory as `(name, part, content)`, in lists that memory holds with ease."""
+    group: list[tuple[str, int, bytes]] = []
+    for path in sorted(directory.iterdir()):
+        with path.open("rb") as file:
+            for part in range(max(1, math.ceil(path.stat().st_size / _PART_BYTES))):
+                group.append((path.name, part, file.read(_PART_BYTES)))
+                if sum(len(content) for _, _, content in group) >= _BATCH_BYTES:
+                    yield group
+                    group = []
+    if group:
+        yield group
+
+
+def read_files(spark: SparkSession, path: str, directory: Path) -> None:
+    """Copies the files that were saved under `path` into a local directory."""
+    data = spark.read.parquet(os.path.join(path, "data"))
+    last = data.agg(F.max("batch")).head()
+    for batch in range(0 if last is None else last[0] + 1):
+        parts = data.where(F.col("batch") == batch).orderBy("name", "part").select("name", "content")
+        for name, content in parts.collect():
+            # Names come from a file somebody else may have written: none may leave the directory.
+            with (directory / Path(name).name).open("ab") as file:
+                file.write(content)
+
+
+def write_local(model: TorchModelBase, directory: Path, *, allow_pickle: bool) -> None:
+    """Writes a model, Params and summary included, as plain files into a local directory.
+
+    Raises:
+        PersistenceError: The module has no import path and `allow_pickle` is not set.
+    """
+    model.trained.save(directory, allow_pickle=allow_pickle)
+    form = {
+        "class": f"{type(model).__module__}:{type(model).__qualname__}",
+        "uid": model.uid,
+        "params": {param.name: value for param, value in model._paramMap.items()},
+        "summary": model.summary.to_dict() if model.hasSummary else None,
+    }
+    (directory / "model.json").write_text(json.dumps(form, indent=1))
+
+
+def read_local(directory: Path, *, allow_pickle: bool, cls: type[Any] | None = None) -> Any:
+    """Reads a model that `write_local` wrote.
+
+    Args:
+        directory: Where it lies.
+        allow_pickle: Whether pickled code may be run.
+        cls: The class that is expected; `None` for the one that was saved.
+
+    Raises:
+        PersistenceError: It is no such model, of a newer format, or pickled.
+    """
+    from sparktorch.ml.model import TorchModelBase
+
+    form = json.loads((directory / "model.json").read_text())
+    cls = cls or load_object(form["class"])
+    if not (isinstance(cls, type) and issubclass(cls, TorchModelBase)):
+        raise PersistenceError(f"{form['class']} is no model of sparktorch")
+    model = cls()
+    model._resetUid(form["uid"])
+    model._set(**form["params"])
+    course = TrainingSummary(**form["summary"]) if form["summary"] else None
+    return model._with(TrainedModule.load(directory, allow_pickle=allow_pickle), course)
+
+
+class ModelWriter(_Writer):
+    """Saves a fitted model."""
+
+    _instance: TorchModelBase
+
+    def saveImpl(self, path: str) -> None:
+        """Writes Params, summary and module under `path`."""
+        with tempfile.TemporaryDirectory() as temporary:
+            write_local(self._instance, Path(temporary), allow_pickle=self._allow_pickle)
+            values = {param.name: value for param, value in self._instance._paramMap.items()}
+            self._write_metadata(path, values, {})
+            self._write_files(path, Path(temporary))
+
+
+class ModelReader(_Reader[R]):
+    """Loads a fitted model."""
+
+    def load(self, path: str) -> R:
+        """Loads the model saved under `path`.
+
+        Raises:
+            PersistenceError: It is another class, of a newer format, or pickled.
+        """
+        self._check_class(path)
+        with tempfile.TemporaryDirectory() as temporary:
+            read_files(self.sparkSession, path, Path(temporary))
+            model: R = read_local(Path(temporary), allow_pickle=self._allow_pickle, cls=self._cls)
+        return model
+
+
+class EstimatorWriter(_Writer):
+    """Saves an estimator: Params as JSON, classes and functions as import paths."""
+
+    def saveImpl(self, path: str) -> None:
+        """Writes the Params under `path`.
+
+        Raises:
+            PersistenceError: A Param has no import path, and `allowPickle` is not set.
+        """
+        values: dict[str, Any] = {}
+        pickled: dict[str, Any] = {}
+        for param, value in self._instance._paramMap.items():
+            if _is_json(value):
+                values[param.name] = value
+            elif (target := import_path(value)) is not None:
+                values[param.name] = {"$import": target}
+            else:
+                pickled[param.name] = value
+        if pickled and not self._allow_pickle:
+            name = next(iter(pickled))
+            raise PersistenceError(
+                f"{name} has no import path that works outside this session",
+                hint="put it into a module file, or allow pickled code with .write().option('allowPickle', 'true'); "
+                f"for the stages of a pipeline, with spark.conf.set({_FOR_ALL!r}, 'true')",
+                param=name,
+            )
+        self._write_metadata(path, values, {"pickled": sorted(pickled)})
+        if pickled:
+            with tempfile.TemporaryDirectory() as temporary:
+                (Path(temporary) / _PICKLED).write_bytes(cloudpickle.dumps(pickled))
+                self._write_files(path, Path(temporary))
+
+
+class EstimatorReader(_Reader[R]):
+    """Loads an estimator."""
+
+    def load(self, path: str) -> R:
+        """Loads the estimator saved under `path`.
+
+        Raises:
+            PersistenceError: It is another class, or holds pickled Params.
+        """
+        metadata = self._check_class(path)
+        instance = self._cls()
+        instance._resetUid(metadata["uid"])
+        for name, value in metadata["paramMap"].items():
+            if isinstance(value, dict) and value.keys() == {"$import"}:
+                metadata["paramMap"][name] = load_object(value["$import"])
+        DefaultParamsReader.getAndSetParams(instance, metadata)
+        if metadata["pickled"]:
+            if not self._allow_pickle:
+                raise PersistenceError(
+                    f"the Params {', '.join(metadata['pickled'])} were pickled, and loading a pickle runs "
+                    "whatever is in it",
+                    hint="if you trust where it comes from: .read().option('allowPickle', 'true').load(path); for the "
+                    f"stages of a pipeline, spark.conf.set({_FOR_ALL!r}, 'true')",
+                )
+            with tempfile.TemporaryDirectory() as temporary:
+                read_files(self.sparkSession, path, Path(temporary))
+                pickled = cloudpickle.loads((Path(temporary) / _PICKLED).read_bytes())
+            instance._set(**pickled)
+        loaded: R = instance
+        return loaded
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        return bool(json.loads(json.dumps(value)) == value)
+    except (TypeError, ValueError):
+        return False

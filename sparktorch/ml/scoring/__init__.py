@@ -1,0 +1,1 @@
+"""What models offer besides `transform`: evaluation, single rows, metadata of output columns."""

@@ -1,0 +1,374 @@
+"""What a fitted model is worth on some rows: the figures of Spark's own summaries, under their names.
+
+The rows are scored once. A classifier's figures come from its confusion matrix, which one aggregation gives;
+the areas under curves and those of regression are computed by Spark's evaluators.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from pyspark.ml.evaluation import BinaryClassificationEvaluator, RegressionEvaluator
+from pyspark.sql import Column, DataFrame, Row
+from pyspark.sql import functions as F
+from pyspark.sql.types import StringType
+
+from sparktorch.errors import ColumnError
+from sparktorch.spark.column_names import ColumnNames, quoted
+from sparktorch.spark.frame.encoding import NUMERIC
+
+if TYPE_CHECKING:
+    from sparktorch.ml.classification import TorchClassificationModel
+    from sparktorch.ml.regression import TorchRegressionModel
+
+__all__ = [
+    "BinaryClassificationSummary",
+    "ClassificationSummary",
+    "RegressionSummary",
+    "evaluate_classifier",
+    "evaluate_regressor",
+]
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Summary:
+    """What all the evaluations have.
+
+    Attributes:
+        predictions: What `transform` makes of the rows; not kept, so that an action on it scores them again.
+        predictionCol: The column of predictions in it.
+        labelCol: The column of true values in it.
+        weightCol: The column of weights in it, which all figures heed; "" where every row counts the same.
+        numInstances: Number of rows.
+    """
+
+    predictions: DataFrame
+    predictionCol: str
+    labelCol: str
+    weightCol: str
+    numInstances: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassificationSummary(_Summary):
+    """A classifier's figures. Those by label are in the order of `labels`.
+
+    Attributes:
+        numClasses: Number of classes of the model.
+    """
+
+    numClasses: int
+    _groups: Floats = field(repr=False)  # label, prediction and the sum of the weights, of shape (groups, 3)
+
+    @property
+    def labels(self) -> list[float]:
+        """The classes that occur as labels, in ascending order."""
+        return [float(label) for label in np.unique(self._groups[:, 0])]
+
+    @property
+    def confusionMatrix(self) -> list[list[float]]:
+        """The weight of the rows of class `i` (row) that are predicted as class `j` (column)."""
+        matrix = np.zeros((self.numClasses, self.numClasses))
+        true, predicted = self._groups[:, :2].astype(np.int64).T
+        matrix[true, predicted] = self._groups[:, 2]
+        return [list(map(float, row)) for row in matrix]
+
+    @property
+    def accuracy(self) -> float:
+        """The share of the rows that are predicted right."""
+        return float(self._counts.hits.sum() / self._counts.true.sum())
+
+    @property
+    def truePositiveRateByLabel(self) -> list[float]:
+        """Of each class, the share of its rows that are predicted as it."""
+        return list(map(float, self._recall))
+
+    @property
+    def falsePositiveRateByLabel(self) -> list[float]:
+        """Of each class, the share of the other rows that are predicted as it; NaN where there are no others."""
+        return list(map(float, self._false_positives))
+
+    @property
+    def precisionByLabel(self) -> list[float]:
+        """Of each class, the share of what is predicted as it that is right; 0 where nothing is."""
+        return list(map(float, self._precision))
+
+    @property
+    def recallByLabel(self) -> list[float]:
+        """As `truePositiveRateByLabel`."""
+        return list(map(float, self._recall))
+
+    def fMeasureByLabel(self, beta: float = 1.0) -> list[float]:
+        """Of each class, the harmonic mean of precision and recall; `beta` is how much more recall counts."""
+        return list(map(float, self._f_measure(beta)))
+
+    @property
+    def weightedTruePositiveRate(self) -> float:
+        """The mean over all rows of the rate of their class."""
+        return self._mean(self._recall)
+
+    @property
+    def weightedFalsePositiveRate(self) -> float:
+        """The mean over all rows of the rate of their class."""
+        return self._mean(self._false_positives)
+
+    @property
+    def weightedPrecision(self) -> float:
+        """The mean over all rows of the precision of their class."""
+        return self._mean(self._precision)
+
+    @property
+    def weightedRecall(self) -> float:
+        """The mean over all rows of the recall of their class."""
+        return self._mean(self._recall)
+
+    def weightedFMeasure(self, beta: float = 1.0) -> float:
+        """The mean over all rows of the F-measure of their class."""
+        return self._mean(self._f_measure(beta))
+
+    @cached_property
+    def _counts(self) -> _Counts:
+        label, prediction = self._groups[:, :2].astype(np.int64).T
+        weight, hit = self._groups[:, 2], label == prediction
+        classes = np.unique(label)
+        classes_of = ((label, weight), (prediction, weight), (label[hit], weight[hit]))
+        return _Counts(*(np.bincount(of, w, self.numClasses)[classes] for of, w in classes_of))
+
+    @property
+    def _recall(self) -> Floats:
+        return _ratio(self._counts.hits, self._counts.true)
+
+    @property
+    def _precision(self) -> Floats:
+        return np.nan_to_num(_ratio(self._counts.hits, self._counts.predicted), nan=0.0)
+
+    @property
+    def _false_positives(self) -> Floats:
+        counts = self._counts
+        return _ratio(counts.predicted - counts.hits, counts.true.sum() - counts.true)
+
+    def _f_measure(self, beta: float) -> Floats:
+        precision, recall = self._precision, self._recall
+        measure = _ratio((1 + beta**2) * precision * recall, beta**2 * precision + recall)
+        return np.nan_to_num(measure, nan=0.0)
+
+    def _mean(self, by_label: Floats) -> float:
+        return float((by_label * self._counts.true).sum() / self._counts.true.sum())
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """The weight of the rows of each class that occurs: of those that are of it, predicted as it, and both."""
+
+    true: Floats
+    predicted: Floats
+    hits: Floats
+
+
+def _ratio(part: Floats, whole: Floats) -> Floats:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.asarray(part / whole)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BinaryClassificationSummary(ClassificationSummary):
+    """The figures of a classifier of two classes.
+
+    Attributes:
+        scoreCol: The column of probabilities in `predictions`.
+        areaUnderROC: The area under the receiver operating characteristic, as `BinaryClassificationEvaluator`
+            computes it.
+        areaUnderPR: The area under the curve of precision over recall.
+    """
+
+    scoreCol: str
+    areaUnderROC: float
+    areaUnderPR: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegressionSummary(_Summary):
+    """The figures of a regression, as `RegressionEvaluator` computes them.
+
+    Attributes:
+        meanSquaredError: The mean of the squared differences.
+        meanAbsoluteError: The mean of the absolute differences.
+        r2: The coefficient of determination.
+        explainedVariance: The variance of the predictions around the mean of the true values.
+    """
+
+    meanSquaredError: float
+    meanAbsoluteError: float
+    r2: float
+    explainedVariance: float
+
+    @property
+    def rootMeanSquaredError(self) -> float:
+        """The root of the mean of the squared differences."""
+        return math.sqrt(self.meanSquaredError)
+
+    @property
+    def residuals(self) -> DataFrame:
+        """The differences, true value - prediction, as a column `residuals`."""
+        label = ColumnNames.of(self.predictions).column(self.labelCol)
+        return self.predictions.select((label - quoted(self.predictionCol)).alias("residuals"))
+
+
+def evaluate_classifier(model: TorchClassificationModel, dataset: DataFrame) -> ClassificationSummary:
+    """Scores the rows and compares.
+
+    Args:
+        model: All of whose output columns have names.
+        dataset: The rows, with a column of true classes.
+
+    Raises:
+        ColumnError: A column is missing or no number, or a row has no weight, no prediction or no class of the model.
+    """
+    binary = model.numClasses == 2
+    score = [quoted(model.getProbabilityCol()).alias("score")] if binary else []
+    with _compared(model, dataset, *score, kept=binary) as (predictions, rows):
+        groups = rows.groupBy("label", "prediction").agg(*_totals()).collect()
+        found = _described(model, predictions, groups)
+        summed = np.array([(row["label"], row["prediction"], row["weight"]) for row in groups], np.float64)
+        _check_classes(summed[:, 0], model)
+        found |= {"numClasses": model.numClasses, "_groups": summed}
+        if not binary:
+            return ClassificationSummary(**found)
+        areas = BinaryClassificationEvaluator(rawPredictionCol="score", weightCol="weight")
+        return BinaryClassificationSummary(
+            **found,
+            scoreCol=model.getProbabilityCol(),
+            areaUnderROC=areas.setMetricName("areaUnderROC").evaluate(rows),
+            areaUnderPR=areas.setMetricName("areaUnderPR").evaluate(rows),
+        )
+
+
+def evaluate_regressor(model: TorchRegressionModel, dataset: DataFrame) -> RegressionSummary:
+    """Scores the rows and compares.
+
+    Args:
+        model: Whose output column has a name, and is a number.
+        dataset: The rows, with a column of true values.
+
+    Raises:
+        ColumnError: A column is missing or no number, or a row has no weight, no prediction or no true value.
+    """
+    with _compared(model, dataset, kept=True) as (predictions, rows):
+        found = _described(model, predictions, rows.agg(*_totals()).collect())
+        evaluator = RegressionEvaluator(weightCol="weight")
+        return RegressionSummary(
+            **found,
+            meanSquaredError=evaluator.setMetricName("mse").evaluate(rows),
+            meanAbsoluteError=evaluator.setMetricName("mae").evaluate(rows),
+            r2=evaluator.setMetricName("r2").evaluate(rows),
+            explainedVariance=evaluator.setMetricName("var").evaluate(rows),
+        )
+
+
+def _totals() -> list[Column]:
+    """Returns how many rows there are, and how many of them have what it takes to compare."""
+    return [
+        F.sum("weight").alias("weight"),
+        F.count(F.lit(1)).alias("rows"),
+        F.count("label").alias("labels"),
+        F.count("prediction").alias("predictions"),
+        F.sum(F.col("weight").between(0, F.lit(float(np.finfo(np.float64).max))).cast("int")).alias("weights"),
+    ]
+
+
+@contextmanager
+def _compared(
+    model: TorchClassificationModel | TorchRegressionModel, dataset: DataFrame, *more: Column, kept: bool
+) -> Iterator[tuple[DataFrame, DataFrame]]:
+    """Yields the rows as `transform` gives them, and `label`, `prediction` and `weight` alone, as double.
+
+    Args:
+        model: What scores.
+        dataset: The rows.
+        more: Columns of `transform` besides.
+        kept: Whether Spark keeps the latter until the block ends, so that several jobs score them once.
+    """
+    names, weight = ColumnNames.of(dataset), _weight_column(model)
+    for name in (model.getLabelCol(), *([weight] if weight else [])):
+        kind = names.type_of(name)
+        if not isinstance(kind, NUMERIC):
+            hint = "index it with StringIndexer, as for fit" if isinstance(kind, StringType) else ""
+            raise ColumnError(f"column {name!r} must be a number, but is {kind.simpleString()}", hint=hint, column=name)
+    predictions = model.transform(dataset)
+    rows = predictions.select(
+        _there(names.column(model.getLabelCol())).alias("label"),
+        _there(quoted(model.getPredictionCol())).alias("prediction"),
+        (_there(names.column(weight)) if weight else F.lit(1.0)).alias("weight"),
+        *more,
+    )
+    if kept:
+        rows.persist()
+    try:
+        yield predictions, rows
+    finally:
+        if kept:
+            rows.unpersist()
+
+
+def _there(column: Column) -> Column:
+    """Returns a number as double, null in place of NaN."""
+    return F.nanvl(column.cast("double"), F.lit(None).cast("double"))
+
+
+def _weight_column(model: TorchClassificationModel | TorchRegressionModel) -> str:
+    return model.getWeightCol() or "" if model.isDefined(model.weightCol) else ""
+
+
+def _described(
+    model: TorchClassificationModel | TorchRegressionModel, predictions: DataFrame, totals: list[Row]
+) -> dict[str, Any]:
+    """Returns the fields that all summaries have.
+
+    Raises:
+        ColumnError: There are no rows, or some lack what it takes to compare.
+    """
+    label, weight = model.getLabelCol(), _weight_column(model)
+    rows = sum(row["rows"] for row in totals)
+    if not rows:
+        raise ColumnError("the DataFrame has no rows", hint="check the filter or the path it comes from")
+    needed = (
+        ("labels", label, f"null or NaN in column {label!r}", "leave them out with a filter"),
+        ("weights", weight, f"null, NaN, infinite or negative in column {weight!r}", "leave them out with a filter"),
+        ("predictions", None, "without a prediction", "leave them out with handleInvalid='skip'"),
+    )
+    for count, column, what, hint in needed:
+        missing = rows - sum(row[count] or 0 for row in totals)
+        if missing:
+            raise ColumnError(f"{missing} rows are {what}", hint=hint, column=column)
+    return {
+        "predictions": predictions,
+        "predictionCol": model.getPredictionCol(),
+        "labelCol": label,
+        "weightCol": weight,
+        "numInstances": rows,
+    }
+
+
+def _check_classes(labels: Floats, model: TorchClassificationModel) -> None:
+    """Refuses labels that are no classes of the model.
+
+    Raises:
+        ColumnError: With one of them.
+    """
+    bad = labels[~np.isin(labels, np.arange(model.numClasses))]
+    if bad.size:
+        raise ColumnError(
+            f"column {model.getLabelCol()!r} holds {bad[0]:g}, and the model knows the classes 0 ... "
+            f"{model.numClasses - 1}",
+            hint="index the labels as they were for fit",
+            column=model.getLabelCol(),
+        )

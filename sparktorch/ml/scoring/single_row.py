@@ -1,0 +1,141 @@
+"""One row, scored in this process, without a Spark job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import pyarrow as pa
+from pyspark.ml.linalg import SparseVector, Vector
+from pyspark.sql import Row
+
+from sparktorch.data.columns import TensorSpec
+from sparktorch.data.convert.sql_types import arrow_type
+from sparktorch.data.convert.tensors import held
+from sparktorch.errors import ColumnError, nearest
+from sparktorch.model.trained_module import Scorer
+
+if TYPE_CHECKING:
+    from sparktorch.ml.model import TorchModelBase
+    from sparktorch.spark.scoring_udf import Scoring
+
+__all__ = ["score_row"]
+
+# Each with what it was built for. Beside the models, which are pickled where a user's function holds one.
+_scorers: WeakKeyDictionary[TorchModelBase, tuple[Scoring, Scorer]] = WeakKeyDictionary()
+
+
+def score_row(model: TorchModelBase, scoring: Scoring, row: Any, names: Sequence[str]) -> list[Any]:
+    """Scores one row.
+
+    Args:
+        model: What scores, on the CPU but where it is told to use an accelerator, such as "cuda".
+        scoring: How.
+        row: The value of the only input column, or a `Row` or mapping that has the input columns.
+        names: Which results to return, as `Scorer.score` names them.
+
+    Returns:
+        A number, or (nested) lists of numbers, per name; `None` for a row with a null in it, if that is kept.
+
+    Raises:
+        ColumnError: The row lacks an input, or has one of another type or shape than the model was fitted on.
+    """
+    columns = _columns(row, model._inputs())
+    known = _scorers.get(model)
+    if known is None or known[0] != scoring:
+        scorer = Scorer(
+            model.trained,
+            device="cpu" if scoring.device == "auto" else scoring.device,
+            precision=scoring.precision,
+            thresholds=scoring.thresholds,
+        )
+        known = _scorers[model] = scoring, scorer
+    return [column[0].as_py() for column in known[1].score_arrow(columns, names, keep_null=scoring.keep_null)]
+
+
+def _columns(row: Any, specs: Sequence[TensorSpec]) -> list[pa.Array]:
+    """Returns a row as columns of one row, as Spark would send them."""
+    single = specs[0] if len(specs) == 1 else None
+    given = row.asDict() if isinstance(row, Row) else row
+    takes_structs = single is not None and (single.kind == "any" or single.layout == "image")
+    if single is not None and (not isinstance(given, Mapping) or (takes_structs and single.column not in given)):
+        return [_column(given, single, single.column)]
+    names = [name for spec in specs for name in spec.sources or (spec.column,)]
+    if not isinstance(given, Mapping):
+        raise ColumnError(
+            f"the model takes several columns, {', '.join(names)}, and got one value", hint="pass a Row or a dict"
+        )
+    return [_column(_named(given, name), spec, name) for spec in specs for name in spec.sources or (spec.column,)]
+
+
+def _named(row: Mapping[str, Any], name: str) -> Any:
+    """Returns what a row has under a name: that of a column, or a path into structs."""
+    found, rest = row, [name] if _key(row, name) is not None else name.split(".")
+    for part in rest:
+        fields = found.asDict() if isinstance(found, Row) else found
+        key = _key(fields, part) if isinstance(fields, Mapping) else None
+        if key is None:
+            raise ColumnError(f"the row has no column {name!r}", hint=nearest(name, row), column=name)
+        found = fields[key]
+    return found
+
+
+def _key(fields: Mapping[str, Any], name: str) -> str | None:
+    """Returns the very name, or else one that differs in case alone."""
+    return name if name in fields else next((key for key in fields if key.lower() == name.lower()), None)
+
+
+def _column(value: Any, spec: TensorSpec, name: str) -> pa.Array:
+    """Returns a value as a column of one row.
+
+    Args:
+        value: The value.
+        spec: The input that it is, or is part of.
+        name: The column it comes from.
+    """
+    if isinstance(value, Vector):
+        return _vector(value, spec)
+    if isinstance(value, Row):
+        value = value.asDict(recursive=True)
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    try:
+        if spec.kind == "any":
+            return pa.array([value], arrow_type(spec.sql))
+        if spec.kind == "binary":
+            return _binary(value)
+        kind = pa.from_numpy_dtype(np.dtype(spec.dtype))
+        one_of_packed = spec.sources and not isinstance(value, Sequence)
+        for _ in range(0 if one_of_packed else len(spec.levels) + spec.ragged):
+            kind = pa.list_(kind)
+        # By way of the type that the value has: whole numbers, booleans and decimals are cast, as Spark casts them.
+        return held(pa.array([value]), spec).cast(kind, safe=False)
+    except pa.ArrowException as error:
+        raise ColumnError(
+            f"the value for column {name!r} does not fit: {error}",
+            hint=f"the model takes {spec.describe()}",
+            column=name,
+        ) from error
+
+
+def _vector(value: Any, spec: TensorSpec) -> pa.Array:
+    sparse = isinstance(value, SparseVector)
+    parts = {
+        "size": pa.array([len(value) if sparse else None], pa.int32()),
+        "indices": pa.array([value.indices.tolist() if sparse else []], pa.list_(pa.int32())),
+        "values": pa.array([value.values.tolist()]).cast(pa.list_(pa.from_numpy_dtype(np.dtype(spec.dtype)))),
+    }
+    return pa.StructArray.from_arrays(list(parts.values()), names=list(parts))
+
+
+def _binary(value: Any) -> pa.Array:
+    """Returns bytes, or what Spark's `binaryFile` and `image` sources give."""
+    if isinstance(value, Mapping) and "content" in value:
+        value = value["content"]
+    if not isinstance(value, Mapping):
+        return pa.array([None if value is None else bytes(value)], pa.binary())
+    kinds = {"height": pa.int32(), "width": pa.int32(), "nChannels": pa.int32(), "data": pa.binary()}
+    image = {name: value[name] for name in kinds} if value["data"] is not None else None
+    return pa.array([image], pa.struct(list(kinds.items())))

@@ -1,0 +1,264 @@
+"""A module as a `torch.export` program: its graph, for code that has no import path.
+
+The program takes the weights as an input, so the archive holds none: they stay in safetensors. It is
+the graph in evaluation mode. Reading a `.pt2` archive is as safe as what is in it: `torch.export.load`
+unpickles sample inputs and custom objects, resolves names, and evaluates symbolic expressions. What is
+written here has nothing to unpickle, and `check_archive` refuses anything else before torch sees it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import json
+import logging
+import re
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparktorch.data.columns import TensorSpec
+from sparktorch.errors import ModuleError
+from sparktorch.train.recipe.dry_run import ArgumentSpec
+
+__all__ = ["ExportError", "Program", "check_archive", "example_inputs", "export_program", "export_whole"]
+
+Inputs = Sequence[TensorSpec] | Sequence[ArgumentSpec]
+
+_EXAMPLE_ROWS = 3
+_EXAMPLE_LONGEST = 5
+_OPERATORS = r"torch\.ops\.(aten|prims)\.\w+\.\w+|_operator\.(getitem|add|sub|mul|neg|floordiv|mod|eq|ne|lt|le|gt|ge)"
+# Symbolic expressions are written as sympy's srepr: "Mul(Integer(8), Symbol('s21', positive=True))".
+_EXPRESSION = (
+    r"(?:\b(?:Add|Mul|Pow|Min|Max|Mod|PythonMod|FloorDiv|CeilDiv|Integer|Rational|Symbol|positive|nonnegative"
+    r"|integer|True|False)\b|'[su]\d+'|-?\d+(?!\d)|[(),= ])*"
+)
+_GUARD = r"(?:L\['inputs'\]\[\d+\]|\.size\(\)|\[\d+\]|[0-9+*()<>=! -]|//|%)*"
+_TEXT_RECORDS = ("archive_format", "archive_version", "version", "byteorder", "serialization_id")
+
+
+class ExportError(Exception):
+    """A module cannot be exported, or an archive is not one of ours; the message says why."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """An exported module, to be called like its class.
+
+    Attributes:
+        archive: The `.pt2` archive.
+        parameters: Names of the state's entries that are parameters; the others are buffers.
+    """
+
+    archive: bytes
+    parameters: tuple[str, ...]
+
+    def __call__(self, **state: torch.Tensor) -> nn.Module:
+        """Returns the module over the weights `state`."""
+        return _ExportedModule(self, state)
+
+
+def export_program(module: nn.Module, inputs: Inputs) -> Program:
+    """Exports a module in evaluation mode, for any number of rows.
+
+    Args:
+        module: The module, on the CPU.
+        inputs: What `forward` takes.
+
+    Raises:
+        ExportError: Its graph cannot be captured, or gives other results than the module.
+    """
+    state = _sorted(module.state_dict())
+    arguments = example_inputs(inputs)
+    shapes: Any = (dict.fromkeys(state), _any_rows(inputs))
+    with _quiet_export():
+        exported = torch.export.export(_OverState(module), (state, arguments), dynamic_shapes=shapes)
+        exported.example_inputs = None  # they would be pickled, and hold the weights
+        buffer = io.BytesIO()
+        torch.export.save(exported, buffer)
+    program = Program(buffer.getvalue(), tuple(name for name, _ in module.named_parameters(remove_duplicate=False)))
+    check_archive(program.archive)
+    _compare(module, program(**state), example_inputs(inputs, rows=_EXAMPLE_ROWS + 2, longest=_EXAMPLE_LONGEST + 2))
+    return program
+
+
+def export_whole(module: nn.Module, inputs: Inputs) -> bytes:
+    """Returns the `.pt2` archive of a module with its weights, to be called with its inputs alone.
+
+    Args:
+        module: The module in evaluation mode, on the CPU.
+        inputs: What `forward` takes.
+
+    Raises:
+        ExportError: Its graph cannot be captured.
+    """
+    arguments = example_inputs(inputs)
+    shapes: Any = _any_rows(inputs)
+    if any(p.kind is p.VAR_POSITIONAL for p in inspect.signature(module.forward).parameters.values()):
+        shapes = (shapes,)
+    with _quiet_export():
+        exported = torch.export.export(module, arguments, dynamic_shapes=shapes)
+        buffer = io.BytesIO()
+        torch.export.save(exported, buffer)
+    return buffer.getvalue()
+
+
+def example_inputs(
+    inputs: Inputs, rows: int = _EXAMPLE_ROWS, longest: int = _EXAMPLE_LONGEST
+) -> tuple[torch.Tensor, ...]:
+    """Returns the arguments of `forward` for some rows: noise, or zeros for integers, which may be indices.
+
+    Raises:
+        ExportError: An input is jagged or sparse, which `torch.export` cannot capture.
+    """
+    made: list[torch.Tensor] = []
+    for spec in inputs:
+        if spec.layout in ("jagged", "sparse_csr"):
+            named = f"column {spec.column!r}" if isinstance(spec, TensorSpec) else spec.name
+            raise ExportError(f"{named} is {spec.layout}, and no graph can take that")
+        padded = (longest,) if spec.layout == "padded" else ()
+        shape = (rows, *padded, *spec.shape)
+        dtype = getattr(torch, spec.dtype)
+        noise = torch.Generator().manual_seed(rows)
+        made.append(
+            torch.randn(shape, generator=noise, dtype=dtype)
+            if dtype.is_floating_point
+            else torch.full(shape, dtype == torch.bool, dtype=dtype)
+        )
+        if padded:
+            made.append(torch.arange(longest) <= torch.arange(rows)[:, None] % longest)
+    return tuple(made)
+
+
+def _any_rows(inputs: Inputs) -> tuple[Any, ...]:
+    """Returns the dynamic shapes of inputs of any number of rows, and any length where they are padded."""
+    dynamic = torch.export.Dim.DYNAMIC
+    shapes: list[Any] = []
+    for spec in inputs:
+        if isinstance(spec, ArgumentSpec):  # made by a callable, which may give other lengths another time
+            shapes.append({0: dynamic, **dict.fromkeys(range(1, len(spec.shape) + 1), torch.export.Dim.AUTO)})
+            continue
+        shapes += [{0: dynamic, 1: dynamic}] * 2 if spec.layout == "padded" else [{0: dynamic}]
+    return tuple(shapes)
+
+
+@contextmanager
+def _quiet_export() -> Iterator[None]:
+    """Turns every way in which an export fails into `ExportError`, without torch's printed reports."""
+    logger = logging.getLogger("torch")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with redirect_stderr(io.StringIO()), torch.no_grad():
+            yield
+    except Exception as error:  # torch.export raises whatever its passes raise
+        raise ExportError(str(error).strip().partition("\n")[0]) from error
+    finally:
+        logger.setLevel(level)
+
+
+def check_archive(archive: bytes) -> None:
+    """Refuses an archive that is more than a graph of torch's own operators.
+
+    Raises:
+        ExportError: Something in it would be unpickled or evaluated when it is loaded.
+    """
+    try:
+        with zipfile.ZipFile(io.BytesIO(archive)) as records:
+            for record in records.infolist():
+                _check_record(record.filename, records.read(record))
+    except (zipfile.BadZipFile, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ExportError(f"the archive cannot be read: {error}") from error
+
+
+def _check_record(path: str, content: bytes) -> None:
+    """Refuses a record that torch would unpickle, or whose strings it would evaluate."""
+    folder, _, name = path.rpartition("/")
+    if name.endswith("_config.json"):
+        entries = json.loads(content)["config"]
+        if any(
+            entry["use_pickle"] or not entry["path_name"].startswith(("tensor_", "weight_"))
+            for entry in entries.values()
+        ):
+            raise ExportError(f"{path} names pickled objects")
+    elif folder.endswith("/models") or folder == "models":
+        for key, text in _strings(json.loads(content)):
+            allowed = {"target": _OPERATORS, "expr_str": _EXPRESSION, "guards_code": _GUARD}.get(key)
+            if allowed is not None and not re.fullmatch(allowed, text):
+                raise ExportError(f"{path} holds the {key} {text!r}")
+    elif content and name not in _TEXT_RECORDS and not name.startswith(("tensor_", "weight_")):
+        raise ExportError(f"{path} would be unpickled")
+
+
+def _strings(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yields every string in a JSON value with the key that it stands under."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, Mapping):
+        for inner, item in value.items():
+            yield from _strings(item, inner)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _strings(item, key)
+
+
+def _sorted(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns the weights in the order of their names, which is part of what a program takes."""
+    return {name: state[name].detach() for name in sorted(state)}
+
+
+def _compare(module: nn.Module, exported: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+    """Refuses a graph that does not compute what the module computes."""
+    with torch.inference_mode():
+        try:
+            torch.testing.assert_close(exported(*inputs), module(*inputs), rtol=1e-4, atol=1e-5)
+        except (AssertionError, RuntimeError) as error:
+            raise ExportError(f"the graph differs from the module: {error}") from error
+
+
+class _OverState(nn.Module):
+    """A module as a function of its weights and its inputs."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._module = [module]  # out of sight of nn.Module: the weights come as an argument
+
+    def forward(self, state: dict[str, torch.Tensor], inputs: tuple[torch.Tensor, ...]) -> Any:
+        return torch.func.functional_call(self._module[0], state, inputs, tie_weights=False)
+
+
+class _ExportedModule(nn.Module):
+    """A program with its weights under the names they had in the module."""
+
+    def __init__(self, program: Program, state: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        with _quiet_export():
+            self._run = [torch.export.load(io.BytesIO(program.archive)).module()]
+        for name, value in state.items():
+            *path, leaf = name.split(".")
+            owner: nn.Module = self
+            for part in path:
+                if part not in owner._modules:
+                    owner.add_module(part, nn.Module())
+                owner = owner.get_submodule(part)
+            if name in program.parameters:
+                owner.register_parameter(leaf, nn.Parameter(value))
+            else:
+                owner.register_buffer(leaf, value)
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        return self._run[0](_sorted(self.state_dict()), inputs)
+
+    def train(self, mode: bool = True) -> _ExportedModule:
+        """Refuses the training mode, which the graph does not have."""
+        if mode:
+            raise ModuleError(
+                "this module was loaded from its exported graph, which is that of evaluation mode",
+                hint="to train on, make the module from its class and load_state_dict() these weights",
+            )
+        return super().train(mode)

@@ -1,0 +1,449 @@
+"""A trained module as a value: its code, its weights, the tensors it takes and gives. No pyspark.
+
+It scores Arrow columns, and it is a directory of plain files:
+
+    weights.safetensors   the weights
+    module.json           how to make the module, and its inputs and outputs
+    module.pt2            the module's graph, where its code has no import path
+    module.pkl            the module's code, pickled, where it has neither
+    preprocess.pkl        a callable that makes its inputs, pickled, where it has no import path
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from torch import nn
+
+from sparktorch.base.config import Precision, Task
+from sparktorch.base.state_dict import unpack_state
+from sparktorch.data.columns import TensorSpec
+from sparktorch.data.convert.checks import present
+from sparktorch.data.convert.preprocess import Function, Preprocess, check_signature
+from sparktorch.data.convert.tensors import fitting, held, packed, to_arrow
+from sparktorch.data.fields.base import Field
+from sparktorch.data.fields.registry import field_of
+from sparktorch.data.storage import InMemory
+from sparktorch.errors import ColumnError, PersistenceError
+from sparktorch.model.export import ExportError, Program, check_archive, export_program
+from sparktorch.train.numerics.determinism import tf32_allowed
+from sparktorch.train.recipe.dry_run import ArgumentSpec, OutputSpec
+from sparktorch.train.recipe.recipe import ModuleSource, Recipe, import_path, load_object
+from sparktorch.train.recipe.task import align, autocast
+
+__all__ = ["FORMAT_VERSION", "Scorer", "TrainedModule"]
+
+FORMAT_VERSION = 1
+
+_WEIGHTS = "weights.safetensors"
+_GRAPH = "module.pt2"
+_PICKLE = "module.pkl"
+_PREPROCESS = "preprocess.pkl"
+_IN_PIPELINE = "for the stages of a pipeline, spark.conf.set('spark.sparktorch.allowPickle', 'true'); in "
+_IN_PIPELINE += "sparktorch.tracking, allow_pickle=True"
+_OPT_IN = f".read().option('allowPickle', 'true').load(path); {_IN_PIPELINE}"
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedModule:
+    """A module's code and weights, and what goes in and comes out.
+
+    Attributes:
+        source: The module class, factory, import path or instance, or its exported graph.
+        params: Keyword arguments of the factory.
+        weights: The state dict as a safetensors file.
+        inputs: One spec per argument of `forward`.
+        outputs: What `forward` returns.
+        task: What the outputs mean.
+        preprocess: Makes the arguments of `forward` of the inputs, or its import path; `None` where they
+            are the arguments.
+        arguments: What `forward` gets from it.
+        returned: By what names, in the order of `arguments`.
+        labels: What the classes are called; `()` where that is not known.
+    """
+
+    source: ModuleSource | Program
+    params: Mapping[str, Any]
+    weights: bytes
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[OutputSpec, ...]
+    task: Task
+    preprocess: Function | None = None
+    arguments: tuple[ArgumentSpec, ...] | None = None
+    returned: tuple[str, ...] | None = None
+    labels: tuple[str, ...] = ()
+
+    @property
+    def takes(self) -> tuple[TensorSpec, ...] | tuple[ArgumentSpec, ...]:
+        """What `forward` gets."""
+        return self.inputs if self.arguments is None else self.arguments
+
+    def build(self, state: Mapping[str, torch.Tensor] | None = None) -> nn.Module:
+        """Returns the module with its trained weights, or with `state`, in evaluation mode, on the CPU."""
+        weights = unpack_state(self.weights) if state is None else state
+        if isinstance(self.source, Program):
+            return self.source(**weights).eval()
+        module = Recipe(module=self.source, module_params=self.params).build_module(seed=0)
+        module.load_state_dict(weights)
+        return module.eval()
+
+    def save(self, directory: Path, *, allow_pickle: bool = False) -> None:
+        """Writes the module into an existing directory.
+
+        Raises:
+            PersistenceError: The code has no import path, or parameters that are not JSON; its
+                graph cannot be exported; and `allow_pickle` is not set.
+        """
+        (directory / _WEIGHTS).write_bytes(self.weights)
+        form = {**self._describe(), "module": self._save_code(directory, allow_pickle)}
+        if self.preprocess is not None:
+            form["preprocess"] = self._save_preprocess(directory, allow_pickle)
+        (directory / "module.json").write_text(json.dumps(form, indent=1))
+
+    def _save_code(self, directory: Path, allow_pickle: bool) -> dict[str, Any]:
+        """Writes the code where it needs a file; returns how `load` finds it."""
+        if isinstance(self.source, Program):
+            return _write_program(self.source, directory)
+        path, params = self._path, dict(self.params)
+        if path is None:
+            why = f"the module {_named(self.source)} has no import path that works outside this session"
+        elif _is_json(params):
+            return {"path": path, "params": params}
+        else:
+            why = f"the parameters of {path} are not all numbers, strings, lists and dicts"
+        try:
+            return _write_program(export_program(self.build(), self.takes), directory)
+        except ExportError as error:
+            if allow_pickle:
+                import cloudpickle  # here, so that to score takes one package less
+
+                (directory / _PICKLE).write_bytes(cloudpickle.dumps((self.source, params)))
+                return {"pickle": _PICKLE}
+            raise PersistenceError(
+                f"{why}, and torch.export cannot capture its graph: {error}",
+                hint="put the class into a module file, or allow pickled code with "
+                f".write().option('allowPickle', 'true'); {_IN_PIPELINE}",
+            ) from error
+
+    def _save_preprocess(self, directory: Path, allow_pickle: bool) -> dict[str, str]:
+        """Writes the callable where it needs a file; returns how `load` finds it."""
+        path = import_path(self.preprocess)
+        if path is not None:
+            return {"path": path}
+        if not allow_pickle:
+            raise PersistenceError(
+                f"preprocess {_named(self.preprocess)} has no import path that works outside this session",
+                hint="put it into a module file, or allow pickled code with "
+                f".write().option('allowPickle', 'true'); {_IN_PIPELINE}",
+            )
+        import cloudpickle
+
+        (directory / _PREPROCESS).write_bytes(cloudpickle.dumps(self.preprocess))
+        return {"pickle": _PREPROCESS}
+
+    @classmethod
+    def load(cls, directory: Path, *, allow_pickle: bool = False) -> TrainedModule:
+        """Reads a module from a directory that `save` wrote.
+
+        Raises:
+            PersistenceError: The directory holds no module, one of a newer format, or pickled
+                code and `allow_pickle` is not set.
+        """
+        try:
+            form = json.loads((directory / "module.json").read_text())
+        except FileNotFoundError as error:
+            raise PersistenceError("this is no saved sparktorch model: module.json is missing") from error
+        if form["format"] > FORMAT_VERSION:
+            raise PersistenceError(
+                f"the model was saved in format {form['format']}, this version reads up to {FORMAT_VERSION}",
+                hint="upgrade sparktorch-estimator",
+            )
+        source, params = _load_code(directory, form["module"], allow_pickle)
+        return cls(
+            source=source,
+            params=params,
+            weights=(directory / _WEIGHTS).read_bytes(),
+            inputs=tuple(TensorSpec.from_dict(spec) for spec in form["inputs"]),
+            outputs=tuple(OutputSpec(spec["name"], tuple(spec["shape"])) for spec in form["outputs"]),
+            task=form["task"],
+            preprocess=_load_preprocess(directory, form.get("preprocess"), allow_pickle),
+            arguments=_arguments(form.get("arguments")),
+            returned=tuple(form["returned"]) if "returned" in form else None,
+            labels=tuple(form.get("labels", ())),
+        )
+
+    @property
+    def _path(self) -> str | None:
+        """The import path of the module's class or factory."""
+        return self.source if isinstance(self.source, str) else import_path(self.source)
+
+    def _describe(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT_VERSION,
+            "torch": torch.__version__,
+            "task": self.task,
+            "inputs": [spec.to_dict() for spec in self.inputs],
+            "outputs": [asdict(spec) for spec in self.outputs],
+            **({"arguments": [asdict(spec) for spec in self.arguments]} if self.arguments is not None else {}),
+            **({"returned": list(self.returned)} if self.returned is not None else {}),
+            **({"labels": list(self.labels)} if self.labels else {}),
+        }
+
+
+def _write_program(program: Program, directory: Path) -> dict[str, Any]:
+    (directory / _GRAPH).write_bytes(program.archive)
+    return {"program": _GRAPH, "parameters": list(program.parameters)}
+
+
+def _load_code(directory: Path, how: Mapping[str, Any], allow_pickle: bool) -> tuple[Any, Mapping[str, Any]]:
+    """Returns source and parameters as `_save_code` wrote them."""
+    if "path" in how:
+        made_by = load_object(how["path"])
+        if not (allow_pickle or (isinstance(made_by, type) and issubclass(made_by, nn.Module))):
+            raise PersistenceError(
+                f"the model is made by {how['path']}, which is no nn.Module class, and loading it calls that",
+                hint=f"if you trust where it comes from: {_OPT_IN}",
+            )
+        return how["path"], how["params"]
+    if "program" in how:
+        program = Program((directory / _GRAPH).read_bytes(), tuple(how["parameters"]))
+        if not allow_pickle:
+            try:
+                check_archive(program.archive)
+            except ExportError as error:
+                raise PersistenceError(
+                    f"the model's exported graph could run code of its own when it is loaded: {error}",
+                    hint=f"if you trust where it comes from: {_OPT_IN}",
+                ) from error
+        return program, {}
+    if allow_pickle:
+        source, params = pickle.loads((directory / _PICKLE).read_bytes())
+        return source, params
+    raise PersistenceError(
+        "the model's code was pickled, and loading a pickle runs whatever is in it",
+        hint=f"if you trust where it comes from: {_OPT_IN}",
+    )
+
+
+def _load_preprocess(directory: Path, how: Mapping[str, str] | None, allow_pickle: bool) -> Function | None:
+    """Returns the callable as `_save_preprocess` wrote it."""
+    if how is None:
+        return None
+    if "path" in how:
+        function = load_object(how["path"])
+        check_signature(function)  # what is called in scoring must have been made for it
+    elif allow_pickle:
+        function = pickle.loads((directory / _PREPROCESS).read_bytes())
+    else:
+        raise PersistenceError(
+            "the model's preprocess was pickled, and loading a pickle runs whatever is in it",
+            hint=f"if you trust where it comes from: {_OPT_IN}",
+        )
+    found: Function = function
+    return found
+
+
+def _arguments(forms: Sequence[Mapping[str, Any]] | None) -> tuple[ArgumentSpec, ...] | None:
+    if forms is None:
+        return None
+    return tuple(ArgumentSpec(f["name"], f["dtype"], tuple(f["shape"]), f["layout"]) for f in forms)
+
+
+class Scorer:
+    """Scores columns with one built module."""
+
+    def __init__(
+        self,
+        trained: TrainedModule,
+        *,
+        device: str = "cpu",
+        batch_size: int = 2048,
+        precision: Precision = "fp32",
+        compiled: bool = False,
+        thresholds: Sequence[float] | None = None,
+        weights: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        """Builds the module.
+
+        Args:
+            trained: What scores.
+            device: Where, as torch names it.
+            batch_size: The most rows that go through the module at a time.
+            precision: "bf16" and "fp16" run the module under autocast.
+            compiled: Whether the module goes through `torch.compile`.
+            thresholds: One per class of a classifier: the class with the largest probability / threshold is
+                predicted. `None` for the one with the largest score.
+            weights: The state dict to use in place of that in `trained`.
+        """
+        self._trained = trained
+        self._device = torch.device(device)
+        self._batch_size = batch_size
+        self._thresholds = None if thresholds is None else torch.tensor(thresholds, dtype=torch.float64)
+        names = [spec.column for spec in trained.inputs]
+        self._preprocess = (
+            None if trained.preprocess is None else Preprocess(trained.preprocess, names, trained.returned)
+        )
+        self._autocast = autocast(self._device, precision)
+        self._module: Any = trained.build(weights).to(self._device)
+        if compiled:
+            self._module = torch.compile(self._module, dynamic=True)
+
+    def score_arrow(
+        self, columns: Sequence[pa.Array], names: Sequence[str], *, keep_null: bool = False
+    ) -> list[pa.Array]:
+        """Scores one Arrow array per input.
+
+        Args:
+            columns: One array per input, of equal length; in place of an input that is packed of
+                several columns, those columns.
+            names: Which results to return, as `score` names them.
+            keep_null: Whether a row with a null in it gets a null result, and is no error.
+
+        Returns:
+            One array per name.
+
+        Raises:
+            ColumnError: A row is null or has another shape than the model was fitted on.
+        """
+        inputs = self._inputs(columns)
+        rows = present(inputs, self._trained.inputs) if keep_null else None
+        if rows is not None:
+            inputs = [column.filter(rows) for column in inputs]
+        results = self._score(inputs)
+        scored = [to_arrow(results[name]) for name in names]
+        if rows is None:
+            return scored
+        # Spread the results over the rows that had any.
+        places = pc.if_else(rows, pc.subtract(pc.cumulative_sum(rows.cast(pa.int64())), 1), None)
+        return [column.take(places) for column in scored]
+
+    def score(self, columns: Sequence[pa.Array]) -> dict[str, Array]:
+        """Scores one Arrow array per input.
+
+        Returns:
+            For a classifier `scores` and `probability` of shape `(rows, classes)` and `prediction`
+            of shape `(rows,)`, all float64, the latter NaN where a score is; for a regressor `prediction`,
+            float64; otherwise one array per output by its name, `prediction` if there is just one.
+
+        Raises:
+            ColumnError: A row is null or has another shape than the model was fitted on.
+        """
+        return self._score(self._inputs(columns))
+
+    def score_arrays(self, arrays: Sequence[Array]) -> dict[str, Array]:
+        """Scores one array of shape `(rows, ...)` per input; returns as `score`."""
+        return self.score([to_arrow(array) for array in arrays])
+
+    def _inputs(self, columns: Sequence[pa.Array]) -> list[pa.Array]:
+        """Returns one array per input, of one per input or of one per column that they are packed of."""
+        specs = self._trained.inputs
+        names = [name for spec in specs for name in spec.sources or (spec.column,)]
+        if len(columns) not in (len(specs), len(names)):
+            raise ColumnError(
+                f"the model takes {len(names)} columns, and got {len(columns)}",
+                hint=f"give it {', '.join(names)}, in this order",
+            )
+        if len(columns) != len(names):
+            return [held(fitting(column, spec), spec) for column, spec in zip(columns, specs, strict=True)]
+        rest, inputs = list(columns), []
+        for spec in specs:
+            own, rest = rest[: len(spec.sources) or 1], rest[len(spec.sources) or 1 :]
+            single = not spec.sources or pa.types.is_list(own[0].type)
+            inputs.append(held(fitting(own[0], spec), spec) if single else packed(own, spec))
+        return inputs
+
+    def _score(self, inputs: Sequence[pa.Array]) -> dict[str, Array]:
+        rows = len(inputs[0])
+        fields = []
+        for column, spec in zip(inputs, self._trained.inputs, strict=True):
+            field = field_of(spec, InMemory())
+            field.append(column)
+            field.finish()
+            if self._preprocess is None:
+                field.to(self._device)
+            fields.append(field)
+        pieces = max(1, math.ceil(rows / self._batch_size))
+        size = max(1, math.ceil(rows / pieces))  # of equal size, so that none is a tiny rest
+        parts = [
+            self._forward(self._arguments(fields, start, min(rows, start + size)))
+            for start in range(0, max(1, rows), size)
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+    def _arguments(self, fields: Sequence[Field], start: int, stop: int) -> tuple[torch.Tensor, ...]:
+        """Returns what the rows from `start` to `stop` are to `forward`."""
+        columns = [field.part(start, stop) for field in fields]
+        if self._preprocess is None:
+            return tuple(argument for column in columns for argument in column)
+        return tuple(tensor.to(self._device) for tensor in self._preprocess(columns, stop - start).values())
+
+    @torch.inference_mode()
+    def _forward(self, inputs: tuple[torch.Tensor, ...]) -> dict[str, Array]:
+        with self._autocast, tf32_allowed(False, self._device):
+            output = self._module(*inputs)
+        if self._trained.task == "classification":
+            return _classify(output.cpu().double(), self._thresholds)
+        if self._trained.task == "regression":
+            like = torch.empty(len(output)) if output.dim() == 1 or output.shape[1] == 1 else output
+            return {"prediction": align("regression", output, like)[0].cpu().double().numpy()}
+        named = output if isinstance(output, Mapping) else dict(enumerate(_tuple(output)))
+        single = len(self._trained.outputs) == 1
+        return {"prediction" if single else str(name): tensor.float().cpu().numpy() for name, tensor in named.items()}
+
+
+def _classify(scores: torch.Tensor, thresholds: torch.Tensor | None) -> dict[str, Array]:
+    if scores.dim() == 1 or scores.shape[1] == 1:  # one score: the logit of the second class
+        logit = scores.reshape(-1)
+        scores = torch.stack([-logit, logit], dim=1)
+        positive = torch.sigmoid(logit)
+        probability = torch.stack([1 - positive, positive], dim=1)
+    else:
+        probability = torch.softmax(scores, dim=1)
+    if thresholds is None:
+        prediction = scores.argmax(1).double()
+    else:  # 0 / 0 does not count, as in Spark
+        prediction = (probability / thresholds).nan_to_num(nan=-math.inf, posinf=math.inf).argmax(1).double()
+    prediction[scores.isnan().any(1)] = math.nan  # of no class
+    return {
+        "scores": scores.numpy(),
+        "probability": probability.numpy(),
+        "prediction": prediction.numpy(),
+    }
+
+
+def _tuple(output: Any) -> tuple[torch.Tensor, ...]:
+    return (output,) if isinstance(output, torch.Tensor) else tuple(output)
+
+
+def _is_json(value: Any) -> bool:
+    """Whether JSON gives the value back, tuples as lists at most."""
+    try:
+        return bool(json.loads(json.dumps(value)) == _listed(value))
+    except (TypeError, ValueError):
+        return False
+
+
+def _listed(value: Any) -> Any:
+    """Returns a value with its tuples as lists, which is all that JSON may change about it."""
+    if isinstance(value, Mapping):
+        return {key: _listed(item) for key, item in value.items()}
+    return [_listed(item) for item in value] if isinstance(value, tuple | list) else value
+
+
+def _named(source: Any) -> str:
+    return source if isinstance(source, str) else getattr(source, "__qualname__", type(source).__qualname__)

@@ -1,0 +1,1 @@
+"""A DataFrame prepared for training: columns checked and encoded, rows keyed and partitioned by rank."""

@@ -1,0 +1,356 @@
+"""How a column of the user's travels: what becomes of each type of Spark, and the expression that sends it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import cast
+
+import numpy as np
+from pyspark.ml.linalg import VectorUDT
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+from pyspark.sql import types as T
+
+from sparktorch.data.columns import DType, InputOptions, Kind, Layout, TensorSpec, input_name
+from sparktorch.errors import ColumnError, ConfigError
+from sparktorch.spark.column_names import ColumnNames, quoted_name
+from sparktorch.spark.compat import for_pandas
+from sparktorch.spark.frame.refusals import no_tensor
+from sparktorch.spark.launch.rank_task import told
+
+__all__ = [
+    "NUMERIC",
+    "column_of",
+    "exact",
+    "input_columns",
+    "is_numeric",
+    "kept_as",
+    "plan_inputs",
+]
+
+NUMERIC = (
+    *(T.ByteType, T.ShortType, T.IntegerType, T.LongType),
+    *(T.FloatType, T.DoubleType, T.DecimalType, T.BooleanType),
+)
+_INTEGRAL = NUMERIC[:4]
+_SQL_TYPES: dict[str, str] = {
+    "float32": "float",
+    "float64": "double",
+    "int64": "bigint",
+    "int32": "int",
+    "int16": "smallint",
+    "int8": "tinyint",
+}
+_NUMPY_TYPES = {sql: dtype for dtype, sql in _SQL_TYPES.items()} | {"boolean": "bool"}
+_NUMBERS = tuple(_SQL_TYPES.values())
+_LAYOUTS: dict[str, tuple[Layout, ...]] = {
+    "number": ("dense",),
+    "list": ("dense", "padded", "jagged"),
+    "vector": ("dense", "sparse_csr"),
+    "binary": ("raw", "image"),
+    "file": ("image",),
+}
+# Fields of what Spark's `image` and `binaryFile` sources give.
+_IMAGE_FIELDS = ("height", "width", "nChannels", "data")
+_FILE_FIELDS = ("path", "modificationTime", "length", "content")
+_CHANNELS = (1, 3, 4)
+_FLOAT_EXACT = 1 << 24  # float32 holds every whole number up to here
+# What a callable may get as it is, beside numbers, lists and structs.
+_PLAIN = (T.StringType, T.BinaryType, T.DateType, T.TimestampType, T.TimestampNTZType)
+
+
+def plan_inputs(columns: ColumnNames, names: Sequence[str], options: InputOptions) -> list[TensorSpec]:
+    """Returns one spec per argument of `forward`; lengths that only a row can tell are 0.
+
+    Raises:
+        ColumnError: A column is missing or has a type that cannot become a tensor.
+        ConfigError: An option does not fit its column's type.
+    """
+    options.check_names(names)
+    scalars = [name for name in names if isinstance(columns.type_of(name), NUMERIC)] if options.assemble else []
+    specs: list[TensorSpec] = []
+    for name in names:
+        wire = input_name(len(specs))
+        if name not in scalars:
+            specs.append(_spec(columns, name, wire, options))
+        elif name == scalars[0]:
+            specs.append(_packed(columns, scalars, wire, options))
+    return specs
+
+
+def _spec(columns: ColumnNames, name: str, wire: str, options: InputOptions) -> TensorSpec:
+    kind = columns.type_of(name)
+    element, depth = _element(kind)
+    if isinstance(kind, VectorUDT):
+        sort, usual = "vector", "float32"
+    elif options.as_they_are and not options.given_for(name) and not (_is_image(kind) or _is_file(kind)):
+        return _as_it_is(kind, name, wire, options)
+    elif isinstance(element, NUMERIC):
+        sort, usual = "list" if depth else "number", "int64" if isinstance(element, _INTEGRAL) else "float32"
+    elif isinstance(kind, T.BinaryType) and name in options.layouts:
+        sort, usual = "binary", "float32" if options.layouts[name] == "image" else ""
+    elif _is_image(kind) or _is_file(kind):
+        sort, usual = "file", "float32"
+    else:
+        raise no_tensor(kind, name)
+    layout = cast(Layout, options.layouts.get(name, _LAYOUTS[sort][0]))
+    dtype = options.dtypes.get(name, usual)
+    _check_options(name, kind, sort, layout, dtype, options)
+    _check_fill(name, options.fill, dtype, hint=f"or set inputDtypes={{{name!r}: 'float32'}}")
+    ragged = layout in ("padded", "jagged")
+    levels = (0,) * (depth - ragged) if sort == "list" else (0,) * (sort != "number")
+    shape = tuple(options.shapes.get(name, levels))
+    if name in options.shapes and len(levels) == 1:
+        levels = (math.prod(shape),)
+    return TensorSpec(
+        name=wire,
+        column=name,
+        dtype=cast(DType, dtype),
+        shape=shape,
+        kind=cast(Kind, {"list": "number", "file": "binary"}.get(sort, sort)),
+        layout=layout,
+        lists=levels if name in options.shapes and layout != "image" else None,
+        fill=options.fill,
+        limit=options.limits.get(name),
+        pad=options.pads.get(name, 0),
+        resize=layout == "image" and name in options.shapes,
+    )
+
+
+def _as_it_is(kind: T.DataType, name: str, wire: str, options: InputOptions) -> TensorSpec:
+    """Returns the spec of a column that a callable makes something of."""
+    sql = kept_as(kind)
+    if sql is None:
+        raise no_tensor(kind, name)
+    if isinstance(kind, NUMERIC):
+        _check_fill(name, options.fill, _NUMPY_TYPES[sql], hint="or cast the column to double")
+    return TensorSpec(name=wire, column=name, dtype="float32", kind="any", sql=sql, fill=options.fill)
+
+
+def kept_as(kind: T.DataType) -> str | None:
+    """Returns a type as SQL says it, doubles in place of decimals; `None` if Arrow columns of it are not kept."""
+    if isinstance(kind, T.ArrayType):
+        inner = kept_as(kind.elementType)
+        return None if inner is None else f"array<{inner}>"
+    if isinstance(kind, T.StructType):
+        fields = [(field.name, kept_as(field.dataType)) for field in kind.fields]
+        if any(inner is None for _, inner in fields):
+            return None
+        plain = {name for name, _ in fields if name.isascii() and name.isidentifier()}
+        named = (f"{name if name in plain else quoted_name(name)}:{inner}" for name, inner in fields)
+        return f"struct<{','.join(named)}>"
+    if isinstance(kind, T.DecimalType):
+        return "double"
+    if isinstance(kind, T.StringType):  # of any collation
+        return "string"
+    return kind.simpleString() if isinstance(kind, (*NUMERIC, *_PLAIN)) else None
+
+
+def _packed(columns: ColumnNames, names: list[str], wire: str, options: InputOptions) -> TensorSpec:
+    """Returns the spec of scalar columns that travel as one array."""
+    for name in names:
+        if given := options.given_for(name):
+            raise ConfigError(
+                f"{given[0]} names {name!r}, which assembleInputs packs together with the other scalar columns",
+                hint="leave one of them out",
+                param=given[0],
+            )
+    integral = all(isinstance(columns.type_of(name), _INTEGRAL) for name in names)
+    _check_fill(names[0], options.fill, "int64" if integral else "float32", hint="or cast a column to double")
+    return TensorSpec(
+        name=wire,
+        column=names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}",
+        dtype="int64" if integral else "float32",
+        shape=(len(names),),
+        sources=tuple(names),
+        fill=options.fill,
+    )
+
+
+def _check_fill(name: str, fill: float | None, dtype: str, *, hint: str) -> None:
+    """Refuses a filling that a dtype cannot hold."""
+    if fill is None:
+        return
+    with np.errstate(over="ignore", invalid="ignore"):
+        held = np.float64(fill).astype(dtype)
+    whole = np.dtype(dtype).kind != "f"
+    if (float(held) != fill) if whole else (np.isinf(held) and not math.isinf(fill)):
+        raise ConfigError(
+            f"fillValue is {fill:g}, which column {name!r}, {dtype}, cannot hold",
+            hint=f"set one that fits all the input columns, {hint}",
+            param="fillValue",
+        )
+
+
+def _check_options(name: str, kind: T.DataType, sort: str, layout: str, dtype: str, options: InputOptions) -> None:
+    """Refuses layouts, dtypes and lengths that a type cannot have."""
+    said = f"column {name!r} is {kind.simpleString()}"
+    if layout not in _LAYOUTS[sort]:
+        raise ConfigError(
+            f"{said}, which cannot be {layout!r}", hint=f"it can be {_either(_LAYOUTS[sort])}", param="inputLayouts"
+        )
+    if not dtype:
+        raise ConfigError(
+            f"{said}, and nothing says what its bytes are",
+            hint=f"set inputDtypes={{{name!r}: 'float32'}}, or another",
+            param="inputDtypes",
+        )
+    possible = {"binary": (dtype,), "vector": ("float32", "float64")}.get(sort, tuple(_SQL_TYPES))
+    if layout == "image":
+        possible = ("float32", "uint8")
+    if dtype not in possible:
+        raise ConfigError(f"{said}, which cannot become {dtype}", hint=f"use {_either(possible)}", param="inputDtypes")
+    if layout not in ("padded", "jagged") and name in options.limits:
+        raise ConfigError(
+            f"maxLengths names {name!r}, whose rows all have the same length",
+            hint=f"set inputLayouts={{{name!r}: 'padded'}}, if they do not",
+            param="maxLengths",
+        )
+    if layout != "padded" and name in options.pads:
+        raise ConfigError(f"padValues names {name!r}, which is not padded", param="padValues")
+    shape = options.shapes.get(name, (3, 0, 0))
+    if layout == "image" and (len(shape) != 3 or (shape[0] not in _CHANNELS and shape[2] not in _CHANNELS)):
+        raise ConfigError(
+            f"inputShapes[{name!r}] is {list(shape)}, and {said}",
+            hint="an image is [channels, height, width] or [height, width, channels], with 1, 3 or 4 channels",
+            param="inputShapes",
+        )
+    if layout == "sparse_csr" and name in options.shapes:
+        raise ConfigError(f"inputShapes names {name!r}, and sparse rows have no shape", param="inputShapes")
+
+
+def _element(kind: T.DataType) -> tuple[T.DataType, int]:
+    """Returns what arrays hold in the end, and how deep they are nested."""
+    depth = 0
+    while isinstance(kind, T.ArrayType):
+        kind, depth = kind.elementType, depth + 1
+    return kind, depth
+
+
+def is_numeric(kind: T.DataType) -> bool:
+    """Whether a type is a number, an array of them on any level, or an ML vector."""
+    return isinstance(kind, VectorUDT) or isinstance(_element(kind)[0], NUMERIC)
+
+
+def _is_image(kind: T.DataType) -> bool:
+    return isinstance(kind, T.StructType) and set(_IMAGE_FIELDS) <= set(kind.names)
+
+
+def _is_file(kind: T.DataType) -> bool:
+    return isinstance(kind, T.StructType) and set(_FILE_FIELDS) <= set(kind.names)
+
+
+def _either(names: Iterable[str]) -> str:
+    return " or ".join(map(repr, names))
+
+
+def exact(columns: ColumnNames, spec: TensorSpec, wire: Column) -> Column:
+    """Returns a wire column that fails on a whole number that packing with floats would make another one.
+
+    Args:
+        columns: The DataFrame's columns.
+        spec: The wire column.
+        wire: The expression for it.
+    """
+    wide = [name for name in spec.sources if isinstance(columns.type_of(name), (T.IntegerType, T.LongType))]
+    if spec.dtype != "float32" or not wide:
+        return wire
+    for name in wide:
+        column = columns.column(name)
+        error = ColumnError(
+            f"column {name!r} holds whole numbers beyond 2^24, which are packed with floats as float32 and would be "
+            "rounded: different ones would become the same",
+            hint=f"leave identifiers out of the inputs; where rounding is fine, cast(`{name}` as double)",
+            column=name,
+        )
+        wire = F.when(F.abs(column.cast("double")) > _FLOAT_EXACT, F.raise_error(F.lit(told(error)))).otherwise(wire)
+    return wire.alias(spec.name)
+
+
+def column_of(columns: ColumnNames, spec: TensorSpec) -> Column:
+    """Returns the expression that sends a column as the ranks and the scorers expect it."""
+    if spec.sources:
+        return F.array(*[columns.column(name).cast(_SQL_TYPES[spec.dtype]) for name in spec.sources]).alias(spec.name)
+    kind = columns.type_of(spec.column)
+    column = columns.column(spec.column)
+    if spec.kind == "any":
+        return (column if kind.simpleString() == spec.sql else column.cast(spec.sql)).alias(spec.name)
+    if isinstance(kind, VectorUDT):
+        return _vector(column, spec.dtype).alias(spec.name)
+    if isinstance(kind, T.BinaryType):
+        return column.alias(spec.name)
+    if _is_file(kind):
+        return column["content"].alias(spec.name)
+    if _is_image(kind):
+        fields = F.struct(*[column[name].alias(name) for name in _IMAGE_FIELDS])
+        readable = column["data"].isNotNull() & (column["height"] >= 0)  # to Spark's image source
+        return F.when(readable, fields).alias(spec.name)
+    element, depth = _element(kind)
+    if np.dtype(spec.dtype).kind == "i" and not _held(element, spec.dtype):
+        # What does not fit is null, for the null policy to judge: a cast would raise, or wrap, as ANSI mode says.
+        return F.expr(f"try_cast({columns.sql(spec.column)} as {_listed(spec.dtype, depth)})").alias(spec.name)
+    return column.cast(_listed(spec.dtype, depth)).alias(spec.name)
+
+
+def _held(kind: T.DataType, dtype: str) -> bool:
+    """Whether an integer dtype holds every value of a type."""
+    if isinstance(kind, T.BooleanType):
+        return True
+    wide = [sort for sort, width in zip(_INTEGRAL, (8, 16, 32, 64), strict=True) if width <= np.iinfo(dtype).bits]
+    return isinstance(kind, tuple(wide))
+
+
+def _listed(dtype: str, depth: int) -> str:
+    """Returns the SQL type of lists of a dtype, nested so deep."""
+    return "array<" * depth + _SQL_TYPES[dtype] + ">" * depth
+
+
+def _vector(column: Column, dtype: str) -> Column:
+    """Returns an ML vector as a struct of size (null if it is dense), indices and values.
+
+    Spark writes a null array to Arrow 15 times as slowly as an empty one, and dense vectors hold one
+    in place of their indices.
+    """
+    fields = F.unwrap_udt(column)
+    indices = F.coalesce(fields["indices"], F.array().cast("array<int>"))
+    parts = F.struct(
+        fields["size"].alias("size"),
+        indices.alias("indices"),
+        fields["values"].cast(_listed(dtype, 1)).alias("values"),
+    )
+    return F.when(column.isNotNull(), parts)
+
+
+def input_columns(dataset: DataFrame, specs: Sequence[TensorSpec]) -> list[Column]:
+    """Returns the columns of a DataFrame as the specs of a fitted model ask for them.
+
+    Raises:
+        ColumnError: A column is missing or has another type than the model was fitted on.
+    """
+    columns = ColumnNames.of(dataset)
+    for spec in specs:
+        for name in spec.sources or (spec.column,):
+            kind = columns.type_of(name)
+            if not _fits(kind, spec):
+                raise ColumnError(
+                    f"column {name!r} is {kind.simpleString()}, but the model was fitted on {spec.describe()}",
+                    column=name,
+                )
+    sent = [(spec, column_of(columns, spec)) for spec in specs]
+    return [for_pandas(column, columns.type_of(spec.column)) if spec.kind == "any" else column for spec, column in sent]
+
+
+def _fits(kind: T.DataType, spec: TensorSpec) -> bool:
+    """Whether columns of that type can be scored by a model with that input."""
+    element, depth = _element(kind)
+    if spec.kind == "any":
+        return kept_as(kind) == spec.sql or (isinstance(kind, NUMERIC) and spec.sql in _NUMBERS)
+    if isinstance(kind, VectorUDT):
+        return len(spec.levels) == 1 and not spec.ragged and spec.kind != "binary"
+    if spec.layout == "image" and (_is_file(kind) or _is_image(kind)):
+        return True
+    if isinstance(kind, T.BinaryType) or spec.kind == "binary":
+        return isinstance(kind, T.BinaryType) and spec.kind == "binary"
+    wanted = 0 if spec.sources else len(spec.levels) + spec.ragged
+    return isinstance(element, NUMERIC) and depth == wanted

@@ -1,0 +1,184 @@
+"""The first row that is fit to be looked at, and the lengths that only a row can tell."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from datetime import timezone
+from functools import reduce
+from operator import or_
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from py4j.protocol import Py4JError  # type: ignore[import-untyped]
+from pyspark.errors import PySparkException
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+from pyspark.sql import types as T
+
+from sparktorch.data.columns import Columns, TensorSpec
+from sparktorch.data.convert.checks import Screen
+from sparktorch.data.convert.sql_types import arrow_type
+from sparktorch.data.fields.images import image_size
+from sparktorch.errors import ColumnError
+from sparktorch.spark.frame.encoding import kept_as
+from sparktorch.spark.frame.nested import unfit
+from sparktorch.spark.launch.rank_task import failure_in
+
+__all__ = ["first_row", "measured"]
+
+_LOOKED_AT = (1, 64, 4096)
+
+
+def first_row(data: DataFrame, columns: Columns, *, filled: bool) -> pa.RecordBatch:
+    """Returns the first row that shows what there is to see, as a record batch.
+
+    Args:
+        data: The wire columns.
+        columns: What they are.
+        filled: Whether the ranks fill nulls in the inputs.
+
+    Raises:
+        ColumnError: There is no such row.
+    """
+    schema = data.schema
+    conditions = []
+    for spec in columns.tensors:  # what is never filled, labels and weights, must be there
+        drop = columns.drop_nulls or (filled and spec not in columns.inputs)
+        condition = _unfit(spec, schema[spec.name].dataType, drop=drop)
+        if condition is not None:
+            conditions.append(condition)
+    rows = data.where(~reduce(or_, conditions)) if conditions else data
+    for count in _LOOKED_AT:
+        found = _head(rows, count, schema)
+        # What Spark cannot see into, bytes, may still be a reason to leave rows out.
+        fit = Screen(columns).rows_of(found, first_row=0) if columns.drop_nulls else found
+        if fit.num_rows:
+            return fit.slice(0, 1)
+        if found.num_rows < count:
+            break
+    what = "no row without nulls, NaN, infinity or empty lists" if conditions else "no rows"
+    raise ColumnError(f"the DataFrame has {what}", hint="check the filter or the path it comes from")
+
+
+def _head(rows: DataFrame, count: int, schema: T.StructType) -> pa.RecordBatch:
+    """Returns the first rows as a record batch, as the ranks get it but for the time zone of timestamps, UTC."""
+    try:
+        found = rows.head(count)  # reads one partition; `limit(1).toArrow()` would run a task on every one
+    except (PySparkException, Py4JError) as error:  # pyspark 3.5 lets the latter through
+        failure = failure_in(str(error))
+        if failure is None:
+            raise
+        raise failure from None
+    values = [_instants(row.asDict(recursive=True), schema) for row in found]
+    kinds = [(field.name, arrow_type(str(kept_as(field.dataType)))) for field in schema.fields]
+    return pa.RecordBatch.from_pylist(values, pa.schema(kinds))
+
+
+def _instants(value: Any, kind: T.DataType) -> Any:
+    """Returns a value with its timestamps, which Spark hands out in the time zone of this process, in UTC."""
+    if value is None:
+        return None
+    if isinstance(kind, T.StructType):
+        return {field.name: _instants(value[field.name], field.dataType) for field in kind.fields}
+    if isinstance(kind, T.ArrayType):
+        return [_instants(element, kind.elementType) for element in value] if _timed(kind.elementType) else value
+    return value.astimezone(timezone.utc).replace(tzinfo=None) if isinstance(kind, T.TimestampType) else value
+
+
+def _timed(kind: T.DataType) -> bool:
+    return isinstance(kind, T.TimestampType | T.StructType | T.ArrayType)
+
+
+def _unfit(spec: TensorSpec, kind: T.DataType, *, drop: bool) -> Column | None:
+    """Returns whether the first row that is looked at cannot be one with this in a wire column.
+
+    It cannot be one that the ranks leave out or refuse whatever the null policy, nor one that does not show a shape
+    that only a row can tell.
+
+    Args:
+        spec: The column.
+        kind: Its type.
+        drop: Whether the ranks leave out rows with a null, NaN or infinity.
+
+    Returns:
+        A condition that is never null; `None` where any row will do.
+    """
+    column = F.col(spec.name)
+    shapeless = 0 in spec.levels
+    found = []
+    if drop:
+        found.append(unfit(spec, kind))
+    elif spec.fill is not None and shapeless:
+        found.append(_without_lists(column, kind))
+    if spec.ragged and shapeless:
+        found.append(F.coalesce(F.size(column) == 0, F.lit(False)))
+    return reduce(or_, found) if found else None
+
+
+def _without_lists(column: Column, kind: T.DataType) -> Column:
+    """Returns whether a value is null, or holds a list that is."""
+    if isinstance(kind, T.ArrayType) and isinstance(kind.elementType, T.ArrayType):
+        return column.isNull() | F.exists(column, lambda inner: _without_lists(inner, kind.elementType))
+    return column.isNull()
+
+
+def measured(spec: TensorSpec, sample: pa.RecordBatch) -> TensorSpec:
+    """Fills in the lengths that the first row shows; the ranks check every row.
+
+    Raises:
+        ColumnError: The first row is null or empty, where it is to show the lengths, or holds another number of
+            values than its shape.
+    """
+    if spec.sources or not spec.levels:
+        return _shaped(spec, ())
+    value = sample.column(spec.name)[0].as_py()
+    if spec.resize:
+        return spec
+    if spec.layout == "image" and value is not None:
+        height, width = (value["height"], value["width"]) if isinstance(value, dict) else image_size(value, spec)
+        return replace(spec, shape=(3, height, width))
+    if spec.kind == "vector" and value is not None:
+        found: tuple[int, ...] = (len(value["values"]) if value["size"] is None else value["size"],)
+    elif spec.kind == "binary" and value is not None:
+        found = (len(value) // np.dtype(spec.dtype).itemsize,)
+    else:
+        found = _lengths(value, len(spec.levels) + spec.ragged)[spec.ragged :]
+    if value is None or len(found) < len(spec.levels) or 0 in found:
+        if 0 not in spec.levels:
+            return _shaped(spec, spec.levels)
+        raise ColumnError(
+            f"column {spec.column!r} is {'null' if value is None else 'empty'} in the first row",
+            hint="drop such rows before fit, or set nullPolicy",
+            column=spec.column,
+        )
+    return _shaped(spec, found)
+
+
+def _shaped(spec: TensorSpec, levels: tuple[int, ...]) -> TensorSpec:
+    """Returns the spec for lists of those lengths, in the shape that was asked for or else in theirs."""
+    if spec.sources:
+        return spec
+    if spec.lists is None:
+        return replace(spec, shape=levels)
+    if math.prod(levels) != spec.width:
+        of = "each element of a row" if spec.ragged else "a row"
+        raise ColumnError(
+            f"{of} of column {spec.column!r} holds {math.prod(levels)} values, inputShapes says "
+            f"{list(spec.shape)}, which are {spec.width}",
+            hint="the ranks reshape each row, they neither pad nor cut it",
+            column=spec.column,
+        )
+    return replace(spec, lists=None if levels == spec.shape else levels)
+
+
+def _lengths(value: Any, depth: int) -> tuple[int, ...]:
+    """Returns the length of the first list of each level, as far down as there is one."""
+    found = []
+    for _ in range(depth):
+        if not isinstance(value, list):
+            break
+        found.append(len(value))
+        value = value[0] if value else None
+    return tuple(found)

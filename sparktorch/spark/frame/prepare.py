@@ -1,0 +1,140 @@
+"""The DataFrame before the job: validated, cast and keyed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pyarrow as pa
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
+from pyspark.sql import types as T
+
+from sparktorch.base.config import Task
+from sparktorch.data.columns import KEY, LABEL, VALIDATION, WEIGHT, Columns, InputOptions, TensorSpec
+from sparktorch.data.convert.preprocess import Function, Preprocess
+from sparktorch.spark.column_names import ColumnNames
+from sparktorch.spark.frame.encoding import NUMERIC, column_of, exact, is_numeric, plan_inputs
+from sparktorch.spark.frame.first_row import first_row, measured
+from sparktorch.spark.frame.nested import hashed
+from sparktorch.spark.frame.refusals import no_boolean, no_label, no_number
+
+__all__ = ["Frame", "prepare"]
+
+_NOTHING_ASKED = InputOptions()
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A DataFrame under its wire names, with its first row.
+
+    Attributes:
+        data: The wire columns.
+        columns: What they are; list widths as in the first row.
+        sample: The first row as a record batch.
+    """
+
+    data: DataFrame
+    columns: Columns
+    sample: pa.RecordBatch
+
+
+def prepare(
+    dataset: DataFrame,
+    task: Task,
+    *,
+    inputs: Sequence[str],
+    label: str | Sequence[str] | None,
+    weight: str | None = None,
+    validation: str | None = None,
+    key: str | None = None,
+    options: InputOptions = _NOTHING_ASKED,
+    preprocess: Function | None = None,
+    keyed: bool = True,
+) -> Frame:
+    """Selects, casts and names the training columns and reads the first row.
+
+    Args:
+        dataset: The user's DataFrame.
+        task: What the labels mean.
+        inputs: The input columns, in the order of the arguments of `forward`.
+        label: The label column, several scalar ones, or `None`.
+        weight: The column of sample weights.
+        validation: The boolean column that marks validation rows.
+        key: A column whose value identifies a row in place of its contents.
+        options: What is asked of the inputs besides.
+        preprocess: Makes the arguments of `forward` of them.
+        keyed: Whether rows get a key of all their contents; otherwise it leaves out what the ranks can make a digest
+            of, as `Columns.keyed` says.
+
+    Raises:
+        ColumnError: A column is missing or has a type that cannot be trained on, or there are no rows.
+        ConfigError: An option does not fit its column's type.
+    """
+    names = ColumnNames.of(dataset)
+    specs = plan_inputs(names, inputs, options)
+    columns = Columns(
+        inputs=tuple(specs),
+        label=None if label is None else _label(names, label, task),
+        validation=validation,
+        drop_nulls=options.drop,
+        preprocess=None if preprocess is None else Preprocess(preprocess, [spec.column for spec in specs]),
+        keyed=keyed or key is not None,
+    )
+    if weight is not None:
+        _require_number(names, weight)
+        columns = replace(columns, weight=TensorSpec(name=WEIGHT, column=weight, dtype="float32"))
+    wire = [
+        exact(names, spec, column_of(names, spec)) if spec in columns.inputs else column_of(names, spec)
+        for spec in columns.tensors
+    ]
+    if validation is not None:
+        if not isinstance(names.type_of(validation), T.BooleanType):
+            raise no_boolean(names.type_of(validation), validation)
+        wire.append(names.column(validation).alias(VALIDATION))
+    if key is not None:
+        wire.append(F.xxhash64(names.column(key)).alias(KEY))
+    data = dataset.select(*wire)
+    schema = data.schema
+    if key is None:
+        digested = [spec for spec in columns.tensors if keyed or not spec.digestible]
+        contents = [column for spec in digested for column in hashed(spec, schema[spec.name].dataType)]
+        if keyed and validation is not None:
+            contents.append(F.col(VALIDATION))
+        if contents:
+            data = data.withColumn(KEY, F.xxhash64(*contents))
+    sample = first_row(data, columns, filled=options.fill is not None)
+    columns = replace(
+        columns,
+        inputs=tuple(measured(spec, sample) for spec in columns.inputs),
+        label=measured(columns.label, sample) if columns.label else None,
+    )
+    return Frame(data, columns, sample)
+
+
+def _label(columns: ColumnNames, name: str | Sequence[str], task: Task) -> TensorSpec:
+    """Returns the spec of the label.
+
+    Classes travel uncut as double, so that 1.5 or NaN can be refused instead of becoming 1 or 0.
+    """
+    if task == "classification":
+        assert isinstance(name, str)
+        kind = columns.type_of(name)
+        if not isinstance(kind, NUMERIC):
+            raise no_label(kind, name, classes=True)
+        return TensorSpec(name=LABEL, column=name, dtype="float64")
+    names = [name] if isinstance(name, str) else list(name)
+    several = not isinstance(name, str)
+    for one in names:
+        if several:
+            _require_number(columns, one)
+        elif not is_numeric(columns.type_of(one)):
+            raise no_label(columns.type_of(one), one, classes=False)
+    (spec,) = plan_inputs(columns, names, InputOptions(assemble=several))
+    return replace(spec, name=LABEL, dtype="float32" if task == "regression" else spec.dtype)
+
+
+def _require_number(columns: ColumnNames, name: str) -> None:
+    kind = columns.type_of(name)
+    if not isinstance(kind, NUMERIC):
+        raise no_number(kind, name)

@@ -1,0 +1,100 @@
+"""What a user is told of a column whose type does not fit, and what to do about it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pyspark.sql import types as T
+
+from sparktorch.errors import ColumnError
+from sparktorch.spark.column_names import quoted_name
+
+__all__ = ["no_boolean", "no_label", "no_number", "no_tensor"]
+
+_PREPROCESS = "give a preprocess that makes tensors of it"
+_TIME = (
+    "take what matters as a number: a difference, timestampdiff(second, earlier, {0}), or a part, hour({0}); seconds "
+    "since 1970, {1}, want inputDtypes={{{2!r}: 'float64'}}, for float32 rounds them to 128 s; or " + _PREPROCESS
+)
+# What to do with types that have no numbers in them: {0} is the column in SQL, {2} its name.
+_INSTEAD: tuple[tuple[type[T.DataType], str], ...] = (
+    (
+        T.StringType,
+        "numbers as text, as a CSV file read without its schema has them: cast({0} as double); categories: index them "
+        "with StringIndexer; text: " + _PREPROCESS,
+    ),
+    (
+        T.DateType,
+        "take what matters as a number: a difference, datediff({0}, earlier), days since 1970, unix_date({0}), or a "
+        "part, month({0}); or " + _PREPROCESS,
+    ),
+    (T.TimestampType, _TIME.replace("{1}", "cast({0} as double)")),
+    (T.TimestampNTZType, _TIME.replace("{1}", "cast(cast({0} as timestamp) as double)")),
+    (
+        T.DayTimeIntervalType,
+        "take its length in seconds, cast(cast({0} as interval second) as decimal(18, 6)); extract is one field of it",
+    ),
+    (T.YearMonthIntervalType, "take its length in months, cast(cast({0} as interval month) as int)"),
+    (T.MapType, "take its values by key, {0}['key'], or as an array, map_values({0})"),
+    (T.StructType, "name its fields, {0}.field, as columns of their own, or " + _PREPROCESS),
+)
+
+
+def no_tensor(kind: T.DataType, name: str) -> ColumnError:
+    """Returns the error for an input that cannot become a tensor."""
+    sql = _sql(name)
+    hint = "inputs are numbers, booleans, (nested) arrays of them, ML vectors or bytes"
+    element, depth = kind, 0
+    while isinstance(element, T.ArrayType):
+        element, depth = element.elementType, depth + 1
+    if isinstance(kind, T.BinaryType):
+        hint = f"set inputLayouts={{{name!r}: 'image'}} for JPEG or PNG, or 'raw' and inputDtypes for tensors"
+    elif isinstance(element, T.StringType) and depth:
+        target = "array<" * depth + "double" + ">" * depth
+        hint = f"numbers as text: cast({sql} as {target}); words or categories: {_PREPROCESS}"
+    elif depth:
+        hint = f"{_PREPROCESS}, or take a number of each element, transform({sql}, x -> ...)"
+    elif isinstance(kind, T.UserDefinedType) and kind.module() == "pyspark.mllib.linalg":
+        hint = f"it is a vector of spark.mllib: MLUtils.convertVectorColumnsToML(df, {name!r}) makes one of spark.ml"
+    else:
+        hint = next((text.format(sql, "", name) for sort, text in _INSTEAD if isinstance(kind, sort)), hint)
+    return ColumnError(
+        f"column {name!r} is {kind.simpleString()}, which cannot become a tensor", hint=hint, column=name
+    )
+
+
+def no_label(kind: T.DataType, name: str, *, classes: bool) -> ColumnError:
+    """Returns the error for a label that is no number, or no array of them."""
+    if classes:
+        hint = "labels are the numbers 0, 1, ... of their classes"
+        if isinstance(kind, T.StringType):
+            indexed = f"{name}_index"
+            hint = (
+                f"index it: StringIndexer(inputCol={name!r}, outputCol={indexed!r}).fit(df).transform(df), then "
+                f"labelCol={indexed!r}; IndexToString turns predictions back"
+            )
+        return ColumnError(f"column {name!r} must be a number, but is {kind.simpleString()}", hint=hint, column=name)
+    hint = f"cast it: cast({_sql(name)} as double)" if isinstance(kind, T.StringType) else ""
+    return ColumnError(
+        f"column {name!r} must be a number or an array of numbers, but is {kind.simpleString()}",
+        hint=hint or "make a number of it before fit",
+        column=name,
+    )
+
+
+def no_number(kind: T.DataType, name: str) -> ColumnError:
+    """Returns the error for a column that is no number, where one is needed."""
+    hint = f"cast it: cast({_sql(name)} as double)" if isinstance(kind, T.StringType) else ""
+    return ColumnError(f"column {name!r} must be a number, but is {kind.simpleString()}", hint=hint, column=name)
+
+
+def no_boolean(kind: T.DataType, name: str) -> ColumnError:
+    """Returns the error for a column that is not boolean, where it should be."""
+    castable: tuple[Any, ...] = (T.NumericType, T.StringType)
+    hint = f"cast it: cast({_sql(name)} as boolean)" if isinstance(kind, castable) else "true marks validation rows"
+    return ColumnError(f"column {name!r} must be boolean, but is {kind.simpleString()}", hint=hint, column=name)
+
+
+def _sql(name: str) -> str:
+    """Returns a name as it stands in SQL, quoted where it must be."""
+    return name if name.replace(".", "_").isidentifier() else quoted_name(name)

@@ -1,0 +1,1 @@
+"""The barrier job and its tasks."""

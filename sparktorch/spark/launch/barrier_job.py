@@ -1,0 +1,148 @@
+"""Runs a function as the tasks of one barrier job: the tasks are the ranks."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import pyarrow as pa
+from pyspark.resource import ResourceProfile
+from pyspark.sql import DataFrame, SparkSession
+
+from sparktorch.base.config import Device
+from sparktorch.distributed.monitor import Observer, Patience, Watch
+from sparktorch.distributed.root_cause import Causes
+from sparktorch.distributed.server import ControlServer, Rendezvous
+from sparktorch.errors import ClusterError, ConfigError, ModuleError
+from sparktorch.spark.compat import Collect, on_barrier
+from sparktorch.spark.launch.rank_task import RESULT_SCHEMA, Body, RankTask, assemble
+from sparktorch.spark.launch.spark_job import Job, new_tag
+from sparktorch.spark.session import driver_address, is_connect
+from sparktorch.spark.shipping import ShippingError, send
+from sparktorch.train.recipe.recipe import SHIPPING_HINT
+
+__all__ = ["Launch", "run_ranks"]
+
+_POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """How the ranks are launched.
+
+    Attributes:
+        world_size: Number of ranks.
+        device: What the ranks are to train on.
+        rendezvous: Who hosts the store: the driver, rank 0, or the driver wherever executors can
+            reach it.
+        profile: The resource profile of the tasks, `None` for the session's own.
+        patience: How long the driver waits for ranks.
+        log_level: From which level on the driver shows what ranks log and print.
+        tag: Spark's tag of the job, of its own in each attempt.
+    """
+
+    world_size: int
+    device: Device = "auto"
+    rendezvous: Literal["auto", "driver", "rank0"] = "auto"
+    profile: ResourceProfile | None = None
+    patience: Patience = field(default_factory=Patience)
+    log_level: int = logging.WARNING
+    tag: str = field(default_factory=new_tag)
+
+
+def run_ranks(data: DataFrame, body: Body, launch: Launch, observer: Observer) -> list[tuple[dict[str, Any], bytes]]:
+    """Runs `body` once per partition, all at the same time, and returns what the ranks hand back.
+
+    Args:
+        data: As many partitions as there are ranks.
+        body: Called in each rank with its record batches, its `World` and its `Link`.
+        launch: How the ranks are launched.
+        observer: Told about progress while the job runs.
+
+    Returns:
+        `(meta, payload)` of every rank, by rank.
+
+    Raises:
+        SparkTorchError: A rank failed; the first cause, with rank, host and the rank's traceback.
+        KeyboardInterrupt: Passed on after the job has been cancelled.
+    """
+    spark = data.sparkSession
+    with ExitStack() as stack:
+        server = _control_server(spark, launch)
+        if server is not None:
+            stack.enter_context(closing(server))
+        job = Job(spark, _plan(data, body, launch, server.rendezvous if server else None), launch.tag)
+        watch = Watch(
+            server,
+            launch.world_size,
+            observer,
+            launch.patience,
+            log_level=launch.log_level,
+            is_starved=job.is_starved,
+        )
+        causes = Causes(watch)
+        job.start()
+        try:
+            while not job.wait(_POLL_SECONDS):
+                watch.look()
+            watch.look()
+        except BaseException:  # an interrupt, or ranks that stand still
+            if server is not None:
+                server.cancel()
+            job.cancel()
+            raise
+        if job.error is not None:
+            raise causes.of(job.error) from (None if server else job.error)
+    return assemble(job.rows, launch.world_size)
+
+
+def _control_server(spark: SparkSession, launch: Launch) -> ControlServer | None:
+    if launch.rendezvous == "rank0":
+        return None
+    address = driver_address(spark)
+    if address is None:
+        if launch.rendezvous == "driver":
+            raise ConfigError(
+                "rendezvous='driver', but this process is a Connect client on another machine",
+                hint="use rendezvous='auto' or 'rank0'",
+                param="rendezvous",
+            )
+        return None
+    try:
+        return ControlServer(*address)
+    except OSError as error:
+        if launch.rendezvous == "auto" and is_connect(spark):
+            return None  # the server's address, seen through a tunnel, is none of this machine's
+        raise ClusterError(
+            f"cannot listen on {address[0]!r}: {error}",
+            hint="set spark.driver.bindAddress to an address of this machine that executors reach",
+        ) from error
+
+
+def _plan(data: DataFrame, body: Body, launch: Launch, rendezvous: Rendezvous | None) -> Collect:
+    try:
+        sent = send(data.sparkSession, body)
+    except ShippingError as error:
+        raise ModuleError(
+            f"the module, loss or optimizer cannot be shipped to the ranks: {error}", hint=SHIPPING_HINT
+        ) from error.__cause__
+    task = pickle.dumps(RankTask(launch.world_size, launch.device, rendezvous, launch.log_level))
+
+    def run(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        import gc
+        import pickle
+
+        # The first thing a rank does is to import torch: objects by the hundred thousand, none of
+        # them garbage. To look for some meanwhile takes a good part of the time.
+        gc.disable()
+        try:
+            rank_task: RankTask = pickle.loads(task)
+        finally:
+            gc.enable()
+        return rank_task(batches, sent)
+
+    return on_barrier(data, run, RESULT_SCHEMA, launch.profile)

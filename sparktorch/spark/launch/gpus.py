@@ -1,0 +1,132 @@
+"""Which device a rank trains on: GPU addresses from Spark, one rank per GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pyspark
+import torch
+from pyspark.resource import ResourceProfile, ResourceProfileBuilder, TaskResourceRequests
+from pyspark.sql import SparkSession
+
+from sparktorch.base.config import Device
+from sparktorch.base.devices import accelerator, device_count, visible_devices
+from sparktorch.errors import ClusterError
+from sparktorch.spark.compat import gives_profiles
+from sparktorch.spark.session import is_local, setting
+
+__all__ = ["AMOUNT", "choose_device", "device_index", "gpu_profile", "has_gpus"]
+
+AMOUNT = "spark.executor.resource.gpu.amount"
+TASK_AMOUNT = "spark.task.resource.gpu.amount"
+
+
+def gpu_profile(spark: SparkSession, device: Device, world_size: int) -> ResourceProfile | None:
+    """Returns the resource profile that gives every rank one whole GPU, where one is needed.
+
+    Args:
+        spark: The session.
+        device: What the user asked for.
+        world_size: Number of ranks.
+
+    Returns:
+        A profile of task resources, or `None` where the session's own task resources already
+        give one GPU a task, or where no GPU is wanted.
+
+    Raises:
+        ClusterError: A GPU was asked for and there is none; or this session cannot ask Spark for one a rank.
+    """
+    if device == "cpu":
+        return None
+    if is_local(spark):  # resource profiles are refused there
+        if device != "auto" and (count := device_count(device)) < world_size:
+            advice = f"set numWorkers={count}, or device='cpu' or 'auto'"
+            if not count:
+                advice = f"is torch {torch.__version__} a build for it, and its driver installed? Else set device='cpu'"
+            raise ClusterError(
+                f"device={device!r} with numWorkers={world_size}, but torch sees {count} such devices on this machine",
+                hint=advice,
+            )
+        return None
+    if float(setting(spark, AMOUNT, "0")) < 1:
+        if device != "auto":
+            raise ClusterError(
+                f"device={device!r}, but the executors have no GPU",
+                hint=f"start the session with {AMOUNT}=1 and "
+                "spark.executor.resource.gpu.discoveryScript=conf/gpu_discovery.sh, or set device='cpu'",
+            )
+        return None
+    if float(setting(spark, TASK_AMOUNT, "0")) >= 1:
+        return None
+    cpus = int(setting(spark, "spark.task.cpus", "1"))
+    if not gives_profiles():
+        raise ClusterError(
+            f"pyspark {pyspark.__version__} cannot ask Spark for a GPU a worker",
+            hint=f"start the session with {TASK_AMOUNT}=1, which holds for the tasks of all jobs, "
+            f"or set device='cpu'; pyspark 4.0 and newer ask by themselves",
+        )
+    requests = TaskResourceRequests().cpus(cpus).resource("gpu", 1)
+    return ResourceProfileBuilder().require(requests).build
+
+
+def has_gpus(spark: SparkSession, device: Device) -> bool:
+    """Whether ranks are given accelerators, as far as the driver can tell."""
+    if device in ("auto", "cpu"):
+        return device == "auto" and (device_count() > 0 if is_local(spark) else float(setting(spark, AMOUNT, "0")) >= 1)
+    return True
+
+
+def choose_device(device: Device, addresses: Sequence[str], *, local_rank: int, local_size: int) -> str:
+    """Returns the torch device of one rank; runs in the rank.
+
+    Args:
+        device: What the user asked for.
+        addresses: The GPU addresses Spark gave this task; empty where it gives none.
+        local_rank: This rank's index among the ranks on its host.
+        local_size: Number of ranks on its host.
+
+    Raises:
+        ClusterError: A GPU was asked for, or assigned, that torch cannot use.
+    """
+    kind = accelerator() if device == "auto" else device
+    count = device_count(kind)
+    if device == "cpu" or (device == "auto" and not addresses and count < local_size):
+        return "cpu"
+    index = device_index(addresses[0], visible_devices(kind or "cuda")) if addresses else local_rank
+    if kind is None or index >= count:
+        raise ClusterError(
+            f"this task was to use {kind or 'GPU'} device {index}, but torch sees {count}",
+            hint=f"is torch {torch.__version__} a build for such devices where tasks run, and does the GPU discovery "
+            "script, where Spark has one, list the devices that torch sees? device='cpu' does without",
+            gpu_addresses=list(addresses) or None,
+        )
+    return f"{kind}:{index}"
+
+
+def device_index(address: str, visible: str | None) -> int:
+    """Returns the index by which torch knows the device at a GPU address from Spark.
+
+    Spark's addresses are those of the machine; where a variable such as `CUDA_VISIBLE_DEVICES` hides some devices,
+    torch counts only the visible ones.
+
+    Args:
+        address: A device index or UUID, as the discovery script printed it.
+        visible: The value of that variable, `None` where it is not set.
+
+    Raises:
+        ClusterError: The address is not visible.
+    """
+    if not visible:
+        if address.isdigit():
+            return int(address)
+        raise ClusterError(
+            f"GPU address {address!r} is no device index",
+            hint="let the discovery script print indices, or set CUDA_VISIBLE_DEVICES to the UUIDs",
+        )
+    devices = [entry.strip() for entry in visible.split(",")]
+    if address not in devices:
+        raise ClusterError(
+            f"Spark assigned GPU {address}, which CUDA_VISIBLE_DEVICES={visible} hides",
+            hint="make the discovery script list the visible devices, or unset CUDA_VISIBLE_DEVICES",
+        )
+    return devices.index(address)

@@ -1,0 +1,180 @@
+"""The rank's side of a barrier job: a task finds its place, opens its line, runs the body, reports."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import secrets
+import socket
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
+
+import pyarrow as pa
+from pyspark import BarrierTaskContext
+from pyspark.sql import Row
+
+from sparktorch.base.config import Device
+from sparktorch.base.world import World
+from sparktorch.distributed.client import Link, connect
+from sparktorch.distributed.log_capture import Console
+from sparktorch.distributed.server import Rendezvous, host_store
+from sparktorch.errors import ClusterError, RankError, RankLostError, SparkTorchError
+from sparktorch.spark.checks.executor_probe import address_towards, host_of
+from sparktorch.spark.launch.gpus import choose_device
+from sparktorch.spark.shipping import Sent
+
+__all__ = ["RESULT_SCHEMA", "UNREACHED_HINT", "Body", "RankTask", "Result", "assemble", "failure_in", "told"]
+
+UNREACHED_HINT = (
+    "open the ephemeral ports of its host to the executors, set spark.driver.host to an address they reach, or let a "
+    "rank host it with rendezvous='rank0'"
+)
+
+RESULT_SCHEMA = "rank int, meta string, payload binary"
+
+_CHUNK_BYTES = 16 << 20
+_FAILURE_MARK = "sparktorch-failure:"
+_REACH_SECONDS = 10.0
+
+
+class Result(Protocol):
+    """What a rank hands back; see `sparktorch.worker.RankResult`."""
+
+    meta: dict[str, Any]
+    payload: bytes
+
+
+class Body(Protocol):
+    """What a rank runs; see `sparktorch.worker.train_partition`."""
+
+    def __call__(self, batches: Iterator[pa.RecordBatch], *, world: World, link: Link) -> Result:
+        """Turns the rank's record batches into its result."""
+        ...
+
+
+class RankTask:
+    """One barrier task: finds its place, opens its line, runs the body, reports or returns."""
+
+    def __init__(self, world_size: int, device: Device, rendezvous: Rendezvous | None, log_level: int) -> None:
+        """Takes what all ranks have in common."""
+        self._world_size = world_size
+        self._device = device
+        self._rendezvous = rendezvous
+        self._log_level = log_level
+
+    def __call__(self, batches: Iterator[pa.RecordBatch], sent: Sent) -> Iterator[pa.RecordBatch]:
+        """Runs the body that was sent, a `Body`, on the task's batches and yields its result as record batches.
+
+        The body is unpickled where a failure to can be reported.
+        """
+        started = time.perf_counter()
+        gc.freeze()  # what is imported, out of the collection that pyspark runs after every task
+        context = BarrierTaskContext.get()
+        assert isinstance(context, BarrierTaskContext)
+        world = _world(context, self._world_size)
+        rendezvous = self._rendezvous
+        hosted_by_rank0 = rendezvous is None
+        if rendezvous is None:
+            rendezvous, _store = _meet_at_rank0(context, world)
+        _reach(rendezvous, world)
+        world = replace(world, address=address_towards(rendezvous.host))
+        open_store = partial(connect, rendezvous.host, rendezvous.port, rendezvous.prefix)
+        link = Link(open_store, world, console=Console(self._log_level))
+        opened = time.perf_counter() - started
+        with link.beating():
+            try:
+                gpus = context.resources().get("gpu")
+                addresses = gpus.addresses if gpus else []
+                hosts = [info.address for info in context.getTaskInfos()]
+                local = [host_of(host) for host in hosts].count(world.host)
+                device = choose_device(self._device, addresses, local_rank=world.local_rank, local_size=local)
+                body: Body = sent.load()
+                result = body(batches, world=replace(world, device=device), link=link)
+                if hosted_by_rank0:
+                    link.leave()
+            except Exception as error:
+                raise _marked(link.fail(error)) from None
+        result.meta.setdefault("seconds", {})["connect"] = opened
+        yield from _chunks(world.rank, result)
+
+
+def _world(context: BarrierTaskContext, world_size: int) -> World:
+    hosts = [host_of(info.address) for info in context.getTaskInfos()]
+    if len(hosts) != world_size:
+        raise RuntimeError(f"{len(hosts)} barrier tasks for a world size of {world_size}")
+    rank = context.partitionId()
+    return World(
+        rank=rank,
+        world_size=world_size,
+        local_rank=hosts[:rank].count(hosts[rank]),
+        host=hosts[rank],
+        threads=max(1, context.cpus()),
+    )
+
+
+def _meet_at_rank0(context: BarrierTaskContext, world: World) -> tuple[Rendezvous, Any]:
+    """Lets rank 0 host the store; its address travels by `allGather`, which costs a second."""
+    store = None
+    offer = ""
+    if world.is_main:
+        host = host_of(context.getTaskInfos()[0].address)
+        store, port = host_store(host)
+        offer = json.dumps([host, port, secrets.token_hex(16)])
+    host, port, prefix = json.loads(context.allGather(offer)[0])
+    return Rendezvous(host, port, prefix), store
+
+
+def _reach(rendezvous: Rendezvous, world: World) -> None:
+    """Refuses a store that is out of reach: torch tries for a minute, whatever the reason."""
+    try:
+        socket.create_connection((rendezvous.host, rendezvous.port), timeout=_REACH_SECONDS).close()
+    except OSError as error:
+        wrong = isinstance(error, socket.gaierror | ConnectionRefusedError)  # else, the network may come back
+        what = f"a rank does not reach the store at which the ranks meet, {rendezvous.host}:{rendezvous.port}: {error}"
+        kind = ClusterError if wrong else RankLostError
+        raise _marked(kind(what, hint=UNREACHED_HINT, rank=world.rank, host=world.host)) from None
+
+
+def _marked(failure: SparkTorchError) -> RankError:
+    """Returns the failure as an exception from whose message the driver can read it; see `failure_in`."""
+    return RankError(failure.what, **failure.where, trace=told(failure))
+
+
+def told(failure: SparkTorchError) -> str:
+    """Returns a failure as text that `failure_in` finds in a message of Spark's."""
+    return f"{_FAILURE_MARK}{json.dumps(failure.to_dict())}"
+
+
+def _chunks(rank: int, result: Result) -> Iterator[pa.RecordBatch]:
+    """Yields the result as record batches of one row, small enough for Arrow and for gRPC."""
+    payload = memoryview(result.payload)
+    meta = json.dumps(result.meta)
+    for start in range(0, max(1, len(payload)), _CHUNK_BYTES):
+        yield pa.RecordBatch.from_pydict(
+            {
+                "rank": pa.array([rank], pa.int32()),
+                "meta": pa.array([meta if start == 0 else None], pa.string()),
+                "payload": pa.array([payload[start : start + _CHUNK_BYTES]], pa.binary()),
+            }
+        )
+
+
+def assemble(rows: Iterable[Row], world_size: int) -> list[tuple[dict[str, Any], bytes]]:
+    """Puts the chunks of all ranks together again; returns `(meta, payload)` by rank."""
+    metas: dict[int, dict[str, Any]] = {}
+    parts: dict[int, list[bytearray]] = {rank: [] for rank in range(world_size)}
+    for rank, meta, payload in rows:
+        if meta is not None:
+            metas[rank] = json.loads(meta)
+        parts[rank].append(payload)
+    return [(metas[rank], b"".join(parts[rank])) for rank in range(world_size)]
+
+
+def failure_in(message: str) -> SparkTorchError | None:
+    """Returns the failure that a rank wrote into its exception, where Spark's message shows it."""
+    marked = re.search(re.escape(_FAILURE_MARK) + r"(\{.*\})", message)
+    return SparkTorchError.from_dict(json.loads(marked[1])) if marked else None

@@ -1,0 +1,240 @@
+"""Scoring as a column: only the inputs travel to Python, the module is built once per process."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pyarrow as pa
+import torch
+from pyspark import TaskContext
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import functions as F
+
+from sparktorch.base.config import Device, Precision
+from sparktorch.base.devices import device_count, is_host, let_go
+from sparktorch.base.state_dict import unpack_state
+from sparktorch.data.columns import TensorSpec
+from sparktorch.model.trained_module import Scorer, TrainedModule
+from sparktorch.spark.compat import arrow_udf, to_vector
+from sparktorch.spark.frame.nested import unfit
+from sparktorch.spark.launch.gpus import choose_device
+from sparktorch.spark.session import is_local, switched_on
+from sparktorch.spark.shipping import Sent, send
+
+__all__ = [
+    *("CHUNK_BYTES", "Scoring", "device_of", "rechunk", "result_column", "rows_for_udf", "scoring_udf"),
+    *("take_rows_in_sql", "without_invalid"),
+]
+
+_LOG = logging.getLogger(__name__)
+
+# Whether Spark, from 4.2 on, hands a Python UDF the batches of a columnar source as they are.
+_COLUMNAR = "spark.sql.execution.arrow.pythonUDF.columnarInput.enabled"
+_KEPT_SCORERS = 4
+_scorers: OrderedDict[tuple[str, Scoring, str], Scorer] = OrderedDict()
+
+# What a chunk of rows may take in Arrow's arrays, but for a row that is larger by itself.
+CHUNK_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scoring:
+    """How a module scores.
+
+    Attributes:
+        batch_size: The most rows that go through the module at a time.
+        device: "cpu"; an accelerator's type, such as "cuda", for the one that Spark assigned to the task, or else one
+            of the machine's; "auto" for the former, in local mode the latter, and the CPU where there is none.
+        precision: As for `Scorer`.
+        compiled: As for `Scorer`.
+        keep_null: Whether a row with a null in it gets a null result, and is no error.
+        thresholds: As for `Scorer`.
+    """
+
+    batch_size: int = 2048
+    device: Device = "auto"
+    precision: Precision = "fp32"
+    compiled: bool = False
+    keep_null: bool = False
+    thresholds: tuple[float, ...] | None = None
+
+
+def scoring_udf(
+    spark: SparkSession,
+    trained: TrainedModule,
+    results: Mapping[str, str],
+    scoring: Scoring,
+    *,
+    struct: bool = True,
+    stream: bool = False,
+) -> Any:
+    """Returns a UDF over the module's inputs.
+
+    Args:
+        spark: The session that it is for: the module is sent to its executors.
+        trained: What scores.
+        results: Type by name of a result of `Scorer.score`: SQL's, or "vector".
+        scoring: How.
+        struct: Whether it returns a struct with a field per result, to be read with `result_column`;
+            otherwise it returns the only one. Vectors come as arrays.
+        stream: Whether it scores a stream.
+    """
+    names = list(results)
+    sent, local = send(spark, trained, stream=stream), is_local(spark)
+
+    def score(batches: Iterator[tuple[pa.Array, ...]]) -> Iterator[pa.Array]:
+        scorer = _scorer(sent, scoring, local)
+        for chunk in rechunk(batches, scoring.batch_size):
+            scored = scorer.score_arrow(chunk, names, keep_null=scoring.keep_null)
+            yield pa.StructArray.from_arrays(scored, names=names) if struct else scored[0]
+
+    types = ["array<double>" if kind == "vector" else kind for kind in results.values()]
+    fields = [f"`{name}`: {kind}" for name, kind in zip(names, types, strict=True)]
+    kind = f"struct<{', '.join(fields)}>" if struct else types[0]
+    return arrow_udf(score, kind, trained.inputs)
+
+
+def result_column(scored: Column, name: str, kind: str) -> Column:
+    """Returns one result out of the struct that a scoring UDF returned."""
+    column = scored[name]
+    # Spark's function fails on null.
+    return F.when(column.isNotNull(), to_vector(column)) if kind == "vector" else column
+
+
+def rows_for_udf(dataset: DataFrame, columns: Sequence[Column]) -> DataFrame:
+    """Returns the rows as a Python UDF can take them.
+
+    From 4.2 on, Spark hands a Python UDF the batches of a columnar source as they are. It has no Arrow
+    type for ML vectors and for strings with a collation, and fails with UNSUPPORTED_DATATYPE if one goes
+    past the UDF. A filter makes rows of the batches. This one holds for every row.
+
+    Args:
+        dataset: The user's DataFrame.
+        columns: Those that the UDF takes something of.
+    """
+    schema = dataset.schema.json()
+    if not ('"type":"udt"' in schema or "__COLLATIONS" in schema):
+        return dataset
+    if not switched_on(dataset.sparkSession, _COLUMNAR):
+        return dataset
+    # The optimizer must not see through it, whatever it knows of nulls. With all columns of the UDF in it,
+    # it seldom turns into a filter of partitions, which leaves the batches as they are.
+    return dataset.where(F.size(F.array_repeat(F.struct(*columns), 1)) > 0)
+
+
+def take_rows_in_sql(spark: SparkSession) -> None:
+    """Has Spark hand the Python UDFs of a session rows, where it would fail as `rows_for_udf` says.
+
+    A function in SQL sees neither its query nor the source, so nothing less than the session's setting helps. Where
+    the user has set it, it stays.
+    """
+    if spark.conf.get(_COLUMNAR, None) is None and switched_on(spark, _COLUMNAR):
+        spark.conf.set(_COLUMNAR, "false")
+        _LOG.warning("%s=false is set in this session: otherwise SQL fails on ML vectors in files", _COLUMNAR)
+
+
+def without_invalid(dataset: DataFrame, columns: Sequence[Column], specs: Sequence[TensorSpec]) -> DataFrame:
+    """Returns the rows whose inputs neither are nor hold null, NaN or infinity; what a model fills counts as there.
+
+    Args:
+        dataset: The user's DataFrame.
+        columns: Its inputs, as they are sent.
+        specs: What they are.
+    """
+    kinds = [field.dataType for field in dataset.select(*columns).schema]
+    for column, kind, spec in zip(columns, kinds, specs, strict=True):
+        if spec.fill is None:
+            dataset = dataset.where(~unfit(spec, kind, column))
+    return dataset
+
+
+def rechunk(
+    batches: Iterable[tuple[pa.Array, ...]], size: int, limit: int = CHUNK_BYTES
+) -> Iterator[tuple[pa.Array, ...]]:
+    """Joins batches until the next one would make them more than `size` rows or `limit` bytes; cuts larger ones.
+
+    A batch of more than `size` rows stays whole: the scorer cuts it evenly.
+    """
+    pending: list[tuple[pa.Array, ...]] = []
+    rows = held = 0
+    for batch in batches:
+        for part, taken in _cut(batch, limit):
+            if pending and (rows + len(part[0]) > size or held + taken > limit):
+                yield _joined(pending)
+                pending, rows, held = [], 0, 0
+            pending.append(part)
+            rows += len(part[0])
+            held += taken
+    if pending:
+        yield _joined(pending)
+
+
+def _cut(batch: tuple[pa.Array, ...], limit: int) -> Iterator[tuple[tuple[pa.Array, ...], int]]:
+    """Yields a batch, halved until each part has one row or no more than `limit` bytes, with the bytes of each."""
+    rows, taken = len(batch[0]), sum(column.nbytes for column in batch)
+    if taken <= limit or rows < 2:
+        yield batch, taken
+        return
+    for half in (slice(0, rows // 2), slice(rows // 2, rows)):
+        yield from _cut(tuple(column[half] for column in batch), limit)
+
+
+def _joined(batches: list[tuple[pa.Array, ...]]) -> tuple[pa.Array, ...]:
+    if len(batches) == 1:
+        return batches[0]
+    return tuple(pa.concat_arrays(parts) for parts in zip(*batches, strict=True))
+
+
+def _scorer(sent: Sent, scoring: Scoring, local: bool) -> Scorer:
+    """Returns this process's scorer for the module, built the first time it is asked for."""
+    context = TaskContext.get()
+    torch.set_num_threads(max(1, context.cpus()) if context else 1)
+    device = device_of(context, scoring.device, local)
+    key = (sent.key, scoring, device)
+    left = [known for known in _scorers if known[2] != device and not is_host(known[2])]
+    if left and not is_host(device):  # Spark has given this worker another device: those are another task's
+        gc.unfreeze()  # or a module that refers to itself stays
+        for other in left:
+            del _scorers[other]
+            let_go(other[2])
+    if key not in _scorers:
+        trained: TrainedModule = sent.load()
+        _scorers[key] = Scorer(
+            replace(trained, weights=b""),  # they need not stay in memory beside the module's own
+            device=device,
+            batch_size=scoring.batch_size,
+            precision=scoring.precision,
+            compiled=scoring.compiled,
+            thresholds=scoring.thresholds,
+            weights=unpack_state(trained.weights),
+        )
+        if len(_scorers) > _KEPT_SCORERS:
+            _scorers.popitem(last=False)
+        # pyspark collects garbage after every task of a reused worker. To look at all that torch has
+        # imported takes longer than many a task.
+        gc.freeze()
+    _scorers.move_to_end(key)
+    return _scorers[key]
+
+
+def device_of(context: TaskContext | None, device: Device, local: bool) -> str:
+    """Returns the torch device of this task: the GPU that Spark assigned, or one of the machine's by process.
+
+    Args:
+        context: The task's.
+        device: What was asked for.
+        local: Whether the machine is the user's own. Elsewhere "auto" takes no GPU that Spark has not assigned: others
+            may have it, and every process on it takes memory for a CUDA context and a copy of the module.
+    """
+    gpus = context.resources().get("gpu") if context else None
+    if device == "auto" and gpus is None and not local:
+        return "cpu"
+    count = 0 if device == "cpu" else device_count(None if device == "auto" else device)
+    own = os.getpid() % count if count else 0
+    return choose_device(device, gpus.addresses if gpus else [], local_rank=own, local_size=1)

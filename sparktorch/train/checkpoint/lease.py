@@ -1,0 +1,126 @@
+"""Who may write into a directory: one attempt of one fit at a time."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from contextlib import suppress
+from typing import Any
+
+from sparktorch.errors import PersistenceError
+from sparktorch.train.checkpoint.directory import Directory
+
+__all__ = ["CLAIM_SECONDS", "Claim", "holds", "release"]
+
+CLAIM_SECONDS = 30.0  # after which a claim that was not renewed has no force
+
+_FILE = "claim.json"
+
+
+class Claim:
+    """The right to write into a directory; its holder renews it every few seconds.
+
+    A later attempt of the same fit takes it from an earlier one, whose processes may still be about, and takes it back
+    where that one, which had looked before, has written its claim once more.
+    """
+
+    def __init__(self, directory: Directory, owner: str, attempt: str = "", restart: int = 0) -> None:
+        """Takes the directory.
+
+        Args:
+            directory: What is claimed.
+            owner: Identifies the fit.
+            attempt: Identifies its attempt.
+            restart: How often the fit was started before. Of attempts with the same number, the last to come has it.
+
+        Raises:
+            PersistenceError: Another fit has claimed it, and not long ago, or a later attempt of this one.
+            ClusterError: The directory cannot be reached.
+            OSError: It cannot be written; file systems have errors of their own besides.
+        """
+        self._directory, self._owner, self._attempt, self._restart = directory, owner, attempt, restart
+        there = _read(self._directory)
+        if there is None:
+            with suppress(FileExistsError):
+                self._write(new=True)
+                return
+            there = _read(self._directory) or {}  # another fit began at the same moment
+        if there.get("owner") == owner and there["restart"] > restart:
+            raise self._lost(there)
+        age = time.time() - there.get("time", 0)
+        if there.get("owner", owner) != owner and age < CLAIM_SECONDS:
+            raise PersistenceError(
+                f"{directory.url} is being written by another fit, {age:.0f} s ago from {there['host']}",
+                hint="give each fit a directory of its own; if that fit is dead, try again in "
+                f"{CLAIM_SECONDS - age:.0f} s",
+                param="checkpointDir",
+            )
+        self._write()
+
+    def renew(self) -> None:
+        """Renews the claim.
+
+        Raises:
+            PersistenceError: Another fit has it now, or a later attempt of this one.
+            ClusterError: The directory cannot be reached.
+            OSError: It cannot be written; file systems have errors of their own besides.
+        """
+        self.check()
+        self._write()
+
+    def check(self) -> None:
+        """Looks whether nobody else has the directory.
+
+        Raises:
+            PersistenceError: Another fit has it now, or a later attempt of this one.
+            ClusterError: It cannot be reached.
+        """
+        there = _read(self._directory)
+        if not there or (there["owner"], there["attempt"]) == (self._owner, self._attempt):
+            return
+        if there["owner"] != self._owner or there["restart"] >= self._restart:
+            raise self._lost(there)
+
+    def _lost(self, there: dict[str, Any]) -> PersistenceError:
+        return PersistenceError(
+            f"{self._directory.url} was taken by another fit from {there['host']}, or by a later attempt of this "
+            f"one, while it had not said for {CLAIM_SECONDS:.0f} s that it writes there",
+            hint="give each fit a directory of its own",
+            param="checkpointDir",
+        )
+
+    def _write(self, *, new: bool = False) -> None:
+        claim = {
+            "owner": self._owner,
+            "attempt": self._attempt,
+            "restart": self._restart,
+            "time": time.time(),
+            "host": socket.gethostname(),
+        }
+        self._directory.put(_FILE, json.dumps(claim).encode(), new=new)
+
+
+def holds(directory: Directory, owner: str, attempt: str) -> bool:
+    """Whether a directory holds the claim of that attempt of that fit."""
+    there = _read(directory)
+    return (there.get("owner"), there.get("attempt")) == (owner, attempt) if there else False
+
+
+def release(directory: Directory, owner: str) -> None:
+    """Gives a directory back, if it is this fit's."""
+    there = _read(directory)
+    if there and there["owner"] == owner:
+        directory.remove(_FILE)
+
+
+def _read(directory: Directory) -> dict[str, Any] | None:
+    """Returns the claim on a directory; `None` where there is none, nothing in it where it cannot be read."""
+    try:
+        there = json.loads(directory.read(_FILE))
+        numbers = {"restart": int(there["restart"]), "time": float(there["time"])}
+        return {**{name: str(there[name]) for name in ("owner", "attempt", "host")}, **numbers}
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, KeyError):
+        return {}

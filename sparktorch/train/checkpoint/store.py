@@ -1,0 +1,357 @@
+"""Checkpoints: every rank writes its share of the training's state, any number of ranks reads it.
+
+A checkpoint is a directory of plain files:
+
+- `rank-N.safetensors`: rank N's share of the tensors, in the layout of `torch.distributed.checkpoint`;
+- `rank-N.pt`: what else that rank needs, read with `weights_only=True`;
+- `manifest.json`: written last, atomically. It says how far the training was, and size and SHA-256
+  of the other files. A directory without it is no checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import pickle
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from sparktorch.base.devices import download
+from sparktorch.errors import PersistenceError
+from sparktorch.train.checkpoint.directory import Directory
+from sparktorch.train.checkpoint.fetch import Needs, fetch_tensors, foreign
+from sparktorch.train.checkpoint.lease import Claim, holds, release
+from sparktorch.train.checkpoint.tensors import local_part, storable
+
+__all__ = ["CheckpointStore", "Manifest", "Share", "read_tensors", "snapshot"]
+
+E = TypeVar("E", bound=Exception)
+
+_FORMAT = 1
+_MANIFEST = "manifest.json"
+_FINISHED = "finished.json"
+_NAME = re.compile(r"step-(\d{9})(?:-([0-9a-f]+))?")
+_FILE = re.compile(r"rank-\d{5}\.(safetensors|pt)")
+
+
+@dataclass(frozen=True)
+class Share:
+    """One rank's share of the state at one moment, on the CPU and nobody else's.
+
+    Attributes:
+        tensors: By name.
+        offsets: Where each begins in the whole tensor.
+        rest: What else there is, as `torch.save` writes it: the loop goes on changing it.
+        seconds: That the copy took.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    offsets: dict[str, list[int]]
+    rest: bytes
+    seconds: float = 0.0
+
+
+def snapshot(tensors: Mapping[str, torch.Tensor], rest: dict[str, Any], saves: Callable[[str], bool]) -> Share:
+    """Copies a rank's share of the state, so that it can be written while the training goes on.
+
+    Args:
+        tensors: By name; of those divided among ranks, the part of this rank is kept.
+        rest: What else to keep: numbers, strings, tensors, and lists and dicts of them.
+        saves: Whether this rank keeps a tensor that is not divided.
+
+    Raises:
+        PersistenceError: Something else is in `rest`.
+    """
+    started = time.perf_counter()
+    kept: dict[str, torch.Tensor] = {}
+    offsets: dict[str, list[int]] = {}
+    for name, value in tensors.items():
+        part, offset = local_part(value)
+        if (part is not value or saves(name)) and part.numel():
+            kept[name] = part.detach()
+            offsets[name] = offset or [0]
+    kept = {name: copy.reshape(copy.shape or (1,)).contiguous() for name, copy in download(kept, copy=True).items()}
+    content = io.BytesIO()
+    torch.save({name: storable(value, name) for name, value in rest.items()}, content)
+    return Share(kept, offsets, content.getvalue(), time.perf_counter() - started)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a checkpoint says of itself.
+
+    Attributes:
+        step: Optimizer steps taken since the training began.
+        epoch: The epoch it is in, from 0.
+        step_in_epoch: Steps taken in that epoch.
+        world_size: Number of ranks that wrote it.
+        job: What identifies the training; one with another may not go on from it.
+        loss: Of the last validation; `None` without any.
+        files: Size in bytes and SHA-256 of each file.
+        attempt: Of the training, that wrote it.
+        format: Of the files.
+    """
+
+    step: int
+    epoch: int
+    step_in_epoch: int
+    world_size: int
+    job: dict[str, Any]
+    loss: float | None = None
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    attempt: str = ""
+    format: int = _FORMAT
+
+
+class CheckpointStore:
+    """The checkpoints of one training, under a directory of any file system that fsspec knows.
+
+    Each attempt at the training writes into folders of its own: ranks of an earlier one, which may outlive it by
+    seconds, write into none that is read later.
+    """
+
+    def __init__(self, url: str, attempt: str = "", moved: Callable[[], object] = lambda: None) -> None:
+        """Opens the directory, which need not exist.
+
+        Args:
+            url: Of the directory.
+            attempt: What tells the folders of this attempt from those of others, in hexadecimal.
+            moved: Called for every few MB that have been read or written.
+
+        Raises:
+            PersistenceError: The file system is unknown, or its package is not installed.
+        """
+        self.directory = Directory(url, moved)
+        self._attempt = attempt
+
+    def write_share(self, step: int, rank: int, share: Share) -> dict[str, dict[str, Any]]:
+        """Writes a rank's files; returns size and SHA-256 of each."""
+        from safetensors.torch import save
+        from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
+
+        places = {name: {SAVED_OFFSETS_KEY: offset} for name, offset in share.offsets.items()}
+        contents = {f"rank-{rank:05d}.pt": share.rest}
+        if share.tensors:
+            contents[f"rank-{rank:05d}.safetensors"] = save(share.tensors, {CUSTOM_METADATA_KEY: json.dumps(places)})
+        for name, content in contents.items():
+            self.directory.put(f"{_folder(step, self._attempt)}/{name}", content)
+        return {
+            name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+            for name, content in contents.items()
+        }
+
+    def write_manifest(self, manifest: Manifest) -> None:
+        """Makes a checkpoint of the files that all ranks have written."""
+        values = asdict(manifest) | {"attempt": self._attempt}
+        content = json.dumps({"manifest": values, "sha256": _digest(values)}, indent=1).encode()
+        self.directory.put(f"{_folder(manifest.step, self._attempt)}/{_MANIFEST}", content)
+
+    def claim(self, owner: str, restart: int = 0) -> Claim:
+        """Takes the directory for an attempt of a fit; raises what `Claim` does."""
+        return Claim(self.directory, owner, self._attempt, restart)
+
+    def claimed_by(self, owner: str) -> bool:
+        """Whether the directory holds the claim of this attempt of a fit, as every rank of it must see."""
+        return holds(self.directory, owner, self._attempt)
+
+    def release(self, owner: str) -> None:
+        """Gives the directory back, if it is this fit's."""
+        release(self.directory, owner)
+
+    def finish(self, step: int, owner: str = "") -> None:
+        """Notes that a fit's training has come to its end, so that no other fit goes on from its checkpoints."""
+        self.directory.put(_FINISHED, json.dumps({"step": step, "owner": owner}).encode())
+
+    @property
+    def finished(self) -> bool:
+        """Whether the training that these checkpoints belong to has come to its end."""
+        return self.directory.exists(_FINISHED)
+
+    def finished_by(self, owner: str) -> bool:
+        """Whether that was the training of this very fit, as far as can be read."""
+        try:
+            return bool(json.loads(self.directory.read(_FINISHED))["owner"] == owner)
+        except (FileNotFoundError, ValueError, TypeError, KeyError):
+            return False
+
+    def reopen(self) -> None:
+        """Takes back that the training has come to its end."""
+        self.directory.remove(_FINISHED)
+
+    def clear(self) -> None:
+        """Removes all checkpoints."""
+        self.keep(set())
+        self.reopen()
+
+    def attempts(self) -> set[str]:
+        """Returns the attempts of which there are folders."""
+        return {attempt for _, attempt in self._found()}
+
+    def keep(self, steps: set[int], *, before: int | None = None, attempts: set[str] | None = None) -> None:
+        """Removes all checkpoints but those of the given steps, and what unfinished ones have left behind.
+
+        Args:
+            steps: What is kept.
+            before: Where ranks may be writing later ones, remove only those of earlier steps.
+            attempts: Where another attempt may have begun, remove only those of these.
+        """
+        for step, attempt in self._found():
+            if (before is not None and step >= before) or (attempts is not None and attempt not in attempts):
+                continue
+            folder = _folder(step, attempt)
+            if step not in steps:
+                # First, so that no half-removed checkpoint looks whole.
+                self.directory.remove(f"{folder}/{_MANIFEST}")
+                self.directory.remove(folder)
+            elif not self.directory.exists(f"{folder}/{_MANIFEST}"):
+                self.directory.remove(folder)
+
+    def drop(self, step: int) -> None:
+        """Removes what this attempt has written of a checkpoint that will not be finished."""
+        self.directory.remove(_folder(step, self._attempt))
+
+    def steps(self) -> list[int]:
+        """Returns the steps for which there are files, latest first."""
+        return sorted({step for step, _ in self._found()}, reverse=True)
+
+    def _found(self) -> list[tuple[int, str]]:
+        """Returns step and attempt of every folder, the latest step first."""
+        matches = (_NAME.fullmatch(name) for name in self.directory.names())
+        return sorted(((int(match[1]), match[2] or "") for match in matches if match), reverse=True)
+
+    def read_manifest(self, step: int, attempt: str = "") -> Manifest:
+        """Returns the manifest of a checkpoint.
+
+        Raises:
+            PersistenceError: It is missing, damaged, or names files that cannot belong to it.
+            ClusterError: The directory cannot be reached.
+        """
+        where = f"{self.directory.url}/{_folder(step, attempt)}/{_MANIFEST}"
+        try:
+            content = json.loads(self.directory.read(f"{_folder(step, attempt)}/{_MANIFEST}"))
+            values = content["manifest"]
+            if content["sha256"] != _digest(values):
+                raise ValueError("it was changed after it was written")
+            manifest = Manifest(**values)
+            if (manifest.step, manifest.attempt) != (step, attempt):
+                raise ValueError("it is that of another checkpoint")
+        except FileNotFoundError as error:
+            raise PersistenceError(f"checkpoint {where} was never finished") from error
+        except (ValueError, TypeError, KeyError) as error:
+            raise PersistenceError(f"{where} is damaged: {error}") from error
+        if manifest.format > _FORMAT:
+            raise PersistenceError(f"{where} was written by a newer version", hint="upgrade sparktorch")
+        if not all(_FILE.fullmatch(name) for name in manifest.files):
+            raise PersistenceError(f"{where} names files that no rank writes: {', '.join(manifest.files)}")
+        if not all(f"rank-{rank:05d}.pt" in manifest.files for rank in range(manifest.world_size)):
+            raise PersistenceError(f"{where} lacks files of some ranks")
+        return manifest
+
+    @contextmanager
+    def local(self, manifest: Manifest, needs: Needs = lambda *_: True) -> Iterator[Path]:
+        """A local directory with the files of tensors of a checkpoint that has been checked, and no others.
+
+        Args:
+            manifest: Of the checkpoint.
+            needs: Which tensors are read there.
+
+        Raises:
+            PersistenceError: A file holds no tensors that can be read.
+            ClusterError: The directory cannot be reached.
+        """
+        with tempfile.TemporaryDirectory(prefix="sparktorch-") as folder:
+            for name, found in manifest.files.items():
+                if name.endswith(".safetensors"):
+                    place = f"{_folder(manifest.step, manifest.attempt)}/{name}"
+                    fetch_tensors(self.directory, place, Path(folder, name), found["bytes"], needs)
+            yield Path(folder)
+
+    def read_rest(self, manifest: Manifest, rank: int) -> dict[str, Any]:
+        """Returns what a rank kept besides tensors.
+
+        Raises:
+            PersistenceError: The file holds more than numbers, strings, tensors, and lists and dicts of them.
+            ClusterError: The directory cannot be reached.
+        """
+        name = f"rank-{rank:05d}.pt"
+        content = self.directory.read(f"{_folder(manifest.step, manifest.attempt)}/{name}")
+        try:
+            rest: dict[str, Any] = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
+        except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
+            raise foreign(name, str(error).partition("\n")[0]) from error
+        return rest
+
+    def check(self, manifest: Manifest) -> None:
+        """Compares the files of a checkpoint with its manifest.
+
+        Raises:
+            PersistenceError: A file is missing, truncated or changed.
+            ClusterError: The directory cannot be reached.
+        """
+        for name, wanted in manifest.files.items():
+            what = f"{name} of the checkpoint at step {manifest.step}"
+            try:
+                found = self.directory.measure(f"{_folder(manifest.step, manifest.attempt)}/{name}")
+            except FileNotFoundError as error:
+                raise PersistenceError(f"{what} cannot be read: {error}") from error
+            if found != wanted:
+                raise PersistenceError(
+                    f"{what} is damaged: it has {found['bytes']:,} bytes of {wanted['bytes']:,}, or others than were "
+                    "written"
+                )
+
+    def usable(self) -> tuple[Manifest | None, list[PersistenceError]]:
+        """Returns the latest checkpoint whose files are whole, and why later ones are not."""
+        problems: list[PersistenceError] = []
+        for step, attempt in self._found():
+            with _kept(PersistenceError, problems):
+                manifest = self.read_manifest(step, attempt)
+                self.check(manifest)
+                return manifest, problems
+        return None, problems
+
+    def manifests(self) -> list[Manifest]:
+        """Returns the manifests that can be read, the latest first, whatever has become of the files they name."""
+        found = []
+        for step, attempt in self._found():
+            with suppress(PersistenceError):
+                found.append(self.read_manifest(step, attempt))
+        return found
+
+
+def read_tensors(directory: Path, rank: int, prefix: str) -> dict[str, torch.Tensor]:
+    """Returns the whole tensors that a rank kept under names with a prefix, by the rest of their names."""
+    from safetensors import safe_open
+
+    path = directory / f"rank-{rank:05d}.safetensors"
+    if not path.exists():
+        return {}
+    with safe_open(path, framework="pt") as file:
+        names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118 - it is no mapping
+        return {name.removeprefix(prefix): file.get_tensor(name) for name in names}
+
+
+@contextmanager
+def _kept(kind: type[E], kept: list[E]) -> Iterator[None]:
+    """Keeps errors of a kind in a list in place of raising them."""
+    try:
+        yield
+    except kind as error:
+        kept.append(error)
+
+
+def _folder(step: int, attempt: str) -> str:
+    return f"step-{step:09d}-{attempt}" if attempt else f"step-{step:09d}"
+
+
+def _digest(values: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

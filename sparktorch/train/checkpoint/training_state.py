@@ -1,0 +1,163 @@
+"""What a checkpoint holds of a training, and how ranks go on from it, of which there may be another number."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from sparktorch.base.config import TrainConfig
+from sparktorch.base.world import World
+from sparktorch.train.callbacks import Callbacks
+from sparktorch.train.checkpoint.store import CheckpointStore, Manifest, Share, read_tensors, snapshot
+from sparktorch.train.checkpoint.tensors import (
+    create_optimizer_state,
+    forget_optimizer_state,
+    load_buffers,
+    load_optimizer_values,
+    load_tensors,
+    named_tensors,
+    needed_parts,
+    optimizer_values,
+    own_buffers,
+    parameter_names,
+    storable,
+)
+from sparktorch.train.engine import Engine
+from sparktorch.train.numerics.determinism import generators_state, seed_all, set_generators_state
+from sparktorch.train.numerics.ema import MovingAverage
+from sparktorch.train.progress import Progress
+
+__all__ = ["TrainingState"]
+
+_BEST = "best."
+_OWN = "rank"  # before a number: of what one rank alone has
+_BUFFER = "buffer."
+_STRATEGY = "strategy."
+
+
+class TrainingState:
+    """All that a rank's training needs to go on, but for the place where it is: that is in the manifest."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        world: World,
+        engine: Engine,
+        average: MovingAverage | None,
+        callbacks: Callbacks,
+        progress: Progress,
+    ) -> None:
+        """Takes the parts of the training, which it saves and loads in place."""
+        self._config, self._world, self._engine, self._average = config, world, engine, average
+        self._callbacks, self._progress, self._device = callbacks, progress, torch.device(world.device)
+
+    def check(self) -> None:
+        """Refuses values that no checkpoint can hold.
+
+        Raises:
+            PersistenceError: Schedule, optimizer or a callback has one; names its path.
+        """
+        for name, value in self._rest().items():
+            storable(value, name)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """Returns all tensors of the training but the best weights, by name; they share memory with it."""
+        engine = self._engine
+        tensors = named_tensors(engine.plain, engine.optimizer)
+        if self._average is not None:
+            averages = self._average.named_tensors(parameter_names(engine.plain))
+            tensors |= {f"average.{name}": value for name, value in averages.items()}
+        return tensors
+
+    def share(self) -> Share:
+        """Returns a copy of this rank's share of all that the training needs to go on."""
+        engine, own = self._engine, f"{_OWN}{self._world.rank}."
+        best = {f"{_BEST}{name}": value for name, value in (self._progress.best.state or {}).items()}
+        buffers = own_buffers(engine.plain, main=self._world.is_main)
+        state = {f"{own}{_BUFFER}{name}": value for name, value in buffers.items()}
+        state |= {f"{own}{_STRATEGY}{name}": value for name, value in engine.strategy.own_state().items()}
+
+        def saves(name: str) -> bool:
+            return name in state or engine.strategy.saves(name)
+
+        return snapshot(self._tensors() | best | state, self._rest(), saves)
+
+    def _rest(self) -> dict[str, Any]:
+        """Returns what the training needs to go on besides tensors by name."""
+        engine = self._engine
+        return {
+            "strategy": self._config.strategy,
+            "optimizer": optimizer_values(engine.plain, engine.optimizer),
+            "schedule": engine.schedule.state_dict(),
+            "scaler": engine.scaler.state_dict(),
+            "callbacks": self._callbacks.state_dict(),
+            "means": engine.means.state_dict(),
+            "generators": generators_state(self._device),
+            **self._progress.state(),
+        }
+
+    def load(self, store: CheckpointStore, manifest: Manifest) -> None:
+        """Goes on from a checkpoint, which another number of ranks may have written."""
+        engine, rank, size = self._engine, self._world.rank, self._world.world_size
+        rests = self._read_rests(store, manifest)
+        source = rank if manifest.world_size == size else 0
+        main, own = rests[0], rests[rank if rank < manifest.world_size else 0]
+        create_optimizer_state(engine.optimizer)
+        best = self._load_tensors(store, manifest, f"{_OWN}{source}.")
+        # Under "zero1" each rank has values for its own share alone.
+        values = {
+            name: found for _, rest in sorted(rests.items(), reverse=True) for name, found in rest["optimizer"].items()
+        }
+        load_optimizer_values(engine.plain, engine.optimizer, values)
+        engine.schedule.load_state_dict(main["schedule"])
+        engine.scaler.load_state_dict(main["scaler"])
+        mine = [rests[old] for old in range(rank, manifest.world_size, size)]
+        self._progress.merge(main, mine, best)
+        self._callbacks.load_state_dict(own["callbacks"])
+        engine.means.clear()
+        for rest in mine:
+            engine.means.load_state_dict(rest["means"])
+        if manifest.world_size == size:
+            set_generators_state(own["generators"], self._device)
+        else:
+            seed_all(self._config.seed + rank + 1 + manifest.step)
+
+    def _load_tensors(self, store: CheckpointStore, manifest: Manifest, own: str) -> dict[str, torch.Tensor]:
+        """Fills the tensors of the training, of which it fetches what this rank needs; returns the best weights.
+
+        Args:
+            store: Of the checkpoints.
+            manifest: Of the one to read.
+            own: What the names begin with of tensors that one rank alone has and that this one goes on from.
+        """
+        engine, wanted = self._engine, self._tensors()
+        part_needed, main = needed_parts(wanted), self._world.is_main
+
+        def needs(name: str, first: list[int], shape: list[int]) -> bool:
+            return name.startswith(own) or (main and name.startswith(_BEST)) or part_needed(name, first, shape)
+
+        with store.local(manifest, needs) as directory:
+            known = load_tensors(directory, wanted)
+            best = read_tensors(directory, 0, _BEST) if main else {}
+            state = read_tensors(directory, int(own[len(_OWN) : -1]), own)
+        forget_optimizer_state(engine.plain, engine.optimizer, known)
+        load_buffers(engine.plain, _under(_BUFFER, state))
+        engine.strategy.load_own_state(_under(_STRATEGY, state))
+        shapes = {name: value.shape for name, value in engine.plain.state_dict().items()}
+        return {name: value.view(shapes[name]) for name, value in best.items()}
+
+    def _read_rests(self, store: CheckpointStore, manifest: Manifest) -> dict[int, dict[str, Any]]:
+        """Returns what ranks kept besides tensors, by rank: of all, if not each one goes on from its own."""
+        rank, before = self._world.rank, range(manifest.world_size)
+        same = manifest.world_size == self._world.world_size
+        rests = {old: store.read_rest(manifest, old) for old in ({0, rank} if same else before)}
+        if rests[0].get("strategy") != self._config.strategy:
+            rests |= {old: store.read_rest(manifest, old) for old in before if old not in rests}
+        return rests
+
+
+def _under(prefix: str, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns the values whose names begin with a prefix, by the rest of their names."""
+    return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}

@@ -1,0 +1,68 @@
+"""An exponential moving average of the weights, swapped in where the model is looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from sparktorch.train.checkpoint.tensors import divided_like, local
+
+__all__ = ["MovingAverage"]
+
+
+class MovingAverage:
+    """The average of a module's trainable parameters, each rank's part of them where they are divided.
+
+    It is what `torch.optim.swa_utils.AveragedModel` keeps: the weights after the first step, and from
+    then on `decay * average + (1 - decay) * weights`. Buffers are left as they are.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], decay: float) -> None:
+        """Takes the parameters as the optimizer has them, and the share of the average that stays."""
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._update = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+        self._averages: list[torch.Tensor] = []
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Moves the average towards the weights; to be called after each step of the optimizer."""
+        weights = self._weights()
+        if self._averages:
+            self._update(self._averages, weights, 0)
+        else:
+            self._averages = [weight.clone() for weight in weights]
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """A block in which the module has the averages for weights."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def named_tensors(self, names: Mapping[torch.Tensor, str]) -> dict[str, torch.Tensor]:
+        """Returns the averages by the names of their parameters, divided as these are; they share memory.
+
+        Before the first `update`, which would make them, they are made.
+        """
+        self._averages = self._averages or [weight.clone() for weight in self._weights()]
+        pairs = zip(self._parameters, self._averages, strict=True)
+        return {names[parameter]: divided_like(average, parameter) for parameter, average in pairs}
+
+    def _weights(self) -> list[torch.Tensor]:
+        # A parameter that is divided among the ranks is a DTensor; arithmetic is with this rank's part.
+        return [local(parameter.detach()) for parameter in self._parameters]
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        if not self._averages:
+            return
+        for average, weight in zip(self._averages, self._weights(), strict=True):
+            held = weight.clone()  # one at a time: the peak is that of one parameter
+            weight.copy_(average)
+            average.copy_(held)

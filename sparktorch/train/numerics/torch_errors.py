@@ -1,0 +1,75 @@
+"""What torch says where a Param asks for more than a worker or a module can do, in the user's terms."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from sparktorch.base.config import TrainConfig
+from sparktorch.errors import ClusterError, ModuleError
+
+__all__ = ["explained"]
+
+_SHARDED = ("zero2", "zero3")
+_NO_COMPILER = ("InvalidCxxCompiler", "No working C++ compiler", "Failed to find C compiler")
+
+
+@contextmanager
+def explained(config: TrainConfig) -> Iterator[None]:
+    """A block in which errors that a Param has brought about name it.
+
+    Raises:
+        ModuleError: The module has an operation that cannot be deterministic.
+        ClusterError: There is no compiler for `compile`, cuBLAS was started without a workspace, or the device's memory
+            is full.
+    """
+    try:
+        yield
+    except Exception as error:
+        text = str(error)
+        trace = "".join(traceback.format_exception(error))
+        if isinstance(error, torch.OutOfMemoryError):
+            raise ClusterError(
+                f"the memory of the device is full: {text.splitlines()[0]}",
+                hint=_less_memory(config),
+                trace=trace,
+            ) from error
+        if config.compile and any(sign in text for sign in _NO_COMPILER):
+            raise ClusterError(
+                "compile=True needs a C++ compiler on every worker, and this one has none",
+                hint="install g++ where the executors run, name it in the environment variable CXX, or leave "
+                "compile out",
+                param="compile",
+                trace=trace,
+            ) from error
+        if config.deterministic and "use_deterministic_algorithms(True)" in text:
+            if "CUBLAS_WORKSPACE_CONFIG" in text:
+                raise ClusterError(
+                    "deterministic=True, but this Python worker has used cuBLAS before without a workspace of its own",
+                    hint="set spark.executorEnv.CUBLAS_WORKSPACE_CONFIG to :4096:8",
+                    param="deterministic",
+                    trace=trace,
+                ) from error
+            raise ModuleError(
+                f"deterministic=True, but {text.split('. ')[0]}",
+                hint="use another operation in the module, or leave deterministic out",
+                param="deterministic",
+                trace=trace,
+            ) from error
+        raise
+
+
+def _less_memory(config: TrainConfig) -> str:
+    """Returns what of a device's memory a configuration could save, the cheapest first."""
+    ways = ["a smaller microBatchSize takes fewer rows through the module at a time, with the same result"]
+    if config.precision in ("fp32", "tf32"):
+        ways.append("precision='bf16' halves its activations")
+    if config.strategy not in _SHARDED:
+        ways.append("strategy='zero3' divides parameters, gradients and the optimizer's state among the workers")
+    else:
+        ways.append("strategyParams={'activation_checkpointing': True} keeps no activations of its parts")
+    ways.append("rows leave the device with storage='disk'; other processes on it show in nvidia-smi")
+    return "; ".join(ways)

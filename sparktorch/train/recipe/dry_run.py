@@ -1,0 +1,310 @@
+"""One forward pass and one loss on the first row, before the job starts."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparktorch.base.config import Task
+from sparktorch.base.state_dict import check_state
+from sparktorch.errors import ModuleError, SparkTorchError
+from sparktorch.train.metrics import try_metrics
+from sparktorch.train.recipe.loss import StepBatch, TrainingStep, cut
+from sparktorch.train.recipe.recipe import Loss, Recipe
+from sparktorch.train.recipe.task import align, classes_in, first_rows
+
+__all__ = ["ArgumentSpec", "OutputSpec", "Trial", "describe_outputs", "dry_run"]
+
+
+@dataclass(frozen=True)
+class OutputSpec:
+    """One tensor that `forward` returns.
+
+    Attributes:
+        name: Its key if `forward` returns a mapping, its index if a tuple, empty if one tensor.
+        shape: One row's shape.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ArgumentSpec:
+    """One tensor that `forward` gets.
+
+    Attributes:
+        name: Who knows it by what name.
+        dtype: Its dtype.
+        shape: One row's shape, where rows may differ that of the first.
+        layout: Its layout, "strided", "sparse_csr" or "jagged".
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    layout: str = "strided"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What the dry run found out.
+
+    Attributes:
+        outputs: What `forward` returns.
+        classes: Number of classes a classifier tells apart, `None` for other tasks.
+        unused_parameters: Whether a trainable parameter got no gradient.
+        state_bytes: That the module's state dict takes.
+        aligned: Output and label as from `align`, until the metrics are tried on them.
+        metrics: The recipe's metrics, with what they ask for and the dry run knows filled in; see `complete`.
+        arguments: What `forward` got.
+    """
+
+    outputs: tuple[OutputSpec, ...]
+    classes: int | None
+    unused_parameters: bool
+    state_bytes: int = 0
+    aligned: tuple[Any, torch.Tensor | None] = (None, None)
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    arguments: tuple[ArgumentSpec, ...] = ()
+
+    def packed(self) -> tuple[dict[str, Any], bytes]:
+        """Returns it, without metrics, as JSON-ready values, and output and label as `torch.save` writes them."""
+        content = io.BytesIO()
+        torch.save(_on_host(self.aligned), content)
+        return asdict(replace(self, aligned=(None, None), metrics={})), content.getvalue()
+
+    @classmethod
+    def unpacked(cls, meta: Mapping[str, Any], content: bytes) -> Trial:
+        """Returns what `packed` was called on; nothing is unpickled but tensors in plain containers."""
+        return cls(
+            outputs=tuple(OutputSpec(found["name"], tuple(found["shape"])) for found in meta["outputs"]),
+            classes=meta["classes"],
+            unused_parameters=meta["unused_parameters"],
+            state_bytes=meta["state_bytes"],
+            aligned=torch.load(io.BytesIO(content), weights_only=True),
+            arguments=tuple(ArgumentSpec(**{**found, "shape": tuple(found["shape"])}) for found in meta["arguments"]),
+        )
+
+
+def dry_run(
+    recipe: Recipe,
+    task: Task,
+    seed: int,
+    inputs: Mapping[str, torch.Tensor],
+    label: torch.Tensor | None,
+    *,
+    weighted: bool = False,
+    device: str = "cpu",
+) -> Trial:
+    """Builds everything the ranks will build and runs it forward and backward on a few rows.
+
+    Args:
+        recipe: What is trained.
+        task: What the labels mean.
+        seed: Seed of the initial weights.
+        inputs: One tensor of shape `(rows, ...)` per argument of `forward`, keyed by what the
+            user knows it by.
+        label: Labels of shape `(rows, ...)`, or `None`.
+        weighted: Whether rows will have weights.
+        device: Where.
+
+    Raises:
+        ModuleError: The module, loss or optimizer cannot be built or does not fit the columns.
+        ConfigError: Patterns of parameter names or options of the optimizer do not fit.
+    """
+    module = recipe.build_module(seed).to(device)
+    inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
+    label = None if label is None else label.to(device)
+    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if not trainable:
+        raise ModuleError("the module has no parameters that require a gradient", param="module")
+    check_state(module.state_dict())
+    training_step = recipe.build_training_step()
+    loss = None if training_step else recipe.build_loss().to(device)
+    recipe.check_optimizer(module)
+    recipe.check_scheduler()
+    mapping = "".join(
+        f"\n     argument {i} of forward <- {name}: {_describe(tensor)}"
+        for i, (name, tensor) in enumerate(inputs.items())
+    )
+    module.eval()  # a few equal rows have no batch statistics
+    try:
+        output = module(*inputs.values())
+    except Exception as error:
+        raise ModuleError(
+            f"forward of {type(module).__qualname__} failed on the first row: {type(error).__name__}: {error}",
+            hint=f"the columns arrive as{mapping}{_together(inputs)}",
+            param="module",
+        ) from error
+    outputs = describe_outputs(output)
+    classes = _check_classes(task, output, loss.name if loss else "")
+    if label is not None and classes is not None:
+        label = label.to(torch.int64).clamp(0, classes - 1)  # the ranks check every label
+    weight = torch.ones(len(next(iter(inputs.values()))), device=device) if weighted else None
+    if loss is not None:
+        _try_loss(loss, task, output, label, weight)
+    else:
+        assert training_step is not None
+        _try_step(training_step, module, tuple(inputs.values()), label, weight)
+    return Trial(
+        outputs,
+        classes,
+        unused_parameters=any(parameter.grad is None for parameter in trainable),
+        state_bytes=sum(tensor.nbytes for tensor in module.state_dict().values()),
+        aligned=align(task, output, label),
+        arguments=tuple(_argument(name, tensor) for name, tensor in inputs.items()),
+    )
+
+
+def complete(trial: Trial, metrics: Mapping[str, Any], task: Task) -> Trial:
+    """Returns what a dry run found with the metrics, tried on what the module returned.
+
+    Raises:
+        ConfigError: One of them cannot be built or computed; names it.
+    """
+    tried = try_metrics(metrics, task, trial.classes, *trial.aligned)
+    return replace(trial, metrics=tried, aligned=(None, None))
+
+
+def _on_host(value: Any) -> Any:
+    """Returns tensors, and those in tuples, lists and mappings, detached and on the CPU."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if isinstance(value, Mapping):
+        return {name: _on_host(item) for name, item in value.items()}
+    return tuple(map(_on_host, value)) if isinstance(value, tuple | list) else value
+
+
+def _argument(name: str, tensor: torch.Tensor) -> ArgumentSpec:
+    dtype, layout = str(tensor.dtype).removeprefix("torch."), str(tensor.layout).removeprefix("torch.")
+    shape = () if tensor.is_nested else tuple(tensor.shape[1:])
+    return ArgumentSpec(name, dtype, shape, layout)
+
+
+def _try_loss(loss: Loss, task: Task, output: Any, label: torch.Tensor | None, weight: torch.Tensor | None) -> None:
+    """Runs a loss forward and backward on a few rows, and on the first of them alone."""
+    got = "" if label is None else f" and labels {_describe(label)}"
+    hint = f"the module returned {_describe(output)}{got}"
+
+    def of_rows(rows: int) -> Any:
+        return loss.per_row(*align(task, first_rows(output, rows), None if label is None else label[:rows]))
+
+    with _refusing(f"loss {loss.name}", "loss", hint):
+        _check_pairs(of_rows, f"loss {loss.name}", "loss", hint)
+        loss(*align(task, output, label), weight).backward()  # type: ignore[no-untyped-call]
+
+
+def _try_step(
+    step: TrainingStep,
+    module: nn.Module,
+    inputs: tuple[torch.Tensor, ...],
+    label: torch.Tensor | None,
+    weight: torch.Tensor | None,
+) -> None:
+    """Runs a training step forward and backward on a few rows, and on the first of them alone."""
+
+    def batch(rows: int) -> StepBatch:
+        first = [None if tensor is None else tensor[:rows] for tensor in (label, weight)]
+        return StepBatch(tuple(cut(tensor, 0, rows) for tensor in inputs), first[0], first[1], rows, first[1])
+
+    name = f"trainingStep {step.name}"
+    arrives = ", ".join(_describe(tensor) for tensor in inputs)
+    got = "" if label is None else f" and label {_describe(label)}"
+    hint = f"it is called with the module and a batch of inputs ({arrives}){got}"
+    with _refusing(name, "trainingStep", hint):
+        _check_pairs(lambda rows: step.per_row(module, batch(rows))[0], name, "trainingStep", hint)
+        step(module, batch(len(inputs[0])))[0].backward()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _refusing(what: str, param: str, hint: str) -> Iterator[None]:
+    """Turns what a user's function raises into an error that names the function."""
+    try:
+        yield
+    except SparkTorchError:
+        raise
+    except Exception as error:
+        raise ModuleError(f"{what} failed on the first row: {error}", hint=hint, param=param) from error
+
+
+def _check_pairs(per_row: Callable[[int], Any], what: str, param: str, hint: str) -> None:
+    """Refuses a loss that pairs every row with every other by broadcasting `(rows, 1)` with `(rows,)`."""
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Using a target size")  # torch's own losses say it so
+        losses = [per_row(rows) for rows in (1, 2)]
+    if all(isinstance(loss, torch.Tensor) for loss in losses) and losses[0].shape[1:] != losses[1].shape[1:]:
+        raise ModuleError(
+            f"{what} pairs every row with every other: its shape grows with the square of the rows",
+            hint=f"{hint}: squeeze or unsqueeze one of them",
+            param=param,
+        )
+
+
+def describe_outputs(output: Any) -> tuple[OutputSpec, ...]:
+    """Returns one spec per tensor of what `forward` returned.
+
+    Raises:
+        ModuleError: It is neither a tensor nor a tuple or mapping of tensors with rows first.
+    """
+    if isinstance(output, torch.Tensor):
+        named = {"": output}
+    elif isinstance(output, Mapping):
+        named = dict(output)
+    elif isinstance(output, tuple | list):
+        named = {str(i): tensor for i, tensor in enumerate(output)}
+    else:
+        named = {}
+    if not named or not all(isinstance(t, torch.Tensor) and t.dim() for t in named.values()):
+        raise ModuleError(
+            f"forward returned {_describe(output)}",
+            hint="return a tensor with one row per row of the input, or a tuple or dict of such tensors",
+        )
+    return tuple(OutputSpec(str(name), tuple(tensor.shape[1:])) for name, tensor in named.items())
+
+
+def _together(inputs: Mapping[str, torch.Tensor]) -> str:
+    """Returns what else there is where several columns of numbers are arguments of their own."""
+    numbers = [tensor for tensor in inputs.values() if tensor.dim() == 1]
+    return "\n     assembleInputs=True makes one tensor of columns of numbers" if len(numbers) > 1 else ""
+
+
+def _check_classes(task: Task, output: Any, loss: str) -> int | None:
+    """Returns the number of classes of a classifier, having refused outputs that cannot be scores."""
+    if task == "generic":
+        return None
+    if not isinstance(output, torch.Tensor) or output.dim() > 2:
+        raise ModuleError(
+            f"the module returned {_describe(output)}",
+            hint="a classifier returns scores of shape (rows, classes), a regressor (rows,) or "
+            "(rows, values); for anything else there is TorchEstimator",
+            param="module",
+        )
+    if task == "regression":
+        return None
+    if loss == "CrossEntropyLoss" and (output.dim() == 1 or output.shape[1] == 1):
+        raise ModuleError(
+            "the module returns one score a row, which CrossEntropyLoss cannot train",
+            hint="use loss='BCEWithLogitsLoss' for two classes, or return one score per class",
+            param="loss",
+        )
+    return classes_in(tuple(output.shape[1:]))
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        shape = ", ".join(("rows", *map(str, value.shape[1:]))) if value.dim() else ""
+        layout = "" if value.layout == torch.strided else f" {str(value.layout).removeprefix('torch.')}"
+        return f"{str(value.dtype).removeprefix('torch.')}{layout} of shape ({shape})"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_describe(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, tuple | list):
+        return "(" + ", ".join(_describe(item) for item in value) + ")"
+    return type(value).__name__

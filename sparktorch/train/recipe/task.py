@@ -1,0 +1,64 @@
+"""What the labels mean: how outputs and labels meet in the loss, and what validation counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from sparktorch.base.config import Precision, Task
+
+__all__ = ["align", "autocast", "classes_in", "correct", "first_rows", "predicted"]
+
+
+def align(task: Task, output: Any, label: torch.Tensor | None) -> tuple[Any, torch.Tensor | None]:
+    """Brings output and label into the shapes and dtypes that losses expect.
+
+    A trailing axis of one is dropped where the label has none: torch's element-wise losses would
+    broadcast `(rows, 1)` against `(rows,)` to `(rows, rows)` without an error. One score a row is
+    a two-class problem, whose losses want labels of the score's dtype.
+
+    Args:
+        task: What the labels mean.
+        output: What the module returned.
+        label: int64 classes or float values of shape `(rows, ...)`.
+    """
+    if task == "generic" or label is None or not isinstance(output, torch.Tensor):
+        return output, label
+    if output.dim() == label.dim() + 1 and output.shape[-1] == 1:
+        output = output.squeeze(-1)
+    if task == "classification" and output.dim() == label.dim():
+        label = label.to(output.dtype)
+    return output, label
+
+
+def autocast(device: torch.device, precision: Precision) -> AbstractContextManager[Any]:
+    """Returns a block, to be entered as often as one likes, in which modules compute in that precision."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    return torch.autocast(device.type, dtype) if dtype else nullcontext()
+
+
+def classes_in(shape: tuple[int, ...]) -> int:
+    """Number of classes a classifier tells apart, from one row's shape of its output."""
+    return max(2, shape[0] if shape else 1)
+
+
+def predicted(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    """Returns a classifier's class of every row, int64; `output` and `label` as from `align`."""
+    return (output > 0).long() if output.dim() == label.dim() else output.argmax(1)
+
+
+def correct(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    """Returns per row whether a classifier is right; `output` and `label` as from `align`."""
+    return predicted(output, label) == label
+
+
+def first_rows(output: Any, rows: int) -> Any:
+    """Returns the first rows of what a module returned: a tensor, or a mapping or tuple of tensors."""
+    if isinstance(output, torch.Tensor):
+        return output[:rows]
+    if isinstance(output, Mapping):
+        return {name: tensor[:rows] for name, tensor in output.items()}
+    return tuple(tensor[:rows] for tensor in output)

@@ -1,0 +1,204 @@
+"""Data parallel: every rank holds the whole model, gradients are all-reduced while they appear.
+
+Li et al. 2020, PyTorch Distributed: Experiences on Accelerating Data Parallel Training
+(https://arxiv.org/abs/2006.15704).
+"""
+
+# No postponed annotations here: torch reads those of a communication hook.
+import inspect
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from sparktorch.base.config import TrainConfig, at_least, one_of
+from sparktorch.base.devices import backend_of
+from sparktorch.errors import ConfigError, ModuleError
+from sparktorch.train.recipe.recipe import Recipe, makes_sparse_gradients
+from sparktorch.train.strategies.base import Strategy
+
+__all__ = ["DDP", "DDPOptions"]
+
+_MEMORIES = ("error_dict", "p_memory_dict", "q_memory_dict")  # of PowerSGD, by the number of the bucket
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DDPOptions:
+    """Options of `ddp` and `zero1`; see `torch.nn.parallel.DistributedDataParallel`.
+
+    Attributes:
+        bucket_cap_mb: Gradients are sent in buckets of this many MB; 0 sends each by itself. `None` is torch's
+            own choice: 25, and 1 for the first, which is sent while most of backward is still to come.
+        gradient_as_bucket_view: Whether gradients live in the buckets, which saves a copy of them.
+        static_graph: Whether every step uses the same parameters, in the same order.
+        forward_sync_buffers: Whether rank 0's buffers go to every rank before each forward pass.
+        find_unused_parameters: Whether some parameters may get no gradient in a step; `None` lets the
+            dry run on the driver decide.
+        comm_hook: Sends gradients as "fp16" or "bf16", or compressed by "powerSGD".
+        powersgd_rank: Rank of the matrices that PowerSGD sends.
+        powersgd_start_step: Steps that PowerSGD sends whole gradients for, at first.
+    """
+
+    bucket_cap_mb: float | None = None
+    gradient_as_bucket_view: bool = True
+    static_graph: bool = False
+    forward_sync_buffers: bool = True
+    find_unused_parameters: bool | None = None
+    comm_hook: Literal["fp16", "bf16", "powerSGD"] | None = None
+    powersgd_rank: int = 1
+    powersgd_start_step: int = 1000
+
+    def __post_init__(self) -> None:
+        if self.bucket_cap_mb is not None:
+            at_least("strategyParams.bucket_cap_mb", self.bucket_cap_mb, 0)
+        at_least("strategyParams.powersgd_rank", self.powersgd_rank, 1)
+        at_least("strategyParams.powersgd_start_step", self.powersgd_start_step, 2)  # torch's own bound
+        if self.comm_hook is not None:
+            one_of("strategyParams.comm_hook", self.comm_hook, ("fp16", "bf16", "powerSGD"))
+
+
+class DDP(Strategy[DDPOptions]):
+    """`DistributedDataParallel`; alone, the plain module."""
+
+    options_type = DDPOptions
+    settles_after = 2  # buckets are built anew after the first backward (pytorch#35137)
+
+    _compression: Any = None  # PowerSGD's state
+
+    @classmethod
+    def check(cls, config: TrainConfig, recipe: Recipe, options: DDPOptions) -> None:
+        """Refuses a static graph whose first backward sends nothing, at which torch learns the graph."""
+        if options.static_graph and (config.accumulation_steps > 1 or config.micro_batch_size is not None):
+            raise ConfigError(
+                "strategyParams.static_graph does not go together with micro-batches",
+                hint="leave out static_graph, or accumulationSteps and microBatchSize",
+                param="strategyParams",
+            )
+
+    def prepare(self, module: nn.Module) -> nn.Module:
+        """Wraps the module; rank 0's initial parameters and buffers go to every rank."""
+        if "nccl" in backend_of(self._world.device) and not self.alone:
+            _refuse_sparse(module)
+        module.to(self._device)
+        if self.alone:
+            return module
+        options = self._options
+        index = self._device.index
+        unused = options.find_unused_parameters
+        wrapped = DistributedDataParallel(
+            module,
+            device_ids=None if index is None else [index],
+            bucket_cap_mb=self._bucket_cap(module),
+            gradient_as_bucket_view=options.gradient_as_bucket_view,
+            static_graph=options.static_graph,
+            **_without_buffers(options),  # type: ignore[arg-type]
+            find_unused_parameters=self._config.unused_parameters if unused is None else unused,
+        )
+        if options.comm_hook == "powerSGD":
+            from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
+
+            state = powersgd.PowerSGDState(
+                None,
+                matrix_approximation_rank=options.powersgd_rank,
+                start_powerSGD_iter=options.powersgd_start_step,
+            )
+            wrapped.register_comm_hook(state, powersgd.powerSGD_hook)
+            self._compression = state
+        elif options.comm_hook is not None:
+            wrapped.register_comm_hook(_DTYPES[options.comm_hook], _narrow_all_reduce)
+        return wrapped
+
+    def _bucket_cap(self, module: nn.Module) -> float | None:
+        """Returns the size of buckets.
+
+        PowerSGD's hook sends three times for each, the later ones from Gloo's threads as the earlier ones are through:
+        with several buckets their order differs between ranks, which then wait for each other for ever.
+        """
+        options = self._options
+        if options.comm_hook != "powerSGD" or backend_of(self._world.device) != "gloo":
+            return options.bucket_cap_mb
+        if options.bucket_cap_mb is not None:
+            raise ConfigError(
+                "strategyParams.bucket_cap_mb does not go together with comm_hook='powerSGD' on CPUs",
+                hint="leave it out: all gradients go in one bucket then",
+                param="strategyParams",
+            )
+        return 1 + sum(parameter.nbytes for parameter in module.parameters()) / (1 << 20)
+
+    def own_state(self) -> dict[str, torch.Tensor]:
+        """Returns how far PowerSGD is, and for each bucket what it has not sent yet and its matrices."""
+        if self._compression is None:
+            return {}
+        _, keys, place, *_ = self._compression.rng.get_state()
+        found = {
+            "steps": torch.tensor([self._compression.iter]),
+            "generator": torch.tensor([*keys.tolist(), place]),
+        }
+        for name in _MEMORIES:
+            for bucket, value in getattr(self._compression, name).items():
+                found[f"{self._memory(name)}{bucket}"] = value
+        return found
+
+    def load_own_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Goes on from it, without what is left to be sent if the number of ranks or the options have changed."""
+        compression = self._compression
+        if compression is None or "steps" not in state:
+            return
+        compression.iter = int(state["steps"])
+        *keys, place = state["generator"].tolist()
+        compression.rng.set_state(("MT19937", keys, place))
+        for name in _MEMORIES:
+            prefix = self._memory(name)
+            values = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+            setattr(compression, name, {int(key): value.to(self._world.device) for key, value in values.items()})
+
+    def _memory(self, name: str) -> str:
+        """Returns what the names of a memory's tensors begin with: all that their shapes depend on."""
+        options = self._options
+        return f"{name}.{self._world.world_size}.{options.powersgd_rank}.{options.bucket_cap_mb}."
+
+    def plain(self, module: nn.Module) -> nn.Module:
+        """Returns the wrapped module."""
+        return module.module if isinstance(module, DistributedDataParallel) else module
+
+    def no_sync(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Leaves out the all-reduce."""
+        return module.no_sync() if isinstance(module, DistributedDataParallel) else nullcontext()
+
+
+def _refuse_sparse(module: nn.Module) -> None:
+    """Refuses gradients that NCCL does not add up (ProcessGroupNCCL.cpp, `allreduce_sparse`)."""
+    for name, part in module.named_modules():
+        if makes_sparse_gradients(part):
+            raise ModuleError(
+                f"the gradients of {name!r}, a {type(part).__qualname__}, are sparse, and NCCL adds up dense ones only",
+                hint="make it with sparse=False, or set device='cpu'",
+                param="module",
+            )
+
+
+def _without_buffers(options: DDPOptions) -> dict[str, bool]:
+    """Returns the argument that keeps buffers from being sent around, under its name in this version of torch."""
+    if options.forward_sync_buffers:
+        return {}
+    known = inspect.signature(DistributedDataParallel).parameters
+    return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
+
+
+def _narrow_all_reduce(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Averages a bucket in a narrower type. torch's own hook for bfloat16 takes NCCL only."""
+    wide = bucket.buffer()
+    narrow = wide.to(dtype).div_(dist.get_world_size())
+    work: Any = dist.all_reduce(narrow, async_op=True)
+
+    def widen(_: Any) -> torch.Tensor:
+        return wide.copy_(narrow)
+
+    future: torch.futures.Future[torch.Tensor] = work.get_future().then(widen)
+    return future

@@ -1,0 +1,224 @@
+"""ZeRO stages 2 and 3: every rank keeps its share of gradients and optimizer state, and of the parameters.
+
+Rajbhandari et al. 2020, ZeRO: Memory Optimizations Toward Training Trillion Parameter Models
+(https://arxiv.org/abs/1910.02054), sections 5.2 and 5.3; Zhao et al. 2023, PyTorch FSDP
+(https://arxiv.org/abs/2304.11277). Both are torch's `fully_shard` (FSDP2), which divides each
+parameter along its first axis.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from sparktorch.base.config import TrainConfig, at_least, one_of
+from sparktorch.base.devices import download, is_host
+from sparktorch.errors import ConfigError, ModuleError, nearest
+from sparktorch.train.checkpoint.tensors import local
+from sparktorch.train.recipe.recipe import Recipe
+from sparktorch.train.strategies.base import DATA, Layout, Strategy
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+__all__ = ["ShardingOptions", "Zero2", "Zero3", "units"]
+
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward, at which parameters could be gathered
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingOptions:
+    """Options of `zero2` and `zero3`; see `torch.distributed.fsdp.fully_shard`.
+
+    Attributes:
+        min_parameters: Parts of the module with at least so many parameters are gathered, and their
+            gradients reduced, by themselves; what is left goes with the whole module.
+        wrap_classes: Names of the classes of those parts, such as a transformer's layers, in place of the size.
+        activation_checkpointing: Whether those parts keep no activations, and compute them again in backward.
+        param_dtype: Parameters are gathered and used in this type; `None` leaves them as they are.
+        reduce_dtype: Gradients are reduced in this type; `None` takes that of the parameters.
+        cpu_offload: Whether a GPU's share of parameters, gradients and optimizer state lies in host memory.
+    """
+
+    min_parameters: int = 1_000_000
+    wrap_classes: list[str] = field(default_factory=list)
+    activation_checkpointing: bool = False
+    param_dtype: Literal["fp32", "fp16", "bf16"] | None = None
+    reduce_dtype: Literal["fp32", "fp16", "bf16"] | None = None
+    cpu_offload: bool = False
+
+    def __post_init__(self) -> None:
+        at_least("strategyParams.min_parameters", self.min_parameters, 1)
+        for name in ("param_dtype", "reduce_dtype"):
+            value = getattr(self, name)
+            if value is not None:
+                one_of(f"strategyParams.{name}", value, tuple(_DTYPES))
+
+
+class Zero3(Strategy[ShardingOptions]):
+    """Parameters are gathered part by part for forward and backward, and let go after each."""
+
+    layout = Layout(parameters=(DATA,), gradients=(DATA,), optimizer_state=(DATA,))
+    options_type = ShardingOptions
+    collective_forward = True
+    _reshard_after_forward = True
+
+    @classmethod
+    def check(cls, config: TrainConfig, recipe: Recipe, options: ShardingOptions) -> None:
+        """Refuses fp16, whose scaler sees no gradients of other ranks, and weights with the channels last."""
+        if config.channels_last:
+            raise ConfigError(
+                f"channelsLast lays out weights in a way that strategy {config.strategy!r} cannot divide",
+                hint="leave it out, or use strategy='zero1'",
+                param="channelsLast",
+            )
+        if config.precision == "fp16":
+            raise ConfigError(
+                f"precision 'fp16' scales the loss, and strategy {config.strategy!r} divides the gradients",
+                hint="set precision='bf16', or strategyParams={'param_dtype': 'bf16', 'reduce_dtype': 'fp32'}",
+                param="precision",
+            )
+
+    @classmethod
+    def needs_group(cls, options: ShardingOptions) -> bool:
+        """Whether there is something to do for one rank, too: types and places of parameters."""
+        return options.cpu_offload or options.param_dtype is not None or options.reduce_dtype is not None
+
+    @property
+    def alone(self) -> bool:
+        """Whether the module stays as it is."""
+        return super().alone and not self.needs_group(self._options)
+
+    def prepare(self, module: nn.Module) -> nn.Module:
+        """Divides the module's parameters among the ranks, in place, each part as it comes to the device."""
+        options = self._options
+        parts = units(module, options)
+        if options.activation_checkpointing:
+            from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+
+            apply_activation_checkpointing(module, check_fn=lambda part: part in parts)
+        if self.alone:
+            return module.to(self._device)
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+        if options.cpu_offload and is_host(self._device):
+            raise ConfigError(
+                f"strategyParams.cpu_offload is set, and rank {self._world.rank} has no GPU to offload",
+                hint="leave it out, or set device='cuda'",
+                param="strategyParams",
+            )
+        policy = MixedPrecisionPolicy(
+            param_dtype=_DTYPES.get(options.param_dtype or ""), reduce_dtype=_DTYPES.get(options.reduce_dtype or "")
+        )
+        for part in [*parts, module]:
+            fully_shard(
+                part,
+                mesh=self.mesh,
+                reshard_after_forward=self._reshard_after_forward,
+                mp_policy=policy,
+                offload_policy=CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy(),
+            )
+        return module
+
+    @contextmanager
+    def no_sync(self, module: nn.Module) -> Iterator[None]:
+        """Keeps whole gradients in every rank until the block is left."""
+        if self.alone:
+            yield
+            return
+        root = cast("FSDPModule", module)
+        root.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            root.set_requires_gradient_sync(True)
+
+    def gradient_norm(self, module: nn.Module) -> torch.Tensor:
+        """Returns the norm of the gradients of the whole model, summed up on the device: `cpu_offload` leaves them."""
+        if self.alone:
+            return super().gradient_norm(module)
+        own = nn.utils.get_total_norm([local(p.grad) for p in module.parameters() if p.grad is not None])
+        squares = own.to(self._world.device, torch.float64).square()
+        dist.all_reduce(squares)
+        return squares.sqrt()
+
+    @contextmanager
+    def evaluating(self, module: nn.Module) -> Iterator[nn.Module]:
+        """A block in which the module's forward gathers its parameters, on all ranks at the same time."""
+        with super().evaluating(module) as same:
+            try:
+                yield same
+            finally:
+                self._let_go(module)
+
+    def state_dict(self, module: nn.Module, *, copy: bool = False) -> dict[str, torch.Tensor]:
+        """Gathers the whole model's state on rank 0; elsewhere it is empty."""
+        if self.alone:
+            return super().state_dict(module, copy=copy)
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+        with self.evaluating(module):
+            self._let_go(module)
+            whole = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        return download(cast(dict[str, torch.Tensor], whole), copy=copy)
+
+    def _let_go(self, module: nn.Module) -> None:
+        """Lets go of gathered parameters: they are kept after a forward pass that no backward follows."""
+        if self.alone:
+            return
+        from torch.distributed.fsdp import FSDPModule
+
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+
+
+class Zero2(Zero3):
+    """Parameters are gathered once a step, and kept from forward to backward."""
+
+    layout = Layout(gradients=(DATA,), optimizer_state=(DATA,))
+    _reshard_after_forward = False
+
+
+def units(module: nn.Module, options: ShardingOptions) -> list[nn.Module]:
+    """Returns the parts of a module that are gathered by themselves, inner ones first.
+
+    Raises:
+        ModuleError: The module has no part of a class that the options name.
+    """
+    owners = Counter(p for part in module.modules() for p in part.parameters(recurse=False))
+    found: list[nn.Module] = []
+    if options.wrap_classes:
+        present = {type(part).__name__ for part in module.modules()}
+        for name in options.wrap_classes:
+            if name not in present:
+                raise ModuleError(
+                    f"the module has no part of class {name!r}", hint=nearest(name, present), param="strategyParams"
+                )
+
+    def visit(part: nn.Module) -> tuple[int, bool]:
+        """Returns how many parameters no unit has taken yet, and whether a tied one is among all."""
+        own = list(part.parameters(recurse=False))
+        count, tied = sum(p.numel() for p in own), any(owners[p] > 1 for p in own)
+        for child in part.children():
+            below, tied_below = visit(child)
+            count, tied = count + below, tied or tied_below
+        chosen = (
+            type(part).__name__ in options.wrap_classes if options.wrap_classes else count >= options.min_parameters
+        )
+        # Parameters that several parts share must be gathered with all of them: with the whole module.
+        if chosen and count and not tied and part is not module and not isinstance(part, _CONTAINERS):
+            found.append(part)
+            count = 0
+        return count, tied
+
+    visit(module)
+    return found

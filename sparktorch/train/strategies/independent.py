@@ -1,0 +1,48 @@
+"""No sharing at all: every rank trains a model of its own, and the best one is kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from sparktorch.base.config import TrainConfig
+from sparktorch.errors import ConfigError
+from sparktorch.train.recipe.recipe import Recipe
+from sparktorch.train.strategies.base import Layout, Strategy
+
+__all__ = ["Independent", "IndependentOptions"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndependentOptions:
+    """Options of `independent`.
+
+    Attributes:
+        folds: Whether every rank gets all rows, validates on its own part of them and trains on the
+            rest, as in cross-validation; otherwise it gets its own part only.
+    """
+
+    folds: bool = False
+
+
+class Independent(Strategy[IndependentOptions]):
+    """The plain module; the worker runs each rank as if it were the only one."""
+
+    layout = Layout(samples=())
+    resumable = False
+    options_type = IndependentOptions
+
+    @classmethod
+    def check(cls, config: TrainConfig, recipe: Recipe, options: IndependentOptions) -> None:
+        """Refuses batch normalisation over ranks that train different models."""
+        if config.sync_batch_norm:
+            raise ConfigError(
+                "strategy 'independent' trains a model for each worker, and syncBatchNorm joins them",
+                hint="leave it out",
+                param="syncBatchNorm",
+            )
+
+    def prepare(self, module: nn.Module) -> nn.Module:
+        """Returns the module as it is."""
+        return module.to(self._device)

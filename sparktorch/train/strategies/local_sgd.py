@@ -1,0 +1,142 @@
+"""Local SGD: every rank trains a copy of the model by itself, and from time to time all take the mean.
+
+Stich 2018, Local SGD Converges Fast and Communicates Little (https://arxiv.org/abs/1805.09767);
+post-local SGD, which begins with synchronous steps: Lin et al. 2018 (https://arxiv.org/abs/1808.07217).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from sparktorch.base.config import TrainConfig, at_least
+from sparktorch.base.devices import download
+from sparktorch.base.world import World
+from sparktorch.errors import ConfigError
+from sparktorch.train.recipe.recipe import Recipe
+from sparktorch.train.strategies.base import Layout, Strategy
+
+__all__ = ["LocalSGD", "LocalSGDOptions"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSGDOptions:
+    """Options of `localSGD`.
+
+    Attributes:
+        period: Steps from one averaging to the next.
+        start_step: Steps that all ranks take together, as under `ddp`, before they part.
+    """
+
+    period: int = 4
+    start_step: int = 0
+
+    def __post_init__(self) -> None:
+        at_least("strategyParams.period", self.period, 1)
+        at_least("strategyParams.start_step", self.start_step, 0)
+
+
+class LocalSGD(Strategy[LocalSGDOptions]):
+    """Each rank's gradient is that of its own rows; parameters and buffers are averaged every few steps.
+
+    A rank's loss is scaled so that the mean of all ranks' gradients is the gradient of the whole
+    batch, however its rows lie. The optimizer's state is each rank's own.
+    """
+
+    layout = Layout()
+    resumable = False
+    options_type = LocalSGDOptions
+
+    @classmethod
+    def check(cls, config: TrainConfig, recipe: Recipe, options: LocalSGDOptions) -> None:
+        """Refuses what would make the ranks wait for each other in every step."""
+        if config.sync_batch_norm:
+            raise ConfigError(
+                "strategy 'localSGD' lets each worker train by itself, and syncBatchNorm joins them in every step",
+                hint="leave syncBatchNorm out",
+                param="syncBatchNorm",
+            )
+
+    def __init__(self, config: TrainConfig, world: World, options: LocalSGDOptions) -> None:
+        """Takes the configuration, the rank it works for, and the options."""
+        super().__init__(config, world, options)
+        self._step = 0
+
+    def prepare(self, module: nn.Module) -> nn.Module:
+        """Gives every rank the parameters and buffers of rank 0."""
+        module.to(self._device)
+        if not self.alone:
+            for tensor in module.state_dict().values():
+                dist.broadcast(tensor, 0)
+        return module
+
+    def before_step(self, module: nn.Module) -> None:
+        """Averages the gradients, as long as the ranks go together."""
+        self._step += 1
+        if not self.alone and self._step <= self._options.start_step:
+            _average_gradients([p for p in module.parameters() if p.requires_grad])
+
+    def after_step(self, module: nn.Module) -> None:
+        """Averages the models at the end of each period."""
+        alone = self._step - self._options.start_step
+        if not self.alone and alone > 0 and alone % self._options.period == 0:
+            _average(_averaged(module))
+
+    @contextmanager
+    def evaluating(self, module: nn.Module) -> Iterator[nn.Module]:
+        """A block in which every rank holds the mean of all models; training goes on from its own."""
+        if self.alone:
+            yield module
+            return
+        tensors = _averaged(module)
+        own = [tensor.detach().clone() for tensor in tensors]
+        _average(tensors)
+        try:
+            yield module
+        finally:
+            with torch.no_grad():
+                for tensor, before in zip(tensors, own, strict=True):
+                    tensor.copy_(before)
+
+    def state_dict(self, module: nn.Module, *, copy: bool = False) -> dict[str, torch.Tensor]:
+        """Returns the mean of all models on rank 0; elsewhere it is empty."""
+        with self.evaluating(module):
+            if not self._world.is_main:
+                return {}
+            return download({name: value.detach() for name, value in module.state_dict().items()}, copy=True)
+
+
+def _averaged(module: nn.Module) -> list[torch.Tensor]:
+    """Returns what of a model has a mean: its real and complex tensors, and no counters."""
+    tensors = [tensor.detach() for tensor in [*module.parameters(), *module.buffers()]]
+    real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
+    return [tensor for tensor in real if tensor.is_floating_point()]
+
+
+def _average_gradients(parameters: list[nn.Parameter]) -> None:
+    """Replaces gradients by their means over all ranks; a parameter without one in every rank keeps none."""
+    there = torch.tensor([p.grad is not None for p in parameters], dtype=torch.float32)
+    dist.all_reduce(there, dist.ReduceOp.MAX)
+    met = [p for p, found in zip(parameters, there.tolist(), strict=True) if found]
+    for parameter in met:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    gradients: list[Any] = [p.grad for p in met]
+    _average([torch.view_as_real(grad) if grad.is_complex() else grad for grad in gradients])
+
+
+@torch.no_grad()
+def _average(tensors: list[torch.Tensor]) -> None:
+    """Replaces the tensors by their means over all ranks, in one all-reduce for each dtype."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):  # a set has no order for the ranks to agree on
+        same = [tensor for tensor in tensors if tensor.dtype == dtype]
+        flat = torch.cat([tensor.flatten() for tensor in same]).div_(dist.get_world_size())
+        dist.all_reduce(flat)
+        for tensor, mean in zip(same, torch.split(flat, [tensor.numel() for tensor in same]), strict=True):
+            tensor.copy_(mean.view_as(tensor))

@@ -1,0 +1,1 @@
+"""Asynchronous training: ranks push gradients to shares of the parameters over sockets."""

@@ -1,0 +1,140 @@
+"""Connections between ranks for messages whose size both ends know.
+
+Gloo's own `send` and `recv` are not for threads that must end: it tells neither a message half sent nor
+one half received that the connection has closed, and has no other way to wake who waits for them.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+import torch.distributed as dist
+
+from sparktorch.base.world import World
+
+__all__ = ["Line", "connect"]
+
+_CONNECT_SECONDS = 60
+_HELLO_SECONDS = 5
+_TOKEN_BYTES = 16
+_PLACE_BYTES = 256
+# A host that vanishes without a word is given up after a minute and a half.
+_KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
+
+
+class Line:
+    """One end of a connection, which one thread sends to and receives from and any thread may break."""
+
+    def __init__(self, end: socket.socket) -> None:
+        """Takes a connected socket."""
+        end.settimeout(None)
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEP_ALIVE.items():
+            if hasattr(socket, name):
+                end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        self._end = end
+        self._closing = threading.Lock()
+
+    def send(self, message: torch.Tensor) -> None:
+        """Sends a uint8 tensor in host memory.
+
+        Raises:
+            DistNetworkError: The connection is closed.
+        """
+        try:
+            self._end.sendall(message.numpy().data)
+        except OSError as error:
+            raise dist.DistNetworkError(f"Connection closed by peer: {error}") from error
+
+    def receive(self, message: torch.Tensor) -> None:
+        """Waits for a message and fills a uint8 tensor in host memory with it.
+
+        Raises:
+            DistNetworkError: The connection is closed.
+        """
+        left = message.numpy().data
+        while left:
+            try:
+                count = self._end.recv_into(left)
+            except OSError as error:
+                raise dist.DistNetworkError(f"Connection closed by peer: {error}") from error
+            if not count:
+                raise dist.DistNetworkError("Connection closed by peer")
+            left = left[count:]
+
+    def shut(self) -> None:
+        """Breaks the connection: its thread gets an error, if it waits, and is to close it."""
+        with self._closing, suppress(OSError):  # closed already
+            self._end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Lets go of the connection; only this ends a peer's `send` that waits for room."""
+        with self._closing:
+            self._end.close()
+
+
+def connect(world: World, servers: Sequence[int]) -> tuple[dict[int, Line], dict[int, Line]]:
+    """Connects every rank with every server but itself; each rank calls it, with the default group open.
+
+    Args:
+        world: This rank's place.
+        servers: The ranks that host one.
+
+    Returns:
+        This rank's line to each server, and to each rank that it serves, by rank.
+    """
+    token = secrets.token_bytes(_TOKEN_BYTES)
+    listener: socket.socket | None = None
+    place = ""
+    if world.rank in servers:
+        family = socket.AF_INET6 if ":" in world.address else socket.AF_INET
+        listener = socket.create_server((world.address, 0), family=family, backlog=world.world_size)
+        place = f"{world.address or socket.gethostname()} {listener.getsockname()[1]} {token.hex()}"
+    try:
+        places = _exchange(place, world)
+        ups = {server: _call(places[server], world.rank) for server in servers if server != world.rank}
+        downs = {} if listener is None else _accept(listener, token, world.world_size - 1)
+    finally:
+        if listener is not None:
+            listener.close()
+    return ups, downs
+
+
+def _exchange(text: str, world: World) -> list[str]:
+    """Returns the texts of all ranks."""
+    mine = torch.zeros(_PLACE_BYTES, dtype=torch.uint8)
+    mine[: len(text)] = torch.tensor(list(text.encode("ascii")), dtype=torch.uint8)
+    mine = mine.to(world.device)
+    every = [torch.empty_like(mine) for _ in range(world.world_size)]
+    dist.all_gather(every, mine)
+    return [bytes(one.tolist()).rstrip(b"\0").decode("ascii") for one in every]
+
+
+def _call(place: str, rank: int) -> Line:
+    host, port, token = place.split()
+    end = socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS)
+    end.sendall(bytes.fromhex(token) + rank.to_bytes(4, "big"))
+    return Line(end)
+
+
+def _accept(listener: socket.socket, token: bytes, count: int) -> dict[int, Line]:
+    """Returns the lines of so many ranks; whoever does not know the token is turned away."""
+    lines: dict[int, Line] = {}
+    listener.settimeout(_CONNECT_SECONDS)
+    while len(lines) < count:
+        end, _ = listener.accept()
+        end.settimeout(_HELLO_SECONDS)
+        hello = b""
+        with suppress(OSError):  # it has left, or has nothing to say
+            hello = end.recv(len(token) + 4, socket.MSG_WAITALL)
+        if len(hello) == len(token) + 4 and secrets.compare_digest(hello[: len(token)], token):
+            lines[int.from_bytes(hello[len(token) :], "big")] = Line(end)
+        else:
+            end.close()
+    return lines

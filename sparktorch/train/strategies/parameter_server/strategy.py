@@ -1,0 +1,287 @@
+"""Parameter server: ranks push gradients and pull parameters each at their own pace, up to a bound.
+
+Dean et al. 2012, Large Scale Distributed Deep Networks (asynchronous updates); Li et al. 2014, Scaling
+Distributed Machine Learning with the Parameter Server (a model spread over servers); Ho et al. 2013, More
+Effective Distributed ML via a Stale Synchronous Parallel Parameter Server (the bound).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from sparktorch.base.config import TrainConfig, at_least
+from sparktorch.base.devices import is_host, wait_for
+from sparktorch.base.world import World
+from sparktorch.distributed.process_group import attach, sum_over_ranks
+from sparktorch.errors import ConfigError
+from sparktorch.train.recipe.recipe import Recipe
+from sparktorch.train.strategies.base import DATA, Layout, Strategy, require_optimizer_class
+from sparktorch.train.strategies.parameter_server.connections import Line, connect
+from sparktorch.train.strategies.parameter_server.server import Frame, Share, assign, read_numbers
+
+__all__ = ["ParameterServer", "ParameterServerOptions"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterServerOptions:
+    """Options of `parameterServer`.
+
+    Attributes:
+        staleness: Steps that a rank may be ahead of the slowest. 0 takes every step together, `None`
+            never waits.
+        servers: Number of ranks that also serve a share of the parameters; `None` and whatever exceeds
+            the number of ranks mean all.
+    """
+
+    staleness: int | None = None
+    servers: int | None = 1
+
+    def __post_init__(self) -> None:
+        if self.staleness is not None:
+            at_least("strategyParams.staleness", self.staleness, 0)
+        if self.servers is not None:
+            at_least("strategyParams.servers", self.servers, 1)
+
+
+class ParameterServer(Strategy[ParameterServerOptions]):
+    """Gradients go to servers, which hold parameters and optimizer; parameters come back.
+
+    The servers' copies lie in the memory of some ranks' hosts, whole tensors each. Traffic with them
+    has connections of its own, so that no collective of the loop meets it. A gradient is scaled to be
+    an estimate of the whole batch's, as in all strategies; `Share` says what becomes of N of them.
+    """
+
+    layout = Layout(optimizer_state=(DATA,))
+    resumable = False
+    waits_for_device = True
+    options_type = ParameterServerOptions
+
+    _exchange: _Exchange | None = None
+
+    @classmethod
+    def check(cls, config: TrainConfig, recipe: Recipe, options: ParameterServerOptions) -> None:
+        """Refuses what needs the ranks in step, unless they are."""
+        optimizer = require_optimizer_class(config, recipe, "server")
+        if optimizer in ("SparseAdam", torch.optim.SparseAdam):
+            raise ConfigError(
+                "strategy 'parameterServer' sends dense gradients, and SparseAdam takes no such",
+                hint="use Adam, or strategy='ddp'",
+                param="optimizer",
+            )
+        for param, found, reason in (
+            ("precision 'fp16'", config.precision == "fp16", "a worker skips a step whose gradient overflows"),
+            ("nonFiniteLoss 'skip'", config.non_finite == "skip", "workers leave out the same steps"),
+            ("syncBatchNorm", config.sync_batch_norm, "workers wait for each other in every forward pass"),
+        ):
+            if found:
+                _refuse(param, reason, hint="use another strategy")
+        if options.staleness != 0:
+            for param, found, reason in (
+                ("deterministic", config.deterministic, "updates come in another order each time"),
+                ("emaDecay", config.ema_decay is not None, "each worker sees other weights"),
+            ):
+                if found:
+                    _refuse(param, reason, hint="use another strategy, or strategyParams={'staleness': 0}")
+
+    def prepare(self, module: nn.Module) -> nn.Module:
+        """Returns the module as it is; rank 0's initial parameters and buffers go to every rank."""
+        module.to(self._device)
+        if not self.alone:
+            for tensor in chain(module.parameters(), module.buffers()):
+                whole = tensor.detach().contiguous()
+                dist.broadcast(whole, 0)
+                tensor.detach().copy_(whole)
+        return module
+
+    def optimizer(self, recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer:
+        """Starts this rank's server, if it hosts one; returns an optimizer whose step is a push and a pull."""
+        optimizer = recipe.build_optimizer(module)
+        if self.alone:
+            return optimizer
+        groups = optimizer.param_groups
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        ranks = self._world.world_size
+        count = min(self._options.servers or ranks, ranks, len(parameters))
+        server = assign([parameter.nbytes for parameter in parameters], count)
+        # Neighbouring ranks tend to share a host: servers lie as far apart as they can.
+        shares = [
+            (i * ranks // count, [p for p, s in zip(parameters, server, strict=True) if s == i]) for i in range(count)
+        ]
+        own = dict(shares).get(self._world.rank)
+        share = None if own is None else self._share(recipe, module, groups, own)
+        self._exchange = _Exchange(self._world, shares, share, numbers=len(read_numbers(groups)))
+        attach(self._exchange)
+        return _Pushing(optimizer, self._exchange.step)
+
+    def _share(
+        self, recipe: Recipe, module: nn.Module, groups: list[dict[str, Any]], parameters: list[nn.Parameter]
+    ) -> Share:
+        """Returns the server of some parameters, its optimizer built with the options of the whole model's."""
+        masters = {p: nn.Parameter(p.detach().to("cpu", copy=True).contiguous()) for p in parameters}
+        factory, _, options = recipe.optimizer_call(module)
+        optimizer = factory(
+            [{**group, "params": [masters[p] for p in group["params"] if p in masters]} for group in groups],
+            **options,
+        )
+        return Share(list(masters.values()), optimizer, ranks=self._world.world_size, staleness=self._options.staleness)
+
+    @contextmanager
+    def evaluating(self, module: nn.Module) -> Iterator[nn.Module]:
+        """As the base; ranks out of step wait for the pushes of all, and then have the servers' parameters."""
+        if self._exchange is not None and self._options.staleness != 0:
+            self._exchange.pull_together()
+        with super().evaluating(module) as plain:
+            yield plain
+
+    def metrics(self) -> dict[str, float]:
+        """Returns how many updates of others the pushes of an epoch had not seen: mean and most."""
+        stale = [] if self._exchange is None else self._exchange.take_staleness()
+        counts = torch.zeros(2 + self._world.world_size, dtype=torch.float64)
+        counts[0], counts[1], counts[2 + self._world.rank] = sum(stale), len(stale), max(stale, default=0)
+        total, pushes, *most = sum_over_ranks(counts, self._world).tolist()
+        return {"staleness_mean": total / max(pushes, 1), "staleness_max": max(most)}
+
+
+def _refuse(what: str, reason: str, *, hint: str) -> None:
+    raise ConfigError(
+        f"{what} does not go together with strategy 'parameterServer': {reason}", hint=hint, param=what.split()[0]
+    )
+
+
+class _Pushing(torch.optim.Optimizer):
+    """Stands in for the servers' optimizers: has their groups, whose options travel with each push."""
+
+    def __init__(self, whole: torch.optim.Optimizer, push: Callable[[list[dict[str, Any]]], None]) -> None:
+        super().__init__(whole.param_groups, whole.defaults)
+        self._push = push
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        self._push(self.param_groups)
+
+
+class _Exchange:
+    """One rank's lines to all servers, and the threads of the server it hosts, if any."""
+
+    def __init__(
+        self,
+        world: World,
+        shares: Sequence[tuple[int, list[nn.Parameter]]],
+        share: Share | None,
+        *,
+        numbers: int,
+    ) -> None:
+        """Connects.
+
+        Args:
+            world: This rank's place.
+            shares: The rank of each server, and this rank's copies of its parameters.
+            share: What this rank serves.
+            numbers: How many numbers each push carries.
+        """
+        self._world, self._share = world, share
+        self._parameters = dict(shares)
+        pinned = not is_host(world.device)
+        self._frames = {server: Frame(own, numbers, pinned=pinned) for server, own in shares}
+        self._ups, self._downs = connect(world, list(self._parameters))
+        self._threads = [
+            threading.Thread(
+                target=self._serve,
+                args=(peer, line, Frame(self._parameters[world.rank], numbers)),
+                name=f"sparktorch-server-of-{peer}",
+                daemon=True,
+            )
+            for peer, line in self._downs.items()
+        ]
+
+    def __enter__(self) -> _Exchange:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        found = error
+        if found is None:
+            try:
+                for server, line in self._ups.items():
+                    self._frames[server].end()
+                    line.send(self._frames[server].bytes)
+            except dist.DistError as gone:
+                found = gone
+        if found is not None:
+            self._stop(found)
+        for thread in self._threads:
+            thread.join()
+        for line in self._ups.values():
+            line.close()
+        if self._share is not None:
+            found = self._share.failure
+        if found not in (None, error) and isinstance(error, RuntimeError | None):
+            raise found  # where there is an error, it is that of a collective whose peers left because of this one
+
+    def step(self, groups: list[dict[str, Any]]) -> None:
+        """Pushes the gradients to all servers and sets the parameters to what they reply.
+
+        Args:
+            groups: The parameter groups, for their learning rates.
+        """
+        numbers = read_numbers(groups)
+        for server, frame in self._frames.items():
+            frame.push(numbers, [parameter.grad for parameter in self._parameters[server]])
+        wait_for(self._world.device)  # once, for all gradients to be on the host
+        for server, line in self._ups.items():
+            line.send(self._frames[server].bytes)
+        if self._share is not None:
+            self._share.push(self._world.rank, self._frames[self._world.rank])
+        for server, line in self._ups.items():
+            line.receive(self._frames[server].bytes)
+        for server, frame in self._frames.items():
+            frame.load(self._parameters[server])
+
+    def pull_together(self) -> None:
+        """Gives every rank the same parameters, after the pushes of all."""
+        dist.barrier()
+        wait_for(self._world.device)  # which may still copy from the frames
+        for server, frame in self._frames.items():
+            if server == self._world.rank and self._share is not None:
+                self._share.read(frame)
+            dist.broadcast(frame.bytes, server)
+            frame.load(self._parameters[server])
+
+    def take_staleness(self) -> list[int]:
+        """Returns what this rank's server has measured since the last call."""
+        return [] if self._share is None else self._share.take_staleness()
+
+    def _serve(self, peer: int, line: Line, frame: Frame) -> None:
+        """Answers one rank's pushes until its last."""
+        assert self._share is not None
+        try:
+            while True:
+                line.receive(frame.bytes)
+                if frame.last:
+                    return
+                self._share.push(peer, frame)
+                line.send(frame.bytes)
+        except BaseException as error:
+            self._stop(error)
+        finally:
+            line.close()
+
+    def _stop(self, error: BaseException) -> None:
+        """Wakes whoever waits for a reply, in this rank and in others, to learn that none will come."""
+        if self._share is not None:
+            self._share.fail(error)
+        for line in (*self._ups.values(), *self._downs.values()):
+            line.shut()

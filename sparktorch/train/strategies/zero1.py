@@ -1,0 +1,53 @@
+"""ZeRO stage 1: data parallel, but every rank keeps the optimizer's state of its share of the parameters only.
+
+Rajbhandari et al. 2020, ZeRO: Memory Optimizations Toward Training Trillion Parameter Models
+(https://arxiv.org/abs/1910.02054), section 5.1.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from sparktorch.base.config import TrainConfig
+from sparktorch.base.devices import is_host
+from sparktorch.train.recipe.recipe import Recipe
+from sparktorch.train.strategies.base import DATA, Layout, require_optimizer_class
+from sparktorch.train.strategies.ddp import DDP, DDPOptions
+
+__all__ = ["Zero1"]
+
+
+class Zero1(DDP):
+    """`ZeroRedundancyOptimizer` over `DistributedDataParallel`: each rank updates its share and sends it to all."""
+
+    layout = Layout(optimizer_state=(DATA,))
+
+    @classmethod
+    def check(cls, config: TrainConfig, recipe: Recipe, options: DDPOptions) -> None:
+        """Refuses factories of optimizers: `ZeroRedundancyOptimizer` takes a class."""
+        super().check(config, recipe, options)
+        require_optimizer_class(config, recipe, "worker's share")
+
+    def optimizer(self, recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer:
+        """Builds the optimizer over this rank's share of the trainable parameters; alone, over all of them."""
+        if self.alone:
+            return recipe.build_optimizer(module)
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # it takes a while, and nobody else needs it
+
+        factory, parameters, options = recipe.optimizer_call(module)
+        # A rank's share in one bucket is sent at once, which spares an accelerator a message for each parameter. It
+        # takes one dtype, and lays weights out in the usual order.
+        dtypes = {parameter.dtype for parameter in module.parameters() if parameter.requires_grad}
+        bucket = not is_host(self._device) and len(dtypes) == 1 and not self._config.channels_last
+        optimizer: torch.optim.Optimizer = ZeroRedundancyOptimizer(
+            parameters,
+            optimizer_class=factory,
+            parameters_as_bucket_view=bucket,
+            **options,
+        )
+        return optimizer
+
+    def saves(self, name: str) -> bool:
+        """Every rank saves the state of its own share."""
+        return super().saves(name) or name.startswith("optimizer.")

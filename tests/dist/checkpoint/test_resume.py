@@ -1,0 +1,297 @@
+"""A training that was killed and goes on from its checkpoint ends as the one that was not."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sparktorch import Callback
+from sparktorch.errors import PersistenceError
+from sparktorch.train.callbacks import FitContext
+from sparktorch.train.checkpoint.store import CheckpointStore
+from sparktorch.worker import TrainJob
+from tests.support.nets import Damped, Drifting, Lookup, Noisy, Spare, Tower
+from tests.support.ranks import control_server, load_state, run_ranks, train_on
+from tests.support.resume import EPOCHS, STEPS, TABLE, Counts, job_for, killed, parts, timeless
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "ddp": {"strategy": "ddp", "strategy_params": {"bucket_cap_mb": 0.0002}},  # several buckets
+    "zero1": {"strategy": "zero1"},
+    "zero2": {"strategy": "zero2", "strategy_params": {"min_parameters": 60}},
+    "zero3": {"strategy": "zero3", "strategy_params": {"min_parameters": 60}},
+}
+
+
+class Spoils(Callback):
+    """Puts a file where the checkpoint of step 4 is to have its directory."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def on_step_end(self, context: FitContext) -> None:
+        if context.step == 3:
+            attempt = next((self._folder / "checkpoints").glob("step-*")).name.rpartition("-")[2]
+            (self._folder / "checkpoints" / f"step-{4:09d}-{attempt}").write_text("")
+
+
+def wave(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
+    """A schedule whose rates are NumPy's numbers."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 + 0.5 * np.cos(step))
+
+
+class Tallies(Counts):
+    """Keeps what NumPy computes, and drives the training by it."""
+
+    def __init__(self, folder: Path, seen: Any, **options: Any) -> None:
+        super().__init__(folder, **options)
+        self.seen = seen
+
+    def on_step_end(self, context: FitContext) -> None:
+        self.seen = self.seen + np.float32(0.25)
+        with torch.no_grad():
+            next(context.module.parameters()).mul_(1 - 1e-4 * float(np.sum(self.seen)))
+        super().on_step_end(context)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "seen": {"sum": self.seen}}
+
+    def load_state_dict(self, state: Any) -> None:
+        super().load_state_dict(state)
+        self.seen = state["seen"]["sum"]
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 3), ("zero1", 2), ("zero2", 2), ("zero3", 4)])
+def test_the_weights_are_the_same_to_the_last_bit(strategy: str, ranks: int, tmp_path: Path) -> None:
+    calm, rough = tmp_path / "calm", tmp_path / "rough"
+    calm.mkdir()
+    rough.mkdir()
+    config = STRATEGIES[strategy]
+    expected, wanted = train_on(parts(ranks), job_for(calm, Counts(calm), **config))
+    step = STEPS + 3 + ranks  # somewhere in the second epoch
+    killed(job_for(rough, Counts(rough, rank=1, step=step), **config), ranks)
+    left = CheckpointStore(str(rough / "checkpoints")).steps()
+    assert left
+    assert step - 3 <= left[0] <= step
+    found, metas = train_on(parts(ranks), job_for(rough, Counts(rough), **config))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert timeless(metas[0]["history"]) == timeless(wanted[0]["history"])
+    for rank in range(ranks):
+        assert (rough / f"steps-{rank}").read_text() == (calm / f"steps-{rank}").read_text() == str(EPOCHS * STEPS)
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The weights of a training that was not killed, and what else came of it."""
+    return train_on(parts(1), job_for(tmp_path_factory.mktemp("calm"), module=Tower))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "before", "after"), [("ddp", 2, 3), ("zero1", 4, 1), ("zero2", 3, 1), ("zero3", 2, 3)]
+)
+def test_another_number_of_ranks_goes_on_with_the_same_batches(
+    strategy: str, before: int, after: int, on_one_rank: Any, tmp_path: Path
+) -> None:
+    config: dict[str, Any] = {"module": Tower, **STRATEGIES[strategy]}
+    expected, wanted = on_one_rank
+    killed(job_for(tmp_path, Counts(tmp_path, rank=1, step=STEPS + 5), **config), before)
+    found, metas = train_on(parts(after), job_for(tmp_path, **config))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    for ours, theirs in zip(timeless(metas[0]["history"]), timeless(wanted[0]["history"]), strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5)
+
+
+def test_the_best_weights_of_before_the_kill_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "calm").mkdir()
+    # At such a rate the loss soon jumps about: the best validation is an early one.
+    config: dict[str, Any] = {"epochs": 40, "patience": 4, "schedule_interval": "epoch", "warmup_steps": 0}
+    config["ema_decay"] = None
+
+    def job(folder: Path, callback: Callback | None) -> TrainJob:
+        made = job_for(folder, callback, module=Tower, **config)
+        recipe = {"optimizer": "SGD", "optimizer_params": {"momentum": 0.9}, "learning_rate": 0.15}
+        return replace(made, recipe=replace(made.recipe, scheduler=None, scheduler_params={}, **recipe))
+
+    expected, wanted = train_on(parts(2), job(tmp_path / "calm", None))
+    losses = [record["val_loss"] for record in wanted[0]["history"]]
+    best = losses.index(min(losses))
+    assert len(losses) < 40
+    killed(job(tmp_path, Counts(tmp_path, rank=1, step=(best + 1) * STEPS + 9)), 2)
+    found, metas = train_on(parts(2), job(tmp_path, None))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert timeless(metas[0]["history"]) == timeless(wanted[0]["history"])
+
+
+def test_the_checkpoint_of_the_best_validation_is_kept_over_a_restart(tmp_path: Path) -> None:
+    job = job_for(tmp_path, Counts(tmp_path, rank=1, step=4 * STEPS + 3), module=Tower, epochs=5)
+    recipe = replace(job.recipe, optimizer="SGD", optimizer_params={"momentum": 0.9}, learning_rate=0.15)
+    assert job.checkpoint is not None
+    by_epoch = replace(job.checkpoint, unit="epoch", keep=1)
+    recipe = replace(recipe, scheduler=None, scheduler_params={})
+    config = replace(job.config, schedule_interval="epoch", ema_decay=None)
+    job = replace(job, recipe=recipe, config=config, checkpoint=by_epoch)
+    killed(job, 2)
+    _, metas = train_on(parts(2), job)
+    losses = [record["val_loss"] for record in metas[0]["history"]]
+    best = losses.index(min(losses)) + 1
+    steps = CheckpointStore(by_epoch.directory).steps()
+    assert best == 4  # it was saved before the kill, and is not the last
+    assert steps == [5 * STEPS, best * STEPS]
+
+
+def test_a_parameter_that_had_no_gradient_before_the_kill_goes_on_without_a_state(tmp_path: Path) -> None:
+    (tmp_path / "calm").mkdir()
+    config = {"module": Spare, "unused_parameters": True}
+    expected, _ = train_on(parts(2), job_for(tmp_path / "calm", **config))
+    killed(job_for(tmp_path, Counts(tmp_path, rank=1, step=STEPS + 3), **config), 2)
+    found, _ = train_on(parts(2), job_for(tmp_path, **config))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_numbers_of_numpy_in_schedules_and_callbacks_are_gone_on_with(tmp_path: Path) -> None:
+    (tmp_path / "calm").mkdir()
+
+    def job(folder: Path, **options: Any) -> TrainJob:
+        made = job_for(folder, Tallies(folder, np.float32(0), **options), module=Tower)
+        return replace(made, recipe=replace(made.recipe, scheduler=wave, scheduler_params={}))
+
+    expected, _ = train_on(parts(2), job(tmp_path / "calm"))
+    killed(job(tmp_path, rank=1, step=STEPS + 3), 2)
+    found, _ = train_on(parts(2), job(tmp_path))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_what_no_checkpoint_can_hold_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    with pytest.raises(PersistenceError, match="no checkpoint can hold callbacks") as caught:
+        train_on(parts(2), job_for(tmp_path, Tallies(tmp_path, np.zeros(2))))
+    assert "callbacks[0][1]['seen']['sum'], a numpy.ndarray" in caught.value.what
+    assert "step" not in caught.value.where
+    assert not CheckpointStore(str(tmp_path / "checkpoints")).steps()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_numbers_that_an_optimizer_keeps_for_a_parameter_are_those_of_the_rank_that_steps_it(
+    strategy: str, tmp_path: Path
+) -> None:
+    (tmp_path / "calm").mkdir()
+
+    def job(folder: Path, callback: Callback | None = None) -> TrainJob:
+        made = job_for(folder, callback, module=Tower, strategy=strategy)
+        return replace(made, recipe=replace(made.recipe, optimizer=Damped, optimizer_params={}))
+
+    expected, _ = train_on(parts(2), job(tmp_path / "calm"))
+    killed(job(tmp_path, Counts(tmp_path, rank=1, step=STEPS + 3)), 2)
+    found, _ = train_on(parts(2), job(tmp_path))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("module", "config"),
+    [
+        (Drifting, {"strategy_params": {"forward_sync_buffers": False}}),
+        (Drifting, {"strategy": "zero2"}),
+        (Tower, {"strategy_params": {"comm_hook": "powerSGD", "powersgd_start_step": 4}}),
+    ],
+)
+def test_what_each_rank_has_for_itself_is_gone_on_with(module: type, config: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "calm").mkdir()
+    expected, _ = train_on(parts(2), job_for(tmp_path / "calm", module=module, **config))
+    killed(job_for(tmp_path, Counts(tmp_path, rank=1, step=STEPS + 5), module=module, **config), 2)
+    found, _ = train_on(parts(2), job_for(tmp_path, module=module, **config))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_power_sgd_goes_on_with_other_matrices(tmp_path: Path) -> None:
+    params = {"comm_hook": "powerSGD", "powersgd_start_step": 4}
+    killed(job_for(tmp_path, Counts(tmp_path, rank=1, step=STEPS + 5), module=Tower, strategy_params=params), 2)
+    _, metas = train_on(parts(2), job_for(tmp_path, module=Tower, strategy_params={**params, "powersgd_rank": 2}))
+    assert all(math.isfinite(record["loss"]) for record in metas[0]["history"])
+
+
+def test_power_sgd_begins_at_the_same_step_with_and_without_checkpoints(tmp_path: Path) -> None:
+    job = job_for(tmp_path, module=Tower, strategy_params={"comm_hook": "powerSGD", "powersgd_start_step": 4}, epochs=1)
+    found, _ = train_on(parts(2), job)
+    expected, _ = train_on(parts(2), replace(job, checkpoint=None))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+def test_sparse_adam_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "calm").mkdir()
+
+    def job(folder: Path, callback: Callback | None = None) -> TrainJob:
+        made = job_for(folder, callback, module=Lookup)
+        return replace(made, recipe=replace(made.recipe, optimizer="SparseAdam", optimizer_params={}))
+
+    expected, _ = train_on(parts(2), job(tmp_path / "calm"))
+    killed(job(tmp_path, Counts(tmp_path, rank=1, step=STEPS + 3)), 2)
+    found, _ = train_on(parts(2), job(tmp_path))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_a_module_that_the_checkpoint_does_not_hold_is_refused(tmp_path: Path) -> None:
+    killed(job_for(tmp_path, Counts(tmp_path, rank=1, step=STEPS + 3), module=Tower), 2)
+    with pytest.raises(PersistenceError, match="the checkpoint lacks module"):
+        train_on(parts(2), job_for(tmp_path, module=Noisy))
+
+
+def test_a_training_that_has_ended_is_not_gone_on_with(tmp_path: Path) -> None:
+    first, _ = train_on(parts(2), job_for(tmp_path, epochs=1))
+    again, metas = train_on(parts(2), job_for(tmp_path, owner="another fit", epochs=1))
+    assert len(metas[0]["history"]) == 1
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert [name[:14] for name in names] == ["finished.json", f"step-{STEPS - 1:09d}", f"step-{STEPS:09d}"]
+
+
+def test_rows_or_settings_of_another_training_are_refused(tmp_path: Path) -> None:
+    job = job_for(tmp_path, Counts(tmp_path, rank=0, step=6))
+    assert job.checkpoint is not None
+    killed(job, 2)
+    other = replace(job, checkpoint=replace(job.checkpoint, job={"learningRate": "0.5"}))
+    with pytest.raises(PersistenceError, match=r"another configuration \(learningRate: None there, '0\.5' here\)"):
+        train_on(parts(2), other)
+    with pytest.raises(PersistenceError, match=r"another configuration \(data: "):
+        train_on([TABLE.take(slice(0, 200)).batches(), []], job)  # type: ignore[arg-type]
+
+
+def test_two_fits_cannot_write_into_one_directory(tmp_path: Path) -> None:
+    job = job_for(tmp_path)
+    assert job.checkpoint is not None
+    CheckpointStore(job.checkpoint.directory).claim("somebody else")
+    with pytest.raises(PersistenceError, match="is being written by another fit"):
+        train_on(parts(2), job)
+
+
+def test_a_damaged_checkpoint_is_left_out_with_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "calm").mkdir()
+    expected, _ = train_on(parts(2), job_for(tmp_path / "calm"))
+    killed(job_for(tmp_path, Counts(tmp_path, rank=1, step=STEPS + 5)), 2)
+    folder = tmp_path / "checkpoints"
+    latest = CheckpointStore(str(folder)).usable()[0]
+    assert latest is not None
+    path = folder / f"step-{latest.step:09d}-{latest.attempt}" / "rank-00001.pt"
+    path.write_bytes(path.read_bytes()[:-1])
+    with control_server() as server:
+        ended = run_ranks(server, parts(2), job_for(tmp_path))
+        (warning,) = [w for w in server.new_warnings(2) if f"step {latest.step} is damaged" in w["text"]]
+    assert "rank-00001.pt" in warning["text"]
+    assert ended[0].result is not None
+    assert all(torch.equal(load_state(ended[0].result)[name], value) for name, value in expected.items())
+
+
+def test_a_directory_that_cannot_be_written_costs_the_checkpoints_and_not_the_training(tmp_path: Path) -> None:
+    (tmp_path / "calm").mkdir()
+    expected, _ = train_on(parts(2), job_for(tmp_path / "calm", epochs=1))
+
+    with control_server() as server:
+        ended = run_ranks(server, parts(2), job_for(tmp_path, Spoils(tmp_path), epochs=1))
+        texts = [warning["text"] for warning in server.new_warnings(2)]
+    assert any("no checkpoint at step 4" in text for text in texts), json.dumps(texts)
+    assert ended[0].result is not None
+    assert all(torch.equal(load_state(ended[0].result)[name], value) for name, value in expected.items())

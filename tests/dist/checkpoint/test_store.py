@@ -1,0 +1,145 @@
+"""Checkpoints: what one number of ranks wrote, another reads; damage is noticed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sparktorch.base.config import TrainConfig
+from sparktorch.base.state_dict import pack_state, unpack_state
+from sparktorch.base.world import World
+from sparktorch.errors import PersistenceError
+from sparktorch.train.checkpoint.store import CheckpointStore, Manifest, fetch, read_tensors, snapshot
+from sparktorch.train.checkpoint.tensors import create_optimizer_state, load_tensors, named_tensors, needed_parts
+from sparktorch.train.recipe.recipe import Recipe
+from sparktorch.train.strategies.registry import build_strategy
+from tests.support.nets import Tower
+from tests.support.ranks import in_group
+from tests.support.saving import Counted
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "zero1": {},
+    "zero2": {"min_parameters": 60},
+    "zero3": {"min_parameters": 60, "activation_checkpointing": True},
+}
+
+
+def _made(world: World, strategy: str, seed: int) -> tuple[Any, Any, Any]:
+    made = build_strategy(TrainConfig(strategy=strategy, strategy_params=OPTIONS[strategy]), world)
+    recipe = Recipe(module=Tower, learning_rate=0.01)
+    plain = recipe.build_module(seed)
+    module = made.prepare(plain)
+    return made, module, made.optimizer(recipe, plain)
+
+
+def _steps(module: Any, optimizer: Any, count: int) -> None:
+    for number in range(count):
+        optimizer.zero_grad()
+        x = torch.linspace(-1, 1, 40, dtype=torch.float32).view(8, 5) + number
+        module(x).square().mean().backward()  # the same on every rank: as on one
+        optimizer.step()
+
+
+def _save(world: World, strategy: str, url: str) -> bytes:
+    made, module, optimizer = _made(world, strategy, seed=1)
+    _steps(module, optimizer, 3)
+    share = snapshot(named_tensors(made.plain(module), optimizer), {"rank": world.rank}, made.saves)
+    files = CheckpointStore(url).write_share(3, world.rank, share)
+    (Path(url) / f"files-{world.rank}").write_text(json.dumps(files))
+    _steps(module, optimizer, 2)
+    return pack_state(made.state_dict(module))
+
+
+def _load(world: World, strategy: str, url: str) -> bytes:
+    store = CheckpointStore(f"counted://{url}")
+    manifest = store.read_manifest(3)
+    made, module, optimizer = _made(world, strategy, seed=2)
+    create_optimizer_state(optimizer)
+    tensors = named_tensors(made.plain(module), optimizer)
+    fetch._GAP_BYTES = 0  # what is not needed is not there, and would be zeros
+    with store.local(manifest, needed_parts(tensors)) as directory:
+        missing = tensors.keys() - load_tensors(directory, tensors)
+        assert not missing, missing
+    _steps(module, optimizer, 2)
+    return pack_state(made.state_dict(module))
+
+
+def _finish(url: Path, ranks: int) -> Manifest:
+    files = {}
+    for rank in range(ranks):
+        files |= json.loads((url / f"files-{rank}").read_text())
+    manifest = Manifest(step=3, epoch=0, step_in_epoch=3, world_size=ranks, job={}, files=files)
+    CheckpointStore(str(url)).write_manifest(manifest)
+    return manifest
+
+
+def same(found: bytes, expected: bytes) -> None:
+    torch.testing.assert_close(unpack_state(found), unpack_state(expected), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "writers", "readers"),
+    [
+        # Of these the weights are whole in every rank: one way up and one way down are enough.
+        *((strategy, *ranks) for strategy in ("ddp", "zero1") for ranks in ((1, 3), (3, 2))),
+        *((strategy, *ranks) for strategy in ("zero2", "zero3") for ranks in ((1, 3), (2, 2), (3, 2), (4, 1))),
+    ],
+)
+def test_what_some_ranks_wrote_any_number_of_ranks_goes_on_from(
+    strategy: str, writers: int, readers: int, tmp_path: Path
+) -> None:
+    written = in_group(writers, _save, strategy, str(tmp_path))[0]
+    _finish(tmp_path, writers)
+    read = in_group(readers, _load, strategy, str(tmp_path))[0]
+    same(read, written)
+
+
+def test_a_checkpoint_of_one_strategy_is_read_by_another(tmp_path: Path) -> None:
+    written = in_group(2, _save, "zero3", str(tmp_path))[0]
+    _finish(tmp_path, 2)
+    for strategy in ("ddp", "zero1", "zero2"):
+        read = in_group(3, _load, strategy, str(tmp_path))[0]
+        same(read, written)
+
+
+def test_a_rank_fetches_what_it_needs_and_no_more(tmp_path: Path) -> None:
+    store = CheckpointStore(f"counted://{tmp_path}")
+    files = {}
+    for rank in range(2):
+        tensors = {f"{kind}.{rank}": torch.full((1_000_000,), rank + 1.0) for kind in ("module", "optimizer", "best")}
+        files |= store.write_share(3, rank, snapshot(tensors, {}, lambda _: True))
+    manifest = Manifest(step=3, epoch=0, step_in_epoch=3, world_size=2, job={}, files=files)
+    before = Counted.read
+    with store.local(manifest, lambda name, *_: name == "optimizer.1") as directory:
+        assert 4_000_000 <= Counted.read - before < 4_010_000
+        assert torch.equal(read_tensors(directory, 1, "optimizer.")["1"], torch.full((1_000_000,), 2.0))
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> CheckpointStore:
+    """Three checkpoints of one rank, at steps 1, 2 and 3."""
+    store = CheckpointStore(str(tmp_path))
+    for step in (1, 2, 3):
+        share = snapshot({"module.x": torch.full((1000,), float(step))}, {"step": step}, lambda _: True)
+        files = store.write_share(step, 0, share)
+        store.write_manifest(Manifest(step=step, epoch=0, step_in_epoch=step, world_size=1, job={}, files=files))
+    return store
+
+
+def test_a_manifest_cannot_name_files_outside_its_directory(written: CheckpointStore, tmp_path: Path) -> None:
+    path = tmp_path / "step-000000003" / "manifest.json"
+    values = json.loads(path.read_text())["manifest"]
+    values["files"]["../../rank-00000.pt"] = values["files"]["rank-00000.pt"]
+    written.write_manifest(Manifest(**values))
+    with pytest.raises(PersistenceError, match="names files that no rank writes"):
+        written.read_manifest(3)
+
+
+def test_an_unknown_file_system_is_refused() -> None:
+    with pytest.raises(PersistenceError, match="cannot be opened"):
+        CheckpointStore("nosuch://bucket/run")

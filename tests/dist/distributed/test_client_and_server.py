@@ -1,0 +1,325 @@
+"""The line between driver and ranks: one store, several ends, in one process."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from sparktorch.base.world import World
+from sparktorch.distributed.client import Cancelled, Link, PeerFailure, connect
+from sparktorch.distributed.monitor import Patience
+from sparktorch.distributed.server import ControlServer
+from sparktorch.distributed.store import SealedStore
+from sparktorch.errors import ColumnError, RankError, RankLostError, RankStalledError
+from tests.support.ranks import HOST, cause_of_death, control_server, watch
+
+
+@pytest.fixture
+def server() -> Iterator[ControlServer]:
+    with control_server() as started:
+        yield started
+
+
+class Answered(SealedStore):
+    """Whose `set` has arrived when it returns: torch's is not answered, and another client may read before it."""
+
+    def set(self, key: str, value: str) -> None:
+        super().set(key, value)
+        assert self.check([key])  # is answered, and has not overtaken it
+
+
+@pytest.fixture
+def links(server: ControlServer) -> list[Link]:
+    """The ends of three ranks."""
+    meeting = server.rendezvous
+
+    def opened(*, timeout: timedelta = timedelta(seconds=60)) -> dist.Store:
+        store = dist.TCPStore(meeting.host, meeting.port, is_master=False, wait_for_workers=False, timeout=timeout)
+        return Answered(meeting.prefix, store)
+
+    return [Link(opened, World(rank=rank, world_size=3, host=f"host-{rank}")) for rank in range(3)]
+
+
+def in_threads(calls: list[Callable[[], Any]]) -> list[Future[Any]]:
+    """Runs all the calls at once and returns when every one has ended.
+
+    Raises:
+        TimeoutError: One of them has not.
+    """
+    futures: list[Future[Any]] = [Future() for _ in calls]
+
+    def settle(future: Future[Any], call: Callable[[], Any]) -> None:
+        try:
+            future.set_result(call())
+        except Exception as error:
+            future.set_exception(error)
+
+    for future, call in zip(futures, calls, strict=True):
+        threading.Thread(target=settle, args=(future, call), daemon=True).start()  # one that hangs must not keep us
+    if wait(futures, timeout=30).not_done:
+        raise TimeoutError("a call hangs")
+    return futures
+
+
+def test_the_driver_hears_of_every_epoch_exactly_once(server: ControlServer, links: list[Link]) -> None:
+    assert server.new_epochs() == []
+    links[0].epoch_done(1, {"epoch": 1, "loss": 0.5})
+    assert server.new_epochs() == [{"epoch": 1, "loss": 0.5}]
+    assert server.new_epochs() == []
+    for number in (2, 3, 4):
+        links[0].epoch_done(number, {"epoch": number})
+    assert [record["epoch"] for record in server.new_epochs()] == [2, 3, 4]
+    assert server.new_epochs() == []
+
+
+def test_progress_is_what_was_said_last(server: ControlServer, links: list[Link]) -> None:
+    assert server.progress() is None
+    links[0].progress(epoch=1, step=1, loss=2.0)
+    links[0].progress(epoch=1, step=2, loss=float("nan"))
+    record = server.progress()
+    assert record is not None
+    assert (record["step"], str(record["loss"])) == (2, "nan")
+
+
+def test_the_ranks_exchange_one_value_each(links: list[Link]) -> None:
+    values = in_threads([partial(link.agree, "shard", {"rows": 10 + i}) for i, link in enumerate(links)])
+    assert [value.result() for value in values] == [[{"rows": 10}, {"rows": 11}, {"rows": 12}]] * 3
+
+
+def test_a_cancelled_fit_reaches_ranks_that_wait_for_others(server: ControlServer, links: list[Link]) -> None:
+    first, second, _ = links
+    waiting = in_threads([partial(first.agree, "shard", {}), partial(second.agree, "shard", {}), server.cancel])
+    for rank in waiting[:2]:
+        with pytest.raises(Cancelled):
+            rank.result()
+
+
+def test_a_failed_rank_frees_those_that_wait_for_it(server: ControlServer, links: list[Link]) -> None:
+    first, second, third = links
+    error = ColumnError("column 'a' has 3 null values", column="a")
+    second.enter("loading")
+    waiting = in_threads(
+        [partial(first.agree, "shard", {}), partial(second.fail, error), partial(third.agree, "shard", {})]
+    )
+    for rank in (waiting[0], waiting[2]):
+        with pytest.raises(PeerFailure):
+            rank.result()
+    failure, primary = server.first_failure()
+    assert primary
+    assert failure is not None
+    assert failure.to_dict() == error.at(rank=1, host="host-1").to_dict()
+
+
+@pytest.mark.parametrize(
+    "consequence",
+    [
+        PeerFailure("another rank failed"),
+        Cancelled("the fit was cancelled"),
+        RuntimeError("[/pytorch/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:38211"),
+        dist.DistStoreError("wait timeout after 1000ms"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_cause_goes_before_its_consequences_whenever_it_is_told(
+    consequence: Exception, server: ControlServer, links: list[Link]
+) -> None:
+    assert server.first_failure() == (None, False)
+    links[0].fail(consequence)
+    found, primary = server.first_failure()
+    assert (type(found), primary) == (RankError, False)
+    links[2].enter("training", epoch=2, step=9)
+    links[2].fail(ZeroDivisionError("division by zero"))
+    failure, primary = server.first_failure()
+    assert primary
+    assert failure is not None
+    assert failure.what == "ZeroDivisionError while training: division by zero"
+    assert failure.where == {"rank": 2, "host": "host-2", "epoch": 2, "step": 9}
+
+
+def test_of_two_causes_the_first_is_told(server: ControlServer, links: list[Link]) -> None:
+    links[1].fail(ValueError("first"))
+    links[0].fail(ValueError("second"))
+    failure, _ = server.first_failure()
+    assert failure is not None
+    assert failure.where["rank"] == 1
+
+
+def test_a_rank_beats_while_it_works_and_carries_its_place(server: ControlServer, links: list[Link]) -> None:
+    assert server.beats(3) == [None, None, None]
+    links[1].enter("training", epoch=3, step=14)
+    with links[1].beating():
+        missing, beat, other = server.beats(3)
+    assert missing is other is None
+    assert beat is not None
+    assert {name: beat[name] for name in ("host", "phase", "epoch", "step")} == {
+        "host": "host-1",
+        "phase": "training",
+        "epoch": 3,
+        "step": 14,
+    }
+    assert "sparktorch-beat" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_dead_rank_is_one_that_arrived_reported_nothing_and_beats_no_more(
+    server: ControlServer, links: list[Link]
+) -> None:
+    for link in links:
+        link.enter("training", epoch=1, step=2)
+    links[0].fail(RuntimeError("Connection reset by peer"))
+    with links[2].beating():
+        dead = cause_of_death(server, 3)
+    assert type(dead) is RankLostError
+    assert (dead.where["rank"], dead.where["epoch"], dead.where["step"]) == (1, 1, 2)
+
+
+def relate(link: Link, server: ControlServer, rank: int, **changes: Any) -> None:
+    """Has a rank beat, and say some things otherwise than they are."""
+    beat = server.beats(rank + 1)[rank]
+    assert beat is not None
+    link.store.set(f"beat/{rank}", json.dumps({**beat, **changes}))
+
+
+def test_who_fell_silent_first_is_known_though_spark_ends_the_others_and_clocks_differ(
+    server: ControlServer, links: list[Link]
+) -> None:
+    for link in links:
+        link.enter("training", epoch=1, step=2)
+    relate(links[1], server, 1, time=time.time() + 60)
+    with suppress(KeyboardInterrupt), links[2].beating():
+        links[0].fail(RuntimeError("Connection reset by peer"))
+        raise KeyboardInterrupt  # Spark ends rank 2
+    dead = cause_of_death(server, 3)
+    assert type(dead) is RankLostError
+    assert dead.where["rank"] == 1
+
+
+def test_the_first_rank_to_fail_looks_who_is_silent_and_none_ends_before_it_has(
+    server: ControlServer, links: list[Link]
+) -> None:
+    for link in links:
+        link.enter("training", epoch=1, step=2)
+    with ThreadPoolExecutor(2) as pool:
+        failing = [pool.submit(link.fail, RuntimeError("Connection reset by peer")) for link in links[:2]]
+        for each in as_completed(failing):
+            each.result()
+            assert server.silent() == {2}
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_of_ranks_without_a_word_the_one_is_dead_whose_task_spark_saw_end_first(
+    rank: int, server: ControlServer, links: list[Link]
+) -> None:
+    for link in links:
+        link.enter("training", epoch=1, step=2)
+    message = f"barrier task ResultTask(7, {rank}) finished unsuccessfully. Python worker exited unexpectedly"
+    assert cause_of_death(server, 3, message).where["rank"] == rank
+
+
+def test_a_rank_that_freezes_while_it_waits_is_the_one_that_stands_still(
+    server: ControlServer, links: list[Link]
+) -> None:
+    for link in links[:2]:
+        link.enter("waiting")
+    relate(links[1], server, 1, waiting=True)
+    seen = watch(server, 2, Patience(stall=1.0))
+    beats = itertools.count(1)
+
+    def look_until_it_is_told() -> None:
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            relate(links[0], server, 0, waiting=True, time=next(beats))
+            seen.look()
+            time.sleep(0.05)
+
+    with pytest.raises(RankStalledError, match="rank 1 does not answer: 1 s ago it was waiting"):
+        look_until_it_is_told()
+
+
+def test_counters_that_a_stranger_moves_and_values_that_he_forges_hold_nobody_up(
+    server: ControlServer, links: list[Link]
+) -> None:
+    links[1].warn("the disk is full")
+    meeting = server.rendezvous
+    stranger = dist.TCPStore(meeting.host, meeting.port, is_master=False, wait_for_workers=False)
+    (key,) = [key for key in stranger.list_keys() if "warning" in key]
+    for counter in ("warnings", "errors", "lines/1"):
+        stranger.add(key.replace("warning/1/0", counter), 10**9)
+    stranger.set(key, "forged")
+    links[1].warn("still full")
+    links[1].fail(ValueError("mine"))
+    assert [warning["text"] for warning in server.new_warnings(3)] == ["still full"]
+    assert server.new_lines(3) == []
+    failure, primary = server.first_failure()
+    assert failure is not None
+    assert primary
+    assert failure.where["rank"] == 1
+
+
+def test_another_attempt_sees_nothing_and_disturbs_nothing(server: ControlServer, links: list[Link]) -> None:
+    links[0].progress(epoch=1)
+    meeting = server.rendezvous
+    earlier = Link(partial(connect, meeting.host, meeting.port, "an earlier attempt"), World())
+    assert not earlier.store.check(["progress"])
+    earlier.progress(epoch=7)
+    earlier.epoch_done(1, {})
+    earlier.fail(ValueError("too late"))
+    assert server.progress() == {"epoch": 1}
+    assert server.new_epochs() == []
+    assert server.first_failure() == (None, False)
+
+
+def test_the_store_listens_on_the_one_address_it_was_bound_to() -> None:
+    with control_server() as server:
+        port = server.rendezvous.port
+        socket.create_connection((HOST, port), timeout=5).close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", port), timeout=5)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((HOST, port), timeout=5)
+
+
+def test_two_attempts_side_by_side_have_ports_and_prefixes_of_their_own() -> None:
+    with control_server() as one, control_server() as other:
+        assert one.rendezvous.port != other.rendezvous.port
+        assert one.rendezvous.prefix != other.rendezvous.prefix
+
+
+def test_a_store_that_is_gone_is_an_error_within_the_timeout() -> None:
+    with control_server() as server:
+        port = server.rendezvous.port
+    with pytest.raises(dist.DistError):
+        connect(HOST, port, "any", timeout=timedelta(seconds=1))
+
+
+def test_a_rank_that_is_not_heard_of_any_more_is_given_up(links: list[Link]) -> None:
+    for link in links[:2]:
+        link.post("saved", {})
+    with links[0].beating(), links[1].beating(), links[2].beating():
+        pass  # rank 2 has come, and posts nothing
+    with links[0].beating(), links[1].beating():
+        (given_up,) = in_threads([partial(links[0].collect, "saved", patience=1.5)])
+    with pytest.raises(PeerFailure, match=r"rank 2 has not been heard of for 2 s"):
+        given_up.result()
+
+
+def test_the_driver_hears_of_every_warning_exactly_once(server: ControlServer, links: list[Link]) -> None:
+    assert server.new_warnings(3) == []
+    links[1].warn("the disk is full")
+    links[2].warn("so is mine")
+    assert [(warning["rank"], warning["text"]) for warning in server.new_warnings(3)] == [
+        (1, "the disk is full"),
+        (2, "so is mine"),
+    ]
+    assert server.new_warnings(3) == []

@@ -1,0 +1,138 @@
+"""What goes wrong in one rank is told once, with its place, and nobody hangs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sparktorch.base.config import TrainConfig
+from sparktorch.data.columns import KEY, LABEL, VALIDATION, WEIGHT
+from sparktorch.distributed.root_cause import Causes
+from sparktorch.errors import ColumnError, ModuleError, RankError, RankLostError
+from sparktorch.train.recipe.recipe import Recipe
+from sparktorch.worker import TrainJob
+from tests.support.frames import Table
+from tests.support.nets import DiesAt, FailsAt, Mlp, mean_cross_entropy
+from tests.support.ranks import cause_of_death, control_server, run_ranks, watch
+
+ROWS = 400
+
+
+def job_for(table: Table, **recipe: Any) -> TrainJob:
+    values: dict[str, Any] = {"module": Mlp, "loss": "CrossEntropyLoss", **recipe}
+    return TrainJob(
+        columns=table.columns,
+        recipe=Recipe(**values),
+        config=TrainConfig(task="classification", batch_size=40, epochs=2),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "column", "message"),
+    [
+        (LABEL, 7.0, "target", "1 labels in column 'target' are not classes 0 ... 2"),
+        (WEIGHT, -1.0, "importance", "1 weights in column 'importance' are negative"),
+        ("x0", np.nan, "features", "1 rows of column 'features' are NaN"),
+    ],
+)
+def test_a_bad_row_is_an_error_with_rank_and_column_before_training_begins(
+    name: str, value: float, column: str, message: str
+) -> None:
+    parts = Table.random(ROWS, classes=3, weighted=True).parts(3)
+    parts[1] = parts[1].with_values(name, [value], at=5)
+    with control_server() as server:
+        ended = run_ranks(server, [part.batches() for part in parts], job_for(parts[0]))
+        failure, primary = server.first_failure()
+        assert server.progress() is None
+    assert [rank.error for rank in ended] == ["PeerFailure", "ColumnError", "PeerFailure"]
+    assert type(failure) is ColumnError
+    assert primary
+    assert failure.where["rank"] == 1
+    assert failure.where["host"] == "host-1"
+    assert failure.where["column"] == column
+    assert message in failure.what
+
+
+@pytest.mark.parametrize(("rank", "step"), [(1, 1), (0, 7), (2, 13)])
+def test_an_exception_in_forward_is_told_with_rank_epoch_step_and_traceback(rank: int, step: int) -> None:
+    parts = Table.random(ROWS, classes=3).parts(3)
+    job = job_for(parts[0], module=FailsAt, module_params={"rank": rank, "step": step})
+    with control_server() as server:
+        ended = run_ranks(server, [part.batches() for part in parts], job)
+        failure, primary = server.first_failure()
+    assert type(failure) is RankError
+    assert primary
+    assert failure.what == "ArithmeticError while training: planted in forward"
+    assert "nets.py" in failure.trace
+    assert "in fail" in failure.trace
+    steps_per_epoch = 10
+    assert failure.where == {
+        "rank": rank,
+        "host": f"host-{rank}",
+        "epoch": (step - 1) // steps_per_epoch + 1,
+        "step": (step - 1) % steps_per_epoch + 1,
+    }
+    assert ended[rank].error == "ArithmeticError"
+    assert all(other.error for other in ended), "the other ranks have left too"
+
+
+@pytest.mark.parametrize("step", [1, 3, 13])
+def test_a_rank_that_is_killed_is_named_by_where_its_heart_stopped(step: int) -> None:
+    parts = Table.random(ROWS, classes=3).parts(2)
+    job = job_for(parts[0], module=DiesAt, module_params={"rank": 1, "step": step})
+    with control_server() as server:
+        ended = run_ranks(server, [part.batches() for part in parts], job)
+        _, primary = server.first_failure()
+        dead = cause_of_death(server, 2)
+    assert [rank.exitcode for rank in ended] == [0, -9]
+    assert not primary, "what the surviving rank reports is no cause"
+    assert type(dead) is RankLostError
+    assert (dead.where["rank"], dead.where["host"]) == (1, "host-1")
+    assert "died while" in dead.what
+
+
+def test_a_loss_that_does_not_fit_the_rows_is_told_from_the_ranks_too() -> None:
+    table = Table.random(ROWS, classes=3, weighted=True)
+    job = job_for(table, loss=mean_cross_entropy)
+    with control_server() as server:
+        run_ranks(server, [part.batches() for part in table.parts(2)], job)
+        failure, primary = server.first_failure()
+    assert type(failure) is ModuleError
+    assert primary
+    assert "rows cannot be weighted" in failure.what
+
+
+def test_no_rows_to_train_on_is_an_error_and_no_division_by_zero() -> None:
+    table = Table.random(30, classes=3, validated=True)
+    all_held_out = table.with_values(VALIDATION, [True] * 30)
+    for partitions in ([[], []], [part.batches() for part in all_held_out.parts(2)]):
+        with control_server() as server:
+            ended = run_ranks(server, partitions, job_for(table))
+            failure, _ = server.first_failure()
+        assert [rank.error for rank in ended] == ["ColumnError", "ColumnError"]
+        assert failure is not None
+        assert failure.what == "there are no rows to train on"
+
+
+def test_crowded_ranks_are_told_apart_from_chance() -> None:
+    table = Table.random(ROWS, classes=3)
+    same = table.with_values(KEY, [5] * 350)  # 350 equal rows hash to one rank
+    even, crowded = ([part.batches() for part in t.parts(2)] for t in (table, same))
+    for partitions, expected in ((even, False), (crowded, True)):
+        with control_server() as server:
+            ended = run_ranks(server, partitions, job_for(table))
+        results = [rank.result for rank in ended]
+        assert [r is not None and r.meta.get("imbalanced", False) for r in results] == [expected, expected]
+    with control_server() as server:
+        ended = run_ranks(server, crowded, replace(job_for(table), max_imbalance=None))
+    assert all(rank.result and "imbalanced" not in rank.result.meta for rank in ended)
+
+
+def test_a_session_that_was_stopped_is_told_where_pyspark_fails_once_more() -> None:
+    again = AttributeError("'NoneType' object has no attribute 'setCallSite'")
+    again.__context__ = RuntimeError("Job 3 cancelled because SparkContext was shut down")
+    with control_server() as server:
+        assert "the Spark session was stopped during the fit" in str(Causes(watch(server, 2)).of(again))

@@ -1,0 +1,59 @@
+"""Ranks whose driver has gone, or stands still, end by themselves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from functools import partial
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+
+import pytest
+
+from sparktorch.base.world import World
+from sparktorch.distributed.client import Link, connect
+from sparktorch.distributed.server import ControlServer, Rendezvous
+from tests.support.ranks import HOST, SPAWN
+
+PATIENCE = 3.0
+
+
+def drive(pipe: Connection) -> None:
+    server = ControlServer(HOST, HOST)
+    pipe.send(server.rendezvous)
+    time.sleep(600)
+
+
+def hang(rendezvous: Rendezvous, pipe: Connection) -> None:
+    opened = partial(connect, rendezvous.host, rendezvous.port, rendezvous.prefix)
+    with Link(opened, World(), patience=PATIENCE).beating():
+        pipe.send("beating")
+        time.sleep(600)
+
+
+@pytest.fixture
+def driver_and_rank() -> tuple[BaseProcess, BaseProcess]:
+    """A driver and a rank that hangs in user code, in processes of their own."""
+    ours, theirs = SPAWN.Pipe()
+    driver = SPAWN.Process(target=drive, args=(theirs,), daemon=True)
+    driver.start()
+    rank = SPAWN.Process(target=hang, args=(ours.recv(), theirs), daemon=True)
+    rank.start()
+    assert ours.recv() == "beating"
+    return driver, rank
+
+
+@pytest.mark.parametrize(("how", "calm"), [(signal.SIGKILL, 0.0), (signal.SIGSTOP, 2 * PATIENCE)])
+def test_a_rank_ends_where_its_driver_is_dead_or_stands_still(
+    how: signal.Signals, calm: float, driver_and_rank: tuple[BaseProcess, BaseProcess]
+) -> None:
+    driver, rank = driver_and_rank
+    rank.join(calm)
+    assert rank.is_alive(), "as long as the driver lives"
+    assert driver.pid is not None
+    os.kill(driver.pid, how)
+    rank.join(10 * PATIENCE)
+    assert rank.exitcode == 1
+    driver.kill()
+    driver.join()

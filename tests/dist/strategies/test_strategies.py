@@ -1,0 +1,299 @@
+"""One suite for all strategies: what each must do on any number of ranks, and what each does in its own way."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sparktorch import Callback
+from sparktorch.base.config import TrainConfig
+from sparktorch.base.state_dict import pack_state
+from sparktorch.data.columns import VALIDATION, WEIGHT
+from sparktorch.data.sampling.plan import SamplingPlan
+from sparktorch.errors import ConfigError, ModuleError
+from sparktorch.train.callbacks import FitContext
+from sparktorch.train.recipe.recipe import Recipe
+from sparktorch.train.strategies.fsdp import ShardingOptions, units
+from sparktorch.train.strategies.registry import check_strategy
+from sparktorch.worker import TrainJob
+from tests.support.frames import Table
+from tests.support.nets import Parted, Rotated, Score, Tower
+from tests.support.ranks import train_on
+
+ROWS, BATCH, EPOCHS, SEED = 403, 64, 2, 5
+TABLE = Table.random(ROWS, weighted=True, validated=True)
+PARTED = {"min_parameters": 60}  # every layer of the tower by itself
+CASES: dict[str, dict[str, Any]] = {
+    "ddp": {"strategy": "ddp"},
+    "ddp, a bucket for each gradient": {"strategy": "ddp", "strategy_params": {"bucket_cap_mb": 0}},
+    "ddp, static graph": {"strategy": "ddp", "strategy_params": {"static_graph": True}, "accumulation_steps": 1},
+    "ddp, searching": {"strategy": "ddp", "strategy_params": {"find_unused_parameters": True}},
+    "zero1": {"strategy": "zero1"},
+    "zero2": {"strategy": "zero2", "strategy_params": PARTED},
+    "zero3": {"strategy": "zero3", "strategy_params": PARTED},
+    "zero3, by class": {"strategy": "zero3", "strategy_params": {"wrap_classes": ["Sequential"]}},
+    "parameterServer, in step": {"strategy": "parameterServer", "strategy_params": {"staleness": 0}},
+    "parameterServer, spread": {"strategy": "parameterServer", "strategy_params": {"staleness": 0, "servers": None}},
+    "zero3, activations computed twice": {
+        "strategy": "zero3",
+        "strategy_params": {**PARTED, "activation_checkpointing": True},
+    },
+}
+
+
+def job_for(table: Table = TABLE, *, recipe: dict[str, Any] | None = None, **config: Any) -> TrainJob:
+    values: dict[str, Any] = {"batch_size": BATCH, "epochs": EPOCHS, "seed": SEED, "accumulation_steps": 3, **config}
+    made: dict[str, Any] = {"module": Tower, "learning_rate": 3e-3, "optimizer_params": {"weight_decay": 0.05}}
+    return TrainJob(
+        columns=table.columns,
+        recipe=Recipe(**{**made, **(recipe or {})}),
+        config=TrainConfig(task="regression", **values),
+        max_imbalance=None,
+    )
+
+
+def plain(table: Table = TABLE, **optimizer: Any) -> tuple[dict[str, torch.Tensor], float]:
+    """Trains in this process, on whole batches, with nothing but torch; returns the state and the last val_loss."""
+    held_out = table.arrays.get(VALIDATION, np.zeros(len(table), bool))
+    rows, validation = table.take(~held_out).by_key(), table.take(held_out)
+    plan = SamplingPlan(rows=len(rows), batch_size=BATCH, seed=SEED, shuffle=True)
+    torch.manual_seed(SEED)
+    module = Tower()
+    kind = optimizer.pop("kind", torch.optim.AdamW)
+    made = kind(module.parameters(), **(optimizer or {"lr": 3e-3, "weight_decay": 0.05}))
+
+    def loss_of(part: Table) -> torch.Tensor:
+        x, y, w = (torch.from_numpy(part.arrays[name]) for name in ("x0", "y", WEIGHT))
+        return ((module(x) - y.float()) ** 2 * w).sum().div(w.sum())
+
+    for epoch in range(EPOCHS):
+        steps = plan.steps_of(0, len(rows), epoch)
+        for step in range(plan.steps):
+            made.zero_grad()
+            loss_of(rows.take(steps == step)).backward()  # type: ignore[no-untyped-call]
+            made.step()
+    with torch.no_grad():
+        return module.state_dict(), float(loss_of(validation))
+
+
+@pytest.fixture(scope="module")
+def expected() -> tuple[dict[str, torch.Tensor], float]:
+    return plain()
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_any_number_of_ranks_trains_what_one_plain_loop_trains(
+    case: str, ranks: int, expected: tuple[dict[str, torch.Tensor], float]
+) -> None:
+    state, metas = train_on([part.batches() for part in TABLE.parts(ranks)], job_for(**CASES[case]))
+    torch.testing.assert_close(state, expected[0], atol=1e-5, rtol=0)
+    assert metas[0]["history"][-1]["val_loss"] == pytest.approx(expected[1], abs=1e-5)
+
+
+class Weights(Callback):
+    """Leaves the bytes of the whole model, as each rank has it in the end."""
+
+    ranks = "all"
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def on_fit_end(self, context: FitContext) -> None:
+        state: dict[str, Any] = context.module.state_dict()
+        whole = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()}
+        (self._folder / str(context.world.rank)).write_bytes(pack_state(whole))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_end_with_the_same_bits(case: str, tmp_path: Path) -> None:
+    job = job_for(recipe={"callbacks": [Weights(tmp_path)]}, **CASES[case])
+    train_on([part.batches() for part in TABLE.parts(3)], job)
+    states = {path.read_bytes() for path in tmp_path.iterdir()}
+    assert len(list(tmp_path.iterdir())) == 3
+    assert len(states) == 1
+
+
+@pytest.mark.parametrize("case", ["ddp", "zero1", "zero2", "zero3", "parameterServer, spread"])
+def test_ranks_without_rows_take_part_and_change_nothing(
+    case: str, expected: tuple[dict[str, torch.Tensor], float]
+) -> None:
+    # One rank has all the validation rows, one nothing at all.
+    held_out = TABLE.arrays[VALIDATION]
+    parts = [TABLE.take(~held_out).batches(), [], TABLE.take(held_out).batches()]
+    job = replace(job_for(**CASES[case]), spare=TABLE.batches()[0].slice(7, 1))
+    state, metas = train_on(parts, job)
+    torch.testing.assert_close(state, expected[0], atol=1e-5, rtol=0)
+    assert metas[0]["history"][-1]["val_loss"] == pytest.approx(expected[1], abs=1e-5)
+
+
+@pytest.mark.parametrize("hook", ["fp16", "bf16", "powerSGD"])
+def test_compressed_gradients_train_nearly_the_same(hook: str, expected: tuple[dict[str, torch.Tensor], float]) -> None:
+    params = {"comm_hook": hook, "powersgd_start_step": 4}
+    state, metas = train_on([part.batches() for part in TABLE.parts(3)], job_for(strategy_params=params))
+    difference = max(float((state[name] - value).abs().max()) for name, value in expected[0].items())
+    assert 1e-6 < difference < 0.05
+    history = metas[0]["history"]
+    assert history[-1]["loss"] < history[0]["loss"]
+
+
+def test_power_sgd_sends_models_of_several_buckets_as_one_on_cpus() -> None:
+    params = {"comm_hook": "powerSGD", "powersgd_start_step": 2}
+    job = job_for(strategy_params=params)
+    wide = replace(job.recipe, module=Score, module_params={"hidden": 200_000})  # 5 MB
+    _, metas = train_on([part.batches() for part in TABLE.parts(2)], replace(job, recipe=wide))
+    assert math.isfinite(metas[0]["history"][-1]["loss"])
+    with pytest.raises(ConfigError, match="bucket_cap_mb does not go together with comm_hook='powerSGD' on CPUs"):
+        train_on([part.batches() for part in TABLE.parts(2)], job_for(strategy_params={**params, "bucket_cap_mb": 1}))
+
+
+def test_parameters_in_half_the_width_train_nearly_the_same(expected: tuple[dict[str, torch.Tensor], float]) -> None:
+    params = {**PARTED, "param_dtype": "bf16", "reduce_dtype": "fp32"}
+    state, _ = train_on([part.batches() for part in TABLE.parts(2)], job_for(strategy="zero3", strategy_params=params))
+    assert all(value.dtype == torch.float32 for value in state.values())
+    difference = max(float((state[name] - value).abs().max()) for name, value in expected[0].items())
+    assert 1e-6 < difference < 0.05
+
+
+def test_one_rank_too_has_parameters_in_half_the_width(expected: tuple[dict[str, torch.Tensor], float]) -> None:
+    params = {**PARTED, "param_dtype": "bf16", "reduce_dtype": "fp32"}
+    state, metas = train_on([TABLE.batches()], job_for(strategy="zero2", strategy_params=params))
+    assert all(value.dtype == torch.float32 for value in state.values())
+    difference = max(float((state[name] - value).abs().max()) for name, value in expected[0].items())
+    assert 1e-6 < difference < 0.05
+    assert metas[0]["history"][-1]["val_loss"] == pytest.approx(expected[1], rel=0.2)
+
+
+SGD: dict[str, Any] = {"optimizer": "SGD", "learning_rate": 0.05, "optimizer_params": {}}
+
+
+@pytest.mark.parametrize("params", [{"period": 1}, {"period": 100, "start_step": 10_000}])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_local_sgd_that_averages_after_every_step_is_synchronous(params: dict[str, int], ranks: int) -> None:
+    job = job_for(recipe=SGD, strategy="localSGD", strategy_params=params)
+    state, metas = train_on([part.batches() for part in TABLE.parts(ranks)], job)
+    wanted, loss = plain(kind=torch.optim.SGD, lr=0.05)
+    torch.testing.assert_close(state, wanted, atol=1e-5, rtol=0)
+    assert metas[0]["history"][-1]["val_loss"] == pytest.approx(loss, abs=1e-5)
+
+
+def by_hand(ranks: int, period: int, start: int) -> dict[str, torch.Tensor]:
+    """Local SGD as its papers write it: copies of the model in one process, their mean taken every period."""
+    held_out = TABLE.arrays[VALIDATION]
+    parts = [part.take(~part.arrays[VALIDATION]).by_key() for part in TABLE.parts(ranks)]
+    plan = SamplingPlan(rows=int((~held_out).sum()), batch_size=BATCH, seed=SEED, shuffle=True)
+    torch.manual_seed(SEED)
+    modules = [Tower() for _ in range(ranks)]
+    for module in modules:
+        module.load_state_dict(modules[0].state_dict())
+    done = 0
+    for epoch in range(EPOCHS):
+        edges = np.cumsum([0, *map(len, parts)])
+        steps = [plan.steps_of(a, b, epoch) for a, b in itertools.pairwise(edges)]
+        for step in range(plan.steps):
+            batches = [part.take(own == step) for part, own in zip(parts, steps, strict=True)]
+            total = sum(float(batch.arrays[WEIGHT].sum()) for batch in batches)
+            for module, batch in zip(modules, batches, strict=True):
+                x, y, w = (torch.from_numpy(batch.arrays[name]) for name in ("x0", "y", WEIGHT))
+                module.zero_grad()
+                (((module(x) - y.float()) ** 2 * w).sum() * ranks / total).backward()
+            if done < start:
+                _mean([[p.grad for p in module.parameters() if p.grad is not None] for module in modules])
+            for module in modules:
+                with torch.no_grad():
+                    for p in module.parameters():
+                        if p.grad is not None:
+                            p -= 0.05 * p.grad
+            done += 1
+            if done > start and (done - start) % period == 0:
+                _mean([list(module.parameters()) for module in modules])
+    _mean([list(module.parameters()) for module in modules])
+    return modules[0].state_dict()
+
+
+@torch.no_grad()
+def _mean(groups: list[list[torch.Tensor]]) -> None:
+    for same in zip(*groups, strict=True):
+        mean = torch.stack(same).mean(0)
+        for tensor in same:
+            tensor.copy_(mean)
+
+
+@pytest.mark.parametrize(("period", "start"), [(5, 0), (3, 4)])
+def test_local_sgd_averages_models_that_went_apart(period: int, start: int) -> None:
+    params = {"period": period, "start_step": start}
+    job = job_for(recipe=SGD, strategy="localSGD", strategy_params=params)
+    state, _ = train_on([part.batches() for part in TABLE.parts(3)], job)
+    wanted = by_hand(3, period, start)
+    torch.testing.assert_close(state, wanted, atol=1e-5, rtol=0)
+    assert not torch.allclose(wanted["last.weight"], plain(kind=torch.optim.SGD, lr=0.05)[0]["last.weight"], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("module", "params"), [(Parted, {"period": 100, "start_step": 10_000}), (Rotated, {"period": 1})]
+)
+def test_local_sgd_averages_what_some_ranks_reach_and_what_is_complex(module: type, params: dict[str, int]) -> None:
+    def trained(**config: Any) -> dict[str, torch.Tensor]:
+        job = job_for(recipe={**SGD, "module": module}, accumulation_steps=1, **config)
+        return train_on([part.batches() for part in TABLE.parts(3)], job, seconds=40)[0]
+
+    wanted = trained(unused_parameters=True)
+    torch.testing.assert_close(trained(strategy="localSGD", strategy_params=params), wanted, atol=1e-5, rtol=0)
+
+
+def test_looking_at_the_model_does_not_change_local_training() -> None:
+    def trained(**config: Any) -> dict[str, torch.Tensor]:
+        job = job_for(recipe=SGD, strategy="localSGD", strategy_params={"period": 5}, **config)
+        return train_on([part.batches() for part in TABLE.parts(2)], job)[0]
+
+    often, seldom = trained(), trained(validation_interval=100)
+    assert all(torch.equal(often[name], seldom[name]) for name in often)
+
+
+def test_parts_are_gathered_by_themselves_if_they_are_large_or_of_a_class() -> None:
+    tower = Tower()
+    assert units(tower, ShardingOptions(min_parameters=91)) == []  # smaller ones go with the whole
+    assert units(tower, ShardingOptions(min_parameters=90)) == [
+        tower.blocks[0][0],  # type: ignore[index]
+        tower.blocks[1][0],  # type: ignore[index]
+    ]
+    by_class = units(tower, ShardingOptions(wrap_classes=["Sequential"]))
+    assert by_class == [tower.first, *tower.blocks]
+    with pytest.raises(ModuleError, match="no part of class 'Sequental'"):
+        units(tower, ShardingOptions(wrap_classes=["Sequental"]))
+
+
+def test_tied_parameters_are_gathered_with_the_whole_module() -> None:
+    tower = Tower()
+    found = units(tower, ShardingOptions(min_parameters=1))
+    assert tower.last in found
+    assert tower.tied not in found
+    assert tower.tied_again not in found
+
+
+@pytest.mark.parametrize(
+    ("strategy", "params", "message"),
+    [
+        ("ddp", {"bucket_mb": 1}, "unknown key strategyParams.bucket_mb"),
+        ("ddp", {"bucket_cap_mb": -1}, "strategyParams.bucket_cap_mb must be at least 0, got -1"),
+        ("ddp", {"static_graph": True}, "strategyParams.static_graph does not go together with micro-batches"),
+        ("ddp", {"comm_hook": "int8"}, "strategyParams.comm_hook 'int8' is unknown"),
+        ("zero2", {"period": 3}, "unknown key strategyParams.period"),
+        ("zero3", {"min_parameters": 0}, "strategyParams.min_parameters must be at least 1, got 0"),
+        ("zero3", {"param_dtype": "int8"}, "strategyParams.param_dtype 'int8' is unknown"),
+        ("localSGD", {"period": 0}, "strategyParams.period must be at least 1, got 0"),
+    ],
+)
+def test_options_that_a_strategy_does_not_have_are_refused(strategy: str, params: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_strategy(
+            TrainConfig(strategy=strategy, strategy_params=params, accumulation_steps=2), Recipe(module=Tower)
+        )
+    assert caught.value.what == message

@@ -1,0 +1,104 @@
+"""Callbacks run in the ranks they ask for, end the training in all of them together, and fail by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sparktorch import Callback
+from sparktorch.base.config import TrainConfig
+from sparktorch.errors import ConfigError, RankError
+from sparktorch.train.recipe.recipe import Recipe
+from sparktorch.worker import TrainJob
+from tests.support.callbacks import Adds, Diary, FailsIn, Stops
+from tests.support.frames import Table
+from tests.support.nets import Score
+from tests.support.ranks import train_on
+
+TABLE = Table.random(200, validated=True)
+
+
+def job_for(*callbacks: Callback, **config: Any) -> TrainJob:
+    values: dict[str, Any] = {"batch_size": 64, "epochs": 2, "seed": 3, **config}
+    return TrainJob(
+        columns=TABLE.columns,
+        recipe=Recipe(module=Score, callbacks=callbacks),
+        config=TrainConfig(task="regression", **values),
+        max_imbalance=None,
+    )
+
+
+def train(job: TrainJob, ranks: int = 2) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+    state, metas = train_on([part.batches() for part in TABLE.parts(ranks)], job)
+    return state, metas[0]["history"]
+
+
+@pytest.mark.parametrize("ranks", ["main", "all"])
+def test_every_hook_is_called_in_its_place_and_changes_nothing(tmp_path: Path, ranks: str) -> None:
+    diary = Diary(tmp_path, ranks)
+    state, history = train(job_for(diary))
+    expected = [
+        *("fit 0 0", "epoch 1 0", "step 1 1", "step 1 2", "step 1 3", "validated 1 3", "epoch over 1 3"),
+        *("epoch 2 3", "step 2 4", "step 2 5", "step 2 6", "validated 2 6", "epoch over 2 6", "fit over 2 6"),
+    ]
+    written = {path.name: path.read_text().splitlines() for path in tmp_path.iterdir()}
+    assert written == dict.fromkeys(["rank0"] if ranks == "main" else ["rank0", "rank1"], expected)
+    assert diary.told == []  # the copies in the ranks have their own
+    without, same = train(job_for())
+    assert [record["val_loss"] for record in history] == [record["val_loss"] for record in same]
+    torch.testing.assert_close(state, without, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["added", "gradient_norm"])
+def test_numbers_that_rank_0_puts_into_the_record_are_kept(name: str) -> None:
+    _, history = train(job_for(Adds(np.float32(3), name)))
+    assert [record[name] for record in history] == [3.0, 3.0]
+
+
+def test_anything_else_that_is_added_is_refused() -> None:
+    with pytest.raises(ConfigError, match="a callback put 'added' into the record of the epoch, a Tensor") as caught:
+        train(job_for(Adds(torch.ones(1))), ranks=1)
+    assert caught.value.where["param"] == "callbacks"
+
+
+@pytest.mark.parametrize("hook", ["on_step_end", "on_epoch_end"])
+@pytest.mark.parametrize(("rank", "ranks"), [(0, 1), (0, 2), (2, 3)])
+def test_where_one_rank_asks_to_stop_all_of_them_end_with_the_epoch(rank: int, ranks: int, hook: str) -> None:
+    state, history = train(job_for(Stops(rank, hook), epochs=7, validation_interval=5), ranks)
+    assert ["val_loss" in record for record in history] == [False, True]  # the end is always validated
+    torch.testing.assert_close(state, train(job_for(), ranks)[0], atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("ranks", ["main", "all"])
+def test_a_callback_that_raises_ends_the_fit_by_the_name_of_its_hook(ranks: str) -> None:
+    with pytest.raises(RankError) as caught:
+        train(job_for(FailsIn(ranks)))
+    assert caught.value.what == "FailsIn.on_step_end raised ArithmeticError: planted in a callback"
+    assert {name: caught.value.where[name] for name in ("epoch", "step")} == {"epoch": 1, "step": 3}
+    assert 'raise ArithmeticError("planted in a callback")' in caught.value.trace
+
+
+def test_a_callback_has_no_state_unless_it_says_so() -> None:
+    callback = Callback()
+    assert callback.state_dict() == {}
+    callback.load_state_dict({})
+
+
+def test_hooks_that_are_not_overridden_are_not_called() -> None:
+    from sparktorch.base.world import World
+    from sparktorch.train.callbacks import Callbacks, FitContext
+
+    module = Score()
+    context = FitContext(module, torch.optim.SGD(module.parameters()), World(rank=0, world_size=1))
+    assert not Callbacks([Adds(1), Callback()], context).watch_steps
+    assert Callbacks([FailsIn("main")], context).watch_steps
+    late = Callback()
+    late.on_step_end = context.stop  # type: ignore[assignment, method-assign]
+    assert Callbacks([late], context).watch_steps
+    elsewhere = replace(context, world=World(rank=1, world_size=2))
+    assert not Callbacks([FailsIn("main")], elsewhere).watch_steps

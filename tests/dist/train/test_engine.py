@@ -1,0 +1,260 @@
+"""Clipping, accumulation, schedules and precision give on N ranks what a plain torch loop gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from sparktorch.base.config import TrainConfig
+from sparktorch.data.columns import WEIGHT
+from sparktorch.data.sampling.plan import SamplingPlan
+from sparktorch.errors import ColumnError
+from sparktorch.train.recipe.recipe import Recipe
+from sparktorch.worker import TrainJob
+from tests.support.frames import Table
+from tests.support.nets import Counting, Normalised, Score, mean_output_error
+from tests.support.ranks import train_on
+
+ROWS, BATCH, EPOCHS, SEED, RATE = 403, 64, 3, 11, 0.05
+STEPS = -(-ROWS // BATCH)
+TABLE = Table.random(ROWS, weighted=True)
+Step = Callable[[torch.optim.Optimizer, nn.Module, int], None]
+
+
+def job_for(*, recipe: dict[str, Any] | None = None, **config: Any) -> TrainJob:
+    values: dict[str, Any] = {"batch_size": BATCH, "epochs": EPOCHS, "seed": SEED, **config}
+    made: dict[str, Any] = {"module": Score, "optimizer": "SGD", "learning_rate": RATE, **(recipe or {})}
+    return TrainJob(
+        columns=TABLE.columns,
+        recipe=Recipe(optimizer_params={"momentum": 0.9}, **made),
+        config=TrainConfig(task="regression", **values),
+        max_imbalance=None,
+    )
+
+
+def plain(
+    before_step: Step = lambda *_: None, after_step: Step = lambda *_: None, after_epoch: Step = lambda *_: None
+) -> dict[str, torch.Tensor]:
+    """Trains in this process, on whole batches, with nothing but torch."""
+    rows = TABLE.by_key()
+    plan = SamplingPlan(rows=ROWS, batch_size=BATCH, seed=SEED, shuffle=True)
+    torch.manual_seed(SEED)
+    module = Score()
+    optimizer = torch.optim.SGD(module.parameters(), lr=RATE, momentum=0.9)
+    for epoch in range(EPOCHS):
+        steps = plan.steps_of(0, ROWS, epoch)
+        for step in range(plan.steps):
+            part = rows.take(steps == step)
+            x, y, w = (torch.from_numpy(part.arrays[name]) for name in ("x0", "y", WEIGHT))
+            optimizer.zero_grad()
+            ((module(x) - y.float()) ** 2 * w).sum().div(w.sum()).backward()
+            number = epoch * plan.steps + step + 1
+            before_step(optimizer, module, number)
+            optimizer.step()
+            after_step(optimizer, module, number)
+        after_epoch(optimizer, module, epoch)
+    return module.state_dict()
+
+
+@pytest.fixture(params=["ddp", "zero1", "zero2", "zero3"])
+def strategy(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def check(
+    job: TrainJob, expected: dict[str, torch.Tensor], strategy: str, ranks: tuple[int, ...] = (1, 2, 3)
+) -> list[dict[str, Any]]:
+    job = replace(job, config=replace(job.config, strategy=strategy))
+    history: list[dict[str, Any]] = []
+    for count in ranks:
+        state, metas = train_on([part.batches() for part in TABLE.parts(count)], job)
+        torch.testing.assert_close(state, expected, atol=1e-5, rtol=0)
+        history = metas[0]["history"]
+    return history
+
+
+def test_the_norm_of_the_gradient_is_that_of_the_whole_batch(strategy: str) -> None:
+    def clip(_: Any, module: nn.Module, __: int) -> None:
+        nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+
+    expected = plain(clip)
+    assert not torch.allclose(expected["layers.0.weight"], plain()["layers.0.weight"], atol=1e-3)
+    check(job_for(clip_norm=0.1), expected, strategy)
+
+
+def test_elements_of_the_gradient_are_cut_off(strategy: str) -> None:
+    def clip(_: Any, module: nn.Module, __: int) -> None:
+        nn.utils.clip_grad_value_(module.parameters(), 0.02)
+
+    check(job_for(clip_value=0.02), plain(clip), strategy)
+
+
+@pytest.mark.parametrize("split", [{"accumulation_steps": 3}, {"micro_batch_size": 5}, {"micro_batch_size": 10_000}])
+def test_micro_batches_change_nothing(split: dict[str, int], strategy: str) -> None:
+    check(job_for(**split), plain(), strategy)
+
+
+def test_micro_batches_send_their_gradients_once_a_step() -> None:
+    def counts(**split: int) -> tuple[int, int]:
+        job = job_for(recipe={"module": Counting}, **split)
+        state, _ = train_on([part.batches() for part in TABLE.parts(2)], job)
+        return int(state["forwards"]), int(state["collectives"])
+
+    forwards, collectives = counts()
+    assert forwards == STEPS * EPOCHS
+    assert collectives >= forwards
+    assert counts(accumulation_steps=4) == (4 * forwards, collectives)
+
+
+def by_torch(make: Callable[[torch.optim.Optimizer], Any], *, by_step: bool) -> dict[str, torch.Tensor]:
+    made: list[Any] = []
+
+    def first(optimizer: torch.optim.Optimizer, _: Any, __: int) -> None:
+        if not made:
+            made.append(make(optimizer))
+
+    def step(*_: Any) -> None:
+        made[0].step()
+
+    return plain(first, after_step=step) if by_step else plain(first, after_epoch=step)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_schedules_of_torch_step_by_epoch_or_by_step(strategy: str) -> None:
+    cosine = by_torch(lambda o: lr_scheduler.CosineAnnealingLR(o, EPOCHS * STEPS), by_step=True)
+    history = check(job_for(recipe={"scheduler": "CosineAnnealingLR"}, schedule_interval="step"), cosine, strategy)
+    rates = [record["learning_rate"] for record in history]
+    assert RATE > rates[0] > rates[1] > rates[2] > 0
+
+    staged = by_torch(lambda o: lr_scheduler.StepLR(o, 1, 0.3), by_step=False)
+    options = {"scheduler": "StepLR", "scheduler_params": {"step_size": 1, "gamma": 0.3}}
+    history = check(job_for(recipe=options), staged, strategy)
+    assert [record["learning_rate"] for record in history] == pytest.approx([RATE, RATE * 0.3, RATE * 0.09])
+
+    own = {"scheduler": lr_scheduler.ExponentialLR, "scheduler_params": {"gamma": 0.9}}
+    check(job_for(recipe=own), by_torch(lambda o: lr_scheduler.ExponentialLR(o, 0.9), by_step=False), strategy, (2,))
+
+
+def test_a_plateau_of_the_loss_lowers_the_rate_on_every_rank(strategy: str) -> None:
+    options = {
+        "scheduler": "ReduceLROnPlateau",
+        "scheduler_params": {"patience": 0, "threshold": 1e9, "threshold_mode": "abs"},
+    }
+    history = check(job_for(recipe=options), _plateau(), strategy, (1, 2))
+    assert [record["learning_rate"] for record in history] == pytest.approx([RATE, RATE, RATE * 0.1])
+
+
+def _plateau() -> dict[str, torch.Tensor]:
+    def after(optimizer: torch.optim.Optimizer, _: Any, epoch: int) -> None:
+        if epoch == 1:
+            optimizer.param_groups[0]["lr"] = RATE * 0.1
+
+    return plain(after_epoch=after)
+
+
+def test_the_rate_is_scaled_to_the_batch_and_warmed_up(strategy: str) -> None:
+    reference, warmup = 16, 10
+    full = RATE * BATCH / reference
+
+    def warm(optimizer: torch.optim.Optimizer, _: Any, number: int) -> None:
+        # From the user's rate to the scaled one, in equal steps.
+        share = min(1.0, number / warmup)
+        optimizer.param_groups[0]["lr"] = RATE + (full - RATE) * share
+
+    def norm(optimizer: torch.optim.Optimizer, module: nn.Module, number: int) -> None:
+        warm(optimizer, module, number)
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0)  # four times the rate diverges on so few rows
+
+    job = job_for(reference_batch_size=reference, warmup_steps=warmup, clip_norm=1.0)
+    history = check(job, plain(norm), strategy)
+    at_seven = RATE + (full - RATE) * STEPS / warmup
+    assert [record["learning_rate"] for record in history] == pytest.approx([at_seven, full, full])
+
+
+def test_bfloat16_trains_close_to_float32_and_keeps_its_weights_in_it() -> None:
+    expected = plain()
+    state, metas = train_on([part.batches() for part in TABLE.parts(2)], job_for(precision="bf16"))
+    assert all(value.dtype == torch.float32 for value in state.values())
+    difference = max(float((state[name] - expected[name]).abs().max()) for name in expected)
+    assert 1e-5 < difference < 0.1
+    assert metas[0]["history"][-1]["loss"] < metas[0]["history"][0]["loss"]
+
+
+def test_validation_runs_every_few_epochs_and_after_the_last() -> None:
+    table = Table.random(ROWS, validated=True)
+    job = replace(job_for(epochs=5, validation_interval=2), columns=table.columns)
+    _, metas = train_on([part.batches() for part in table.parts(2)], job)
+    assert ["val_loss" in record for record in metas[0]["history"]] == [False, True, False, True, True]
+
+
+def test_micro_batches_of_a_normalised_module_hold_two_rows_at_least() -> None:
+    job = job_for(
+        recipe={"module": Normalised, "loss": mean_output_error}, batch_size=9, accumulation_steps=8, epochs=1
+    )
+    for ranks in (1, 3):
+        state, _ = train_on([part.batches() for part in TABLE.parts(ranks)], job)
+        assert all(value.isfinite().all() for value in state.values())
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_training_ends_with_the_best_weights_once_validation_stops_to_improve(ranks: int) -> None:
+    table = Table.random(ROWS, validated=True)
+    parts = [part.batches() for part in table.parts(ranks)]
+    # At such a rate the loss soon jumps about.
+    job = replace(job_for(epochs=40, recipe={"learning_rate": 0.4}, patience=3), columns=table.columns)
+    state, metas = train_on(parts, job)
+    history = metas[0]["history"]
+    losses = [record["val_loss"] for record in history]
+    best = losses.index(min(losses))
+    assert len(losses) == best + 1 + 3 < 40
+    until_best = replace(job, config=replace(job.config, epochs=best + 1, patience=None))
+    torch.testing.assert_close(state, train_on(parts, until_best)[0], atol=0, rtol=0)
+
+
+def test_a_plateau_of_the_validation_is_looked_for_where_there_was_one() -> None:
+    table = Table.random(ROWS, validated=True)
+    # A rate of next to nothing: the losses stay where they are, and only those of one kind may be compared.
+    options = {
+        "learning_rate": 1e-9,
+        "scheduler": "ReduceLROnPlateau",
+        "scheduler_params": {"patience": 1, "threshold": 1e-3, "threshold_mode": "abs", "eps": 0},
+    }
+    job = replace(job_for(recipe=options, epochs=7, validation_interval=2), columns=table.columns)
+    history = train_on([part.batches() for part in table.parts(2)], job)[1][0]["history"]
+    # Validated after epochs 2, 4 and 6: the third is the second in a row without progress.
+    assert [record["learning_rate"] for record in history] == pytest.approx([1e-9] * 6 + [1e-10])
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize("clips", [{}, {"clip_norm": 0.2}, {"clip_norm": 0.2, "clip_value": 0.05}])
+def test_the_history_tells_the_norm_of_the_gradient_before_clipping(clips: dict[str, float], strategy: str) -> None:
+    norms: list[float] = []
+
+    def measure(_: Any, module: nn.Module, number: int) -> None:
+        norms.append(float(nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])))
+        if "clip_value" in clips:
+            nn.utils.clip_grad_value_(module.parameters(), clips["clip_value"])
+        if clips:
+            nn.utils.clip_grad_norm_(module.parameters(), clips["clip_norm"])
+
+    plain(measure)
+    _, metas = train_on([part.batches() for part in TABLE.parts(2)], job_for(strategy=strategy, **clips))
+    every = strategy == "ddp" and clips.keys() == {"clip_norm"}
+    for epoch, record in enumerate(metas[0]["history"]):
+        steps = range(epoch * STEPS, (epoch + 1) * STEPS)
+        seen = [norms[step] for step in steps if every or step % 32 == 0 or step == steps[-1]]
+        assert record["gradient_norm"] == pytest.approx(sum(seen) / len(seen), rel=1e-4)
+        assert record["gradient_norm_max"] == pytest.approx(max(seen), rel=1e-4)
+
+
+def test_rows_that_all_weigh_nothing_are_refused() -> None:
+    table = replace(TABLE, arrays={**TABLE.arrays, WEIGHT: np.zeros_like(TABLE.arrays[WEIGHT])})
+    with pytest.raises(ColumnError, match="all rows have the weight 0"):
+        train_on([part.batches() for part in table.parts(2)], job_for())

@@ -1,0 +1,209 @@
+"""N ranks train what one process trains: the same batches, the same gradients, the same metrics."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from sparktorch.base.config import TrainConfig
+from sparktorch.data.columns import KEY, LABEL, VALIDATION, WEIGHT, input_name
+from sparktorch.data.sampling.plan import SamplingPlan
+from sparktorch.train.recipe.recipe import Recipe
+from sparktorch.worker import TrainJob
+from tests.support.frames import WIDTH, Table
+from tests.support.nets import Logarithm, Mlp, Normalised, Score, Seen, Spare, mean_cross_entropy
+from tests.support.ranks import train_on
+
+ROWS, BATCH, EPOCHS, SEED = 1_001, 64, 3, 11
+TOLERANCE = {"atol": 1e-5, "rtol": 0.0}
+
+CASES = {
+    "classification": Table.random(ROWS, classes=3),
+    "classification with weights": Table.random(ROWS, classes=3, weighted=True),
+    "regression": Table.random(ROWS),
+    "regression with weights": Table.random(ROWS, weighted=True),
+    "validated classification with weights": Table.random(ROWS, classes=3, weighted=True, validated=True),
+    "validated regression": Table.random(ROWS, validated=True),
+}
+
+
+def job_for(table: Table, **config: Any) -> TrainJob:
+    classes = table.columns.classes
+    recipe = Recipe(
+        module=Mlp if classes else Score,
+        loss="CrossEntropyLoss" if classes else "MSELoss",
+        optimizer_params={"weight_decay": 0.05},
+        learning_rate=3e-3,
+    )
+    values: dict[str, Any] = {"batch_size": BATCH, "epochs": EPOCHS, "seed": SEED, **config}
+    return TrainJob(
+        columns=table.columns,
+        recipe=recipe,
+        config=TrainConfig(task="classification" if classes else "regression", **values),
+        max_imbalance=None,
+    )
+
+
+def losses_of(module: nn.Module, table: Table) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns output, loss and weight of every row, with nothing but torch."""
+    output = module(torch.from_numpy(table.arrays["x0"]))
+    label = torch.from_numpy(table.arrays[LABEL])
+    if table.columns.classes:
+        losses = nn.functional.cross_entropy(output, label.long(), reduction="none")
+    else:
+        losses = nn.functional.mse_loss(output, label.float(), reduction="none")
+    weight = torch.from_numpy(table.arrays[WEIGHT]) if WEIGHT in table.arrays else torch.ones(len(table))
+    return output, losses, weight
+
+
+def plain_training(table: Table, job: TrainJob) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
+    """Trains in this process on the global batches; returns the weights and the metrics per epoch."""
+    config = job.config
+    held_out = table.arrays.get(VALIDATION, np.zeros(len(table), bool))
+    rows, validation = table.take(~held_out).by_key(), table.take(held_out)
+    plan = SamplingPlan(rows=len(rows), batch_size=config.batch_size, seed=config.seed, shuffle=config.shuffle)
+    torch.manual_seed(config.seed)
+    module = Mlp() if table.columns.classes else Score()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=3e-3, weight_decay=0.05)
+    history = []
+    for epoch in range(config.epochs):
+        steps = plan.steps_of(0, len(rows), epoch)
+        loss_sum = 0.0
+        for step in range(plan.steps):
+            _, losses, weight = losses_of(module, rows.take(steps == step))
+            optimizer.zero_grad()
+            ((losses * weight).sum() / weight.sum()).backward()
+            optimizer.step()
+            loss_sum += (losses * weight).sum().item()
+        metrics = {"loss": loss_sum / float(rows.arrays[WEIGHT].sum() if WEIGHT in rows.arrays else len(rows))}
+        if len(validation):
+            with torch.no_grad():
+                output, losses, weight = losses_of(module, validation)
+            metrics["val_loss"] = float((losses * weight).sum() / weight.sum())
+            if table.columns.classes:
+                right = output.argmax(1) == torch.from_numpy(validation.arrays[LABEL])
+                metrics["val_accuracy"] = float((right * weight).sum() / weight.sum())
+        history.append(metrics)
+    return module.state_dict(), history
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, Any]:
+    return {name: plain_training(table, job_for(table)) for name, table in CASES.items()}
+
+
+def assert_same_weights(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    torch.testing.assert_close(found, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_any_number_of_ranks_trains_what_one_plain_loop_trains(case: str, ranks: int, plain: dict[str, Any]) -> None:
+    table = CASES[case].shuffled(seed=ranks)  # the rows arrive in another order each time
+    expected, history = plain[case]
+    state, metas = train_on([part.batches(size=37 * ranks) for part in table.parts(ranks)], job_for(table))
+    assert_same_weights(state, expected)
+    for record, metrics in zip(metas[0]["history"], history, strict=True):
+        assert {name: record.get(name) for name in metrics} == pytest.approx(metrics, abs=1e-5)
+        assert ("val_loss" in record) == ("val_loss" in metrics)
+
+
+def test_normalised_modules_train_steps_of_one_row_with_a_loss_that_is_a_mean() -> None:
+    table = Table.random(5, classes=3)
+    job = job_for(table, epochs=2, batch_size=4)
+    job = replace(job, recipe=replace(job.recipe, module=Normalised, loss=mean_cross_entropy))
+    for ranks in (1, 2):
+        state, metas = train_on([part.batches() for part in table.parts(ranks)], job)
+        assert all(value.isfinite().all() for value in state.values())
+        assert np.isfinite(metas[0]["history"][-1]["loss"])
+
+
+@pytest.mark.parametrize("module", [Spare, Logarithm])
+def test_a_module_that_one_process_trains_is_trained_by_several(module: type[nn.Module]) -> None:
+    table = CASES["regression"]
+    job = job_for(table, epochs=1, unused_parameters=module is Spare)
+    job = replace(job, recipe=replace(job.recipe, module=module), spare=table.batches()[0].slice(7, 1))
+    alone, _ = train_on([table.batches()], job)
+    for partitions in ([part.batches() for part in table.parts(2)], [table.batches(), []]):
+        assert_same_weights(train_on(partitions, job)[0], alone)
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch", "ranks"),
+    [
+        pytest.param(2, 64, 4, id="fewer rows than ranks"),
+        pytest.param(1, 1, 3, id="one row"),
+        pytest.param(101, 2, 3, id="a batch smaller than the number of ranks"),
+        pytest.param(40, 1_000, 2, id="a batch larger than the data"),
+    ],
+)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_odd_sizes_train_the_same(rows: int, batch: int, ranks: int, weighted: bool) -> None:
+    table = Table.random(rows, weighted=weighted)
+    if weighted:
+        table = table.with_values(WEIGHT, [1.5])  # the first row's weight is zero otherwise
+    job = job_for(table, batch_size=batch)
+    state, metas = train_on([part.batches() for part in table.parts(ranks)], job)
+    assert_same_weights(state, plain_training(table, job)[0])
+    assert metas[0]["steps_per_epoch"] == -(-rows // batch)
+
+
+def test_without_shuffling_the_rows_are_trained_in_key_order() -> None:
+    table = CASES["regression"]
+    job = job_for(table, shuffle=False)
+    state, _ = train_on([part.batches() for part in table.parts(3)], job)
+    assert_same_weights(state, plain_training(table, job)[0])
+
+
+def test_a_repeated_run_gives_the_same_weights_and_history_to_the_last_bit() -> None:
+    table = CASES["validated classification with weights"]
+    partitions = [part.batches() for part in table.parts(3)]
+    (first, metas), (second, again) = (train_on(partitions, job_for(table)) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    times = {"seconds": 0, "rows_per_second": 0, "data_wait_share": 0}
+    assert [{**r, **times} for r in metas[0]["history"]] == [{**r, **times} for r in again[0]["history"]]
+
+
+def test_another_seed_gives_other_weights() -> None:
+    table = CASES["regression"]
+    partitions = [table.batches()]
+    job = job_for(table, epochs=1)
+    other = replace(job, config=replace(job.config, seed=SEED + 1))
+    first, second = (train_on(partitions, j)[0] for j in (job, other))
+    assert not any(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_rank_0_alone_reports_what_holds_for_all() -> None:
+    table = CASES["validated regression"]
+    metas = train_on([part.batches() for part in table.parts(2)], job_for(table, epochs=1))[1]
+    one = train_on([table.batches()], job_for(table, epochs=1))[1][0]
+    assert metas[0]["fingerprint"] == one["fingerprint"]
+    assert sum(meta["rows"] for meta in metas) == one["rows"] == int((~table.arrays[VALIDATION]).sum())
+    assert sum(meta["validation_rows"] for meta in metas) == int(table.arrays[VALIDATION].sum())
+    assert not {"history", "fingerprint"} & metas[1].keys()
+
+
+def test_ranks_train_the_rows_that_are_written_here(tmp_path: Path) -> None:
+    """Eleven rows, batches of four, seed 7: what a change of the sampling would change for everybody."""
+    rows = 11
+    random = Table.random(rows)
+    x = np.zeros((rows, WIDTH), np.float32)
+    x[:, 0] = np.arange(rows)
+    keys = (np.arange(rows, dtype=np.uint64) * np.uint64(2**64 // rows)).view(np.int64)
+    table = replace(random, arrays={**random.arrays, input_name(0): x, KEY: keys})
+    job = TrainJob(
+        columns=table.columns,
+        recipe=Recipe(module=Seen, module_params={"folder": str(tmp_path)}),
+        config=TrainConfig(task="regression", batch_size=4, epochs=2, seed=7),
+        max_imbalance=None,
+    )
+    train_on([part.batches() for part in table.parts(2)], job)
+    files = [path.read_text().splitlines() for path in sorted(tmp_path.iterdir())]
+    steps = [sorted(int(number) for line in both for number in line.split()) for both in zip(*files, strict=True)]
+    assert steps == [[1, 3, 7, 8], [0, 4, 6, 9], [2, 5, 10], [0, 3, 4, 9], [2, 5, 7, 10], [1, 6, 8]]

@@ -1,0 +1,311 @@
+"""A loss that is not finite stops the training with its place, or its step is left out on every rank."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from sparktorch.base.config import TrainConfig
+from sparktorch.base.world import World
+from sparktorch.data.columns import KEY, LABEL
+from sparktorch.data.sampling.plan import SamplingPlan, rank_of_key
+from sparktorch.distributed.client import PeerFailure
+from sparktorch.errors import ModuleError
+from sparktorch.train.numerics.non_finite import LossWatch
+from sparktorch.train.recipe.recipe import Recipe
+from sparktorch.worker import TrainJob
+from tests.support.frames import Table
+from tests.support.nets import Mlp, NormalisedLogarithm, Score
+from tests.support.plain import global_batches, tensors
+from tests.support.ranks import SPAWN, control_server, run_ranks, train_on
+
+ROWS, BATCH, EPOCHS, SEED, RATE = 301, 32, 3, 11, 0.05
+STEPS = -(-ROWS // BATCH)
+MARK = 1_000.0
+CLEAN = Table.random(ROWS, weighted=True)
+MARKED = CLEAN.with_values(LABEL, [MARK], at=101)  # one row spoils its batch
+
+
+def spoilt_loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return torch.where(label == MARK, math.nan, (output - label) ** 2)
+
+
+def endless_loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return torch.where(label == MARK, math.inf, (output - label) ** 2)
+
+
+def spoilt_gradient(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    """The loss of a marked row is 0, the root of 0, which has no gradient."""
+    root = torch.where(label == MARK, 0 * output, 1).sqrt()
+    return torch.where(label == MARK, root, (output - label) ** 2)
+
+
+def spoilt_step(module: nn.Module, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    losses = spoilt_loss(module(batch.inputs[0]), batch.label)
+    return losses, {"loss": losses}
+
+
+def constant_step(module: nn.Module, batch: Any) -> tuple[torch.Tensor, dict[str, float]]:
+    return (module(batch.inputs[0]) - batch.label) ** 2, {"loss": 7.0, "seven": 7.0}
+
+
+def job_for(config: dict[str, Any] | None = None, **recipe: Any) -> TrainJob:
+    made = {"module": Score, "loss": spoilt_loss, "optimizer": "SGD", "optimizer_params": {"momentum": 0.9}, **recipe}
+    values = {"task": "regression", "batch_size": BATCH, "epochs": EPOCHS, "seed": SEED, **(config or {})}
+    return TrainJob(
+        columns=MARKED.columns,
+        recipe=Recipe(learning_rate=RATE, **made),
+        config=TrainConfig(**values),
+        max_imbalance=None,
+    )
+
+
+def place_of_mark(ranks: int) -> tuple[int, int]:
+    """Returns rank and step, from 0, of the marked row in the first epoch."""
+    rows = MARKED.by_key()
+    position = int(np.flatnonzero(rows.arrays[LABEL] == MARK)[0])
+    plan = SamplingPlan(rows=ROWS, batch_size=BATCH, seed=SEED)
+    rank = rank_of_key(rows.arrays[KEY][position : position + 1], ranks)[0]
+    return int(rank), int(plan.steps_of(0, ROWS, 0)[position])
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize(
+    ("recipe", "config", "value"),
+    [
+        ({}, {}, "nan"),
+        ({"loss": endless_loss}, {"accumulation_steps": 3}, "inf"),
+        ({"loss": None, "training_step": spoilt_step}, {}, "nan"),
+    ],
+    ids=["", "micro-batches", "training step"],
+)
+def test_a_loss_that_is_not_finite_is_an_error_with_its_place(
+    recipe: dict[str, Any], config: dict[str, Any], value: str, ranks: int
+) -> None:
+    with control_server() as server:
+        ended = run_ranks(server, [part.batches() for part in MARKED.parts(ranks)], job_for(config, **recipe))
+        failure, primary = server.first_failure()
+    rank, step = place_of_mark(ranks)
+    assert type(failure) is ModuleError
+    assert primary
+    assert failure.what == f"the loss is {value}"
+    assert "learningRate" in failure.hint
+    place = {"rank": rank, "host": f"host-{rank}", "epoch": 1, "step": step + 1}
+    assert failure.where == {"param": "nonFiniteLoss", **place}
+    assert ended[rank].error == "ModuleError"
+    assert all(other.error for other in ended)
+
+
+def skipping(loss: Any) -> tuple[nn.Module, list[float], list[int]]:
+    """Trains in this process, leaving out what is not finite; returns the losses and skipped steps of each epoch."""
+    torch.manual_seed(SEED)
+    module, history, skipped = Score(), [], []
+    optimizer = torch.optim.SGD(module.parameters(), lr=RATE, momentum=0.9)
+    for epoch in range(EPOCHS):
+        sums = np.zeros(2)
+        left_out = 0
+        for rows in global_batches(MARKED, job_for().config, epoch):
+            x, y, w = tensors(rows)
+            optimizer.zero_grad()
+            total = (loss(module(x), y) * w).sum()
+            (total / w.sum()).backward()
+            gradients = [parameter.grad for parameter in module.parameters()]
+            if total.isfinite() and all(g is not None and g.isfinite().all() for g in gradients):
+                optimizer.step()
+                sums += [total.item(), w.sum().item()]
+            else:
+                left_out += 1
+        history.append(sums[0] / sums[1])
+        skipped.append(left_out)
+    return module, history, skipped
+
+
+@pytest.mark.parametrize("loss", [spoilt_loss, endless_loss, spoilt_gradient])
+@pytest.mark.parametrize(
+    "config",
+    [{}, {"strategy": "zero1"}, {"strategy": "zero2"}, {"strategy": "zero3"}, {"micro_batch_size": 5}],
+    ids=["ddp", "zero1", "zero2", "zero3", "micro-batches"],
+)
+def test_a_step_is_left_out_on_all_ranks_if_it_is_spoilt_on_one(loss: Any, config: dict[str, Any]) -> None:
+    module, losses, skipped = skipping(loss)
+    assert skipped == [1] * EPOCHS
+    for ranks in (1, 2, 3):
+        parts = [part.batches() for part in MARKED.parts(ranks)]
+        state, metas = train_on(parts, job_for({"non_finite": "skip", **config}, loss=loss))
+        torch.testing.assert_close(state, module.state_dict(), atol=1e-5, rtol=0)
+        history = metas[0]["history"]
+        assert [record["skipped_steps"] for record in history] == skipped
+        assert [record["loss"] for record in history] == pytest.approx(losses, abs=1e-5)
+
+
+def test_what_a_training_step_measures_in_a_step_left_out_is_left_out() -> None:
+    job = job_for({"non_finite": "skip"}, loss=None, training_step=spoilt_step)
+    history = train_on([part.batches() for part in MARKED.parts(2)], job)[1][0]["history"]
+    for record, loss in zip(history, skipping(spoilt_loss)[1], strict=True):
+        assert record["train_loss"] == pytest.approx(record["loss"]) == pytest.approx(loss, abs=1e-5)
+
+
+def test_a_metric_of_the_name_of_the_loss_does_not_take_its_place() -> None:
+    table = Table.random(ROWS, validated=True)
+    job = replace(job_for(loss=None, training_step=constant_step), columns=table.columns)
+    record = train_on([part.batches() for part in table.parts(2)], job)[1][0]["history"][-1]
+    assert (record["train_loss"], record["train_seven"], record["val_seven"]) == pytest.approx((7, 7, 7))
+    assert 0 < record["val_loss"] < 1
+
+
+def test_the_moving_average_stands_still_in_a_step_that_is_left_out() -> None:
+    # That of the first step would be an average of the initial weights.
+    rows, plan = CLEAN.by_key(), SamplingPlan(rows=ROWS, batch_size=BATCH, seed=SEED)
+    first = rows.take(plan.steps_of(0, ROWS, 0) == 0).arrays[KEY]
+    marked = np.where(np.isin(CLEAN.arrays[KEY], first), MARK, CLEAN.arrays[LABEL])
+    table = CLEAN.with_values(LABEL, marked)
+    job = job_for({"non_finite": "skip", "epochs": 1, "ema_decay": 0.9})
+    torch.manual_seed(SEED)
+    module = Score()
+    optimizer = torch.optim.SGD(module.parameters(), lr=RATE, momentum=0.9)
+    averaged = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.9))  # type: ignore[no-untyped-call]
+    for number, batch in enumerate(global_batches(table, job.config, 0)):
+        if number:
+            x, y, w = tensors(batch)
+            optimizer.zero_grad()
+            (((module(x) - y) ** 2 * w).sum() / w.sum()).backward()
+            optimizer.step()
+            averaged.update_parameters(module)
+    state, metas = train_on([part.batches() for part in table.parts(2)], job)
+    assert metas[0]["history"][0]["skipped_steps"] == 1
+    torch.testing.assert_close(state, averaged.module.state_dict(), atol=1e-5, rtol=0)
+
+
+def test_a_rank_without_rows_leaves_out_what_the_others_do() -> None:
+    parts = [part.batches() for part in MARKED.parts(2)]
+    state, metas = train_on([parts[0], [], parts[1]], job_for({"non_finite": "skip"}))
+    torch.testing.assert_close(state, skipping(spoilt_loss)[0].state_dict(), atol=1e-5, rtol=0)
+    assert [record["skipped_steps"] for record in metas[0]["history"]] == [1] * EPOCHS
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_without_a_spoilt_step_nothing_is_left_out_and_nothing_changes(strategy: str) -> None:
+    parts = [part.batches() for part in CLEAN.parts(2)]
+    stopped, _ = train_on(parts, job_for({"strategy": strategy}))
+    state, metas = train_on(parts, job_for({"strategy": strategy, "non_finite": "skip"}))
+    assert all(torch.equal(state[name], stopped[name]) for name in stopped)
+    assert [record["skipped_steps"] for record in metas[0]["history"]] == [0] * EPOCHS
+
+
+def test_running_statistics_of_a_step_that_is_left_out_are_put_back() -> None:
+    table = Table.random(ROWS, classes=3).with_values("x0", [0.0], at=101)
+    values: dict[str, Any] = {"batch_size": BATCH, "epochs": 1, "seed": SEED, "non_finite": "skip"}
+    job = TrainJob(
+        columns=table.columns,
+        recipe=Recipe(module=NormalisedLogarithm, loss="CrossEntropyLoss", optimizer="SGD", learning_rate=RATE),
+        config=TrainConfig(task="classification", **values),
+        max_imbalance=None,
+    )
+    torch.manual_seed(SEED)
+    module = NormalisedLogarithm()
+    optimizer = torch.optim.SGD(module.parameters(), lr=RATE)
+    for rows in global_batches(table, job.config, 0):
+        x, y, _ = tensors(rows)
+        if (x == 0).any():
+            continue
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(module(x), y).backward()
+        optimizer.step()
+    torch.testing.assert_close(train_on([table.batches()], job)[0], module.state_dict(), atol=1e-5, rtol=0)
+    spread, metas = train_on([part.batches() for part in table.parts(2)], job)
+    assert all(value.isfinite().all() for value in spread.values())
+    assert metas[0]["history"][0]["skipped_steps"] == 1
+    assert int(spread["norm.num_batches_tracked"]) == STEPS - 1
+
+
+def test_an_epoch_of_which_nothing_is_left_has_no_loss() -> None:
+    table = CLEAN.with_values(LABEL, [MARK] * ROWS)
+    initial = job_for().recipe.build_module(SEED).state_dict()
+    state, metas = train_on([part.batches() for part in table.parts(2)], job_for({"non_finite": "skip"}))
+    assert all(torch.equal(state[name], initial[name]) for name in initial)
+    for record in metas[0]["history"]:
+        assert record["skipped_steps"] == STEPS
+        assert math.isnan(record["loss"])
+
+
+@pytest.mark.parametrize("policy", ["error", "skip"])
+def test_fp16_scales_down_after_gradients_that_overflow(policy: str) -> None:
+    # The first gradients, scaled by 65,536, are beyond float16: those steps are left out whatever the policy.
+    table = Table.random(ROWS, classes=3)
+    table = replace(table, arrays={**table.arrays, "x0": 100 * table.arrays["x0"]})
+    values: dict[str, Any] = {"batch_size": BATCH, "epochs": EPOCHS, "seed": SEED, "precision": "fp16"}
+    job = TrainJob(
+        columns=table.columns,
+        recipe=Recipe(module=Mlp, loss="CrossEntropyLoss", optimizer="SGD", learning_rate=0.01),
+        config=TrainConfig(task="classification", non_finite=policy, **values),  # type: ignore[arg-type]
+        max_imbalance=None,
+    )
+    state, metas = train_on([part.batches() for part in table.parts(2)], job)
+    history = metas[0]["history"]
+    assert all(value.isfinite().all() for value in state.values())
+    assert history[-1]["loss"] < history[0]["loss"]
+    if policy == "skip":
+        assert 0 < history[0]["skipped_steps"] < STEPS
+        assert history[-1]["skipped_steps"] == 0
+
+
+# Devices whose losses are not read at every step
+
+
+@pytest.mark.parametrize("first", [0, 31, 32, 70, 99])
+def test_losses_that_are_not_read_at_every_step_still_name_the_first_bad_one(first: int) -> None:
+    watch, losses = LossWatch(World(), at_once=False), torch.zeros(100, dtype=torch.float64)
+    taken: list[int] = []
+
+    def train() -> None:
+        for step in range(100):
+            taken.append(step)
+            losses[step] = math.nan if step >= first else 1.0
+            watch.check(losses[step])
+            watch.look_back(losses, step + 1)
+
+    with pytest.raises(ModuleError, match="the loss is nan") as caught:
+        train()
+    assert caught.value.where["step"] == first + 1
+    assert taken[-1] - first < 32
+
+
+def test_losses_that_are_finite_pass() -> None:
+    losses = torch.ones(100)
+    for watch in (LossWatch(World(), at_once=False), LossWatch(World())):
+        for step in range(100):
+            watch.check(losses[step])
+            watch.look_back(losses, step + 1)
+
+
+def _watch(rank: int, path: str, results: Any) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
+    watch, losses = LossWatch(World(rank=rank, world_size=2), at_once=False), torch.zeros(80)
+    try:
+        for step in range(80):
+            losses[step] = math.nan if step >= 40 + (rank == 0) else 1.0  # of rank 1 first, then of all
+            watch.look_back(losses, step + 1)
+    except (ModuleError, PeerFailure) as error:
+        results.put((rank, type(error).__name__, step, getattr(error, "where", {}).get("step")))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_rank_that_was_first_is_the_one_that_says_so(tmp_path: Path) -> None:
+    results = SPAWN.Queue()
+    processes = [SPAWN.Process(target=_watch, args=(rank, str(tmp_path / "store"), results)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    found = sorted(results.get(timeout=60) for _ in processes)
+    for process in processes:
+        process.join(60)
+    assert found == [(0, "PeerFailure", 63, None), (1, "ModuleError", 63, 41)]

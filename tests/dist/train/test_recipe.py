@@ -1,0 +1,412 @@
+"""Freezing, groups, class weights, training steps and several outputs: on N ranks as in a plain torch loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.utils.class_weight import compute_class_weight
+from torch import nn
+from torch.optim import lr_scheduler
+
+from sparktorch.base.config import TrainConfig
+from sparktorch.data.columns import LABEL, VALIDATION, TensorSpec
+from sparktorch.errors import ModuleError
+from sparktorch.train.recipe.recipe import Recipe
+from sparktorch.worker import TrainJob
+from tests.support.frames import Table
+from tests.support.nets import Mlp, NamedPair, Normalised, Pair, Score
+from tests.support.plain import global_batches, tensors, training_rows, validation_rows
+from tests.support.ranks import train_on
+
+ROWS, EPOCHS, SEED = 301, 3, 11
+NUMBERS = Table.random(ROWS, weighted=True)
+CLASSES = Table.random(ROWS, classes=3, weighted=True, validated=True)
+UNWEIGHTED = Table.random(ROWS, classes=3, validated=True)
+TOLERANCE = {"atol": 1e-5, "rtol": 0.0}
+
+
+def job_for(table: Table, config: dict[str, Any] | None = None, **recipe: Any) -> TrainJob:
+    classes = table.columns.classes
+    made = {"module": Mlp if classes else Score, "loss": "CrossEntropyLoss" if classes else "MSELoss", **recipe}
+    values = {"batch_size": 64, "epochs": EPOCHS, "seed": SEED, **(config or {})}
+    return TrainJob(
+        columns=table.columns,
+        recipe=Recipe(**made),
+        config=TrainConfig(task="classification" if classes else "regression", **values),
+        max_imbalance=None,
+    )
+
+
+def plain(
+    table: Table,
+    job: TrainJob,
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    mean_loss: Callable[[nn.Module, Table], torch.Tensor],
+    *,
+    prepare: Callable[[nn.Module], None] = lambda _: None,
+    around: Callable[[torch.optim.Optimizer, int], None] = lambda optimizer, _: optimizer.step(),
+) -> nn.Module:
+    """Trains in this process, on whole batches, with nothing but torch."""
+    torch.manual_seed(SEED)
+    module: nn.Module = job.recipe.module()  # type: ignore[operator, assignment]
+    prepare(module)
+    optimizer, number = make_optimizer(module), 0
+    for epoch in range(job.config.epochs):
+        for rows in global_batches(table, job.config, epoch):
+            optimizer.zero_grad()
+            mean_loss(module, rows).backward()
+            number += 1
+            around(optimizer, number)
+    return module
+
+
+def squares(module: nn.Module, rows: Table) -> torch.Tensor:
+    x, y, w = tensors(rows)
+    return ((module(x) - y) ** 2 * w).sum() / w.sum()
+
+
+def trained(table: Table, job: TrainJob, ranks: int) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+    state, metas = train_on([part.batches() for part in table.parts(ranks)], job)
+    return state, metas[0]["history"]
+
+
+# Freezing and groups
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 1), ("ddp", 3), ("zero1", 2), ("zero2", 3), ("zero3", 2)])
+def test_frozen_parameters_come_back_to_the_last_bit_and_the_others_trained(ranks: int, strategy: str) -> None:
+    job = job_for(
+        NUMBERS,
+        {"strategy": strategy},
+        freeze=["*", "!layers.2.*", "!layers.0.bias"],
+        optimizer_params={"weight_decay": 0.3},
+        learning_rate=0.01,
+    )
+    initial = job.recipe.build_module(SEED).state_dict()
+
+    def freeze(module: nn.Module) -> None:
+        module.get_parameter("layers.0.weight").requires_grad_(False)
+
+    def adamw(module: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=0.01, weight_decay=0.3)
+
+    expected = plain(NUMBERS, job, adamw, squares, prepare=freeze).state_dict()
+    state, _ = trained(NUMBERS, job, ranks)
+    torch.testing.assert_close(state, expected, **TOLERANCE)
+    assert torch.equal(state["layers.0.weight"], initial["layers.0.weight"])
+    assert not any(torch.equal(state[name], initial[name]) for name in initial if name != "layers.0.weight")
+
+
+def in_groups(kind: type[torch.optim.Optimizer], rate: float, **options: Any) -> Callable[[nn.Module], Any]:
+    def make(module: nn.Module) -> torch.optim.Optimizer:
+        named = dict(module.named_parameters())
+        groups = [
+            {"params": [named["layers.2.weight"]]},
+            {"params": [named["layers.0.bias"], named["layers.2.bias"]], "weight_decay": 0.0, "lr": 4 * rate},
+            {"params": [named["layers.0.weight"]], "lr": 0.25 * rate},
+        ]
+        return kind(groups, lr=rate, **options)
+
+    return make
+
+
+def groups_for(rate: float) -> list[dict[str, Any]]:
+    return [
+        {"params": "*.bias", "weight_decay": 0.0, "lr": 4 * rate},
+        {"params": ["layers.0.*"], "lr": 0.25 * rate},
+    ]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        ("SGD", {"momentum": 0.9, "weight_decay": 0.1}),
+        ("AdamW", {"weight_decay": 0.2}),
+        ("RMSprop", {"weight_decay": 0.1}),
+    ],
+)
+def test_groups_train_with_their_own_options(optimizer: str, options: dict[str, Any], strategy: str) -> None:
+    rate = 0.01
+    job = job_for(
+        NUMBERS,
+        {"strategy": strategy},
+        optimizer=optimizer,
+        optimizer_params=options,
+        learning_rate=rate,
+        parameter_groups=groups_for(rate),
+    )
+    make = in_groups(getattr(torch.optim, optimizer), rate, **options)
+    expected = plain(NUMBERS, job, make, squares).state_dict()
+    for ranks in (1, 2, 3):
+        torch.testing.assert_close(trained(NUMBERS, job, ranks)[0], expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_schedule_warm_up_and_scaling_multiply_the_rate_of_every_group(strategy: str) -> None:
+    rate, scaling, warmup, steps = 0.005, 2.0, 7, EPOCHS * 5
+    job = job_for(
+        NUMBERS,
+        {"strategy": strategy, "reference_batch_size": 32, "warmup_steps": warmup, "schedule_interval": "step"},
+        optimizer="SGD",
+        optimizer_params={"weight_decay": 0.1},
+        learning_rate=rate,
+        parameter_groups=groups_for(rate),
+        scheduler="CosineAnnealingLR",
+    )
+    schedulers: list[Any] = []
+
+    def make(module: nn.Module) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = in_groups(torch.optim.SGD, rate * scaling, weight_decay=0.1)(module)
+        schedulers.append(lr_scheduler.CosineAnnealingLR(optimizer, steps))
+        return optimizer
+
+    def around(optimizer: torch.optim.Optimizer, number: int) -> None:
+        scheduled = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] *= 1 / scaling + (1 - 1 / scaling) * min(1.0, number / warmup)
+        optimizer.step()
+        for group, lr in zip(optimizer.param_groups, scheduled, strict=True):
+            group["lr"] = lr
+        schedulers[-1].step()
+
+    expected = plain(NUMBERS, job, make, squares, around=around).state_dict()
+    for ranks in (1, 2, 3):
+        state, history = trained(NUMBERS, job, ranks)
+        torch.testing.assert_close(state, expected, **TOLERANCE)
+        assert 0 < history[-1]["learning_rate"] < rate  # of the parameters in no group
+
+
+# Class weights
+
+
+def test_class_weights_are_those_of_torchs_own_loss() -> None:
+    weights = [0.5, 3.0, 1.25]
+    criterion = nn.CrossEntropyLoss(weight=torch.tensor(weights))
+    job = job_for(UNWEIGHTED, {"class_weights": tuple(weights)}, optimizer="SGD", learning_rate=0.1)
+
+    def mean_loss(module: nn.Module, rows: Table) -> torch.Tensor:
+        x, y, _ = tensors(rows)
+        loss: torch.Tensor = criterion(module(x), y)
+        return loss
+
+    module = plain(UNWEIGHTED, job, lambda m: torch.optim.SGD(m.parameters(), lr=0.1), mean_loss)
+    with torch.no_grad():
+        x, y, _ = tensors(validation_rows(UNWEIGHTED))
+        val_loss = float(criterion(module(x), y))
+        accuracy = float((module(x).argmax(1) == y).float().mean())
+    for ranks in (1, 2, 3):
+        state, history = trained(UNWEIGHTED, job, ranks)
+        torch.testing.assert_close(state, module.state_dict(), **TOLERANCE)
+        assert history[-1]["val_loss"] == pytest.approx(val_loss, abs=1e-5)
+        assert history[-1]["val_accuracy"] == pytest.approx(accuracy, abs=1e-5), "of rows, whatever their class"
+
+
+def test_class_weights_and_sample_weights_multiply() -> None:
+    weights = torch.tensor([0.0, 2.0, 0.75])
+    job = job_for(CLASSES, {"class_weights": tuple(weights.tolist()), "micro_batch_size": 7}, learning_rate=0.01)
+    module, losses = _weighted(CLASSES, job, weights)
+    for ranks in (1, 2, 3):
+        state, history = trained(CLASSES, job, ranks)
+        torch.testing.assert_close(state, module.state_dict(), **TOLERANCE)
+        assert history[-1]["loss"] == pytest.approx(losses[-1], abs=1e-5)
+
+
+@pytest.mark.parametrize("table", [UNWEIGHTED, CLASSES], ids=["", "sample weights"])
+def test_balanced_weights_are_counted_over_the_training_rows_of_all_ranks(table: Table) -> None:
+    rows = training_rows(table)
+    _, y, w = tensors(rows)
+    sums = np.bincount(y.numpy(), w.double().numpy(), 3)
+    weights = torch.from_numpy(sums.sum() / (3 * sums)).float()
+    if table is UNWEIGHTED:
+        own = compute_class_weight("balanced", classes=np.arange(3), y=rows.arrays[LABEL])
+        assert weights.tolist() == pytest.approx(own.tolist())
+    job = job_for(table, {"class_weights": "balanced"}, learning_rate=0.01)
+    module, _ = _weighted(table, job, weights)
+    for ranks in (1, 2, 3):
+        torch.testing.assert_close(trained(table, job, ranks)[0], module.state_dict(), **TOLERANCE)
+    parts = table.parts(2)
+    state, _ = train_on([parts[0].batches(), [], parts[1].batches()], job)
+    torch.testing.assert_close(state, module.state_dict(), **TOLERANCE)
+
+
+def _weighted(table: Table, job: TrainJob, weights: torch.Tensor) -> tuple[nn.Module, list[float]]:
+    sums = {}
+
+    def mean_loss(module: nn.Module, rows: Table) -> torch.Tensor:
+        x, y, w = tensors(rows)
+        w = w * weights[y]
+        loss = (nn.functional.cross_entropy(module(x), y, reduction="none") * w).sum()
+        sums[len(sums)] = (loss.item(), float(w.sum()))
+        return loss / w.sum()
+
+    module = plain(table, job, lambda m: torch.optim.AdamW(m.parameters(), lr=0.01), mean_loss)
+    steps = len(sums) // EPOCHS
+    per_epoch = [[sums[e * steps + s] for s in range(steps)] for e in range(EPOCHS)]
+    return module, [sum(loss for loss, _ in epoch) / sum(w for _, w in epoch) for epoch in per_epoch]
+
+
+# Training steps
+
+
+def noisy_step(module: nn.Module, batch: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Calls the module twice, and weighs two losses."""
+    x, y = batch.inputs[0], batch.label
+    assert len(x) == len(y) == batch.rows
+    assert batch.weight is None or len(batch.weight) == batch.rows
+    first, second = module(x), module(-x)
+    losses = nn.functional.cross_entropy(first, y, reduction="none") + 0.5 * (second**2).mean(1)
+    right = (first.argmax(1) == y).float()
+    return losses, {"right": right, "size": second.detach().abs().mean(1)}
+
+
+def mean_step(module: nn.Module, batch: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+    losses, metrics = noisy_step(module, batch)
+    return losses.mean(), {"right": metrics["right"].mean().item(), "size": metrics["size"]}
+
+
+def loss_step(module: nn.Module, batch: Any) -> torch.Tensor:
+    return noisy_step(module, batch)[0]
+
+
+def _stepped(table: Table, job: TrainJob) -> tuple[nn.Module, list[dict[str, float]]]:
+    """Trains in this process by hand; returns the module, and the metrics of every epoch."""
+    torch.manual_seed(SEED)
+    module, history = Mlp(), []
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+
+    def terms(rows: Table) -> torch.Tensor:
+        x, y, w = tensors(rows)
+        out, second = module(x), module(-x)
+        loss = nn.functional.cross_entropy(out, y, reduction="none") + 0.5 * (second**2).mean(1)
+        return torch.stack([loss * w, (out.argmax(1) == y) * w, second.abs().mean(1) * w, w])
+
+    for epoch in range(job.config.epochs):
+        sums = torch.zeros(4)
+        for rows in global_batches(table, job.config, epoch):
+            optimizer.zero_grad()
+            found = terms(rows).sum(1)
+            (found[0] / found[3]).backward()
+            optimizer.step()
+            sums += found.detach()
+        with torch.no_grad():
+            held_out = terms(validation_rows(table)).sum(1)
+        record = {}
+        for prefix, total in (("train", sums), ("val", held_out)):
+            loss, right, size = (total[:3] / total[3]).tolist()
+            record |= {f"{prefix}_right": right, f"{prefix}_size": size}
+            record["loss" if prefix == "train" else "val_loss"] = loss
+        history.append(record)
+    return module, history
+
+
+@pytest.mark.parametrize(
+    ("step", "table"),
+    [(noisy_step, CLASSES), ("tests.dist.train.test_recipe:noisy_step", UNWEIGHTED), (mean_step, UNWEIGHTED)],
+)
+@pytest.mark.parametrize(
+    "config", [{}, {"accumulation_steps": 3}, {"strategy": "zero3", "micro_batch_size": 5}], ids=["", "parts", "zero3"]
+)
+def test_a_training_step_trains_and_measures_what_a_plain_loop_does(
+    step: Any, table: Table, config: dict[str, Any]
+) -> None:
+    job = job_for(table, config, loss=None, training_step=step, learning_rate=0.01)
+    module, expected = _stepped(table, job)
+    for ranks in (1, 2, 3):
+        state, history = trained(table, job, ranks)
+        torch.testing.assert_close(state, module.state_dict(), **TOLERANCE)
+        for record, metrics in zip(history, expected, strict=True):
+            assert {name: record[name] for name in metrics} == pytest.approx(metrics, abs=1e-5)
+        assert history[-1]["val_accuracy"] == pytest.approx(expected[-1]["val_right"], abs=1e-5)
+
+
+def test_a_rank_without_rows_takes_part_in_training_steps() -> None:
+    job = job_for(CLASSES, loss=None, training_step=noisy_step, learning_rate=0.01)
+    module, expected = _stepped(CLASSES, job)
+    parts = [part.batches() for part in CLASSES.parts(2)]
+    for order in ([parts[0], [], parts[1]], [[], *parts]):
+        state, metas = train_on(order, job)
+        torch.testing.assert_close(state, module.state_dict(), **TOLERANCE)
+        record = metas[0]["history"][-1]
+        assert {name: record[name] for name in expected[-1]} == pytest.approx(expected[-1], abs=1e-5)
+
+
+def test_a_training_step_may_return_the_loss_alone() -> None:
+    job = job_for(CLASSES, loss=None, training_step=loss_step, learning_rate=0.01)
+    state, history = trained(CLASSES, job, 2)
+    torch.testing.assert_close(state, _stepped(CLASSES, job)[0].state_dict(), **TOLERANCE)
+    assert not any(name.startswith("train_") for name in history[-1])
+
+
+@pytest.mark.parametrize("step", [noisy_step, mean_step])
+def test_steps_of_one_row_are_filled_up_for_a_normalised_module(step: Any) -> None:
+    table = Table.random(7, classes=3, weighted=step is noisy_step)
+    job = job_for(table, {"batch_size": 3, "epochs": 2}, module=Normalised, loss=None, training_step=step)
+    for ranks in (1, 3):
+        state, history = trained(table, job, ranks)
+        assert all(value.isfinite().all() for value in state.values())
+        assert 0 <= history[-1]["train_right"] <= 1
+
+
+def odd_step(module: nn.Module, batch: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Measures some classes by themselves, where it meets them."""
+    losses, _ = noisy_step(module, batch)
+    of = {int(c): float(batch.label.eq(c).sum()) for c in batch.label.unique()}
+    return losses, {f"rows_{name}": torch.full((batch.rows,), count / batch.rows) for name, count in of.items()}
+
+
+def test_metrics_that_only_some_ranks_meet_are_means_over_the_rows_of_their_batches() -> None:
+    table = replace(UNWEIGHTED, arrays={n: v for n, v in UNWEIGHTED.arrays.items() if n != VALIDATION})
+    table = replace(table, columns=replace(table.columns, validation=None))
+    job = job_for(table, {"batch_size": 4, "epochs": 1}, loss=None, training_step=odd_step)
+    for ranks in (1, 2):
+        history = trained(table, job, ranks)[1]
+        counts = np.zeros((3, 2))
+        parts = table.parts(ranks)
+        for rows in global_batches(table, job.config, 0):
+            for part in parts:
+                labels = rows.arrays[LABEL][np.isin(rows.arrays["k"], part.arrays["k"])]
+                for c in np.unique(labels).astype(int):
+                    counts[c] += [(labels == c).sum(), len(labels)]
+        for c in range(3):
+            assert history[0][f"train_rows_{c}"] == pytest.approx(counts[c, 0] / counts[c, 1], abs=1e-6)
+
+
+def test_a_mean_cannot_be_weighted_by_rows() -> None:
+    with pytest.raises(ModuleError, match="trainingStep mean_step returns one number for the batch") as caught:
+        trained(CLASSES, job_for(CLASSES, loss=None, training_step=mean_step), 2)
+    assert caught.value.where["param"] == "trainingStep"
+
+
+# Several outputs
+
+
+def two_losses(output: Any, label: torch.Tensor) -> torch.Tensor:
+    left, total = (output["left"], output["total"]) if isinstance(output, dict) else output
+    return (left**2).mean(1) + (total - label) ** 2
+
+
+@pytest.mark.parametrize("module", [Pair, NamedPair])
+@pytest.mark.parametrize("split", [{}, {"micro_batch_size": 5}], ids=["", "micro-batches"])
+def test_a_loss_of_several_outputs_trains_as_in_a_plain_loop(module: type[nn.Module], split: dict[str, int]) -> None:
+    scale = np.linspace(0.5, 2, ROWS, dtype=np.float32)
+    columns = (*NUMBERS.columns.inputs, TensorSpec(name="x1", column="scale", dtype="float32"))
+    table = Table({**NUMBERS.arrays, "x1": scale}, replace(NUMBERS.columns, inputs=columns))
+    job = job_for(table, split, module=module, loss=two_losses, optimizer="SGD", learning_rate=0.05)
+
+    def mean_loss(net: nn.Module, rows: Table) -> torch.Tensor:
+        x, y, w = tensors(rows)
+        output = net(x, torch.from_numpy(rows.arrays["x1"]))
+        left, total = output.values() if isinstance(output, dict) else output
+        return (((left**2).mean(1) + (total - y) ** 2) * w).sum() / w.sum()
+
+    expected = plain(table, job, lambda m: torch.optim.SGD(m.parameters(), lr=0.05), mean_loss).state_dict()
+    for ranks in (1, 2, 3):
+        torch.testing.assert_close(trained(table, job, ranks)[0], expected, **TOLERANCE)
+    without_rows: Sequence[Any] = [table.batches(), []]
+    torch.testing.assert_close(train_on(without_rows, job)[0], expected, **TOLERANCE)

@@ -1,0 +1,258 @@
+"""Bad input is refused before training starts, by an error that says what, where and what to do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+import uuid
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pyspark.ml.functions import array_to_vector
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
+
+from sparktorch import TorchClassifier, TorchEstimator, TorchRegressor
+from sparktorch.errors import ClusterError, ColumnError, ConfigError, ModuleError, RankError, SparkTorchError
+from tests.spark.modules import MLP, Faulty
+from tests.support.sessions import settings
+from tests.support.waiting import until
+
+
+def classifier(**params: Any) -> TorchClassifier:
+    given = {"module": MLP, "moduleParams": {"outputs": 3}, "batchSize": 64, "numWorkers": 2, "progress": False}
+    return TorchClassifier(**{**given, **params})
+
+
+class Locked(MLP):
+    """Holds a lock, which cannot be pickled."""
+
+    def __init__(self) -> None:
+        super().__init__(outputs=3)
+        self.lock = threading.Lock()
+
+
+def constant_loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return output.sum(0)
+
+
+@pytest.mark.parametrize(
+    ("params", "kind", "says"),
+    [
+        (
+            {"featuresCol": "feature"},
+            ColumnError,
+            ["no column 'feature'", "features, label", "did you mean 'features'"],
+        ),
+        ({"labelCol": "lable"}, ColumnError, ["no column 'lable'", "did you mean 'label'"]),
+        ({"weightCol": "name"}, ColumnError, ["'name' must be a number, but is string"]),
+        ({"featuresCol": "name"}, ColumnError, ["'name' is string", "StringIndexer"]),
+        ({"featuresCol": "when"}, ColumnError, ["'when' is date", "unix_date(when)"]),
+        ({"validationIndicatorCol": "label"}, ColumnError, ["'label' must be boolean"]),
+        ({"inputCols": ["features"], "featuresCol": "features"}, ConfigError, ["both set"]),
+        ({"learningRate": -1.0}, ConfigError, ["learningRate must be above 0, got -1.0"]),
+        ({"batchSize": 0}, ConfigError, ["batchSize must be at least 1"]),
+        ({"epochs": 0}, ConfigError, ["epochs must be at least 1"]),
+        ({"numWorkers": 0}, ConfigError, ["numWorkers must be at least 1"]),
+        ({"device": "gpu"}, ConfigError, ["device 'gpu' is unknown", "cuda"]),
+        ({"strategy": "dpp"}, ConfigError, ["strategy 'dpp'", "did you mean 'ddp'"]),
+        ({"optimizer": "AdmaW"}, ModuleError, ["optimizer 'AdmaW' is unknown", "did you mean 'AdamW'"]),
+        ({"optimizerParams": {"momentum": 0.9}}, ModuleError, ["AdamW cannot be built", "momentum"]),
+        ({"optimizerParams": {"lr": 0.9}}, ConfigError, ["set learningRate"]),
+        ({"loss": "CrossEntropy"}, ModuleError, ["loss 'CrossEntropy'", "did you mean 'CrossEntropyLoss'"]),
+        ({"loss": constant_loss}, ModuleError, ["returned shape (3,) for 2 rows", "one loss per row"]),
+        ({"module": None}, ConfigError, ["module is not set"]),
+        ({"module": "no.such:Net"}, ModuleError, ["cannot import 'no.such:Net'", "--py-files"]),
+        ({"moduleParams": {"width": 3}}, ModuleError, ["MLP cannot be built", "width", "its parameters are (inputs"]),
+        (
+            {"moduleParams": {"inputs": 7, "outputs": 3}},
+            ModuleError,
+            ["forward of MLP failed", "argument 0 of forward <- column 'features': float32 of shape (rows, 5)"],
+        ),
+        ({"moduleParams": {"outputs": 1}}, ModuleError, ["one score a row", "BCEWithLogitsLoss"]),
+        ({"numWorkers": 4}, ClusterError, ["numWorkers=4, but the cluster has 3 slots", "spark.executor.instances"]),
+        ({"device": "cuda"}, ClusterError, ["device='cuda'", "torch sees 0 such devices"]),
+        ({"module": Locked(), "moduleParams": {}}, ModuleError, ["the module instance cannot be copied", "lock"]),
+    ],
+)
+def test_it_is_refused_before_a_job_starts(
+    frame: DataFrame, params: dict[str, Any], kind: type[SparkTorchError], says: list[str]
+) -> None:
+    data = frame.withColumn("name", F.lit("x")).withColumn("when", F.current_date())
+    context = frame.sparkSession.sparkContext
+    group = uuid.uuid4().hex
+    context.setJobGroup(group, "what a refused fit runs")
+    try:
+        with pytest.raises(kind) as caught:
+            classifier(**params).fit(data)
+        jobs = context.statusTracker().getJobIdsForGroup(group)
+    finally:
+        context.setJobGroup("", "")
+    assert len(jobs) <= 1, "more than the reading of the first row"
+    for text in says:
+        assert text in str(caught.value)
+
+
+def test_params_of_the_wrong_type_are_refused_when_set() -> None:
+    with pytest.raises(TypeError, match="batchSize"):
+        classifier(batchSize="many")
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        TorchClassifier(batchsize=3)  # type: ignore[call-arg]
+
+
+def test_an_empty_frame_is_refused(frame: DataFrame) -> None:
+    with pytest.raises(ColumnError, match="has no rows"):
+        classifier().fit(frame.where("label > 99"))
+
+
+def test_a_frame_of_validation_rows_only_is_refused(frame: DataFrame) -> None:
+    with pytest.raises(ColumnError, match="no rows to train on"):
+        classifier(validationIndicatorCol="v").fit(frame.withColumn("v", F.lit(True)))
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "says"),
+    [
+        ("label", "3", ["labels in column 'label' are not classes 0 ... 2", "for example 3", "3 scores a row"]),
+        ("weight", "-2", ["weights in column 'weight' are negative"]),
+        ("features", "null", ["'features' has", "null values"]),
+    ],
+)
+def test_bad_values_name_their_column_and_nothing_hangs(
+    frame: DataFrame, column: str, value: str, says: list[str]
+) -> None:
+    kind = "array<double>" if column == "features" else "double"
+    bad = frame.withColumn(
+        column, F.expr(f"if(target > 4, cast({value} as {kind}), cast({column} as {kind}))")
+    )  # about every tenth row, not the first
+    with pytest.raises(ColumnError) as caught:
+        classifier(weightCol="weight").fit(bad)
+    for text in says:
+        assert text in str(caught.value)
+    assert caught.value.where["column"] == column
+
+
+def test_vectors_of_unequal_length_are_refused(frame: DataFrame) -> None:
+    ragged = frame.withColumn("features", array_to_vector(F.expr("slice(features, 1, 5 - int(target > 4))")))
+    with pytest.raises(ColumnError, match="do not hold"):
+        classifier().fit(ragged)
+
+
+def test_a_loss_that_cannot_be_shipped_is_refused(frame: DataFrame) -> None:
+    lock = threading.Lock()
+
+    def loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        with lock:
+            return ((output - label) ** 2).mean()
+
+    with pytest.raises(ModuleError, match="cannot be shipped to the ranks") as caught:
+        TorchEstimator(module=MLP, labelCol="target", loss=loss, progress=False).fit(frame)
+    assert "lock" in str(caught.value)
+
+
+@pytest.fixture
+def planted(frame: DataFrame) -> DataFrame:
+    """One row is marked for `Faulty`; it is not the first."""
+    highest = frame.agg(F.max("target")).first()[0]
+    mark = f"if(target = float({highest!r}), transform(features, x -> 2e6f), features)"
+    return frame.withColumn("features", F.expr(mark))
+
+
+def regressor(**params: Any) -> TorchRegressor:
+    given = {"labelCol": "target", "batchSize": 64, "numWorkers": 2, "progress": False}
+    return TorchRegressor(module=Faulty, **{**given, **params})
+
+
+def test_an_exception_in_one_rank_arrives_with_its_place_and_traceback(planted: DataFrame) -> None:
+    with pytest.raises(RankError) as caught:
+        regressor(moduleParams={"fault": "raise"}).fit(planted)
+    where = caught.value.where
+    assert "ArithmeticError while training: the planted row has come" in str(caught.value)
+    assert "in forward" in caught.value.trace
+    assert where["rank"] in (0, 1)
+    assert where["epoch"] == 1
+    assert where["step"] >= 1
+    assert where["host"]
+
+
+def test_a_killed_rank_is_named_as_the_cause(planted: DataFrame) -> None:
+    with pytest.raises(RankError, match=r"rank [01] died while training, without an error of its own") as caught:
+        regressor(moduleParams={"fault": "kill"}).fit(planted)
+    assert caught.value.where["pid"] > 0
+    assert "killed" in caught.value.hint
+
+
+def test_a_fit_after_a_failed_one_works(planted: DataFrame, frame: DataFrame) -> None:
+    with pytest.raises(RankError):
+        regressor(moduleParams={"fault": "raise"}).fit(planted)
+    assert regressor().fit(frame).summary.rows == 1001
+
+
+@pytest.mark.clock
+def test_an_interrupt_cancels_the_job_and_ends_the_ranks(frame: DataFrame, tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    estimator = regressor(moduleParams={"fault": "hang", "pid_file": str(pids)})
+
+    interrupted: list[float] = []
+
+    def interrupt() -> None:
+        with suppress(AssertionError):  # an interrupt ends the wait for a fit that never began, too
+            until(lambda: pids.exists() and len(set(pids.read_text().split())) >= 2, seconds=60, what="both ranks hang")
+        interrupted.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            estimator.fit(frame)
+    finally:
+        thread.join()
+    assert time.monotonic() - interrupted[0] < 10
+    ranks = {int(pid) for pid in pids.read_text().split()}
+    assert len(ranks) == 2
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks), seconds=60, what="both ranks have ended")
+
+
+def test_what_spark_leaves_out_in_local_mode_is_not_refused_there(frame: DataFrame) -> None:
+    with settings(frame.sparkSession, {"spark.dynamicAllocation.enabled": "true", "spark.speculation": "true"}):
+        assert classifier().fit(frame).summary.numWorkers == 2
+
+
+@pytest.mark.clock
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("spark.driver.host", "nosuch.invalid", "set spark.driver.host to an address they reach"),
+        ("spark.driver.bindAddress", "192.0.2.77", "set spark.driver.bindAddress to an address of this machine"),
+    ],
+)
+def test_an_address_of_the_driver_that_cannot_work_is_told_within_seconds(
+    setting: str, value: str, message: str, frame: DataFrame
+) -> None:
+    started = time.monotonic()
+    with settings(frame.sparkSession, {setting: value}), pytest.raises(ClusterError, match=message):
+        classifier().fit(frame)
+    assert time.monotonic() - started < 40, "torch itself tries for a minute"
+
+
+def test_a_module_of_several_outputs_needs_names_for_them(frame: DataFrame) -> None:
+    from tests.spark.ml.test_fit import named_loss
+    from tests.spark.modules import TwoInputs
+
+    pairs = frame.selectExpr("cast(label as int) item", "target value", "target")
+    model = TorchEstimator(
+        module=TwoInputs,
+        moduleParams={"named": True},
+        inputCols=["item", "value"],
+        labelCol="target",
+        loss=named_loss,
+        progress=False,
+    ).fit(pairs)
+    with pytest.raises(ConfigError, match=r"returns 2 tensors \(total, base\), outputCols names 0"):
+        model.transform(pairs)

@@ -1,0 +1,376 @@
+"""Every kind of column, fitted and scored beside the tensors that it should become, made by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from pyspark.ml.functions import vector_to_array
+from pyspark.ml.linalg import Vectors, VectorUDT
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import functions as F
+from torch import nn
+
+from sparktorch import TorchEstimator, TorchModel, TorchRegressor
+from sparktorch.errors import ColumnError, ConfigError, SparkTorchError
+from sparktorch.ml.fit.translate import input_names
+from sparktorch.tracking import save_model
+from tests.spark.columns import Flat, Padded
+from tests.support.mlflow import QUIET
+
+pytestmark = QUIET
+
+ROWS, WIDTH = 60, 6
+
+KINDS = ["tinyint", "smallint", "int", "bigint", "float", "double", "decimal(9,2)", "boolean"]
+
+
+def values(kind: str) -> np.ndarray:
+    """Returns what the columns hold: few and small numbers, which every type can represent."""
+    draw = np.random.default_rng(3)
+    return draw.integers(0, 2 if kind == "boolean" else 4, (ROWS, WIDTH)).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def rows(spark: SparkSession) -> DataFrame:
+    """The same numbers in columns of many types; `plain` and `short` are what they should become."""
+    x = values("float")
+    lengths = np.random.default_rng(1).integers(1, WIDTH + 1, ROWS)
+    cut = np.where(np.arange(WIDTH) < lengths[:, None], x, 0).astype(np.float32)
+    table = pd.DataFrame(
+        {
+            "id": np.arange(ROWS),
+            "target": x @ np.linspace(-1, 1, WIDTH, dtype=np.float32),
+            "plain": list(x),
+            "short": list(cut),
+            "ragged": [row[:length] for row, length in zip(x, lengths, strict=True)],
+            "blob": [row.astype("<f8").tobytes() for row in x],
+        }
+    )
+    schema = "id long, target float, plain array<float>, short array<float>, ragged array<float>, blob binary"
+    data = spark.createDataFrame(table, schema)
+    vector = F.udf(lambda row, kind: _vector(row, kind), VectorUDT())
+    nested = F.transform(F.sequence(F.lit(0), F.lit(2)), lambda i: F.slice("plain", i * 2 + 1, 2))
+    numbers = [F.get("plain", F.lit(i)).cast(kind).alias(f"c{i}") for i, kind in enumerate(KINDS[:WIDTH])]
+    mixed = F.pmod("id", F.lit(2)).cast("int")
+    return data.select(
+        "*",
+        *numbers,
+        (F.get("plain", F.lit(0)) > 1).alias("flag"),
+        F.get("plain", F.lit(6 - 1)).cast("decimal(9,2)").alias("exact"),
+        vector("plain", F.lit(0)).alias("dense"),
+        vector("plain", F.lit(1)).alias("sparse"),
+        vector("plain", mixed).alias("mixed"),
+        nested.alias("nested"),
+        F.transform("ragged", lambda v: v.cast("int")).alias("tokens"),
+    ).cache()
+
+
+def _vector(row: list[float], sparse: int) -> Any:
+    return Vectors.sparse(len(row), [(i, v) for i, v in enumerate(row) if v]) if sparse else Vectors.dense(row)
+
+
+def fit(data: DataFrame, *inputs: str, **params: Any) -> Any:
+    given = {"module": Flat, "labelCol": "target", "idCol": "id", "batchSize": 16, "numWorkers": 2, "seed": 5}
+    names = {"featuresCol": inputs[0]} if len(inputs) == 1 else {"inputCols": list(inputs)}
+    return TorchRegressor(**{**given, **names, "learningRate": 0.1, "progress": False, **params}).fit(data)
+
+
+def scores(model: Any, data: DataFrame) -> list[float]:
+    return [row["prediction"] for row in model.transform(data).orderBy("id").select("prediction").collect()]
+
+
+@pytest.fixture(scope="module")
+def plain(rows: DataFrame) -> Any:
+    """The model fitted on plain arrays."""
+    return fit(rows, "plain")
+
+
+@pytest.fixture(scope="module")
+def short(rows: DataFrame) -> Any:
+    """The model fitted on the ragged rows padded by hand."""
+    return fit(rows, "short")
+
+
+def assert_alike(model: Any, expected: Any, data: DataFrame, tolerance: float = 0.0) -> None:
+    """The weights and the scores are the same."""
+    for found, wanted in zip(model.module.parameters(), expected.module.parameters(), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(scores(model, data), scores(expected, data), atol=1e-5)
+
+
+SHAPED = {"inputShapes": {"plain": [2, 3, 1]}}
+CASES: list[tuple[str, tuple[str, ...], dict[str, Any], dict[str, Any]]] = [
+    # what it is, input columns, what the module expects of each argument, Params
+    ("scalars", tuple(f"c{i}" for i in range(WIDTH)), {"expects": ["int64 1"] * 4 + ["float32 1"] * 2}, {}),
+    (
+        "scalars in one tensor",
+        (*[f"c{i}" for i in range(WIDTH - 1)], "exact"),
+        {"expects": ["float32 2"]},
+        {"assembleInputs": True},
+    ),
+    ("dense vectors", ("dense",), {"expects": ["float32 2"]}, {}),
+    ("sparse vectors", ("sparse",), {"expects": ["float32 2"]}, {}),
+    ("mixed vectors", ("mixed",), {"expects": ["float32 2"]}, {}),
+    ("sparse tensors", ("mixed",), {"expects": ["sparse 2"]}, {"inputLayouts": {"mixed": "sparse_csr"}}),
+    ("nested arrays", ("nested",), {"expects": ["float32 3"]}, {}),
+    (
+        "nested arrays reshaped",
+        ("nested",),
+        {"expects": ["float32 4"]},
+        {"inputShapes": {"nested": [3, 2, 1]}},
+    ),
+    ("arrays reshaped", ("plain",), {"expects": ["float32 4"]}, SHAPED),
+    ("other dtypes", ("plain",), {"expects": ["int64 2"]}, {"inputDtypes": {"plain": "int64"}}),
+    (
+        "raw bytes",
+        ("blob",),
+        {"expects": ["float64 3"]},
+        {"inputLayouts": {"blob": "raw"}, "inputDtypes": {"blob": "float64"}, "inputShapes": {"blob": [2, 3]}},
+    ),
+]
+
+
+@pytest.mark.parametrize(("inputs", "module", "params"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
+def test_a_column_trains_and_scores_as_the_tensor_made_by_hand(
+    rows: DataFrame, plain: Any, inputs: tuple[str, ...], module: dict[str, Any], params: dict[str, Any]
+) -> None:
+    model = fit(rows, *inputs, moduleParams=module, **params)
+    assert_alike(model, plain, rows, 1e-6 if "sparse 2" in module["expects"] else 0)
+
+
+@pytest.mark.parametrize(
+    ("column", "expects", "params"),
+    [
+        ("ragged", "float32", {"inputLayouts": {"ragged": "padded"}}),
+        ("ragged", "float32", {"inputLayouts": {"ragged": "jagged"}}),
+        ("tokens", "int64", {"inputLayouts": {"tokens": "padded"}, "padValues": {"tokens": -9}}),
+    ],
+)
+def test_rows_of_unequal_length_train_and_score_as_if_padded_by_hand(
+    rows: DataFrame, short: Any, column: str, expects: str, params: dict[str, Any]
+) -> None:
+    pad = params.get("padValues", {}).get(column, 0)
+    model = fit(rows, column, module=Padded, moduleParams={"expects": expects, "pad": pad}, **params)
+    assert_alike(model, short, rows)
+
+
+def test_micro_batches_of_like_lengths_train_the_same_with_less_padding(rows: DataFrame, short: Any) -> None:
+    params: dict[str, Any] = {"module": Padded, "inputLayouts": {"ragged": "padded"}, "batchSize": 30}
+    whole = fit(rows, "ragged", **params)
+    split = fit(rows, "ragged", microBatchSize=4, **params)
+    for found, wanted in zip(split.module.parameters(), whole.module.parameters(), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    assert 0 <= split.summary.paddingShare < 0.6 * whole.summary.paddingShare
+    assert short.summary.paddingShare is None
+
+
+def test_rows_that_are_too_long_are_cut_off(rows: DataFrame) -> None:
+    cut = rows.withColumn("short", F.transform("short", lambda v, i: F.when(i < 3, v).otherwise(0.0)))
+    limits = {"inputLayouts": {"ragged": "padded"}, "maxLengths": {"ragged": 3}}
+    model = fit(cut, "ragged", module=Padded, **limits)
+    expected = fit(cut, "short")
+    for found, wanted in zip(model.module.parameters(), expected.module.parameters(), strict=True):
+        assert torch.equal(found, wanted)
+    np.testing.assert_allclose(scores(model, cut), scores(expected, cut), atol=1e-5)
+
+
+def test_a_model_scores_other_columns_of_the_same_meaning_in_sql_and_after_loading(
+    spark: SparkSession, rows: DataFrame, tmp_path: Path
+) -> None:
+    params: dict[str, Any] = {"inputLayouts": {"ragged": "padded"}}
+    models = {
+        "packed": fit(rows, *[f"c{i}" for i in range(WIDTH)], assembleInputs=True),
+        "sparse": fit(rows, "sparse"),
+        "ragged": fit(rows, "ragged", module=Padded, **params),
+    }
+    rows.createOrReplaceTempView("rows_to_score")
+    calls = {"packed": "c0, c1, c2, c3, c4, c5", "sparse": "sparse", "ragged": "ragged"}
+    for name, model in models.items():
+        expected = scores(model, rows)
+        model.save(str(tmp_path / name))
+        loaded = type(model).load(str(tmp_path / name))
+        assert loaded.trained.inputs == model.trained.inputs
+        assert scores(loaded, rows) == expected
+        save_model(loaded, str(tmp_path / "mlflow" / name))
+        served = mlflow.pyfunc.load_model(str(tmp_path / "mlflow" / name))
+        table = rows.select("id", *input_names(loaded)).orderBy("id").toPandas().drop(columns="id")
+        if name == "sparse":
+            table["sparse"] = [vector.toArray() for vector in table["sparse"]]
+        np.testing.assert_allclose(served.predict(table)["prediction"], expected, atol=1e-5)
+        loaded.registerUDF(f"score_{name}")
+        found = spark.sql(f"select score_{name}({calls[name]}) s from rows_to_score order by id").collect()
+        np.testing.assert_allclose([row["s"] for row in found], expected, atol=1e-6)
+    for other in ("dense", "mixed", "plain"):
+        np.testing.assert_allclose(
+            scores(models["sparse"].copy().setFeaturesCol(other), rows), scores(models["sparse"], rows), atol=1e-5
+        )
+    with pytest.raises(ColumnError, match="'nested' is array<array<float>>, but the model was fitted on column"):
+        models["sparse"].copy().setFeaturesCol("nested").transform(rows)
+
+
+def test_several_labels_come_as_one_tensor(rows: DataFrame) -> None:
+    model = fit(rows, "plain", labelCol=None, labelCols=["c0", "target"], moduleParams={"outputs": 2})
+    both = rows.withColumn("both", F.array(F.col("c0").cast("float"), "target"))
+    expected = fit(both, "plain", labelCol="both", moduleParams={"outputs": 2})
+    for found, wanted in zip(model.module.parameters(), expected.module.parameters(), strict=True):
+        assert torch.equal(found, wanted)
+    assert len(model.transform(rows).first()["prediction"]) == 2
+
+
+# Where the nulls are, and what filling them with 2 makes of the column.
+HOLES = {
+    "plain": (
+        "case when id % 12 = 1 then null when id % 12 = 2 then transform(plain, (x, i) -> if(i = 1, null, x)) "
+        "when id % 12 = 3 then transform(plain, (x, i) -> if(i = 1, float('NaN'), x)) else plain end",
+        "transform(coalesce(plain, array_repeat(2f, 6)), x -> if(isnull(x) or isnan(x), 2f, x))",
+    ),
+    "sparse": ("if(id % 12 = 4, null, sparse)", ""),
+    "c4": ("if(id % 12 = 5, null, c4)", "coalesce(c4, 2f)"),
+    "ragged": (
+        "case when id % 12 = 6 then null when id % 12 = 7 then array(null, 1f) else ragged end",
+        "transform(coalesce(ragged, array()), x -> coalesce(x, 2f))",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("columns", "bad", "says"),
+    [
+        (["plain", "sparse", "c4"], [1, 2, 3, 4, 5], "column 'plain' has 10 rows with null values; in the order"),
+        (["ragged"], [6, 7], "column 'ragged' has 10 rows with null values; in the order"),
+    ],
+    ids=["dense", "ragged"],
+)
+def test_rows_with_nulls_are_an_error_left_out_or_filled(
+    rows: DataFrame, columns: list[str], bad: list[int], says: str
+) -> None:
+    data = rows.withColumns({name: F.expr(HOLES[name][0]) for name in columns})
+    more: dict[str, Any] = {"numWorkers": 1, "moduleParams": {"width": 13}}
+    if columns == ["ragged"]:
+        more = {"numWorkers": 1, "module": Padded, "inputLayouts": {"ragged": "padded"}}
+    with pytest.raises(ColumnError) as caught:
+        fit(data, *columns, **more)
+    assert says in str(caught.value)
+    assert "nullPolicy" in caught.value.hint
+
+    dropped = fit(data, *columns, nullPolicy="drop", **more)
+    assert (dropped.summary.droppedRows, dropped.summary.rows) == (5 * len(bad), ROWS - 5 * len(bad))
+    sound = fit(rows.where(~(F.col("id") % 12).isin(bad)), *columns, **more)
+    for found, wanted in zip(dropped.module.parameters(), sound.module.parameters(), strict=True):
+        assert torch.equal(found, wanted)
+
+    filled = fit(data, *columns, nullPolicy="fill", fillValue=2.0, **more)
+    by_hand = data.withColumns({name: _filled(name) for name in columns})
+    expected = fit(by_hand, *columns, **more)
+    for found, wanted in zip(filled.module.parameters(), expected.module.parameters(), strict=True):
+        assert torch.equal(found, wanted)
+    np.testing.assert_allclose(scores(filled, data), scores(expected, by_hand), atol=1e-5)
+
+
+def _filled(name: str) -> Column:
+    if name != "sparse":
+        return F.expr(HOLES[name][1])
+    twos = F.array_repeat(F.lit(2.0).cast("float"), WIDTH)
+    return F.when(F.col("sparse").isNull(), twos).otherwise(vector_to_array("sparse", "float32"))
+
+
+def test_the_first_row_may_be_one_that_is_left_out(rows: DataFrame) -> None:
+    data = rows.coalesce(1).withColumn("plain", F.expr("if(id < 3, null, plain)")).orderBy("id")
+    assert fit(data, "plain", nullPolicy="drop").summary.droppedRows == 3
+    with pytest.raises(ColumnError, match="'plain' is null in the first row"):
+        fit(data, "plain")
+    with pytest.raises(ColumnError, match="no row without nulls"):
+        fit(data.where("plain is null"), "plain", nullPolicy="drop")
+
+
+def test_nulls_in_labels_are_dropped_and_never_filled(rows: DataFrame) -> None:
+    data = rows.withColumn("target", F.expr("if(id % 10 = 3, null, target)"))
+    assert fit(data, "plain", nullPolicy="drop").summary.droppedRows == 6
+    with pytest.raises(ColumnError, match="column 'target' has 6 rows with null values"):
+        fit(data, "plain", nullPolicy="fill", numWorkers=1)
+
+
+@pytest.mark.parametrize(
+    ("value", "params", "kind", "says"),
+    [
+        ("'a'", {}, ColumnError, ["is string", "StringIndexer"]),
+        ("date'2026-01-01'", {}, ColumnError, ["is date", "unix_date(x)"]),
+        ("timestamp'2026-01-01 00:00:00'", {}, ColumnError, ["is timestamp", "cast(x as double)"]),
+        ("map('a', 1)", {}, ColumnError, ["is map<string,int>", "x['key']"]),
+        ("named_struct('a', 1)", {}, ColumnError, ["is struct<a:int>", "x.field"]),
+        ("array('a')", {}, ColumnError, ["is array<string>", "cast(x as array<double>)"]),
+        ("binary('a')", {}, ColumnError, ["is binary", "inputLayouts={'x': 'image'}", "'raw'"]),
+        ("binary('a')", {"inputLayouts": {"x": "raw"}}, ConfigError, ["nothing says what its bytes are"]),
+        ("array(1)", {"inputLayouts": {"x": "sparse_csr"}}, ConfigError, ["cannot be 'sparse_csr'", "'padded'"]),
+        ("1", {"inputLayouts": {"x": "padded"}}, ConfigError, ["is int, which cannot be 'padded'"]),
+        ("1", {"inputDtypes": {"x": "uint8"}}, ConfigError, ["is int, which cannot become uint8", "'int32'"]),
+        ("array(1)", {"maxLengths": {"x": 2}}, ConfigError, ["rows all have the same length", "'padded'"]),
+        ("array(1)", {"padValues": {"x": 2}}, ConfigError, ["'x', which is not padded"]),
+        ("array(1)", {"inputShapes": {"y": [2]}}, ConfigError, ["inputShapes names 'y'", "valid names: x"]),
+        ("array(1, 2)", {"inputShapes": {"x": [3]}}, ColumnError, ["holds 2 values, inputShapes says [3]"]),
+        ("cast(array() as array<int>)", {}, ColumnError, ["'x' is empty in the first row"]),
+        ("1", {"assembleInputs": True, "inputDtypes": {"x": "int32"}}, ConfigError, ["assembleInputs packs"]),
+    ],
+)
+def test_what_cannot_become_a_tensor_is_refused_on_the_driver(
+    rows: DataFrame, value: str, params: dict[str, Any], kind: type[SparkTorchError], says: list[str]
+) -> None:
+    data = rows.select("id", "target", F.expr(value).alias("x"))
+    with pytest.raises(kind) as caught:
+        fit(data, "x", **params)
+    for text in says:
+        assert text in str(caught.value)
+
+
+def test_vectors_of_another_length_are_refused_by_the_ranks(spark: SparkSession, rows: DataFrame) -> None:
+    spark.udf.register("sparse_of_7", lambda row: Vectors.sparse(7, [(6, 1.0)]), VectorUDT())
+    with pytest.raises(ColumnError, match="1 rows of column 'sparse' do not hold 6 values") as caught:
+        fit(rows.withColumn("sparse", F.expr("if(id = 9, sparse_of_7(plain), sparse)")), "sparse", numWorkers=1)
+    assert caught.value.where["column"] == "sparse"
+
+
+def test_rows_that_nulls_alone_tell_apart_have_keys_of_their_own(spark: SparkSession) -> None:
+    from sparktorch.data.columns import InputOptions
+    from sparktorch.spark.frame.prepare import prepare
+
+    def keys(data: DataFrame, **options: Any) -> list[int]:
+        inputs = data.columns
+        frame = prepare(data, "generic", inputs=inputs, label=None, options=InputOptions(**options))
+        return [row["k"] for row in frame.data.collect()]
+
+    pairs = spark.createDataFrame([(1.0, None), (None, 1.0), (0.5, 0.5)], "a float, b float")
+    assert len(set(keys(pairs, fill=0.0))) == 3
+    arrays = spark.createDataFrame([([1.0, None],), ([None, 1.0],), ([0.5, 0.5],)], "a array<float>")
+    assert len(set(keys(arrays, fill=0.0))) == 3
+    lists = spark.createDataFrame([([1, 2], [3]), ([1], [2, 3])], "a array<int>, b array<int>")
+    assert len(set(keys(lists, layouts={"a": "padded", "b": "padded"}))) == 2
+
+
+def test_vectors_and_arrays_of_the_same_numbers_have_the_same_keys(rows: DataFrame) -> None:
+    from sparktorch.spark.frame.prepare import prepare
+
+    def keys(column: str) -> list[int]:
+        frame = prepare(rows, "generic", inputs=[column], label=None)
+        return sorted(row["k"] for row in frame.data.select("k").collect())
+
+    assert keys("dense") == keys("plain")
+
+
+def test_outputs_of_any_estimator_follow(rows: DataFrame) -> None:
+    estimator = TorchEstimator(
+        module=nn.Linear,
+        moduleParams={"in_features": 6, "out_features": 1},
+        featuresCol="sparse",
+        labelCol="",
+        loss=lambda output: output.square().mean(1),
+        progress=False,
+    )
+    model = estimator.fit(rows)
+    assert isinstance(model, TorchModel)
+    assert len(model.transform(rows).collect()) == ROWS

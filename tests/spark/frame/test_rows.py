@@ -1,0 +1,155 @@
+"""What a column of an unexpected type or value is met with, and which rows have keys of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pyspark.mllib.linalg import Vectors as OldVectors
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+
+from sparktorch.data.columns import InputOptions
+from sparktorch.errors import ColumnError
+from sparktorch.spark.frame.prepare import Frame, prepare
+from tests.support.sessions import settings
+
+IMAGE = "named_struct('height', 1, 'width', 1, 'nChannels', 1, 'data', binary('a'))"
+
+
+def framed(data: DataFrame, *inputs: str, **options: Any) -> Frame:
+    return prepare(data, "generic", inputs=inputs, label=None, options=InputOptions(**options))
+
+
+@pytest.mark.parametrize(
+    ("column", "as_what", "says"),
+    [
+        ("'cat'", "label", ["StringIndexer(inputCol='x', outputCol='x_index').fit(df)", "labelCol='x_index'"]),
+        ("'1.5'", "target", ["cast(x as double)"]),
+        ("1", "validation", ["must be boolean, but is int", "cast(x as boolean)"]),
+        ("'1'", "weight", ["must be a number, but is string", "cast(x as double)"]),
+        ("'1.5'", "input", ["as a CSV file", "cast(x as double)", "StringIndexer", "preprocess"]),
+        ("array('1')", "input", ["cast(x as array<double>)", "preprocess"]),
+        ("array(current_date())", "input", ["preprocess", "transform(x, x -> ...)"]),
+        ("current_date()", "input", ["datediff(x, earlier)", "preprocess"]),
+        ("current_timestamp()", "input", ["timestampdiff", "inputDtypes={'x': 'float64'}", "128 s", "preprocess"]),
+        ("interval '1 2' day to hour", "input", ["cast(cast(x as interval second) as decimal(18, 6))"]),
+        ("named_struct('a', 1)", "input", ["x.field", "preprocess"]),
+        (
+            "named_struct('height', 1, 'width', 1, 'nChannels', 1, 'data', binary('a'))",
+            "target",
+            ["number or an array"],
+        ),
+    ],
+)
+def test_a_first_error_says_what_to_write_instead(
+    spark: SparkSession, column: str, as_what: str, says: list[str]
+) -> None:
+    data = spark.range(1).select(F.expr(column).alias("x"), F.lit(1.0).alias("y"))
+    roles: dict[str, dict[str, Any]] = {
+        "label": {"task": "classification", "inputs": ["y"], "label": "x"},
+        "target": {"task": "regression", "inputs": ["y"], "label": "x"},
+        "validation": {"task": "regression", "inputs": ["y"], "label": "y", "validation": "x"},
+        "weight": {"task": "regression", "inputs": ["y"], "label": "y", "weight": "x"},
+        "input": {"task": "regression", "inputs": ["x"], "label": "y"},
+    }
+    with pytest.raises(ColumnError) as caught:
+        prepare(data, **roles[as_what])
+    for text in says:
+        assert text in str(caught.value)
+
+
+def test_vectors_of_mllib_are_named_with_their_conversion(spark: SparkSession) -> None:
+    data = spark.createDataFrame([(OldVectors.dense([1.0]),)], ["x"])
+    with pytest.raises(ColumnError, match=r"MLUtils.convertVectorColumnsToML\(df, 'x'\)"):
+        framed(data, "x")
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "options"),
+    [
+        ("array<array<string>>", [[["a"], ["b", "c"]], [["a", "b"], ["c"]], [["a", "b", "c"]]], {}),
+        ("struct<a:array<int>,b:array<int>>", [([1], [2, 3]), ([1, 2], [3])], {}),
+        ("struct<a:int,b:int>", [(1, None), (None, 1), None, (None, None)], {"fill": 0.0}),
+        ("array<int>", [[1, None], [None, 1], [1], [], None], {"fill": 0.0}),
+        ("array<struct<a:int,b:string>>", [[(1, None)], [(1, None), None], [None, (1, None)], None], {"fill": 0.0}),
+    ],
+)
+def test_rows_that_shape_or_nulls_alone_tell_apart_have_keys_of_their_own(
+    spark: SparkSession, kind: str, rows: list[Any], options: dict[str, Any]
+) -> None:
+    data = spark.createDataFrame([(row,) for row in rows], f"x {kind}")
+    found = framed(data, "x", as_they_are=True, **options).data.collect()
+    assert len({row["k"] for row in found}) == len(rows)
+
+
+def test_a_key_is_the_number_that_it_has_always_been(spark: SparkSession) -> None:
+    data = spark.range(1).selectExpr(
+        "2f as a",
+        "array(1f, null) as l",
+        "array(array(1f), array(cast(null as float))) as n",
+        "cast(null as float) as b",
+        "'t' as t",
+    )
+    before = {
+        ("a", "l", "n"): "a, isnull(a), l, isnull(l), transform(l, x -> isnull(x)), n, isnull(n), "
+        "transform(n, x -> struct(isnull(x), transform(x, y -> isnull(y))))",
+        ("a",): "a, isnull(a)",
+    }
+    for inputs, hashed in before.items():
+        (key,) = [
+            row["k"]
+            for row in framed(data, *inputs, fill=0.0, shapes={"n": (2, 1)} if "n" in inputs else {}).data.collect()
+        ]
+        assert key == data.selectExpr(f"xxhash64({hashed})").first()[0]
+    packed = framed(data, "a", "b", fill=0.0, assemble=True).data.first()["k"]
+    array = "array(a, b)"
+    assert packed == data.selectExpr(f"xxhash64({array}, false, transform({array}, x -> isnull(x)))").first()[0]
+    words = data.selectExpr("array(t, t) as w", "named_struct('a', t, 'b', a) as s")
+    key = framed(words, "w", "s", as_they_are=True).data.first()["k"]
+    assert key == words.selectExpr("xxhash64(size(w), w, s)").first()[0]
+
+
+@pytest.mark.parametrize("ansi", ["true", "false"])
+def test_what_an_integer_dtype_cannot_hold_is_for_the_null_policy(spark: SparkSession, ansi: str) -> None:
+    data = spark.sql("select explode(array(double('NaN'), 3e9D, 7D)) as x")
+    data = data.selectExpr("x", "array(1D, x) l", "named_struct('f', x) s")
+    dtypes = {"x": "int32", "l": "int32", "s.f": "int64"}
+    with settings(spark, {"spark.sql.ansi.enabled": ansi}):
+        frame = framed(data.coalesce(1), "x", "l", "s.f", dtypes=dtypes)
+        found = [(row["x0"], row["x1"], row["x2"]) for row in frame.data.collect()]
+    assert found == [(None, [1, None], None), (None, [1, None], 3_000_000_000), (7, [1, 7], 7)]
+
+
+def test_a_timestamp_among_the_columns_of_a_callable_is_shown_as_ranks_get_it(spark: SparkSession) -> None:
+    nested = "named_struct('u', array(timestamp_seconds(1))) s"
+    data = spark.sql(f"select timestamp_seconds(86400.5) t, {nested}, timestamp_ntz'2024-01-02 03:04:05' n")
+    sample = framed(data, "t", "s", "n", as_they_are=True).sample
+    assert sample.column("x0").cast("int64").to_pylist() == [86_400_500_000]
+    assert str(sample.column("x1")[0].as_py()["u"][0]) == "1970-01-01 00:00:01"
+    assert str(sample.column("x2")[0].as_py()) == "2024-01-02 03:04:05"
+
+
+def test_the_first_row_is_none_that_is_dropped_for_what_its_bytes_or_fields_hold(spark: SparkSession) -> None:
+    data = spark.createDataFrame(
+        [(b"\x00\x00\xc0\x7f", (1.0,)), (b"\x00\x00\x80\x3f", (None,)), (b"\x00\x00\x00\x40", (2.0,))],
+        "x binary, s struct<v:double>",
+    ).coalesce(1)
+    raw = {"layouts": {"x": "raw"}, "dtypes": {"x": "float32"}}
+    assert framed(data, "x", drop=True, **raw).sample.column("x0")[0].as_py() == b"\x00\x00\x80\x3f"
+    frame = framed(data, "x", "s", drop=True, as_they_are=True, **raw)
+    assert frame.sample.column("x1")[0].as_py() == {"v": 2.0}
+
+
+def test_ids_that_packing_with_floats_would_merge_are_refused_by_name(spark: SparkSession) -> None:
+    data = spark.sql("select explode(array(16777216L, 16777217L)) as id, 0.5D as f").coalesce(1)
+    found = framed(data.limit(1), "id", "f", assemble=True)
+    assert found.data.first()["x0"] == [16777216.0, 0.5]
+    with pytest.raises(ColumnError, match="column 'id' holds whole numbers beyond 2\\^24") as caught:
+        framed(data.where("id > 16777216"), "id", "f", assemble=True)
+    assert "cast(`id` as double)" in caught.value.hint
+    assert framed(data.selectExpr("double(id) id", "f"), "id", "f", assemble=True).data.collect()
+    labelled = prepare(
+        data.where("id > 16777216"), "regression", inputs=["f"], label=["id", "f"], options=InputOptions()
+    )
+    assert labelled.data.collect()  # the targets of a training are rounded as one of them is

@@ -1,0 +1,204 @@
+"""Saved models and estimators come back as they were, and run nobody's pickles unasked."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pyspark.ml import Pipeline, PipelineModel
+from pyspark.sql import DataFrame, SparkSession
+from torch import nn
+
+from sparktorch import (
+    TorchClassificationModel,
+    TorchClassifier,
+    TorchEstimator,
+    TorchModel,
+    TorchRegressionModel,
+    TorchRegressor,
+)
+from sparktorch.errors import ConfigError, PersistenceError
+from sparktorch.ml import persistence as io
+from tests.spark.modules import MLP
+from tests.support.sessions import settings
+
+QUICK = {"batchSize": 128, "progress": False, "epochs": 1}
+
+
+def rows_of(scored: DataFrame) -> list[Any]:
+    return scored.orderBy("target").collect()
+
+
+@pytest.mark.parametrize(
+    ("estimator", "model_class"),
+    [
+        (
+            TorchClassifier(module=MLP, moduleParams={"outputs": 3}, probabilityCol="p", **QUICK),
+            TorchClassificationModel,
+        ),
+        (TorchRegressor(module=MLP, labelCol="target", predictBatchSize=100, **QUICK), TorchRegressionModel),
+        (
+            TorchEstimator(module=MLP, moduleParams={"outputs": 1}, labelCol="", loss=lambda out: out**2, **QUICK),
+            TorchModel,
+        ),
+    ],
+)
+def test_a_model_round_trips_bit_for_bit(frame: DataFrame, tmp_path: Path, estimator: Any, model_class: Any) -> None:
+    model = estimator.fit(frame)
+    path = str(tmp_path / "model")
+    model.save(path)
+    loaded = model_class.load(path)
+    assert loaded.uid == model.uid
+    assert loaded.summary == model.summary
+    assert loaded.extractParamMap() == model.extractParamMap()
+    assert rows_of(loaded.transform(frame)) == rows_of(model.transform(frame))
+    with pytest.raises(Exception, match="PATH_ALREADY_EXISTS"):
+        model.save(path)
+    model.write().overwrite().save(path)
+
+
+def test_what_lies_on_disk_is_spark_metadata_and_safetensors(frame: DataFrame, tmp_path: Path) -> None:
+    model = TorchRegressor(module=MLP, labelCol="target", **QUICK).fit(frame)
+    model.save(str(tmp_path / "model"))
+    metadata = json.loads(next((tmp_path / "model" / "metadata").glob("part-*")).read_text())
+    assert metadata["class"] == "sparktorch.ml.regression.TorchRegressionModel"
+    files = {row["name"] for row in frame.sparkSession.read.parquet(str(tmp_path / "model" / "data")).collect()}
+    assert files == {"model.json", "module.json", "weights.safetensors"}
+
+
+def test_a_pipeline_with_a_model_round_trips(frame: DataFrame, tmp_path: Path) -> None:
+    pipeline = Pipeline(stages=[TorchRegressor(module=MLP, labelCol="target", **QUICK)])
+    model = pipeline.fit(frame)
+    model.save(str(tmp_path / "fitted"))
+    loaded = PipelineModel.load(str(tmp_path / "fitted"))
+    assert rows_of(loaded.transform(frame)) == rows_of(model.transform(frame))
+    pipeline.save(str(tmp_path / "plan"))
+    again = Pipeline.load(str(tmp_path / "plan")).fit(frame)
+    assert rows_of(again.transform(frame)) == rows_of(model.transform(frame))
+
+
+def test_an_estimator_round_trips_with_classes_as_import_paths(spark: SparkSession, tmp_path: Path) -> None:
+    estimator = TorchRegressor(module=MLP, moduleParams={"hidden": 4}, optimizer=torch.optim.SGD, epochs=7)
+    estimator.save(str(tmp_path / "estimator"))
+    loaded = TorchRegressor.load(str(tmp_path / "estimator"))
+    assert loaded.getModule() is MLP
+    assert loaded.getOptimizer() is torch.optim.SGD
+    assert loaded.extractParamMap() == estimator.extractParamMap()
+    with pytest.raises(PersistenceError, match=r"holds a sparktorch.ml.regression.TorchRegressor"):
+        TorchClassifier.load(str(tmp_path / "estimator"))
+
+
+def test_a_module_without_import_path_is_saved_as_its_graph(frame: DataFrame, tmp_path: Path) -> None:
+    class Local(MLP):
+        pass
+
+    path = str(tmp_path / "model")
+    model = TorchRegressor(module=Local, labelCol="target", **QUICK).fit(frame)
+    model.save(path)
+    loaded = TorchRegressionModel.load(path)
+    assert rows_of(loaded.transform(frame)) == rows_of(model.transform(frame))
+    loaded.save(str(tmp_path / "again"))
+    again = TorchRegressionModel.load(str(tmp_path / "again"))
+    assert rows_of(again.transform(frame)) == rows_of(model.transform(frame))
+
+
+def test_a_module_with_neither_path_nor_graph_is_pickled_when_both_sides_say_so(
+    frame: DataFrame, tmp_path: Path
+) -> None:
+    class Branching(MLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = super().forward(x)
+            return out if out.sum() > 0 else out * 2
+
+    path = str(tmp_path / "model")
+    model = TorchRegressor(module=Branching, labelCol="target", **QUICK).fit(frame)
+    with pytest.raises(PersistenceError, match=r"Branching has no import path .* torch.export cannot capture"):
+        model.save(path)
+    model.write().option("allowPickle", "true").overwrite().save(path)
+    with pytest.raises(PersistenceError, match="loading a pickle runs whatever is in it"):
+        TorchRegressionModel.load(path)
+    loaded = TorchRegressionModel.read().option("allowPickle", "true").load(path)
+    assert rows_of(loaded.transform(frame)) == rows_of(model.transform(frame))
+
+
+def test_a_pipeline_and_its_model_are_pickled_where_the_session_says_so(
+    spark: SparkSession, frame: DataFrame, tmp_path: Path
+) -> None:
+    def doubled(columns: dict[str, Any], *, epoch: int | None, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        return {"input": 2 * torch.as_tensor(columns["features"])}
+
+    params = {"preprocess": doubled, "inputShapes": {"features": [5]}, "labelCol": "target", **QUICK}
+    pipeline = Pipeline(stages=[TorchRegressor(module=nn.Sequential(nn.Linear(5, 1)), **params)])
+    fitted = pipeline.fit(frame)
+    for stages, name in ((pipeline, "pipeline"), (fitted, "model")):
+        path = str(tmp_path / name)
+        asked = "spark.conf.set('spark.sparktorch.allowPickle', 'true')"
+        with pytest.raises(PersistenceError, match=re.escape(asked)):
+            stages.write().option("allowPickle", "true").save(path)
+        with settings(spark, {"spark.sparktorch.allowPickle": "true"}):
+            stages.write().overwrite().save(path)
+        with pytest.raises(PersistenceError, match=re.escape(asked)):
+            type(stages).load(path)
+    with settings(spark, {"spark.sparktorch.allowPickle": "true"}):
+        again = Pipeline.load(str(tmp_path / "pipeline")).fit(frame)
+        loaded = PipelineModel.load(str(tmp_path / "model"))
+    assert rows_of(again.transform(frame)) == rows_of(loaded.transform(frame)) == rows_of(fitted.transform(frame))
+
+
+def test_a_model_is_written_and_read_in_batches(
+    frame: DataFrame, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(io, "_PART_BYTES", 1000)
+    monkeypatch.setattr(io, "_BATCH_BYTES", 3000)
+    model = TorchRegressor(module=MLP, moduleParams={"hidden": 400}, labelCol="target", **QUICK).fit(frame)
+    path = (tmp_path / "model").as_uri()
+    model.save(path)
+    data = frame.sparkSession.read.parquet(path + "/data")
+    assert data.agg({"batch": "max"}).head()[0] >= 3
+    assert data.where("name = 'weights.safetensors'").count() > 8
+    loaded = TorchRegressionModel.load(path)
+    assert loaded.trained.weights == model.trained.weights
+    assert rows_of(loaded.transform(frame)) == rows_of(model.transform(frame))
+    model.write().overwrite().save(path)
+    assert TorchRegressionModel.load(path).trained.weights == model.trained.weights
+
+
+def test_fitting_goes_on_from_a_loaded_model(frame: DataFrame, tmp_path: Path) -> None:
+    plain = {**QUICK, "labelCol": "target", "optimizer": "SGD", "shuffle": False, "learningRate": 0.05}
+    both = TorchRegressor(module=MLP, **{**plain, "epochs": 2}).fit(frame)
+    first = TorchRegressor(module=MLP, **plain).fit(frame)
+    first.save(str(tmp_path / "first"))
+    loaded = TorchRegressionModel.load(str(tmp_path / "first"))
+    second = TorchRegressor(module=loaded, **plain).fit(frame)
+    for name, value in both.module.state_dict().items():
+        torch.testing.assert_close(second.module.state_dict()[name], value, atol=1e-6, rtol=1e-5)
+    second.save(str(tmp_path / "second"))  # its code has the import path that the first one's has
+    assert TorchRegressionModel.load(str(tmp_path / "second")).trained.source == MLP.__module__ + ":MLP"
+    with pytest.raises(ConfigError, match="moduleParams are given"):
+        TorchRegressor(module=loaded, moduleParams={"hidden": 3}, **plain).fit(frame)
+
+
+def test_an_instance_trains_from_its_own_weights_and_stays_as_it_was(frame: DataFrame, tmp_path: Path) -> None:
+    instance = nn.Sequential(nn.Linear(5, 1))
+    before = {name: value.clone() for name, value in instance.state_dict().items()}
+    estimator = TorchRegressor(module=instance, labelCol="target", learningRate=1e-12, numWorkers=2, **QUICK)
+    model = estimator.fit(frame)
+    for name, value in model.module.state_dict().items():
+        torch.testing.assert_close(value, before[name], atol=1e-6, rtol=0)
+        assert torch.equal(instance.state_dict()[name], before[name])
+    with pytest.raises(PersistenceError, match="module has no import path"):
+        estimator.save(str(tmp_path / "estimator"))
+    estimator.write().option("allowPickle", "true").overwrite().save(str(tmp_path / "estimator"))
+    with pytest.raises(PersistenceError, match="pickled"):
+        TorchRegressor.load(str(tmp_path / "estimator"))
+    loaded = TorchRegressor.read().option("allowPickle", "true").load(str(tmp_path / "estimator"))
+    assert torch.equal(loaded.getModule()[0].weight, instance[0].weight)
+
+
+def test_a_model_made_by_hand_says_where_models_come_from(frame: DataFrame) -> None:
+    with pytest.raises(ConfigError, match="holds no module"):
+        TorchRegressionModel().transform(frame)

@@ -1,0 +1,394 @@
+"""Scoring: what `transform` adds, keeps, refuses, and how little it does until it is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from pyspark.ml.functions import array_to_vector
+from pyspark.ml.linalg import Vectors, VectorUDT
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+
+from sparktorch import TorchClassificationModel, TorchClassifier
+from sparktorch.base.config import Device
+from sparktorch.errors import ColumnError, ConfigError
+from sparktorch.spark import scoring_udf as predict
+from sparktorch.spark.session import setting
+from tests.spark.modules import MLP
+
+VECTORS = [("features", 5), ("another.one", 2)]
+COLUMNAR = "spark.sql.execution.arrow.pythonUDF.columnarInput.enabled"
+
+
+@pytest.fixture(autouse=True)
+def columnar(spark: SparkSession) -> None:
+    """As Spark has it: an SQL function of an earlier test's has turned it off."""
+    spark.conf.unset(COLUMNAR)
+
+
+@pytest.fixture(scope="module")
+def model(frame: DataFrame) -> TorchClassificationModel:
+    return TorchClassifier(module=MLP, moduleParams={"outputs": 3}, progress=False).fit(frame)
+
+
+def test_columns_are_kept_named_and_left_out_as_asked(frame: DataFrame, model: TorchClassificationModel) -> None:
+    odd = frame.withColumn("a.b `c`", F.lit(1))
+    scored = model.copy().setPredictionCol("class").setProbabilityCol("").setRawPredictionCol("").transform(odd)
+    assert scored.columns == [*odd.columns, "class"]
+    assert len(scored.collect()) == 1001
+    with pytest.raises(ColumnError, match="already has a column 'rawPrediction'"):
+        model.transform(model.transform(frame))
+
+
+def test_transform_is_lazy_and_runs_the_udf_once(frame: DataFrame, model: TorchClassificationModel) -> None:
+    plan = model.transform(frame)._jdf.queryExecution().executedPlan().toString()
+    assert plan.count("ArrowEvalPython") + plan.count("BatchEvalPython") == 1
+    pruned = model.transform(frame).select("label")._jdf.queryExecution().optimizedPlan().toString()
+    assert "EvalPython" not in pruned
+
+
+def test_scores_do_not_depend_on_batches_or_partitions(frame: DataFrame, model: TorchClassificationModel) -> None:
+    def scores(data: DataFrame, batch: int) -> Any:
+        scored = model.copy().setPredictBatchSize(batch).transform(data).orderBy("target").toPandas()
+        return np.stack([vector.toArray() for vector in scored["rawPrediction"]])
+
+    np.testing.assert_allclose(scores(frame, 7), scores(frame.repartition(9), 8192), atol=1e-6)
+
+
+def test_empty_frames_and_partitions_score_to_nothing(
+    spark: SparkSession, frame: DataFrame, model: TorchClassificationModel
+) -> None:
+    assert model.transform(frame.where("label > 9")).collect() == []
+    assert len(model.transform(frame.limit(2).repartition(5)).collect()) == 2
+
+
+def test_rows_that_cannot_be_scored_name_their_column(frame: DataFrame, model: TorchClassificationModel) -> None:
+    null = frame.withColumn("features", F.expr("if(target > 4, null, features)"))
+    with pytest.raises(Exception, match=r"column 'features' has \d+ null values"):
+        model.transform(null).toPandas()
+    with pytest.raises(ColumnError, match="there is no column 'features'"):
+        model.transform(frame.drop("features"))
+    with pytest.raises(ColumnError, match="is float, but the model was fitted on"):
+        model.transform(frame.withColumn("features", F.lit(1.0).cast("float")))
+
+
+def test_rows_with_nulls_are_kept_with_null_results_on_request(
+    frame: DataFrame, model: TorchClassificationModel
+) -> None:
+    holes = frame.withColumn(
+        "features",
+        F.expr(
+            "case when target > 4 then null "
+            "when target < -4 then transform(features, x -> if(x > 0, null, x)) else features end"
+        ),
+    )
+    kept = model.copy().setHandleInvalid("keep").transform(holes).orderBy("target").collect()
+    usual = {row["target"]: row for row in model.transform(frame).collect()}
+    vectors = holes.where("forall(features, x -> x is not null)").withColumn("features", array_to_vector("features"))
+    scored = model.copy().setHandleInvalid("keep").transform(vectors).collect()
+    assert len(scored) > 200
+    assert all(row["prediction"] == usual[row["target"]]["prediction"] for row in scored)
+    results = ["rawPrediction", "probability", "prediction"]
+    nulls = 0
+    for row in kept:
+        whole = row["features"] is not None and None not in row["features"]
+        nulls += not whole
+        for name in results:
+            assert row[name] == (usual[row["target"]][name] if whole else None)
+    assert len(kept) == 1001
+    assert 20 < nulls < 800
+
+
+def test_a_row_of_another_shape_is_an_error_in_any_case(frame: DataFrame, model: TorchClassificationModel) -> None:
+    short = frame.withColumn("features", F.expr("if(target > 4, slice(features, 1, 3), features)"))
+    for policy in ("error", "keep"):
+        with pytest.raises(Exception, match=r"rows of column 'features' do not hold 5 values; the first has 3"):
+            model.copy().setHandleInvalid(policy).transform(short).toPandas()
+
+
+@pytest.mark.parametrize("params", [{"handleInvalid": "drop"}, {"predictPrecision": "int8"}, {"device": "tpu"}])
+def test_params_out_of_range_are_refused_before_a_job(
+    frame: DataFrame, model: TorchClassificationModel, params: dict[str, str]
+) -> None:
+    with pytest.raises(ConfigError, match=next(iter(params))):
+        model.copy()._set(**params).transform(frame)
+
+
+def test_precision_and_compilation_change_the_scores_by_their_rounding_alone(
+    frame: DataFrame, model: TorchClassificationModel
+) -> None:
+    some = frame.limit(64).repartition(1).cache()
+
+    def scores(scorer: TorchClassificationModel) -> Any:
+        return np.stack([row["rawPrediction"].toArray() for row in scorer.transform(some).orderBy("target").collect()])
+
+    exact = scores(model)
+    half = scores(model.copy().setPredictPrecision("bf16"))
+    assert 1e-5 < np.abs(half - exact).max() < 0.1
+    compiled = scores(model.copy().setPredictCompile(True))
+    np.testing.assert_allclose(compiled, exact, atol=1e-5)
+
+
+def test_large_weights_score_alike(frame: DataFrame, model: TorchClassificationModel) -> None:
+    wide = TorchClassifier(module=MLP, moduleParams={"outputs": 3, "hidden": 40_000}, progress=False).fit(frame)
+    assert len(wide.trained.weights) > 1 << 20
+    scored = wide.transform(frame.limit(100)).toPandas()
+    with torch.inference_mode():
+        expected = wide.module(torch.from_numpy(np.stack(scored["features"].tolist()))).numpy()
+    np.testing.assert_allclose(np.stack([v.toArray() for v in scored["rawPrediction"]]), expected, atol=1e-5)
+
+
+def test_small_batches_are_joined_and_large_ones_cut_evenly() -> None:
+    def lengths(sizes: list[int], limit: int) -> list[int]:
+        columns = [(pa.array(range(size), pa.int64()),) * 2 for size in sizes]
+        chunks = list(predict.rechunk(columns, limit))
+        assert [x for chunk in chunks for x in chunk[1].to_pylist()] == [x for size in sizes for x in range(size)]
+        return [len(chunk[0]) for chunk in chunks]
+
+    assert lengths([3, 3, 3, 3], 7) == [6, 6]
+    assert lengths([20, 1, 1, 6], 7) == [20, 2, 6]
+    assert lengths([0, 5], 7) == [5]
+    assert lengths([], 7) == []
+
+
+def test_no_chunk_holds_more_bytes_than_allowed_but_a_row_that_is_larger() -> None:
+    def lengths(sizes: list[list[int]], rows: int = 100) -> list[int]:
+        batches = [(pa.array([b"x" * size for size in batch], pa.binary()),) for batch in sizes]
+        chunks = [chunk[0] for chunk in predict.rechunk(batches, rows, 1100)]
+        assert [len(x) for chunk in chunks for x in chunk.to_pylist()] == [size for batch in sizes for size in batch]
+        assert all(len(chunk) == 1 or chunk.nbytes <= 1100 for chunk in chunks)
+        return [len(chunk) for chunk in chunks]
+
+    assert lengths([[500], [500], [500]]) == [2, 1]
+    assert lengths([[500] * 4]) == [2, 2]
+    assert lengths([[10, 10, 10, 5000], [10, 10]]) == [3, 1, 2]
+    assert lengths([[100] * 3, [100] * 3], rows=4) == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("device", "local", "seen", "chosen"),
+    [("auto", False, 2, "cpu"), ("auto", True, 1, "cuda:0"), ("auto", True, 0, "cpu"), ("cuda", False, 1, "cuda:0")],
+)
+def test_a_gpu_that_spark_has_not_assigned_is_taken_in_local_mode_or_on_demand_alone(
+    monkeypatch: pytest.MonkeyPatch, device: Device, local: bool, seen: int, chosen: str
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
+    assert predict.device_of(None, device, local) == chosen
+
+
+def test_frames_with_columns_of_equal_names_are_scored(frame: DataFrame, model: TorchClassificationModel) -> None:
+    joined = frame.select("target", "features").limit(5).select("target", "features", F.col("target").alias("target"))
+    scored = model.transform(joined)
+    assert scored.columns == ["target", "features", "target", "rawPrediction", "probability", "prediction"]
+    assert [row[0] for row in scored.collect()] == [row[2] for row in scored.collect()]
+    with pytest.raises(ColumnError, match="2 columns are called 'features'"):
+        model.transform(joined.select("*", F.col("features").alias("features")))
+
+
+def test_names_are_compared_as_spark_does(frame: DataFrame, model: TorchClassificationModel) -> None:
+    with pytest.raises(ColumnError, match="already has a column 'prediction'"):
+        model.transform(frame.withColumn("PREDICTION", F.lit(1)))
+    other = model.copy().setFeaturesCol("Features")
+    assert len(other.transform(frame).limit(3).collect()) == 3
+    with pytest.raises(ConfigError, match="two output columns are called 'same'"):
+        model.copy().setPredictionCol("same").setProbabilityCol("same").transform(frame)
+
+
+def test_a_thread_without_a_session_of_its_own_registers_the_model(
+    spark: SparkSession, frame: DataFrame, model: TorchClassificationModel
+) -> None:
+    thread = Thread(target=model.registerUDF, args=("score_of_a_thread",))
+    thread.start()
+    thread.join()
+    model.registerUDF("score_by_name", spark=spark)
+    frame.createOrReplaceTempView("rows_of_a_thread")
+    query = "select score_of_a_thread(features) a, score_by_name(features) b from rows_of_a_thread limit 5"
+    assert all(row["a"] == row["b"] in (0, 1, 2) for row in spark.sql(query).collect())
+
+
+def test_sql_calls_the_model_on_whatever_columns_it_could_be_fitted_on(
+    spark: SparkSession, frame: DataFrame, model: TorchClassificationModel
+) -> None:
+    model.registerUDF("score")
+    model.registerUDF("chance", "probability")
+    sparse = F.udf(lambda row: Vectors.sparse(5, [(i, x) for i, x in enumerate(row) if i % 2]), VectorUDT())
+    thin = F.transform("features", lambda x, i: F.when(i % 2 == 1, x).otherwise(0.0))
+    data = frame.select(
+        "target",
+        F.expr("cast(features as array<double>)").alias("doubles"),
+        array_to_vector("features").alias("dense"),
+        sparse("features").alias("sparse"),
+        thin.cast("array<float>").alias("thin"),
+    )
+    data.createOrReplaceTempView("scored_rows")
+    found = spark.sql(
+        "select score(doubles) a, score(dense) b, chance(doubles) p, score(sparse) c, score(thin) d "
+        "from scored_rows order by target"
+    ).collect()
+    expected = model.transform(frame).orderBy("target").collect()
+    assert [row["a"] for row in found] == [row["prediction"] for row in expected]
+    assert [row["b"] for row in found] == [row["prediction"] for row in expected]
+    assert [row["c"] for row in found] == [row["d"] for row in found]
+    np.testing.assert_allclose([row["p"] for row in found], [row["probability"].toArray() for row in expected])
+    with pytest.raises(ConfigError, match="no output column 'probabilty'") as caught:
+        model.registerUDF("wrong", "probabilty")
+    assert "'probability'" in caught.value.hint
+
+
+def test_filters_and_pruning_reach_the_source(
+    spark: SparkSession, frame: DataFrame, model: TorchClassificationModel, tmp_path: Path
+) -> None:
+    frame.write.parquet(str(tmp_path / "rows"))
+    rows = spark.read.parquet(str(tmp_path / "rows"))
+    plan = model.transform(rows).where("label = 1").select("target", "prediction")
+    shown = plan._jdf.queryExecution().executedPlan().toString()
+    assert "EqualTo(label,1)" in shown
+    assert "weight" not in shown.partition("ReadSchema")[2]
+    assert shown.count("ArrowEvalPython") == 1
+    assert plan.collect()
+
+
+@pytest.fixture(scope="module")
+def vectors(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> dict[str, DataFrame]:
+    """50 rows in Parquet, plain, partitioned, as a table and as a view, with vectors used and not used."""
+    path = str(tmp_path_factory.mktemp("vectors"))
+    rows = spark.range(50).select(
+        "id",
+        (F.col("id") % 2).alias("half"),
+        F.transform(F.sequence(F.lit(0), F.lit(4)), lambda i: i.cast("float")).alias("array"),
+        *(array_to_vector(F.array(*[F.lit(float(i)) for i in range(n)])).alias(name) for name, n in VECTORS),
+    )
+    rows.withColumn("nested", F.struct("features")).coalesce(1).write.parquet(f"{path}/plain")
+    plain = spark.read.parquet(f"{path}/plain")
+    plain.write.partitionBy("half").parquet(f"{path}/partitioned")
+    plain.write.saveAsTable("vectors_in_a_table")
+    plain.createOrReplaceTempView("vectors_in_a_view")
+    return {
+        "plain": plain,
+        "partitioned": spark.read.parquet(f"{path}/partitioned"),
+        "table": spark.table("vectors_in_a_table"),
+        "view": spark.sql("select * from vectors_in_a_view"),
+    }
+
+
+ACTIONS: dict[str, Callable[[DataFrame, str], Any]] = {
+    "limit": lambda scored, _: scored.limit(50).collect(),
+    "toPandas": lambda scored, _: scored.toPandas().to_dict("records"),
+    "sort": lambda scored, _: scored.orderBy("prediction", "id").collect(),
+    "filter": lambda scored, _: scored.where("prediction >= 0").collect(),
+    "write": lambda scored, path: (scored.write.parquet(path), scored.sparkSession.read.parquet(path).collect())[1],
+}
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+def test_files_with_vectors_are_scored_whatever_is_done_with_the_scores(
+    model: TorchClassificationModel, vectors: dict[str, DataFrame], action: str, tmp_path: Path
+) -> None:
+    rows = ACTIONS[action](model.transform(vectors["plain"]), str(tmp_path / "scored"))
+    assert sorted(row["id"] for row in rows) == list(range(50))
+    assert len({row["probability"] for row in rows}) == 1
+
+
+@pytest.mark.parametrize("source", ["plain", "partitioned", "table", "view"])
+def test_files_with_vectors_are_scored_however_they_are_read(
+    model: TorchClassificationModel, vectors: dict[str, DataFrame], source: str
+) -> None:
+    rows = model.transform(vectors[source]).collect()
+    assert sorted(row["id"] for row in rows) == list(range(50))
+    assert len({row["probability"] for row in rows}) == 1
+
+
+def test_what_has_no_arrow_type_may_stand_beside_the_columns_that_are_scored(
+    spark: SparkSession, model: TorchClassificationModel, vectors: dict[str, DataFrame]
+) -> None:
+    rows = vectors["partitioned"].drop("features")
+    by_array = model.copy().setFeaturesCol("array")
+    for beside in (rows.drop("nested"), rows.drop("another.one")):
+        assert by_array.transform(beside).agg(F.count("prediction"), F.sum("id")).collect() == [(50, 1225)]
+        assert len(by_array.transform(beside).collect()) == 50
+    plus = F.pandas_udf(lambda half, id: half + id, "bigint")
+    taken = [F.col("half"), F.col("id")]  # of which one says in which folder a row lies
+    scored = predict.rows_for_udf(rows, taken).withColumn("sum", plus(*taken))
+    assert len(scored.where("half = 1").collect()) == 25
+    assert len(scored.where("sum > 0").collect()) == 49
+
+
+def test_sql_calls_the_model_on_vectors_in_files(
+    spark: SparkSession, model: TorchClassificationModel, vectors: dict[str, DataFrame]
+) -> None:
+    vectors["plain"].createOrReplaceTempView("vectors_in_files")
+    expected = {row["id"]: row["prediction"] for row in model.transform(vectors["plain"]).collect()}
+    model.registerUDF("score_files")
+    found = spark.sql("select id, features, score_files(features) as prediction from vectors_in_files").collect()
+    assert {row["id"]: row["prediction"] for row in found} == expected
+
+
+def test_a_setting_of_the_users_stays_when_the_model_becomes_an_sql_function(
+    spark: SparkSession, model: TorchClassificationModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = spark.newSession()
+    other.conf.set(COLUMNAR, "true")
+    model.registerUDF("score_here", spark=other)
+    assert other.conf.get(COLUMNAR) == "true"
+    assert not caplog.records
+    third, default = spark.newSession(), setting(spark, COLUMNAR)
+    model.registerUDF("score_there", spark=third)
+    assert (setting(third, COLUMNAR), setting(spark, COLUMNAR)) == (default and "false", default)
+    assert [COLUMNAR in record.getMessage() for record in caplog.records] == ([True] if default else [])
+
+
+def test_filters_reach_files_with_vectors(model: TorchClassificationModel, vectors: dict[str, DataFrame]) -> None:
+    scored = model.transform(vectors["plain"]).where("id = 3")
+    assert "EqualTo(id,3)" in scored._jdf.queryExecution().toString()
+    assert len(scored.collect()) == 1
+
+
+def test_a_stream_is_scored_and_goes_on_where_it_stopped(
+    spark: SparkSession, frame: DataFrame, model: TorchClassificationModel, tmp_path: Path
+) -> None:
+    source, sink = str(tmp_path / "source"), str(tmp_path / "sink")
+
+    def arrive(data: DataFrame) -> None:
+        data.coalesce(1).write.mode("append").parquet(source)
+
+    def score() -> list[int]:
+        stream = spark.readStream.schema(frame.schema).option("maxFilesPerTrigger", 1).parquet(source)
+        writer = model.transform(stream).writeStream.option("checkpointLocation", str(tmp_path / "checkpoint"))
+        query = writer.trigger(availableNow=True).format("parquet").start(sink)
+        query.awaitTermination(120)
+        assert query.exception() is None
+        return [int(progress["numInputRows"]) for progress in query.recentProgress if progress["numInputRows"]]
+
+    arrive(frame.where("target < 0"))
+    first = score()
+    arrive(frame.where("target >= 0 and target < 3"))
+    arrive(frame.where("target >= 3"))
+    second = score()  # a new query over the checkpoint of the first
+    assert (len(first), len(second)) == (1, 2)
+    assert sum(first) + sum(second) == 1001
+    columns = ["target", "prediction", "probability"]
+    found = spark.read.parquet(sink).select(columns).orderBy("target").collect()
+    assert found == model.transform(frame).select(columns).orderBy("target").collect()
+
+
+def test_another_column_can_be_scored(frame: DataFrame, model: TorchClassificationModel) -> None:
+    renamed = frame.withColumnRenamed("features", "x")
+    expected = model.transform(frame).groupBy("prediction").count().orderBy("prediction").collect()
+    found = model.copy().setFeaturesCol("x").transform(renamed)
+    assert found.groupBy("prediction").count().orderBy("prediction").collect() == expected
+
+
+def test_the_pandas_path_of_pyspark_4_0_scores_alike(
+    frame: DataFrame, model: TorchClassificationModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = model.transform(frame).orderBy("target").collect()
+    monkeypatch.delattr(predict.F, "arrow_udf", raising=False)  # what pyspark 4.0 looks like
+    assert model.transform(frame).orderBy("target").collect() == usual

@@ -1,0 +1,376 @@
+"""What a user of Spark ML reaches for, beside Spark's own models of the very same weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pyspark.ml import Pipeline, PipelineModel
+from pyspark.ml.classification import LogisticRegression, LogisticRegressionModel
+from pyspark.ml.evaluation import BinaryClassificationEvaluator
+from pyspark.ml.feature import IndexToString, StringIndexer, VectorAssembler
+from pyspark.ml.functions import array_to_vector
+from pyspark.ml.linalg import DenseVector, Vectors
+from pyspark.ml.regression import LinearRegression, LinearRegressionModel
+from pyspark.ml.tuning import CrossValidator, CrossValidatorModel, ParamGridBuilder
+from pyspark.sql import DataFrame, Row, SparkSession
+from pyspark.sql import functions as F
+
+from sparktorch import TorchClassificationModel, TorchClassifier, TorchModel, TorchRegressionModel
+from sparktorch.base.config import Task
+from sparktorch.base.state_dict import pack_state
+from sparktorch.data.columns import TensorSpec
+from sparktorch.errors import ColumnError, ConfigError
+from sparktorch.model.trained_module import TrainedModule
+from sparktorch.train.recipe.dry_run import OutputSpec
+from tests.spark.modules import Counted, TwoInputs
+
+# Spark leaves its cross-validation thread pool open.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Exception ignored in. <function Pool:pytest.PytestUnraisableExceptionWarning"
+)
+NAMES = ["low", "middle", "high"]
+FEATURES = TensorSpec(name="x0", column="features", dtype="float32", shape=(5,), kind="vector")
+
+
+def linear(task: Task, weight: Any, bias: Any) -> TrainedModule:
+    """A linear module with the weights of one of Spark's models."""
+    state = {"weight": torch.tensor(np.atleast_2d(weight)).float(), "bias": torch.tensor(np.atleast_1d(bias)).float()}
+    outputs = len(state["bias"])
+    return TrainedModule(
+        source="torch.nn:Linear",
+        params={"in_features": 5, "out_features": outputs},
+        weights=pack_state(state),
+        inputs=(FEATURES,),
+        outputs=(OutputSpec("", (outputs,)),),
+        task=task,
+    )
+
+
+def classifier(model: LogisticRegressionModel) -> TorchClassificationModel:
+    weight, bias = model.coefficientMatrix.toArray(), model.interceptVector.toArray()
+    return TorchClassificationModel()._with(linear("classification", weight, bias), None)
+
+
+def described(data: DataFrame) -> list[Any]:
+    """Name, type and metadata of every column."""
+    return [(field.name, field.dataType, field.metadata) for field in data.schema]
+
+
+@pytest.fixture(scope="module")
+def rows(frame: DataFrame) -> DataFrame:
+    """The table with ML vectors, a class of two, and a class in words."""
+    words = F.element_at(F.array(*map(F.lit, NAMES)), F.col("label").cast("int") + 1)
+    return frame.select(
+        *(array_to_vector("features").alias("features"), "label", "target", "weight"),
+        *((F.col("label") > 0).cast("double").alias("two"), words.alias("word")),
+    ).cache()
+
+
+@pytest.fixture(scope="module")
+def threefold(rows: DataFrame) -> LogisticRegressionModel:
+    return LogisticRegression(weightCol="weight", maxIter=5).fit(rows)
+
+
+@pytest.fixture(scope="module")
+def twofold(rows: DataFrame) -> LogisticRegressionModel:
+    return LogisticRegression(labelCol="two", maxIter=3).fit(rows)
+
+
+@pytest.fixture(scope="module")
+def line(rows: DataFrame) -> LinearRegressionModel:
+    return LinearRegression(labelCol="target", weightCol="weight", maxIter=3, regParam=0.3).fit(rows)
+
+
+@pytest.fixture(scope="module")
+def validated(rows: DataFrame) -> CrossValidatorModel:
+    """Words in, words out, through Spark's stages around ours."""
+    ours = TorchClassifier(
+        module="torch.nn:Linear",
+        moduleParams={"in_features": 5, "out_features": 2},
+        featuresCol="assembled",
+        labelCol="index",
+        learningRate=0.05,
+        progress=False,
+    )
+    pipeline = Pipeline(
+        stages=[
+            StringIndexer(inputCol="word", outputCol="index", stringOrderType="alphabetAsc"),
+            VectorAssembler(inputCols=["features"], outputCol="assembled"),
+            ours,
+            IndexToString(inputCol="prediction", outputCol="said"),
+        ]
+    )
+    evaluator = BinaryClassificationEvaluator(labelCol="index")
+    grid = ParamGridBuilder().addGrid(ours.epochs, [3]).build()
+    search = CrossValidator(estimator=pipeline, estimatorParamMaps=grid, evaluator=evaluator, numFolds=2, seed=1)
+    return search.fit(rows.where("word != 'middle'"))
+
+
+def test_columns_are_those_of_sparks_own_classifier(rows: DataFrame, threefold: LogisticRegressionModel) -> None:
+    ours, theirs = classifier(threefold).transform(rows), threefold.transform(rows)
+    assert described(ours) == described(theirs)
+    for mine, other in zip(ours.orderBy("target").collect(), theirs.orderBy("target").collect(), strict=True):
+        assert mine["prediction"] == other["prediction"]
+        for name in ("rawPrediction", "probability"):
+            np.testing.assert_allclose(mine[name].toArray(), other[name].toArray(), atol=1e-5)
+    half = classifier(threefold).setRawPredictionCol("").setProbabilityCol("")
+    assert half.transform(rows).columns == [*rows.columns, "prediction"]
+    assert half.setPredictionCol("").transform(rows).columns == rows.columns
+
+
+def test_the_column_is_that_of_sparks_own_regression(rows: DataFrame, line: LinearRegressionModel) -> None:
+    ours = TorchRegressionModel()._with(linear("regression", line.coefficients.toArray(), line.intercept), None)
+    scored = ours.transform(rows)
+    assert described(scored) == described(line.transform(rows))
+    assert ours.copy().setPredictionCol("").transform(rows).columns == rows.columns
+
+
+@pytest.mark.parametrize("thresholds", [[0.5, 0.4, 0.2], [0.9, 0.0, 0.9], [1.0, 1.0, 0.0]])
+def test_thresholds_decide_as_sparks_do(
+    rows: DataFrame, threefold: LogisticRegressionModel, thresholds: list[float], tmp_path: Path
+) -> None:
+    ours = classifier(threefold).setThresholds(thresholds)
+    theirs = threefold.copy({threefold.thresholds: thresholds})
+    expected = [row[0] for row in theirs.transform(rows).orderBy("target").select("prediction").collect()]
+    ours.save(str(tmp_path / "model"))
+    loaded = TorchClassificationModel.load(str(tmp_path / "model"))
+    found = loaded.transform(rows).orderBy("target").collect()
+    assert [row["prediction"] for row in found] == expected
+    assert [loaded.predict(row["features"]) for row in found[::100]] == expected[::100]
+    loaded.registerUDF("decided")
+    scored = rows.orderBy("target").selectExpr("decided(features)").collect()
+    assert [row[0] for row in scored] == expected
+
+
+@pytest.mark.parametrize("thresholds", [[0.5, 0.5], [0.0, 0.0, 1.0], [-1.0, 1.0, 1.0]])
+def test_thresholds_that_spark_refuses_are_refused(
+    rows: DataFrame, threefold: LogisticRegressionModel, thresholds: list[float]
+) -> None:
+    with pytest.raises(ConfigError, match="thresholds"):
+        classifier(threefold).setThresholds(thresholds).transform(rows)
+
+
+def test_one_row_is_scored_without_a_job_as_spark_and_transform_score_it(
+    spark: SparkSession, rows: DataFrame, threefold: LogisticRegressionModel
+) -> None:
+    ours = classifier(threefold)
+    assert (ours.numFeatures, ours.numClasses) == (threefold.numFeatures, threefold.numClasses)
+    row = ours.transform(rows).first()
+    assert row is not None
+    tracker = spark.sparkContext.statusTracker()
+    spark.sparkContext.setJobGroup("single rows", "")
+    values = row["features"]
+    sparse = Vectors.sparse(5, range(5), values.toArray())
+    for value in (values, sparse, values.toArray(), values.toArray().tolist(), row, {"features": values}):
+        assert ours.predict(value) == row["prediction"]
+        for method, name in (("predictRaw", "rawPrediction"), ("predictProbability", "probability")):
+            found = getattr(ours, method)(value)
+            assert isinstance(found, DenseVector)
+            np.testing.assert_allclose(found.toArray(), row[name].toArray(), rtol=1e-5)
+            np.testing.assert_allclose(found.toArray(), getattr(threefold, method)(values).toArray(), atol=1e-5)
+    assert not tracker.getJobIdsForGroup("single rows")
+    spark.sparkContext.setLocalProperty("spark.jobGroup.id", None)  # type: ignore[arg-type]
+    with pytest.raises(ColumnError, match="do not hold 5 values"):
+        ours.predict([1.0, 2.0])
+    with pytest.raises(ColumnError, match="has 1 null values"):
+        ours.predict([1.0, 2.0, None, 4.0, 5.0])
+    assert ours.copy().setHandleInvalid("keep").predictRaw([1.0, 2.0, None, 4.0, 5.0]) is None
+    with pytest.raises(ColumnError, match="does not fit"):
+        ours.predict("words")
+
+
+def test_one_row_of_several_inputs_goes_by_name() -> None:
+    module = TwoInputs(named=True)
+    specs = (TensorSpec(name="x0", column="i", dtype="int64"), TensorSpec(name="x1", column="v", dtype="float32"))
+    trained = TrainedModule(
+        source=TwoInputs,
+        params={"named": True},
+        weights=pack_state(module.state_dict()),
+        inputs=specs,
+        outputs=(OutputSpec("total", ()), OutputSpec("base", ())),
+        task="generic",
+    )
+    model = TorchModel()._with(trained, None).setInputCols(["i", "v"]).setOutputCols(["t", "b"])
+    with torch.no_grad():
+        expected = module(torch.tensor([3]), torch.tensor([0.5]))
+    for row in (Row(v=0.5, i=3), {"i": 3, "v": 0.5, "more": "x"}):
+        assert model.predict(row) == {"t": expected["total"].item(), "b": expected["base"].item()}
+    assert model.numFeatures == 2
+    with pytest.raises(ColumnError, match="no column 'v'"):
+        model.predict({"i": 3})
+    with pytest.raises(ColumnError, match="several columns, i, v, and got one value"):
+        model.predict([3, 0.5])
+
+
+def test_evaluate_gives_the_figures_of_sparks_own_summary(rows: DataFrame, threefold: LogisticRegressionModel) -> None:
+    theirs = threefold.evaluate(rows)
+    ours = classifier(threefold).setWeightCol("weight").setPredictionCol("").evaluate(rows)
+    single = ("accuracy", "weightedPrecision", "weightedRecall", "weightedTruePositiveRate")
+    for name in (*single, "weightedFalsePositiveRate", "labels"):
+        assert getattr(ours, name) == pytest.approx(getattr(theirs, name), rel=1e-9)
+    for name in ("precisionByLabel", "recallByLabel", "truePositiveRateByLabel", "falsePositiveRateByLabel"):
+        assert getattr(ours, name) == pytest.approx(getattr(theirs, name), rel=1e-9)
+    for beta in (1.0, 0.5):
+        assert ours.weightedFMeasure(beta) == pytest.approx(theirs.weightedFMeasure(beta), rel=1e-9)
+        assert ours.fMeasureByLabel(beta) == pytest.approx(theirs.fMeasureByLabel(beta), rel=1e-9)
+    assert ours.numInstances == 1001
+    assert np.trace(ours.confusionMatrix) / np.sum(ours.confusionMatrix) == pytest.approx(ours.accuracy)
+    assert len(ours.predictions.select(ours.predictionCol, ours.labelCol).collect()) == 1001
+
+
+def test_evaluate_scores_the_rows_once(rows: DataFrame, twofold: LogisticRegressionModel, tmp_path: Path) -> None:
+    usual, marks = classifier(twofold).trained, tmp_path / "marks"
+    params = {**usual.params, "marks": str(marks)}
+    model = TorchClassificationModel()._with(replace(usual, source=Counted, params=params), None).setLabelCol("two")
+    assert model.evaluate(rows).areaUnderROC > 0.5
+    assert marks.stat().st_size == rows.count()
+
+
+def test_evaluate_of_two_classes_gives_the_areas_under_the_curves(
+    rows: DataFrame, twofold: LogisticRegressionModel
+) -> None:
+    ours, theirs = classifier(twofold).setLabelCol("two").evaluate(rows), twofold.evaluate(rows)
+    evaluator = BinaryClassificationEvaluator(labelCol="two")
+    for name in ("areaUnderROC", "areaUnderPR"):
+        expected = evaluator.setMetricName(name).evaluate(twofold.transform(rows))
+        assert getattr(ours, name) == pytest.approx(expected, rel=1e-6)
+    assert ours.accuracy == theirs.accuracy
+    assert ours.scoreCol == theirs.scoreCol
+    only = classifier(twofold).setLabelCol("two").evaluate(rows.where("two = 1"))
+    assert np.isnan(only.falsePositiveRateByLabel).tolist() == [True]
+
+
+def test_evaluate_of_a_regression_gives_the_figures_of_sparks_own_summary(
+    rows: DataFrame, line: LinearRegressionModel
+) -> None:
+    theirs = line.evaluate(rows)
+    ours = TorchRegressionModel()._with(linear("regression", line.coefficients.toArray(), line.intercept), None)
+    ours = ours.setLabelCol("target").setWeightCol("weight")
+    found = ours.evaluate(rows)
+    for name in ("rootMeanSquaredError", "meanSquaredError", "meanAbsoluteError", "r2", "explainedVariance"):
+        assert getattr(found, name) == pytest.approx(getattr(theirs, name), rel=1e-5)
+    assert found.numInstances == theirs.numInstances
+    mine, other = found.residuals.agg(F.sum("residuals")).first(), theirs.residuals.agg(F.sum("residuals")).first()
+    assert mine is not None
+    assert other is not None
+    assert mine[0] == pytest.approx(other[0], rel=1e-3)
+    value = rows.first()
+    assert value is not None
+    assert ours.predict(value) == pytest.approx(line.predict(value["features"]), rel=1e-4)
+
+
+def test_evaluate_names_what_cannot_be_compared(rows: DataFrame, threefold: LogisticRegressionModel) -> None:
+    model = classifier(threefold)
+    with pytest.raises(ColumnError, match="no column 'label'"):
+        model.evaluate(rows.drop("label"))
+    with pytest.raises(ColumnError, match="must be a number") as caught:
+        model.copy().setLabelCol("word").evaluate(rows)
+    assert "StringIndexer" in caught.value.hint
+    with pytest.raises(ColumnError, match=r"holds 7, and the model knows the classes 0 \.\.\. 2"):
+        model.evaluate(rows.withColumn("label", F.lit(7)))
+    for label in (F.lit(None).cast("int"), F.lit(float("nan"))):
+        with pytest.raises(ColumnError, match="1001 rows are null or NaN in column 'label'"):
+            model.evaluate(rows.withColumn("label", label))
+    with pytest.raises(ColumnError, match="has no rows"):
+        model.evaluate(rows.limit(0))
+    holes = rows.withColumn("features", F.when(F.col("target") < 0, F.col("features")))
+    with pytest.raises(ColumnError, match="without a prediction") as caught:
+        model.copy().setHandleInvalid("keep").evaluate(holes)
+    assert "skip" in caught.value.hint
+    assert model.copy().setHandleInvalid("skip").evaluate(holes).numInstances == holes.where("target < 0").count()
+    nan = array_to_vector(F.array(*[F.lit(float("nan"))] * 5))
+    with pytest.raises(ColumnError, match="without a prediction"):
+        model.evaluate(rows.withColumn("features", F.when(F.col("target") < 0, F.col("features")).otherwise(nan)))
+    assert "numClasses=3, numFeatures=5" in repr(model)
+    with pytest.raises(ConfigError, match="'Prediction' and 'prediction', which to Spark is one name"):
+        model.copy().setProbabilityCol("Prediction").transform(rows)
+    weighed = model.copy().setWeightCol("weight")
+    for weight in (float("nan"), float("inf"), -1.0):
+        with pytest.raises(ColumnError, match="1001 rows are null, NaN, infinite or negative in column 'weight'"):
+            weighed.evaluate(rows.withColumn("weight", F.lit(weight)))
+
+
+def test_rows_with_nulls_and_nan_are_skipped_on_request(
+    spark: SparkSession, threefold: LogisticRegressionModel, tmp_path: Path
+) -> None:
+    values = [0.5, 1.0, -1.0, 2.0, 0.0]
+    data = spark.createDataFrame(
+        [(0, values), (1, None), (2, [*values[:4], None]), (3, [*values[:4], float("nan")]), (4, values[::-1])],
+        "id int, features array<double>",
+    )
+    model = classifier(threefold).setHandleInvalid("skip")
+    assert sorted(row["id"] for row in model.transform(data).select("id", "prediction").collect()) == [0, 4]
+    vectors = data.where("id != 2").withColumn(
+        "features", F.when(F.col("features").isNotNull(), array_to_vector("features"))
+    )
+    assert sorted(row["id"] for row in model.transform(vectors).select("id", "prediction").collect()) == [0, 4]
+    with pytest.raises(ConfigError, match="a result for every row") as caught:
+        model.registerUDF("skips")
+    assert "keep" in caught.value.hint
+
+
+def test_words_come_back_through_sparks_own_stages(rows: DataFrame, validated: CrossValidatorModel) -> None:
+    assert validated.avgMetrics[0] > 0.9
+    best = validated.bestModel
+    assert isinstance(best, PipelineModel)
+    scored = best.transform(rows.where("word != 'middle'")).collect()
+    assert {row["said"] for row in scored} == {"low", "high"}
+    assert all(row["said"] == ["high", "low"][int(row["prediction"])] for row in scored)
+    assert np.mean([row["said"] == row["word"] for row in scored]) > 0.9
+
+
+def test_labels_and_attributes_outlive_saving(rows: DataFrame, validated: CrossValidatorModel, tmp_path: Path) -> None:
+    best = validated.bestModel
+    assert isinstance(best, PipelineModel)
+    best.write().overwrite().save(str(tmp_path / "pipeline"))
+    loaded = PipelineModel.load(str(tmp_path / "pipeline"))
+    assert loaded.stages[2].labels == ["high", "low"]  # type: ignore[attr-defined]
+    assert loaded.transform(rows).schema.json() == best.transform(rows).schema.json()
+
+
+def test_the_stages_behind_know_sizes_on_streams_too(
+    spark: SparkSession, rows: DataFrame, validated: CrossValidatorModel, tmp_path: Path
+) -> None:
+    best = validated.bestModel
+    assert isinstance(best, PipelineModel)
+    behind = VectorAssembler(inputCols=["probability", "prediction", "weight"], outputCol="stacked")
+    source = rows.select(F.col("features").alias("assembled"), "weight").where("word != 'middle'")
+    source.write.parquet(str(tmp_path / "rows"))
+    stream = spark.readStream.schema(source.schema).parquet(str(tmp_path / "rows"))
+    ours = PipelineModel(best.stages[2:])
+    query = (
+        behind.transform(ours.transform(stream))
+        .select("stacked", "said")
+        .writeStream.format("memory")
+        .queryName("stacked")
+        .trigger(availableNow=True)
+        .start()
+    )
+    query.awaitTermination(120)
+    assert query.exception() is None
+    found = spark.table("stacked").collect()
+    assert len(found) == source.count()
+    assert {len(row["stacked"]) for row in found} == {4}
+    assert {row["said"] for row in found} == {"low", "high"}
+
+
+def test_a_model_of_sparks_learns_from_our_probabilities(rows: DataFrame, threefold: LogisticRegressionModel) -> None:
+    assembler = VectorAssembler(inputCols=["probability", "weight"], outputCol="stacked")
+    stacked = assembler.transform(classifier(threefold).transform(rows)).drop(
+        "rawPrediction", "probability", "prediction"
+    )
+    second = LogisticRegression(featuresCol="stacked", maxIter=2).fit(stacked)
+    assert second.numFeatures == 4
+    assert second.summary.accuracy > 0.8
+
+
+def test_a_regression_of_several_values_says_why_it_has_no_figures(rows: DataFrame) -> None:
+    model = TorchRegressionModel()._with(linear("regression", np.ones((2, 5)), np.zeros(2)), None)
+    with pytest.raises(ConfigError, match="predicts several"):
+        model.evaluate(rows)
+    assert model.predict([1.0] * 5) == [5.0, 5.0]

@@ -1,0 +1,330 @@
+"""A model that was logged to MLflow comes back from the store as it went in."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from mlflow.models.model import ModelInfo
+from mlflow.types.schema import Array, DataType, Object, Property
+from pyspark.sql import DataFrame, Row, SparkSession
+
+import sparktorch
+from sparktorch import TorchClassificationModel, TorchClassifier, TorchEstimator, TorchRegressor
+from sparktorch.errors import ConfigError, PersistenceError
+from sparktorch.model.export import Program
+from sparktorch.tracking import load_model, log_model, save_model
+from tests.spark.modules import MLP, TwoInputs
+from tests.support.mlflow import QUIET, answers
+from tests.support.nets import Mlp
+from tests.support.proxy import free_port
+from tests.support.waiting import until
+
+pytestmark = QUIET
+
+
+def classifier(**params: object) -> TorchClassifier:
+    given: dict[str, object] = {"module": MLP, "moduleParams": {"outputs": 3}, "progress": False, "epochs": 3}
+    return TorchClassifier(**{**given, **params})  # type: ignore[arg-type]
+
+
+def rows_of(scored: DataFrame) -> list[Row]:
+    return scored.orderBy("target").collect()
+
+
+def test_a_logged_model_loads_as_spark_model_and_as_pyfunc(
+    store: mlflow.MlflowClient, frame: DataFrame, table: pd.DataFrame
+) -> None:
+    model = classifier().fit(frame)
+    with mlflow.start_run():
+        info = log_model(model, registered_model_name="tests")
+    store.set_registered_model_alias("tests", "champion", info.registered_model_version)
+
+    loaded = load_model("models:/tests@champion")
+    expected = model.transform(frame).orderBy("target").collect()
+    assert loaded.transform(frame).orderBy("target").collect() == expected
+
+    pyfunc = mlflow.pyfunc.load_model(info.model_uri)
+    scored = pyfunc.predict(table[["features"]])
+    assert list(scored.columns) == ["rawPrediction", "probability", "prediction"]
+    by_target = scored.assign(target=table["target"]).sort_values("target", kind="stable")
+    assert by_target["prediction"].tolist() == [row["prediction"] for row in expected]
+    np.testing.assert_allclose(
+        np.stack(by_target["probability"].tolist()), [row["probability"].toArray() for row in expected], atol=1e-6
+    )
+
+
+def test_a_module_of_this_session_is_logged_as_its_graph(store: mlflow.MlflowClient, frame: DataFrame) -> None:
+    class Local(MLP):
+        pass
+
+    model = classifier(module=Local).fit(frame)
+    with mlflow.start_run():
+        info = log_model(model)
+    loaded = load_model(info.model_uri)
+    assert isinstance(loaded.trained.source, Program)
+    assert rows_of(loaded.transform(frame)) == rows_of(model.transform(frame))
+    with pytest.raises(ConfigError, match="that of evaluation mode"):
+        classifier(module=loaded, moduleParams={}).fit(frame)
+
+
+def test_code_that_can_only_be_pickled_is_logged_and_loaded_on_request(
+    store: mlflow.MlflowClient, frame: DataFrame, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Branching(MLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            scores = super().forward(x)
+            return scores if scores.sum() > 0 else scores * 2
+
+    model = classifier(module=Branching).fit(frame)
+    with pytest.raises(PersistenceError, match="allow_pickle=True"):
+        save_model(model, str(tmp_path / "refused"))
+    with mlflow.start_run():
+        info = log_model(model, allow_pickle=True)
+    assert "pytorch" not in info.flavors
+    with pytest.raises(PersistenceError, match="loading a pickle"):
+        load_model(info.model_uri)
+    assert load_model(info.model_uri, allow_pickle=True).uid == model.uid
+    with pytest.raises(PersistenceError, match="loading a pickle"):
+        mlflow.pyfunc.load_model(info.model_uri)
+    monkeypatch.setenv("MLFLOW_ALLOW_PICKLE_DESERIALIZATION", "true")
+    assert len(mlflow.pyfunc.load_model(info.model_uri).predict({"features": np.zeros((3, 5), np.float32)})) == 3
+
+
+def test_code_beside_the_module_travels_with_the_model(
+    store: mlflow.MlflowClient, frame: DataFrame, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "users_net.py").write_text("from tests.spark.modules import MLP\n\nclass Net(MLP):\n    pass\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    # Executors would get the file with --py-files; here the driver alone is looked at.
+    from users_net import Net
+
+    model = classifier(module=MLP).fit(frame)
+    model._trained = model.trained.__class__(**{**vars(model.trained), "source": Net})
+    with mlflow.start_run():
+        info = log_model(model)
+    files = [item.path for item in store.list_logged_model_artifacts(info.model_id, "code")]
+    assert files == ["code/users_net.py"]
+
+
+@pytest.fixture(scope="module")
+def logged(store: mlflow.MlflowClient, frame: DataFrame) -> tuple[TorchClassificationModel, ModelInfo]:
+    model = classifier(module=Mlp).fit(frame)  # of a module file that can be imported without pyspark
+    with mlflow.start_run():
+        return model, log_model(model)
+
+
+def test_the_graph_is_there_for_mlflows_own_pytorch_flavour(
+    logged: tuple[TorchClassificationModel, ModelInfo], table: pd.DataFrame
+) -> None:
+    model, info = logged
+    assert info.flavors["pytorch"]["model_data"] == "data"
+    graph = mlflow.pytorch.load_model(info.model_uri)
+    x = torch.from_numpy(np.stack(table["features"].tolist()))
+    with torch.no_grad():
+        torch.testing.assert_close(graph(x), model.module(x))
+
+
+def test_the_logged_model_says_what_it_takes_and_needs(logged: tuple[TorchClassificationModel, ModelInfo]) -> None:
+    _, info = logged
+    (features,) = info.signature.inputs
+    assert (features.name, features.type, features.shape) == ("features", np.dtype("float32"), (-1, 5))
+    assert info.signature.outputs.input_names() == ["rawPrediction", "probability", "prediction"]
+    local = mlflow.artifacts.download_artifacts(info.model_uri)
+    example = mlflow.models.Model.load(local).load_input_example(local)
+    assert len(mlflow.pyfunc.load_model(local).predict(example)) == 2
+    needed = Path(local, "requirements.txt").read_text().split()
+    assert f"torch=={torch.__version__.partition('+')[0]}" in needed
+    assert not any(line.startswith("pyspark") for line in needed)
+
+
+def test_a_generic_model_keeps_the_types_of_its_scalars(store: mlflow.MlflowClient, frame: DataFrame) -> None:
+    estimator = TorchEstimator(
+        module=TwoInputs,
+        moduleParams={"named": True},
+        inputCols=["label", "weight"],
+        labelCol="",
+        outputCols=["total", "base"],
+        loss=lambda out: out["total"] ** 2,
+        progress=False,
+    )
+    model = estimator.fit(frame)
+    with mlflow.start_run():
+        info = log_model(model, input_example=pd.DataFrame({"label": [1], "weight": [0.5]}, dtype=np.float32))
+    types = {spec.name: (str(spec.type), spec.shape) for spec in info.signature.inputs}
+    assert types == {"label": ("int64", (-1,)), "weight": ("float32", (-1,))}
+    sample = frame.select("label", "weight").limit(20).toPandas()
+    expected = model.transform(frame.sparkSession.createDataFrame(sample)).toPandas()
+    found = mlflow.pyfunc.load_model(info.model_uri).predict(sample)
+    np.testing.assert_allclose(found[["total", "base"]], expected[["total", "base"]], rtol=1e-6)
+
+
+def shelves(columns: dict[str, Any], *, epoch: int | None, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Makes three numbers of a struct and a list of structs."""
+    box, books, note = columns["box"], columns["books"], columns["note"]
+    pages = [sum(book["pages"] for book in row) for row in books.to_pylist()]
+    width = box.field("my-width").to_numpy(zero_copy_only=False)
+    names = box.field("name").to_pylist()
+    text = [len(value or "") + bool(name) for value, name in zip(note.to_pylist(), names, strict=True)]
+    return {"x": torch.from_numpy(np.stack([width, pages, text], 1).astype(np.float32))}
+
+
+def test_structs_that_a_callable_takes_are_in_the_signature_and_score(
+    store: mlflow.MlflowClient, spark: SparkSession, tmp_path: Path
+) -> None:
+    data = spark.range(12).selectExpr(
+        "named_struct('my-width', cast(id as decimal(9,2)), 'name', if(id % 2 = 0, 'a', null)) as box",
+        "array(named_struct('title', 'b', 'pages', cast(id % 3 as int))) as books",
+        "if(id % 4 = 1, null, 'c') as note",
+        "cast(id as float) as target",
+    )
+    model = TorchRegressor(
+        module="tests.spark.columns:Flat",
+        moduleParams={"width": 3},
+        inputCols=["box", "books", "note"],
+        labelCol="target",
+        preprocess=shelves,
+        nullPolicy="fill",
+        progress=False,
+    ).fit(data)
+    save_model(model, str(tmp_path / "model"))
+    kinds = {spec.name: spec.type for spec in mlflow.models.Model.load(str(tmp_path / "model")).signature.inputs}
+    box = Object([Property("my-width", DataType.double, False), Property("name", DataType.string, False)])
+    book = Object([Property("title", DataType.string, False), Property("pages", DataType.long, False)])
+    assert kinds == {"box": box, "books": Array(book), "note": DataType.string}
+    served = mlflow.pyfunc.load_model(str(tmp_path / "model"))
+    rows = data.drop("target").collect()
+    table = pd.DataFrame([row.asDict(recursive=True) for row in rows])
+    table["box"] = [{**box, "my-width": float(box["my-width"])} for box in table["box"]]
+    table["note"] = table["note"].astype(object).where(table["note"].notna(), np.nan)  # as pandas reads a missing one
+    expected = [row["prediction"] for row in model.transform(data).collect()]
+    np.testing.assert_allclose(served.predict(table)["prediction"], expected, atol=1e-5)
+
+
+def test_mlflows_own_udf_scores_alike(
+    spark: SparkSession, frame: DataFrame, logged: tuple[TorchClassificationModel, ModelInfo]
+) -> None:
+    model, info = logged
+    udf = mlflow.pyfunc.spark_udf(
+        spark,
+        info.model_uri,
+        env_manager="local",
+        result_type="rawPrediction array<double>, probability array<double>, prediction double",
+    )
+    found = frame.select("target", udf("features").alias("scored")).orderBy("target").collect()
+    expected = rows_of(model.transform(frame))
+    assert [row["scored"]["prediction"] for row in found] == [row["prediction"] for row in expected]
+
+
+@pytest.fixture
+def without_spark(tmp_path: Path) -> dict[str, str]:
+    """The variables of a Python that has every package of this one but pyspark, and of a PATH without Java."""
+    site = tmp_path / "site"
+    site.mkdir()
+    for entry in Path(sysconfig.get_path("purelib")).iterdir():
+        if not entry.name.lower().startswith(("pyspark", "py4j", "__editable__", "_sparktorch")):
+            (site / entry.name).symlink_to(entry)
+    if not (site / "sparktorch").exists():
+        (site / "sparktorch").symlink_to(Path(sparktorch.__file__).parent)
+    return {"PYTHONPATH": str(site), "PATH": "/nonexistent", "HOME": str(tmp_path)}
+
+
+def test_the_pyfunc_scores_where_neither_pyspark_nor_java_is(
+    tmp_path: Path,
+    table: pd.DataFrame,
+    logged: tuple[TorchClassificationModel, ModelInfo],
+    without_spark: dict[str, str],
+) -> None:
+    model, info = logged
+    local = mlflow.artifacts.download_artifacts(info.model_uri)
+    x = np.stack(table["features"].tolist())
+    np.save(tmp_path / "x.npy", x)
+    program = f"""
+import importlib.util, json, shutil, sys
+import numpy as np
+assert importlib.util.find_spec("pyspark") is None and shutil.which("java") is None
+import mlflow, pandas as pd
+x = np.load({str(tmp_path / "x.npy")!r})
+model = mlflow.pyfunc.load_model({local!r})
+frame = model.predict(pd.DataFrame({{"features": list(x)}}))
+bare = model.predict(x)
+assert frame["prediction"].tolist() == bare["prediction"].tolist()
+print(json.dumps(frame["prediction"].tolist()))
+"""
+    # -S leaves out this interpreter's own site-packages.
+    run = subprocess.run(
+        [sys.executable, "-S", "-c", program], env=without_spark, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    with torch.no_grad():
+        expected = model.module(torch.from_numpy(x)).argmax(1).tolist()
+    assert json.loads(run.stdout.splitlines()[-1]) == expected
+
+
+@contextmanager
+def serving(path: str, log: Path) -> Iterator[str]:
+    """Runs `mlflow models serve` on loopback until the block ends; yields its address."""
+    port = free_port()
+    command = ["-m", "mlflow", "models", "serve", "-m", path, "-p", str(port), "-h", "127.0.0.1", "--env-manager=local"]
+    with log.open("w") as out:
+        server = subprocess.Popen(
+            [sys.executable, *command],
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+            env={
+                **os.environ,
+                "PYTHONPATH": str(Path(__file__).parents[2]),
+                # MLflow starts its server by name, which is found only where this environment is active.
+                "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+            },
+        )
+    try:
+        ping = f"http://127.0.0.1:{port}/ping"
+        until(lambda: server.poll() is not None or answers(ping), seconds=90, what=lambda: log.read_text()[-3000:])
+        assert server.poll() is None, log.read_text()[-3000:]
+        yield f"http://127.0.0.1:{port}/invocations"
+    finally:
+        with suppress(ProcessLookupError):  # it may have ended by itself
+            os.killpg(server.pid, signal.SIGTERM)
+        server.wait(20)
+
+
+def test_mlflow_serves_it_and_answers_as_transform_does(
+    tmp_path: Path, frame: DataFrame, table: pd.DataFrame, logged: tuple[TorchClassificationModel, ModelInfo]
+) -> None:
+    model, info = logged
+    some = table.sort_values("target").head(50)
+    rows = [row.tolist() for row in some["features"]]
+    expected = rows_of(model.transform(frame))[:50]
+    bodies = [
+        {"dataframe_split": {"columns": ["features"], "data": [[row] for row in rows]}},
+        {"dataframe_records": [{"features": row} for row in rows]},
+        {"inputs": {"features": rows}},
+        {"inputs": rows},
+    ]
+    with serving(mlflow.artifacts.download_artifacts(info.model_uri), tmp_path / "serve.log") as address:
+        for body in bodies:
+            request = urllib.request.Request(
+                address, json.dumps(body).encode(), {"Content-Type": "application/json"}, method="POST"
+            )
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                found = json.load(answer)["predictions"]
+            assert [row["prediction"] for row in found] == [row["prediction"] for row in expected]
+            np.testing.assert_allclose(
+                [row["probability"] for row in found], [row["probability"].toArray() for row in expected], atol=1e-6
+            )

@@ -1,0 +1,116 @@
+"""A job file is read whole or refused with the key that is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from sparktorch import TorchClassifier
+from sparktorch.cli.job_file import DataSection, JobConfig, TrackingSection, read_job
+from sparktorch.errors import ConfigError
+
+VALUES: dict[str, Any] = {
+    "name": "flowers",
+    "data": {"path": "flowers.parquet", "holdout": 0.25},
+    "estimator": {"kind": "TorchClassifier", "params": {"module": "tests.support.nets:Mlp", "epochs": 3}},
+    "score": {"output": "scored"},
+}
+
+
+def read(values: Any, directory: Path) -> JobConfig:
+    path = directory / "job.yaml"
+    path.write_text(values if isinstance(values, str) else yaml.safe_dump(values))
+    return read_job(path)
+
+
+def with_value(key: str, value: Any) -> dict[str, Any]:
+    """`VALUES` with the value at a dotted key replaced; `...` removes it."""
+    values: dict[str, Any] = yaml.safe_load(yaml.safe_dump(VALUES))
+    *sections, last = key.split(".")
+    place = values
+    for section in sections:
+        place = place.setdefault(section, {})
+    if value is ...:
+        del place[last]
+    else:
+        place[last] = value
+    return values
+
+
+def test_a_job_file_is_read_with_its_defaults(tmp_path: Path) -> None:
+    job = read(VALUES, tmp_path)
+    assert job.name == "flowers"
+    assert job.data == DataSection(path="flowers.parquet", holdout=0.25)
+    assert job.tracking == TrackingSection()
+    assert (job.score.output, job.score.model, job.score.format) == ("scored", None, "parquet")
+
+
+def test_the_estimator_is_built_with_its_params(tmp_path: Path) -> None:
+    estimator: Any = read(VALUES, tmp_path).estimator.build()
+    assert isinstance(estimator, TorchClassifier)
+    assert (estimator.getModule(), estimator.getEpochs()) == ("tests.support.nets:Mlp", 3)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message", "hint"),
+    [
+        ("nmae", "x", "unknown key nmae", "did you mean 'name'?"),
+        ("trackign", {}, "unknown key trackign", "did you mean 'tracking'?"),
+        ("data.pth", "x", "unknown key data.pth", "did you mean 'path'?"),
+        ("estimator.parms", {}, "unknown key estimator.parms", "did you mean 'params'?"),
+        ("estimator.params.batchsize", 3, "unknown key estimator.params.batchsize", "did you mean 'batchSize'?"),
+        ("tracking.url", "x", "unknown key tracking.url", "did you mean 'uri'?"),
+        ("score.fromat", "x", "unknown key score.fromat", "did you mean 'format'?"),
+        ("estimator.kind", "TorchClasifier", "estimator.kind 'TorchClasifier' is unknown", "'TorchClassifier'?"),
+        ("name", ..., "missing key name", ""),
+        ("data", ..., "missing key data", ""),
+        ("score", ..., "missing key score", ""),
+        ("score.output", ..., "missing key score.output", ""),
+        ("estimator.kind", ..., "missing key estimator.kind", ""),
+        ("data.path", ..., "data needs either source or path", ""),
+        ("data.source", "jobs.datasets:flowers", "data needs either source or path", ""),
+        ("name", 3, "name must be str, got 3 (int)", ""),
+        ("data", "flowers.parquet", "data must be a mapping, got 'flowers.parquet'", ""),
+        ("estimator", None, "estimator must be a mapping, got None", ""),
+        ("data.holdout", "a quarter", "data.holdout must be float, got 'a quarter' (str)", ""),
+        ("data.holdout", 1, "data.holdout must be in [0, 1), got 1", ""),
+        ("data.holdout", -0.5, "data.holdout must be in [0, 1), got -0.5", ""),
+        ("data.options", "header", "data.options must be dict[str, Any], got 'header' (str)", ""),
+        ("estimator.params", [1], "estimator.params must be dict[str, Any], got [1] (list)", ""),
+        ("tracking.uri", 5, "tracking.uri must be str | None, got 5 (int)", ""),
+    ],
+)
+def test_a_wrong_key_is_named(key: str, value: Any, message: str, hint: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(with_value(key, value), tmp_path)
+    assert caught.value.what == message
+    assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize(("name", "value"), [("epochs", "three"), ("moduleParams", [1]), ("learningRate", "fast")])
+def test_a_param_of_the_wrong_type_is_refused_when_the_estimator_is_built(
+    name: str, value: Any, tmp_path: Path
+) -> None:
+    section = read(with_value(f"estimator.params.{name}", value), tmp_path).estimator
+    with pytest.raises(ConfigError, match=rf"estimator\.params: .*{name}"):
+        section.build()
+
+
+@pytest.mark.parametrize("text", ["", "- a\n- b\n", "just text"])
+def test_a_file_that_holds_no_mapping_is_refused(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"job\.yaml holds no mapping"):
+        read(text, tmp_path)
+
+
+@pytest.mark.parametrize("text", ["a: [1", "a: b: c", "!!python/object/apply:os.system ['true']"])
+def test_a_file_that_is_no_plain_yaml_is_refused(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read"):
+        read(text, tmp_path)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_job(tmp_path / "missing.yaml")

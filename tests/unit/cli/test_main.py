@@ -1,0 +1,96 @@
+"""The command line reads its arguments, and prints what a person or a program can read."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pyspark
+import pytest
+
+from sparktorch.cli.main import main, print_table
+from sparktorch.spark.checks.check_result import Finding
+from tests.support.proxy import free_port
+
+
+def printed(*findings: Finding) -> str:
+    file = io.StringIO()
+    print_table(findings, "a title", file)
+    return file.getvalue()
+
+
+def test_a_table_shows_what_where_and_what_to_do() -> None:
+    fine = Finding(check="slots", status="ok", found="4, of which 2 are needed")
+    fatal = Finding(
+        check="checkpoint-dir",
+        status="failure",
+        found="OSError: [Errno 30] Read-only file system",
+        where={"host": "a", "executor": "a:1", "rank": 3},
+        setting="checkpointDir",
+        value="another one",
+    )
+    text = printed(fine, fatal)
+    assert "a title" in text
+    assert "4, of which 2 are needed" in text
+    assert "[Errno 30]" in text, "brackets are no markup"
+    assert "rank 3 on a:1" in text
+    assert "set checkpointDir=another one" in " ".join(text.split())
+    assert text.rstrip().endswith("A fit would fail.")
+
+
+def test_nothing_is_cut_off_however_long() -> None:
+    words = [f"word{number}" for number in range(60)]
+    long = Finding(
+        check="peers-reachable",
+        status="failure",
+        found=" ".join(words[:20]),
+        where={"executor": "executor-with-a-long-name.example.org:43574"},
+        hint=" ".join(words[20:]),
+    )
+    assert set(words) <= set(printed(long).split())
+
+
+def test_the_same_finding_in_many_places_is_one_row() -> None:
+    many = [
+        Finding(check="packages", status="warning", found="torch is old", where={"executor": f"h{number}:1"})
+        for number in range(9)
+    ]
+    text = printed(*many)
+    assert text.count("torch is old") == 1
+    assert "h0:1" in text
+    assert "and 6 more" in text
+    assert "h5:1" not in text
+    assert text.rstrip().endswith("see the warnings.")
+
+
+def test_a_server_that_is_not_there_is_a_finding(capsys: pytest.CaptureFixture[str]) -> None:
+    url = f"sc://127.0.0.1:{free_port()}"
+    assert main(["doctor", "--remote", url, "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert (report["status"], report["master"]) == ("failure", url)
+    (found,) = report["findings"]
+    assert (found["check"], found["setting"]) == ("session", "spark.remote")
+    assert "Connection refused" in found["found"]
+    assert main(["doctor", "--remote", url]) == 1
+    shown = capsys.readouterr().out
+    assert f"Spark {pyspark.__version__}, {url}" in shown
+    assert "Connection refused" in " ".join(shown.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["doctor", "--num-workers", "0"], "--num-workers must be at least 1"),
+        (["doctor", "--conf", "spark.speculation"], "--conf takes KEY=VALUE, got 'spark.speculation'"),
+        (["doctor", "--device", "gpu"], "invalid choice: 'gpu'"),
+        (["doctor", "--master", "local", "--remote", "sc://host"], "not allowed with argument"),
+    ],
+)
+def test_arguments_that_cannot_work_end_with_status_2(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert says in capsys.readouterr().err

@@ -1,0 +1,44 @@
+"""Batches on their way to a device: what tensors of any layout are made of."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from sparktorch.data.dataset.device_transfer import batch_bytes, components, rebuilt
+from sparktorch.data.dataset.reader import Batch
+
+with warnings.catch_warnings():  # torch says once that the layout is in beta
+    warnings.simplefilter("ignore")
+    SPARSE = torch.sparse_csr_tensor([0, 1, 3], [2, 0, 1], [7.0, 8.0, 9.0], (2, 3), check_invariants=True)
+TENSORS = {
+    "strided": torch.arange(6.0).view(2, 3),
+    "sparse_csr": SPARSE,
+    "jagged": torch.nested.nested_tensor_from_jagged(torch.arange(5.0), torch.tensor([0, 2, 5])),
+}
+
+
+@pytest.mark.parametrize("layout", TENSORS)
+def test_a_tensor_is_rebuilt_of_strided_components(layout: str) -> None:
+    tensor = TENSORS[layout]
+    parts = components(tensor)
+    assert all(part.layout is torch.strided for part in parts)
+    seen: list[int] = []
+
+    def copied(part: torch.Tensor) -> torch.Tensor:
+        seen.append(part.data_ptr())
+        return part.clone()
+
+    again = rebuilt(tensor, copied)
+    assert seen == [part.data_ptr() for part in parts]
+    assert (again.layout, again.dtype) == (tensor.layout, tensor.dtype)
+    for part, other in zip(components(again), parts, strict=True):
+        assert torch.equal(part, other)
+        assert part.data_ptr() != other.data_ptr()
+
+
+def test_a_batch_weighs_what_its_components_do() -> None:
+    batch = Batch(tuple(TENSORS.values()), torch.zeros(2), None, 2)
+    assert batch_bytes(batch) == 6 * 4 + (6 * 8 + 3 * 4) + (5 * 4 + 3 * 8) + 2 * 4

@@ -1,0 +1,442 @@
+"""Data sets of Petastorm are read without it: values as they were written, and nothing runs that a pickle asks for."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import pickletools
+import sys
+import zipfile
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from PIL import Image
+
+from sparktorch.data.columns import LABEL, Columns, TensorSpec
+from sparktorch.data.petastorm.decoder import Decoder, reader_batches, schema_in
+from sparktorch.data.petastorm.unischema import UnischemaField, read_unischema
+from sparktorch.errors import ColumnError, ConfigError, DatasetError
+from tests.support.petastorm import FIELDS, ROWS, STORED, Kind, pickled, row
+
+METADATA = (STORED / "_common_metadata").read_bytes()
+SCHEMA, IN_FILES = schema_in(METADATA)
+ENCODED = tuple(field for field in SCHEMA if field.codec != "plain")
+
+
+def npy(values: Any, **options: Any) -> bytes:
+    stream = io.BytesIO()
+    np.save(stream, values, **options)
+    return stream.getvalue()
+
+
+def npz(values: Any) -> bytes:
+    stream = io.BytesIO()
+    np.savez_compressed(stream, arr=values)
+    return stream.getvalue()
+
+
+def image(pixels: np.ndarray, mode: str = "PNG") -> bytes:
+    stream = io.BytesIO()
+    Image.fromarray(pixels).save(stream, mode)
+    return stream.getvalue()
+
+
+def field(codec: Any = "ndarray", dtype: str = "float32", shape: Any = (2,), image_format: str = "") -> UnischemaField:
+    return UnischemaField(name="x", dtype=dtype, shape=shape, codec=codec, image_format=image_format)
+
+
+def batch_of(*blobs: bytes | None) -> pa.RecordBatch:
+    return pa.RecordBatch.from_pydict({"x": pa.array(blobs, pa.binary()), "n": pa.array(range(len(blobs)))})
+
+
+def decode(of: UnischemaField, *blobs: bytes | None, layout: Any = "nested") -> pa.Table:
+    decoder = Decoder(encoded=(of,), layout=layout)
+    decoder.check()
+    return pa.Table.from_batches(decoder([batch_of(*blobs)]))
+
+
+# The schema
+
+
+def test_the_schema_of_a_data_set_is_read_as_it_was_written() -> None:
+    assert [found.name for found in SCHEMA] == [kind.name for kind in FIELDS]
+    assert [found.shape for found in SCHEMA] == [kind.shape for kind in FIELDS]
+    assert {kind.name for kind in FIELDS} - IN_FILES == {"part", "year"}
+    by_name = {found.name: found for found in SCHEMA}
+    assert by_name["photo"] == UnischemaField(
+        name="photo", dtype="uint8", shape=(None, None, 3), codec="image", image_format="JPEG"
+    )
+    assert by_name["price"].describe() == "field 'price': Decimal of shape ()"
+    assert [by_name[name].codec for name in ("i16", "id", "matrix", "mask")] == ["plain"] * 2 + [
+        "ndarray",
+        "compressed",
+    ]
+
+
+@pytest.mark.parametrize(("version", "count"), [("0.4.3", 13), ("0.7.6", 17)])
+def test_schemas_of_old_versions_under_python_2_are_read(version: str, count: int) -> None:
+    fields = read_unischema((STORED.parent / f"unischema-{version}.pickle").read_bytes())
+    assert len(fields) == count
+    found = {found.name: found for found in fields}
+    assert found["matrix_nullable"] == UnischemaField(
+        name="matrix_nullable", dtype="uint16", shape=(32, 16, 3), codec="ndarray"
+    )
+    assert found["image_png"].image_format == "PNG"
+    assert (found["decimal"].dtype, found["sensor_name"].dtype) == ("Decimal", "str")
+
+
+def test_a_schema_of_the_package_s_former_name_is_read() -> None:
+    kinds = [Kind("a", np.float32, (3,), "NdarrayCodec"), Kind("b", np.int64, (), "LongType")]
+    old = pickled(kinds).replace(b"cpetastorm.", b"cav.ml.dataset_toolkit.")
+    assert read_unischema(old) == read_unischema(pickled(kinds))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [("numpy.unicode_", "str"), ("numpy.string_", "bytes"), ("numpy.bool", "bool"), ("numpy.longlong", "int64")],
+)
+def test_other_names_of_a_type_are_known(dtype: str, name: str) -> None:
+    assert read_unischema(pickled([Kind("a", dtype)]))[0].dtype == name
+
+
+def test_a_type_may_be_a_dtype() -> None:
+    code = b"cnumpy\ndtype\nX\x02\x00\x00\x00f4\x89\x88\x87R"
+    schema = pickled([Kind("a", np.float32)])
+    assert schema.count(b"cnumpy\nfloat32\n") == 1
+    assert read_unischema(schema.replace(b"cnumpy\nfloat32\n", code))[0].dtype == "float32"
+
+
+class Payload:
+    """Pickles as a call."""
+
+    def __init__(self, *call: Any) -> None:
+        self.call = call
+
+    def __reduce__(self) -> Any:
+        return self.call[0], self.call[1:]
+
+
+def planted(content: bytes) -> bytes:
+    """Puts a pickled object in place of a codec, in a schema that is sound otherwise."""
+    schema = pickled([Kind("a", np.float32, (2,), "NdarrayCodec")])
+    codec = b"cpetastorm.codecs\nNdarrayCodec\n)\x81"
+    assert schema.count(codec) == 1
+    return schema.replace(codec, content)
+
+
+def body(value: Any) -> bytes:
+    """Returns the pickle of a value without its first and last opcodes, to be put into another."""
+    return pickletools.optimize(pickle.dumps(value, 2))[2:-1]
+
+
+CANARY = "canary-of-petastorm"
+ATTACKS = {
+    "os.system": lambda path: body(Payload(os.system, f"touch {path}")),
+    "builtins.eval": lambda path: body(Payload(eval, f"open({path!r}, 'w')")),
+    "builtins.exec": lambda path: body(Payload(exec, f"open({path!r}, 'w')")),
+    "builtins.getattr": lambda _: body(Payload(getattr, "", "join")),
+    "io.open": lambda path: body(Payload(open, path, "w")),
+    "numpy.load": lambda path: f"cnumpy\nload\n(S'{path}'\nNI01\ntR".encode(),
+    "numpy.f2py.compile": lambda path: f"cnumpy.f2py\ncompile\n(S'{path}'\ntR".encode(),
+    "petastorm.unischema.os.system": lambda path: f"cpetastorm.unischema\nos.system\n(S'touch {path}'\ntR".encode(),
+    "petastorm.codecs.BytesIO": lambda _: b"cpetastorm.codecs\nBytesIO\n)R",
+    "pyspark.cloudpickle.loads": lambda _: b"cpyspark.cloudpickle\nloads\n(S'.'\ntR",
+    "subprocess.Popen, by instance": lambda path: f"(S'touch'\nS'{path}'\nisubprocess\nPopen\n".encode(),
+    "mine.Codec": lambda _: b"cmine\nCodec\n)\x81",
+    # Classes that are admitted, called in ways that no schema does.
+    "admitted and called": lambda path: f"cpetastorm.codecs\nNdarrayCodec\n(S'{path}'\ntR}}S'x'\nS'y'\nsb".encode(),
+    "a state of names": lambda _: b"cpetastorm.codecs\nNdarrayCodec\n(N}S'__class__'\nN.stb",
+    "a reconstructed text": lambda _: b"ccopy_reg\n_reconstructor\n(S'a'\nS'b'\nNtR",
+    "a dictionary for a codec": lambda _: b"}",
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_schema_that_asks_for_anything_else_is_refused_and_runs_nothing(attack: str, tmp_path: Path) -> None:
+    canary = tmp_path / CANARY
+    content = planted(ATTACKS[attack](str(canary)))
+    if attack == "admitted and called":  # a record like any other
+        assert read_unischema(content)[0].codec == "ndarray"
+    else:
+        with pytest.raises(DatasetError) as caught:
+            read_unischema(content)
+        assert caught.value.hint
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_a_call_in_place_of_a_schema_is_refused_by_name(protocol: int, tmp_path: Path) -> None:
+    canary = tmp_path / CANARY
+    with pytest.raises(DatasetError, match=rf"asks for '{os.system.__module__}.system', .* nothing was run"):
+        read_unischema(pickle.dumps(Payload(os.system, f"touch {canary}"), protocol))
+    assert not canary.exists()
+
+
+def test_the_attacks_of_these_tests_do_work_where_pickles_are_believed(tmp_path: Path) -> None:
+    canary = tmp_path / CANARY
+    pickle.loads(pickle.dumps(Payload(os.system, f"touch {canary}")))
+    assert canary.exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\x80", b"no pickle", pickle.dumps({}), pickle.dumps(None), pickled([])[:-9], b"\x80\x02" + b"(" * 9],
+)
+def test_what_is_no_schema_is_refused(content: bytes) -> None:
+    with pytest.raises(DatasetError, match="the pickled schema cannot be read"):
+        read_unischema(content)
+
+
+def test_images_of_other_formats_are_refused() -> None:
+    with pytest.raises(DatasetError, match="images of field 'a' are of the format 'tiff'"):
+        read_unischema(pickled([Kind("a", np.uint8, (2, 2), "CompressedImageCodec('tiff')")]))
+
+
+def test_a_footer_without_a_schema_is_refused(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"a": [1]}), tmp_path / "plain.parquet")
+    with pytest.raises(DatasetError, match="holds no Unischema") as caught:
+        schema_in((tmp_path / "plain.parquet").read_bytes())
+    assert "spark.read.parquet" in caught.value.hint
+    with pytest.raises(DatasetError, match="is no Parquet file"):
+        schema_in(b"no Parquet")
+
+
+# The values
+
+
+def stored(*, batch_rows: int = 3) -> list[pa.RecordBatch]:
+    """The rows as Spark hands them over: one batch after the other, slices of a table."""
+    return pq.read_table(STORED).sort_by("id").combine_chunks().to_batches(max_chunksize=batch_rows)
+
+
+def expected(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray) else value
+
+
+def test_every_codec_gives_back_what_was_written() -> None:
+    found = pa.Table.from_batches(Decoder(encoded=ENCODED)(stored())).to_pylist()
+    assert [values["id"] for values in found] == list(range(ROWS))
+    for number, values in enumerate(found):
+        wanted = row(number)
+        for encoded in ENCODED:
+            if encoded.name == "photo" and values["photo"] is not None:
+                assert np.array(values["photo"]).shape == wanted["photo"].shape
+                assert np.abs(np.array(values["photo"]) - wanted["photo"].astype(int)).mean() <= 4
+            else:
+                assert values[encoded.name] == expected(wanted[encoded.name]), (number, encoded.name)
+
+
+def test_flat_columns_hold_the_same_values_with_their_shapes() -> None:
+    nested = pa.Table.from_batches(Decoder(encoded=ENCODED)(stored())).to_pylist()
+    flat = pa.Table.from_batches(Decoder(encoded=ENCODED, layout="flat")(stored()))
+    shapes = [name for name in flat.column_names if name.endswith("_shape")]
+    assert shapes == ["cloud_shape", "photo_shape"]  # of the rest, the schema or the length says it
+    for deep, values in zip(nested, flat.to_pylist(), strict=True):
+        for encoded in ENCODED:
+            value = deep[encoded.name]
+            if value is None:
+                assert values[encoded.name] is None
+                assert values.get(encoded.name + "_shape") is None
+                continue
+            shape = values.get(encoded.name + "_shape", [size or len(value) for size in encoded.shape])
+            assert np.array(values[encoded.name]).reshape(shape).tolist() == value
+
+
+def test_the_types_are_those_that_are_promised() -> None:
+    for layout in ("nested", "flat"):
+        decoder = Decoder(encoded=ENCODED, layout=layout)  # type: ignore[arg-type]
+        table = pa.Table.from_batches(decoder(stored()))
+        for encoded in ENCODED:
+            for name, kind in decoder.columns(encoded).items():
+                assert table.schema.field(name).type == kind
+
+
+@given(
+    hnp.arrays(
+        st.sampled_from(["?", "i1", "<i2", ">i4", "<i8", "u1", "<u2", ">u4", "<f4", ">f8"]),
+        hnp.array_shapes(min_dims=1, max_dims=4, min_side=0, max_side=4),
+        elements=st.sampled_from([0, 1]),
+    ),
+    st.booleans(),
+    st.booleans(),
+)
+def test_arrays_of_any_type_order_and_shape_are_decoded(values: np.ndarray, fortran: bool, ragged: bool) -> None:
+    rows = [np.array(row, order="F" if fortran else "C") for row in values]
+    dtype = values.dtype.newbyteorder("=").name
+    for codec, save in (("ndarray", npy), ("compressed", npz)):
+        shape = tuple(None if ragged else size for size in values.shape[1:])
+        decoder = Decoder(encoded=(field(codec, dtype, shape),))
+        found = [value for batch in decoder([batch_of(*map(save, rows))]) for value in batch["x"].to_pylist()]
+        assert found == values.tolist()
+
+
+@pytest.mark.parametrize("save", [npy, npz])
+def test_nulls_slices_and_unequal_rows_stay_where_they_belong(save: Any) -> None:
+    rows = [[1.0], None, [], [2.0, 3.0], None, [4.0]]
+    blobs = [None if values is None else save(np.array(values, np.float32)) for values in rows]
+    of = field("ndarray" if save is npy else "compressed", shape=(None,))
+    decoder = Decoder(encoded=(of,))
+    for start in range(6):
+        for length in range(1, 7 - start):
+            found = pa.Table.from_batches(decoder([batch_of(*blobs).slice(start, length)]))
+            assert found["x"].to_pylist() == rows[start : start + length]
+            assert found["n"].to_pylist() == list(range(start, start + length))
+    assert decode(of, None, None)["x"].to_pylist() == [None, None]
+
+
+def test_a_large_binary_column_is_read_alike() -> None:
+    blobs = [npy(np.array([1, 2], np.float32)), None, npy(np.array([3, 4], np.float32))]
+    batch = pa.RecordBatch.from_pydict({"x": pa.array(blobs, pa.large_binary())})
+    found = pa.Table.from_batches(Decoder(encoded=(field(),))([batch.slice(1)]))
+    assert found["x"].to_pylist() == [None, [3, 4]]
+
+
+def test_arrays_without_dimensions_are_scalars() -> None:
+    table = decode(field(shape=()), npy(np.float32(1)), None, npy(np.float32(2)))
+    assert table.schema.field("x").type == pa.float32()
+    assert table["x"].to_pylist() == [1, None, 2]
+
+
+def test_strings_of_any_width_are_decoded() -> None:
+    rows = [np.array(["ä", ""]), np.array(["", ""]), np.array([]).astype(str), np.array(["long", "longer"])]
+    assert decode(field(dtype="str", shape=(None,)), *map(npy, rows))["x"].to_pylist() == [r.tolist() for r in rows]
+    raw = [np.array([b"a", b""]), np.array([b"bcd", b"e"])]
+    assert decode(field(dtype="bytes", shape=(2,)), *map(npy, raw))["x"].to_pylist() == [r.tolist() for r in raw]
+
+
+def test_large_rows_come_in_several_batches_and_small_ones_in_few() -> None:
+    blobs = [npy(np.zeros((64, 64), np.float32))] * 100  # 16 KB of values a row
+    decoder = Decoder(encoded=(field(shape=(None, None)),), batch_bytes=200_000)
+    assert [batch.num_rows for batch in decoder([batch_of(*blobs)])] == [64, 12, 12, 12]
+    assert [batch.num_rows for batch in Decoder(encoded=(field(),))([batch_of(*[GOOD] * 5000)])] == [64, 4936]
+
+
+GOOD = npy(np.zeros(2, np.float32))
+OBJECTS = npy(np.array([Payload(os.system, f"touch {CANARY}")], object), allow_pickle=True)
+GREY = np.zeros((2, 3), np.uint8)
+NOISE = image(np.random.default_rng(0).integers(0, 256, (32, 32), np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("of", "blob", "message"),
+    [
+        (field(), b"", "it is no .npy file"),
+        (field(), GOOD[:-1], "its 7 bytes do not make shape (2,)"),
+        (field(), GOOD + b"\0" * 4, "its 12 bytes do not make shape (2,)"),
+        (field(), GOOD[:40], "EOF: reading array header"),
+        (field(), npy(np.zeros(3, np.float32)), "it is float32 of shape (3,)"),
+        (field(), npy(np.zeros((2, 1), np.float32)), "it is float32 of shape (2, 1)"),
+        (field(), npy(np.zeros(2)), "it is float64 of shape (2,)"),
+        (field(shape=(None,)), OBJECTS, "it is object of shape (1,)"),
+        (field("compressed"), npz(np.zeros(2, np.float32))[:-5], "BadZipFile"),
+        (field("compressed"), npz(np.zeros(2, np.float64)), "it is float64 of shape (2,)"),
+        (field("compressed"), GOOD, "BadZipFile"),
+        (field("image", "uint8", (2, 3), "PNG"), b"no image", "it is no PNG image"),
+        (field("image", "uint8", (2, 3), "PNG"), image(np.zeros((2, 4), np.uint8)), "it is uint8 of shape (2, 4)"),
+        (
+            field("image", "uint8", (2, 3), "PNG"),
+            image(np.zeros((2, 3, 3), np.uint8)),
+            "it is uint8 of shape (2, 3, 3)",
+        ),
+        (field("image", "uint8", (2, 3), "PNG"), image(GREY, "JPEG"), "it is no PNG image"),
+        (field("image", "uint8", (32, 32), "PNG"), NOISE[:-100], "OSError"),
+        (field("image", "uint8", (2, 3), "PNG"), image(GREY.astype(np.uint16)), "it is uint16 of shape (2, 3)"),
+        (field("image", "uint8", (2, 3, 3), "PNG"), image(np.zeros((2, 3, 4), np.uint8)), "of the mode RGBA"),
+    ],
+)
+def test_a_value_that_is_broken_or_not_what_the_schema_says_is_named(
+    of: UnischemaField, blob: bytes, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ColumnError) as caught:
+        decode(of, None, blob, None)
+    assert message in caught.value.what
+    assert caught.value.where == {"column": "x", "row_of_partition": 1}
+    assert not Path(CANARY).exists()
+
+
+def test_the_row_is_counted_over_the_batches() -> None:
+    batches = [batch_of(*[GOOD] * 100), batch_of(None, GOOD, GOOD[:-1])]
+    with pytest.raises(ColumnError) as caught:
+        list(Decoder(encoded=(field(),))(batches))
+    assert caught.value.where["row_of_partition"] == 102
+
+
+def test_an_archive_without_the_array_is_refused() -> None:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as archive:
+        archive.writestr("other.npy", GOOD)
+    with pytest.raises(ColumnError, match=r"no item named 'arr\.npy'"):
+        decode(field("compressed"), stream.getvalue())
+
+
+def test_numbers_that_spark_has_no_type_for_are_refused() -> None:
+    of = field(dtype="uint64", shape=(1,))
+    assert decode(of, npy(np.array([2**63 - 1], np.uint64)))["x"].to_pylist() == [[2**63 - 1]]
+    with pytest.raises(ColumnError, match=r"values beyond 2\*\*63 - 1"):
+        decode(of, npy(np.array([2**63], np.uint64)))
+
+
+@pytest.mark.parametrize(
+    ("of", "message"),
+    [
+        (field(dtype="object"), "object of shape (2,) cannot become a column"),
+        (field(dtype="datetime64"), "cannot become a column"),
+        (field("image", "uint16", (2, 2, 3), "PNG"), "an image of 16-bit colours, which Pillow reads as 8-bit"),
+        (field("image", "float32", (2, 2), "PNG"), "is no image of Petastorm's"),
+    ],
+)
+def test_a_field_that_cannot_be_decoded_is_refused_without_a_row(of: UnischemaField, message: str) -> None:
+    with pytest.raises(DatasetError) as caught:
+        Decoder(encoded=(of,)).check()
+    assert message in caught.value.what
+    assert caught.value.where == ({"field": "x"})
+
+
+def test_without_pillow_images_are_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    blob = image(GREY)
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    with pytest.raises(ConfigError, match="Pillow, which is not installed"):
+        decode(field("image", "uint8", (2, 3), "PNG"), blob)
+
+
+# Petastorm's own readers, as batches for the worker
+
+COLUMNS = Columns(
+    inputs=(TensorSpec(name="x0", column="pair", dtype="float32", shape=(2,)),),
+    label=TensorSpec(name=LABEL, column="target", dtype="float32"),
+    validation="held_out",
+)
+
+
+@pytest.mark.parametrize("kind", ["named tuples", "dictionaries"])
+def test_batches_of_a_reader_get_their_names_on_the_wire(kind: str) -> None:
+    arrays = {
+        "pair": np.arange(6, dtype=np.float32).reshape(3, 2),
+        "target": np.ones(3, np.float32),
+        "held_out": np.array([True, False, True]),
+        "id": np.arange(3),
+        "more": np.zeros(3),
+    }
+    batch = namedtuple("Row", arrays)(**arrays) if kind == "named tuples" else arrays
+    found = list(reader_batches([batch, batch], COLUMNS, key="id"))
+    assert len(found) == 2
+    assert found[1].to_pydict() == {
+        "x0": [[0, 1], [2, 3], [4, 5]],
+        "y": [1, 1, 1],
+        "v": [True, False, True],
+        "k": [0, 1, 2],
+    }
+
+
+def test_a_column_that_the_reader_lacks_is_named() -> None:
+    with pytest.raises(ColumnError, match="the reader has no column 'held_out'; it has id, pair, target"):
+        list(reader_batches([{"pair": [], "target": [], "id": []}], COLUMNS, key="id"))

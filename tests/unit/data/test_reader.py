@@ -1,0 +1,490 @@
+"""A rank's rows: every row once an epoch with its own label, stand-ins where there is none."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from sparktorch.data.columns import KEY, LABEL, VALIDATION, WEIGHT, Columns, TensorSpec, input_name
+from sparktorch.data.convert.preprocess import Preprocess
+from sparktorch.data.convert.tensors import to_arrow
+from sparktorch.data.dataset.feed import Schedule
+from sparktorch.data.dataset.reader import Batch, Rows, Shard
+from sparktorch.data.fields.base import Dense
+from sparktorch.data.sampling import plan
+from sparktorch.data.sampling.plan import SamplingPlan
+from sparktorch.data.storage import InMemory, OnDisk, Runs
+from sparktorch.errors import ColumnError, ConfigError
+from sparktorch.train.recipe.loss import micro_batches, padding
+from tests.support.frames import Table, record_batches, replaced
+
+PLAN = SamplingPlan(rows=203, batch_size=20, seed=3)
+
+
+Make = Callable[..., Shard]
+
+
+@pytest.fixture(params=["memory", "disk", "disk, in order"])
+def shard_of(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
+    """Makes placed shards, kept in memory or on disk, there of rows that arrive in their order or in any."""
+    made = []
+
+    def make(table: Table, *, plan: SamplingPlan | None = None, first: int = 0, **options: Any) -> Shard:
+        if request.param == "disk, in order":
+            held_out = table.arrays.get(VALIDATION, np.zeros(len(table), np.bool_))
+            table = table.take(np.lexsort((table.arrays[KEY].view(np.uint64), held_out)))
+        spooler = InMemory() if request.param == "memory" else OnDisk(tmp_path)
+        shard = Shard(table.batches(size=30), table.columns, spooler=spooler, **options)
+        shard.place(first, plan or SamplingPlan(rows=shard.rows, batch_size=20, seed=3))
+        made.append(shard)
+        return shard
+
+    yield make
+    for shard in made:
+        shard.close()
+    assert not list(tmp_path.iterdir())
+
+
+def rows_in(batch: Batch) -> list[tuple[float, ...]]:
+    """Returns one tuple of features, label and weight per row."""
+    assert batch.label is not None
+    features = batch.inputs[0][: len(batch.label)]  # the inputs may be filled up
+    columns = [*features.T, batch.label, *([] if batch.weight is None else [batch.weight])]
+    return [tuple(float(value) for value in row) for row in zip(*columns, strict=True)]
+
+
+def rows_of(table: Table) -> list[tuple[float, ...]]:
+    named = [*table.arrays["x0"].T, table.arrays[LABEL], *([table.arrays[WEIGHT]] if WEIGHT in table.arrays else [])]
+    return [tuple(float(np.float32(value)) for value in row) for row in zip(*named, strict=True)]
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("classes", [None, 4])
+def test_an_epoch_holds_every_row_once_with_its_own_label_and_weight(
+    shard_of: Make, weighted: bool, classes: int | None
+) -> None:
+    table = Table.random(203, classes=classes, weighted=weighted)
+    shard = shard_of(table)
+    for epoch in range(2):
+        batches = list(shard.epoch(epoch))
+        assert [batch.rows for batch in batches] == [20] * 10 + [3]
+        assert sorted(row for batch in batches for row in rows_in(batch)) == sorted(rows_of(table))
+
+
+def test_the_order_of_the_epoch_is_that_of_the_plan_over_the_unsigned_keys(shard_of: Make) -> None:
+    table = Table.random(203)
+    by_key = rows_of(table.by_key())
+    steps = PLAN.steps_of(0, 203, 5)
+    for step, batch in enumerate(shard_of(table, plan=PLAN).epoch(5)):
+        assert sorted(rows_in(batch)) == sorted(row for row, at in zip(by_key, steps, strict=True) if at == step)
+
+
+def test_two_ranks_hold_the_two_parts_of_every_batch(shard_of: Make) -> None:
+    table = Table.random(203, weighted=True)
+    parts = table.parts(2)
+    shards = [
+        shard_of(parts[0], plan=PLAN),
+        shard_of(parts[1], plan=PLAN, first=len(parts[0])),
+    ]
+    whole = shard_of(table, plan=PLAN)
+    for ours, theirs, all_of_it in zip(*(shard.epoch(1) for shard in (*shards, whole)), strict=True):
+        assert sorted(rows_in(ours) + rows_in(theirs)) == sorted(rows_in(all_of_it))
+    totals = sum(shard.step_weights(1) for shard in shards)
+    torch.testing.assert_close(totals, whole.step_weights(1), rtol=1e-12, atol=0)
+
+
+def test_labels_of_classes_are_integers_and_other_tensors_have_the_dtypes_of_their_specs(shard_of: Make) -> None:
+    batch = next(shard_of(Table.random(50, classes=3, weighted=True)).epoch(0))
+    assert batch.label is not None
+    assert batch.weight is not None
+    assert (batch.inputs[0].dtype, batch.label.dtype, batch.weight.dtype) == (
+        torch.float32,
+        torch.int64,
+        torch.float32,
+    )
+    assert next(shard_of(Table.random(50)).epoch(0)).weight is None
+
+
+@pytest.mark.parametrize("rows", [0, 1, 5])
+@pytest.mark.parametrize("least", [1, 2])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_step_with_too_few_rows_has_its_inputs_filled_up(
+    shard_of: Make, rows: int, least: int, weighted: bool
+) -> None:
+    table = Table.random(5, classes=3, weighted=weighted).take(np.arange(rows))
+    shard = shard_of(table, plan=PLAN, first=100)
+    batches = list(shard.epoch(0, least=least))
+    assert len(batches) == PLAN.steps
+    assert sum(batch.rows for batch in batches) == rows
+    filled = [batch for batch in batches if batch.rows < least]
+    assert filled
+    for batch in filled:
+        assert batch.inputs[0].shape == (least, 5)
+        assert batch.label is not None
+        assert (batch.label.shape, batch.label.dtype) == ((batch.rows or least,), torch.int64)
+        if not batch.rows:
+            assert batch.weight is not None
+            assert batch.weight.tolist() == [0] * least
+    real = [row for batch in batches for row in rows_in(batch)[: batch.rows]]
+    assert sorted(row[: 7 if weighted else 6] for row in real) == sorted(rows_of(table))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_step_weights_are_the_weights_of_the_rows_of_each_step(shard_of: Make, weighted: bool) -> None:
+    shard = shard_of(Table.random(203, weighted=weighted))
+    found = shard.step_weights(2)
+    expected = [batch.rows if batch.weight is None else batch.weight.double().sum() for batch in shard.epoch(2)]
+    assert found.dtype == torch.float64
+    assert found.tolist() == pytest.approx([float(weight) for weight in expected], rel=1e-12)
+
+
+def test_validation_rows_are_held_out_and_come_in_pieces(shard_of: Make) -> None:
+    table = Table.random(203, weighted=True, validated=True)
+    held_out = table.arrays[VALIDATION]
+    shard = shard_of(table)
+    assert (shard.rows, shard.validation_rows) == ((~held_out).sum(), held_out.sum())
+    trained = [row for batch in shard.epoch(0) for row in rows_in(batch)]
+    validated = list(shard.validation(16))
+    assert sorted(trained) == sorted(rows_of(table.take(~held_out)))
+    assert sorted(row for batch in validated for row in rows_in(batch)) == sorted(rows_of(table.take(held_out)))
+    assert max(batch.rows for batch in validated) == 16
+    assert [*shard_of(Table.random(9)).validation(16)] == []
+
+
+def test_rows_that_do_not_say_whether_they_are_held_out_are_for_the_null_policy() -> None:
+    table = Table.random(3, validated=True)
+    batch = table.batches()[0]
+    flags = batch.column(VALIDATION).take([None, 0, 1])
+    batches = [replaced(batch, VALIDATION, flags)]
+    with pytest.raises(ColumnError, match=f"column '{table.columns.validation}' has 1 rows with null values") as caught:
+        Shard(batches, table.columns)
+    assert caught.value.where["row"] == 0
+    shard = Shard(batches, replace(table.columns, drop_nulls=True))
+    assert (shard.rows + shard.validation_rows, shard.dropped) == (2, 1)
+    assert shard.validation_rows == sum(filter(None, flags.to_pylist()))
+
+
+def test_the_fingerprint_is_that_of_the_training_rows_in_any_order_and_partitioning(shard_of: Make) -> None:
+    table = Table.random(203, validated=True)
+    fingerprint = shard_of(table).fingerprint
+    trained = table.take(~table.arrays[VALIDATION])
+    assert fingerprint == sum(int(key) for key in trained.arrays[KEY]) % 2**64
+    assert shard_of(table.shuffled(seed=1)).fingerprint == fingerprint
+    assert sum(Shard(part.batches(), part.columns).fingerprint for part in table.parts(3)) % 2**64 == fingerprint
+    assert shard_of(trained.take(np.arange(1, len(trained)))).fingerprint != fingerprint
+
+
+def test_a_bad_row_is_counted_over_the_batches() -> None:
+    table = Table.random(203)
+    batches = table.batches(size=50)
+    bad = replaced(batches[2], "x0", to_arrow(np.zeros((50, 4), np.float32)))
+    with pytest.raises(ColumnError, match="50 rows of column 'features' do not hold 5 values") as caught:
+        Shard([*batches[:2], bad], table.columns)
+    assert caught.value.where["row"] == 100
+
+
+def test_a_bad_row_is_counted_with_those_that_were_left_out_before_it() -> None:
+    vectors = pa.array([[1.0, 2.0], None, [None, 1.0], [3.0, 4.0], [5.0]], pa.list_(pa.float32()))
+    batch = pa.RecordBatch.from_pydict({"x0": vectors, KEY: pa.array(range(5), pa.int64())})
+    spec = TensorSpec(name="x0", column="c", dtype="float32", shape=(2,))
+    with pytest.raises(ColumnError, match="1 rows of column 'c' do not hold 2 values") as caught:
+        Shard([batch.slice(0, 1), batch], Columns(inputs=(spec,), drop_nulls=True))
+    assert caught.value.where == {"column": "c", "row": 5}
+
+
+def test_a_shard_keeps_nothing_of_the_batches_it_was_fed(shard_of: Make) -> None:
+    table = Table.random(40)
+    shard = shard_of(table)
+    before = [rows_in(batch) for batch in shard.epoch(0)]
+    batch = next(shard.epoch(0))
+    batch.inputs[0].zero_()
+    assert [rows_in(batch) for batch in shard.epoch(0)] == before
+    assert shard.bytes == 40 * (5 * 4 + 4)
+
+
+def test_an_epoch_that_is_ordered_ahead_is_the_same_epoch(shard_of: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = Table.random(203, weighted=True)
+    plain = shard_of(table)
+    monkeypatch.setattr("sparktorch.data.dataset.feed._AHEAD_ROWS", 10)
+    ahead = Shard(table.batches(size=30), table.columns)
+    ahead.place(0, PLAN, epochs=3)
+    made: list[tuple[int, str]] = []
+    make = ahead._feed._orders._make  # type: ignore[attr-defined]
+
+    def watched(epoch: int) -> Any:
+        made.append((epoch, threading.current_thread().name))
+        return make(epoch)
+
+    monkeypatch.setattr(ahead._feed._orders, "_make", watched)  # type: ignore[attr-defined]
+    next(ahead.epoch(0))  # as before the first step of a training with checkpoints
+    for epoch in range(3):
+        assert ahead.step_weights(epoch).tolist() == plain.step_weights(epoch).tolist()
+        assert ahead.step_rows(epoch).tolist() == [batch.rows for batch in plain.epoch(epoch)]
+        assert [rows_in(batch) for batch in ahead.epoch(epoch)] == [rows_in(batch) for batch in plain.epoch(epoch)]
+    assert made == [(0, "MainThread"), (1, "sparktorch-order"), (2, "sparktorch-order")]
+
+
+def test_several_inputs_arrive_in_the_order_of_forward() -> None:
+    specs = tuple(TensorSpec(name=input_name(i), column=f"c{i}", dtype="int64" if i else "float32") for i in range(3))
+    arrays = {spec.name: np.full(4, i, spec.dtype) for i, spec in enumerate(specs)}
+    keys = np.arange(4)
+    shard = Shard(record_batches({**arrays, KEY: keys}), Columns(inputs=specs))
+    shard.place(0, SamplingPlan(rows=4, batch_size=4))
+    batch = next(shard.epoch(0))
+    assert [tensor.tolist() for tensor in batch.inputs] == [[0.0] * 4, [1] * 4, [2] * 4]
+    assert [tensor.dtype for tensor in batch.inputs] == [torch.float32, torch.int64, torch.int64]
+    assert batch.label is None
+
+
+def test_a_rank_without_rows_stands_in_with_the_spare_one_and_holds_nothing(shard_of: Make) -> None:
+    table = Table.random(9, classes=3, weighted=True)
+    shard = shard_of(table.take(np.arange(0)), plan=PLAN, spare=table.batches()[0].slice(4, 1))
+    assert (shard.rows, shard.validation_rows, shard.bytes, shard.fingerprint) == (0, 0, 0, 0)
+    assert shard.step_weights(0).tolist() == [0] * PLAN.steps
+    spare = rows_of(table)[4]
+    for batch in shard.epoch(0, least=2):
+        assert batch.rows == 0
+        assert rows_in(batch) == [(*spare[:-1], 0.0)] * 2
+
+
+def batches_of(shard: Shard, epoch: int, **options: Any) -> list[list[torch.Tensor | None]]:
+    return [[*batch.inputs, batch.label, batch.weight, batch.loss_weight] for batch in shard.epoch(epoch, **options)]
+
+
+@pytest.mark.parametrize("budget", [1, 2_000, 10**6])
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_batches_from_disk_are_those_from_memory_to_the_last_bit(
+    tmp_path: Path, weighted: bool, shuffle: bool, budget: int
+) -> None:
+    table = Table.random(403, classes=3, weighted=weighted, validated=True)
+    shards = [
+        Shard(table.batches(size=30), table.columns),
+        Shard(table.batches(size=30), table.columns, spooler=OnDisk(tmp_path), budget=max(budget, 40)),
+    ]
+    for shard in shards:
+        plan = SamplingPlan(rows=700, batch_size=20, seed=3, shuffle=shuffle, block=8)
+        shard.place(150, plan, epochs=9)
+        shard.weigh_classes([1.0, 0.5, 3.0])
+    memory, disk = shards
+    assert memory.weight_by_class(3) == pytest.approx(disk.weight_by_class(3), rel=1e-12)
+    for epoch, first in ((0, 0), (1, 0), (1, 13), (2, 34)):
+        assert memory.step_weights(epoch).tolist() == pytest.approx(disk.step_weights(epoch).tolist(), rel=1e-12)
+        assert memory.step_rows(epoch).tolist() == disk.step_rows(epoch).tolist()
+        pairs = zip(batches_of(memory, epoch, first=first), batches_of(disk, epoch, first=first), strict=True)
+        for ours, theirs in pairs:
+            torch.testing.assert_close(theirs, ours, rtol=0, atol=0)
+    for ours, theirs in zip(memory.validation(16, batches=9), disk.validation(16, batches=9), strict=True):
+        torch.testing.assert_close(theirs.inputs, ours.inputs, rtol=0, atol=0)
+        torch.testing.assert_close(theirs.weight, ours.weight, rtol=0, atol=0)
+    disk.close()
+
+
+@pytest.mark.parametrize("random", [False, True])
+def test_what_an_epoch_computes_beside_its_batches_does_not_grow_with_their_number(random: bool) -> None:
+    def noisy(columns: Any, *, epoch: int | None, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        return {"x": torch.rand(len(columns["n"]), generator=generator)}
+
+    calls = 0
+
+    def count(frame: Any, event: str, _: Any) -> None:
+        nonlocal calls
+        calls += event == "call" and frame.f_code.co_filename == plan.__file__
+
+    spec = TensorSpec(name="x0", column="n", dtype="float32", kind="any" if random else "number")
+    columns = Columns(inputs=(spec,), preprocess=Preprocess(noisy, ["n"]) if random else None)
+    rows = {"x0": pa.array(range(200), pa.float32()), KEY: pa.array(np.arange(200) << 40)}
+    counted = []
+    for batch_size in (1, 20):
+        shard = Shard([pa.RecordBatch.from_pydict(rows)], columns)
+        shard.place(0, SamplingPlan(rows=200, batch_size=batch_size))
+        calls = 0
+        threading.setprofile(count)
+        sys.setprofile(count)
+        try:
+            assert sum(batch.rows for batch in shard.epoch(0)) == 200
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
+        shard.close()
+        counted.append(calls)
+    assert 0 < counted[0] == counted[1]
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_the_order_of_epochs_takes_few_bytes_a_row(in_order: bool) -> None:
+    rows = 100_000
+    keys = np.arange(rows) if in_order else np.random.default_rng(0).permutation(rows)
+    columns = Columns(inputs=(TensorSpec(name="x0", column="n", dtype="float32"),))
+    shard = Shard([pa.RecordBatch.from_pydict({"x0": pa.array(np.ones(rows, np.float32)), KEY: keys})], columns)
+    shard.place(0, SamplingPlan(rows=rows, batch_size=1_000), epochs=9)
+    tracemalloc.start()
+    try:
+        for epoch in range(3):
+            assert shard.step_weights(epoch).sum() == rows
+            assert sum(batch.rows for batch in shard.epoch(epoch)) == rows
+        shard.close()  # waits for what is made ahead
+        kept, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 9 * rows  # of this epoch and of the next
+    assert most < 30 * rows  # with chunks of rows, a third of these
+
+
+def test_a_step_has_a_seed_of_its_own_in_each_rank() -> None:
+    schedule = Schedule(SamplingPlan(rows=100, batch_size=10, seed=3), 40, 30, seeded=True)
+    seeds = [moment.seed for moment in schedule.moments(2, 0, 10)]
+    assert [moment.epoch for moment in schedule.moments(2, 0, 10)] == [2] * 10
+    assert [seeds[0], seeds[1], seeds[9]] == [4080407407500865054, 1379048175642033642, 443196961249873548]
+    assert schedule.moments(2, 4, 6) == schedule.moments(2, 0, 10)[4:6]
+
+
+class Watched(Shard):
+    """Notes what is read from disk."""
+
+    def load(self, runs: Runs, *, inputs: bool = True) -> Rows:
+        self.loaded = [*getattr(self, "loaded", []), runs]
+        return super().load(runs, inputs=inputs)
+
+
+@pytest.mark.parametrize(
+    ("budget", "rows", "runs"),
+    [
+        pytest.param(10**6, 160, 21, id="whole windows: a block of each of 20 strata"),
+        pytest.param(8 * 20 * 24, 80, 80, id="half of each block"),
+        pytest.param(1_000, 20, 20, id="one step"),
+    ],
+)
+def test_no_more_rows_are_read_at_a_time_than_the_budget_has_room_for(
+    tmp_path: Path, budget: int, rows: int, runs: int
+) -> None:
+    table = Table.random(2_000).by_key()
+    shard = Watched(table.batches(), table.columns, spooler=OnDisk(tmp_path), budget=budget)
+    shard.place(0, SamplingPlan(rows=2_000, batch_size=20, block=8))
+    assert sum(batch.rows for batch in shard.epoch(0)) == 2_000
+    assert max(found.count for found in shard.loaded) == rows + 1  # and the last row, to fill up with
+    assert max(len(found.starts) for found in shard.loaded) <= runs + 1
+    shard.close()
+
+
+def test_a_row_larger_than_the_budget_is_refused(tmp_path: Path) -> None:
+    table = Table.random(50)
+    with pytest.raises(ConfigError, match=r"a row takes 0\.0 MB, more than the 0\.0 MB") as caught:
+        Shard(table.batches(), table.columns, spooler=OnDisk(tmp_path), budget=20)
+    assert "memoryBudget" in str(caught.value)
+
+
+def test_an_epoch_that_is_left_ends_its_thread(tmp_path: Path) -> None:
+    table = Table.random(2_000).by_key()
+    shard = Shard(table.batches(), table.columns, spooler=OnDisk(tmp_path))
+    shard.place(0, SamplingPlan(rows=2_000, batch_size=20, block=8))
+    batches = shard.epoch(0)
+    next(batches)
+    assert "sparktorch-prefetch" in {thread.name for thread in threading.enumerate()}
+    batches.close()
+    assert "sparktorch-prefetch" not in {thread.name for thread in threading.enumerate()}
+    shard.close()
+
+
+def test_positions_are_the_places_of_the_rows_where_they_keep_them(tmp_path: Path) -> None:
+    table = Table.random(100, validated=True)
+    trained = rows_of(table.take(~table.arrays[VALIDATION]))
+    for spooler in (InMemory(), OnDisk(tmp_path)):
+        shard = Shard(table.batches(size=30), table.columns, spooler=spooler, by_key=False)
+        shard.place(0, SamplingPlan(rows=shard.rows, batch_size=7, shuffle=False))
+        assert [row for batch in shard.epoch(0) for row in rows_in(batch)] == trained
+        shard.close()
+
+
+def test_rows_that_are_decoded_are_decoded_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = Table.random(203, weighted=True, validated=True)
+    plain = Shard(table.batches(), table.columns)
+    taken_in = set()
+    take = Dense.take
+
+    def watched(field: Dense, *index: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        taken_in.add(threading.current_thread().name)
+        return take(field, *index)
+
+    monkeypatch.setattr(Dense, "decodes", True)
+    ahead = Shard(table.batches(), table.columns)
+    for shard in (plain, ahead):
+        shard.place(0, PLAN)
+    expected = [batches_of(plain, 1), [batch.rows for batch in plain.validation(16)]]
+    monkeypatch.setattr(Dense, "take", watched)
+    found = [batches_of(ahead, 1), [batch.rows for batch in ahead.validation(16)]]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert taken_in == {"sparktorch-prefetch"}
+
+
+@pytest.mark.parametrize("disk", [False, True])
+@pytest.mark.parametrize(("room", "ahead"), [(1.0, 1), (2.0, 2), (100.0, 4)])
+def test_no_more_is_decoded_ahead_than_the_budget_has_room_for(
+    tmp_path: Path, disk: bool, room: float, ahead: int
+) -> None:
+    part = 20 * 1_000 * 4
+    made = threading.Semaphore(0)
+    taken: list[int] = []
+
+    def widened(columns: Any, *, epoch: int | None, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        taken.append(len(taken))
+        made.release()
+        return {"x": torch.tensor(columns["n"], dtype=torch.float32)[:, None].expand(-1, 1_000).contiguous()}
+
+    spec = TensorSpec(name="x0", column="n", dtype="float32", kind="any", sql="bigint")
+    batch = pa.RecordBatch.from_pydict({"x0": pa.array(range(400)), KEY: pa.array(np.arange(400) << 40)})
+    columns = Columns(inputs=(spec,), preprocess=Preprocess(widened, ["n"]))
+    spooler = OnDisk(tmp_path) if disk else InMemory()
+    shard = Shard([batch], columns, spooler=spooler, budget=int(2 * room * part))
+    shard.place(0, SamplingPlan(rows=400, batch_size=20, block=8, shuffle=False))
+    with closing(shard.epoch(0)) as batches:
+        for asked in range(1, 5):
+            next(batches)
+            while len(taken) < asked + ahead:
+                assert made.acquire(timeout=20)
+            assert len(taken) == asked + ahead
+    shard.close()
+
+
+def test_rows_of_a_step_come_by_length_so_that_micro_batches_are_padded_little() -> None:
+    draw = np.random.default_rng(0)
+    lengths = draw.integers(0, 40, 200)
+    table = {
+        "x0": pa.array([[float(n)] * n for n in lengths], pa.list_(pa.float32())),
+        "x1": pa.array(lengths, pa.float32()),
+        LABEL: pa.array(lengths, pa.float32()),
+        KEY: pa.array(draw.permutation(200) << 40),
+    }
+    words = TensorSpec(name="x0", column="words", dtype="float32", layout="padded", pad=-1)
+    number = TensorSpec(name="x1", column="n", dtype="float32")
+    label = TensorSpec(name=LABEL, column="l", dtype="float32")
+    shares, seen = {}, {}
+    for by_length in (False, True):
+        batches = [pa.RecordBatch.from_pydict(table)]
+        shard = Shard(batches, Columns(inputs=(words, number), label=label), by_length=by_length)
+        shard.place(0, SamplingPlan(rows=200, batch_size=64, seed=1))
+        steps = [micro_batches(batch, 4, least=1) for batch in shard.epoch(0)]
+        for part in (part for step in steps for part in step):
+            values, mask, counts = part.inputs
+            assert part.label is not None
+            assert values.shape == mask.shape == (part.rows, max(1, int(counts.max())))
+            assert mask.sum(1).tolist() == counts.tolist() == part.label.tolist() == part.lengths[0].tolist()
+            assert bool((values[mask] == counts.repeat_interleave(counts.long())).all())
+            assert bool((values[~mask] == -1).all())
+        places, elements = map(sum, zip(*map(padding, steps), strict=True))
+        assert elements == lengths.sum()
+        shares[by_length] = 1 - elements / places
+        seen[by_length] = [sorted(n for part in step for n in part.inputs[2].tolist()) for step in steps]
+    assert seen[False] == seen[True]  # the same rows in every step
+    assert shares[True] < 0.2 < 0.4 < shares[False]

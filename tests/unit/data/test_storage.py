@@ -1,0 +1,244 @@
+"""Spools: what goes in piece by piece comes out, wherever it was kept, and nothing is left of it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import resource
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparktorch.data.storage import InMemory, OnDisk, Runs, Spooler, WithinBudget, local_directory
+from sparktorch.errors import ClusterError
+from tests.support.programs import run_python
+
+KINDS: dict[str, Callable[[Path], Spooler]] = {
+    "memory": lambda folder: InMemory(),
+    "disk": OnDisk,
+    "within the budget": lambda folder: WithinBudget(10**6, folder),
+    "beyond the budget": lambda folder: WithinBudget(100, folder),
+}
+
+
+@pytest.fixture(params=KINDS)
+def spooler(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Spooler]:
+    made = KINDS[request.param](tmp_path)
+    yield made
+    assert not list(tmp_path.iterdir()), "files on disk have no names"
+    made.close()
+    made.close()
+
+
+def pieces(dtype: Any, shape: tuple[int, ...]) -> list[npt.NDArray[Any]]:
+    draw = np.random.default_rng(0)
+    return [draw.integers(0, 2, (rows, *shape)).astype(dtype) for rows in (3, 0, 1, 50)]
+
+
+class Unmovable(mmap.mmap):
+    """Memory of a system that cannot move pages, macOS for one."""
+
+    def resize(self, newsize: int) -> None:
+        raise SystemError("mmap: resizing not available--no mremap()")
+
+
+@pytest.mark.parametrize("memory", [mmap.mmap, Unmovable])
+@pytest.mark.parametrize("budget", [10**9, 50 * 10**6])
+def test_rows_keep_their_order_in_memory_that_grows(
+    tmp_path: Path, budget: int, memory: type[mmap.mmap], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mmap, "mmap", memory)  # stands for another system; the spool is as it is
+    draw = np.random.default_rng(0)
+    parts = [draw.integers(0, 255, (rows, 1 << 20), np.uint8) for rows in (20, 0, 31, 1, 20)]
+    whole = np.concatenate(parts)
+    for found in ("finished", "read"):
+        spooler = WithinBudget(budget, tmp_path)
+        spool = spooler.spool(np.uint8, (1 << 20,))
+        for part in parts:
+            spool.append(part)
+        assert spooler.on_disk == (budget < whole.nbytes)
+        if found == "finished":
+            assert (spool.finish() == whole).all()
+        else:
+            runs = Runs(np.array([60, 30, 0]), np.array([72, 35, 1]))
+            assert (spool.read(runs) == whole[[*range(60, 72), *range(30, 35), 0]]).all()
+        spooler.close()
+
+
+def test_what_is_taken_out_of_memory_is_nobody_elses() -> None:
+    spool = InMemory().spool(np.float32, (4,))
+    spool.append(np.ones((5, 4), np.float32))
+    found = spool.finish()
+    memory = weakref.ref(found.base)
+    assert isinstance(memory(), mmap.mmap)
+    del found
+    assert memory() is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_a_shard_that_reads_its_rows_never_holds_them_twice(tmp_path: Path) -> None:
+    assert float(run_python(tmp_path, "-m", "tests.support.growth")) < 1.4
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (2, 3), (0,)])
+@pytest.mark.parametrize("dtype", ["float32", "int64", "bool", "uint8"])
+def test_the_pieces_come_back_as_one_array_of_ones_own(spooler: Spooler, dtype: str, shape: tuple[int, ...]) -> None:
+    spool, other = spooler.spool(dtype, shape), spooler.spool(np.int64)
+    parts = pieces(dtype, shape)
+    for number, part in enumerate(parts):
+        part.setflags(write=False)
+        spool.append(part)
+        other.append(np.array([number]))
+    whole = np.concatenate(parts)
+    assert spool.nbytes == whole.nbytes
+    if shape != (0,):  # of rows without bytes, none come back from disk
+        found = spool.finish()
+        assert (found.dtype, found.shape, found.flags.writeable) == (whole.dtype, whole.shape, True)
+        assert (found == whole).all()
+    assert other.finish().tolist() == [0, 1, 2, 3]
+
+
+def test_runs_of_rows_come_back_in_their_order(spooler: Spooler) -> None:
+    spool = spooler.spool(np.float32, (3,))
+    values = np.arange(600, dtype=np.float32).reshape(200, 3)
+    for start in range(0, 200, 7):
+        spool.append(values[start : start + 7])
+    for rows in ([], [5], [0, 1, 2, 199], [8, 9, 3, 3, 4], list(range(200))):
+        index = np.array(rows, np.int64)
+        found = spool.read(Runs.of(index))
+        assert found.dtype == np.float32
+        assert found.tolist() == values[index].tolist()
+        found[:] = 0  # a copy
+    assert (spool.read(Runs.of(np.arange(200))) == values).all()
+
+
+@given(rows=st.lists(st.integers(0, 20)))
+def test_runs_hold_the_rows_they_are_of(rows: list[int]) -> None:
+    runs = Runs.of(np.array(rows, np.int64))
+    assert [row for start, stop in zip(runs.starts, runs.stops, strict=True) for row in range(start, stop)] == rows
+    assert runs.count == len(rows)
+    assert len(runs.starts) == (1 + sum(b != a + 1 for a, b in pairwise(rows)) if rows else 0)
+
+
+def test_a_budget_is_for_all_spools_together(tmp_path: Path) -> None:
+    spooler = WithinBudget(100, tmp_path)
+    first, second = spooler.spool(np.uint8), spooler.spool(np.uint8)
+    first.append(np.zeros(60, np.uint8))
+    second.append(np.ones(40, np.uint8))
+    assert not spooler.on_disk
+    second.append(np.ones(1, np.uint8))
+    assert spooler.on_disk
+    assert (first.finish().sum(), second.finish().sum()) == (0, 41)
+    spooler.close()
+
+
+def test_spools_that_grow_by_turns_beyond_their_extents_share_one_file(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    before = len(os.listdir("/proc/self/fd"))
+    spooler = OnDisk(tmp_path)
+    spools = [spooler.spool(np.uint8, (7,)) for _ in range(3)]
+    parts = [[draw.integers(0, 255, (rows, 7), np.uint8) for rows in (1, 149_796, 9, 700_000, 0, 5)] for _ in spools]
+    for turn in zip(*parts, strict=True):
+        for spool, part in zip(spools, turn, strict=True):
+            spool.append(part)
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    index = np.array([*range(149_700, 149_900), 3, *range(449_000, 450_000), 849_810], np.int64)
+    for spool, rows in zip(spools, parts, strict=True):
+        whole = np.concatenate(rows)
+        assert (spool.read(Runs.of(index)) == whole[index]).all()
+        assert (spool.finish() == whole).all()
+    assert os.fstat(spooler._file.fileno()).st_blocks * 512 < 1.1 * spooler.written
+    spooler.close()
+
+
+def test_more_spools_than_a_process_may_open_files(tmp_path: Path) -> None:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, limit[1]), limit[1]))
+    try:
+        for spooler in (OnDisk(tmp_path), WithinBudget(10, tmp_path)):
+            spools = [spooler.spool(np.int64) for _ in range(300)]
+            for number, spool in enumerate(spools):
+                spool.append(np.array([number, number]))
+            assert spooler.on_disk
+            assert [spool.finish().tolist() for spool in spools] == [[number, number] for number in range(300)]
+            spooler.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+
+
+def test_a_full_disk_is_named_with_what_was_to_go_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spooler = OnDisk(tmp_path)
+    spooler.spool(np.float32).append(np.zeros(500_000, np.float32))
+    with open("/dev/full", "wb", buffering=0) as full, spooler._file:
+        monkeypatch.setattr(spooler, "_file", full)
+        with pytest.raises(ClusterError, match=r"do not fit into '.*': 2\.0 MB are there, 4\.0 MB come next") as caught:
+            spooler.spool(np.uint8).append(np.zeros(4_000_000, np.uint8))
+    assert str(tmp_path) in str(caught.value)
+    assert "spark.local.dir" in str(caught.value)
+    spooler.close()
+
+
+def test_rows_outlive_their_directory(tmp_path: Path) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    spooler = OnDisk(folder)
+    spool = spooler.spool(np.int64)
+    spool.append(np.arange(10))
+    folder.rmdir()
+    spool.append(np.arange(10, 20))
+    assert spool.finish().tolist() == list(range(20))
+    spooler.close()
+
+
+def test_a_file_that_was_cut_off_is_an_error_and_not_a_signal(tmp_path: Path) -> None:
+    spooler = OnDisk(tmp_path)
+    spool = spooler.spool(np.int64)
+    spool.append(np.arange(10))
+    os.ftruncate(spooler._file.fileno(), 72)
+    assert spool.read(Runs.of(np.arange(9))).tolist() == list(range(9))
+    with pytest.raises(ClusterError, match=r"cannot read the rows of this worker back from .*8 bytes"):
+        spool.read(Runs.of(np.arange(10)))
+    spooler.close()
+
+
+def test_a_process_that_is_killed_leaves_no_file(tmp_path: Path) -> None:
+    script = (
+        "import os, signal, sys, numpy as np\n"
+        "from sparktorch.data.storage import OnDisk\n"
+        "spool = OnDisk(sys.argv[1]).spool(np.uint8)\n"
+        "spool.append(np.zeros(1 << 20, np.uint8))\n"
+        "print(os.listdir(sys.argv[1]), flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (-signal.SIGKILL, "[]\n"), ended.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_ranks_of_a_host_spread_over_sparks_local_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = [str(tmp_path / name) for name in ("a", "b")]
+    monkeypatch.setenv("SPARK_LOCAL_DIRS", ",".join([*folders, "/no/such/directory"]))
+    with pytest.raises(ClusterError, match=r"no local directory of Spark's can be written to: .*/a, .*/b, /no"):
+        local_directory()
+    for folder in folders:
+        Path(folder).mkdir()
+    assert [local_directory(rank) for rank in range(3)] == [*folders, folders[0]]
+    monkeypatch.delenv("SPARK_LOCAL_DIRS")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert local_directory(1) == str(tmp_path)
+
+
+def test_a_directory_that_cannot_be_written_to_is_refused() -> None:
+    with pytest.raises(ClusterError, match="cannot write to '/no/such/directory': No such file"):
+        OnDisk("/no/such/directory")

@@ -1,0 +1,188 @@
+"""Arrow columns become arrays, or an error that names column and row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from sparktorch.data.columns import Columns, TensorSpec
+from sparktorch.data.convert.checks import check_finite, check_labels, check_weights
+from sparktorch.data.convert.tensors import to_arrow, to_numpy
+from sparktorch.errors import ColumnError
+
+SCALAR = TensorSpec(name="x0", column="age", dtype="float32")
+PAIR = TensorSpec(name="x0", column="position", dtype="float32", shape=(2,))
+CLASSES = Columns(inputs=(), label=TensorSpec(name="y", column="kind", dtype="float64"), classes=3)
+NUMBERS = Columns(inputs=(), label=TensorSpec(name="y", column="price", dtype="float32"))
+
+
+def lists(*rows: Any, kind: pa.DataType | None = None) -> pa.Array:
+    return pa.array(rows, pa.list_(kind or pa.float32()))
+
+
+@pytest.mark.parametrize(
+    ("array", "spec", "expected"),
+    [
+        (pa.array([1, 2], pa.float32()), SCALAR, np.array([1, 2], np.float32)),
+        (pa.array([1, 2], pa.int16()), SCALAR, np.array([1, 2], np.float32)),
+        (pa.array([], pa.float32()), SCALAR, np.empty(0, np.float32)),
+        (pa.array([True, False]), SCALAR, np.array([1, 0], np.float32)),
+        (lists([1, 2], [3, 4]), PAIR, np.array([[1, 2], [3, 4]], np.float32)),
+        (lists([1, 2], [3, 4], kind=pa.float64()), PAIR, np.array([[1, 2], [3, 4]], np.float32)),
+        (pa.array([[1, 2]], pa.large_list(pa.float32())), PAIR, np.array([[1, 2]], np.float32)),
+        (lists(), PAIR, np.empty((0, 2), np.float32)),
+        (lists([0, 0], [1, 2], [3, 4], [5, 6]).slice(1, 2), PAIR, np.array([[1, 2], [3, 4]], np.float32)),
+        (lists([9], [1, 2], None).slice(1, 1), PAIR, np.array([[1, 2]], np.float32)),
+        (lists([None, 9], [1, 2]).slice(1), PAIR, np.array([[1, 2]], np.float32)),
+        (pa.array([9, 1, None], pa.float32()).slice(1, 1), SCALAR, np.array([1], np.float32)),
+        (lists([1, 2], [3, 4]).slice(2), PAIR, np.empty((0, 2), np.float32)),
+    ],
+)
+def test_a_column_becomes_rows_of_the_spec(array: pa.Array, spec: TensorSpec, expected: np.ndarray) -> None:
+    found = to_numpy(array, spec)
+    assert found.dtype == expected.dtype
+    assert found.shape == expected.shape
+    assert np.array_equal(found, expected)
+
+
+def vectors(*rows: dict[str, Any]) -> pa.Array:
+    """ML vectors as Spark keeps them: type 0 sparse, 1 dense."""
+    fields = {"type": pa.int8(), "size": pa.int32(), "indices": pa.list_(pa.int32()), "values": pa.list_(pa.float64())}
+    return pa.array([{name: row.get(name) for name in fields} for row in rows], pa.struct(list(fields.items())))
+
+
+DENSE = {"type": 1, "values": [1.0, 2.0]}
+SPARSE = {"type": 0, "size": 2, "indices": [1], "values": [7.0]}
+EMPTY = {"type": 0, "size": 2, "indices": [], "values": []}
+
+
+def test_dense_and_sparse_vectors_mix_in_a_column_and_in_a_slice_of_it() -> None:
+    column = vectors(SPARSE, DENSE, EMPTY, SPARSE, DENSE)
+    expected = np.array([[0, 7], [1, 2], [0, 0], [0, 7], [1, 2]], np.float32)
+    assert np.array_equal(to_numpy(column, PAIR), expected)
+    assert np.array_equal(to_numpy(column.slice(1, 3), PAIR), expected[1:4])
+    assert np.array_equal(to_numpy(column.take(pa.array([1, 4])), PAIR), expected[[1, 4]])
+
+
+def test_a_vector_of_another_size_is_refused_by_row() -> None:
+    for wrong, size in (({**SPARSE, "size": 3}, 3), ({"type": 1, "values": [1.0]}, 1)):
+        with pytest.raises(ColumnError, match=f"do not hold 2 values; the first has {size}") as caught:
+            to_numpy(vectors(SPARSE, wrong), PAIR, first_row=10)
+        assert caught.value.where["row"] == 11
+
+
+@pytest.mark.parametrize(
+    ("array", "spec", "row", "message"),
+    [
+        (pa.array([1, None, None], pa.float32()), SCALAR, 1, "column 'age' has 2 null values"),
+        (lists([1, 2], None, [3, 4]), PAIR, 1, "column 'position' has 1 null values"),
+        (lists([1, 2], [3, None], [None, 4]), PAIR, 1, "column 'position' has 2 null values"),
+        (lists([1, 2], [3, None]).slice(1), PAIR, 0, "column 'position' has 1 null values"),
+        (lists([1, 2], [3]), PAIR, 1, "1 rows of column 'position' do not hold 2 values; the first has 1"),
+        # The total fits two values a row: reshaping alone would shift values between rows.
+        (lists([1, 2], [3], [4, 5, 6]), PAIR, 1, "2 rows of column 'position' do not hold 2 values; the first has 1"),
+        (lists([1, 2, 3], []), PAIR, 0, "2 rows of column 'position' do not hold 2 values; the first has 3"),
+    ],
+)
+def test_a_row_that_does_not_fit_is_named(array: pa.Array, spec: TensorSpec, row: int, message: str) -> None:
+    with pytest.raises(ColumnError) as caught:
+        to_numpy(array, spec, first_row=1_000)
+    assert message in caught.value.what
+    assert caught.value.where == {"column": spec.column, "row": 1_000 + row}
+    assert caught.value.hint
+    assert ("'padded'" in caught.value.hint) == ("do not hold" in message)
+
+
+def test_arrays_share_the_buffer_where_the_layout_allows() -> None:
+    array = lists([1, 2], [3, 4])
+    assert np.shares_memory(to_numpy(array, PAIR), array.values.to_numpy())
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("shape", [(4,), (4, 3)])
+def test_nan_and_infinity_are_refused_with_the_number_of_rows(bad: float, shape: tuple[int, ...]) -> None:
+    values = np.zeros(shape, np.float32)
+    check_finite(values, SCALAR)
+    values[1] = bad
+    values[3] = bad
+    with pytest.raises(ColumnError, match="2 rows of column 'age' are NaN or infinite"):
+        check_finite(values, SCALAR)
+
+
+def test_opposite_infinities_do_not_cancel_out() -> None:
+    with pytest.raises(ColumnError, match="2 rows"):
+        check_finite(np.array([np.inf, 1, -np.inf], np.float32), SCALAR)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [np.full(4, np.finfo(np.float64).max), np.array([2**63 - 1] * 4), np.empty((0, 3), np.float32)],
+    ids=["a sum that overflows", "integers", "no rows"],
+)
+def test_finite_values_pass_whatever_their_sum(values: np.ndarray) -> None:
+    check_finite(values, SCALAR)
+
+
+def test_classes_become_integers() -> None:
+    labels = check_labels(np.array([0.0, 2.0, 1.0]), CLASSES)
+    assert labels.dtype == np.int64
+    assert labels.tolist() == [0, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("label", "shown"), [(3, "3"), (-1, "-1"), (1.5, "1.5"), (-0.25, "-0.25"), (1e9, "1e+09"), (1e300, "1e+300")]
+)
+def test_labels_that_are_no_classes_are_refused_with_an_example(label: float, shown: str) -> None:
+    with pytest.raises(ColumnError) as caught:
+        check_labels(np.array([0.0, label, 1.0]), CLASSES)
+    assert caught.value.what == f"1 labels in column 'kind' are not classes 0 ... 2, for example {shown}"
+    assert caught.value.where == {"column": "kind"}
+    assert "StringIndexer" in caught.value.hint
+
+
+@pytest.mark.parametrize("columns", [CLASSES, NUMBERS])
+def test_a_nan_label_is_refused(columns: Columns) -> None:
+    with pytest.raises(ColumnError, match=r"1 rows of column '(kind|price)' are NaN"):
+        check_labels(np.array([0.0, np.nan], np.float64), columns)
+
+
+def test_numbers_pass_as_labels() -> None:
+    labels = np.array([-1.5, 7e5], np.float32)
+    assert check_labels(labels, NUMBERS) is labels
+
+
+def test_weights_are_zero_or_more() -> None:
+    check_weights(np.array([0, 0.5, 3], np.float32), SCALAR)
+    with pytest.raises(ColumnError, match="2 weights in column 'age' are negative"):
+        check_weights(np.array([-1, 0.5, -3], np.float32), SCALAR)
+    with pytest.raises(ColumnError, match="1 rows of column 'age' are NaN"):
+        check_weights(np.array([np.nan, 1], np.float32), SCALAR)
+
+
+@given(
+    hnp.arrays(
+        st.sampled_from([np.float32, np.float64, np.int64]),
+        hnp.array_shapes(min_dims=1, max_dims=4, min_side=0, max_side=4),
+        elements=st.integers(-9, 9),
+    )
+)
+def test_arrays_of_any_shape_survive_the_way_to_arrow_and_back(values: np.ndarray) -> None:
+    column = to_arrow(values)
+    assert len(column) == len(values)
+    assert column.to_pylist() == values.tolist()
+    if values.ndim == 2:
+        dtype: Any = values.dtype.name
+        back = to_numpy(column, TensorSpec(name="x0", column="a", dtype=dtype, shape=values.shape[1:]))
+        assert back.dtype == values.dtype
+        assert np.array_equal(back, values)
+
+
+def test_a_transposed_array_keeps_its_values_on_the_way_to_arrow() -> None:
+    values = np.arange(6).reshape(2, 3).T
+    assert to_arrow(values).to_pylist() == values.tolist()

@@ -1,0 +1,165 @@
+"""The driver hears of a fit through a progress bar and listeners, and no listener can end it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from sparktorch import TorchClassificationModel, TorchClassifier
+from sparktorch.data.columns import Columns
+from sparktorch.ml.fit import listeners as events
+from sparktorch.ml.fit.listeners import Fit, FitReport
+from sparktorch.ml.summary import TrainingSummary
+from tests.support.callbacks import Diary as Diaries
+
+FIT = Fit(estimator=TorchClassifier(), spark=cast(Any, None))
+RECORD = {"epoch": 2, "epochs": 3, "step": 4, "steps": 10, "loss": 0.25}
+SUMMARY = TrainingSummary(
+    history=[{"epoch": epoch, "loss": 1 / epoch, "rows_per_second": 1e4} for epoch in (1, 2, 3)],
+    rows=95,
+    validationRows=5,
+    stepsPerEpoch=10,
+    numWorkers=1,
+    fingerprint="0" * 16,
+    seconds={"job": 1.5},
+    ranks=[{"rows": 95}],
+)
+
+
+class Diary:
+    """Writes down what it hears, and fails where it was told to."""
+
+    heard: list[str] = []
+    fails_at = ""
+
+    def _hear(self, what: str) -> None:
+        self.heard.append(what)
+        if what == self.fails_at:
+            raise ValueError("planted")
+
+    def prepared(self) -> None:
+        pass
+
+    def progress(self, record: dict[str, Any]) -> None:
+        self._hear(f"step {record['step']}")
+
+    def epoch(self, record: dict[str, Any]) -> None:
+        self._hear(f"epoch {record['epoch']}")
+
+    def finished(self, model: Any, summary: TrainingSummary) -> None:
+        self._hear("finished")
+
+    def failed(self, error: BaseException) -> None:
+        self._hear(f"failed: {error}")
+
+
+def listener_for(fit: Fit) -> Diary:
+    assert fit is FIT
+    return Diary()
+
+
+def caller() -> str:
+    return "here"
+
+
+@pytest.fixture
+def heard(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the one listener has heard; two others do not want to or cannot."""
+    monkeypatch.setattr(Diary, "heard", [])
+    nobody = SimpleNamespace(listener_for=lambda fit: None, caller=lambda: None)
+    monkeypatch.setitem(sys.modules, "nobody", cast(ModuleType, nobody))
+    monkeypatch.setattr(events, "LISTENERS", ["nobody", "no_such_module", __name__])
+    return Diary.heard
+
+
+def test_a_listener_hears_every_epoch_and_the_end(heard: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), FitReport(FIT, rows_per_step=8, show=False) as report:
+        report.epoch(SUMMARY.history[0])
+        report.epoch(SUMMARY.history[1])
+        report.finished(TorchClassificationModel(), SUMMARY)  # an epoch that nobody told of is told now
+    assert heard == ["epoch 1", "epoch 2", "epoch 3", "finished"]
+    assert "listener no_such_module could not start" in caplog.text
+
+
+def test_a_listener_that_fails_is_warned_about_and_heard_no_more(
+    heard: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Diary, "fails_at", "epoch 1")
+    with caplog.at_level(logging.WARNING), FitReport(FIT, rows_per_step=8, show=False) as report:
+        report.epoch({"epoch": 1})
+        report.epoch({"epoch": 2})
+    assert heard == ["epoch 1"]
+    assert "planted" in caplog.text
+
+
+def test_a_listener_hears_why_a_fit_failed(heard: list[str]) -> None:
+    with pytest.raises(KeyboardInterrupt), FitReport(FIT, rows_per_step=8, show=False):
+        raise KeyboardInterrupt("stop")
+    assert heard == ["failed: stop"]
+
+
+def test_the_bar_follows_rank_0_and_is_full_at_the_end(heard: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with FitReport(FIT, rows_per_step=8, show=True) as report:
+        report.progress(RECORD)
+        report.progress(RECORD)
+        assert report._bar is not None
+        assert report._bar.n == 14
+        report.finished(TorchClassificationModel(), SUMMARY)
+    shown = capsys.readouterr().err
+    assert "30/30" in shown
+    assert "epoch 3/3, loss 0.3333, 10,000 samples/s" in shown
+
+
+def test_the_bar_can_be_left_out(heard: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with FitReport(FIT, rows_per_step=8, show=False) as report:
+        report.progress(RECORD)
+        report.finished(TorchClassificationModel(), SUMMARY)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_listener_hears_of_every_place_once(heard: list[str]) -> None:
+    with FitReport(FIT, rows_per_step=8, show=False) as report:
+        report.progress(RECORD)
+        report.progress({**RECORD, "loss": float("nan")})
+        report.progress({**RECORD, "step": 5})
+    assert heard == ["step 4", "step 5"]
+
+
+def test_callbacks_hear_on_the_driver_until_they_fail(
+    heard: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    diary, failing = Diaries(tmp_path), Diaries(tmp_path)
+    failing.places = cast(Any, None)
+    fit = replace(FIT, estimator=TorchClassifier(callbacks=[failing, diary]))
+    with caplog.at_level(logging.WARNING), FitReport(fit, rows_per_step=8, show=False) as report:
+        report.prepared(Columns(inputs=()))
+        report.epoch(SUMMARY.history[0])
+        report.progress(RECORD)
+        report.epoch(SUMMARY.history[1])
+        report.finished(TorchClassificationModel(), SUMMARY)
+    assert diary.places == [RECORD]
+    assert diary.told == SUMMARY.history
+    assert failing.told == SUMMARY.history[:1]
+    assert f"{failing!r} failed and hears no more of this fit" in caplog.text
+
+
+def test_a_copy_knows_where_it_was_made(heard: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR):
+        assert TorchClassifier().copy()._callers == {__name__: "here"}
+
+
+def test_a_summary_knows_its_course_and_survives_the_way_to_json() -> None:
+    assert SUMMARY.objectiveHistory == [1, 1 / 2, 1 / 3]
+    assert SUMMARY.totalIterations == 30
+    assert TrainingSummary(**SUMMARY.to_dict()) == SUMMARY
+
+
+def test_a_summary_counts_the_steps_of_an_epoch_that_ended_early() -> None:
+    history = [{"epoch": 1, "loss": 1.0, "steps": 10}, {"epoch": 2, "loss": 0.5, "steps": 3}]
+    assert replace(SUMMARY, history=history).totalIterations == 13

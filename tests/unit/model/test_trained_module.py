@@ -1,0 +1,317 @@
+"""A trained module as plain files: it predicts the same to the last bit, and runs nobody else's code."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from torch import nn
+
+from sparktorch.base.config import Task
+from sparktorch.base.state_dict import pack_state
+from sparktorch.data.columns import TensorSpec
+from sparktorch.data.convert.tensors import to_arrow
+from sparktorch.errors import ColumnError, PersistenceError, SparkTorchError
+from sparktorch.model.export import Program
+from sparktorch.model.trained_module import FORMAT_VERSION, Scorer, TrainedModule
+from sparktorch.tracking.pyfunc import PyFuncModel
+from sparktorch.train.recipe.dry_run import describe_outputs
+from tests.support.nets import Logit, Mlp, NamedPair, Pair, Score
+
+X = np.random.default_rng(0).normal(size=(50, 5)).astype(np.float32)
+SCALE = np.linspace(0, 2, 50, dtype=np.float32)
+FEATURES = TensorSpec(name="x0", column="features", dtype="float32", shape=(5,))
+SCALES = TensorSpec(name="x1", column="scale", dtype="float32")
+
+
+def trained(source: Any, task: Task = "generic", params: dict[str, Any] | None = None, seed: int = 0) -> TrainedModule:
+    """A module as it comes out of training, two inputs for the pairs."""
+    torch.manual_seed(seed)
+    module = source if isinstance(source, nn.Module) else source(**(params or {}))
+    inputs = (FEATURES, SCALES) if isinstance(module, Pair | NamedPair) else (FEATURES,)
+    with torch.no_grad():
+        outputs = describe_outputs(module(*map(torch.from_numpy, arrays_for(inputs))))
+    return TrainedModule(
+        source=source,
+        params=params or {},
+        weights=pack_state(module.state_dict()),
+        inputs=inputs,
+        outputs=outputs,
+        task=task,
+    )
+
+
+def arrays_for(inputs: tuple[TensorSpec, ...]) -> list[np.ndarray]:
+    return [X, SCALE][: len(inputs)]
+
+
+def local_module() -> nn.Module:
+    class Local(Mlp):
+        pass
+
+    return Local()
+
+
+def branching_module() -> nn.Module:
+    class Branching(Mlp):
+        """Whose graph depends on the values that it sees."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            scores = super().forward(x)
+            return scores if scores.sum() > 0 else -scores
+
+    return Branching()
+
+
+class Activated(nn.Module):
+    """Takes a function as a parameter."""
+
+    def __init__(self, activation: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 3)
+        self.activation = activation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.activation(self.linear(x))
+
+
+def planted(directory: Path, **entry: Any) -> None:
+    form = json.loads((directory / "module.json").read_text())
+    (directory / "module.json").write_text(json.dumps({**form, "module": entry}))
+
+
+class Planted:
+    """Leaves a file behind when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self.path.write_text, ("ran",)
+
+
+@pytest.mark.parametrize(
+    ("source", "params", "task"),
+    [
+        (Mlp, {"hidden": 4}, "classification"),
+        ("tests.support.nets:Mlp", {}, "classification"),
+        (Logit, {}, "classification"),
+        (Score, {}, "regression"),
+        (Pair, {}, "generic"),
+        (NamedPair, {"width": 5}, "generic"),
+    ],
+)
+def test_a_saved_module_predicts_the_same_to_the_last_bit(
+    source: Any, params: dict[str, Any], task: Task, tmp_path: Path
+) -> None:
+    before = trained(Mlp, task) if isinstance(source, str) else trained(source, task, params)
+    before = replace(before, source=source)
+    before.save(tmp_path)
+    after = TrainedModule.load(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"weights.safetensors", "module.json"}
+    assert (after.inputs, after.outputs, after.task, dict(after.params)) == (
+        before.inputs,
+        before.outputs,
+        task,
+        params,
+    )
+    first, second = (Scorer(module).score_arrays(arrays_for(before.inputs)) for module in (before, after))
+    assert first.keys() == second.keys()
+    assert all(np.array_equal(first[name], second[name]) for name in first)
+
+
+def test_code_without_an_import_path_is_pickled_only_where_that_is_allowed(tmp_path: Path) -> None:
+    before = trained(branching_module(), "classification")
+    with pytest.raises(
+        PersistenceError, match=r"the module .*Branching has no import path .* cannot capture"
+    ) as caught:
+        before.save(tmp_path)
+    assert "allowPickle" in caught.value.hint
+    before.save(tmp_path, allow_pickle=True)
+    with pytest.raises(PersistenceError, match="loading a pickle runs whatever is in it") as caught:
+        TrainedModule.load(tmp_path)
+    assert "allowPickle" in caught.value.hint
+    after = TrainedModule.load(tmp_path, allow_pickle=True)
+    assert np.array_equal(Scorer(before).score_arrays([X])["scores"], Scorer(after).score_arrays([X])["scores"])
+
+
+def test_thresholds_decide_in_a_pyfunc_too() -> None:
+    classifier = trained(Mlp, "classification")
+    settings = {"inputs": ["features"], "outputs": {"probability": "p", "prediction": "class"}}
+    usual = PyFuncModel(classifier, settings, "cpu").predict(X)
+    assert (usual["class"] == np.argmax(np.stack(usual["p"]), axis=1)).all()
+    thresholds = [0.1] + [0.9] * (usual["p"][0].size - 1)
+    found = PyFuncModel(classifier, {**settings, "thresholds": thresholds}, "cpu").predict(X)
+    assert (found["class"] == np.argmax(np.stack(found["p"]) / thresholds, axis=1)).all()
+    assert (found["class"] != usual["class"]).any()
+
+
+@pytest.mark.parametrize("module", [{"pickle": "module.pkl"}, {"path": "tests.support.nets:Mlp", "params": {}}])
+def test_a_planted_pickle_is_not_run(module: dict[str, Any], tmp_path: Path) -> None:
+    trained(Mlp, "classification").save(tmp_path)
+    planted(tmp_path, **module)
+    witness = tmp_path / "witness"
+    (tmp_path / "module.pkl").write_bytes(pickle.dumps(Planted(witness)))
+    if "pickle" in module:
+        with pytest.raises(PersistenceError):
+            TrainedModule.load(tmp_path)
+    else:
+        TrainedModule.load(tmp_path).build()
+    assert not witness.exists()
+    pickle.loads((tmp_path / "module.pkl").read_bytes())
+    assert witness.exists(), "the planted pickle would have left its mark"
+
+
+def test_a_planted_pickle_in_place_of_the_weights_is_not_run(tmp_path: Path) -> None:
+    trained(Mlp, "classification").save(tmp_path)
+    witness = tmp_path / "witness"
+    (tmp_path / "weights.safetensors").write_bytes(pickle.dumps(Planted(witness)))
+    with pytest.raises(Exception, match=r"(?i)header"):
+        TrainedModule.load(tmp_path).build()
+    assert not witness.exists()
+
+
+def test_a_planted_import_path_calls_nothing_but_a_module(tmp_path: Path) -> None:
+    trained(Mlp, "classification").save(tmp_path)
+    witness = tmp_path / "witness"
+    planted(tmp_path, path="os:system", params={"command": f"touch {witness}"})
+    with pytest.raises(SparkTorchError):
+        TrainedModule.load(tmp_path).build()
+    assert not witness.exists()
+
+
+def test_parameters_that_are_no_json_leave_the_graph(tmp_path: Path) -> None:
+    before = trained(Activated, params={"activation": torch.tanh})
+    before.save(tmp_path)
+    after = TrainedModule.load(tmp_path)
+    assert isinstance(after.source, Program)
+    assert np.array_equal(Scorer(before).score_arrays([X])["prediction"], Scorer(after).score_arrays([X])["prediction"])
+
+
+def test_what_is_no_model_or_of_a_later_format_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PersistenceError, match=r"module\.json is missing"):
+        TrainedModule.load(tmp_path)
+    trained(Mlp).save(tmp_path)
+    form = json.loads((tmp_path / "module.json").read_text())
+    (tmp_path / "module.json").write_text(json.dumps({**form, "format": FORMAT_VERSION + 1}))
+    with pytest.raises(PersistenceError, match=f"saved in format {FORMAT_VERSION + 1}") as caught:
+        TrainedModule.load(tmp_path)
+    assert "upgrade" in caught.value.hint
+
+
+def test_tied_and_integer_weights_survive(tmp_path: Path) -> None:
+    tied = nn.Sequential(nn.Linear(5, 5, bias=False), nn.Linear(5, 5, bias=False), nn.BatchNorm1d(5))
+    tied[1].weight = tied[0].weight
+    before = trained(tied)
+    before.save(tmp_path, allow_pickle=True)
+    after = TrainedModule.load(tmp_path, allow_pickle=True)
+    expected = before.build().state_dict()
+    found = after.build().state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[n], expected[n]) and found[n].dtype == expected[n].dtype for n in expected)
+
+
+def test_a_built_module_is_a_fresh_copy_in_evaluation_mode() -> None:
+    model = trained(nn.Sequential(nn.Linear(5, 2), nn.Dropout(0.5)))
+    first, second = model.build(), model.build()
+    assert not first.training
+    with torch.no_grad():
+        next(first.parameters()).zero_()
+    assert next(second.parameters()).any()
+
+
+def score(source: Any, task: Task, **options: Any) -> dict[str, np.ndarray]:
+    model = trained(source, task)
+    return Scorer(model, **options).score([to_arrow(array) for array in arrays_for(model.inputs)])
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 50, 8192])
+@pytest.mark.parametrize(("source", "task"), [(Mlp, "classification"), (Score, "regression"), (NamedPair, "generic")])
+def test_scores_do_not_depend_on_the_batches(source: Any, task: Task, batch_size: int) -> None:
+    whole, parts = score(source, task), score(source, task, batch_size=batch_size)
+    assert whole.keys() == parts.keys()
+    for name in whole:
+        np.testing.assert_allclose(parts[name], whole[name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_classifier_gives_scores_probabilities_and_the_best_class() -> None:
+    result = score(Mlp, "classification")
+    assert {name: (a.shape, a.dtype.name) for name, a in result.items()} == {
+        "scores": ((50, 3), "float64"),
+        "probability": ((50, 3), "float64"),
+        "prediction": ((50,), "float64"),
+    }
+    np.testing.assert_allclose(result["probability"].sum(1), 1, atol=1e-12)
+    assert np.array_equal(result["prediction"], result["scores"].argmax(1))
+
+
+@pytest.mark.parametrize("source", [Logit, Score])
+def test_one_logit_is_a_classifier_of_two(source: Any) -> None:
+    model = trained(source, "classification")
+    result = Scorer(model).score_arrays([X])
+    with torch.no_grad():
+        logit = model.build()(torch.from_numpy(X)).double().reshape(-1).numpy()
+    assert np.array_equal(result["scores"], np.stack([-logit, logit], 1))
+    np.testing.assert_allclose(result["probability"][:, 1], 1 / (1 + np.exp(-logit)), rtol=1e-12)
+    assert np.array_equal(result["prediction"], logit > 0)
+
+
+@pytest.mark.parametrize(("source", "shape"), [(Score, (50,)), (Logit, (50,)), (Mlp, (50, 3))])
+def test_a_regressor_gives_a_number_or_a_row_of_numbers(source: Any, shape: tuple[int, ...]) -> None:
+    result = score(source, "regression")
+    assert list(result) == ["prediction"]
+    assert (result["prediction"].shape, result["prediction"].dtype.name) == (shape, "float64")
+
+
+@pytest.mark.parametrize(
+    ("source", "shapes"),
+    [
+        (Mlp, {"prediction": (50, 3)}),
+        (Pair, {"0": (50, 2), "1": (50,)}),
+        (NamedPair, {"left": (50, 2), "total": (50,)}),
+    ],
+)
+def test_any_other_module_gives_its_outputs_by_name(source: Any, shapes: dict[str, tuple[int, ...]]) -> None:
+    assert {name: array.shape for name, array in score(source, "generic").items()} == shapes
+
+
+@pytest.mark.parametrize(("source", "task"), [(Mlp, "classification"), (Score, "regression"), (Pair, "generic")])
+def test_no_rows_give_no_rows(source: Any, task: Task) -> None:
+    model = trained(source, task)
+    result = Scorer(model).score([to_arrow(array[:0]) for array in arrays_for(model.inputs)])
+    full = score(source, task)
+    assert {n: a.shape for n, a in result.items()} == {n: (0, *a.shape[1:]) for n, a in full.items()}
+
+
+def test_rows_of_another_shape_are_refused() -> None:
+    with pytest.raises(ColumnError, match="50 rows of column 'features' do not hold 5 values"):
+        Scorer(trained(Mlp)).score([to_arrow(X[:, :4])])
+
+
+@pytest.mark.parametrize(
+    ("columns", "says"),
+    [
+        ([pa.array(["a", "b"])], "column 'features' is string, but the model was fitted on"),
+        ([pa.array([1.0, 2.0])], "column 'features' is double, but the model was fitted on"),
+        ([to_arrow(X), to_arrow(SCALE)], "the model takes 1 columns, and got 2"),
+    ],
+)
+def test_columns_that_an_sql_function_was_not_made_for_are_named(columns: list[pa.Array], says: str) -> None:
+    with pytest.raises(ColumnError, match=says):
+        Scorer(trained(Mlp)).score(columns)
+
+
+@pytest.mark.parametrize("thresholds", [None, [0.1, 0.5, 0.9]])
+def test_a_row_whose_scores_are_nan_is_of_no_class(thresholds: list[float] | None) -> None:
+    rows = X.copy()
+    rows[1, 0] = np.nan
+    found = Scorer(trained(Mlp, "classification"), thresholds=thresholds).score_arrays([rows])["prediction"]
+    assert np.flatnonzero(np.isnan(found)).tolist() == [1]

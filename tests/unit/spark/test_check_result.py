@@ -1,0 +1,52 @@
+"""Findings become JSON, advice, warnings and errors."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+
+from sparktorch.errors import ClusterError
+from sparktorch.spark.checks.check_result import Finding, refuse, worst
+
+FINE = Finding(check="slots", status="ok", found="4 slots")
+DOUBTFUL = Finding(
+    check="shared-memory", status="warning", found="/dev/shm has 64 MiB free", where={"host": "a"}, hint="give it more"
+)
+FATAL = Finding(
+    check="speculation", status="failure", found="speculation is on", setting="spark.speculation", value="false"
+)
+
+
+def test_a_finding_has_the_same_keys_whatever_it_says() -> None:
+    for finding in (FINE, DOUBTFUL, FATAL):
+        form = json.loads(json.dumps(finding.to_dict()))
+        assert list(form) == ["check", "status", "found", "where", "setting", "value", "hint"]
+        assert Finding(**form) == finding
+
+
+def test_the_gravest_status_counts() -> None:
+    assert worst([]) == "ok"
+    assert worst([FINE, DOUBTFUL]) == "warning"
+    assert worst([FATAL, DOUBTFUL, FINE]) == "failure"
+
+
+def test_advice_is_the_hint_or_the_setting() -> None:
+    assert FINE.advice == ""
+    assert DOUBTFUL.advice == "give it more"
+    assert FATAL.advice == "set spark.speculation=false"
+
+
+def test_warnings_are_logged_and_the_first_failure_raised(caplog: pytest.LogCaptureFixture) -> None:
+    later = Finding(check="slots", status="failure", found="no slots")
+    with caplog.at_level(logging.WARNING, "sparktorch"), pytest.raises(ClusterError) as caught:
+        refuse([FINE, DOUBTFUL, FATAL, later])
+    assert str(caught.value) == "speculation is on\n  -> set spark.speculation=false"
+    assert [record.getMessage() for record in caplog.records] == [
+        "/dev/shm has 64 MiB free [host=a]\n  -> give it more"
+    ]
+
+
+def test_nothing_wrong_is_no_error() -> None:
+    refuse([FINE, DOUBTFUL])

@@ -1,0 +1,85 @@
+"""Which column a user's name stands for."""
+
+from __future__ import annotations
+
+import pytest
+from pyspark.ml.linalg import VectorUDT
+from pyspark.sql import types as T
+
+from sparktorch.errors import ColumnError
+from sparktorch.spark.column_names import ColumnNames
+
+_INNER = T.StructType().add("b", T.StringType()).add("c.d", T.StructType().add("Deep", T.FloatType()))
+SCHEMA = (
+    T.StructType()
+    .add("id", T.LongType())
+    .add("Features", VectorUDT())
+    .add("a.b", T.IntegerType())
+    .add("a", _INNER)
+    .add("tick`s", T.IntegerType())
+    .add("rows", T.ArrayType(T.StructType().add("x", T.DoubleType())))
+    .add("grid", T.ArrayType(T.ArrayType(T.StructType().add("x", T.DoubleType()))))
+    .add("twice", T.IntegerType())
+    .add("twice", T.IntegerType())
+    .add("case", T.IntegerType())
+    .add("CASE", T.StringType())
+)
+
+
+def names(case_sensitive: bool = False) -> ColumnNames:
+    return ColumnNames(SCHEMA, lambda: case_sensitive)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("id", "bigint"),
+        ("ID", "bigint"),
+        ("a.b", "int"),  # a column of that very name goes before a path
+        ("A.B", "int"),
+        ("`a`.b", "string"),
+        ("a.`c.d`.deep", "float"),
+        ("tick`s", "int"),
+        ("`tick``s`", "int"),
+        ("rows.x", "array<double>"),
+    ],
+)
+def test_a_name_is_a_columns_own_or_else_a_path_into_structs(name: str, kind: str) -> None:
+    assert names().type_of(name).simpleString() == kind
+
+
+@pytest.mark.parametrize(
+    ("name", "case_sensitive", "says"),
+    [
+        ("features", True, ["no column 'features'", "did you mean 'Features'"]),
+        ("feature", False, ["no column 'feature'", "did you mean 'Features'"]),
+        ("a.e", False, ["no column 'a.e': 'a' has no field 'e'", "valid names: b, c.d"]),
+        ("id.x", False, ["no column 'id.x': 'id' is bigint, which has no fields"]),
+        ("grid.x", False, ["no column 'grid.x': 'grid' is array<array<struct<x:double>>>, which has no fields"]),
+        ("a.", False, ["no column 'a.'"]),
+        ("twice", False, ["2 columns are called 'twice'", "left.join(right, 'id')", "toDF"]),
+        ("case", False, ["'case' or 'CASE', which differ in case alone", "spark.sql.caseSensitive=true"]),
+    ],
+)
+def test_a_name_of_no_column_or_of_several_is_refused(name: str, case_sensitive: bool, says: list[str]) -> None:
+    with pytest.raises(ColumnError) as caught:
+        names(case_sensitive).type_of(name)
+    assert caught.value.where["column"] == name
+    for text in says:
+        assert text in str(caught.value)
+
+
+def test_case_tells_columns_apart_where_spark_says_so() -> None:
+    assert names(case_sensitive=True).type_of("CASE").simpleString() == "string"
+    assert names(case_sensitive=True).called("case") == ["case"]
+    assert names().called("cASe") == ["case", "CASE"]
+
+
+def test_whether_case_counts_is_asked_only_where_it_matters() -> None:
+    def asked() -> bool:
+        raise AssertionError("asked")
+
+    found = ColumnNames(SCHEMA, asked)
+    assert found.type_of("id").simpleString() == "bigint"
+    with pytest.raises(ColumnError, match="2 columns"):
+        found.type_of("twice")

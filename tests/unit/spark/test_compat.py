@@ -1,0 +1,80 @@
+"""What pyspark 4.0 and older hand to a scoring function, pandas in place of Arrow, becomes what was sent."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pytest
+
+from sparktorch.data.columns import TensorSpec
+from sparktorch.data.convert.sql_types import arrow_type
+from sparktorch.spark.compat import from_pandas
+
+DAY = datetime.date(2020, 1, 31)
+MICROSECOND = 1_600_000_000_000_001  # a timestamp, as `for_pandas` sends it
+
+VECTOR = "struct<type:tinyint,size:int,indices:array<int>,values:array<double>>"
+
+CASES: dict[str, list[Any]] = {
+    "bigint": [1, None],
+    "boolean": [True, None],
+    "string": ["a", None],
+    "binary": [b"a", None],
+    "date": [DAY, None],
+    "timestamp": [MICROSECOND, None],
+    "array<string>": [None, None],
+    "array<bigint>": [[1, None], None],
+    "array<array<string>>": [[["a"], [], None], None],
+    "array<date>": [[DAY], None],
+    "array<timestamp>": [[MICROSECOND], None],
+    "array<struct<a:int,t:timestamp>>": [[{"a": 1, "t": MICROSECOND}]],
+    "struct<size:string,data:double>": [{"size": "xl", "data": 1.5}, None],
+    "struct<indices:array<bigint>,t:timestamp>": [{"indices": [1], "t": MICROSECOND}],
+}
+
+
+def in_pandas(column: pa.Array) -> Any:
+    """Returns a column as pyspark's workers have it."""
+    if not pa.types.is_struct(column.type):
+        return column.to_pandas(date_as_object=True)
+    fields = zip(column.flatten(), column.type, strict=True)
+    return pd.concat([values.to_pandas(date_as_object=True).rename(field.name) for values, field in fields], axis=1)
+
+
+def sent_back(column: pa.Array, spec: TensorSpec) -> pa.Array:
+    """Returns what a scoring function is given for a column."""
+    (found,) = from_pandas(in_pandas(column), [spec])
+    return found
+
+
+@pytest.mark.parametrize("sql", CASES)
+def test_a_column_for_a_callable_has_its_type_and_values_whatever_pandas_makes_of_it(sql: str) -> None:
+    kind = arrow_type(sql)
+    column = pa.array(CASES[sql], arrow_type(sql.replace("timestamp", "bigint")))
+    found = sent_back(column, TensorSpec(name="x0", column="c", dtype="float32", kind="any", sql=sql))
+    assert found.type == kind
+    assert found.equals(column.cast(kind))
+
+
+def test_numbers_have_the_type_of_their_input_also_where_all_are_null() -> None:
+    ids = TensorSpec(name="x0", column="c", dtype="int64")
+    assert sent_back(pa.array([1, None]), ids).equals(pa.array([1, None]))
+    lists = TensorSpec(name="x0", column="c", dtype="float32", shape=(2,))
+    for rows in ([None, None], [[1.5, None], None]):
+        column = pa.array(rows, pa.list_(pa.float32()))
+        assert sent_back(column, lists).equals(column)
+
+
+def test_a_function_in_sql_may_get_numbers_of_another_type() -> None:
+    ids = TensorSpec(name="x0", column="c", dtype="int64")
+    assert sent_back(pa.array([1.5, None]), ids).to_pylist() == [1.5, None]
+
+
+def test_a_function_in_sql_may_get_vectors_where_the_model_was_fitted_on_arrays() -> None:
+    lists = TensorSpec(name="x0", column="c", dtype="float32", shape=(2,))
+    vector = {"type": 1, "size": None, "indices": None, "values": [1.0, 2.0]}
+    (found,) = sent_back(pa.array([vector], arrow_type(VECTOR)), lists).to_pylist()
+    assert found == vector

@@ -1,0 +1,178 @@
+"""What the executors' answers mean, one planted fact at a time."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from sparktorch.spark.checks.check_result import Finding
+from sparktorch.spark.checks.diagnose import FLOORS, diagnose
+from sparktorch.spark.checks.executor_report import Answer, Expected
+from tests.support.programs import ROOT
+
+PACKAGES = {
+    "torch": {"version": "2.13.0+cpu"},
+    "numpy": {"version": "2.4.6"},
+    "pyarrow": {"version": "25.0.1"},
+    "safetensors": {"version": "0.8.0"},
+    "sparktorch": {"version": "0.1.0", "code": "abc"},
+    "pandas": {"version": "2.3.3"},
+}
+GIB = 1 << 30
+
+
+def answer(rank: int = 0, **facts: Any) -> Answer:
+    well: dict[str, Any] = {
+        "host": f"10.0.0.{rank}",
+        "executor": f"10.0.0.{rank}:4040",
+        "python": "3.11.7",
+        "executable": "/opt/python",
+        "packages": PACKAGES,
+        "hostname": f"node{rank}",
+        "names": {},
+        "driver": None,
+        "shared_memory": 8 * GIB,
+        "disks": {"/data": 90 * GIB},
+        "gpus": [],
+        "cuda_visible_devices": None,
+        "cuda": 0,
+        "gpu_uuids": [],
+        "checkpoint": None,
+        "peers": {},
+        "files": None,
+    }
+    return Answer(rank=rank, **{**well, **facts})
+
+
+def with_package(name: str, **found: str) -> dict[str, dict[str, str]]:
+    return {**PACKAGES, name: found}
+
+
+def problems(*answers: Answer, **expected: Any) -> list[Finding]:
+    measure = Expected(**{"packages": PACKAGES, "driver": "10.0.1.1", "world_size": len(answers), **expected})
+    return [finding for finding in diagnose(answers, measure) if finding.status != "ok"]
+
+
+def test_where_all_is_well_each_check_says_so_once() -> None:
+    answers = [answer(rank, files=[0, 1]) for rank in range(2)]
+    measure = Expected(packages=PACKAGES, driver="10.0.1.1", checkpoint_dir="s3://b/c", world_size=2)
+    found = diagnose(answers, measure)
+    assert {finding.status for finding in found} == {"ok"}
+    checks = [finding.check for finding in found]
+    assert len(set(checks)) == len(checks)
+    assert set(checks) == {
+        *("packages", "driver-reachable", "peers-reachable", "host-names", "gpu-addresses"),
+        *("shared-memory", "local-disk", "checkpoint-dir"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("check", "status", "facts", "says"),
+    [
+        (
+            "packages",
+            "failure",
+            {"packages": with_package("torch", error="ModuleNotFoundError: No module named 'torch'")},
+            "torch cannot be imported by /opt/python: ModuleNotFoundError",
+        ),
+        ("packages", "failure", {"packages": with_package("torch", version="2.9.1")}, "torch is 2.9.1, and a rank"),
+        ("packages", "warning", {"packages": with_package("torch", version="2.12.0")}, "on the driver 2.13.0"),
+        ("packages", "warning", {"packages": with_package("numpy", version="1.26.4")}, "on the driver 2.4.6"),
+        ("packages", "failure", {"packages": with_package("sparktorch", error="gone")}, "sparktorch cannot be"),
+        ("packages", "failure", {"packages": with_package("sparktorch", version="0.0.9", code="abc")}, "is 0.0.9"),
+        ("packages", "warning", {"packages": with_package("sparktorch", version="0.1.0", code="d")}, "driver's code"),
+        ("driver-reachable", "failure", {"driver": "timed out"}, "the driver at 10.0.1.1: timed out"),
+        ("peers-reachable", "failure", {"peers": {"rank 1 at 10.0.0.1": "refused"}}, "rank 1 at 10.0.0.1: refused"),
+        ("shared-memory", "warning", {"shared_memory": 64 << 20}, "/dev/shm has 64 MiB free"),
+        ("shared-memory", "warning", {"shared_memory": None}, "/dev/shm does not exist"),
+        ("local-disk", "warning", {"disks": {"/data": 800 << 20, "/tmp": 9 * GIB}}, "/data has 800 MiB free"),
+        ("local-disk", "failure", {"disks": {"/data": 1 << 20}}, "/data has 1 MiB free"),
+        ("gpu-addresses", "failure", {"gpus": ["5"], "cuda": 0}, "GPU 5, device 5, but torch sees 0"),
+        (
+            "gpu-addresses",
+            "failure",
+            {"gpus": ["2"], "cuda": 2, "cuda_visible_devices": "0,1"},
+            "GPU 2, which CUDA_VISIBLE_DEVICES=0,1 hides",
+        ),
+    ],
+)
+def test_one_executor_with_one_fault(check: str, status: str, facts: dict[str, Any], says: str) -> None:
+    (found,) = problems(answer(0, **facts), answer(1))
+    assert (found.check, found.status) == (check, status)
+    assert says in found.found
+    assert found.where["host"] == "10.0.0.0"
+    assert found.setting
+    assert found.value
+    assert found.advice
+
+
+def test_a_patch_release_or_another_build_is_no_difference() -> None:
+    assert not problems(answer(packages=with_package("torch", version="2.13.1+cu128")))
+
+
+def test_pandas_is_missed_where_spark_needs_it() -> None:
+    lean = answer(packages={name: found for name, found in PACKAGES.items() if name != "pandas"})
+    assert not problems(lean)
+    (found,) = problems(lean, pandas=True)
+    assert "pandas cannot be imported by /opt/python: it is not installed" in found.found
+
+
+def test_what_the_tasks_of_an_executor_share_is_told_once() -> None:
+    place = {"host": "10.0.0.0", "executor": "10.0.0.0:4040"}
+    (found,) = problems(*(answer(rank, driver="timed out", **place) for rank in range(4)))
+    assert found.where == place
+
+
+def test_the_address_on_the_way_to_the_executor_is_what_to_set() -> None:
+    (found,) = problems(answer(driver="refused"), towards=lambda host: f"towards-{host}")
+    assert (found.setting, found.value) == ("spark.driver.host", "towards-10.0.0.0")
+    assert "such as towards-10.0.0.0" in found.advice
+
+
+@pytest.mark.parametrize(("executors", "status"), [({"elsewhere"}, "warning"), ({"node0"}, "failure")])
+def test_a_name_that_means_the_machine_itself_is_fatal_where_spark_uses_it(executors: set[str], status: str) -> None:
+    names = {"node0": "127.0.1.1", "node1": "10.0.0.1"}
+    found, *others = problems(answer(0, names=names), answer(1, names=names), executors=frozenset(executors))
+    assert (found.check, found.status, found.where) == ("host-names", status, {"host": "10.0.0.0"})
+    assert "'node0' resolves to 127.0.1.1" in found.found
+    assert ("is what Spark calls an executor" in found.found) == (status == "failure")
+    assert (found.setting, found.value) == ("/etc/hosts", "10.0.0.0 node0")
+    assert [other.where for other in others] == [{"host": "10.0.0.1"}]
+
+
+def test_on_one_machine_a_loopback_name_is_as_good_as_any() -> None:
+    same = {"host": "10.0.0.0", "names": {"node0": "127.0.1.1"}}
+    assert not problems(answer(0, **same), answer(1, **same))
+
+
+def test_one_gpu_in_two_hands_is_found_by_its_uuid() -> None:
+    same = {"host": "a", "gpus": ["0"], "cuda": 1, "gpu_uuids": ["GPU-1"]}
+    (found,) = problems(answer(0, **same), answer(1, **same))
+    assert "the GPU GPU-1 was given to tasks 0, 1" in found.found
+    isolated = {**same, "gpu_uuids": ["GPU-2"]}  # in containers every device is number 0
+    assert not problems(answer(0, **same), answer(1, **isolated))
+
+
+def test_idle_gpus_are_worth_a_warning() -> None:
+    (found,) = problems(*(answer(rank, host="a", cuda=2) for rank in range(3)))
+    assert (found.status, found.setting) == ("warning", "numWorkers")
+    assert "3 ranks share 2 GPUs" in found.found
+    assert not problems(*(answer(rank, host="a", cuda=2) for rank in range(3)), device="cpu")
+
+
+def test_checkpoints_need_a_directory_that_all_can_write_and_see() -> None:
+    here = {"checkpoint_dir": "/data"}
+    (found,) = problems(answer(0, checkpoint="OSError: read-only"), answer(1, files=[1]), **here)
+    assert found.where["rank"] == 0
+    assert "cannot keep a file in /data: OSError: read-only" in found.found
+    alone = problems(answer(0, files=[0]), answer(1, files=[1]), **here)
+    assert [finding.where["rank"] for finding in alone] == [0, 1]
+    assert "does not see in /data what other tasks have written" in alone[0].found
+    assert not problems(answer(0, checkpoint="not asked about"))
+
+
+def test_the_floors_are_those_of_the_distribution() -> None:
+    lines = re.findall(r'"(\w+)>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    assert {name: floor for name, floor in lines if name in FLOORS} == FLOORS

@@ -1,0 +1,102 @@
+"""Parts of the Spark side that are arithmetic on strings and bytes."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from pyspark.sql import Row
+
+from sparktorch.errors import ClusterError, ColumnError
+from sparktorch.spark.checks.executor_probe import address_towards, host_of
+from sparktorch.spark.launch.gpus import choose_device, device_index
+from sparktorch.spark.launch.rank_task import RESULT_SCHEMA, _chunks, assemble, failure_in
+from sparktorch.worker import RankResult
+
+
+@pytest.mark.parametrize(
+    ("address", "visible", "index"),
+    [
+        ("0", None, 0),
+        ("3", None, 3),
+        ("3", "", 3),
+        ("3", "3", 0),
+        ("5", "2,5,7", 1),
+        ("7", "2, 5, 7", 2),
+        ("GPU-8f3e", "GPU-1a2b,GPU-8f3e", 1),
+    ],
+)
+def test_a_gpu_address_becomes_the_index_that_cuda_counts(address: str, visible: str | None, index: int) -> None:
+    assert device_index(address, visible) == index
+
+
+@pytest.mark.parametrize(
+    ("address", "visible", "message"),
+    [
+        ("GPU-8f3e", None, "GPU address 'GPU-8f3e' is no device index"),
+        ("1", "0,2", "Spark assigned GPU 1, which CUDA_VISIBLE_DEVICES=0,2 hides"),
+        ("1", "GPU-1a2b", "Spark assigned GPU 1, which CUDA_VISIBLE_DEVICES=GPU-1a2b hides"),
+    ],
+)
+def test_a_gpu_that_cuda_does_not_see_is_refused(address: str, visible: str | None, message: str) -> None:
+    with pytest.raises(ClusterError) as caught:
+        device_index(address, visible)
+    assert caught.value.what == message
+    assert caught.value.hint
+
+
+def test_a_rank_trains_on_the_device_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    beyond = torch.cuda.device_count()
+    assert choose_device("cpu", ["0"], local_rank=0, local_size=1) == "cpu"
+    assert choose_device("auto", [], local_rank=0, local_size=beyond + 1) == "cpu"
+    with pytest.raises(ClusterError, match=f"was to use cuda device {beyond}, but torch sees {beyond}"):
+        choose_device("cuda", [str(beyond)], local_rank=0, local_size=1)
+
+
+@pytest.mark.parametrize(
+    ("address", "host"),
+    [
+        ("worker-3", "worker-3"),
+        ("worker-3:41233", "worker-3"),
+        ("10.0.0.7:41233", "10.0.0.7"),
+        ("[fe80::1]:41233", "fe80::1"),
+        ("[::1]", "::1"),
+    ],
+)
+def test_the_host_of_an_address_is_found(address: str, host: str) -> None:
+    assert host_of(address) == host
+
+
+def test_the_local_address_towards_a_host_is_known_where_there_is_one() -> None:
+    assert address_towards("127.0.0.1") == "127.0.0.1"
+    assert address_towards("::1") == ""
+
+
+@pytest.mark.parametrize("megabytes", [0, 1, 40])
+def test_a_result_of_any_size_survives_its_way_in_chunks(megabytes: int) -> None:
+    payload = np.random.default_rng(0).bytes(megabytes << 20)
+    results = [RankResult({"rows": rank, "history": [{"loss": 0.5}]}, b"" if rank else payload) for rank in range(3)]
+    chunks = [list(_chunks(rank, result)) for rank, result in enumerate(results)]
+    assert max(batch.nbytes for batches in chunks for batch in batches) < 17 << 20
+    table = pa.Table.from_batches([batch for batches in (chunks[2], chunks[0], chunks[1]) for batch in batches])
+    assert [f"{field.name} {field.type}" for field in table.schema] == ["rank int32", "meta string", "payload binary"]
+    assert RESULT_SCHEMA == "rank int, meta string, payload binary"
+    assert assemble([Row(*row.values()) for row in table.to_pylist()], 3) == [
+        (result.meta, result.payload) for result in results
+    ]
+
+
+def test_a_failure_is_found_in_the_message_of_a_spark_job() -> None:
+    error = ColumnError("column 'a' has \"3\" null values", hint="drop\nthem", column="a", rank=1)
+    message = (
+        "Job aborted due to stage failure: ... org.apache.spark.api.python.PythonException: Traceback\n"
+        f"RankError: ...\n\nsparktorch-failure:{json.dumps(error.to_dict())}\n\n\tat org.apache.spark.Worker"
+    )
+    found = failure_in(message)
+    assert type(found) is ColumnError
+    assert found.to_dict() == error.to_dict()
+    assert failure_in("Job aborted due to stage failure: {}") is None

@@ -1,0 +1,183 @@
+"""What a fit logs is delivered in order and once, whatever MLflow does meanwhile; a fit never waits for it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import threading
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast, get_args
+
+import pytest
+from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
+
+from sparktorch.data.columns import Columns, DType, TensorSpec
+from sparktorch.tracking import run_metadata as facts
+from sparktorch.tracking.async_logger import Outbox, Sample
+from sparktorch.tracking.runs import Target
+from sparktorch.tracking.system import SystemMetrics
+from tests.support.mlflow import QUIET
+from tests.support.waiting import until
+
+pytestmark = QUIET
+
+
+class Client:
+    """Remembers what reached it."""
+
+    tracking_uri = "memory"
+
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+
+    def log_batch(self, run_id: str, metrics: list[Any]) -> None:
+        self.heard.append([metric.step for metric in metrics])
+
+    def set_tag(self, run_id: str, name: str, value: str) -> None:
+        self.heard.append(name)
+
+
+def outbox(client: Any, run_id: str | None = "run") -> Outbox:
+    return Outbox(lambda: cast(Any, client), lambda _: run_id)
+
+
+def samples(count: int) -> list[Sample]:
+    return [Sample("loss", 0.5, 0, step) for step in range(count)]
+
+
+def test_what_has_come_together_goes_in_order_and_in_batches() -> None:
+    client, ready = Client(), threading.Event()
+    box = Outbox(lambda: cast(Any, client), lambda _: ready.wait() and "run")
+    box.metrics(samples(1500))
+    box.send(lambda found, run: found.set_tag(run, "between", ""))
+    box.metrics(samples(2))
+    box.metrics(samples(1))
+    assert not client.heard
+    ready.set()
+    assert box.close()
+    assert client.heard == [list(range(1000)), list(range(1000, 1500)), "between", [0, 1, 0]]
+    assert box.run_id == "run"
+
+
+def test_what_mlflow_refuses_is_warned_about_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    def refused(what: str, client: Any, run_id: str) -> None:
+        raise MlflowException(f"{what} has another value", error_code=INVALID_PARAMETER_VALUE)
+
+    client = Client()
+    with caplog.at_level(logging.WARNING):
+        box = outbox(client)
+        for what in ("Param 'epochs'", "Param 'seed'", "Param 'seed'"):
+            box.send(partial(refused, what))
+        box.metrics(samples(1))
+        assert box.close()
+    assert client.heard == [[0]]
+    warnings = [record.getMessage() for record in caplog.records]
+    assert all(text.startswith("MLflow at memory refused a part of what this fit logs") for text in warnings)
+    assert ["epochs" in text for text in warnings] == [True, False]  # each refusal, and the same one once
+
+
+def test_a_fit_that_is_over_before_mlflow_is_there_measures_nothing_and_leaves_no_thread() -> None:
+    found: list[Any] = []
+    system = SystemMetrics(None, lambda values, step: found.append(values))
+    system.finish()
+    system.start()
+    name = "sparktorch-system-metrics"
+    until(lambda: name not in {t.name for t in threading.enumerate()}, seconds=5, what="the thread has ended")
+    assert not found
+
+
+def test_the_data_set_knows_columns_of_every_type() -> None:
+    dtypes = get_args(DType)
+    tensors = [TensorSpec(name=f"x{i}", column=f"c{i}", dtype=dtype) for i, dtype in enumerate(dtypes)]
+    packed = TensorSpec(name="p", column="a ... b", dtype="int64", shape=(2,), sources=("a", "b"))
+    raw = TensorSpec(name="r", column="bytes", dtype="uint8", shape=(4,), kind="binary", layout="raw")
+    columns = Columns(inputs=(*[t for t in tensors if t.dtype not in ("uint8", "float16")], packed, raw))
+    summary = cast(Any, SimpleNamespace(rows=1, validationRows=0, fingerprint="0" * 16))
+    schema = json.loads(facts.data_set(columns, summary).dataset.schema)["mlflow_colspec"]
+    assert [column["name"] for column in schema][-3:] == ["a", "b", "bytes"]
+
+
+def test_what_fails_in_passing_is_tried_again_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    client, failures = Client(), iter([ConnectionError("reset"), MlflowException("busy")])
+
+    def flaky(found: Any, run_id: str) -> None:
+        for failure in failures:
+            raise failure
+        found.set_tag(run_id, "arrived", "")
+
+    with caplog.at_level(logging.WARNING):
+        box = outbox(client)
+        box.send(flaky)
+        while not box.close():
+            pass
+    assert client.heard == ["arrived"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "MLflow at memory cannot be reached (ConnectionError: reset): the fit goes on, its log follows later"
+    ]
+
+
+def test_without_a_run_everything_is_dropped() -> None:
+    client = Client()
+    box = outbox(client, run_id=None)
+    box.metrics(samples(3))
+    assert box.close()
+    assert client.heard == []
+
+
+def test_a_run_that_cannot_be_made_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    def forbidden(client: Any) -> str:
+        raise PermissionError("no")
+
+    with caplog.at_level(logging.WARNING):
+        assert Outbox(lambda: cast(Any, Client()), forbidden).close()
+    assert "this fit is not logged to MLflow at memory (PermissionError: no)" in caplog.text
+
+
+class Store:
+    """Runs and experiments in memory; the answer to the first request to make either gets lost."""
+
+    def __init__(self) -> None:
+        self.runs: list[dict[str, str]] = []
+        self.experiments: dict[str, str] = {}
+
+    def get_experiment_by_name(self, name: str) -> Any:
+        return SimpleNamespace(experiment_id=self.experiments[name]) if name in self.experiments else None
+
+    def create_experiment(self, name: str) -> str:
+        self.experiments[name] = "7"
+        raise MlflowException("made by another fit meanwhile")
+
+    def search_runs(self, experiments: list[str], query: str, max_results: int) -> list[Any]:
+        return [run for run in map(_run, range(len(self.runs))) if self.runs[0]["sparktorch.fit"] in query]
+
+    def create_run(self, experiment: str, *, start_time: int, run_name: str, tags: dict[str, str]) -> Any:
+        self.runs.append(tags)
+        raise ConnectionError("lost")
+
+
+def _run(number: int) -> Any:
+    return SimpleNamespace(info=SimpleNamespace(run_id=f"run {number}"))
+
+
+def test_a_run_whose_making_was_not_confirmed_is_not_made_again() -> None:
+    store, target = cast(Any, Store()), Target(name="fit", experiment="new")
+    with pytest.raises(ConnectionError):
+        target.open(store)
+    assert target.open(store) == "run 0"
+    assert len(store.runs) == 1
+
+
+def test_outside_of_mlflow_it_is_not_even_imported() -> None:
+    code = (
+        "import sys; from sparktorch import TorchClassifier; from sparktorch.ml.fit.listeners import Fit\n"
+        "from sparktorch.tracking.listener import listener_for\n"
+        "copy = TorchClassifier().copy()\n"
+        "assert listener_for(Fit(estimator=copy, spark=None)) is None\n"
+        "print({'mlflow', 'matplotlib', 'sklearn', 'requests'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "set()\n", done.stderr

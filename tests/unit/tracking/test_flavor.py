@@ -1,0 +1,234 @@
+"""A model on MLflow's disk: its own code and no library's, the environment that was asked for, answers as asked for."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+import zipfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from sparktorch import TorchClassificationModel
+from sparktorch.base.state_dict import pack_state
+from sparktorch.data.columns import TensorSpec
+from sparktorch.errors import ColumnError
+from sparktorch.model.trained_module import TrainedModule
+from sparktorch.tracking.pyfunc import PyFuncModel
+from sparktorch.train.recipe.dry_run import describe_outputs
+from tests.support.mlflow import QUIET
+from tests.support.nets import Mlp
+
+mlflow = pytest.importorskip("mlflow", exc_type=ImportError)
+flavor: Any = importlib.import_module("sparktorch.tracking.flavor")
+
+pytestmark = QUIET
+
+NET = """
+from torch import nn
+
+class Net(nn.Linear):
+    def __init__(self):
+        super().__init__(5, 3)
+"""
+
+
+class Square(nn.Linear):
+    """Takes rows of 2 x 2."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.reshape(len(x), -1)[:, :4])
+
+
+def model_of(source: Any, **params: Any) -> TorchClassificationModel:
+    torch.manual_seed(0)
+    module: nn.Module = source()
+    trained = TrainedModule(
+        source=source,
+        params={},
+        weights=pack_state(module.state_dict()),
+        inputs=(TensorSpec(name="x0", column="features", dtype="float32", shape=(5,)),),
+        outputs=describe_outputs(module(torch.zeros(2, 4 if source is Square else 5))),
+        task="classification",
+    )
+    model = TorchClassificationModel()._with(trained, None)
+    return model._set(**params)
+
+
+@pytest.fixture
+def importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Imports `users_net.Net` from a folder or a zip, and forgets it afterwards."""
+
+    def load(place: Path) -> Any:
+        monkeypatch.syspath_prepend(str(place))
+        return importlib.import_module("users_net").Net
+
+    yield load
+    for name in [name for name in sys.modules if name.partition(".")[0] == "users_net"]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("place", ["lib64/python3/site-packages", "usr/lib/python3/dist-packages"])
+def test_an_installed_library_is_not_copied_into_the_model(importable: Any, tmp_path: Path, place: str) -> None:
+    folder = tmp_path / place
+    folder.mkdir(parents=True)
+    (folder / "users_net.py").write_text(NET)
+    flavor.save_model(model_of(importable(folder)), str(tmp_path / "model"), pytorch=False)
+    assert not (tmp_path / "model" / "code").exists()
+
+
+@pytest.mark.parametrize("name", ["users_net.py", "users_net/__init__.py"])
+def test_code_out_of_a_zip_travels_with_the_model(importable: Any, tmp_path: Path, name: str) -> None:
+    archive = tmp_path / "sent.zip"
+    with zipfile.ZipFile(archive, "w") as files:
+        files.writestr(name, NET)
+        files.writestr("other.py", "")
+    flavor.save_model(model_of(importable(archive)), str(tmp_path / "model"), pytorch=False)
+    assert (tmp_path / "model" / "code" / name).read_text() == NET
+    assert not (tmp_path / "model" / "code" / "other.py").exists()
+
+
+def test_the_environment_is_the_one_that_was_asked_for(tmp_path: Path) -> None:
+    model = model_of(Mlp)
+    flavor.save_model(model, str(tmp_path / "more"), pytorch=False, extra_pip_requirements=["a-library==1.0"])
+    more = (tmp_path / "more" / "requirements.txt").read_text().splitlines()
+    assert "a-library==1.0" in more
+    assert any(line.startswith("torch==") for line in more)
+    conda = {"name": "mine", "dependencies": ["python=3.11", {"pip": ["b-library==2.0"]}]}
+    flavor.save_model(model, str(tmp_path / "conda"), pytorch=False, conda_env=conda)
+    assert yaml.safe_load((tmp_path / "conda" / "conda.yaml").read_text())["name"] == "mine"
+    assert "b-library==2.0" in (tmp_path / "conda" / "requirements.txt").read_text().splitlines()
+
+
+def test_a_signature_of_the_users_own_replaces_ours(tmp_path: Path) -> None:
+    signature = mlflow.models.infer_signature(pd.DataFrame({"features": [1.0]}), pd.DataFrame({"prediction": [1.0]}))
+    flavor.save_model(model_of(Mlp), str(tmp_path / "own"), pytorch=False, signature=signature)
+    assert mlflow.models.Model.load(str(tmp_path / "own")).signature == signature
+    flavor.save_model(model_of(Mlp), str(tmp_path / "none"), pytorch=False, signature=False)
+    assert mlflow.models.Model.load(str(tmp_path / "none")).signature is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [({"nonsense": 1}, TypeError), ({"conda_env": {}, "pip_requirements": ["x"]}, ValueError)],
+)
+def test_arguments_that_do_not_fit_are_refused_before_mlflow_makes_a_model(
+    arguments: dict[str, Any], error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow.models import Model
+
+    def made(*_: Any, **__: Any) -> None:
+        raise AssertionError("MLflow was asked for a model")
+
+    monkeypatch.setattr(Model, "log", classmethod(made))
+    with pytest.raises(error):
+        flavor.log_model(model_of(Mlp), **arguments)
+
+
+def test_the_pyfunc_answers_null_where_the_model_keeps_invalid_rows(tmp_path: Path) -> None:
+    model = model_of(Mlp, handleInvalid="keep")
+    flavor.save_model(model, str(tmp_path / "model"), pytorch=False)
+    rows = np.random.default_rng(1).normal(size=(2, 5)).astype(np.float32)
+    pyfunc = mlflow.pyfunc.load_model(str(tmp_path / "model"))
+    found = pyfunc.predict(pd.DataFrame({"features": [rows[0].tolist(), None, rows[1].tolist()]}))
+    expected = model.module(torch.from_numpy(rows)).argmax(1).double().tolist()
+    assert [found["prediction"][0], found["prediction"][2]] == expected
+    assert pd.isna(found["prediction"][1])
+    assert found["probability"][1] is None
+
+
+def test_a_pyfunc_that_answers_null_takes_all_that_mlflow_makes_columns_of(tmp_path: Path) -> None:
+    from mlflow.pyfunc.scoring_server import infer_and_parse_data
+
+    model = model_of(Mlp, handleInvalid="keep")
+    flavor.save_model(model, str(tmp_path / "model"), pytorch=False)
+    pyfunc = mlflow.pyfunc.load_model(str(tmp_path / "model"))
+    rows = np.arange(15.0).reshape(3, 5)
+    expected = model.module(torch.from_numpy(rows).float()).argmax(1).double().tolist()
+    whole, schema = rows.astype(int).tolist(), pyfunc.metadata.get_input_schema()
+    for given in (
+        pd.DataFrame({"features": whole}),
+        {"features": rows},
+        infer_and_parse_data({"inputs": {"features": whole}}, schema),
+        infer_and_parse_data({"inputs": whole}, schema),
+        infer_and_parse_data({"dataframe_records": [{"features": row} for row in whole]}, schema),
+    ):
+        assert pyfunc.predict(given)["prediction"].tolist() == expected
+    within = infer_and_parse_data({"inputs": {"features": [whole[0], [None, *whole[1][1:]]]}}, schema)
+    assert pyfunc.predict(within)["prediction"].isna().tolist() == [False, True]
+
+
+def embedding() -> tuple[nn.Embedding, TrainedModule]:
+    """A classifier of whole numbers below 10, as a module and as it comes out of training."""
+    module = nn.Embedding(10, 3)
+    trained = TrainedModule(
+        source=nn.Embedding,
+        params={"num_embeddings": 10, "embedding_dim": 3},
+        weights=pack_state(module.state_dict()),
+        inputs=(TensorSpec(name="x0", column="id", dtype="int64"),),
+        outputs=describe_outputs(module(torch.zeros(2, dtype=torch.int64))),
+        task="classification",
+    )
+    return module, trained
+
+
+def test_a_whole_number_may_be_null_to_the_pyfunc(tmp_path: Path) -> None:
+    module, trained = embedding()
+    model = TorchClassificationModel()._with(trained, None)._set(featuresCol="id", handleInvalid="keep")
+    flavor.save_model(model, str(tmp_path / "model"), pytorch=False)
+    pyfunc = mlflow.pyfunc.load_model(str(tmp_path / "model"))
+    expected = float(module.weight[7].argmax())
+    for column in ([7, None], pd.array([7, None], dtype="Int64"), [7.0, math.nan]):
+        found = pyfunc.predict(pd.DataFrame({"id": column}))["prediction"]
+        assert found[0] == expected
+        assert pd.isna(found[1])
+
+
+def test_flat_rows_may_be_null_where_the_input_has_a_shape(tmp_path: Path) -> None:
+    model = model_of(Square, handleInvalid="keep")
+    spec = TensorSpec(name="x0", column="features", dtype="float32", shape=(2, 2), lists=(4,))
+    model._trained = replace(model.trained, inputs=(spec,))
+    flavor.save_model(model, str(tmp_path / "model"), pytorch=False)
+    pyfunc = mlflow.pyfunc.load_model(str(tmp_path / "model"))
+    found = pyfunc.predict(pd.DataFrame({"features": [[1.0, 2.0, 3.0, 4.0], None]}))
+    assert found["prediction"].isna().tolist() == [False, True]
+
+
+def test_what_an_integer_dtype_cannot_hold_is_null_to_the_pyfunc_and_to_a_single_row_too() -> None:
+    module, trained = embedding()
+    model = TorchClassificationModel()._with(trained, None)._set(featuresCol="id")
+    expected = module.weight.argmax(1).double().tolist()
+    pyfunc = PyFuncModel(trained, {"inputs": ["id"], "outputs": {"prediction": "p"}}, "cpu")
+    assert [model.predict(7.9), model.predict(7), *pyfunc.predict(pd.DataFrame({"id": [7.9, 2.0]}))["p"]] == [
+        *(expected[7], expected[7]),
+        *(expected[7], expected[2]),
+    ]
+    for bad in (math.nan, 1e30):
+        with pytest.raises(ColumnError, match="null"):
+            model.predict(bad)
+        assert model.copy({model.handleInvalid: "keep"}).predict(bad) is None
+        with pytest.raises(ColumnError, match="null"):
+            pyfunc.predict(pd.DataFrame({"id": [1.0, bad]}))
+
+
+def test_the_pyfunc_scores_where_it_is_asked_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(tmp_path / "model")
+    flavor.save_model(model_of(Mlp, device="cuda"), path, pytorch=False)  # trained on a GPU, served without one
+    assert mlflow.pyfunc.load_model(path) is not None
+    with pytest.raises(RuntimeError, match="no-such-device"):
+        mlflow.pyfunc.load_model(path, model_config={"device": "no-such-device"})
+    monkeypatch.setenv("MLFLOW_DEFAULT_PREDICTION_DEVICE", "no-other-device")
+    with pytest.raises(RuntimeError, match="no-other-device"):
+        mlflow.pyfunc.load_model(path)

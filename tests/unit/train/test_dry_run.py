@@ -1,0 +1,271 @@
+"""What does not fit together is refused on the driver, in the user's own terms."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sparktorch.base.config import Task
+from sparktorch.errors import ModuleError
+from sparktorch.train.recipe.dry_run import OutputSpec, Trial, describe_outputs, dry_run
+from sparktorch.train.recipe.recipe import Recipe
+from tests.support.nets import Bias, Logit, Mlp, NamedPair, Pair, Score, Spare
+
+FEATURES = {"column 'features'": torch.ones(2, 5)}
+PAIR = {"column 'user'": torch.ones(2, 5), "column 'scale'": torch.ones(2)}
+CLASS = torch.tensor([1.0, 1.0], dtype=torch.float64)
+NUMBER = torch.tensor([1.5, 1.5])
+
+
+def first_of(output: Any, label: torch.Tensor) -> torch.Tensor:
+    values = output["left"] if isinstance(output, dict) else output[0]
+    return (values.sum(1) - label) ** 2
+
+
+def squares(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return (output - label) ** 2
+
+
+def no_loss(output: torch.Tensor, label: torch.Tensor) -> None:
+    return None
+
+
+def three(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return torch.ones(3) * output.sum()
+
+
+def good_step(module: nn.Module, batch: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+    assert module.training is False
+    losses = (module(*batch.inputs).sum(1) - batch.label) ** 2
+    return losses, {"error": losses.sqrt(), "rows": batch.rows}
+
+
+def plain_step(module: nn.Module, batch: Any) -> torch.Tensor:
+    return good_step(module, batch)[0]
+
+
+def mean_step(module: nn.Module, batch: Any) -> torch.Tensor:
+    return good_step(module, batch)[0].mean()
+
+
+def square_step(module: nn.Module, batch: Any) -> torch.Tensor:
+    return (module(*batch.inputs).sum(1, keepdim=True) - batch.label) ** 2
+
+
+def listing_step(module: nn.Module, batch: Any) -> tuple[torch.Tensor, list[int]]:
+    return plain_step(module, batch), [1]
+
+
+def wide_metric_step(module: nn.Module, batch: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+    return plain_step(module, batch), {"wide": torch.ones(5)}
+
+
+def failing_step(module: nn.Module, batch: Any) -> torch.Tensor:
+    raise KeyError("anchor")
+
+
+def trial(
+    module: Any,
+    loss: Any,
+    task: Task,
+    inputs: dict[str, torch.Tensor] = FEATURES,
+    label: torch.Tensor | None = NUMBER,
+    **recipe: Any,
+) -> Trial:
+    return dry_run(Recipe(module=module, loss=loss, **recipe), task, 0, inputs, label)
+
+
+@pytest.mark.parametrize(
+    ("module", "loss", "task", "inputs", "label", "outputs", "classes"),
+    [
+        (Mlp, "CrossEntropyLoss", "classification", FEATURES, CLASS, [OutputSpec("", (3,))], 3),
+        (Logit, "BCEWithLogitsLoss", "classification", FEATURES, CLASS, [OutputSpec("", (1,))], 2),
+        (Score, "BCEWithLogitsLoss", "classification", FEATURES, CLASS, [OutputSpec("", ())], 2),
+        (Logit, "MSELoss", "regression", FEATURES, NUMBER, [OutputSpec("", (1,))], None),
+        (Score, "HuberLoss", "regression", FEATURES, NUMBER, [OutputSpec("", ())], None),
+        (Mlp, "MSELoss", "regression", FEATURES, torch.ones(2, 3), [OutputSpec("", (3,))], None),
+        (Pair, first_of, "generic", PAIR, NUMBER, [OutputSpec("0", (2,)), OutputSpec("1", ())], None),
+        (NamedPair, first_of, "generic", PAIR, NUMBER, [OutputSpec("left", (2,)), OutputSpec("total", ())], None),
+        (Mlp, lambda output: output.sum(1), "generic", FEATURES, None, [OutputSpec("", (3,))], None),
+    ],
+)
+def test_what_fits_together_is_described(
+    module: Any,
+    loss: Any,
+    task: Task,
+    inputs: dict[str, torch.Tensor],
+    label: torch.Tensor | None,
+    outputs: list[OutputSpec],
+    classes: int | None,
+) -> None:
+    found = trial(module, loss, task, inputs, label)
+    assert list(found.outputs) == outputs
+    assert found.classes == classes
+    assert found.state_bytes == sum(tensor.nbytes for tensor in module().state_dict().values())
+    assert replace(Trial.unpacked(*found.packed()), aligned=(None, None)) == replace(found, aligned=(None, None))
+
+
+@pytest.mark.parametrize(("module", "unused"), [(Score, False), (Spare, True)])
+def test_a_parameter_that_gets_no_gradient_is_noticed(module: Any, unused: bool) -> None:
+    assert trial(module, "MSELoss", "regression").unused_parameters is unused
+
+
+def test_a_module_that_does_not_take_the_columns_is_refused_with_what_arrives() -> None:
+    with pytest.raises(ModuleError) as caught:
+        trial(Pair, first_of, "generic", {"column 'user'": torch.ones(2, 7), "column 'n'": torch.ones(2).long()})
+    assert caught.value.what.startswith("forward of Pair failed on the first row: RuntimeError: mat1 and mat2 shapes")
+    assert caught.value.hint == (
+        "the columns arrive as\n"
+        "     argument 0 of forward <- column 'user': float32 of shape (rows, 7)\n"
+        "     argument 1 of forward <- column 'n': int64 of shape (rows)"
+    )
+
+
+def test_too_many_columns_are_refused_too() -> None:
+    with pytest.raises(ModuleError, match="forward of Mlp failed on the first row: TypeError"):
+        trial(Mlp, "MSELoss", "regression", PAIR)
+
+
+@pytest.mark.parametrize(
+    ("module", "loss", "task", "label", "message", "hint"),
+    [
+        (Bias(trainable=False), "MSELoss", "regression", NUMBER, "the module has no parameters that require a gr", ""),
+        (Logit, "CrossEntropyLoss", "classification", CLASS, "returns one score a row", "BCEWithLogitsLoss"),
+        (Score, "CrossEntropyLoss", "classification", CLASS, "returns one score a row", "BCEWithLogitsLoss"),
+        (Score, nn.CrossEntropyLoss, "classification", CLASS, "returns one score a row", "BCEWithLogitsLoss"),
+        (Mlp, "MSELoss", "regression", NUMBER, "loss MSELoss failed on the first row", "float32 of shape (rows, 3)"),
+        # torch would broadcast (rows, 1) against (rows,) to (rows, rows) with no more than a warning.
+        (Logit, "MSELoss", "generic", NUMBER, "loss MSELoss failed on the first row: Using a target size", "(rows, 1)"),
+        (Logit, squares, "generic", NUMBER, "loss squares pairs every row with every other", "unsqueeze"),
+        (Mlp, "CrossEntropyLos", "classification", CLASS, "loss 'CrossEntropyLos' is unknown", "CrossEntropyLoss"),
+        (Mlp, no_loss, "generic", NUMBER, "loss no_loss returned NoneType, which is no tensor", "one loss per row"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    module: Any, loss: Any, task: Task, label: torch.Tensor, message: str, hint: str
+) -> None:
+    with pytest.raises(ModuleError) as caught:
+        trial(module, loss, task, FEATURES, label)
+    assert message in caught.value.what
+    assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (three, "loss three returned shape (3,) for 2 rows"),
+        (lambda output, label: 3.0, "loss <lambda> returned float, which is no tensor"),
+    ],
+    ids=["a row too many", "a number"],
+)
+def test_a_loss_that_is_neither_a_mean_nor_one_value_a_row_is_refused(loss: Any, message: str) -> None:
+    with pytest.raises(ModuleError) as caught:
+        trial(Mlp, loss, "generic")
+    assert caught.value.what.startswith(message)
+    assert caught.value.where == {"param": "loss"}
+    assert caught.value.hint == "return one loss per row, shape (rows,), or their mean"
+
+
+def test_rows_with_weights_need_a_loss_for_each() -> None:
+    def mean(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return squares(output.sum(1), label).mean()
+
+    trial(Mlp, mean, "generic")
+    for recipe in (Recipe(module=Mlp, loss=mean), Recipe(module=Mlp, loss=None, training_step=mean_step)):
+        with pytest.raises(ModuleError, match="returns one number for the batch, so rows cannot be weighted"):
+            dry_run(recipe, "generic", 0, FEATURES, NUMBER, weighted=True)
+
+
+@pytest.mark.parametrize("step", [good_step, plain_step, mean_step, "tests.unit.train.test_dry_run:good_step"])
+def test_a_training_step_is_tried_in_place_of_the_loss(step: Any) -> None:
+    found = trial(Mlp, None, "generic", training_step=step)
+    assert list(found.outputs) == [OutputSpec("", (3,))]
+    assert not found.unused_parameters
+
+
+@pytest.mark.parametrize(
+    ("step", "message", "hint"),
+    [
+        (
+            failing_step,
+            "trainingStep failing_step failed on the first row: 'anchor'",
+            "inputs (float32 of shape (rows, 5))",
+        ),
+        (no_loss, "trainingStep no_loss returned NoneType, which is no tensor", "one loss per row"),
+        (listing_step, "trainingStep listing_step returned a tuple of Tensor, list", "a dict of metrics"),
+        (square_step, "trainingStep square_step pairs every row with every other", "squeeze"),
+        (wide_metric_step, "metric 'wide' of trainingStep wide_metric_step returned shape (5,) for 2 rows", ""),
+        (3, "trainingStep must be a callable (module, batch), got 3", ""),
+        ("tests.unit.train.test_dry_run:god_step", "cannot import 'tests.unit.train.test_dry_run:god_step'", ""),
+    ],
+)
+def test_a_training_step_that_cannot_work_is_refused(step: Any, message: str, hint: str) -> None:
+    with pytest.raises(ModuleError) as caught:
+        trial(Mlp, None, "generic", training_step=step)
+    assert caught.value.what.startswith(message)
+    assert hint in caught.value.hint
+
+
+def test_what_a_classifier_returns_must_be_scores() -> None:
+    with pytest.raises(ModuleError, match=r"the module returned \(float32 of shape \(rows, 2\), ") as caught:
+        trial(Pair, "CrossEntropyLoss", "classification", PAIR, CLASS)
+    assert "TorchEstimator" in caught.value.hint
+
+
+def test_a_scheduler_is_looked_up_and_its_parameters_are_compared() -> None:
+    def with_scheduler(name: str, **params: object) -> None:
+        trial(Mlp, "CrossEntropyLoss", "classification", label=CLASS, scheduler=name, scheduler_params=params)
+
+    with_scheduler("CosineAnnealingLR")  # T_max is filled in
+    with pytest.raises(ModuleError, match="scheduler 'CosineLR' is unknown"):
+        with_scheduler("CosineLR")
+    with pytest.raises(ModuleError, match=r"scheduler StepLR cannot be built: .*'step_size'") as caught:
+        with_scheduler("StepLR", gamma=0.5)
+    assert "step_size" in caught.value.hint
+
+
+def test_the_optimizer_is_tried_too() -> None:
+    with pytest.raises(ModuleError, match="optimizer 'AdamX' is unknown"):
+        trial(Mlp, "CrossEntropyLoss", "classification", label=CLASS, optimizer="AdamX")
+
+
+def test_labels_out_of_range_are_left_to_the_ranks_that_see_every_row() -> None:
+    found = trial(Mlp, "CrossEntropyLoss", "classification", label=torch.tensor([7.0, 7.0], dtype=torch.float64))
+    assert found.classes == 3
+
+
+def test_one_row_is_enough_for_batch_normalisation_and_leaves_no_trace_in_it() -> None:
+    norm = nn.BatchNorm1d(5)
+    assert trial(nn.Sequential(norm, nn.Linear(5, 1)), "MSELoss", "regression").outputs == (OutputSpec("", (1,)),)
+    assert float(norm.num_batches_tracked) == 0
+
+
+@pytest.mark.parametrize(
+    ("output", "described"),
+    [
+        (3, "int"),
+        (torch.ones(()), r"float32 of shape \(\)"),
+        ((torch.ones(2), None), r"\(float32 of shape \(rows\), NoneType\)"),
+        ({}, "{}"),
+        ({"a": torch.ones(2, 3).long(), "b": 1}, r"{a: int64 of shape \(rows, 3\), b: int}"),
+    ],
+)
+def test_outputs_that_are_no_tensors_are_described(output: Any, described: str) -> None:
+    with pytest.raises(ModuleError, match=f"^forward returned {described}\n"):
+        describe_outputs(output)
+
+
+@pytest.mark.parametrize(
+    ("output", "names"),
+    [
+        (torch.ones(2, 3), [""]),
+        ([torch.ones(2, 3), torch.ones(2)], ["0", "1"]),
+        ({"a": torch.ones(2, 3)}, ["a"]),
+    ],
+)
+def test_outputs_are_named_by_key_or_index(output: Any, names: list[str]) -> None:
+    assert [spec.name for spec in describe_outputs(output)] == names

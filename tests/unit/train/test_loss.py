@@ -1,0 +1,175 @@
+"""One loss per row, whatever the user's loss returns; outputs and labels brought together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sparktorch.base.config import Task
+from sparktorch.errors import ModuleError
+from sparktorch.train.recipe.recipe import Loss, Recipe
+from sparktorch.train.recipe.task import align, classes_in, correct
+
+OUTPUT = torch.tensor([1.0, 2.0, 4.0])
+LABEL = torch.tensor([1.0, 1.0, 1.0])
+WEIGHT = torch.tensor([1.0, 2.0, 0.5])
+ROWS = (OUTPUT - LABEL) ** 2  # 0, 1, 9
+
+
+def squares(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return (output - label) ** 2
+
+
+def mean_square(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return squares(output, label).mean()
+
+
+class OwnLoss(nn.Module):
+    def forward(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return squares(output, label)
+
+
+class OwnMean(nn.Module):
+    def forward(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return mean_square(output, label)
+
+
+PER_ROW: list[Any] = [
+    "MSELoss",
+    "torch.nn:MSELoss",
+    nn.MSELoss,
+    squares,
+    OwnLoss,
+    OwnLoss(),
+    nn.MSELoss(),
+    nn.MSELoss(reduction="none"),
+    nn.functional.mse_loss,
+    "torch.nn.functional:mse_loss",
+]
+SCALAR: list[Any] = [mean_square, OwnMean, OwnMean()]
+
+
+@pytest.mark.parametrize("loss", PER_ROW)
+def test_losses_per_row_are_summed_by_weight(loss: Any) -> None:
+    built = Loss(loss, {})
+    assert float(built(OUTPUT, LABEL, None)) == ROWS.sum()
+    assert float(built(OUTPUT, LABEL, WEIGHT)) == (ROWS * WEIGHT).sum()
+
+
+@pytest.mark.parametrize("loss", SCALAR)
+def test_a_mean_counts_for_its_rows_and_takes_no_weights(loss: Any) -> None:
+    built = Loss(loss, {})
+    assert float(built(OUTPUT, LABEL, None)) == pytest.approx(float(ROWS.sum()))
+    with pytest.raises(ModuleError, match="returns one number for the batch, so rows cannot be weighted"):
+        built(OUTPUT, LABEL, WEIGHT)
+    assert float(built(OUTPUT, LABEL, torch.zeros(3))) == 0, "stand-in rows weigh nothing"
+
+
+def test_several_values_a_row_are_averaged() -> None:
+    output, label = torch.arange(6.0).reshape(3, 2), torch.zeros(3, 2)
+    rows = (output**2).mean(1)
+    for loss in ("MSELoss", squares):
+        assert float(Loss(loss, {})(output, label, None)) == pytest.approx(float(rows.sum()))
+        assert float(Loss(loss, {})(output, label, WEIGHT)) == pytest.approx(float((rows * WEIGHT).sum()))
+
+
+def test_without_labels_the_loss_sees_the_output_alone() -> None:
+    assert float(Loss(lambda output: output**2, {})(OUTPUT, None, None)) == 21
+
+
+def test_the_rows_of_a_tuple_or_mapping_are_those_of_its_first_tensor() -> None:
+    for output in ((OUTPUT, None), {"a": OUTPUT}, {"a": (OUTPUT,)}):
+        assert float(Loss(lambda output: torch.tensor(2.0), {})(output, None, None)) == 6
+
+
+def test_parameters_reach_the_loss_class() -> None:
+    output, label = torch.tensor([[0.0]]), torch.tensor([[1.0]])
+    weighted = Loss("BCEWithLogitsLoss", {"pos_weight": torch.tensor([3.0])})
+    assert float(weighted(output, label, None)) == pytest.approx(3 * 0.6931472)
+    assert float(weighted.to("cpu")(output, label, None)) == pytest.approx(3 * 0.6931472)
+
+
+@pytest.mark.parametrize("kind", [nn.CrossEntropyLoss, nn.NLLLoss])
+def test_a_weight_per_class_is_refused_because_its_sum_over_the_batch_is_not_known(kind: Any) -> None:
+    weight = torch.tensor([1.0, 3.0])
+    for loss, params in ((kind.__name__, {"weight": weight}), (kind, {"weight": weight}), (kind(weight=weight), {})):
+        with pytest.raises(ModuleError, match="has a weight for each class") as caught:
+            Loss(loss, params)
+        assert "classWeights" in caught.value.hint
+    Loss(kind, {"weight": None})
+
+
+@pytest.mark.parametrize(
+    ("loss", "params", "message", "hint"),
+    [
+        ("CrossEntropy", {}, "loss 'CrossEntropy' is unknown", "did you mean 'CrossEntropyLoss'?"),
+        ("mseloss", {}, "loss 'mseloss' is unknown", "did you mean 'MSELoss'?"),
+        ("Linear", {}, "loss 'Linear' is unknown", ""),
+        (None, {}, "loss must be a name or a callable, got None", ""),
+        ("MSELoss", {"reduction": "sum"}, "loss MSELoss with reduction 'sum' would make", "that of the mean"),
+        (nn.MSELoss(reduction="sum"), {}, "loss MSELoss with reduction 'sum' would make", "that of the mean"),
+        ("MSELoss", {"betta": 1}, "loss MSELoss cannot be built", "reduction"),
+        (squares, {"beta": 1}, "lossParams are given, but loss is not a class", ""),
+    ],
+)
+def test_a_loss_that_cannot_work_is_refused(loss: Any, params: dict[str, Any], message: str, hint: str) -> None:
+    with pytest.raises(ModuleError) as caught:
+        Recipe(module=OwnLoss, loss=loss, loss_params=params).build_loss()
+    assert caught.value.what.startswith(message)
+    assert hint in caught.value.hint
+
+
+def test_a_loss_that_was_given_as_an_instance_is_left_as_it_was() -> None:
+    given = nn.MSELoss()
+    Loss(given, {})(OUTPUT, LABEL, WEIGHT)
+    assert given.reduction == "mean"
+
+
+def test_a_mean_that_was_asked_for_is_the_default() -> None:
+    assert float(Loss("MSELoss", {"reduction": "mean"})(OUTPUT, LABEL, WEIGHT)) == (ROWS * WEIGHT).sum()
+
+
+def test_a_loss_with_other_rows_than_the_output_is_refused() -> None:
+    with pytest.raises(ModuleError, match=r"returned shape \(2,\) for 3 rows"):
+        Loss(lambda output, label: output[:2], {})(OUTPUT, LABEL, None)
+
+
+@pytest.mark.parametrize(
+    ("task", "output", "label", "shape", "dtype"),
+    [
+        ("regression", (4, 1), torch.zeros(4), (4,), torch.float32),
+        ("regression", (4,), torch.zeros(4), (4,), torch.float32),
+        ("regression", (4, 3), torch.zeros(4, 3), (4, 3), torch.float32),
+        ("regression", (4, 1), torch.zeros(4, 1), (4, 1), torch.float32),
+        ("classification", (4, 3), torch.zeros(4, dtype=torch.int64), (4, 3), torch.int64),
+        ("classification", (4, 1), torch.zeros(4, dtype=torch.int64), (4,), torch.float32),
+        ("classification", (4,), torch.zeros(4, dtype=torch.int64), (4,), torch.float32),
+        ("generic", (4, 1), torch.zeros(4, dtype=torch.int64), (4, 1), torch.int64),
+    ],
+)
+def test_outputs_and_labels_meet_in_the_shapes_that_losses_expect(
+    task: Task, output: tuple[int, ...], label: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    found, aligned = align(task, torch.zeros(output), label)
+    assert aligned is not None
+    assert (tuple(found.shape), aligned.dtype, aligned.shape) == (shape, dtype, label.shape)
+
+
+def test_what_is_no_tensor_or_has_no_label_is_left_alone() -> None:
+    pair = (OUTPUT, LABEL)
+    assert align("regression", pair, LABEL) == (pair, LABEL)
+    assert align("regression", OUTPUT, None) == (OUTPUT, None)
+
+
+@pytest.mark.parametrize(("shape", "classes"), [((), 2), ((1,), 2), ((2,), 2), ((10,), 10)])
+def test_classes_are_counted_from_the_shape_of_a_row(shape: tuple[int, ...], classes: int) -> None:
+    assert classes_in(shape) == classes
+
+
+def test_a_guess_is_the_best_score_or_the_sign_of_the_one() -> None:
+    scores = torch.tensor([[1.0, 2.0, 0.0], [3.0, 2.0, 0.0]])
+    assert correct(scores, torch.tensor([1, 1])).tolist() == [True, False]
+    assert correct(torch.tensor([-1.0, 1.0, 0.0]), torch.tensor([0.0, 0.0, 0.0])).tolist() == [True, False, True]

@@ -1,0 +1,23 @@
+"""The learning rate over the steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sparktorch.base.config import TrainConfig
+from sparktorch.train.recipe.lr_schedule import Schedule
+from sparktorch.train.recipe.recipe import Recipe
+
+
+@pytest.mark.parametrize("reference", [32, 256])
+def test_scaling_to_a_smaller_or_larger_batch_starts_from_the_users_own_rate(reference: int) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    config = TrainConfig(batch_size=64, reference_batch_size=reference, warmup_steps=4)
+    schedule = Schedule(Recipe(module="none"), config, optimizer, steps=3)
+    rates = []
+    for _ in range(5):
+        schedule.step(lambda: None)
+        rates.append(schedule.learning_rate)
+    target = 0.1 * 64 / reference
+    assert rates == pytest.approx([0.1 + (target - 0.1) * share for share in (0.25, 0.5, 0.75, 1, 1)])

@@ -1,0 +1,160 @@
+"""Patterns of parameter names: what is trained, and with which options of the optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sparktorch.errors import ConfigError
+from sparktorch.train.recipe.dry_run import dry_run
+from sparktorch.train.recipe.parameter_groups import group
+from sparktorch.train.recipe.recipe import Recipe
+from tests.support.nets import Mlp
+
+WEIGHTS, BIASES = ["layers.0.weight", "layers.2.weight"], ["layers.0.bias", "layers.2.bias"]
+
+
+class Tied(nn.Module):
+    """Two names for one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(5, 5, bias=False), nn.Linear(5, 5, bias=False)
+        self.outer.weight = self.inner.weight
+        self.last = nn.Linear(5, 1)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "trained"),
+    [
+        ([], [*WEIGHTS, *BIASES]),
+        (["layers.0.*"], ["layers.2.weight", "layers.2.bias"]),
+        (["*", "!*.bias"], BIASES),
+        (["*", "!layers.2.*", "*.weight"], ["layers.2.bias"]),  # the last word counts
+        (["layers.?.weight"], BIASES),
+        (["!layers.0.*"], [*WEIGHTS, *BIASES]),
+    ],
+)
+def test_later_patterns_win_over_earlier_ones(patterns: list[str], trained: list[str]) -> None:
+    module = Recipe(module=Mlp, freeze=patterns).build_module(0)
+    assert {name for name, parameter in module.named_parameters() if parameter.requires_grad} == set(trained)
+
+
+def test_freezing_changes_no_weight_and_not_the_users_own_instance() -> None:
+    given = Mlp()
+    built = Recipe(module=given, freeze=["layers.0.*"]).build_module(0)
+    assert all(parameter.requires_grad for parameter in given.parameters())
+    assert not built.get_parameter("layers.0.weight").requires_grad
+    assert torch.equal(built.get_parameter("layers.0.weight"), given.get_parameter("layers.0.weight"))
+
+
+def test_a_tensor_with_two_names_is_frozen_by_either() -> None:
+    for name in ("inner.weight", "outer.*"):
+        module = Recipe(module=Tied, freeze=[name]).build_module(0)
+        assert [n for n, p in module.named_parameters() if p.requires_grad] == ["last.weight", "last.bias"]
+
+
+@pytest.mark.parametrize(
+    ("freeze", "message", "hint"),
+    [
+        (["layer.0.*"], "freeze: 'layer.0.*' matches no parameter", "layers.0"),
+        (["*", "!layers.2.wieght"], "freeze: 'layers.2.wieght' matches no parameter", "layers.2.weight"),
+        (["Qq"], "freeze: 'Qq' matches no parameter", "layers.0.weight, layers.0.bias, layers.2.weight"),
+        (["*"], "freeze leaves no parameter to train", "'!layers.2.bias'"),
+    ],
+)
+def test_patterns_that_cannot_be_meant_are_refused_with_a_way_out(freeze: list[str], message: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        dry_run(Recipe(module=Mlp, freeze=freeze), "generic", 0, {"x": torch.ones(2, 5)}, torch.ones(2, 3))
+    assert caught.value.what == message
+    assert hint in caught.value.hint
+    assert caught.value.where == {"param": "freeze"}
+
+
+def names_in(module: nn.Module, groups: list[dict[str, Any]]) -> list[list[str]]:
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    return [[names[parameter] for parameter in made["params"]] for made in group(module, groups)]
+
+
+def test_the_first_group_that_matches_holds_and_the_rest_comes_first() -> None:
+    groups = [{"params": "layers.0.*"}, {"params": ["*.bias"], "weight_decay": 0}]
+    assert names_in(Mlp(), groups) == [
+        ["layers.2.weight"],
+        ["layers.0.weight", "layers.0.bias"],
+        ["layers.2.bias"],
+    ]
+    assert names_in(Mlp(), [{"params": "*"}]) == [
+        ["layers.0.weight", "layers.0.bias", "layers.2.weight", "layers.2.bias"]
+    ]
+    assert names_in(Tied(), [{"params": "outer.*"}]) == [["last.weight", "last.bias"], ["inner.weight"]]
+
+
+def test_frozen_parameters_are_in_no_group() -> None:
+    module = Recipe(module=Mlp, freeze=["layers.0.*"]).build_module(0)
+    assert names_in(module, [{"params": "*.bias"}]) == [["layers.2.weight"], ["layers.2.bias"]]
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", torch.optim.RMSprop])
+def test_each_group_has_its_own_options_and_the_defaults_for_the_rest(optimizer: Any) -> None:
+    recipe = Recipe(
+        module=Mlp,
+        optimizer=optimizer,
+        optimizer_params={"weight_decay": 0.25},
+        learning_rate=0.5,
+        parameter_groups=[{"params": "*.bias", "weight_decay": 0.0}, {"params": "layers.0.*", "lr": 0.125}],
+    )
+    groups = recipe.build_optimizer(recipe.build_module(0)).param_groups
+    assert [(g["lr"], g["weight_decay"]) for g in groups] == [(0.5, 0.25), (0.5, 0.0), (0.125, 0.25)]
+    assert [len(g["params"]) for g in groups] == [1, 2, 1]
+
+
+def own_sgd(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=lr, momentum=0.5)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "groups", "message", "hint"),
+    [
+        ("AdamW", [{"lr": 1}], "parameterGroups[0] has no 'params'", "glob pattern"),
+        ("AdamW", [{"params": 3}], "parameterGroups[0]['params'] is 3", "glob pattern"),
+        ("AdamW", [{"params": "*.biass"}], "parameterGroups: '*.biass' matches no parameter", "nearest names"),
+        ("AdamW", [{"params": "*"}, {"params": "*.bias"}], "parameterGroups[1] is left without a parameter", "earlier"),
+        (
+            "AdamW",
+            [{"params": "*.bias", "weight_deacy": 0}],
+            "parameterGroups[0] does not suit optimizer AdamW: AdamW.__init__() got an unexpected keyword argument",
+            "weight_decay",
+        ),
+        (
+            "SGD",
+            [{"params": "*.weight"}, {"params": "*.bias", "lr": -1.0}],
+            "parameterGroups[1] does not suit optimizer SGD: Invalid learning rate: -1.0",
+            "momentum",
+        ),
+        (
+            own_sgd,
+            [{"params": "*.bias", "betas": (0, 0)}],
+            "parameterGroups[0] does not suit optimizer own_sgd: unknown option 'betas'",
+            "lr: 'float'",
+        ),
+    ],
+)
+def test_groups_that_cannot_work_are_refused_on_the_driver(
+    optimizer: Any, groups: list[dict[str, Any]], message: str, hint: str
+) -> None:
+    recipe = Recipe(module=Mlp, optimizer=optimizer, parameter_groups=groups)
+    with pytest.raises(ConfigError) as caught:
+        dry_run(recipe, "generic", 0, {"x": torch.ones(2, 5)}, torch.ones(2, 3))
+    assert caught.value.what.startswith(message)
+    assert hint in caught.value.hint
+    assert caught.value.where == {"param": "parameterGroups"}
+
+
+def test_a_factory_gets_the_groups_and_its_optimizer_says_what_they_may_hold() -> None:
+    recipe = Recipe(module=Mlp, optimizer=own_sgd, parameter_groups=[{"params": "*.bias", "momentum": 0.0}])
+    module = recipe.build_module(0)
+    recipe.check_optimizer(module)
+    assert [g["momentum"] for g in recipe.build_optimizer(module).param_groups] == [0.5, 0.0]

@@ -1,0 +1,200 @@
+"""Modules and optimizers are built from what users give, or refused with a way out."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sparktorch.errors import ModuleError
+from sparktorch.train.recipe.recipe import Recipe, import_path, load_object
+from tests.support import nets
+from tests.support.nets import Mlp
+
+PATH = "tests.support.nets:Mlp"
+
+
+def state_of(module: nn.Module) -> list[torch.Tensor]:
+    return list(module.state_dict().values())
+
+
+def same(left: nn.Module, right: nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(state_of(left), state_of(right), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        (PATH, Mlp),
+        ("torch:nn.Linear", nn.Linear),
+        ("torch.nn.functional:mse_loss", nn.functional.mse_loss),
+    ],
+)
+def test_an_import_path_gives_the_object(path: str, expected: Any) -> None:
+    assert load_object(path) is expected
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("torch.nn.Linear", "'torch.nn.Linear' is not an import path"),
+        (":Mlp", "':Mlp' is not an import path"),
+        ("torch:", "'torch:' is not an import path"),
+        ("no_such_module:Net", "cannot import 'no_such_module:Net'"),
+        ("torch.nn:Linaer", "cannot import 'torch.nn:Linaer'"),
+    ],
+)
+def test_a_path_that_leads_nowhere_is_refused(path: str, message: str) -> None:
+    with pytest.raises(ModuleError, match=message) as caught:
+        load_object(path)
+    assert caught.value.hint
+
+
+def local_class() -> type:
+    class Local(Mlp):
+        pass
+
+    return Local
+
+
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [
+        (Mlp, PATH),
+        (nets.not_a_module, "tests.support.nets:not_a_module"),
+        (nn.Linear, "torch.nn.modules.linear:Linear"),
+        (Mlp(), None),
+        (lambda: Mlp(), None),
+        (local_class(), None),
+        (functools.partial(Mlp, 5), None),
+        (Mlp().forward, None),
+        (type("Mlp", (Mlp,), {"__module__": Mlp.__module__}), None),
+        (type("Mlp", (Mlp,), {"__module__": "__main__"}), None),
+    ],
+    ids=["class", "factory", "of torch", "module", "lambda", "local", "partial", "method", "namesake", "of main"],
+)
+def test_only_what_can_be_imported_again_has_a_path(value: Any, path: str | None) -> None:
+    assert import_path(value) == path
+
+
+@pytest.mark.parametrize("module", [PATH, Mlp, lambda **kwargs: Mlp(**kwargs)], ids=["path", "class", "factory"])
+def test_the_same_seed_gives_the_same_weights_and_another_seed_others(module: Any) -> None:
+    recipe = Recipe(module=module, module_params={"outputs": 4})
+    assert same(recipe.build_module(7), recipe.build_module(7))
+    assert not same(recipe.build_module(7), recipe.build_module(8))
+    assert state_of(recipe.build_module(7))[-1].shape == (4,)
+
+
+def test_building_a_module_does_not_disturb_the_callers_random_numbers() -> None:
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    Recipe(module=Mlp).build_module(99)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_an_instance_is_copied_and_keeps_its_weights() -> None:
+    given = Mlp()
+    built = Recipe(module=given).build_module(0)
+    assert built is not given
+    assert same(built, given)
+    with torch.no_grad():
+        next(built.parameters()).zero_()
+    assert not same(built, given)
+
+
+@pytest.mark.parametrize(
+    ("module", "params", "message", "hint"),
+    [
+        (Mlp, {"widht": 3}, "module Mlp cannot be built: TypeError", "hidden: 'int' = 8"),
+        (Mlp, {"hidden": -1}, "module Mlp cannot be built: RuntimeError", "moduleParams are {'hidden': -1}"),
+        (nets.not_a_module, {}, "module not_a_module returned int, not an nn.Module", "pass an nn.Module class"),
+        (Mlp(), {"hidden": 3}, "moduleParams are given, but module is an instance", "pass the class instead"),
+        ("tests.support.nets:Mpl", {}, "cannot import 'tests.support.nets:Mpl'", "--py-files"),
+    ],
+)
+def test_a_module_that_cannot_be_built_is_refused(module: Any, params: dict[str, Any], message: str, hint: str) -> None:
+    with pytest.raises(ModuleError) as caught:
+        Recipe(module=module, module_params=params).build_module(0)
+    assert caught.value.what.startswith(message)
+    assert hint in caught.value.hint
+
+
+def build_optimizer(name: Any, module: nn.Module | None = None, **params: Any) -> torch.optim.Optimizer:
+    recipe = Recipe(module=Mlp, optimizer=name, optimizer_params=params, learning_rate=0.25)
+    return recipe.build_optimizer(module or Mlp())
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("SGD", torch.optim.SGD),
+        ("torch.optim:RMSprop", torch.optim.RMSprop),
+        (torch.optim.Adam, torch.optim.Adam),
+        (lambda parameters, lr: torch.optim.SGD(parameters, lr=lr), torch.optim.SGD),
+    ],
+)
+def test_an_optimizer_is_a_name_a_path_or_a_factory(name: Any, kind: type) -> None:
+    optimizer = build_optimizer(name)
+    assert type(optimizer) is kind
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "fused"),
+    [
+        ("AdamW", {}, True),
+        ("Adam", {"betas": (0.5, 0.9)}, True),
+        ("AdamW", {"fused": False}, False),
+        ("AdamW", {"foreach": True}, None),
+        ("RMSprop", {}, None),
+        (lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr), {}, None),
+    ],
+)
+def test_a_fused_kernel_is_used_unless_the_user_chose(name: Any, params: dict[str, Any], fused: bool | None) -> None:
+    assert build_optimizer(name, **params).param_groups[0].get("fused") is fused
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    module = Mlp()
+    module.layers[0].requires_grad_(False)
+    groups = build_optimizer("AdamW", module).param_groups
+    assert [id(p) for p in groups[0]["params"]] == [id(p) for p in module.layers[2].parameters()]
+
+
+def test_parameters_without_a_fused_kernel_get_none() -> None:
+    assert build_optimizer("AdamW", nets.Complex()).param_groups[0]["fused"] is None
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adagrad"])
+def test_sparse_gradients_train_as_they_do_in_plain_torch(name: str) -> None:
+    embedding = nn.Embedding(4, 2, sparse=True)
+    before = embedding.weight.detach().clone()
+    optimizer = build_optimizer(name, nn.Sequential(embedding))
+    embedding(torch.tensor([1])).sum().backward()
+    with torch.sparse.check_sparse_tensor_invariants():  # torch warns where nobody chose
+        optimizer.step()
+    assert (before != embedding.weight).any(1).tolist() == [False, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "message", "hint"),
+    [
+        ("AdmW", {}, "optimizer 'AdmW' is unknown", "did you mean 'AdamW'?"),
+        ("adamw", {}, "optimizer 'adamw' is unknown", "did you mean 'AdamW'?"),
+        ("Optimizer", {}, "optimizer 'Optimizer' is unknown", "valid names: ASGD, Adadelta"),
+        (3, {}, "optimizer must be a name or a callable, got 3", ""),
+        ("AdamW", {"weight_deacy": 1}, "optimizer AdamW cannot be built", "weight_decay: "),
+        ("AdamW", {"weight_decay": -1}, "optimizer AdamW cannot be built: Invalid weight_decay", "weight_decay: "),
+    ],
+)
+def test_an_optimizer_that_cannot_be_built_is_refused(
+    name: Any, params: dict[str, Any], message: str, hint: str
+) -> None:
+    with pytest.raises(ModuleError) as caught:
+        build_optimizer(name, **params)
+    assert caught.value.what.startswith(message)
+    assert hint in caught.value.hint
