@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.common import seconds, session, touch_memory
 from sparktorch.data.columns import Columns, InputOptions
-from sparktorch.data.dataset.reader import Shard
+from sparktorch.data.dataset.reader import read_shard
 from sparktorch.data.sampling.plan import SamplingPlan
 from sparktorch.spark.frame.partition import split
 from sparktorch.spark.frame.prepare import prepare
@@ -111,7 +111,7 @@ def sparse_row(number: int) -> SparseVector:
 
 def to_shard(batches: Iterable[pa.RecordBatch], columns: Columns) -> Iterator[pa.RecordBatch]:
     """Reads rows as a rank does."""
-    yield _count(Shard(batches, columns, by_key=columns.keyed).rows)
+    yield _count(read_shard(batches, columns, by_key=columns.keyed).rows)
 
 
 def to_count(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -124,7 +124,7 @@ def to_count(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 def to_batches(batches: Iterable[pa.RecordBatch], columns: Columns, size: int) -> Iterator[pa.RecordBatch]:
     """Reads rows as a rank does, and takes each once; says how long that took, and how much of a core."""
     torch.set_num_threads(1)
-    with closing(Shard(batches, columns, by_key=columns.keyed)) as shard:
+    with closing(read_shard(batches, columns, by_key=columns.keyed)) as shard:
         shard.place(0, SamplingPlan(rows=shard.rows, batch_size=size))
         started, busy = time.perf_counter(), time.process_time()
         rows = sum(len(batch.inputs[0]) for batch in shard.epoch(0))

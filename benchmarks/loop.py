@@ -34,7 +34,7 @@ from benchmarks.ranks import Place, Ranks, arrays_of, columns, fit, rows_of
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.world import World
 from sparktorch.data.columns import LABEL, input_name
-from sparktorch.data.dataset.reader import Shard
+from sparktorch.data.dataset.reader import read_shard
 from sparktorch.data.sampling.plan import SamplingPlan
 from sparktorch.distributed.process_group import process_group
 from sparktorch.train.recipe.recipe import Recipe
@@ -159,7 +159,7 @@ class Feeds:
         world = World()
         arrays = arrays_of(world, SHARD_ROWS, SHARD_WIDTH)
         self._tensors = torch.tensor(arrays[input_name(0)]), torch.tensor(arrays[LABEL])
-        self._shard = Shard(rows_of(world, SHARD_ROWS, SHARD_WIDTH), columns(SHARD_WIDTH))
+        self._shard = read_shard(rows_of(world, SHARD_ROWS, SHARD_WIDTH), columns(SHARD_WIDTH))
         self._shard.place(0, SamplingPlan(rows=SHARD_ROWS, batch_size=SHARD_BATCH), epochs=1_000)
         self._loader = DataLoader(TensorDataset(*self._tensors), batch_size=SHARD_BATCH, shuffle=True)
 

@@ -18,7 +18,8 @@ from benchmarks.common import Goal, arguments, machine, report, workspace
 from benchmarks.ranks import Place, Ranks
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.world import World
-from sparktorch.train.checkpoint.tensors import local, own_optimizer
+from sparktorch.train.checkpoint.tensors import own_optimizer
+from sparktorch.train.dtensor import local
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.registry import build_strategy, strategy_type
 

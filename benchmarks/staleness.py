@@ -32,8 +32,9 @@ from sparktorch.base.world import World
 from sparktorch.data.columns import KEY, LABEL, VALIDATION, Columns, TensorSpec, input_name
 from sparktorch.data.convert.tensors import to_arrow
 from sparktorch.data.sampling.plan import rank_of_key
-from sparktorch.distributed.client import Link, connect
-from sparktorch.distributed.server import ControlServer, Rendezvous
+from sparktorch.distributed.client import Link
+from sparktorch.distributed.server import ControlServer
+from sparktorch.distributed.store import Rendezvous, connect
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker import TrainJob, train_partition
 

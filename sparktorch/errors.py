@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import json
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,7 +19,9 @@ __all__ = [
     "RankLostError",
     "RankStalledError",
     "SparkTorchError",
+    "failure_in",
     "nearest",
+    "told",
 ]
 
 
@@ -106,6 +110,7 @@ class PersistenceError(SparkTorchError, ValueError):
     """A model or estimator cannot be saved as it is, or a saved one cannot be loaded."""
 
 
+_FAILURE_MARK = "sparktorch-failure:"
 _FEW = 8
 
 _KINDS: dict[str, type[SparkTorchError]] = {
@@ -139,3 +144,14 @@ def nearest(name: str, valid: Iterable[str]) -> str:
         return listed
     question = f"did you mean {by_lower[close[0]]!r}?"
     return question if len(names) > _FEW else f"{question} {listed}"
+
+
+def told(failure: SparkTorchError) -> str:
+    """Returns a failure as text that `failure_in` finds in a message of Spark's."""
+    return f"{_FAILURE_MARK}{json.dumps(failure.to_dict())}"
+
+
+def failure_in(message: str) -> SparkTorchError | None:
+    """Returns the failure that a rank wrote into its exception, where Spark's message shows it."""
+    marked = re.search(re.escape(_FAILURE_MARK) + r"(\{.*\})", message)
+    return SparkTorchError.from_dict(json.loads(marked[1])) if marked else None

@@ -25,7 +25,8 @@ from sparktorch.base.devices import is_host, let_go, select
 from sparktorch.base.state_dict import pack_state
 from sparktorch.base.world import World
 from sparktorch.data.columns import Columns
-from sparktorch.data.dataset.reader import Shard, balanced
+from sparktorch.data.dataset.base import Shard
+from sparktorch.data.dataset.reader import balanced, read_shard
 from sparktorch.data.sampling.plan import SamplingPlan
 from sparktorch.data.storage import InMemory, OnDisk, Spooler, WithinBudget, local_directory
 from sparktorch.distributed.client import Link
@@ -163,7 +164,7 @@ def _train_on_batches(batches: Iterable[pa.RecordBatch], world: World, job: Trai
     # The first optimizer of a process imports torch._dynamo, most of a second: meanwhile, rows arrive.
     threading.Thread(target=_import_dynamo, daemon=True).start()
     link.enter("loading")
-    shard = Shard(
+    shard = read_shard(
         link.moving(batches),
         job.columns,
         spare=job.spare,
@@ -226,13 +227,10 @@ def _train_on(shard: Shard, world: World, job: TrainJob, link: Link, clock: _Clo
         shuffle=config.shuffle,
         block=config.shuffle_block,
     )
+    if independent:  # whose epochs count is known at the end only
+        link.publish(progress=world.is_main, epochs=False)
     shard.place(0 if independent else sum(counts[: world.rank]), plan, epochs=config.epochs)
-    if class_weights == "balanced":
-        sums = [peers[world.rank]] if independent else peers
-        shard.weigh_classes(balanced([sum(of_class) for of_class in zip(*(p["classes"] for p in sums), strict=True)]))
-    elif class_weights is not None:
-        shard.weigh_classes(class_weights)
-
+    _weigh_classes(shard, class_weights, [peers[world.rank]] if independent else peers)
     fingerprint = f"{sum(peer['fingerprint'] for peer in peers) % 2**64:016x}"
     saver = None
     if job.checkpoint is not None:
@@ -248,7 +246,7 @@ def _train_on(shard: Shard, world: World, job: TrainJob, link: Link, clock: _Clo
             job.recipe,
             config,
             team,
-            _Quiet(link, progress=world.is_main) if independent else link,
+            link,
             steps=plan.steps,
             validation_rows=shard.validation_rows if independent else max(peer["validation"] for peer in peers),
             classes=job.columns.classes,
@@ -279,6 +277,14 @@ def _train_on(shard: Shard, world: World, job: TrainJob, link: Link, clock: _Clo
     meta["steps_per_epoch"] = plan.steps
     meta["fingerprint"] = fingerprint
     return RankResult(meta, pack_state(outcome.state))
+
+
+def _weigh_classes(shard: Shard, weights: Sequence[float] | str | None, peers: Sequence[Mapping[str, Any]]) -> None:
+    """Makes each row count for its class: by given weights, or such that all classes count the same over the peers."""
+    if isinstance(weights, str):
+        weights = balanced([sum(of_class) for of_class in zip(*(peer["classes"] for peer in peers), strict=True)])
+    if weights is not None:
+        shard.weigh_classes(weights)
 
 
 def _on_one_kind(world: World, peers: Sequence[Mapping[str, Any]], link: Link) -> World:
@@ -312,30 +318,6 @@ def _best(outcomes: list[dict[str, Any]]) -> int:
         return math.inf if math.isnan(value) else value
 
     return min(range(len(outcomes)), key=loss)
-
-
-class _Quiet:
-    """The line of a rank that trains by itself: which model's epochs count is known at the end only."""
-
-    def __init__(self, link: Link, *, progress: bool) -> None:
-        self._link = link
-        self._progress = progress
-
-    def enter(self, phase: str, *, epoch: int | None = None, step: int | None = None) -> None:
-        self._link.enter(phase, epoch=epoch, step=step)
-
-    def at_step(self, step: int) -> None:
-        self._link.at_step(step)
-
-    def moving(self, items: Iterable[T]) -> Iterator[T]:
-        return self._link.moving(items)
-
-    def progress(self, **record: Any) -> None:
-        if self._progress:
-            self._link.progress(**record)
-
-    def epoch_done(self, number: int, record: dict[str, Any]) -> None:
-        pass
 
 
 def _import_dynamo() -> None:

@@ -14,9 +14,9 @@ from pyspark.sql import functions as F
 
 import sparktorch
 from sparktorch.base.config import from_dict, one_of
+from sparktorch.base.imports import load_object
 from sparktorch.errors import ConfigError, nearest
 from sparktorch.spark.column_names import quoted
-from sparktorch.train.recipe.recipe import load_object
 
 __all__ = ["DataSection", "EstimatorSection", "JobConfig", "ScoreSection", "TrackingSection", "read_job"]
 

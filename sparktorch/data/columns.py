@@ -11,7 +11,7 @@ from sparktorch.base.config import at_least, one_of
 from sparktorch.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
-    from sparktorch.data.convert.preprocess import Preprocess
+    from sparktorch.data.preprocess import Preprocess
 
 __all__ = [
     "KEY",

@@ -25,10 +25,9 @@ from sparktorch.base.world import World
 from sparktorch.distributed.log_capture import Console
 from sparktorch.distributed.os_memory import out_of_memory_kills, resident_bytes
 from sparktorch.distributed.process_group import collectives_begun
-from sparktorch.distributed.store import SealedStore
 from sparktorch.errors import ClusterError, RankError, SparkTorchError
 
-__all__ = ["Cancelled", "Link", "OpenStore", "PeerFailure", "connect", "last_lines"]
+__all__ = ["Cancelled", "Link", "OpenStore", "PeerFailure", "last_lines"]
 
 _BEAT_SECONDS = 0.5
 _LONGEST_PAUSE = 0.05
@@ -55,12 +54,6 @@ class PeerFailure(Exception):  # noqa: N818 - control flow between ranks, no use
     """Another rank has failed; that rank reports the cause."""
 
 
-def connect(host: str, port: int, token: str, *, timeout: timedelta = timedelta(seconds=60)) -> dist.Store:
-    """Connects to the store of a job attempt; keys live under the attempt's own prefix, which follows from `token`."""
-    store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-    return SealedStore(token, store)
-
-
 class Link:
     """One rank's end of the line."""
 
@@ -83,6 +76,7 @@ class Link:
         self._state: dict[str, Any] = {"phase": "starting", "epoch": None, "step": None}
         self._moves, self._waiting, self._owner = 0, False, threading.get_ident()
         self._kills = out_of_memory_kills()
+        self._publishes_progress = self._publishes_epochs = True
         self._failure: SparkTorchError | None = None
         # Of this rank's own, not of the store's: its counters can be moved by who has not the token.
         self._warnings, self._parcels = itertools.count(), itertools.count()
@@ -170,14 +164,20 @@ class Link:
         if self._world.is_main:
             self._wait([f"left/{rank}" for rank in range(self._world.world_size)])
 
+    def publish(self, *, progress: bool, epochs: bool) -> None:
+        """Sets whether `progress` and `epoch_done` of this rank publish anything; by default both do."""
+        self._publishes_progress, self._publishes_epochs = progress, epochs
+
     def progress(self, **record: Any) -> None:
         """Publishes how far the training is; each call replaces the last one."""
-        self._set(self.store, "progress", record)
+        if self._publishes_progress:
+            self._set(self.store, "progress", record)
 
     def epoch_done(self, number: int, record: dict[str, Any]) -> None:
         """Publishes the metrics of a finished epoch; `number` counts from 1."""
-        self._set(self.store, f"epoch/{number}", record)
-        self.store.set("epochs", str(number))
+        if self._publishes_epochs:
+            self._set(self.store, f"epoch/{number}", record)
+            self.store.set("epochs", str(number))
 
     def fail(self, error: BaseException) -> SparkTorchError:
         """Reports the failure to the driver, once, and returns it with its place and traceback."""

@@ -8,10 +8,14 @@ from typing import Any
 from sparktorch.distributed.monitor import Watch
 from sparktorch.distributed.os_memory import out_of_memory_kills
 from sparktorch.distributed.server import ControlServer
-from sparktorch.errors import ClusterError, RankError, RankLostError, SparkTorchError
-from sparktorch.spark.launch.rank_task import UNREACHED_HINT, failure_in
+from sparktorch.errors import ClusterError, RankError, RankLostError, SparkTorchError, failure_in
 
-__all__ = ["Causes", "ChainError"]
+__all__ = ["UNREACHED_HINT", "Causes", "ChainError"]
+
+UNREACHED_HINT = (
+    "open the ephemeral ports of its host to the executors, set spark.driver.host to an address they reach, or let a "
+    "rank host it with rendezvous='rank0'"
+)
 
 _DEATH = (
     r"exited unexpectedly|ExecutorLostFailure|Executor heartbeat timed out|exit code|worker crashed|Connection reset"

@@ -5,61 +5,22 @@ from __future__ import annotations
 import json
 import logging
 import secrets
-import socket
 import threading
 from collections import defaultdict, deque
 from collections.abc import Iterator
-from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from sparktorch.distributed.client import last_lines
 from sparktorch.distributed.log_capture import KEPT_LINES
-from sparktorch.distributed.store import SealedStore
+from sparktorch.distributed.store import Rendezvous, SealedStore, host_store
 from sparktorch.errors import ClusterError, SparkTorchError
 
-__all__ = ["ControlServer", "Rendezvous", "host_store"]
+__all__ = ["ControlServer"]
 
 _LOG = logging.getLogger(__name__)
 _BEAT_SECONDS = 1.0
-
-
-@dataclass(frozen=True)
-class Rendezvous:
-    """Where the ranks of one attempt meet.
-
-    Attributes:
-        host: Name or address of the store's host, as the ranks reach it.
-        port: Its TCP port.
-        prefix: Random token from which prefix and seal of the attempt's keys follow, so that ranks of another
-            attempt, and strangers, cannot meddle.
-    """
-
-    host: str
-    port: int
-    prefix: str
-
-
-def host_store(bind: str) -> tuple[dist.TCPStore, int]:
-    """Hosts a store on one address and a free port; returns the store and the port.
-
-    The socket is bound here and handed over, so there is no moment in which somebody else could
-    take the port, and it listens on this one address instead of on all.
-    """
-    family, _, _, _, address = socket.getaddrinfo(bind, 0, type=socket.SOCK_STREAM)[0]
-    listener = socket.create_server(address[:2], family=family, backlog=1024)
-    port = listener.getsockname()[1]
-    store = dist.TCPStore(
-        str(address[0]),
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=60),
-        master_listen_fd=listener.detach(),
-    )
-    return store, port
 
 
 class ControlServer:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import socket
 from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 
 from sparktorch.errors import ClusterError
 
-__all__ = ["SealedStore"]
+__all__ = ["Rendezvous", "SealedStore", "connect", "host_store"]
 
 _SEAL_LENGTH = 32
 
@@ -55,3 +58,45 @@ class SealedStore(dist.PrefixStore):
                 hint="let only the driver and the executors reach its port: see docs/security.md",
             )
         return value
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the ranks of one attempt meet.
+
+    Attributes:
+        host: Name or address of the store's host, as the ranks reach it.
+        port: Its TCP port.
+        prefix: Random token from which prefix and seal of the attempt's keys follow, so that ranks of another
+            attempt, and strangers, cannot meddle.
+    """
+
+    host: str
+    port: int
+    prefix: str
+
+
+def host_store(bind: str) -> tuple[dist.TCPStore, int]:
+    """Hosts a store on one address and a free port; returns the store and the port.
+
+    The socket is bound here and handed over, so there is no moment in which somebody else could
+    take the port, and it listens on this one address instead of on all.
+    """
+    family, _, _, _, address = socket.getaddrinfo(bind, 0, type=socket.SOCK_STREAM)[0]
+    listener = socket.create_server(address[:2], family=family, backlog=1024)
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(
+        str(address[0]),
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=60),
+        master_listen_fd=listener.detach(),
+    )
+    return store, port
+
+
+def connect(host: str, port: int, token: str, *, timeout: timedelta = timedelta(seconds=60)) -> dist.Store:
+    """Connects to the store of a job attempt; keys live under the attempt's own prefix, which follows from `token`."""
+    store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    return SealedStore(token, store)

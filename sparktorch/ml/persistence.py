@@ -23,12 +23,12 @@ from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReader, 
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
+from sparktorch.base.imports import import_path, load_object
 from sparktorch.errors import PersistenceError
 from sparktorch.ml.summary import TrainingSummary
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.compat import frame_of, ml_session
 from sparktorch.spark.session import switched_on
-from sparktorch.train.recipe.recipe import import_path, load_object
 
 if TYPE_CHECKING:
     from typing_extensions import Self

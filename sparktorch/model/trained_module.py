@@ -27,19 +27,20 @@ import torch
 from torch import nn
 
 from sparktorch.base.config import Precision, Task
+from sparktorch.base.imports import import_path, load_object
 from sparktorch.base.state_dict import unpack_state
 from sparktorch.data.columns import TensorSpec
 from sparktorch.data.convert.checks import present
-from sparktorch.data.convert.preprocess import Function, Preprocess, check_signature
 from sparktorch.data.convert.tensors import fitting, held, packed, to_arrow
 from sparktorch.data.fields.base import Field
 from sparktorch.data.fields.registry import field_of
+from sparktorch.data.preprocess import Function, Preprocess, check_signature
 from sparktorch.data.storage import InMemory
 from sparktorch.errors import ColumnError, PersistenceError
 from sparktorch.model.export import ExportError, Program, check_archive, export_program
 from sparktorch.train.numerics.determinism import tf32_allowed
 from sparktorch.train.recipe.dry_run import ArgumentSpec, OutputSpec
-from sparktorch.train.recipe.recipe import ModuleSource, Recipe, import_path, load_object
+from sparktorch.train.recipe.recipe import ModuleSource, Recipe
 from sparktorch.train.recipe.task import align, autocast
 
 __all__ = ["FORMAT_VERSION", "Scorer", "TrainedModule"]

@@ -7,14 +7,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from sparktorch.base.batch import Batch, micro_batches, padding
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.world import World
-from sparktorch.train.checkpoint.tensors import whole
+from sparktorch.train.dtensor import whole
 from sparktorch.train.numerics.channels_last import channels_last
 from sparktorch.train.numerics.determinism import untouched_generators
 from sparktorch.train.numerics.non_finite import LossWatch, all_finite
 from sparktorch.train.numerics.sync_batchnorm import Presence, has_batch_norm, synchronise
-from sparktorch.train.recipe.loss import BatchLike, Means, Sums, full_precision, micro_batches, padding
+from sparktorch.train.recipe.loss import Means, Sums, full_precision
 from sparktorch.train.recipe.lr_schedule import Schedule
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.recipe.task import align, autocast, first_rows
@@ -80,7 +81,7 @@ class Engine:
         self.padding = (0, 0)
         self.gradient_norm: torch.Tensor | None = None
 
-    def step(self, batch: BatchLike, scale: float, parts: int, *, measured: bool = False) -> torch.Tensor | None:
+    def step(self, batch: Batch, scale: float, parts: int, *, measured: bool = False) -> torch.Tensor | None:
         """Takes one optimizer step.
 
         Args:
@@ -128,7 +129,7 @@ class Engine:
         self.strategy.after_step(self.module)
         return loss_sum
 
-    def settle(self, batch: BatchLike) -> None:
+    def settle(self, batch: Batch) -> None:
         """Goes through the steps after which a strategy sums gradients in its final order, without a trace.
 
         A training that goes on from a checkpoint would otherwise sum its first steps in another order
@@ -145,7 +146,7 @@ class Engine:
             for buffer, before in zip(self.module.buffers(), buffers, strict=True):
                 buffer.copy_(before)
 
-    def losses_of(self, module: nn.Module, batch: BatchLike) -> tuple[torch.Tensor, Sums]:
+    def losses_of(self, module: nn.Module, batch: Batch) -> tuple[torch.Tensor, Sums]:
         """Returns the sum of the weighted losses of a batch, and the sums of the training step's metrics."""
         if self.training_step is not None:
             with self._autocast:
@@ -155,7 +156,7 @@ class Engine:
             output = first_rows(output, batch.rows)
         return self.loss_of(*align(self._config.task, output, batch.label), batch.loss_weight), {}
 
-    def forward(self, module: nn.Module, batch: BatchLike) -> Any:
+    def forward(self, module: nn.Module, batch: Batch) -> Any:
         """Returns the module's output for a batch, in float32."""
         with self._autocast:
             output = module(*batch.inputs)
@@ -170,7 +171,7 @@ class Engine:
         assert self._loss is not None
         return self._loss(output, label, weight)
 
-    def _backward(self, batch: BatchLike, scale: float) -> tuple[torch.Tensor, Sums]:
+    def _backward(self, batch: Batch, scale: float) -> tuple[torch.Tensor, Sums]:
         """Adds the gradients of a batch to those that are there; returns its loss sum and metrics."""
         loss, metrics = self.losses_of(self.module, batch)
         if self.watch is not None:

@@ -11,22 +11,22 @@ from typing import Any
 
 import torch
 
+from sparktorch.base.batch import Batch, RankDataset
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.world import World
+from sparktorch.distributed.client import Link
 from sparktorch.distributed.process_group import max_over_ranks, sum_over_ranks
 from sparktorch.errors import ColumnError
 from sparktorch.train.callbacks import Callbacks, FitContext
 from sparktorch.train.checkpoint.checkpointer import Position, Saver
 from sparktorch.train.checkpoint.store import CheckpointStore, Manifest
-from sparktorch.train.checkpoint.training_state import TrainingState
 from sparktorch.train.engine import Engine
 from sparktorch.train.numerics.determinism import reproducible, seed_all
 from sparktorch.train.numerics.ema import MovingAverage
 from sparktorch.train.numerics.torch_errors import explained
-from sparktorch.train.ports import Reporter, ShardLike
 from sparktorch.train.progress import Progress
-from sparktorch.train.recipe.loss import BatchLike
 from sparktorch.train.recipe.recipe import Recipe
+from sparktorch.train.training_state import TrainingState
 from sparktorch.train.validation import Validation
 
 __all__ = ["Outcome", "train"]
@@ -54,11 +54,11 @@ class Outcome:
 
 
 def train(
-    shard: ShardLike,
+    shard: RankDataset,
     recipe: Recipe,
     config: TrainConfig,
     world: World,
-    reporter: Reporter,
+    reporter: Link,
     *,
     steps: int,
     validation_rows: int,
@@ -92,11 +92,11 @@ class _Training:
 
     def __init__(
         self,
-        shard: ShardLike,
+        shard: RankDataset,
         recipe: Recipe,
         config: TrainConfig,
         world: World,
-        reporter: Reporter,
+        reporter: Link,
         steps: int,
         validation_rows: int,
         classes: int,
@@ -209,7 +209,7 @@ class _Training:
                 record["loss"] = math.nan
         return record | engine.strategy.metrics()
 
-    def _take_steps(self, epoch: int, batches: Iterator[BatchLike], weights: torch.Tensor, started: float) -> None:
+    def _take_steps(self, epoch: int, batches: Iterator[Batch], weights: torch.Tensor, started: float) -> None:
         """Takes the steps of an epoch that are left.
 
         Args:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from sparktorch.base.config import Task
+from sparktorch.base.imports import load_object
 from sparktorch.errors import ConfigError, nearest
-from sparktorch.train.recipe.recipe import load_object
 
 if TYPE_CHECKING:
     from torchmetrics import Metric

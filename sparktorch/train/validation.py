@@ -17,11 +17,11 @@ from sparktorch.train.recipe.loss import Means
 from sparktorch.train.recipe.task import align, correct, predicted
 
 if TYPE_CHECKING:
+    from sparktorch.base.batch import Batch, RankDataset
     from sparktorch.base.config import TrainConfig
     from sparktorch.base.world import World
+    from sparktorch.distributed.client import Link
     from sparktorch.train.engine import Engine
-    from sparktorch.train.ports import Reporter, ShardLike
-    from sparktorch.train.recipe.loss import BatchLike
     from sparktorch.train.recipe.recipe import Recipe
 
 __all__ = ["Best", "Validation", "rows_at_a_time"]
@@ -36,12 +36,12 @@ class Validation:
 
     def __init__(
         self,
-        shard: ShardLike,
+        shard: RankDataset,
         engine: Engine,
         recipe: Recipe,
         config: TrainConfig,
         world: World,
-        reporter: Reporter,
+        reporter: Link,
         *,
         rows: int,
         classes: int,
@@ -110,7 +110,7 @@ class Validation:
 
     def _outputs(
         self, module: nn.Module, means: Means
-    ) -> Generator[tuple[BatchLike, Any, torch.Tensor | None, torch.Tensor]]:
+    ) -> Generator[tuple[Batch, Any, torch.Tensor | None, torch.Tensor]]:
         """Yields each batch of this rank with output and label as from `align`, and its loss sum.
 
         A training step calls the module itself: its output is taken from there, or left out where nothing asks for it.
@@ -133,7 +133,7 @@ class Validation:
                     output, label = align(self._task, output, label)
                 yield batch, output, label, engine.loss_of(output, label, batch.loss_weight) if loss is None else loss
 
-    def _output(self, module: nn.Module, batch: BatchLike, calls: list[tuple[Any, ...]]) -> Any:
+    def _output(self, module: nn.Module, batch: Batch, calls: list[tuple[Any, ...]]) -> Any:
         """Returns the module's output for a batch of a training step; `None` where nothing asks for it."""
         if not self._shows_output:
             return None

@@ -15,7 +15,7 @@ from PIL import Image
 from torch import nn
 
 from sparktorch.data.columns import KEY, LABEL, VALIDATION, WEIGHT, Columns, TensorSpec, input_name
-from sparktorch.data.convert.preprocess import Preprocess
+from sparktorch.data.preprocess import Preprocess
 from sparktorch.data.sampling.plan import rank_of_key
 
 __all__ = ["KINDS", "Kind", "Net"]

@@ -20,8 +20,9 @@ import torch.distributed as dist
 
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.world import World
-from sparktorch.distributed.client import Link, connect
+from sparktorch.distributed.client import Link
 from sparktorch.distributed.server import ControlServer
+from sparktorch.distributed.store import connect
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker import TrainJob
 from tests.support.frames import Table

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from sparktorch.data.columns import KEY, LABEL, Columns, TensorSpec, input_name
-from sparktorch.data.dataset.reader import Shard
+from sparktorch.data.dataset.reader import read_shard
 from tests.support.frames import record_batches
 
 __all__: list[str] = []
@@ -41,7 +41,7 @@ def main() -> None:
         inputs=(TensorSpec(name=input_name(0), column="features", dtype="float32", shape=(WIDTH,)),),
         label=TensorSpec(name=LABEL, column="target", dtype="float32"),
     )
-    Shard(arriving(batch, 2), columns)
+    read_shard(arriving(batch, 2), columns)
     over, seen, before = threading.Event(), [0], resident()
 
     def look() -> None:
@@ -50,7 +50,7 @@ def main() -> None:
 
     thread = threading.Thread(target=look)
     thread.start()
-    shard = Shard(arriving(batch, TIMES), columns)
+    shard = read_shard(arriving(batch, TIMES), columns)
     over.set()
     thread.join()
     print((max(seen) - before) / shard.bytes)

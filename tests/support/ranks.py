@@ -26,11 +26,12 @@ import torch.distributed as dist
 
 from sparktorch.base.state_dict import unpack_state
 from sparktorch.base.world import World
-from sparktorch.distributed.client import Link, connect
+from sparktorch.distributed.client import Link
 from sparktorch.distributed.monitor import Patience, Watch
 from sparktorch.distributed.process_group import process_group
 from sparktorch.distributed.root_cause import Causes
-from sparktorch.distributed.server import ControlServer, Rendezvous
+from sparktorch.distributed.server import ControlServer
+from sparktorch.distributed.store import Rendezvous, connect
 from sparktorch.errors import SparkTorchError
 from sparktorch.worker import RankResult, TrainJob, train_partition
 

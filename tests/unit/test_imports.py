@@ -10,7 +10,15 @@ import pytest
 
 import sparktorch
 
-CORE = ["train.loop", "data.shard", "data.plan", "worker", "artifact", "config", "spark.control"]
+CORE = [
+    "train.loop",
+    "data.dataset.reader",
+    "data.sampling.plan",
+    "worker",
+    "model.trained_module",
+    "base.config",
+    "distributed.server",
+]
 
 
 def run(code: str) -> str:

@@ -1,22 +1,20 @@
-"""How batches come to the device: the plain tensors that a tensor of any layout is made of, and their copies."""
+"""Copies batches to the device ahead of the training, beside its own stream."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import closing
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from sparktorch.base.devices import jagged, module_of, select, upload
+from sparktorch.base.batch import Batch, components, rebuilt
+from sparktorch.base.devices import module_of, select, upload
 from sparktorch.data.dataset.prefetch import ahead
 
-if TYPE_CHECKING:
-    from sparktorch.data.dataset.reader import Batch
-
-__all__ = ["batch_bytes", "components", "moved", "rebuilt"]
+__all__ = ["moved"]
 
 _COPIED_AHEAD = 2  # batches: one that is being copied while another one waits
 
@@ -47,7 +45,7 @@ def _moved(batches: Generator[Batch], device: torch.device) -> Generator[Batch]:
         for batch, copied_then in coming:
             training = module.current_stream(device)
             training.wait_event(copied_then)
-            for tensor in _tensors(batch):
+            for tensor in batch.tensors:
                 for part in components(tensor):
                     part.record_stream(training)  # its memory is not reused before the training has read it
             yield batch
@@ -77,42 +75,3 @@ def _on_device(batch: Batch, device: torch.device) -> Batch:
         weight=weight,
         loss_weight=loss_weight,
     )
-
-
-def components(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Returns the strided tensors that hold what a tensor is: of a sparse or a jagged one several."""
-    if tensor.layout is torch.sparse_csr:
-        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    if tensor.layout is torch.jagged:
-        nested: Any = tensor
-        return nested.values(), nested.offsets()
-    return (tensor,)
-
-
-def rebuilt(
-    tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor], lengths: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Returns a tensor of the same layout, of what becomes of its components.
-
-    Args:
-        tensor: Of any layout.
-        change: Returns what becomes of one.
-        lengths: Of the rows of a jagged one, int64 of shape `(rows,)`, on the CPU.
-    """
-    first, *more = (change(part) for part in components(tensor))
-    if tensor.layout is torch.sparse_csr:
-        columns, values = more
-        return torch.sparse_csr_tensor(first, columns, values, tensor.shape, check_invariants=False)
-    if tensor.layout is torch.jagged:
-        return jagged(first, more[0], components(tensor)[1].diff() if lengths is None else lengths)
-    return first
-
-
-def batch_bytes(batch: Batch) -> int:
-    """Returns the bytes of a batch's tensors."""
-    return sum(part.nbytes for tensor in _tensors(batch) for part in components(tensor))
-
-
-def _tensors(batch: Batch) -> list[torch.Tensor]:
-    named = (*batch.inputs, batch.label, batch.weight, batch.loss_weight)
-    return [tensor for tensor in named if tensor is not None]

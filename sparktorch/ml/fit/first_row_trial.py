@@ -10,9 +10,9 @@ import torch
 
 from sparktorch.base.devices import device_count
 from sparktorch.data.convert.checks import Screen
-from sparktorch.data.convert.preprocess import Moment, Preprocess
 from sparktorch.data.fields.base import Dense, Field
 from sparktorch.data.fields.registry import field_of
+from sparktorch.data.preprocess import Moment, Preprocess
 from sparktorch.data.storage import InMemory
 from sparktorch.distributed.monitor import Observer
 from sparktorch.errors import ModuleError, SparkTorchError

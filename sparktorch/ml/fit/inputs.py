@@ -7,11 +7,11 @@ from typing import Any
 from pyspark import cloudpickle
 
 from sparktorch.base.config import one_of
+from sparktorch.base.imports import load_object
 from sparktorch.data.columns import InputOptions
-from sparktorch.data.convert.preprocess import check_signature
+from sparktorch.data.preprocess import check_signature
 from sparktorch.errors import ConfigError
 from sparktorch.ml.params import InputParams
-from sparktorch.train.recipe.recipe import load_object
 
 __all__ = ["check_ships", "input_options", "preprocess_of"]
 

@@ -12,6 +12,7 @@ from pyspark.ml.param.shared import HasThresholds
 
 from sparktorch.base.config import CheckpointConfig, StorageConfig, Task, TrainConfig, above, at_least, one_of
 from sparktorch.base.devices import is_kind
+from sparktorch.base.imports import load_object
 from sparktorch.distributed.monitor import Patience
 from sparktorch.errors import ConfigError, nearest
 from sparktorch.ml.fit.inputs import check_ships, input_options, preprocess_of
@@ -20,7 +21,7 @@ from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.launch.barrier_job import Launch
 from sparktorch.train.callbacks import check_callback
 from sparktorch.train.checkpoint.store import CheckpointStore
-from sparktorch.train.recipe.recipe import Recipe, load_object
+from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.registry import check_strategy, strategy_type
 
 if TYPE_CHECKING:

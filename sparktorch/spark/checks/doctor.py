@@ -14,6 +14,7 @@ from typing import Any
 from pyspark import cloudpickle
 from pyspark.sql import Row, SparkSession
 
+from sparktorch.distributed import addresses
 from sparktorch.spark.checks import executor_probe as probe
 from sparktorch.spark.checks.check_result import Finding
 from sparktorch.spark.checks.diagnose import diagnose
@@ -28,7 +29,8 @@ __all__ = ["check_all", "check_executors"]
 
 _SECONDS = 120.0
 
-cloudpickle.register_pickle_by_value(probe)  # type: ignore[no-untyped-call]  # executors may lack this package
+for _module in (probe, addresses):  # executors may lack this package
+    cloudpickle.register_pickle_by_value(_module)  # type: ignore[no-untyped-call]
 
 
 def check_all(
@@ -107,7 +109,7 @@ def check_executors(
         pandas=uses_pandas(),
         driver=driver[0] if driver else None,
         executors=names,
-        towards=probe.address_towards,
+        towards=addresses.address_towards,
         device=launch.device,
         world_size=launch.world_size,
         checkpoint_dir=checkpoint_dir,

@@ -14,7 +14,6 @@ import importlib.resources
 import json
 import os
 import platform
-import re
 import shutil
 import socket
 import subprocess
@@ -26,15 +25,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
+from sparktorch.distributed.addresses import address_towards, host_of
+
 __all__ = [
     "ANSWER_SCHEMA",
     "Trial",
-    "address_towards",
     "answer",
     "digest_of",
     "failure_to_reach",
     "greeting",
-    "host_of",
     "package",
     "packages",
     "problem",
@@ -210,21 +209,6 @@ def failure_to_reach(host: str, port: int, token: str) -> str | None:
     except (OSError, UnicodeError) as error:
         return str(error)
     return None if said == token.encode() else "something else answers there"
-
-
-def host_of(address: str) -> str:
-    """Returns the host of `host`, `host:port` or `[v6]:port`."""
-    matched = re.fullmatch(r"\[?(.*?)\]?(?::\d+)?", address)
-    assert matched is not None
-    return matched[1]
-
-
-def address_towards(host: str) -> str:
-    """Returns the local IPv4 address from which `host` is reached; empty if there is none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line, suppress(OSError):
-        line.connect((host, 9))  # sends nothing
-        return str(line.getsockname()[0])
-    return ""
 
 
 def _free(path: str) -> int | None:

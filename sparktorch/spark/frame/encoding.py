@@ -13,11 +13,10 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 from sparktorch.data.columns import DType, InputOptions, Kind, Layout, TensorSpec, input_name
-from sparktorch.errors import ColumnError, ConfigError
+from sparktorch.errors import ColumnError, ConfigError, told
 from sparktorch.spark.column_names import ColumnNames, quoted_name
 from sparktorch.spark.compat import for_pandas
 from sparktorch.spark.frame.refusals import no_tensor
-from sparktorch.spark.launch.rank_task import told
 
 __all__ = [
     "NUMERIC",

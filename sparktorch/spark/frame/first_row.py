@@ -21,10 +21,9 @@ from sparktorch.data.columns import Columns, TensorSpec
 from sparktorch.data.convert.checks import Screen
 from sparktorch.data.convert.sql_types import arrow_type
 from sparktorch.data.fields.images import image_size
-from sparktorch.errors import ColumnError
+from sparktorch.errors import ColumnError, failure_in
 from sparktorch.spark.frame.encoding import kept_as
 from sparktorch.spark.frame.nested import unfit
-from sparktorch.spark.launch.rank_task import failure_in
 
 __all__ = ["first_row", "measured"]
 

@@ -12,7 +12,7 @@ from pyspark.sql import types as T
 
 from sparktorch.base.config import Task
 from sparktorch.data.columns import KEY, LABEL, VALIDATION, WEIGHT, Columns, InputOptions, TensorSpec
-from sparktorch.data.convert.preprocess import Function, Preprocess
+from sparktorch.data.preprocess import Function, Preprocess
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.frame.encoding import NUMERIC, column_of, exact, is_numeric, plan_inputs
 from sparktorch.spark.frame.first_row import first_row, measured

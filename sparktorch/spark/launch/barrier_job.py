@@ -14,16 +14,17 @@ from pyspark.resource import ResourceProfile
 from pyspark.sql import DataFrame, SparkSession
 
 from sparktorch.base.config import Device
+from sparktorch.base.imports import SHIPPING_HINT
 from sparktorch.distributed.monitor import Observer, Patience, Watch
 from sparktorch.distributed.root_cause import Causes
-from sparktorch.distributed.server import ControlServer, Rendezvous
+from sparktorch.distributed.server import ControlServer
+from sparktorch.distributed.store import Rendezvous
 from sparktorch.errors import ClusterError, ConfigError, ModuleError
 from sparktorch.spark.compat import Collect, on_barrier
 from sparktorch.spark.launch.rank_task import RESULT_SCHEMA, Body, RankTask, assemble
 from sparktorch.spark.launch.spark_job import Job, new_tag
 from sparktorch.spark.session import driver_address, is_connect
 from sparktorch.spark.shipping import ShippingError, send
-from sparktorch.train.recipe.recipe import SHIPPING_HINT
 
 __all__ = ["Launch", "run_ranks"]
 

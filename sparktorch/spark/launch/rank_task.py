@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import re
 import secrets
 import socket
 import time
@@ -19,25 +18,21 @@ from pyspark.sql import Row
 
 from sparktorch.base.config import Device
 from sparktorch.base.world import World
-from sparktorch.distributed.client import Link, connect
+from sparktorch.distributed.addresses import address_towards, host_of
+from sparktorch.distributed.client import Link
 from sparktorch.distributed.log_capture import Console
-from sparktorch.distributed.server import Rendezvous, host_store
-from sparktorch.errors import ClusterError, RankError, RankLostError, SparkTorchError
-from sparktorch.spark.checks.executor_probe import address_towards, host_of
+from sparktorch.distributed.root_cause import UNREACHED_HINT
+from sparktorch.distributed.store import Rendezvous, connect, host_store
+from sparktorch.errors import ClusterError, RankError, RankLostError, SparkTorchError, told
 from sparktorch.spark.launch.gpus import choose_device
 from sparktorch.spark.shipping import Sent
 
-__all__ = ["RESULT_SCHEMA", "UNREACHED_HINT", "Body", "RankTask", "Result", "assemble", "failure_in", "told"]
+__all__ = ["RESULT_SCHEMA", "Body", "RankTask", "Result", "assemble"]
 
-UNREACHED_HINT = (
-    "open the ephemeral ports of its host to the executors, set spark.driver.host to an address they reach, or let a "
-    "rank host it with rendezvous='rank0'"
-)
 
 RESULT_SCHEMA = "rank int, meta string, payload binary"
 
 _CHUNK_BYTES = 16 << 20
-_FAILURE_MARK = "sparktorch-failure:"
 _REACH_SECONDS = 10.0
 
 
@@ -144,11 +139,6 @@ def _marked(failure: SparkTorchError) -> RankError:
     return RankError(failure.what, **failure.where, trace=told(failure))
 
 
-def told(failure: SparkTorchError) -> str:
-    """Returns a failure as text that `failure_in` finds in a message of Spark's."""
-    return f"{_FAILURE_MARK}{json.dumps(failure.to_dict())}"
-
-
 def _chunks(rank: int, result: Result) -> Iterator[pa.RecordBatch]:
     """Yields the result as record batches of one row, small enough for Arrow and for gRPC."""
     payload = memoryview(result.payload)
@@ -172,9 +162,3 @@ def assemble(rows: Iterable[Row], world_size: int) -> list[tuple[dict[str, Any],
             metas[rank] = json.loads(meta)
         parts[rank].append(payload)
     return [(metas[rank], b"".join(parts[rank])) for rank in range(world_size)]
-
-
-def failure_in(message: str) -> SparkTorchError | None:
-    """Returns the failure that a rank wrote into its exception, where Spark's message shows it."""
-    marked = re.search(re.escape(_FAILURE_MARK) + r"(\{.*\})", message)
-    return SparkTorchError.from_dict(json.loads(marked[1])) if marked else None

@@ -30,7 +30,8 @@ from sparktorch.errors import PersistenceError
 from sparktorch.train.checkpoint.directory import Directory
 from sparktorch.train.checkpoint.fetch import Needs, fetch_tensors, foreign
 from sparktorch.train.checkpoint.lease import Claim, holds, release
-from sparktorch.train.checkpoint.tensors import local_part, storable
+from sparktorch.train.checkpoint.tensors import storable
+from sparktorch.train.dtensor import local_part
 
 __all__ = ["CheckpointStore", "Manifest", "Share", "read_tensors", "snapshot"]
 

@@ -13,16 +13,14 @@ import torch
 from torch import nn
 
 from sparktorch.errors import PersistenceError
+from sparktorch.train.dtensor import local_part
 
 __all__ = [
     "create_optimizer_state",
-    "divided_like",
     "forget_optimizer_state",
     "load_buffers",
     "load_optimizer_values",
     "load_tensors",
-    "local",
-    "local_part",
     "named_tensors",
     "needed_parts",
     "optimizer_values",
@@ -30,7 +28,6 @@ __all__ = [
     "own_optimizer",
     "parameter_names",
     "storable",
-    "whole",
 ]
 
 _OPTIMIZER = "optimizer."
@@ -112,17 +109,6 @@ def parameter_names(module: nn.Module) -> dict[torch.Tensor, str]:
     return {parameter: name.replace(_WRAPPER, "") for name, parameter in module.named_parameters()}
 
 
-def divided_like(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's part of something as the whole of it, where the parameter is divided among ranks."""
-    if not hasattr(parameter, "to_local"):
-        return part
-    from torch.distributed.tensor import DTensor
-
-    assert isinstance(parameter, DTensor)
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(part, mesh, placements, shape=parameter.shape, stride=parameter.stride())
-
-
 def own_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Returns the optimizer that steps this rank's share of the parameters."""
     inner: torch.optim.Optimizer = getattr(optimizer, "optim", optimizer)
@@ -200,30 +186,6 @@ def storable(value: Any, path: str) -> Any:
         hint="a state_dict may hold numbers, strings, tensors, and lists and dicts of them: convert it there",
         param="checkpointDir",
     )
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's part of a tensor, which is all of it unless it is divided among ranks."""
-    part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return part
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor that may be divided among ranks as one that is not; where it is, all of them call it."""
-    found: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return found
-
-
-def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-    """Returns this rank's part of a tensor, and where in the whole tensor it begins."""
-    part = local(tensor)
-    if part is tensor:
-        return tensor, [0] * tensor.dim()
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    divided: Any = tensor
-    _, offset = compute_local_shape_and_global_offset(divided.shape, divided.device_mesh, divided.placements)
-    return part, list(offset)
 
 
 def load_tensors(directory: Path, wanted: Mapping[str, torch.Tensor]) -> set[str]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from sparktorch.train.checkpoint.tensors import divided_like, local
+from sparktorch.train.dtensor import divided_like, local
 
 __all__ = ["MovingAverage"]
 

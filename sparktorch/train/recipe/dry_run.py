@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from sparktorch.base.batch import Batch, cut
 from sparktorch.base.config import Task
 from sparktorch.base.state_dict import check_state
 from sparktorch.errors import ModuleError, SparkTorchError
 from sparktorch.train.metrics import try_metrics
-from sparktorch.train.recipe.loss import StepBatch, TrainingStep, cut
+from sparktorch.train.recipe.loss import TrainingStep
 from sparktorch.train.recipe.recipe import Loss, Recipe
 from sparktorch.train.recipe.task import align, classes_in, first_rows
 
@@ -211,9 +212,9 @@ def _try_step(
 ) -> None:
     """Runs a training step forward and backward on a few rows, and on the first of them alone."""
 
-    def batch(rows: int) -> StepBatch:
+    def batch(rows: int) -> Batch:
         first = [None if tensor is None else tensor[:rows] for tensor in (label, weight)]
-        return StepBatch(tuple(cut(tensor, 0, rows) for tensor in inputs), first[0], first[1], rows, first[1])
+        return Batch(tuple(cut(tensor, 0, rows) for tensor in inputs), first[0], first[1], rows, first[1])
 
     name = f"trainingStep {step.name}"
     arrives = ", ".join(_describe(tensor) for tensor in inputs)

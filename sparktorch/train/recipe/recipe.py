@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,53 +13,16 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
+from sparktorch.base.imports import SHIPPING_HINT, load_object
 from sparktorch.base.state_dict import unpack_state
 from sparktorch.errors import ConfigError, ModuleError, nearest
 from sparktorch.train.recipe.loss import TrainingStep, weigh
 from sparktorch.train.recipe.parameter_groups import freeze, group
 
-__all__ = ["SHIPPING_HINT", "Loss", "ModuleSource", "Recipe", "import_path", "load_object"]
+__all__ = ["Loss", "ModuleSource", "Recipe"]
 
-SHIPPING_HINT = (
-    "it holds something that stays in this process (a lock, a file, a session): make that inside the "
-    "module's __init__ and pass the class in place of an instance"
-)
 
 ModuleSource = str | nn.Module | Callable[..., nn.Module]
-
-
-def load_object(path: str) -> Any:
-    """Imports `"package.module:attribute"`.
-
-    Raises:
-        ModuleError: The path has another form, or cannot be imported.
-    """
-    name, _, attribute = path.partition(":")
-    if not name or not attribute:
-        raise ModuleError(f"{path!r} is not an import path", hint="write it as 'package.module:Name'")
-    try:
-        found: Any = importlib.import_module(name)
-        for part in attribute.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
-        raise ModuleError(
-            f"cannot import {path!r}: {error}",
-            hint="is the file on the Python path of this process? ship it with --py-files",
-        ) from error
-    return found
-
-
-def import_path(value: Any) -> str | None:
-    """Returns the path that imports `value` again anywhere, or `None` where there is none."""
-    name = getattr(value, "__module__", None)
-    qualname = getattr(value, "__qualname__", None)
-    if not name or not qualname or name == "__main__" or "<" in qualname:
-        return None
-    path = f"{name}:{qualname}"
-    try:
-        return path if load_object(path) is value else None
-    except ModuleError:
-        return None
 
 
 @dataclass(frozen=True, kw_only=True)

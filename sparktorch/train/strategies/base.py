@@ -16,9 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.devices import download
+from sparktorch.base.imports import load_object
 from sparktorch.base.world import World
 from sparktorch.errors import ConfigError
-from sparktorch.train.recipe.recipe import Recipe, load_object
+from sparktorch.train.recipe.recipe import Recipe
 
 __all__ = ["DATA", "Layout", "Strategy", "require_optimizer_class"]
 

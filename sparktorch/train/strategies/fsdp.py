@@ -21,7 +21,7 @@ from torch import nn
 from sparktorch.base.config import TrainConfig, at_least, one_of
 from sparktorch.base.devices import download, is_host
 from sparktorch.errors import ConfigError, ModuleError, nearest
-from sparktorch.train.checkpoint.tensors import local
+from sparktorch.train.dtensor import local
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.base import DATA, Layout, Strategy
 

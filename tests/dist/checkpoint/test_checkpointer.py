@@ -16,7 +16,8 @@ import torch
 
 from sparktorch.base.config import CheckpointConfig
 from sparktorch.base.world import World
-from sparktorch.distributed.client import Link, connect
+from sparktorch.distributed.client import Link
+from sparktorch.distributed.store import connect
 from sparktorch.errors import PersistenceError
 from sparktorch.train.checkpoint.checkpointer import Position, Saver
 from sparktorch.train.checkpoint.directory import Directory

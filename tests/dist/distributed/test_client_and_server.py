@@ -18,10 +18,10 @@ import pytest
 import torch.distributed as dist
 
 from sparktorch.base.world import World
-from sparktorch.distributed.client import Cancelled, Link, PeerFailure, connect
+from sparktorch.distributed.client import Cancelled, Link, PeerFailure
 from sparktorch.distributed.monitor import Patience
 from sparktorch.distributed.server import ControlServer
-from sparktorch.distributed.store import SealedStore
+from sparktorch.distributed.store import SealedStore, connect
 from sparktorch.errors import ColumnError, RankError, RankLostError, RankStalledError
 from tests.support.ranks import HOST, cause_of_death, control_server, watch
 

@@ -12,8 +12,9 @@ from multiprocessing.process import BaseProcess
 import pytest
 
 from sparktorch.base.world import World
-from sparktorch.distributed.client import Link, connect
-from sparktorch.distributed.server import ControlServer, Rendezvous
+from sparktorch.distributed.client import Link
+from sparktorch.distributed.server import ControlServer
+from sparktorch.distributed.store import Rendezvous, connect
 from tests.support.ranks import HOST, SPAWN
 
 PATIENCE = 3.0

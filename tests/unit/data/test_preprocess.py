@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparktorch.data.columns import KEY, Columns, TensorSpec
-from sparktorch.data.convert.preprocess import Moment, Preprocess, check_signature
-from sparktorch.data.dataset.reader import Shard
+from sparktorch.data.dataset.reader import read_shard
 from sparktorch.data.fields.arrow import ArrowColumn
+from sparktorch.data.preprocess import Moment, Preprocess, check_signature
 from sparktorch.data.sampling.plan import SamplingPlan
 from sparktorch.data.storage import InMemory, OnDisk, Runs
 from sparktorch.errors import ColumnError, ConfigError, ModuleError, PersistenceError
@@ -196,7 +196,7 @@ def batch_of(rows: int, **more: pa.Array) -> pa.RecordBatch:
 def batches(function: Any, epoch: int, *, seed: int = 1, disk: bool = False) -> list[torch.Tensor]:
     columns = Columns(inputs=(TEXT,), preprocess=Preprocess(function, ["text"]))
     spooler = OnDisk(tempfile.gettempdir()) if disk else InMemory()
-    shard = Shard([batch_of(20)], columns, spooler=spooler)
+    shard = read_shard([batch_of(20)], columns, spooler=spooler)
     shard.place(0, SamplingPlan(rows=20, batch_size=6, seed=seed, shuffle=False))
     found = [batch.inputs[0] for batch in shard.epoch(epoch)]
     shard.close()
@@ -218,7 +218,7 @@ def test_what_is_random_depends_on_seed_epoch_and_step_and_on_nothing_else(disk:
 
 def test_validation_rows_have_no_epoch() -> None:
     columns = Columns(inputs=(TEXT,), preprocess=Preprocess(lengths, ["text"]), validation="v")
-    shard = Shard([batch_of(4, v=pa.array([True] * 4))], columns)
+    shard = read_shard([batch_of(4, v=pa.array([True] * 4))], columns)
     (batch,) = shard.validation(8)
     assert batch.inputs[0][:, 1].tolist() == [-1.0] * 4
     shard.close()

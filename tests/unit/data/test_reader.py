@@ -16,17 +16,18 @@ import pyarrow as pa
 import pytest
 import torch
 
+from sparktorch.base.batch import Batch, micro_batches, padding
 from sparktorch.data.columns import KEY, LABEL, VALIDATION, WEIGHT, Columns, TensorSpec, input_name
-from sparktorch.data.convert.preprocess import Preprocess
 from sparktorch.data.convert.tensors import to_arrow
-from sparktorch.data.dataset.feed import Schedule
-from sparktorch.data.dataset.reader import Batch, Rows, Shard
+from sparktorch.data.dataset.base import Schedule, Shard
+from sparktorch.data.dataset.reader import read_shard
+from sparktorch.data.dataset.rows import Rows, StoredRows
 from sparktorch.data.fields.base import Dense
+from sparktorch.data.preprocess import Preprocess
 from sparktorch.data.sampling import plan
 from sparktorch.data.sampling.plan import SamplingPlan
 from sparktorch.data.storage import InMemory, OnDisk, Runs
 from sparktorch.errors import ColumnError, ConfigError
-from sparktorch.train.recipe.loss import micro_batches, padding
 from tests.support.frames import Table, record_batches, replaced
 
 PLAN = SamplingPlan(rows=203, batch_size=20, seed=3)
@@ -45,7 +46,7 @@ def shard_of(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
             held_out = table.arrays.get(VALIDATION, np.zeros(len(table), np.bool_))
             table = table.take(np.lexsort((table.arrays[KEY].view(np.uint64), held_out)))
         spooler = InMemory() if request.param == "memory" else OnDisk(tmp_path)
-        shard = Shard(table.batches(size=30), table.columns, spooler=spooler, **options)
+        shard = read_shard(table.batches(size=30), table.columns, spooler=spooler, **options)
         shard.place(first, plan or SamplingPlan(rows=shard.rows, batch_size=20, seed=3))
         made.append(shard)
         return shard
@@ -168,9 +169,9 @@ def test_rows_that_do_not_say_whether_they_are_held_out_are_for_the_null_policy(
     flags = batch.column(VALIDATION).take([None, 0, 1])
     batches = [replaced(batch, VALIDATION, flags)]
     with pytest.raises(ColumnError, match=f"column '{table.columns.validation}' has 1 rows with null values") as caught:
-        Shard(batches, table.columns)
+        read_shard(batches, table.columns)
     assert caught.value.where["row"] == 0
-    shard = Shard(batches, replace(table.columns, drop_nulls=True))
+    shard = read_shard(batches, replace(table.columns, drop_nulls=True))
     assert (shard.rows + shard.validation_rows, shard.dropped) == (2, 1)
     assert shard.validation_rows == sum(filter(None, flags.to_pylist()))
 
@@ -181,7 +182,7 @@ def test_the_fingerprint_is_that_of_the_training_rows_in_any_order_and_partition
     trained = table.take(~table.arrays[VALIDATION])
     assert fingerprint == sum(int(key) for key in trained.arrays[KEY]) % 2**64
     assert shard_of(table.shuffled(seed=1)).fingerprint == fingerprint
-    assert sum(Shard(part.batches(), part.columns).fingerprint for part in table.parts(3)) % 2**64 == fingerprint
+    assert sum(read_shard(part.batches(), part.columns).fingerprint for part in table.parts(3)) % 2**64 == fingerprint
     assert shard_of(trained.take(np.arange(1, len(trained)))).fingerprint != fingerprint
 
 
@@ -190,7 +191,7 @@ def test_a_bad_row_is_counted_over_the_batches() -> None:
     batches = table.batches(size=50)
     bad = replaced(batches[2], "x0", to_arrow(np.zeros((50, 4), np.float32)))
     with pytest.raises(ColumnError, match="50 rows of column 'features' do not hold 5 values") as caught:
-        Shard([*batches[:2], bad], table.columns)
+        read_shard([*batches[:2], bad], table.columns)
     assert caught.value.where["row"] == 100
 
 
@@ -199,7 +200,7 @@ def test_a_bad_row_is_counted_with_those_that_were_left_out_before_it() -> None:
     batch = pa.RecordBatch.from_pydict({"x0": vectors, KEY: pa.array(range(5), pa.int64())})
     spec = TensorSpec(name="x0", column="c", dtype="float32", shape=(2,))
     with pytest.raises(ColumnError, match="1 rows of column 'c' do not hold 2 values") as caught:
-        Shard([batch.slice(0, 1), batch], Columns(inputs=(spec,), drop_nulls=True))
+        read_shard([batch.slice(0, 1), batch], Columns(inputs=(spec,), drop_nulls=True))
     assert caught.value.where == {"column": "c", "row": 5}
 
 
@@ -216,17 +217,17 @@ def test_a_shard_keeps_nothing_of_the_batches_it_was_fed(shard_of: Make) -> None
 def test_an_epoch_that_is_ordered_ahead_is_the_same_epoch(shard_of: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     table = Table.random(203, weighted=True)
     plain = shard_of(table)
-    monkeypatch.setattr("sparktorch.data.dataset.feed._AHEAD_ROWS", 10)
-    ahead = Shard(table.batches(size=30), table.columns)
+    monkeypatch.setattr("sparktorch.data.dataset.base._AHEAD_ROWS", 10)
+    ahead = read_shard(table.batches(size=30), table.columns)
     ahead.place(0, PLAN, epochs=3)
     made: list[tuple[int, str]] = []
-    make = ahead._feed._orders._make  # type: ignore[attr-defined]
+    make = ahead._orders._make  # type: ignore[attr-defined]
 
     def watched(epoch: int) -> Any:
         made.append((epoch, threading.current_thread().name))
         return make(epoch)
 
-    monkeypatch.setattr(ahead._feed._orders, "_make", watched)  # type: ignore[attr-defined]
+    monkeypatch.setattr(ahead._orders, "_make", watched)  # type: ignore[attr-defined]
     next(ahead.epoch(0))  # as before the first step of a training with checkpoints
     for epoch in range(3):
         assert ahead.step_weights(epoch).tolist() == plain.step_weights(epoch).tolist()
@@ -239,7 +240,7 @@ def test_several_inputs_arrive_in_the_order_of_forward() -> None:
     specs = tuple(TensorSpec(name=input_name(i), column=f"c{i}", dtype="int64" if i else "float32") for i in range(3))
     arrays = {spec.name: np.full(4, i, spec.dtype) for i, spec in enumerate(specs)}
     keys = np.arange(4)
-    shard = Shard(record_batches({**arrays, KEY: keys}), Columns(inputs=specs))
+    shard = read_shard(record_batches({**arrays, KEY: keys}), Columns(inputs=specs))
     shard.place(0, SamplingPlan(rows=4, batch_size=4))
     batch = next(shard.epoch(0))
     assert [tensor.tolist() for tensor in batch.inputs] == [[0.0] * 4, [1] * 4, [2] * 4]
@@ -270,8 +271,8 @@ def test_batches_from_disk_are_those_from_memory_to_the_last_bit(
 ) -> None:
     table = Table.random(403, classes=3, weighted=weighted, validated=True)
     shards = [
-        Shard(table.batches(size=30), table.columns),
-        Shard(table.batches(size=30), table.columns, spooler=OnDisk(tmp_path), budget=max(budget, 40)),
+        read_shard(table.batches(size=30), table.columns),
+        read_shard(table.batches(size=30), table.columns, spooler=OnDisk(tmp_path), budget=max(budget, 40)),
     ]
     for shard in shards:
         plan = SamplingPlan(rows=700, batch_size=20, seed=3, shuffle=shuffle, block=8)
@@ -307,7 +308,7 @@ def test_what_an_epoch_computes_beside_its_batches_does_not_grow_with_their_numb
     rows = {"x0": pa.array(range(200), pa.float32()), KEY: pa.array(np.arange(200) << 40)}
     counted = []
     for batch_size in (1, 20):
-        shard = Shard([pa.RecordBatch.from_pydict(rows)], columns)
+        shard = read_shard([pa.RecordBatch.from_pydict(rows)], columns)
         shard.place(0, SamplingPlan(rows=200, batch_size=batch_size))
         calls = 0
         threading.setprofile(count)
@@ -327,7 +328,7 @@ def test_the_order_of_epochs_takes_few_bytes_a_row(in_order: bool) -> None:
     rows = 100_000
     keys = np.arange(rows) if in_order else np.random.default_rng(0).permutation(rows)
     columns = Columns(inputs=(TensorSpec(name="x0", column="n", dtype="float32"),))
-    shard = Shard([pa.RecordBatch.from_pydict({"x0": pa.array(np.ones(rows, np.float32)), KEY: keys})], columns)
+    shard = read_shard([pa.RecordBatch.from_pydict({"x0": pa.array(np.ones(rows, np.float32)), KEY: keys})], columns)
     shard.place(0, SamplingPlan(rows=rows, batch_size=1_000), epochs=9)
     tracemalloc.start()
     try:
@@ -350,14 +351,6 @@ def test_a_step_has_a_seed_of_its_own_in_each_rank() -> None:
     assert schedule.moments(2, 4, 6) == schedule.moments(2, 0, 10)[4:6]
 
 
-class Watched(Shard):
-    """Notes what is read from disk."""
-
-    def load(self, runs: Runs, *, inputs: bool = True) -> Rows:
-        self.loaded = [*getattr(self, "loaded", []), runs]
-        return super().load(runs, inputs=inputs)
-
-
 @pytest.mark.parametrize(
     ("budget", "rows", "runs"),
     [
@@ -367,27 +360,34 @@ class Watched(Shard):
     ],
 )
 def test_no_more_rows_are_read_at_a_time_than_the_budget_has_room_for(
-    tmp_path: Path, budget: int, rows: int, runs: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: int, rows: int, runs: int
 ) -> None:
     table = Table.random(2_000).by_key()
-    shard = Watched(table.batches(), table.columns, spooler=OnDisk(tmp_path), budget=budget)
+    loaded: list[Runs] = []
+
+    def load(stored: StoredRows, runs: Runs, *, inputs: bool = True, load: Any = StoredRows.load) -> Rows:
+        loaded.append(runs)
+        return load(stored, runs, inputs=inputs)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(StoredRows, "load", load)
+    shard = read_shard(table.batches(), table.columns, spooler=OnDisk(tmp_path), budget=budget)
     shard.place(0, SamplingPlan(rows=2_000, batch_size=20, block=8))
     assert sum(batch.rows for batch in shard.epoch(0)) == 2_000
-    assert max(found.count for found in shard.loaded) == rows + 1  # and the last row, to fill up with
-    assert max(len(found.starts) for found in shard.loaded) <= runs + 1
+    assert max(found.count for found in loaded) == rows + 1  # and the last row, to fill up with
+    assert max(len(found.starts) for found in loaded) <= runs + 1
     shard.close()
 
 
 def test_a_row_larger_than_the_budget_is_refused(tmp_path: Path) -> None:
     table = Table.random(50)
     with pytest.raises(ConfigError, match=r"a row takes 0\.0 MB, more than the 0\.0 MB") as caught:
-        Shard(table.batches(), table.columns, spooler=OnDisk(tmp_path), budget=20)
+        read_shard(table.batches(), table.columns, spooler=OnDisk(tmp_path), budget=20)
     assert "memoryBudget" in str(caught.value)
 
 
 def test_an_epoch_that_is_left_ends_its_thread(tmp_path: Path) -> None:
     table = Table.random(2_000).by_key()
-    shard = Shard(table.batches(), table.columns, spooler=OnDisk(tmp_path))
+    shard = read_shard(table.batches(), table.columns, spooler=OnDisk(tmp_path))
     shard.place(0, SamplingPlan(rows=2_000, batch_size=20, block=8))
     batches = shard.epoch(0)
     next(batches)
@@ -401,7 +401,7 @@ def test_positions_are_the_places_of_the_rows_where_they_keep_them(tmp_path: Pat
     table = Table.random(100, validated=True)
     trained = rows_of(table.take(~table.arrays[VALIDATION]))
     for spooler in (InMemory(), OnDisk(tmp_path)):
-        shard = Shard(table.batches(size=30), table.columns, spooler=spooler, by_key=False)
+        shard = read_shard(table.batches(size=30), table.columns, spooler=spooler, by_key=False)
         shard.place(0, SamplingPlan(rows=shard.rows, batch_size=7, shuffle=False))
         assert [row for batch in shard.epoch(0) for row in rows_in(batch)] == trained
         shard.close()
@@ -409,7 +409,7 @@ def test_positions_are_the_places_of_the_rows_where_they_keep_them(tmp_path: Pat
 
 def test_rows_that_are_decoded_are_decoded_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     table = Table.random(203, weighted=True, validated=True)
-    plain = Shard(table.batches(), table.columns)
+    plain = read_shard(table.batches(), table.columns)
     taken_in = set()
     take = Dense.take
 
@@ -418,7 +418,7 @@ def test_rows_that_are_decoded_are_decoded_ahead(monkeypatch: pytest.MonkeyPatch
         return take(field, *index)
 
     monkeypatch.setattr(Dense, "decodes", True)
-    ahead = Shard(table.batches(), table.columns)
+    ahead = read_shard(table.batches(), table.columns)
     for shard in (plain, ahead):
         shard.place(0, PLAN)
     expected = [batches_of(plain, 1), [batch.rows for batch in plain.validation(16)]]
@@ -446,7 +446,7 @@ def test_no_more_is_decoded_ahead_than_the_budget_has_room_for(
     batch = pa.RecordBatch.from_pydict({"x0": pa.array(range(400)), KEY: pa.array(np.arange(400) << 40)})
     columns = Columns(inputs=(spec,), preprocess=Preprocess(widened, ["n"]))
     spooler = OnDisk(tmp_path) if disk else InMemory()
-    shard = Shard([batch], columns, spooler=spooler, budget=int(2 * room * part))
+    shard = read_shard([batch], columns, spooler=spooler, budget=int(2 * room * part))
     shard.place(0, SamplingPlan(rows=400, batch_size=20, block=8, shuffle=False))
     with closing(shard.epoch(0)) as batches:
         for asked in range(1, 5):
@@ -472,7 +472,7 @@ def test_rows_of_a_step_come_by_length_so_that_micro_batches_are_padded_little()
     shares, seen = {}, {}
     for by_length in (False, True):
         batches = [pa.RecordBatch.from_pydict(table)]
-        shard = Shard(batches, Columns(inputs=(words, number), label=label), by_length=by_length)
+        shard = read_shard(batches, Columns(inputs=(words, number), label=label), by_length=by_length)
         shard.place(0, SamplingPlan(rows=200, batch_size=64, seed=1))
         steps = [micro_batches(batch, 4, least=1) for batch in shard.epoch(0)]
         for part in (part for step in steps for part in step):

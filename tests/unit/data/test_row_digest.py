@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from sparktorch.data.columns import KEY, LABEL, VALIDATION, TensorSpec
-from sparktorch.data.dataset.reader import Shard
+from sparktorch.data.dataset.reader import read_shard
 from sparktorch.data.fields.base import Vectors
 from sparktorch.data.sampling.row_digest import RowDigests
 from sparktorch.data.storage import InMemory
@@ -73,10 +73,10 @@ def test_a_batch_of_which_no_row_is_left_is_digested() -> None:
     table = replace(
         table.with_values(LABEL, [np.nan] * 30), columns=replace(table.columns, keyed=False, drop_nulls=True)
     )
-    shard = Shard(table.batches(size=30), table.columns, by_key=False)
+    shard = read_shard(table.batches(size=30), table.columns, by_key=False)
     assert (shard.rows, shard.dropped) == (30, 30)
     kept = table.take(np.arange(30, 60))
-    assert shard.fingerprint == Shard(kept.batches(), kept.columns, by_key=False).fingerprint
+    assert shard.fingerprint == read_shard(kept.batches(), kept.columns, by_key=False).fingerprint
 
 
 def test_changes_of_a_row_do_not_make_up_for_each_other() -> None:
@@ -117,7 +117,7 @@ def test_the_fingerprint_of_rows_without_keys_is_that_of_their_tensors_in_any_or
         for one in tables:
             arrays = {name: values for name, values in one.arrays.items() if name != without}
             columns = replace(one.columns, keyed=False)
-            total += Shard(record_batches(arrays, size=30), columns, by_key=False).fingerprint
+            total += read_shard(record_batches(arrays, size=30), columns, by_key=False).fingerprint
         return total % 2**64
 
     expected = fingerprint(table)

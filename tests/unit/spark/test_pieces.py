@@ -10,10 +10,10 @@ import pytest
 import torch
 from pyspark.sql import Row
 
-from sparktorch.errors import ClusterError, ColumnError
-from sparktorch.spark.checks.executor_probe import address_towards, host_of
+from sparktorch.distributed.addresses import address_towards, host_of
+from sparktorch.errors import ClusterError, ColumnError, failure_in
 from sparktorch.spark.launch.gpus import choose_device, device_index
-from sparktorch.spark.launch.rank_task import RESULT_SCHEMA, _chunks, assemble, failure_in
+from sparktorch.spark.launch.rank_task import RESULT_SCHEMA, _chunks, assemble
 from sparktorch.worker import RankResult
 
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from sparktorch.base.imports import import_path, load_object
 from sparktorch.errors import ModuleError
-from sparktorch.train.recipe.recipe import Recipe, import_path, load_object
+from sparktorch.train.recipe.recipe import Recipe
 from tests.support import nets
 from tests.support.nets import Mlp
 

@@ -7,8 +7,7 @@ import warnings
 import pytest
 import torch
 
-from sparktorch.data.dataset.device_transfer import batch_bytes, components, rebuilt
-from sparktorch.data.dataset.reader import Batch
+from sparktorch.base.batch import Batch, components, rebuilt
 
 with warnings.catch_warnings():  # torch says once that the layout is in beta
     warnings.simplefilter("ignore")
@@ -41,4 +40,4 @@ def test_a_tensor_is_rebuilt_of_strided_components(layout: str) -> None:
 
 def test_a_batch_weighs_what_its_components_do() -> None:
     batch = Batch(tuple(TENSORS.values()), torch.zeros(2), None, 2)
-    assert batch_bytes(batch) == 6 * 4 + (6 * 8 + 3 * 4) + (5 * 4 + 3 * 8) + 2 * 4
+    assert batch.nbytes == 6 * 4 + (6 * 8 + 3 * 4) + (5 * 4 + 3 * 8) + 2 * 4

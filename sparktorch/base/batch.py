@@ -1,0 +1,192 @@
+"""A rank's part of a batch, and the data set it comes from: what data hands to training, in one form."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import torch
+
+from sparktorch.base.devices import jagged
+
+__all__ = ["Batch", "RankDataset", "components", "cut", "micro_batches", "padding", "rebuilt"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A rank's part of a global batch, or a micro-batch of it.
+
+    Attributes:
+        inputs: One tensor of shape `(rows, ...)` per argument of `forward`.
+        label: Tensor of shape `(rows, ...)`, or `None`.
+        weight: float32 sample weights of shape `(rows,)`; `None` means all ones.
+        rows: Number of real rows. The inputs may hold more, up to the fewest that the module takes. A rank without rows
+            in a step has placeholder rows, so that it joins every collective: then label and weights are as long as
+            the inputs, and the weights are zero.
+        loss_weight: Weight of each row in the loss: its weight times that of its class.
+        lengths: By position of a padded, jagged or sparse input, number of elements of each row, int64 on the CPU. The
+            mask of a padded input is the input after it.
+    """
+
+    inputs: tuple[torch.Tensor, ...]
+    label: torch.Tensor | None
+    weight: torch.Tensor | None
+    rows: int
+    loss_weight: torch.Tensor | None = None
+    lengths: Mapping[int, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Inputs, label and weights."""
+        named = (*self.inputs, self.label, self.weight, self.loss_weight)
+        return [tensor for tensor in named if tensor is not None]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(part.nbytes for tensor in self.tensors for part in components(tensor))
+
+    def complete(self) -> Batch:
+        """Returns a batch whose label and weight are as long as its inputs; the rows added have weight zero."""
+        shown, label, weight = len(self.inputs[0]), self.label, self.weight
+        if 0 < self.rows < shown:
+            missing = shown - self.rows
+            if label is not None:
+                label = torch.cat([label, label[-1:].expand(missing, *label.shape[1:])])
+            if weight is not None:
+                weight = torch.cat([weight, weight.new_zeros(missing)])
+        return Batch(self.inputs, label, weight, shown, lengths=self.lengths)
+
+    def slice(self, start: int, end: int) -> Batch:
+        """Returns the rows from `start` to `end`."""
+
+        def part(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else tensor[start:end]
+
+        inputs = [cut(tensor, start, end, self.lengths.get(place)) for place, tensor in enumerate(self.inputs)]
+        lengths = {place: counts[start:end] for place, counts in self.lengths.items()}
+        for place, longest in self._padded_to(lengths).items():  # the longest of these rows, not of all
+            for both in (place, place + 1):
+                inputs[both] = inputs[both][:, :longest]
+        return Batch(tuple(inputs), part(self.label), part(self.weight), end - start, part(self.loss_weight), lengths)
+
+    def _padded_to(self, lengths: Mapping[int, torch.Tensor]) -> dict[int, int]:
+        """Returns the size that padded inputs need for rows of those lengths, by position."""
+        padded = {place: counts for place, counts in lengths.items() if self.inputs[place].layout is torch.strided}
+        return {place: max(1, int(counts.max())) if len(counts) else 1 for place, counts in padded.items()}
+
+
+class RankDataset(ABC):
+    """The rows of one rank, as the training loop reads them."""
+
+    @abstractmethod
+    def epoch(self, epoch: int, *, least: int = 1, first: int = 0) -> Generator[Batch]:
+        """Yields this rank's part of every global batch of an epoch, in the order of the steps.
+
+        Closing the generator ends the thread that reads ahead.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+            least: Fewest rows of the inputs of a part: smaller ones are filled up.
+            first: The step to begin with.
+        """
+
+    @abstractmethod
+    def validation(self, size: int, *, batches: int = 0) -> Generator[Batch]:
+        """Yields this rank's validation rows; to be closed like `epoch`.
+
+        Args:
+            size: Most rows of a batch.
+            batches: Fewest batches: those without rows hold a row of weight zero.
+        """
+
+    @abstractmethod
+    def step_weights(self, epoch: int) -> torch.Tensor:
+        """Returns this rank's weight in each step of an epoch, float64 of shape `(steps,)`."""
+
+    @abstractmethod
+    def step_rows(self, epoch: int) -> torch.Tensor:
+        """Returns this rank's number of rows in each step of an epoch, int64 of shape `(steps,)`."""
+
+
+def micro_batches(batch: Batch, parts: int, *, least: int) -> list[Batch]:
+    """Splits a rank's part of a step.
+
+    Args:
+        batch: The rank's part of the step.
+        parts: Number of micro-batches. Those for which there are too few rows come last, with weight zero.
+        least: Fewest rows of a micro-batch.
+    """
+    if parts == 1:
+        return [batch]
+    filled = min(parts, batch.rows // least)
+    edges = [batch.rows * i // filled for i in range(filled + 1)] if filled else [0]
+    found = [batch.slice(start, end) for start, end in pairwise(edges)] or [batch]
+    if len(found) == parts:
+        return found
+    nothing = torch.zeros(least, device=batch.inputs[0].device)
+    empty = replace(batch.complete().slice(0, least), weight=nothing, loss_weight=nothing, rows=0)
+    return [*found, *[empty] * (parts - len(found))]
+
+
+def padding(batches: Sequence[Batch]) -> tuple[int, int]:
+    """Returns how many positions the padded inputs of some batches have, and how many of them hold data."""
+    padded_size = real_size = 0
+    for batch in batches:
+        for place, longest in batch._padded_to(batch.lengths).items():
+            padded_size += longest * len(batch.lengths[place])
+            real_size += int(batch.lengths[place].sum())
+    return padded_size, real_size
+
+
+def cut(tensor: torch.Tensor, start: int, end: int, lengths: torch.Tensor | None = None) -> torch.Tensor:
+    """Returns some rows of an input; torch slices neither jagged nor sparse tensors.
+
+    Args:
+        tensor: All rows.
+        start: The first row.
+        end: The row after the last.
+        lengths: Of all rows of such an input, as in `Batch.lengths`; read from the tensor without them.
+    """
+    nested, sparse = tensor.is_nested, tensor.layout == torch.sparse_csr
+    if not nested and not sparse:
+        return tensor[start:end]
+    ends: torch.Tensor = tensor.offsets() if nested else tensor.crow_indices()  # type: ignore[attr-defined]  # torch's nested
+    counts = ends.diff().cpu() if lengths is None else lengths
+    first = int(counts[:start].sum())
+    last = first + int(counts[start:end].sum())
+    own, values = ends[start : end + 1] - ends[start], tensor.values()[first:last]
+    if nested:
+        return jagged(values, own, counts[start:end])
+    shape = (end - start, *tensor.shape[1:])
+    return torch.sparse_csr_tensor(own, tensor.col_indices()[first:last], values, shape, check_invariants=False)
+
+
+def components(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Returns the strided tensors that a tensor consists of: several for a sparse or jagged one."""
+    if tensor.layout is torch.sparse_csr:
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout is torch.jagged:
+        return tensor.values(), tensor.offsets()  # type: ignore[attr-defined]  # torch's nested
+    return (tensor,)
+
+
+def rebuilt(
+    tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor], lengths: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Returns a tensor of the same layout, of its components as `change` returns them.
+
+    Args:
+        tensor: Of any layout.
+        change: Applied to each component.
+        lengths: Of the rows of a jagged one, int64 of shape `(rows,)`, on the CPU.
+    """
+    first, *more = (change(part) for part in components(tensor))
+    if tensor.layout is torch.sparse_csr:
+        columns, values = more
+        return torch.sparse_csr_tensor(first, columns, values, tensor.shape, check_invariants=False)
+    if tensor.layout is torch.jagged:
+        return jagged(first, more[0], components(tensor)[1].diff() if lengths is None else lengths)
+    return first

@@ -1,0 +1,50 @@
+"""Objects by import path, `"package.module:Name"`."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from sparktorch.errors import ModuleError
+
+__all__ = ["SHIPPING_HINT", "import_path", "load_object"]
+
+
+SHIPPING_HINT = (
+    "it holds something that stays in this process (a lock, a file, a session): make that inside the "
+    "module's __init__ and pass the class in place of an instance"
+)
+
+
+def load_object(path: str) -> Any:
+    """Imports `"package.module:attribute"`.
+
+    Raises:
+        ModuleError: The path has another form, or cannot be imported.
+    """
+    name, _, attribute = path.partition(":")
+    if not name or not attribute:
+        raise ModuleError(f"{path!r} is not an import path", hint="write it as 'package.module:Name'")
+    try:
+        found: Any = importlib.import_module(name)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise ModuleError(
+            f"cannot import {path!r}: {error}",
+            hint="is the file on the Python path of this process? ship it with --py-files",
+        ) from error
+    return found
+
+
+def import_path(value: Any) -> str | None:
+    """Returns the path that imports `value` again anywhere, or `None` where there is none."""
+    name = getattr(value, "__module__", None)
+    qualname = getattr(value, "__qualname__", None)
+    if not name or not qualname or name == "__main__" or "<" in qualname:
+        return None
+    path = f"{name}:{qualname}"
+    try:
+        return path if load_object(path) is value else None
+    except ModuleError:
+        return None

@@ -1,0 +1,133 @@
+"""Rows in memory, the host's or the device's: each batch is taken from them when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from sparktorch.base.batch import Batch
+from sparktorch.base.devices import free_bytes, is_host
+from sparktorch.data.dataset.base import Int64, RowNumbers, Shard, at
+from sparktorch.data.dataset.device_transfer import moved
+from sparktorch.data.dataset.prefetch import ByEpoch, ahead
+from sparktorch.data.dataset.rows import StoredRows
+from sparktorch.data.sampling.plan import by_step
+from sparktorch.data.sampling.row_keys import Arrivals
+
+__all__ = ["InMemoryShard"]
+
+_DEVICE_SHARE = 0.25  # of an accelerator's free memory, for rows
+_CHUNK_ROWS = 1 << 16
+_AHEAD_BATCHES = 4  # that are decoded
+
+
+@dataclass(frozen=True)
+class _Order:
+    """The order of a rank's rows in one epoch.
+
+    Attributes:
+        index: The rows in the order of their steps, those of a step in the order of their positions.
+        ends: Where in it each step ends.
+    """
+
+    index: torch.Tensor
+    ends: Int64
+
+
+class InMemoryShard(Shard):
+    """The rows of a rank, all of them in memory."""
+
+    def __init__(self, stored: StoredRows, arrivals: Arrivals, *, dropped: int, budget: int) -> None:
+        """Takes the rows; batches that are decoded ahead may take half of `budget` bytes, but one at least."""
+        super().__init__(stored, arrivals, dropped=dropped)
+        self._rows, self._budget = stored.finish(), budget
+        self._validation_index = _index(self._validation_order)
+        self._orders = ByEpoch(self._make_order)
+        self._device = self._rows.device
+
+    def to(self, device: str) -> None:
+        """Has batches come on a device.
+
+        The rows move to an accelerator where they take no more than a quarter of what is free there, validation
+        rows included: most of it is for the module and its activations. Otherwise, and where they are decoded or given
+        to a `preprocess`, they stay, and each batch is copied while the one before is trained.
+        """
+        self._device = torch.device(device)
+        if is_host(device) or self._stored.decodes or self.bytes > free_bytes(device) * _DEVICE_SHARE:
+            self.storage = "memory"
+        else:
+            self._rows.to(self._device)
+            self.storage = "device"
+
+    def weight_by_class(self, classes: int) -> list[float]:
+        """Returns the sum of the weights of this rank's training rows by class."""
+        sums: list[float] = self._rows.weight_by_class(_index(self._order), classes).tolist()
+        return sums
+
+    def weigh_classes(self, weights: Sequence[float]) -> None:
+        """Makes each row count in the loss for its weight times that of its class."""
+        self._rows.weigh_classes(weights)
+
+    def step_weights(self, epoch: int) -> torch.Tensor:
+        """Returns this rank's weight in each step of the epoch, float64 of shape `(steps,)`."""
+        order, rows = self._orders[epoch], self.step_rows(epoch).numpy()
+        found = np.empty(len(rows))
+        some = max(1, _CHUNK_ROWS * len(rows) // max(1, len(order.index)))  # a bounded number of rows at a time
+        for start in range(0, len(rows), some):
+            stop = min(start + some, len(rows))
+            index = order.index[order.ends[start] - rows[start] : order.ends[stop - 1]]
+            step = np.repeat(np.arange(stop - start), rows[start:stop])
+            found[start:stop] = np.bincount(step, self._rows.loss_weights(index), stop - start)
+        return torch.from_numpy(found)
+
+    def step_rows(self, epoch: int) -> torch.Tensor:
+        """Returns how many rows this rank has in each step of the epoch, int64 of shape `(steps,)`."""
+        return torch.from_numpy(np.diff(self._orders[epoch].ends, prepend=0))
+
+    def epoch(self, epoch: int, *, least: int = 1, first: int = 0) -> Generator[Batch]:
+        """Yields this rank's part of every global batch of the epoch from step `first` on."""
+        order = self._orders[epoch]
+        self._orders.forget(epoch)
+        if self._schedule.worth_ahead(epoch + 1):
+            self._orders.begin(epoch + 1)
+        index, ends = order.index, [0, *order.ends.tolist()]
+        moments = self._schedule.moments(epoch, first, len(ends) - 1)
+        batches = (
+            self._rows.take(index[start:end], least=least, moment=moment)
+            for start, end, moment in zip(ends[first:], ends[first + 1 :], moments, strict=False)
+        )
+        return self._coming(batches, _AHEAD_BATCHES)
+
+    def validation(self, size: int, *, batches: int = 0) -> Generator[Batch]:
+        """Yields the validation rows, at most `size` at a time, in at least so many batches."""
+        index = self._validation_index
+        starts = range(0, max(len(index), batches * size), size)
+        taken = (self._rows.take(index[s : s + size], least=1 if batches else 0) for s in starts)
+        return self._coming(taken, 1)
+
+    def close(self) -> None:
+        """Ends its threads; closing twice is fine."""
+        self._orders.close()
+        super().close()
+
+    def _coming(self, batches: Generator[Batch], depth: int) -> Generator[Batch]:
+        """Returns batches on the device: by a thread, where that is more than to take them."""
+        if self._stored.decodes:
+            batches = ahead(batches, depth, size=_size, most=self._budget // 2)
+        return batches if self._rows.device == self._device else moved(batches, self._device)
+
+    def _make_order(self, epoch: int) -> _Order:
+        first, count, plan = self._schedule.first, self._schedule.rows, self._schedule.plan
+        places, ends = by_step(plan.steps_of(first, first + count, epoch), plan.steps)
+        return _Order(torch.from_numpy(at(self._order, places)), ends)
+
+
+def _index(order: RowNumbers) -> torch.Tensor:
+    return torch.arange(order.start, order.stop) if isinstance(order, range) else torch.from_numpy(order)
+
+
+def _size(batch: Batch) -> int:
+    return batch.nbytes

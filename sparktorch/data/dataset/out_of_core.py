@@ -1,0 +1,159 @@
+"""Rows on disk: those of some steps in a row are read at once, in a thread, before they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sparktorch.base.batch import Batch
+from sparktorch.data.dataset.base import Int64, RowNumbers, Shard, at
+from sparktorch.data.dataset.device_transfer import moved
+from sparktorch.data.dataset.prefetch import ByEpoch, ahead
+from sparktorch.data.dataset.rows import Rows, StoredRows
+from sparktorch.data.preprocess import Moment
+from sparktorch.data.sampling.plan import RankOrder, SamplingPlan
+from sparktorch.data.sampling.row_keys import Arrivals
+from sparktorch.data.storage import Runs
+
+__all__ = ["OutOfCoreShard"]
+
+_CHUNK_ROWS = 1 << 16
+_AHEAD_BATCHES = 4  # that are decoded
+
+
+class OutOfCoreShard(Shard):
+    """The rows of a rank, all of them on disk."""
+
+    def __init__(self, stored: StoredRows, arrivals: Arrivals, *, dropped: int, budget: int) -> None:
+        """Takes what is on disk, and the bytes that rows may take in memory.
+
+        One window of rows waits and another one is read: each may have half of `budget`, but has one step at least.
+        What is decoded ahead may have as much as a window.
+        """
+        super().__init__(stored, arrivals, dropped=dropped)
+        self._budget = budget
+        self._device = torch.device("cpu")
+        self._class_weights: Sequence[float] | None = None
+        self._orders = ByEpoch(self._make_order)
+        self._weights = ByEpoch(self._make_weights)
+
+    def to(self, device: str) -> None:
+        """Has batches come on a device; the rows stay on disk."""
+        self._device = torch.device(device)
+
+    def place(self, first: int, plan: SamplingPlan, *, epochs: int = 1) -> None:
+        """Sets the position of the first row, the plan of the training, and its number of epochs."""
+        super().place(first, plan, epochs=epochs)
+        step_bytes = self.bytes / self._stored.count * self.rows / plan.steps
+        self._window = min(plan.block, max(1, int(self._budget / 2 // max(step_bytes, 1))))
+
+    def weight_by_class(self, classes: int) -> list[float]:
+        """Returns the sum of the weights of this rank's training rows by class."""
+        sums = np.zeros(classes)
+        for start in range(0, len(self._order), _CHUNK_ROWS):
+            rows = self._stored.load(_runs(self._order[start : start + _CHUNK_ROWS]), inputs=False)
+            sums += rows.weight_by_class(torch.arange(rows.count), classes)
+        found: list[float] = sums.tolist()
+        return found
+
+    def weigh_classes(self, weights: Sequence[float]) -> None:
+        """Makes each row count in the loss for its weight times that of its class."""
+        self._class_weights = weights
+
+    def step_weights(self, epoch: int) -> torch.Tensor:
+        """Returns this rank's weight in each step of the epoch, float64 of shape `(steps,)`."""
+        return torch.from_numpy(self._weights[epoch])
+
+    def step_rows(self, epoch: int) -> torch.Tensor:
+        """Returns how many rows this rank has in each step of the epoch, int64 of shape `(steps,)`."""
+        return torch.from_numpy(self._orders[epoch].step_rows())
+
+    def epoch(self, epoch: int, *, least: int = 1, first: int = 0) -> Generator[Batch]:
+        """Yields this rank's part of every global batch of the epoch from step `first` on."""
+        order = self._orders[epoch]
+        for known in (self._orders, self._weights):
+            known.forget(epoch)
+        if self._schedule.worth_ahead(epoch + 1):
+            self._weights.begin(epoch + 1)
+        return self._ahead(self._batches(order, least, first), self._window)
+
+    def validation(self, size: int, *, batches: int = 0) -> Generator[Batch]:
+        """Yields the validation rows, at most `size` at a time, in at least so many batches."""
+        return self._ahead(self._validation_batches(size, batches), 1)
+
+    def close(self) -> None:
+        """Ends threads and frees what is on disk; closing twice is fine."""
+        self._weights.close()
+        self._orders.close()
+        super().close()
+
+    def _ahead(self, batches: Generator[Batch], depth: int) -> Generator[Batch]:
+        """Returns batches on the device, read in a thread."""
+        if self._stored.decodes:  # to more bytes than the window that they are taken from
+            coming = ahead(batches, min(depth, _AHEAD_BATCHES), size=_size, most=self._budget // 2)
+        else:
+            coming = ahead(batches, depth)
+        return moved(coming, self._device)
+
+    def _batches(self, order: RankOrder, least: int, first: int) -> Generator[Batch]:
+        """Reads window by window; of a block that is too large, a part of its steps at a time."""
+        plan = self._schedule.plan
+        for number in range(first // plan.block, order.windows):
+            begin, end = number * plan.block, min((number + 1) * plan.block, plan.steps)
+            position, step = order.window(number)
+            for start in range(max(first, begin), end, self._window):
+                stop = min(start + self._window, end)
+                now = (step >= start) & (step < stop)
+                moments = self._schedule.moments(order.epoch, start, stop)
+                yield from self._steps(position[now], step[now] - start, moments, least)
+
+    def _steps(self, position: Int64, step: Int64, moments: list[Moment], least: int) -> Generator[Batch]:
+        """Reads the rows of some steps, and yields those of each."""
+        rows = self._load(self._order, position - self._schedule.first)
+        index = torch.from_numpy(np.argsort(step, kind="stable"))
+        ends = np.cumsum(np.bincount(step, minlength=len(moments))).tolist()
+        for start, end, moment in zip([0, *ends[:-1]], ends, moments, strict=True):
+            yield rows.take(index[start:end], least=least, moment=moment)
+
+    def _validation_batches(self, size: int, batches: int) -> Generator[Batch]:
+        count = len(self._validation_order)
+        for start in range(0, max(count, batches * size), size):
+            taken = np.arange(min(start, count), min(start + size, count), dtype=np.int64)
+            rows = self._load(self._validation_order, taken)
+            yield rows.take(torch.arange(len(taken)), least=1 if batches else 0)
+
+    def _load(self, order: RowNumbers, places: Int64) -> Rows:
+        """Reads rows, and behind them the last of all, to fill up with, as from memory."""
+        rows = self._stored.load(Runs.of(np.append(at(order, places), self._stored.count - 1)))
+        if self._class_weights is not None:
+            rows.weigh_classes(self._class_weights)
+        return rows
+
+    def _make_order(self, epoch: int) -> RankOrder:
+        return self._schedule.order(epoch)
+
+    def _make_weights(self, epoch: int) -> npt.NDArray[np.float64]:
+        order, steps = self._orders[epoch], self._schedule.plan.steps
+        if self._stored.columns.weight is None and self._class_weights is None:
+            return order.step_rows().astype(np.float64)
+        sums = np.zeros(steps)
+        for number in range(order.windows):
+            position, step = order.window(number)
+            rows = self._stored.load(Runs.of(at(self._order, position - self._schedule.first)), inputs=False)
+            if self._class_weights is not None:
+                rows.weigh_classes(self._class_weights)
+            sums += np.bincount(step, rows.loss_weights(), steps)
+        return sums
+
+
+def _runs(rows: RowNumbers) -> Runs:
+    if isinstance(rows, range):
+        return Runs(np.array([rows.start], np.int64), np.array([rows.stop], np.int64))
+    return Runs.of(rows)
+
+
+def _size(batch: Batch) -> int:
+    return batch.nbytes
