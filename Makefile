@@ -48,6 +48,7 @@ lint: setup
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/check_tests.py tests
 	$(BIN)/python -m benchmarks.tables --check
+	$(BIN)/python scripts/params.py --check
 
 # The output of a target, where this make can hold it back until it is whole.
 IN_ONE_PIECE := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)

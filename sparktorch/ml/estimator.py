@@ -2,59 +2,35 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
-import logging
 import time
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from pyspark import keyword_only
 from pyspark.ml import Estimator
 from pyspark.ml.util import MLReadable, MLWritable
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import DataFrame
 
 from sparktorch.base.config import Task
-from sparktorch.distributed.root_cause import ChainError
-from sparktorch.errors import ConfigError, RankLostError
+from sparktorch.errors import ConfigError
+from sparktorch.ml.fit.attempts import train_with_restarts
+from sparktorch.ml.fit.checks import check_param_names, check_thresholds
 from sparktorch.ml.fit.first_row_trial import try_out
 from sparktorch.ml.fit.listeners import Fit, FitReport, callers
-from sparktorch.ml.fit.translate import Request, check_param_names, check_thresholds, given, translate
+from sparktorch.ml.fit.translate import Request, translate
 from sparktorch.ml.model import TorchModel, TorchModelBase
-from sparktorch.ml.params import (
-    DEFAULTS,
-    CheckpointParams,
-    InputParams,
-    LabelColumns,
-    LaunchParams,
-    ModuleParams,
-    NumericsParams,
-    OutputColumns,
-    ScoringParams,
-    StorageParams,
-    TrackingParams,
-    TrainingParams,
-    ValidationParams,
-)
+from sparktorch.ml.params.declare import own
+from sparktorch.ml.params.mixins import EstimatorParams, GenericParams
 from sparktorch.ml.persistence import EstimatorReader, EstimatorWriter
 from sparktorch.ml.scoring.column_metadata import labels_of
 from sparktorch.ml.summary import TrainingSummary
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.checks.check_result import refuse
 from sparktorch.spark.checks.doctor import check_executors
-from sparktorch.spark.checks.preflight import check_cluster, check_result_size, settled_slots
-from sparktorch.spark.frame.partition import keep, moved_as_they_are, split, split_into_folds
+from sparktorch.spark.checks.preflight import check_cluster, check_result_size
 from sparktorch.spark.frame.prepare import Frame, prepare
-from sparktorch.spark.launch.barrier_job import run_ranks
 from sparktorch.spark.launch.gpus import gpu_profile
-from sparktorch.spark.launch.spark_job import new_tag
-from sparktorch.train.checkpoint.store import CheckpointStore
 from sparktorch.train.recipe.dry_run import Trial
-from sparktorch.train.strategies.registry import strategy_options
-from sparktorch.worker import TrainJob, train_partition
 
 if TYPE_CHECKING:
     from pyspark.ml._typing import ParamMap
@@ -64,30 +40,8 @@ __all__ = ["TorchEstimator", "TorchEstimatorBase"]
 
 M = TypeVar("M", bound=TorchModelBase)
 
-Results = list[tuple[dict[str, Any], bytes]]  # of every rank
 
-_LOG = logging.getLogger(__name__)
-_LONGEST_PAUSE = 30.0  # before a restart, in seconds
-_COMEBACK_SECONDS = 10.0  # for executors that Spark starts again
-_COLLECTIVE_SECONDS = 1800.0
-
-
-class TorchEstimatorBase(
-    Estimator[M],
-    ScoringParams,
-    InputParams,
-    ModuleParams,
-    TrainingParams,
-    NumericsParams,
-    ValidationParams,
-    LaunchParams,
-    StorageParams,
-    CheckpointParams,
-    TrackingParams,
-    MLReadable[Any],
-    MLWritable,
-    Generic[M],
-):
+class TorchEstimatorBase(Estimator[M], EstimatorParams, MLReadable[Any], MLWritable, Generic[M]):
     """What all the estimators share."""
 
     _task: Task
@@ -120,13 +74,9 @@ class TorchEstimatorBase(
         """
         that = super().copy(extra)
         for values in (that._paramMap, that._defaultParamMap):
-            values.update({param: _own(value) for param, value in values.items()})
+            values.update({param: own(value) for param, value in values.items()})
         that._callers = {**self._callers, **callers()}
         return that
-
-    def _setDefault(self, **values: Any) -> Self:
-        """Sets defaults that are this estimator's own: who appends to one of them changes no other."""
-        return super()._setDefault(**{name: _own(value) for name, value in values.items()})
 
     def _fit(self, dataset: DataFrame) -> M:
         if not hasattr(dataset, "sparkSession"):
@@ -138,9 +88,9 @@ class TorchEstimatorBase(
             request, frame, trial = self._prepared(dataset, report)
             report.prepared(frame.columns)
             prepared = time.perf_counter()
-            results = _train(frame, trial, request, report)
+            results = train_with_restarts(frame, trial, request, report)
             seconds = {"prepare": prepared - started, "job": time.perf_counter() - prepared}
-            summary = _summarise(results, seconds)
+            summary = TrainingSummary.of(results, seconds)
             weights = next(payload for _, payload in results if payload)
             model = self._model(request, frame, trial, weights, summary, self._labels(dataset, trial.classes))
             report.finished(model, summary)
@@ -212,7 +162,7 @@ class TorchEstimatorBase(
         return cls.read().load(path)
 
 
-class TorchEstimator(TorchEstimatorBase[TorchModel], LabelColumns, OutputColumns):
+class TorchEstimator(TorchEstimatorBase[TorchModel], GenericParams):
     """Trains any PyTorch module on a DataFrame.
 
     `forward` gets one tensor per input column and returns a tensor, or a tuple or dict of tensors,
@@ -227,209 +177,3 @@ class TorchEstimator(TorchEstimatorBase[TorchModel], LabelColumns, OutputColumns
 
     _task = "generic"
     _model_class = TorchModel
-
-    @keyword_only
-    def __init__(
-        self,
-        *,
-        module: Any = None,
-        moduleParams: dict[str, Any] | None = None,
-        featuresCol: str = "features",
-        inputCols: list[str] | None = None,
-        assembleInputs: bool = False,
-        inputShapes: dict[str, list[int]] | None = None,
-        inputLayouts: dict[str, str] | None = None,
-        inputDtypes: dict[str, str] | None = None,
-        maxLengths: dict[str, int] | None = None,
-        padValues: dict[str, float] | None = None,
-        preprocess: str | Callable[..., Any] | None = None,
-        nullPolicy: str = "error",
-        fillValue: float = 0.0,
-        labelCol: str = "label",
-        labelCols: list[str] | None = None,
-        predictionCol: str = "prediction",
-        outputCols: list[str] | None = None,
-        weightCol: str | None = None,
-        validationIndicatorCol: str | None = None,
-        idCol: str | None = None,
-        loss: str | Callable[..., Any] | None = None,
-        lossParams: dict[str, Any] | None = None,
-        trainingStep: str | Callable[..., Any] | None = None,
-        optimizer: str | Callable[..., Any] = "AdamW",
-        optimizerParams: dict[str, Any] | None = None,
-        learningRate: float = 1e-3,
-        parameterGroups: list[dict[str, Any]] | None = None,
-        freeze: list[str] | None = None,
-        scheduler: str | Callable[..., Any] | None = None,
-        schedulerParams: dict[str, Any] | None = None,
-        schedulerInterval: str = "epoch",
-        warmupSteps: int | None = None,
-        referenceBatchSize: int | None = None,
-        batchSize: int = 256,
-        accumulationSteps: int = 1,
-        microBatchSize: int | None = None,
-        gradientClipNorm: float | None = None,
-        gradientClipValue: float | None = None,
-        precision: str = "fp32",
-        compile: bool = False,
-        channelsLast: bool = False,
-        syncBatchNorm: bool = False,
-        emaDecay: float | None = None,
-        nonFiniteLoss: str = "error",
-        deterministic: bool = False,
-        epochs: int = 1,
-        validationInterval: int = 1,
-        validationUnit: str = "epoch",
-        metrics: dict[str, Any] | None = None,
-        validationBatchSize: int | None = None,
-        earlyStoppingPatience: int | None = None,
-        callbacks: list[Any] | None = None,
-        split: str = "key",
-        storage: str = "memory",
-        memoryBudget: int = 1024,
-        shuffle: bool = True,
-        shuffleBlock: int | None = None,
-        seed: int = 0,
-        strategy: str = "ddp",
-        strategyParams: dict[str, Any] | None = None,
-        numWorkers: int = 1,
-        device: str = "auto",
-        rendezvous: str = "auto",
-        preflight: str = "basic",
-        dryRun: str = "driver",
-        checkpointDir: str | None = None,
-        checkpointInterval: int = 1,
-        checkpointUnit: str = "epoch",
-        keepCheckpoints: int = 2,
-        maxRestarts: int = 0,
-        minWorkers: int | None = None,
-        startTimeout: float = 3600.0,
-        stallTimeout: float = 600.0,
-        logLevel: str = "WARNING",
-        handleInvalid: str = "error",
-        predictBatchSize: int = 2048,
-        predictPrecision: str = "fp32",
-        predictCompile: bool = False,
-        progress: bool = True,
-        mlflowExperiment: str | None = None,
-        mlflowRunName: str | None = None,
-    ) -> None:
-        super().__init__()
-        self._setDefault(**DEFAULTS)
-        self._set(**given(self))
-
-
-def _own(value: Any) -> Any:
-    """Returns a list or a dict of its own with the same values; anything else as it is."""
-    return copy.copy(value) if isinstance(value, list | dict) else value
-
-
-def _train(frame: Frame, trial: Trial, request: Request, report: FitReport) -> Results:
-    """Runs the barrier job; again, from its last checkpoint, where it has lost a rank."""
-    job = TrainJob(
-        columns=replace(frame.columns, classes=trial.classes),
-        recipe=replace(request.recipe, metrics=trial.metrics),
-        config=replace(request.config, unused_parameters=trial.unused_parameters),
-        checkpoint=request.checkpoint,
-        spare=frame.sample,
-        storage=request.storage,
-        # Those that stand still are to be told by name, before the others have waited for too long.
-        collective_seconds=max(_COLLECTIVE_SECONDS, 2 * request.launch.patience.stall),
-    )
-    try:
-        now, lost = request, []
-        for restart in range(request.max_restarts):
-            results = _unless_lost(partial(_run, frame, _restarted(job, restart), now, report), restart + 1, now)
-            if results is not None:
-                return results
-            lost.append(now.launch.tag)
-            now = _with_slots_left(frame.data.sparkSession, request, lost)
-        return _run(frame, _restarted(job, request.max_restarts), now, report)
-    finally:
-        if request.checkpoint is not None:
-            with suppress(Exception):  # if only ranks reach the directory, the claim ends by itself
-                CheckpointStore(request.checkpoint.directory).release(request.checkpoint.owner)
-
-
-def _restarted(job: TrainJob, times: int) -> TrainJob:
-    return job if job.checkpoint is None else replace(job, checkpoint=replace(job.checkpoint, restart=times))
-
-
-def _unless_lost(run: Callable[[], Results], number: int, request: Request) -> Results | None:
-    """Returns what the ranks hand back; `None`, after a pause, where one of them was lost."""
-    try:
-        return run()
-    except RankLostError as error:
-        pause = min(_LONGEST_PAUSE, 2.0 ** (number - 1))
-        origin = "its last checkpoint" if request.checkpoint else "the beginning"
-        _LOG.warning("%s; restart %d of %d in %.0f s, from %s", error, number, request.max_restarts, pause, origin)
-        time.sleep(pause)
-    return None
-
-
-def _with_slots_left(spark: SparkSession, request: Request, lost: list[str]) -> Request:
-    """Returns the request for as many of its ranks as there are slots, once lost executors had time to come back.
-
-    Args:
-        spark: The session.
-        request: As it was first.
-        lost: Tags of the attempts that have failed.
-
-    Raises:
-        ClusterError: There are fewer slots than the fewest ranks it may go on with.
-    """
-    launch, least = replace(request.launch, tag=new_tag()), request.min_workers
-    found = settled_slots(spark, launch.world_size, launch.profile, settle=_COMEBACK_SECONDS, lost=lost)
-    if found is None or found >= launch.world_size:
-        return replace(request, launch=launch)
-    fewest = launch.world_size if least is None else least
-    check_cluster(spark, fewest, launch.profile, longest=launch.patience.start)
-    if found < fewest:
-        _LOG.warning("the cluster has %d slots free: the restart waits for those of lost workers", found)
-        return replace(request, launch=launch)
-    _LOG.warning("the cluster has %d slots left: going on with as many workers instead of %d", found, launch.world_size)
-    return replace(request, launch=replace(launch, world_size=found))
-
-
-def _run(frame: Frame, job: TrainJob, request: Request, report: FitReport) -> Results:
-    """Runs the barrier job; once more, split by place, if equal rows have crowded into one rank."""
-    ranks = request.launch.world_size
-    in_order = job.storage.kind != "memory"  # rows on disk are read in runs where they lie as they are trained
-    if getattr(strategy_options(request.config), "folds", False):
-        columns = replace(job.columns, validation="fold")
-        job = replace(job, columns=columns, max_imbalance=None)
-        data = split_into_folds(frame.data, ranks, in_order=in_order)
-    elif request.split == "keep":
-        job = replace(job, by_key=False, max_imbalance=None)
-        data = keep(frame.data, ranks)
-        with suppress(ChainError):
-            return run_ranks(data, partial(train_partition, job=job), request.launch, report)
-        _LOG.info("split='keep' behind coalesce() or union(): the rows go through a shuffle, each to its own partition")
-        data = moved_as_they_are(data, ranks)
-    else:
-        data = split(frame.data, ranks, in_order=in_order)
-    results = run_ranks(data, partial(train_partition, job=job), request.launch, report)
-    if results[0][0].get("imbalanced"):
-        data = split(frame.data, ranks, by_place=True, in_order=in_order)
-        job = replace(job, max_imbalance=None)
-        results = run_ranks(data, partial(train_partition, job=job), request.launch, report)
-    return results
-
-
-def _summarise(results: Results, seconds: dict[str, float]) -> TrainingSummary:
-    ranks = [meta for meta, _ in results]
-    best = next(rank for rank, (_, payload) in enumerate(results) if payload)
-    main = ranks[best]
-    joined = [main] if "epochs" in main else ranks  # independent ranks have a model each
-    return TrainingSummary(
-        history=main.pop("history"),
-        rows=sum(meta["rows"] for meta in joined),
-        validationRows=sum(meta["validation_rows"] for meta in joined),
-        stepsPerEpoch=main.pop("steps_per_epoch"),
-        numWorkers=len(ranks),
-        fingerprint=main.pop("fingerprint"),
-        seconds=seconds | {f"rank{best}.{name}": value for name, value in main["seconds"].items()},
-        ranks=ranks,
-        confusionMatrix=main.pop("confusion"),
-        droppedRows=sum(meta["dropped"] for meta in joined),
-    )

@@ -15,8 +15,9 @@ from torch import nn
 
 from sparktorch.base.config import Precision
 from sparktorch.errors import ColumnError, ConfigError, nearest
-from sparktorch.ml.fit.translate import check_scoring, input_names
-from sparktorch.ml.params import SCORING_DEFAULTS, OutputColumns, ScoringParams
+from sparktorch.ml.fit.checks import check_scoring
+from sparktorch.ml.fit.inputs import input_names
+from sparktorch.ml.params.mixins import GenericModelParams, ModelParams
 from sparktorch.ml.persistence import ModelReader, ModelWriter
 from sparktorch.ml.scoring.column_metadata import numeric
 from sparktorch.ml.scoring.single_row import score_row
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["TorchModel", "TorchModelBase", "output_fields"]
 
 
-class TorchModelBase(Model, ScoringParams, MLReadable[Any], MLWritable):
+class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
     """What all the fitted models share.
 
     A model comes from `fit` or `load`; one that is constructed by hand holds no module.
@@ -47,11 +48,6 @@ class TorchModelBase(Model, ScoringParams, MLReadable[Any], MLWritable):
 
     _trained: TrainedModule | None = None
     _summary: TrainingSummary | None = None
-
-    def __init__(self) -> None:
-        """Makes a model without a module, for `load` to fill."""
-        super().__init__()
-        self._setDefault(featuresCol="features", predictionCol="prediction", **SCORING_DEFAULTS)
 
     def __repr__(self) -> str:
         """As of Spark's own models: the type, the uid and the sizes."""
@@ -216,9 +212,12 @@ class TorchModelBase(Model, ScoringParams, MLReadable[Any], MLWritable):
         """
         return numeric() if kind in ("float", "double") else {}
 
+    def _score(self, row: Any, fields: list[str]) -> list[Any]:
+        return score_row(self, self.trained, self._inputs(), self._scoring(), row, fields)
+
     def _score_row(self, row: Any, field: str) -> Any:
         """Returns one result of one row, scored in this process."""
-        return score_row(self, self._scoring(), row, [field])[0]
+        return self._score(row, [field])[0]
 
     def write(self) -> ModelWriter:
         """Returns a writer; `option("allowPickle", "true")` admits a module without import path."""
@@ -239,7 +238,7 @@ class TorchModelBase(Model, ScoringParams, MLReadable[Any], MLWritable):
         return cls.read().load(path)
 
 
-class TorchModel(TorchModelBase, OutputColumns):
+class TorchModel(TorchModelBase, GenericModelParams):
     """A module fitted by `TorchEstimator`.
 
     `transform` adds its output as `predictionCol`: float for one value a row, (nested) arrays of
@@ -263,7 +262,7 @@ class TorchModel(TorchModelBase, OutputColumns):
         if len(self.trained.outputs) == 1:
             return self._score_row(value, "prediction")
         _, outputs = self._fields()
-        scored = score_row(self, self._scoring(), value, list(outputs.values()))
+        scored = self._score(value, list(outputs.values()))
         return dict(zip(outputs, scored, strict=True))
 
     def _fields(self) -> tuple[dict[str, str], dict[str, str]]:

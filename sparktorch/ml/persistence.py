@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import cloudpickle
 import pyarrow as pa
+from pyspark.ml import Model
 from pyspark.ml.param import Params
 from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReader, MLWriter
 from pyspark.sql import SparkSession
@@ -25,6 +26,7 @@ from pyspark.sql import functions as F
 
 from sparktorch.base.imports import import_path, load_object
 from sparktorch.errors import PersistenceError
+from sparktorch.ml.params.mixins import ModelParams
 from sparktorch.ml.summary import TrainingSummary
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.compat import frame_of, ml_session
@@ -32,8 +34,6 @@ from sparktorch.spark.session import switched_on
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-    from sparktorch.ml.model import TorchModelBase
 
 __all__ = ["EstimatorReader", "EstimatorWriter", "ModelReader", "ModelWriter", "read_local", "write_local"]
 
@@ -145,8 +145,13 @@ def read_files(spark: SparkSession, path: str, directory: Path) -> None:
                 file.write(content)
 
 
-def write_local(model: TorchModelBase, directory: Path, *, allow_pickle: bool) -> None:
+def write_local(model: Any, directory: Path, *, allow_pickle: bool) -> None:
     """Writes a model, Params and summary included, as plain files into a local directory.
+
+    Args:
+        model: A `TorchModelBase`.
+        directory: An empty one.
+        allow_pickle: Whether a module without import path may be pickled.
 
     Raises:
         PersistenceError: The module has no import path and `allow_pickle` is not set.
@@ -172,23 +177,21 @@ def read_local(directory: Path, *, allow_pickle: bool, cls: type[Any] | None = N
     Raises:
         PersistenceError: It is no such model, of a newer format, or pickled.
     """
-    from sparktorch.ml.model import TorchModelBase
-
     form = json.loads((directory / "model.json").read_text())
     cls = cls or load_object(form["class"])
-    if not (isinstance(cls, type) and issubclass(cls, TorchModelBase)):
+    if not (isinstance(cls, type) and issubclass(cls, Model) and issubclass(cls, ModelParams)):
         raise PersistenceError(f"{form['class']} is no model of sparktorch")
     model = cls()
     model._resetUid(form["uid"])
     model._set(**form["params"])
     course = TrainingSummary(**form["summary"]) if form["summary"] else None
-    return model._with(TrainedModule.load(directory, allow_pickle=allow_pickle), course)
+    return model._with(  # type: ignore[attr-defined]  # what all models share
+        TrainedModule.load(directory, allow_pickle=allow_pickle), course
+    )
 
 
 class ModelWriter(_Writer):
     """Saves a fitted model."""
-
-    _instance: TorchModelBase
 
     def saveImpl(self, path: str) -> None:
         """Writes Params, summary and module under `path`."""

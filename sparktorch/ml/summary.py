@@ -53,6 +53,26 @@ class TrainingSummary:
     confusionMatrix: list[list[int]] | None = None
     droppedRows: int = 0
 
+    @classmethod
+    def of(cls, results: list[tuple[dict[str, Any], bytes]], seconds: dict[str, float]) -> TrainingSummary:
+        """Returns the course of a fit, of what each rank handed back and the seconds of the driver's phases."""
+        ranks = [meta for meta, _ in results]
+        best = next(rank for rank, (_, payload) in enumerate(results) if payload)
+        main = ranks[best]
+        joined = [main] if "epochs" in main else ranks  # independent ranks have a model each
+        return cls(
+            history=main.pop("history"),
+            rows=sum(meta["rows"] for meta in joined),
+            validationRows=sum(meta["validation_rows"] for meta in joined),
+            stepsPerEpoch=main.pop("steps_per_epoch"),
+            numWorkers=len(ranks),
+            fingerprint=main.pop("fingerprint"),
+            seconds=seconds | {f"rank{best}.{name}": value for name, value in main["seconds"].items()},
+            ranks=ranks,
+            confusionMatrix=main.pop("confusion"),
+            droppedRows=sum(meta["dropped"] for meta in joined),
+        )
+
     @property
     def objectiveHistory(self) -> list[float]:
         """The training loss of every epoch."""

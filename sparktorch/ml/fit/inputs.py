@@ -11,12 +11,12 @@ from sparktorch.base.imports import load_object
 from sparktorch.data.columns import InputOptions
 from sparktorch.data.preprocess import check_signature
 from sparktorch.errors import ConfigError
-from sparktorch.ml.params import InputParams
+from sparktorch.ml.params.mixins import EstimatorParams
 
-__all__ = ["check_ships", "input_options", "preprocess_of"]
+__all__ = ["check_ships", "input_names", "input_options", "preprocess_of"]
 
 
-def preprocess_of(params: InputParams) -> Any:
+def preprocess_of(params: EstimatorParams) -> Any:
     """Returns the callable, `None` where none is set.
 
     Raises:
@@ -51,7 +51,7 @@ def check_ships(value: Any, name: str, *, param: str, hint: str) -> None:
         raise ConfigError(f"{name} cannot be shipped to the ranks: {error}", hint=hint, param=param) from error
 
 
-def input_options(params: InputParams) -> InputOptions:
+def input_options(params: EstimatorParams) -> InputOptions:
     """Translates the Params.
 
     Raises:
@@ -74,3 +74,19 @@ def input_options(params: InputParams) -> InputOptions:
         drop=policy == "drop",
         as_they_are=params.isSet("preprocess"),
     )
+
+
+def input_names(instance: Any) -> list[str]:
+    """Returns the input columns: `inputCols` where it is set, else `featuresCol`.
+
+    Raises:
+        ConfigError: Both were set, or `inputCols` is empty.
+    """
+    if not instance.isSet("inputCols"):
+        return [instance.getFeaturesCol()]
+    if instance.isSet("featuresCol"):
+        raise ConfigError("featuresCol and inputCols are both set", hint="set one of them", param="inputCols")
+    names: list[str] = instance.getInputCols()
+    if not names:
+        raise ConfigError("inputCols is empty", param="inputCols")
+    return names

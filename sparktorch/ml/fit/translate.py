@@ -4,59 +4,29 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from pyspark.ml.param.shared import HasThresholds
-
-from sparktorch.base.config import CheckpointConfig, StorageConfig, Task, TrainConfig, above, at_least, one_of
-from sparktorch.base.devices import is_kind
-from sparktorch.base.imports import load_object
+from sparktorch.base.config import CheckpointConfig, StorageConfig, Task, TrainConfig
 from sparktorch.distributed.monitor import Patience
-from sparktorch.errors import ConfigError, nearest
-from sparktorch.ml.fit.inputs import check_ships, input_options, preprocess_of
+from sparktorch.errors import ConfigError
+from sparktorch.ml.fit.checks import check_params, check_restarts
+from sparktorch.ml.fit.inputs import input_names, input_options, preprocess_of
+from sparktorch.ml.fit.values import Values
+from sparktorch.ml.params.mixins import EstimatorParams
+from sparktorch.ml.params.tables import CLASSIFIER, GENERIC
 from sparktorch.model.export import Program
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.launch.barrier_job import Launch
-from sparktorch.train.callbacks import check_callback
 from sparktorch.train.checkpoint.store import CheckpointStore
 from sparktorch.train.recipe.recipe import Recipe
-from sparktorch.train.strategies.registry import check_strategy, strategy_type
+from sparktorch.train.strategies.registry import check_strategy
 
-if TYPE_CHECKING:
-    from pyspark.ml.param import Params
+__all__ = ["Request", "translate"]
 
-    from sparktorch.ml.estimator import TorchEstimatorBase
-    from sparktorch.ml.params import ScoringParams
-
-__all__ = ["Request", "check_param_names", "check_scoring", "check_thresholds", "given", "input_names", "translate"]
-
-
+_EVERY = {spec.name: spec for spec in (*GENERIC, *CLASSIFIER)}
 _SHUFFLE_BLOCK = 32  # of rows that may be on disk
-
-# Params that decide what a step trains.
-_SAME = (
-    *("module", "moduleParams", "loss", "lossParams", "trainingStep", "classWeights", "freeze"),
-    *("optimizer", "optimizerParams", "learningRate", "parameterGroups"),
-    *("scheduler", "schedulerParams", "schedulerInterval", "warmupSteps", "referenceBatchSize"),
-    *("batchSize", "epochs", "split", "shuffle", "shuffleBlock", "seed", "precision", "emaDecay"),
-    *("gradientClipNorm", "gradientClipValue", "nullPolicy", "fillValue"),
-    *(
-        "inputShapes",
-        "inputLayouts",
-        "inputDtypes",
-        "maxLengths",
-        "padValues",
-        "assembleInputs",
-        "labelCols",
-        "preprocess",
-    ),
-    *("nonFiniteLoss", "syncBatchNorm", "earlyStoppingPatience", "validationInterval", "validationUnit"),
-)
-
-
-_LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 @dataclass(frozen=True)
@@ -88,126 +58,23 @@ class Request:
     columns: dict[str, Any]
 
 
-def given(instance: Params) -> dict[str, Any]:
-    """Returns the constructor arguments that the caller gave, without the `None`s."""
-    arguments: dict[str, Any] = instance._input_kwargs  # type: ignore[attr-defined]
-    return {name: value for name, value in arguments.items() if value is not None}
-
-
-def input_names(instance: Any) -> list[str]:
-    """Returns the input columns: `inputCols` where it is set, else `featuresCol`.
-
-    Raises:
-        ConfigError: Both were set, or `inputCols` is empty.
-    """
-    if not instance.isSet("inputCols"):
-        return [instance.getFeaturesCol()]
-    if instance.isSet("featuresCol"):
-        raise ConfigError("featuresCol and inputCols are both set", hint="set one of them", param="inputCols")
-    names: list[str] = instance.getInputCols()
-    if not names:
-        raise ConfigError("inputCols is empty", param="inputCols")
-    return names
-
-
-def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
+def translate(estimator: EstimatorParams, task: Task) -> Request:
     """Checks the Params and translates them.
 
     Raises:
         ConfigError: A Param is missing or out of range.
     """
-    p = _Values(estimator)
-    for name in ("module", "loss"):
-        if p[name] is None and (name == "module" or p["trainingStep"] is None):
-            raise ConfigError(f"{name} is not set", hint=f"pass {name}=... to the constructor", param=name)
-    above("learningRate", p["learningRate"], 0)
-    at_least("numWorkers", p["numWorkers"], 1)
-    at_least("maxRestarts", p["maxRestarts"], 0)
-    above("startTimeout", p["startTimeout"], 0)
-    above("stallTimeout", p["stallTimeout"], 0)
-    one_of("logLevel", p["logLevel"], _LOG_LEVELS)
-    check_scoring(estimator)
-    one_of("rendezvous", p["rendezvous"], ("auto", "driver", "rank0"))
-    one_of("preflight", p["preflight"], ("basic", "full"))
-    one_of("dryRun", p["dryRun"], ("driver", "worker"))
-    _check_loss(estimator, p)
-    _check_schedule(p)
-    _check_sizes(p)
-    _check_storage(estimator, p)
-    validated = p["validationIndicatorCol"] is not None or p["strategyParams"].get("folds")
-    if p["earlyStoppingPatience"] is not None and not validated:
-        raise ConfigError(
-            "earlyStoppingPatience looks at the loss of validation rows, and there are none",
-            hint="mark some with validationIndicatorCol",
-            param="earlyStoppingPatience",
-        )
-    if p["metrics"] and not validated:
-        raise ConfigError(
-            "metrics are those of validation rows, and there are none",
-            hint="mark some with validationIndicatorCol",
-            param="metrics",
-        )
-    _check_callbacks(p["callbacks"])
-    if "lr" in p["optimizerParams"]:
-        raise ConfigError("optimizerParams holds 'lr'", hint="set learningRate", param="optimizerParams")
+    p = Values(estimator)
+    check_params(estimator, p)
+    loss = p["loss"] if p["trainingStep"] is None else None
+    shaped: dict[str, Any] = {"shuffle_block": _shuffle_block(p), "class_weights": _class_weights(p["classWeights"])}
+    patience, log_level = Patience(**_fields(p, "patience")), getattr(logging, p["logLevel"])
     request = Request(
-        recipe=Recipe(
-            **_module(p["module"], p["moduleParams"]),
-            loss=p["loss"] if p["trainingStep"] is None else None,
-            loss_params=p["lossParams"],
-            optimizer=p["optimizer"],
-            optimizer_params=p["optimizerParams"],
-            learning_rate=p["learningRate"],
-            scheduler=p["scheduler"],
-            scheduler_params=p["schedulerParams"],
-            training_step=p["trainingStep"],
-            parameter_groups=tuple(p["parameterGroups"]),
-            freeze=tuple(p["freeze"]),
-            metrics=p["metrics"],
-            callbacks=tuple(p["callbacks"]),
-        ),
-        config=TrainConfig(
-            task=task,
-            batch_size=p["batchSize"],
-            epochs=p["epochs"],
-            seed=p["seed"],
-            shuffle=p["shuffle"],
-            shuffle_block=_shuffle_block(p),
-            strategy=p["strategy"],
-            strategy_params=p["strategyParams"],
-            accumulation_steps=p["accumulationSteps"],
-            micro_batch_size=p["microBatchSize"],
-            clip_norm=p["gradientClipNorm"],
-            clip_value=p["gradientClipValue"],
-            precision=p["precision"],
-            schedule_interval=p["schedulerInterval"],
-            warmup_steps=p["warmupSteps"],
-            reference_batch_size=p["referenceBatchSize"],
-            validation_interval=p["validationInterval"],
-            validation_unit=p["validationUnit"],
-            validation_batch_size=p["validationBatchSize"],
-            patience=p["earlyStoppingPatience"],
-            class_weights=_class_weights(p["classWeights"]),
-            ema_decay=p["emaDecay"],
-            non_finite=p["nonFiniteLoss"],
-            deterministic=p["deterministic"],
-            compile=p["compile"],
-            channels_last=p["channelsLast"],
-            sync_batch_norm=p["syncBatchNorm"],
-        ),
-        launch=Launch(
-            world_size=p["numWorkers"],
-            device=p["device"],
-            rendezvous=p["rendezvous"],
-            patience=Patience(start=p["startTimeout"], stall=p["stallTimeout"]),
-            log_level=getattr(logging, p["logLevel"]),
-        ),
-        split=p["split"],
-        storage=StorageConfig(kind=p["storage"], budget=p["memoryBudget"]),
+        recipe=Recipe(**_module(p["module"], p["moduleParams"]), loss=loss, **_fields(p, "recipe")),
+        config=TrainConfig(task=task, **shaped, **_fields(p, "config")),
+        launch=Launch(patience=patience, log_level=log_level, **_fields(p, "launch")),
+        storage=StorageConfig(**_fields(p, "storage")),
         checkpoint=_checkpoint(p),
-        max_restarts=p["maxRestarts"],
-        min_workers=p["minWorkers"],
-        dry_run=p["dryRun"],
         columns={
             "inputs": input_names(estimator),
             "label": _label(estimator, p),
@@ -218,25 +85,21 @@ def translate(estimator: TorchEstimatorBase[Any], task: Task) -> Request:
             "preprocess": preprocess_of(estimator),
             "keyed": p["split"] == "key",
         },
+        **_fields(p, "request"),
     )
     check_strategy(request.config, request.recipe)
-    if request.checkpoint is not None and not strategy_type(request.config).resumable:
-        raise ConfigError(
-            f"checkpointDir is set, and strategy {p['strategy']!r} has state in its workers that no checkpoint holds",
-            hint="use 'ddp', 'zero1', 'zero2' or 'zero3', or leave checkpointDir out",
-            param="checkpointDir",
-        )
-    _check_min_workers(p, request)
-    if p["strategyParams"].get("folds") and p["validationIndicatorCol"] is not None:
-        raise ConfigError(
-            "strategyParams.folds makes the validation rows, and validationIndicatorCol names some",
-            hint="leave one of them out",
-            param="validationIndicatorCol",
-        )
+    check_restarts(p, request.config)
     return request
 
 
-def _label(estimator: Params, p: _Values) -> str | list[str] | None:
+def _fields(p: Values, configuration: str) -> dict[str, Any]:
+    """Returns the values of the Params that become fields of a configuration, by field."""
+    named = ((spec.field.partition("."), p[name]) for name, spec in _EVERY.items())
+    found = {field: value for (of, _, field), value in named if of == configuration}
+    return {field: tuple(value) if isinstance(value, list) else value for field, value in found.items()}
+
+
+def _label(estimator: EstimatorParams, p: Values) -> str | list[str] | None:
     if p["labelCols"] is None:
         return p["labelCol"] or None
     if estimator.isSet("labelCol"):
@@ -246,45 +109,16 @@ def _label(estimator: Params, p: _Values) -> str | list[str] | None:
     return list(p["labelCols"])
 
 
-def _check_min_workers(p: _Values, request: Request) -> None:
-    if request.min_workers is None:
-        return
-    at_least("minWorkers", request.min_workers, 1)
-    if request.min_workers > p["numWorkers"]:
-        raise ConfigError(
-            f"minWorkers is {request.min_workers}, more than numWorkers, {p['numWorkers']}", param="minWorkers"
-        )
-    if not request.max_restarts:
-        raise ConfigError(
-            "minWorkers says what a restart may go on with, and maxRestarts is 0",
-            hint="set maxRestarts",
-            param="minWorkers",
-        )
-    if not strategy_type(request.config).resumable:
-        raise ConfigError(
-            f"minWorkers is set, and under strategy {p['strategy']!r} another number of workers trains something else",
-            hint="use 'ddp', 'zero1', 'zero2' or 'zero3', or leave minWorkers out",
-            param="minWorkers",
-        )
-
-
-def _checkpoint(p: _Values) -> CheckpointConfig | None:
+def _checkpoint(p: Values) -> CheckpointConfig | None:
     if p["checkpointDir"] is None:
         return None
     CheckpointStore(p["checkpointDir"])  # refuses a file system that is unknown
-    return CheckpointConfig(
-        directory=p["checkpointDir"],
-        interval=p["checkpointInterval"],
-        unit=p["checkpointUnit"],
-        keep=p["keepCheckpoints"],
-        owner=secrets.token_hex(16),
-        job=_identity(p),
-    )
+    return CheckpointConfig(owner=secrets.token_hex(16), job=_identity(p), **_fields(p, "checkpoint"))
 
 
-def _identity(p: _Values) -> dict[str, str]:
+def _identity(p: Values) -> dict[str, str]:
     """Returns what must be the same for a training to go on from another's checkpoint."""
-    values = {name: p[name] for name in _SAME} | {"shuffleBlock": _shuffle_block(p)}
+    values = {name: p[name] for name, spec in _EVERY.items() if spec.compared} | {"shuffleBlock": _shuffle_block(p)}
     return {name: _described(value) for name, value in values.items()}
 
 
@@ -299,125 +133,11 @@ def _described(value: Any) -> str:
     return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
-def _check_loss(estimator: Params, p: _Values) -> None:
-    if p["trainingStep"] is not None and (estimator.isSet("loss") or p["lossParams"]):
-        raise ConfigError(
-            "trainingStep computes the loss, and loss or lossParams are set",
-            hint="set one of them",
-            param="trainingStep",
-        )
-
-
-def _check_schedule(p: _Values) -> None:
-    scheduler = p["scheduler"]
-    if scheduler is None and p["schedulerParams"]:
-        raise ConfigError("schedulerParams are given, but no scheduler", param="schedulerParams")
-    if isinstance(scheduler, str) and ":" in scheduler:
-        scheduler = load_object(scheduler)
-    if getattr(scheduler, "__name__", scheduler) != "ReduceLROnPlateau":
-        return
-    if p["schedulerInterval"] == "step":
-        raise ConfigError(
-            "ReduceLROnPlateau looks at the loss of an epoch, and schedulerInterval is 'step'",
-            hint="set schedulerInterval='epoch'",
-            param="schedulerInterval",
-        )
-    if p["validationIndicatorCol"] is None and not p["strategyParams"].get("folds"):
-        raise ConfigError(
-            "ReduceLROnPlateau looks at the loss of validation rows, and there are none",
-            hint="mark some with validationIndicatorCol",
-            param="scheduler",
-        )
-
-
-def _check_sizes(p: _Values) -> None:
-    rows, workers, parts = p["batchSize"], p["numWorkers"], p["accumulationSteps"]
-    if p["strategy"] == "independent":  # each worker has batches of its own
-        workers = 1
-    if 0 < rows < workers:
-        raise ConfigError(
-            f"batchSize is {rows}, to be shared by {workers} workers",
-            hint="set it to numWorkers at least: it counts the rows of all workers together",
-            param="batchSize",
-        )
-    if parts > 1 and parts * workers > rows:
-        raise ConfigError(
-            f"accumulationSteps is {parts}, and each of {workers} workers has {rows / workers:.3g} rows of a batch",
-            hint="set it to batchSize / numWorkers at most",
-            param="accumulationSteps",
-        )
-
-
-def _check_storage(estimator: Params, p: _Values) -> None:
-    one_of("split", p["split"], ("key", "keep"))
-    if p["split"] == "keep" and p["strategyParams"].get("folds"):
-        raise ConfigError(
-            "strategyParams.folds gives every worker all the rows, and split is 'keep'",
-            hint="leave one of them out",
-            param="split",
-        )
-    if p["split"] == "keep" and p["minWorkers"] is not None:
-        raise ConfigError(
-            "minWorkers lets a restart go on with fewer workers, and split='keep' makes one of each partition",
-            hint="leave one of them out",
-            param="split",
-        )
-    if p["storage"] == "memory" and estimator.isSet("memoryBudget"):
-        raise ConfigError(
-            "memoryBudget is set, and storage is 'memory', which takes what the rows need",
-            hint="set storage='auto' or 'disk'",
-            param="memoryBudget",
-        )
-
-
-def _shuffle_block(p: _Values) -> int:
+def _shuffle_block(p: Values) -> int:
     """Returns the block to shuffle by: it must not depend on whether "auto" finds room in memory."""
     if p["shuffleBlock"] is not None:
         return int(p["shuffleBlock"])
     return 1 if p["storage"] == "memory" else _SHUFFLE_BLOCK
-
-
-def check_scoring(instance: ScoringParams) -> None:
-    """Checks the Params that say how to score.
-
-    Raises:
-        ConfigError: One of them is out of range.
-    """
-    at_least("predictBatchSize", instance.getPredictBatchSize(), 1)
-    if instance.getDevice() not in ("auto", "cpu") and not is_kind(instance.getDevice()):
-        raise ConfigError(
-            f"device {instance.getDevice()!r} is unknown",
-            hint="it is 'auto', 'cpu', or an accelerator's type without a number: 'cuda' (of NVIDIA's and AMD's GPUs), "
-            "'xpu' (of Intel's); which one a worker gets is for Spark to say",
-            param="device",
-        )
-    one_of("handleInvalid", instance.getHandleInvalid(), ("error", "keep", "skip"))
-    one_of("predictPrecision", instance.getPredictPrecision(), ("fp32", "bf16", "fp16"))
-    if isinstance(instance, HasThresholds) and instance.isDefined(instance.thresholds):
-        thresholds = instance.getThresholds()
-        if not all(threshold >= 0 for threshold in thresholds) or thresholds.count(0) > 1:
-            raise ConfigError(
-                f"thresholds are {thresholds}",
-                hint="each must be > 0, but for one at most, which may be 0",
-                param="thresholds",
-            )
-
-
-def check_thresholds(instance: Params, classes: int | None) -> None:
-    """Checks that there is a threshold for each class, if there are any.
-
-    Raises:
-        ConfigError: There are more or fewer.
-    """
-    if classes is None or not instance.hasParam("thresholds") or not instance.isDefined("thresholds"):
-        return
-    thresholds = instance.getOrDefault("thresholds")
-    if len(thresholds) != classes:
-        raise ConfigError(
-            f"thresholds has {len(thresholds)} values, and the model {classes} classes",
-            hint="give one for each class",
-            param="thresholds",
-        )
 
 
 def _module(module: Any, params: dict[str, Any]) -> dict[str, Any]:
@@ -436,13 +156,6 @@ def _module(module: Any, params: dict[str, Any]) -> dict[str, Any]:
     return {"module": trained.source, "module_params": trained.params, "initial": trained.weights}
 
 
-def _check_callbacks(callbacks: list[Any]) -> None:
-    for callback in callbacks:
-        check_callback(callback)
-        hint = "it holds something that stays in this process (a lock, a file, a session): make that in on_fit_start"
-        check_ships(callback, type(callback).__qualname__, param="callbacks", hint=hint)
-
-
 def _class_weights(value: Any) -> tuple[float, ...] | Literal["balanced"] | None:
     if value is None or value == "balanced":
         return "balanced" if value else None
@@ -452,26 +165,3 @@ def _class_weights(value: Any) -> tuple[float, ...] | Literal["balanced"] | None
         return tuple(float(weight) for weight in value)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"classWeights are no numbers: {error}", param="classWeights") from error
-
-
-class _Values:
-    """An estimator's Param values by name; `None` where there is no such Param, no value and no default."""
-
-    def __init__(self, instance: Params) -> None:
-        self._instance = instance
-
-    def __getitem__(self, name: str) -> Any:
-        instance = self._instance
-        return instance.getOrDefault(name) if instance.hasParam(name) and instance.isDefined(name) else None
-
-
-def check_param_names(instance: Params, names: Iterable[str]) -> None:
-    """Refuses names that are not Params of the instance.
-
-    Raises:
-        ConfigError: The hint names the nearest Param.
-    """
-    valid = [param.name for param in instance.params]
-    for name in names:
-        if name not in valid:
-            raise ConfigError(f"{type(instance).__name__} has no Param {name!r}", hint=nearest(name, valid), param=name)

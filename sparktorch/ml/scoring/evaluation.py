@@ -7,11 +7,11 @@ the areas under curves and those of regression are computed by Spark's evaluator
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,12 +21,9 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import StringType
 
 from sparktorch.errors import ColumnError
+from sparktorch.ml.params.mixins import ClassificationModelParams, RegressionModelParams
 from sparktorch.spark.column_names import ColumnNames, quoted
 from sparktorch.spark.frame.encoding import NUMERIC
-
-if TYPE_CHECKING:
-    from sparktorch.ml.classification import TorchClassificationModel
-    from sparktorch.ml.regression import TorchRegressionModel
 
 __all__ = [
     "BinaryClassificationSummary",
@@ -37,6 +34,7 @@ __all__ = [
 ]
 
 Floats = npt.NDArray[np.float64]
+Transform = Callable[[DataFrame], DataFrame]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,24 +221,28 @@ class RegressionSummary(_Summary):
         return self.predictions.select((label - quoted(self.predictionCol)).alias("residuals"))
 
 
-def evaluate_classifier(model: TorchClassificationModel, dataset: DataFrame) -> ClassificationSummary:
+def evaluate_classifier(
+    model: ClassificationModelParams, transform: Transform, dataset: DataFrame, *, classes: int
+) -> ClassificationSummary:
     """Scores the rows and compares.
 
     Args:
-        model: All of whose output columns have names.
+        model: The Params of the model; all its output columns have names.
+        transform: That of the model.
         dataset: The rows, with a column of true classes.
+        classes: Number of classes of the model.
 
     Raises:
         ColumnError: A column is missing or no number, or a row has no weight, no prediction or no class of the model.
     """
-    binary = model.numClasses == 2
+    binary = classes == 2
     score = [quoted(model.getProbabilityCol()).alias("score")] if binary else []
-    with _compared(model, dataset, *score, kept=binary) as (predictions, rows):
+    with _compared(model, transform, dataset, *score, kept=binary) as (predictions, rows):
         groups = rows.groupBy("label", "prediction").agg(*_totals()).collect()
         found = _described(model, predictions, groups)
         summed = np.array([(row["label"], row["prediction"], row["weight"]) for row in groups], np.float64)
-        _check_classes(summed[:, 0], model)
-        found |= {"numClasses": model.numClasses, "_groups": summed}
+        _check_classes(summed[:, 0], classes, model.getLabelCol())
+        found |= {"numClasses": classes, "_groups": summed}
         if not binary:
             return ClassificationSummary(**found)
         areas = BinaryClassificationEvaluator(rawPredictionCol="score", weightCol="weight")
@@ -252,17 +254,18 @@ def evaluate_classifier(model: TorchClassificationModel, dataset: DataFrame) -> 
         )
 
 
-def evaluate_regressor(model: TorchRegressionModel, dataset: DataFrame) -> RegressionSummary:
+def evaluate_regressor(model: RegressionModelParams, transform: Transform, dataset: DataFrame) -> RegressionSummary:
     """Scores the rows and compares.
 
     Args:
-        model: Whose output column has a name, and is a number.
+        model: The Params of the model; its output column has a name, and is a number.
+        transform: That of the model.
         dataset: The rows, with a column of true values.
 
     Raises:
         ColumnError: A column is missing or no number, or a row has no weight, no prediction or no true value.
     """
-    with _compared(model, dataset, kept=True) as (predictions, rows):
+    with _compared(model, transform, dataset, kept=True) as (predictions, rows):
         found = _described(model, predictions, rows.agg(*_totals()).collect())
         evaluator = RegressionEvaluator(weightCol="weight")
         return RegressionSummary(
@@ -287,12 +290,17 @@ def _totals() -> list[Column]:
 
 @contextmanager
 def _compared(
-    model: TorchClassificationModel | TorchRegressionModel, dataset: DataFrame, *more: Column, kept: bool
+    model: ClassificationModelParams | RegressionModelParams,
+    transform: Transform,
+    dataset: DataFrame,
+    *more: Column,
+    kept: bool,
 ) -> Iterator[tuple[DataFrame, DataFrame]]:
     """Yields the rows as `transform` gives them, and `label`, `prediction` and `weight` alone, as double.
 
     Args:
-        model: What scores.
+        model: The Params of what scores.
+        transform: What scores.
         dataset: The rows.
         more: Columns of `transform` besides.
         kept: Whether Spark keeps the latter until the block ends, so that several jobs score them once.
@@ -303,7 +311,7 @@ def _compared(
         if not isinstance(kind, NUMERIC):
             hint = "index it with StringIndexer, as for fit" if isinstance(kind, StringType) else ""
             raise ColumnError(f"column {name!r} must be a number, but is {kind.simpleString()}", hint=hint, column=name)
-    predictions = model.transform(dataset)
+    predictions = transform(dataset)
     rows = predictions.select(
         _there(names.column(model.getLabelCol())).alias("label"),
         _there(quoted(model.getPredictionCol())).alias("prediction"),
@@ -324,12 +332,12 @@ def _there(column: Column) -> Column:
     return F.nanvl(column.cast("double"), F.lit(None).cast("double"))
 
 
-def _weight_column(model: TorchClassificationModel | TorchRegressionModel) -> str:
+def _weight_column(model: ClassificationModelParams | RegressionModelParams) -> str:
     return model.getWeightCol() or "" if model.isDefined(model.weightCol) else ""
 
 
 def _described(
-    model: TorchClassificationModel | TorchRegressionModel, predictions: DataFrame, totals: list[Row]
+    model: ClassificationModelParams | RegressionModelParams, predictions: DataFrame, totals: list[Row]
 ) -> dict[str, Any]:
     """Returns the fields that all summaries have.
 
@@ -358,17 +366,16 @@ def _described(
     }
 
 
-def _check_classes(labels: Floats, model: TorchClassificationModel) -> None:
+def _check_classes(labels: Floats, classes: int, column: str) -> None:
     """Refuses labels that are no classes of the model.
 
     Raises:
         ColumnError: With one of them.
     """
-    bad = labels[~np.isin(labels, np.arange(model.numClasses))]
+    bad = labels[~np.isin(labels, np.arange(classes))]
     if bad.size:
         raise ColumnError(
-            f"column {model.getLabelCol()!r} holds {bad[0]:g}, and the model knows the classes 0 ... "
-            f"{model.numClasses - 1}",
+            f"column {column!r} holds {bad[0]:g}, and the model knows the classes 0 ... {classes - 1}",
             hint="index the labels as they were for fit",
-            column=model.getLabelCol(),
+            column=column,
         )

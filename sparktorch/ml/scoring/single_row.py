@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -15,24 +15,25 @@ from sparktorch.data.columns import TensorSpec
 from sparktorch.data.convert.sql_types import arrow_type
 from sparktorch.data.convert.tensors import held
 from sparktorch.errors import ColumnError, nearest
-from sparktorch.model.trained_module import Scorer
-
-if TYPE_CHECKING:
-    from sparktorch.ml.model import TorchModelBase
-    from sparktorch.spark.scoring_udf import Scoring
+from sparktorch.model.trained_module import Scorer, TrainedModule
+from sparktorch.spark.scoring_udf import Scoring
 
 __all__ = ["score_row"]
 
 # Each with what it was built for. Beside the models, which are pickled where a user's function holds one.
-_scorers: WeakKeyDictionary[TorchModelBase, tuple[Scoring, Scorer]] = WeakKeyDictionary()
+_scorers: WeakKeyDictionary[Any, tuple[Scoring, Scorer]] = WeakKeyDictionary()
 
 
-def score_row(model: TorchModelBase, scoring: Scoring, row: Any, names: Sequence[str]) -> list[Any]:
+def score_row(
+    model: Any, trained: TrainedModule, inputs: Sequence[TensorSpec], scoring: Scoring, row: Any, names: Sequence[str]
+) -> list[Any]:
     """Scores one row.
 
     Args:
-        model: What scores, on the CPU but where it is told to use an accelerator, such as "cuda".
-        scoring: How.
+        model: Its scorer is kept as long as it lives.
+        trained: What scores.
+        inputs: Of the model, under the columns that its Params name.
+        scoring: How; on the CPU unless the device is an accelerator, such as "cuda".
         row: The value of the only input column, or a `Row` or mapping that has the input columns.
         names: Which results to return, as `Scorer.score` names them.
 
@@ -42,11 +43,11 @@ def score_row(model: TorchModelBase, scoring: Scoring, row: Any, names: Sequence
     Raises:
         ColumnError: The row lacks an input, or has one of another type or shape than the model was fitted on.
     """
-    columns = _columns(row, model._inputs())
+    columns = _columns(row, inputs)
     known = _scorers.get(model)
     if known is None or known[0] != scoring:
         scorer = Scorer(
-            model.trained,
+            trained,
             device="cpu" if scoring.device == "auto" else scoring.device,
             precision=scoring.precision,
             thresholds=scoring.thresholds,

@@ -13,7 +13,8 @@ from sparktorch.base.config import TrainConfig
 from sparktorch.base.state_dict import pack_state, unpack_state
 from sparktorch.base.world import World
 from sparktorch.errors import PersistenceError
-from sparktorch.train.checkpoint.store import CheckpointStore, Manifest, fetch, read_tensors, snapshot
+from sparktorch.train.checkpoint import fetch
+from sparktorch.train.checkpoint.store import CheckpointStore, Manifest, read_tensors, snapshot
 from sparktorch.train.checkpoint.tensors import create_optimizer_state, load_tensors, named_tensors, needed_parts
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.registry import build_strategy

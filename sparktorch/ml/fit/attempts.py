@@ -1,0 +1,131 @@
+"""The barrier job of a fit: its partitioning, and its attempts after lost ranks."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from pyspark.sql import SparkSession
+
+from sparktorch.distributed.root_cause import ChainError
+from sparktorch.errors import RankLostError
+from sparktorch.ml.fit.listeners import FitReport
+from sparktorch.ml.fit.translate import Request
+from sparktorch.spark.checks.preflight import check_cluster, settled_slots
+from sparktorch.spark.frame.partition import keep, moved_as_they_are, split, split_into_folds
+from sparktorch.spark.frame.prepare import Frame
+from sparktorch.spark.launch.barrier_job import run_ranks
+from sparktorch.spark.launch.spark_job import new_tag
+from sparktorch.train.checkpoint.store import CheckpointStore
+from sparktorch.train.recipe.dry_run import Trial
+from sparktorch.train.strategies.registry import strategy_options
+from sparktorch.worker import TrainJob, train_partition
+
+if TYPE_CHECKING:
+    pass
+
+__all__ = ["train_with_restarts"]
+
+Results = list[tuple[dict[str, Any], bytes]]  # of every rank
+
+_LOG = logging.getLogger(__name__)
+_LONGEST_PAUSE = 30.0  # before a restart, in seconds
+_COMEBACK_SECONDS = 10.0  # for executors that Spark starts again
+_COLLECTIVE_SECONDS = 1800.0
+
+
+def train_with_restarts(frame: Frame, trial: Trial, request: Request, report: FitReport) -> Results:
+    """Runs the barrier job; again, from its last checkpoint, where it has lost a rank."""
+    job = TrainJob(
+        columns=replace(frame.columns, classes=trial.classes),
+        recipe=replace(request.recipe, metrics=trial.metrics),
+        config=replace(request.config, unused_parameters=trial.unused_parameters),
+        checkpoint=request.checkpoint,
+        spare=frame.sample,
+        storage=request.storage,
+        # Those that stand still are to be told by name, before the others have waited for too long.
+        collective_seconds=max(_COLLECTIVE_SECONDS, 2 * request.launch.patience.stall),
+    )
+    try:
+        now, lost = request, []
+        for restart in range(request.max_restarts):
+            results = _unless_lost(partial(_run, frame, _restarted(job, restart), now, report), restart + 1, now)
+            if results is not None:
+                return results
+            lost.append(now.launch.tag)
+            now = _with_slots_left(frame.data.sparkSession, request, lost)
+        return _run(frame, _restarted(job, request.max_restarts), now, report)
+    finally:
+        if request.checkpoint is not None:
+            with suppress(Exception):  # if only ranks reach the directory, the claim ends by itself
+                CheckpointStore(request.checkpoint.directory).release(request.checkpoint.owner)
+
+
+def _restarted(job: TrainJob, times: int) -> TrainJob:
+    return job if job.checkpoint is None else replace(job, checkpoint=replace(job.checkpoint, restart=times))
+
+
+def _unless_lost(run: Callable[[], Results], number: int, request: Request) -> Results | None:
+    """Returns what the ranks hand back; `None`, after a pause, where one of them was lost."""
+    try:
+        return run()
+    except RankLostError as error:
+        pause = min(_LONGEST_PAUSE, 2.0 ** (number - 1))
+        origin = "its last checkpoint" if request.checkpoint else "the beginning"
+        _LOG.warning("%s; restart %d of %d in %.0f s, from %s", error, number, request.max_restarts, pause, origin)
+        time.sleep(pause)
+    return None
+
+
+def _with_slots_left(spark: SparkSession, request: Request, lost: list[str]) -> Request:
+    """Returns the request for as many of its ranks as there are slots, once lost executors had time to come back.
+
+    Args:
+        spark: The session.
+        request: As it was first.
+        lost: Tags of the attempts that have failed.
+
+    Raises:
+        ClusterError: There are fewer slots than the fewest ranks it may go on with.
+    """
+    launch, least = replace(request.launch, tag=new_tag()), request.min_workers
+    found = settled_slots(spark, launch.world_size, launch.profile, settle=_COMEBACK_SECONDS, lost=lost)
+    if found is None or found >= launch.world_size:
+        return replace(request, launch=launch)
+    fewest = launch.world_size if least is None else least
+    check_cluster(spark, fewest, launch.profile, longest=launch.patience.start)
+    if found < fewest:
+        _LOG.warning("the cluster has %d slots free: the restart waits for those of lost workers", found)
+        return replace(request, launch=launch)
+    _LOG.warning("the cluster has %d slots left: going on with as many workers instead of %d", found, launch.world_size)
+    return replace(request, launch=replace(launch, world_size=found))
+
+
+def _run(frame: Frame, job: TrainJob, request: Request, report: FitReport) -> Results:
+    """Runs the barrier job; once more, split by place, if equal rows have crowded into one rank."""
+    ranks = request.launch.world_size
+    in_order = job.storage.kind != "memory"  # rows on disk are read in runs where they lie as they are trained
+    if getattr(strategy_options(request.config), "folds", False):
+        columns = replace(job.columns, validation="fold")
+        job = replace(job, columns=columns, max_imbalance=None)
+        data = split_into_folds(frame.data, ranks, in_order=in_order)
+    elif request.split == "keep":
+        job = replace(job, by_key=False, max_imbalance=None)
+        data = keep(frame.data, ranks)
+        with suppress(ChainError):
+            return run_ranks(data, partial(train_partition, job=job), request.launch, report)
+        _LOG.info("split='keep' behind coalesce() or union(): the rows go through a shuffle, each to its own partition")
+        data = moved_as_they_are(data, ranks)
+    else:
+        data = split(frame.data, ranks, in_order=in_order)
+    results = run_ranks(data, partial(train_partition, job=job), request.launch, report)
+    if results[0][0].get("imbalanced"):
+        data = split(frame.data, ranks, by_place=True, in_order=in_order)
+        job = replace(job, max_imbalance=None)
+        results = run_ranks(data, partial(train_partition, job=job), request.launch, report)
+    return results

@@ -1,0 +1,241 @@
+"""What is refused of Params before anything else is looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from pyspark.ml.param import Params
+from pyspark.ml.param.shared import HasThresholds
+
+from sparktorch.base.config import TrainConfig, above, at_least, one_of
+from sparktorch.base.devices import is_kind
+from sparktorch.base.imports import load_object
+from sparktorch.errors import ConfigError, nearest
+from sparktorch.ml.fit.inputs import check_ships
+from sparktorch.ml.fit.values import Values
+from sparktorch.ml.params.mixins import EstimatorParams, ModelParams
+from sparktorch.train.callbacks import check_callback
+from sparktorch.train.strategies.registry import strategy_type
+
+__all__ = ["check_param_names", "check_params", "check_restarts", "check_scoring", "check_thresholds"]
+
+_LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+
+def check_params(estimator: EstimatorParams, p: Values) -> None:
+    """Checks the Params of an estimator, each by itself and those that depend on each other.
+
+    Raises:
+        ConfigError: A Param is missing or out of range, or two do not go together.
+    """
+    for name in ("module", "loss"):
+        if p[name] is None and (name == "module" or p["trainingStep"] is None):
+            raise ConfigError(f"{name} is not set", hint=f"pass {name}=... to the constructor", param=name)
+    above("learningRate", p["learningRate"], 0)
+    at_least("numWorkers", p["numWorkers"], 1)
+    at_least("maxRestarts", p["maxRestarts"], 0)
+    above("startTimeout", p["startTimeout"], 0)
+    above("stallTimeout", p["stallTimeout"], 0)
+    one_of("logLevel", p["logLevel"], _LOG_LEVELS)
+    check_scoring(estimator)
+    one_of("rendezvous", p["rendezvous"], ("auto", "driver", "rank0"))
+    one_of("preflight", p["preflight"], ("basic", "full"))
+    one_of("dryRun", p["dryRun"], ("driver", "worker"))
+    _check_loss(estimator, p)
+    _check_schedule(p)
+    _check_sizes(p)
+    _check_storage(estimator, p)
+    _check_validation(p)
+    _check_callbacks(p["callbacks"])
+    if "lr" in p["optimizerParams"]:
+        raise ConfigError("optimizerParams holds 'lr'", hint="set learningRate", param="optimizerParams")
+
+
+def check_scoring(instance: EstimatorParams | ModelParams) -> None:
+    """Checks the Params that say how to score.
+
+    Raises:
+        ConfigError: One of them is out of range.
+    """
+    at_least("predictBatchSize", instance.getPredictBatchSize(), 1)
+    if instance.getDevice() not in ("auto", "cpu") and not is_kind(instance.getDevice()):
+        raise ConfigError(
+            f"device {instance.getDevice()!r} is unknown",
+            hint="it is 'auto', 'cpu', or an accelerator's type without a number: 'cuda' (of NVIDIA's and AMD's GPUs), "
+            "'xpu' (of Intel's); which one a worker gets is for Spark to say",
+            param="device",
+        )
+    one_of("handleInvalid", instance.getHandleInvalid(), ("error", "keep", "skip"))
+    one_of("predictPrecision", instance.getPredictPrecision(), ("fp32", "bf16", "fp16"))
+    if isinstance(instance, HasThresholds) and instance.isDefined(instance.thresholds):
+        thresholds = instance.getThresholds()
+        if not all(threshold >= 0 for threshold in thresholds) or thresholds.count(0) > 1:
+            raise ConfigError(
+                f"thresholds are {thresholds}",
+                hint="each must be > 0, but for one at most, which may be 0",
+                param="thresholds",
+            )
+
+
+def check_thresholds(instance: Params, classes: int | None) -> None:
+    """Checks that there is a threshold for each class, if there are any.
+
+    Raises:
+        ConfigError: There are more or fewer.
+    """
+    if classes is None or not instance.hasParam("thresholds") or not instance.isDefined("thresholds"):
+        return
+    thresholds = instance.getOrDefault("thresholds")
+    if len(thresholds) != classes:
+        raise ConfigError(
+            f"thresholds has {len(thresholds)} values, and the model {classes} classes",
+            hint="give one for each class",
+            param="thresholds",
+        )
+
+
+def check_param_names(instance: Params, names: Iterable[str]) -> None:
+    """Refuses names that are not Params of the instance.
+
+    Raises:
+        ConfigError: The hint names the nearest Param.
+    """
+    valid = [param.name for param in instance.params]
+    for name in names:
+        if name not in valid:
+            raise ConfigError(f"{type(instance).__name__} has no Param {name!r}", hint=nearest(name, valid), param=name)
+
+
+def check_restarts(p: Values, config: TrainConfig) -> None:
+    """Checks what checkpoints and restarts ask of the strategy.
+
+    Raises:
+        ConfigError: The strategy cannot go on from a checkpoint, or with fewer workers.
+    """
+    if p["checkpointDir"] is not None and not strategy_type(config).resumable:
+        raise ConfigError(
+            f"checkpointDir is set, and strategy {p['strategy']!r} has state in its workers that no checkpoint holds",
+            hint="use 'ddp', 'zero1', 'zero2' or 'zero3', or leave checkpointDir out",
+            param="checkpointDir",
+        )
+    if p["minWorkers"] is None:
+        return
+    at_least("minWorkers", p["minWorkers"], 1)
+    if p["minWorkers"] > p["numWorkers"]:
+        raise ConfigError(
+            f"minWorkers is {p['minWorkers']}, more than numWorkers, {p['numWorkers']}", param="minWorkers"
+        )
+    if not p["maxRestarts"]:
+        raise ConfigError(
+            "minWorkers says what a restart may go on with, and maxRestarts is 0",
+            hint="set maxRestarts",
+            param="minWorkers",
+        )
+    if not strategy_type(config).resumable:
+        raise ConfigError(
+            f"minWorkers is set, and under strategy {p['strategy']!r} another number of workers trains something else",
+            hint="use 'ddp', 'zero1', 'zero2' or 'zero3', or leave minWorkers out",
+            param="minWorkers",
+        )
+
+
+def _check_loss(estimator: EstimatorParams, p: Values) -> None:
+    if p["trainingStep"] is not None and (estimator.isSet("loss") or p["lossParams"]):
+        raise ConfigError(
+            "trainingStep computes the loss, and loss or lossParams are set",
+            hint="set one of them",
+            param="trainingStep",
+        )
+
+
+def _check_schedule(p: Values) -> None:
+    scheduler = p["scheduler"]
+    if scheduler is None and p["schedulerParams"]:
+        raise ConfigError("schedulerParams are given, but no scheduler", param="schedulerParams")
+    if isinstance(scheduler, str) and ":" in scheduler:
+        scheduler = load_object(scheduler)
+    if getattr(scheduler, "__name__", scheduler) != "ReduceLROnPlateau":
+        return
+    if p["schedulerInterval"] == "step":
+        raise ConfigError(
+            "ReduceLROnPlateau looks at the loss of an epoch, and schedulerInterval is 'step'",
+            hint="set schedulerInterval='epoch'",
+            param="schedulerInterval",
+        )
+    if p["validationIndicatorCol"] is None and not p["strategyParams"].get("folds"):
+        raise ConfigError(
+            "ReduceLROnPlateau looks at the loss of validation rows, and there are none",
+            hint="mark some with validationIndicatorCol",
+            param="scheduler",
+        )
+
+
+def _check_sizes(p: Values) -> None:
+    rows, workers, parts = p["batchSize"], p["numWorkers"], p["accumulationSteps"]
+    if p["strategy"] == "independent":  # each worker has batches of its own
+        workers = 1
+    if 0 < rows < workers:
+        raise ConfigError(
+            f"batchSize is {rows}, to be shared by {workers} workers",
+            hint="set it to numWorkers at least: it counts the rows of all workers together",
+            param="batchSize",
+        )
+    if parts > 1 and parts * workers > rows:
+        raise ConfigError(
+            f"accumulationSteps is {parts}, and each of {workers} workers has {rows / workers:.3g} rows of a batch",
+            hint="set it to batchSize / numWorkers at most",
+            param="accumulationSteps",
+        )
+
+
+def _check_storage(estimator: EstimatorParams, p: Values) -> None:
+    one_of("split", p["split"], ("key", "keep"))
+    if p["split"] == "keep" and p["strategyParams"].get("folds"):
+        raise ConfigError(
+            "strategyParams.folds gives every worker all the rows, and split is 'keep'",
+            hint="leave one of them out",
+            param="split",
+        )
+    if p["split"] == "keep" and p["minWorkers"] is not None:
+        raise ConfigError(
+            "minWorkers lets a restart go on with fewer workers, and split='keep' makes one of each partition",
+            hint="leave one of them out",
+            param="split",
+        )
+    if p["storage"] == "memory" and estimator.isSet("memoryBudget"):
+        raise ConfigError(
+            "memoryBudget is set, and storage is 'memory', which takes what the rows need",
+            hint="set storage='auto' or 'disk'",
+            param="memoryBudget",
+        )
+
+
+def _check_validation(p: Values) -> None:
+    folds = p["strategyParams"].get("folds")
+    if folds and p["validationIndicatorCol"] is not None:
+        raise ConfigError(
+            "strategyParams.folds makes the validation rows, and validationIndicatorCol names some",
+            hint="leave one of them out",
+            param="validationIndicatorCol",
+        )
+    validated = p["validationIndicatorCol"] is not None or folds
+    if p["earlyStoppingPatience"] is not None and not validated:
+        raise ConfigError(
+            "earlyStoppingPatience looks at the loss of validation rows, and there are none",
+            hint="mark some with validationIndicatorCol",
+            param="earlyStoppingPatience",
+        )
+    if p["metrics"] and not validated:
+        raise ConfigError(
+            "metrics are those of validation rows, and there are none",
+            hint="mark some with validationIndicatorCol",
+            param="metrics",
+        )
+
+
+def _check_callbacks(callbacks: list[Any]) -> None:
+    for callback in callbacks:
+        check_callback(callback)
+        hint = "it holds something that stays in this process (a lock, a file, a session): make that in on_fit_start"
+        check_ships(callback, type(callback).__qualname__, param="callbacks", hint=hint)
