@@ -109,7 +109,7 @@ def watched() -> Iterator[dict[str, int]]:
 
 def train(place: Place, rows: int, epochs: int, storage: StorageConfig) -> Turn:
     """Trains as one rank, on rows shuffled in blocks."""
-    link = Stopwatch(place.store, place.world)
+    client = Stopwatch(place.store, place.world)
     config = TrainConfig(
         task="regression",
         batch_size=BATCH,
@@ -118,11 +118,11 @@ def train(place: Place, rows: int, epochs: int, storage: StorageConfig) -> Turn:
     )
     recipe = Recipe(module=Mlp, module_params={"width": 256, "layers": 1})
     job = TrainJob(columns=columns(Mlp.inputs), recipe=recipe, config=config, storage=storage)
-    with link.beating(), watched() as most:
-        result = train_partition(streamed(place.world, rows), world=place.world, job=job, link=link)
+    with client.beating(), watched() as most:
+        result = train_partition(streamed(place.world, rows), world=place.world, job=job, client=client)
     history = result.meta.get("history", [])
     return Turn(
-        seconds=statistics.fmean(np.diff(link.marks).tolist()[1:] or [math.nan]),
+        seconds=statistics.fmean(np.diff(client.marks).tolist()[1:] or [math.nan]),
         waited=result.meta["data_wait_share"],
         resident=most["VmRSS"],
         anonymous=most["RssAnon"],

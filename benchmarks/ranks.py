@@ -1,6 +1,6 @@
 """Ranks for the benchmarks: spawned processes that stay and are called together, without Spark.
 
-A rank trains by `fit`, which is `sparktorch.worker.train_partition` with a stopwatch on its link.
+A rank trains by `fit`, which is `sparktorch.worker.train_partition` with a stopwatch on its client.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sparktorch.base.config import CheckpointConfig, TrainConfig
 from sparktorch.base.world import World
 from sparktorch.data.columns import KEY, LABEL, Columns, TensorSpec, input_name
 from sparktorch.data.convert.tensors import to_arrow
-from sparktorch.distributed.client import Link, OpenStore
+from sparktorch.distributed.client import Client, OpenStore
 from sparktorch.distributed.store import connect, host_store
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker import TrainJob, train_partition
@@ -144,11 +144,11 @@ def fit(
     checkpoint: CheckpointConfig | None = None,
 ) -> Course:
     """Trains as one rank on `rows` random rows of its own."""
-    link = Stopwatch(place.store, place.world)
+    client = Stopwatch(place.store, place.world)
     job = TrainJob(columns=columns(width), recipe=recipe, config=config, checkpoint=checkpoint)
-    with link.beating():
-        result = train_partition(rows_of(place.world, rows, width), world=place.world, job=job, link=link)
-    return Course(np.diff(link.marks).tolist(), result.meta.get("history", []), result.meta["seconds"])
+    with client.beating():
+        result = train_partition(rows_of(place.world, rows, width), world=place.world, job=job, client=client)
+    return Course(np.diff(client.marks).tolist(), result.meta.get("history", []), result.meta["seconds"])
 
 
 def columns(width: int) -> Columns:
@@ -174,7 +174,7 @@ def rows_of(world: World, rows: int, width: int) -> list[pa.RecordBatch]:
     return [pa.RecordBatch.from_arrays([to_arrow(array) for array in arrays.values()], names=list(arrays))]
 
 
-class Stopwatch(Link):
+class Stopwatch(Client):
     """A link that notes when each epoch begins and when the last one has ended."""
 
     def __init__(self, open_store: OpenStore, world: World) -> None:

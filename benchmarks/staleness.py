@@ -32,7 +32,7 @@ from sparktorch.base.world import World
 from sparktorch.data.columns import KEY, LABEL, VALIDATION, Columns, TensorSpec, input_name
 from sparktorch.data.convert.tensors import to_arrow
 from sparktorch.data.sampling.plan import rank_of_key
-from sparktorch.distributed.client import Link
+from sparktorch.distributed.client import Client
 from sparktorch.distributed.server import ControlServer
 from sparktorch.distributed.store import Rendezvous, connect
 from sparktorch.train.recipe.recipe import Recipe
@@ -116,9 +116,9 @@ def partitions(ranks: int) -> list[list[pa.RecordBatch]]:
 
 def run_rank(pipe: Connection, rendezvous: Rendezvous, world: World, job: TrainJob, batches: Any) -> None:
     """The body of a rank's process; sends the history."""
-    link = Link(partial(connect, rendezvous.host, rendezvous.port, rendezvous.prefix), world)
-    with link.beating():
-        pipe.send(train_partition(batches, world=world, job=job, link=link).meta.get("history"))
+    client = Client(partial(connect, rendezvous.host, rendezvous.port, rendezvous.prefix), world)
+    with client.beating():
+        pipe.send(train_partition(batches, world=world, job=job, client=client).meta.get("history"))
 
 
 def train(mode: str, setting: Setting, seed: int, *, epochs: int, delay: float) -> list[dict[str, Any]]:

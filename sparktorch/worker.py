@@ -28,15 +28,15 @@ from sparktorch.data.columns import Columns
 from sparktorch.data.dataset.base import Shard
 from sparktorch.data.dataset.reader import balanced, read_shard
 from sparktorch.data.sampling.plan import SamplingPlan
-from sparktorch.data.storage import InMemory, OnDisk, Spooler, WithinBudget, local_directory
-from sparktorch.distributed.client import Link
+from sparktorch.data.storage import InMemory, OnDisk, RowStorage, WithinBudget, local_directory
+from sparktorch.distributed.client import Client
 from sparktorch.distributed.os_memory import forget_peaks, peaks
 from sparktorch.distributed.process_group import process_group
 from sparktorch.errors import ColumnError
-from sparktorch.train.checkpoint.checkpointer import Saver
+from sparktorch.train.checkpoint.checkpointer import Checkpointer
 from sparktorch.train.loop import train
 from sparktorch.train.numerics.torch_errors import explained
-from sparktorch.train.recipe.dry_run import Trial
+from sparktorch.train.recipe.dry_run import DryRunResult
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.registry import strategy_options, strategy_type
 
@@ -87,7 +87,7 @@ class RankResult:
     payload: bytes = b""
 
 
-def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: TrainJob, link: Link) -> RankResult:
+def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: TrainJob, client: Client) -> RankResult:
     """Trains on one partition as one rank.
 
     The rows come before the communicator: every rank reads and checks its shard, the ranks agree
@@ -98,7 +98,7 @@ def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: Tra
         batches: The partition's record batches, under the wire names of `job.columns`.
         world: This rank's place.
         job: What to train and how.
-        link: The line to the driver and to the other ranks.
+        client: The line to the driver and to the other ranks.
 
     Raises:
         ColumnError: The rows cannot be trained on.
@@ -107,18 +107,23 @@ def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: Tra
         Cancelled: The driver cancelled the fit.
     """
     with _leaving_none_of(world.device):
-        return _train_on_batches(batches, world, job, link)
+        return _train_on_batches(batches, world, job, client)
 
 
 def try_in_rank(
-    batches: Iterable[pa.RecordBatch], *, world: World, link: Link, run: Callable[..., Trial], config: TrainConfig
+    batches: Iterable[pa.RecordBatch],
+    *,
+    world: World,
+    client: Client,
+    run: Callable[..., DryRunResult],
+    config: TrainConfig,
 ) -> RankResult:
     """Runs the dry run in a rank, on its device.
 
     Args:
         batches: Not looked at.
         world: This rank's place.
-        link: The line to the driver.
+        client: The line to the driver.
         run: The dry run, called with `device`.
         config: Of the training, for what it could save of the device's memory.
 
@@ -127,7 +132,7 @@ def try_in_rank(
     """
     for _ in batches:  # a worker that leaves input unread is not used again
         pass
-    link.enter("trying the first row")
+    client.enter("trying the first row")
     select(world.device)
     with _leaving_none_of(world.device), explained(config):
         return RankResult(*run(device=world.device).packed())
@@ -155,7 +160,7 @@ def _clear_frames(error: BaseException | None) -> None:
         _clear_frames(error.__context__ if error.__context__ is not error.__cause__ else None)
 
 
-def _train_on_batches(batches: Iterable[pa.RecordBatch], world: World, job: TrainJob, link: Link) -> RankResult:
+def _train_on_batches(batches: Iterable[pa.RecordBatch], world: World, job: TrainJob, client: Client) -> RankResult:
     """Reads the rows and trains on them."""
     torch.set_num_threads(world.threads)
     clock = _Clock()
@@ -163,9 +168,9 @@ def _train_on_batches(batches: Iterable[pa.RecordBatch], world: World, job: Trai
 
     # The first optimizer of a process imports torch._dynamo, most of a second: meanwhile, rows arrive.
     threading.Thread(target=_import_dynamo, daemon=True).start()
-    link.enter("loading")
+    client.enter("loading")
     shard = read_shard(
-        link.moving(batches),
+        client.moving(batches),
         job.columns,
         spare=job.spare,
         spooler=_spooler(job.storage, world),
@@ -175,10 +180,10 @@ def _train_on_batches(batches: Iterable[pa.RecordBatch], world: World, job: Trai
     )
     clock.lap("load")
     with closing(shard):
-        return _train_on(shard, world, job, link, clock)
+        return _train_on(shard, world, job, client, clock)
 
 
-def _spooler(storage: StorageConfig, world: World) -> Spooler:
+def _spooler(storage: StorageConfig, world: World) -> RowStorage:
     """Returns the place for a rank's rows; those on disk are with what Spark keeps there."""
     if storage.kind == "memory":
         return InMemory()
@@ -186,11 +191,11 @@ def _spooler(storage: StorageConfig, world: World) -> Spooler:
     return OnDisk(directory) if storage.kind == "disk" else WithinBudget(storage.budget * 10**6, directory)
 
 
-def _train_on(shard: Shard, world: World, job: TrainJob, link: Link, clock: _Clock) -> RankResult:
+def _train_on(shard: Shard, world: World, job: TrainJob, client: Client, clock: _Clock) -> RankResult:
     """Trains on rows that have been read."""
-    link.enter("waiting for the other ranks")
+    client.enter("waiting for the other ranks")
     class_weights = job.config.class_weights
-    peers = link.agree(
+    peers = client.agree(
         "shard",
         {
             "rows": shard.rows,
@@ -203,7 +208,7 @@ def _train_on(shard: Shard, world: World, job: TrainJob, link: Link, clock: _Clo
     )
     counts = [peer["rows"] for peer in peers]
     clock.lap("wait")
-    world = _on_one_kind(world, peers, link)
+    world = _on_one_kind(world, peers, client)
     if job.max_imbalance is not None and _imbalanced(counts, job.max_imbalance):
         return RankResult({"imbalanced": True, "rows": shard.rows})
     select(world.device)
@@ -228,25 +233,25 @@ def _train_on(shard: Shard, world: World, job: TrainJob, link: Link, clock: _Clo
         block=config.shuffle_block,
     )
     if independent:  # whose epochs count is known at the end only
-        link.publish(progress=world.is_main, epochs=False)
+        client.publish(progress=world.is_main, epochs=False)
     shard.place(0 if independent else sum(counts[: world.rank]), plan, epochs=config.epochs)
     _weigh_classes(shard, class_weights, [peers[world.rank]] if independent else peers)
     fingerprint = f"{sum(peer['fingerprint'] for peer in peers) % 2**64:016x}"
     saver = None
     if job.checkpoint is not None:
-        link.enter("looking for a checkpoint")
-        saver = Saver(job.checkpoint, {**job.checkpoint.job, "data": fingerprint}, world, link)
+        client.enter("looking for a checkpoint")
+        saver = Checkpointer(job.checkpoint, {**job.checkpoint.job, "data": fingerprint}, world, client)
 
     limit = timedelta(seconds=job.collective_seconds)
     lone = strategy_type(config).needs_group(strategy_options(config))
-    with saver or nullcontext(), process_group(team, link.store, timeout=limit, lone=lone, report=link.fail):
+    with saver or nullcontext(), process_group(team, client.store, timeout=limit, lone=lone, report=client.fail):
         clock.lap("group")
         outcome = train(
             shard,
             job.recipe,
             config,
             team,
-            link,
+            client,
             steps=plan.steps,
             validation_rows=shard.validation_rows if independent else max(peer["validation"] for peer in peers),
             classes=job.columns.classes,
@@ -269,7 +274,7 @@ def _train_on(shard: Shard, world: World, job: TrainJob, link: Link, clock: _Clo
     best = 0
     if independent:
         meta["epochs"] = outcome.history
-        best = _best(link.agree("outcome", {"record": outcome.history[-1]}))
+        best = _best(client.agree("outcome", {"record": outcome.history[-1]}))
     if world.rank != best:
         return RankResult(meta)
     meta["history"] = outcome.history
@@ -287,7 +292,7 @@ def _weigh_classes(shard: Shard, weights: Sequence[float] | str | None, peers: S
         shard.weigh_classes(weights)
 
 
-def _on_one_kind(world: World, peers: Sequence[Mapping[str, Any]], link: Link) -> World:
+def _on_one_kind(world: World, peers: Sequence[Mapping[str, Any]], client: Client) -> World:
     """Returns this rank's place on a device that all ranks have: the CPU, if one found no accelerator for itself.
 
     Ranks on different kinds of devices would open different process groups, and wait for each other.
@@ -297,7 +302,7 @@ def _on_one_kind(world: World, peers: Sequence[Mapping[str, Any]], link: Link) -
         return world
     if world.is_main:
         without = sorted({peer["host"] for peer in peers if peer["device"] == "cpu"})
-        link.warn(
+        client.warn(
             f"all ranks train on the CPU: those on {', '.join(without)} have no {'/'.join(sorted(kinds - {'cpu'}))} "
             "device for each\n  -> give every executor its GPUs, or lower numWorkers; device='cpu' says it is meant"
         )

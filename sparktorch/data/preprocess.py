@@ -11,13 +11,13 @@ import torch
 
 from sparktorch.errors import ConfigError, ModuleError
 
-__all__ = ["EVALUATION", "Moment", "Preprocess", "check_signature"]
+__all__ = ["EVALUATION", "Preprocess", "StepContext", "check_signature"]
 
 Function = Callable[..., Mapping[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
-class Moment:
+class StepContext:
     """When rows are taken.
 
     Attributes:
@@ -29,7 +29,7 @@ class Moment:
     seed: int
 
 
-EVALUATION = Moment(None, 0)
+EVALUATION = StepContext(None, 0)
 
 
 class Preprocess:
@@ -52,7 +52,7 @@ class Preprocess:
         return Preprocess(self.function, self.names, tuple(arguments))
 
     def __call__(
-        self, columns: Sequence[tuple[Any, ...]], rows: int, moment: Moment = EVALUATION
+        self, columns: Sequence[tuple[Any, ...]], rows: int, moment: StepContext = EVALUATION
     ) -> dict[str, torch.Tensor]:
         """Returns the tensors by the names that the callable gives them, in the order of `arguments`.
 

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from sparktorch.errors import ClusterError
 
-__all__ = ["InMemory", "OnDisk", "Runs", "Spool", "Spooler", "WithinBudget", "local_directory"]
+__all__ = ["InMemory", "OnDisk", "RowStorage", "Runs", "Spool", "WithinBudget", "local_directory"]
 
 Array = npt.NDArray[Any]
 
@@ -87,7 +87,7 @@ class Spool(Protocol):
         ...
 
 
-class Spooler(Protocol):
+class RowStorage(Protocol):
     """A place for spools."""
 
     @property
@@ -115,7 +115,7 @@ class InMemory:
     on_disk = False
 
     def spool(self, dtype: npt.DTypeLike, shape: tuple[int, ...] = ()) -> Spool:
-        """Returns an empty spool; see `Spooler.spool`."""
+        """Returns an empty spool; see `RowStorage.spool`."""
         return _MemorySpool(np.dtype(dtype), shape)
 
     def close(self) -> None:
@@ -144,7 +144,7 @@ class OnDisk:
         return sum(spool.nbytes for spool in self._spools)
 
     def spool(self, dtype: npt.DTypeLike, shape: tuple[int, ...] = ()) -> _FileSpool:
-        """Returns an empty spool; see `Spooler.spool`."""
+        """Returns an empty spool; see `RowStorage.spool`."""
         spool = _FileSpool(self, np.dtype(dtype), shape)
         self._spools.append(spool)
         return spool
@@ -222,7 +222,7 @@ class WithinBudget:
         return self._disk is not None
 
     def spool(self, dtype: npt.DTypeLike, shape: tuple[int, ...] = ()) -> Spool:
-        """Returns an empty spool; see `Spooler.spool`."""
+        """Returns an empty spool; see `RowStorage.spool`."""
         spool = _MovingSpool(self, np.dtype(dtype), shape)
         if self._disk is not None:
             spool.move(self._disk)

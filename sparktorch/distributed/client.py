@@ -22,12 +22,12 @@ from typing import Any, Protocol, TypeVar
 import torch.distributed as dist
 
 from sparktorch.base.world import World
-from sparktorch.distributed.log_capture import Console
+from sparktorch.distributed.log_capture import LogCapture
 from sparktorch.distributed.os_memory import out_of_memory_kills, resident_bytes
 from sparktorch.distributed.process_group import collectives_begun
 from sparktorch.errors import ClusterError, RankError, SparkTorchError
 
-__all__ = ["Cancelled", "Link", "OpenStore", "PeerFailure", "last_lines"]
+__all__ = ["Cancelled", "Client", "OpenStore", "PeerFailure", "last_lines"]
 
 _BEAT_SECONDS = 0.5
 _LONGEST_PAUSE = 0.05
@@ -54,11 +54,11 @@ class PeerFailure(Exception):  # noqa: N818 - control flow between ranks, no use
     """Another rank has failed; that rank reports the cause."""
 
 
-class Link:
+class Client:
     """One rank's end of the line."""
 
     def __init__(
-        self, open_store: OpenStore, world: World, *, console: Console | None = None, patience: float = 30.0
+        self, open_store: OpenStore, world: World, *, console: LogCapture | None = None, patience: float = 30.0
     ) -> None:
         """Opens a connection for the rank itself; its heart beats over a second one.
 
@@ -71,7 +71,7 @@ class Link:
         self.store = open_store()
         self._open_store = open_store
         self._world = world
-        self._console = Console() if console is None else console
+        self._console = LogCapture() if console is None else console
         self._patience = patience
         self._state: dict[str, Any] = {"phase": "starting", "epoch": None, "step": None}
         self._moves, self._waiting, self._owner = 0, False, threading.get_ident()
@@ -300,8 +300,8 @@ class _Heart:
     asks it may wait for minutes.
     """
 
-    def __init__(self, link: Link, rank: int, open_store: OpenStore, patience: float) -> None:
-        self._link, self._rank, self._open_store, self._patience = link, rank, open_store, patience
+    def __init__(self, client: Client, rank: int, open_store: OpenStore, patience: float) -> None:
+        self._client, self._rank, self._open_store, self._patience = client, rank, open_store, patience
         self._owner = threading.get_ident()
         self._driver: bytes | None = None
         self._heard = 0
@@ -326,7 +326,7 @@ class _Heart:
         store = self._open()
         while store is not None and not stop.wait(_BEAT_SECONDS):
             try:
-                self._link.beat(store)
+                self._client.beat(store)
                 self._answer(store)
                 if store.check(["cancel"]):
                     break

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any, TextIO
 
-__all__ = ["KEPT_LINES", "Console"]
+__all__ = ["KEPT_LINES", "LogCapture"]
 
 KEPT_LINES = 100
 
@@ -19,7 +19,7 @@ _LONGEST_LINE = 2000
 Line = tuple[int, str]  # its level, as in `logging`, and its text
 
 
-class Console:
+class LogCapture:
     """Overhears the process it is in: its log records, and what it prints, which counts as `INFO`."""
 
     def __init__(self, level: int = logging.WARNING) -> None:
@@ -74,7 +74,7 @@ class Console:
 
 
 class _Handler(logging.Handler):
-    def __init__(self, console: Console, level: int) -> None:
+    def __init__(self, console: LogCapture, level: int) -> None:
         super().__init__(level)
         self._console = console
         self.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
@@ -89,7 +89,7 @@ class _Handler(logging.Handler):
 class _Tee:
     """A stream whose lines are also kept."""
 
-    def __init__(self, stream: TextIO, console: Console) -> None:
+    def __init__(self, stream: TextIO, console: LogCapture) -> None:
         self._stream, self._console, self._begun = stream, console, ""
 
     def write(self, text: str) -> int:

@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 from sparktorch.distributed.server import ControlServer
 from sparktorch.errors import ClusterError, RankStalledError
 
-__all__ = ["Observer", "Patience", "Watch"]
+__all__ = ["Monitor", "Observer", "Timeouts"]
 
 _LOG = logging.getLogger(__name__)
 _RANKS = logging.getLogger("sparktorch.ranks")
@@ -37,7 +37,7 @@ class Observer(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Patience:
+class Timeouts:
     """How long the driver waits for ranks.
 
     Attributes:
@@ -62,7 +62,7 @@ class _Pulse:
         return tuple(self.record[name] for name in ("phase", "epoch", "step", "moves", "collectives", "waiting"))
 
 
-class Watch:
+class Monitor:
     """Looks at the store, as often as it is told to."""
 
     def __init__(
@@ -70,7 +70,7 @@ class Watch:
         server: ControlServer | None,
         world_size: int,
         observer: Observer,
-        patience: Patience,
+        patience: Timeouts,
         *,
         log_level: int = logging.WARNING,
         is_starved: Callable[[], bool] = lambda: False,

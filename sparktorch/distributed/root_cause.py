@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from sparktorch.distributed.monitor import Watch
+from sparktorch.distributed.monitor import Monitor
 from sparktorch.distributed.os_memory import out_of_memory_kills
 from sparktorch.distributed.server import ControlServer
 from sparktorch.errors import ClusterError, RankError, RankLostError, SparkTorchError, failure_in
 
-__all__ = ["UNREACHED_HINT", "Causes", "ChainError"]
+__all__ = ["UNREACHED_HINT", "ChainError", "RootCause"]
 
 UNREACHED_HINT = (
     "open the ephemeral ports of its host to the executors, set spark.driver.host to an address they reach, or let a "
@@ -37,10 +37,10 @@ class ChainError(ClusterError):
     """Spark runs no barrier job there: `coalesce`, `union` or the like, and no shuffle behind it."""
 
 
-class Causes:
+class RootCause:
     """Finds out why the job of one attempt failed."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: Monitor) -> None:
         """Notes what has been killed before."""
         self._watch = watch
         self._kills = out_of_memory_kills()

@@ -30,7 +30,7 @@ from sparktorch.spark.checks.doctor import check_executors
 from sparktorch.spark.checks.preflight import check_cluster, check_result_size
 from sparktorch.spark.frame.prepare import Frame, prepare
 from sparktorch.spark.launch.gpus import gpu_profile
-from sparktorch.train.recipe.dry_run import Trial
+from sparktorch.train.recipe.dry_run import DryRunResult
 
 if TYPE_CHECKING:
     from pyspark.ml._typing import ParamMap
@@ -96,7 +96,7 @@ class TorchEstimatorBase(Estimator[M], EstimatorParams, MLReadable[Any], MLWrita
             report.finished(model, summary)
         return model
 
-    def _prepared(self, dataset: DataFrame, report: FitReport) -> tuple[Request, Frame, Trial]:
+    def _prepared(self, dataset: DataFrame, report: FitReport) -> tuple[Request, Frame, DryRunResult]:
         """Returns what the job needs, after every check that can be made before it."""
         request = translate(self, self._task)
         spark = dataset.sparkSession
@@ -121,7 +121,7 @@ class TorchEstimatorBase(Estimator[M], EstimatorParams, MLReadable[Any], MLWrita
         self,
         request: Request,
         frame: Frame,
-        trial: Trial,
+        trial: DryRunResult,
         weights: bytes,
         summary: TrainingSummary,
         labels: tuple[str, ...],

@@ -14,11 +14,11 @@ import torch
 from sparktorch.base.batch import Batch, RankDataset
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.world import World
-from sparktorch.distributed.client import Link
+from sparktorch.distributed.client import Client
 from sparktorch.distributed.process_group import max_over_ranks, sum_over_ranks
 from sparktorch.errors import ColumnError
 from sparktorch.train.callbacks import Callbacks, FitContext
-from sparktorch.train.checkpoint.checkpointer import Position, Saver
+from sparktorch.train.checkpoint.checkpointer import Checkpointer, Position
 from sparktorch.train.checkpoint.store import CheckpointStore, Manifest
 from sparktorch.train.engine import Engine
 from sparktorch.train.numerics.determinism import reproducible, seed_all
@@ -58,12 +58,12 @@ def train(
     recipe: Recipe,
     config: TrainConfig,
     world: World,
-    reporter: Link,
+    reporter: Client,
     *,
     steps: int,
     validation_rows: int,
     classes: int | None = None,
-    saver: Saver | None = None,
+    saver: Checkpointer | None = None,
 ) -> Outcome:
     """Trains a model on the shards of all ranks.
 
@@ -96,11 +96,11 @@ class _Training:
         recipe: Recipe,
         config: TrainConfig,
         world: World,
-        reporter: Link,
+        reporter: Client,
         steps: int,
         validation_rows: int,
         classes: int,
-        saver: Saver | None,
+        saver: Checkpointer | None,
     ) -> None:
         self._shard, self._config, self._world, self._reporter = shard, config, world, reporter
         self._steps, self._saver, self._device = steps, saver, torch.device(world.device)

@@ -12,11 +12,11 @@ import torch
 from sparktorch.base.devices import download
 from sparktorch.train.validation import Best
 
-__all__ = ["Progress", "Tally"]
+__all__ = ["EpochCounters", "Progress"]
 
 
 @dataclass
-class Tally:
+class EpochCounters:
     """What adds up over the steps of an epoch in this rank.
 
     Attributes:
@@ -63,7 +63,7 @@ class Tally:
         norms = self.norms.double().cpu()
         return norms[norms.isfinite()]
 
-    def add(self, other: Tally) -> None:
+    def add(self, other: EpochCounters) -> None:
         """Adds the tally of another rank over the same steps."""
         self.losses += other.losses.to(self.losses.device)
         if self.norms is not None and other.norms is not None:
@@ -119,7 +119,7 @@ class Progress:
         """Returns the record of the epoch, the same on every rank but for the seconds.
 
         Args:
-            sums: `Tally.sums`, added over all ranks.
+            sums: `EpochCounters.sums`, added over all ranks.
             weights: Of each step, over all ranks.
             seconds: That the steps have taken.
             ranks: Number of ranks.
@@ -176,10 +176,10 @@ class Progress:
         self.history, self.ended = main["history"], main["ended"]
         sums: dict[str, Any] = dict.fromkeys(("rows", "waited", "places", "elements"), 0)
         nothing = self._nothing()
-        self.tally = replace(Tally(**main["tally"]), losses=nothing.losses, norms=nothing.norms, **sums)
+        self.tally = replace(EpochCounters(**main["tally"]), losses=nothing.losses, norms=nothing.norms, **sums)
         for state in states:
-            self.tally.add(Tally(**state["tally"]))
+            self.tally.add(EpochCounters(**state["tally"]))
 
-    def _nothing(self) -> Tally:
+    def _nothing(self) -> EpochCounters:
         losses = torch.zeros(self._steps, dtype=torch.float64, device=self._device)
-        return Tally(losses, norms=torch.full((self._steps,), math.nan, device=self._device))
+        return EpochCounters(losses, norms=torch.full((self._steps,), math.nan, device=self._device))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from sparktorch.base.batch import Batch, RankDataset
     from sparktorch.base.config import TrainConfig
     from sparktorch.base.world import World
-    from sparktorch.distributed.client import Link
+    from sparktorch.distributed.client import Client
     from sparktorch.train.engine import Engine
     from sparktorch.train.recipe.recipe import Recipe
 
@@ -41,7 +41,7 @@ class Validation:
         recipe: Recipe,
         config: TrainConfig,
         world: World,
-        reporter: Link,
+        reporter: Client,
         *,
         rows: int,
         classes: int,

@@ -12,10 +12,10 @@ import torch
 
 from sparktorch.base.config import CheckpointConfig
 from sparktorch.base.world import World
-from sparktorch.distributed.client import Link
+from sparktorch.distributed.client import Client
 from sparktorch.distributed.store import connect
 from sparktorch.errors import PersistenceError
-from sparktorch.train.checkpoint.checkpointer import Position, Saver
+from sparktorch.train.checkpoint.checkpointer import Checkpointer, Position
 from sparktorch.train.checkpoint.store import CheckpointStore, Share
 from tests.support.nets import Watched
 from tests.support.ranks import control_server, train_on
@@ -33,7 +33,7 @@ def test_a_directory_that_is_not_shared_is_refused_before_anything_is_trained(tm
         for rank in range(2):
             world = World(rank=rank, world_size=2, host=f"host-{rank}")
             config = CheckpointConfig(directory=str(tmp_path / f"disk-of-host-{rank}"), owner="me")
-            savers.append(pool.submit(Saver, config, {}, world, Link(opened, world), seen_seconds=0.3))
+            savers.append(pool.submit(Checkpointer, config, {}, world, Client(opened, world), seen_seconds=0.3))
         with savers[0].result(30) as first:
             assert first.start is None
             with pytest.raises(
@@ -62,10 +62,10 @@ def test_of_two_jobs_on_a_directory_the_second_is_refused_and_the_first_is_not_d
 def test_a_fit_that_has_lost_its_directory_ends_at_its_next_checkpoint(tmp_path: Path) -> None:
     with control_server() as server:
         meeting = server.rendezvous
-        link = Link(partial(connect, meeting.host, meeting.port, meeting.prefix), World())
+        client = Client(partial(connect, meeting.host, meeting.port, meeting.prefix), World())
         store = CheckpointStore(str(tmp_path), "b2")
         config = CheckpointConfig(directory=str(tmp_path), owner="mine")
-        with Saver(config, {}, World(), link, claim_seconds=0.5) as saver:  # not before it is the other's
+        with Checkpointer(config, {}, World(), client, claim_seconds=0.5) as saver:  # not before it is the other's
             saver.save(Position(step=1), SHARE, None)
             store.directory.remove("claim.json")  # as after a host that stood still for half a minute
             store.claim("other")

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.world import World
-from sparktorch.distributed.client import Link
+from sparktorch.distributed.client import Client
 from sparktorch.distributed.server import ControlServer
 from sparktorch.distributed.store import connect
 from sparktorch.train.recipe.recipe import Recipe
@@ -62,21 +62,21 @@ def weights() -> dict[str, torch.Tensor]:
 def with_wrong_token(server: ControlServer, stop: threading.Event) -> int:
     """Says all that a rank can say, as ranks of another attempt do."""
     meeting = server.rendezvous
-    links = [
-        Link(partial(connect, meeting.host, meeting.port, "0" * 32), World(rank=rank, world_size=RANKS))
+    clients = [
+        Client(partial(connect, meeting.host, meeting.port, "0" * 32), World(rank=rank, world_size=RANKS))
         for rank in range(RANKS)
     ]
     deeds = 0
     while not stop.wait(0.01):
-        for link in links:
+        for client in clients:
             deeds += 1
-            link.enter("training", epoch=9, step=9)
-            link.post("shard", {"rows": 10**9, "validation": 0, "fingerprint": 0, "classes": []})
-            link.progress(epoch=9, epochs=9, step=9, steps=9, loss=9.0)
-            link.epoch_done(9, {"epoch": 9})
-            link.fail(ValueError("from an earlier attempt"))
-            link.store.set("cancel", "1")
-        assert not links[0].store.check(["ended/0"])
+            client.enter("training", epoch=9, step=9)
+            client.post("shard", {"rows": 10**9, "validation": 0, "fingerprint": 0, "classes": []})
+            client.progress(epoch=9, epochs=9, step=9, steps=9, loss=9.0)
+            client.epoch_done(9, {"epoch": 9})
+            client.fail(ValueError("from an earlier attempt"))
+            client.store.set("cancel", "1")
+        assert not clients[0].store.check(["ended/0"])
     return deeds
 
 
@@ -176,8 +176,8 @@ def test_a_job_ends_with_the_same_weights_whatever_a_stranger_does(
 def test_what_a_stranger_lays_down_for_a_rank_to_read_ends_the_job_with_an_error_that_says_so() -> None:
     with control_server() as server:
         meeting = server.rendezvous
-        link = Link(partial(connect, meeting.host, meeting.port, meeting.prefix), World(rank=0, world_size=2))
-        link.post("shard", {"rows": 1})
+        client = Client(partial(connect, meeting.host, meeting.port, meeting.prefix), World(rank=0, world_size=2))
+        client.post("shard", {"rows": 1})
         stranger = dist.TCPStore(meeting.host, meeting.port, is_master=False, wait_for_workers=False)
         (key,) = [key for key in stranger.list_keys() if key.endswith("shard/0")]
         sealed = stranger.get(key)
@@ -185,8 +185,8 @@ def test_what_a_stranger_lays_down_for_a_rank_to_read_ends_the_job_with_an_error
             stranger.set(key.replace("shard/0", "shard/1"), content)
             stranger.check([key])
             with pytest.raises(Exception, match="somebody else has written 'shard/1' into the store") as caught:
-                link.collect("shard")
-            failure = link.fail(caught.value)
+                client.collect("shard")
+            failure = client.fail(caught.value)
             assert "docs/security.md" in failure.hint
 
 

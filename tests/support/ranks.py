@@ -26,10 +26,10 @@ import torch.distributed as dist
 
 from sparktorch.base.state_dict import unpack_state
 from sparktorch.base.world import World
-from sparktorch.distributed.client import Link
-from sparktorch.distributed.monitor import Patience, Watch
+from sparktorch.distributed.client import Client
+from sparktorch.distributed.monitor import Monitor, Timeouts
 from sparktorch.distributed.process_group import process_group
-from sparktorch.distributed.root_cause import Causes
+from sparktorch.distributed.root_cause import RootCause
 from sparktorch.distributed.server import ControlServer
 from sparktorch.distributed.store import Rendezvous, connect
 from sparktorch.errors import SparkTorchError
@@ -121,16 +121,16 @@ class _NoObserver:
         pass
 
 
-def watch(server: ControlServer, size: int, patience: Patience | None = None) -> Watch:
+def watch(server: ControlServer, size: int, patience: Timeouts | None = None) -> Monitor:
     """Returns the driver's eye on `size` ranks; nobody is told how far they are."""
-    return Watch(server, size, _NoObserver(), patience or Patience())
+    return Monitor(server, size, _NoObserver(), patience or Timeouts())
 
 
 def cause_of_death(
     server: ControlServer, size: int, message: str = "Python worker exited unexpectedly (crashed)"
 ) -> SparkTorchError:
     """Returns what the driver makes of a job of `size` ranks that ended with such a message of Spark's."""
-    return Causes(watch(server, size)).of(RuntimeError(message))
+    return RootCause(watch(server, size)).of(RuntimeError(message))
 
 
 def run_ranks(
@@ -251,12 +251,12 @@ def _rank(
     """The body of a rank's process: what a barrier task does, without the barrier."""
     os.environ.update(environment)
     faulthandler.dump_traceback_later(0.9 * seconds)  # a rank that hangs says where
-    link = Link(partial(connect, rendezvous.host, rendezvous.port, rendezvous.prefix), world)
-    with link.beating(), _synchronisations(world.device) as waits:
+    client = Client(partial(connect, rendezvous.host, rendezvous.port, rendezvous.prefix), world)
+    with client.beating(), _synchronisations(world.device) as waits:
         try:
-            result = train_partition(iter(batches), world=world, job=job, link=link)
+            result = train_partition(iter(batches), world=world, job=job, client=client)
         except Exception as error:
-            link.fail(error)
+            client.fail(error)
             ended: tuple[RankResult | None, str] = None, type(error).__name__
         else:
             ended = result, ""

@@ -15,7 +15,7 @@ from sparktorch.data.columns import LABEL, VALIDATION, Columns, TensorSpec
 from sparktorch.errors import ColumnError
 
 __all__ = [
-    "Screen",
+    "RowFilter",
     "check_finite",
     "check_labels",
     "check_weights",
@@ -33,7 +33,7 @@ _SHOWN_ROWS = 3
 _FLOATS = ("float16", "float32", "float64")
 
 
-class Screen:
+class RowFilter:
     """Lets through the rows that can be trained on, and counts the others.
 
     Attributes:

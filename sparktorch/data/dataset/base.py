@@ -11,9 +11,9 @@ import numpy.typing as npt
 
 from sparktorch.base.batch import RankDataset
 from sparktorch.data.dataset.rows import StoredRows
-from sparktorch.data.preprocess import Moment
+from sparktorch.data.preprocess import StepContext
 from sparktorch.data.sampling.plan import Numbers, RankOrder, SamplingPlan, mix_words
-from sparktorch.data.sampling.row_keys import Arrivals
+from sparktorch.data.sampling.row_keys import RowKeys
 
 __all__ = ["Int64", "RowNumbers", "Schedule", "Shard", "at"]
 
@@ -45,12 +45,12 @@ class Schedule:
         """Returns the order of the rank's rows in that epoch."""
         return RankOrder(self.plan, self.first, self.first + self.rows, epoch)
 
-    def moments(self, epoch: int, start: int, stop: int) -> list[Moment]:
+    def moments(self, epoch: int, start: int, stop: int) -> list[StepContext]:
         """Returns when the steps from `start` to `stop` are, with the seed of this rank's part of each."""
         if not self.seeded:
-            return [Moment(epoch, 0)] * (stop - start)
+            return [StepContext(epoch, 0)] * (stop - start)
         seeds = mix_words(self.plan.seed, epoch, np.arange(start, stop, dtype=np.int64), self.first) >> np.uint64(1)
-        return [Moment(epoch, seed) for seed in seeds.tolist()]
+        return [StepContext(epoch, seed) for seed in seeds.tolist()]
 
     def worth_ahead(self, epoch: int) -> bool:
         """Whether that epoch will be trained, and has so many rows that it is worth a thread to order them."""
@@ -69,7 +69,7 @@ class Shard(RankDataset):
         storage: Where rows are: on "disk", in "memory", or on the "device".
     """
 
-    def __init__(self, stored: StoredRows, arrivals: Arrivals, *, dropped: int) -> None:
+    def __init__(self, stored: StoredRows, arrivals: RowKeys, *, dropped: int) -> None:
         """Takes rows, the order in which they arrived, and the number of those that were left out."""
         self.rows, self.validation_rows = arrivals.count - arrivals.held_out, arrivals.held_out
         self.fingerprint, self.dropped, self.bytes = arrivals.fingerprint, dropped, stored.bytes

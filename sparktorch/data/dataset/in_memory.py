@@ -15,7 +15,7 @@ from sparktorch.data.dataset.device_transfer import moved
 from sparktorch.data.dataset.prefetch import ByEpoch, ahead
 from sparktorch.data.dataset.rows import StoredRows
 from sparktorch.data.sampling.plan import by_step
-from sparktorch.data.sampling.row_keys import Arrivals
+from sparktorch.data.sampling.row_keys import RowKeys
 
 __all__ = ["InMemoryShard"]
 
@@ -40,7 +40,7 @@ class _Order:
 class InMemoryShard(Shard):
     """The rows of a rank, all of them in memory."""
 
-    def __init__(self, stored: StoredRows, arrivals: Arrivals, *, dropped: int, budget: int) -> None:
+    def __init__(self, stored: StoredRows, arrivals: RowKeys, *, dropped: int, budget: int) -> None:
         """Takes the rows; batches that are decoded ahead may take half of `budget` bytes, but one at least."""
         super().__init__(stored, arrivals, dropped=dropped)
         self._rows, self._budget = stored.finish(), budget

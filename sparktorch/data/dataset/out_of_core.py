@@ -13,9 +13,9 @@ from sparktorch.data.dataset.base import Int64, RowNumbers, Shard, at
 from sparktorch.data.dataset.device_transfer import moved
 from sparktorch.data.dataset.prefetch import ByEpoch, ahead
 from sparktorch.data.dataset.rows import Rows, StoredRows
-from sparktorch.data.preprocess import Moment
+from sparktorch.data.preprocess import StepContext
 from sparktorch.data.sampling.plan import RankOrder, SamplingPlan
-from sparktorch.data.sampling.row_keys import Arrivals
+from sparktorch.data.sampling.row_keys import RowKeys
 from sparktorch.data.storage import Runs
 
 __all__ = ["OutOfCoreShard"]
@@ -27,7 +27,7 @@ _AHEAD_BATCHES = 4  # that are decoded
 class OutOfCoreShard(Shard):
     """The rows of a rank, all of them on disk."""
 
-    def __init__(self, stored: StoredRows, arrivals: Arrivals, *, dropped: int, budget: int) -> None:
+    def __init__(self, stored: StoredRows, arrivals: RowKeys, *, dropped: int, budget: int) -> None:
         """Takes what is on disk, and the bytes that rows may take in memory.
 
         One window of rows waits and another one is read: each may have half of `budget`, but has one step at least.
@@ -110,7 +110,7 @@ class OutOfCoreShard(Shard):
                 moments = self._schedule.moments(order.epoch, start, stop)
                 yield from self._steps(position[now], step[now] - start, moments, least)
 
-    def _steps(self, position: Int64, step: Int64, moments: list[Moment], least: int) -> Generator[Batch]:
+    def _steps(self, position: Int64, step: Int64, moments: list[StepContext], least: int) -> Generator[Batch]:
         """Reads the rows of some steps, and yields those of each."""
         rows = self._load(self._order, position - self._schedule.first)
         index = torch.from_numpy(np.argsort(step, kind="stable"))

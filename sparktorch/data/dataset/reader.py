@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from sparktorch.data.columns import KEY, VALIDATION, Columns, TensorSpec
-from sparktorch.data.convert.checks import Screen, check_labels, check_weights
+from sparktorch.data.convert.checks import RowFilter, check_labels, check_weights
 from sparktorch.data.dataset.base import Shard
 from sparktorch.data.dataset.in_memory import InMemoryShard
 from sparktorch.data.dataset.out_of_core import OutOfCoreShard
@@ -18,8 +18,8 @@ from sparktorch.data.dataset.rows import StoredRows
 from sparktorch.data.fields.base import Dense, Field
 from sparktorch.data.fields.registry import field_of
 from sparktorch.data.sampling.row_digest import RowDigests
-from sparktorch.data.sampling.row_keys import Arrivals
-from sparktorch.data.storage import InMemory, Spooler
+from sparktorch.data.sampling.row_keys import RowKeys
+from sparktorch.data.storage import InMemory, RowStorage
 from sparktorch.errors import ColumnError, ConfigError
 
 __all__ = ["balanced", "read_shard"]
@@ -30,7 +30,7 @@ def read_shard(
     columns: Columns,
     *,
     spare: pa.RecordBatch | None = None,
-    spooler: Spooler | None = None,
+    spooler: RowStorage | None = None,
     budget: int = 1 << 30,
     by_key: bool = True,
     by_length: bool = False,
@@ -56,7 +56,7 @@ def read_shard(
     spooler = spooler or InMemory()
     fields = {spec.name: _field(spec, columns, spooler) for spec in columns.tensors}
     try:
-        arrivals = Arrivals(spooler, by_key=by_key)
+        arrivals = RowKeys(spooler, by_key=by_key)
         dropped = _read(batches, columns, fields, arrivals, spooler, budget)
         size = sum(field.nbytes for field in fields.values())
         if not arrivals.count:
@@ -78,12 +78,12 @@ def _read(
     batches: Iterable[pa.RecordBatch],
     columns: Columns,
     fields: dict[str, Field],
-    arrivals: Arrivals,
-    spooler: Spooler,
+    arrivals: RowKeys,
+    spooler: RowStorage,
     budget: int,
 ) -> int:
     """Reads all batches into the fields; returns the number of rows that were dropped."""
-    screen = Screen(columns)
+    screen = RowFilter(columns)
     row = 0
     for batch in batches:
         rows = screen.rows_of(batch, first_row=row)
@@ -128,7 +128,7 @@ def balanced(sums: Sequence[float]) -> list[float]:
     return [sum(sums) / (present * count) if count else 1.0 for count in sums]
 
 
-def _field(spec: TensorSpec, columns: Columns, spooler: Spooler) -> Field:
+def _field(spec: TensorSpec, columns: Columns, spooler: RowStorage) -> Field:
     """Returns an empty field for a column, which checks its rows for what they are to be."""
 
     def label(values: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -13,8 +13,8 @@ from sparktorch.base.batch import Batch
 from sparktorch.base.devices import upload
 from sparktorch.data.columns import Columns, TensorSpec
 from sparktorch.data.fields.base import Dense, Field, Ragged
-from sparktorch.data.preprocess import EVALUATION, Moment
-from sparktorch.data.storage import Runs, Spooler
+from sparktorch.data.preprocess import EVALUATION, StepContext
+from sparktorch.data.storage import RowStorage, Runs
 
 __all__ = ["Rows", "StoredRows"]
 
@@ -68,7 +68,7 @@ class Rows:
         )
         self._here = label, weight, weight if self._loss_weight is self._weight else loss_weight
 
-    def take(self, index: torch.Tensor, *, least: int = 0, moment: Moment = EVALUATION) -> Batch:
+    def take(self, index: torch.Tensor, *, least: int = 0, moment: StepContext = EVALUATION) -> Batch:
         """Returns the rows with those numbers.
 
         Args:
@@ -94,7 +94,7 @@ class Rows:
         return Batch(inputs, label, weight, rows, loss_weight, lengths)
 
     def _arguments(
-        self, index: torch.Tensor, here: torch.Tensor, moment: Moment
+        self, index: torch.Tensor, here: torch.Tensor, moment: StepContext
     ) -> tuple[tuple[torch.Tensor, ...], dict[int, torch.Tensor]]:
         """Returns what the rows with those numbers are to `forward`, and `Batch.lengths`."""
         if self._preprocess is not None:
@@ -135,7 +135,14 @@ class StoredRows:
     """
 
     def __init__(
-        self, fields: Mapping[str, Field], columns: Columns, spooler: Spooler, *, count: int, size: int, by_length: bool
+        self,
+        fields: Mapping[str, Field],
+        columns: Columns,
+        spooler: RowStorage,
+        *,
+        count: int,
+        size: int,
+        by_length: bool,
     ) -> None:
         """Takes the rows.
 

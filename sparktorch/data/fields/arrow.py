@@ -17,9 +17,9 @@ from sparktorch.data.columns import TensorSpec
 from sparktorch.data.convert.checks import refuse_nulls
 from sparktorch.data.convert.tensors import byte_rows
 from sparktorch.data.fields.base import Field
-from sparktorch.data.fields.offsets import Borders
+from sparktorch.data.fields.offsets import Offsets
 from sparktorch.data.sampling.row_digest import RowDigests
-from sparktorch.data.storage import Runs, Spooler
+from sparktorch.data.storage import RowStorage, Runs
 from sparktorch.errors import ColumnError
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class ArrowColumn(Field):
 
     decodes = True
 
-    def __init__(self, spec: TensorSpec, spooler: Spooler) -> None:
+    def __init__(self, spec: TensorSpec, spooler: RowStorage) -> None:
         """Begins without rows; their type is that of the first batch."""
         self._spec, self._spooler = spec, spooler
         self._node: _Node | None = None
@@ -98,7 +98,7 @@ class ArrowColumn(Field):
 class _Node(ABC):
     """Rows of one Arrow type, kept as the buffers of one array, whose offsets have 64 bits."""
 
-    def __init__(self, kind: pa.DataType, spooler: Spooler) -> None:
+    def __init__(self, kind: pa.DataType, spooler: RowStorage) -> None:
         self.type = kind
         self._valid = spooler.spool(np.bool_)
 
@@ -127,7 +127,7 @@ class _Node(ABC):
 class _Fixed(_Node):
     """Numbers, booleans, dates and timestamps."""
 
-    def __init__(self, kind: pa.DataType, spooler: Spooler) -> None:
+    def __init__(self, kind: pa.DataType, spooler: RowStorage) -> None:
         super().__init__(kind, spooler)
         self._storage = pa.int64() if kind.bit_width == 64 else pa.int32()
         self._viewed = pa.types.is_temporal(kind)
@@ -153,9 +153,9 @@ class _Fixed(_Node):
 class _Bytes(_Node):
     """Strings and binary values."""
 
-    def __init__(self, kind: pa.DataType, spooler: Spooler) -> None:
+    def __init__(self, kind: pa.DataType, spooler: RowStorage) -> None:
         super().__init__(kind, spooler)
-        self._borders, self._content = Borders(spooler), spooler.spool(np.uint8)
+        self._borders, self._content = Offsets(spooler), spooler.spool(np.uint8)
         text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
         self._large = pa.large_string() if text else pa.large_binary()
 
@@ -179,9 +179,9 @@ class _Bytes(_Node):
 class _Lists(_Node):
     """Lists, of lists too."""
 
-    def __init__(self, kind: pa.ListType | pa.LargeListType, spec: TensorSpec, spooler: Spooler) -> None:
+    def __init__(self, kind: pa.ListType | pa.LargeListType, spec: TensorSpec, spooler: RowStorage) -> None:
         super().__init__(kind, spooler)
-        self._borders = Borders(spooler)
+        self._borders = Offsets(spooler)
         self._inner = _node(kind.value_type, spec, spooler)
 
     @property
@@ -203,7 +203,7 @@ class _Lists(_Node):
 class _Structs(_Node):
     """Structs, whose fields are columns."""
 
-    def __init__(self, kind: pa.StructType, spec: TensorSpec, spooler: Spooler) -> None:
+    def __init__(self, kind: pa.StructType, spec: TensorSpec, spooler: RowStorage) -> None:
         super().__init__(kind, spooler)
         self._fields = [_node(field.type, spec, spooler) for field in kind]
 
@@ -222,7 +222,7 @@ class _Structs(_Node):
         return pa.Array.from_buffers(kind, len(valid), [_bitmap(valid)], children=columns)
 
 
-def _borders(borders: Borders, runs: Runs | None) -> tuple[npt.NDArray[np.int64], Runs | None]:
+def _borders(borders: Offsets, runs: Runs | None) -> tuple[npt.NDArray[np.int64], Runs | None]:
     """Returns where rows begin and the last one ends, some or all; and where the elements of some are."""
     return (borders.finish(), None) if runs is None else borders.read(runs)
 
@@ -232,7 +232,7 @@ def _bitmap(valid: Mask) -> pa.Buffer | None:
     return None if valid.all() else pa.py_buffer(np.packbits(valid, bitorder="little"))
 
 
-def _node(kind: pa.DataType, spec: TensorSpec, spooler: Spooler) -> _Node:
+def _node(kind: pa.DataType, spec: TensorSpec, spooler: RowStorage) -> _Node:
     """Returns an empty node for a type.
 
     Raises:

@@ -18,7 +18,7 @@ from sparktorch.data.columns import TensorSpec
 from sparktorch.data.convert.tensors import ragged, to_numpy, vector_rows
 from sparktorch.data.fields.offsets import Elements
 from sparktorch.data.sampling.row_digest import RowDigests
-from sparktorch.data.storage import Runs, Spooler
+from sparktorch.data.storage import RowStorage, Runs
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -106,7 +106,7 @@ class Dense(Field):
     def __init__(
         self,
         spec: TensorSpec,
-        spooler: Spooler,
+        spooler: RowStorage,
         check: Callable[[Array], Array] | None = None,
         *,
         dtype: npt.DTypeLike | None = None,
@@ -166,7 +166,7 @@ class Dense(Field):
 class Vectors(Field):
     """ML vectors, each row kept as it came, dense or sparse: one tensor, dense or `torch.sparse_csr`."""
 
-    def __init__(self, spec: TensorSpec, spooler: Spooler) -> None:
+    def __init__(self, spec: TensorSpec, spooler: RowStorage) -> None:
         """Begins without rows."""
         self._spec = spec
         self._values = Elements(spec.dtype, spooler)
@@ -259,7 +259,7 @@ class Ragged(Field):
         padded: Whether they are padded.
     """
 
-    def __init__(self, spec: TensorSpec, spooler: Spooler) -> None:
+    def __init__(self, spec: TensorSpec, spooler: RowStorage) -> None:
         """Begins without rows."""
         self._spec = spec
         self._elements = Elements(spec.dtype, spooler, spec.shape)

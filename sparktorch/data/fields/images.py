@@ -21,7 +21,7 @@ from sparktorch.data.convert.tensors import byte_rows
 from sparktorch.data.fields.base import Field
 from sparktorch.data.fields.offsets import Elements
 from sparktorch.data.sampling.row_digest import RowDigests
-from sparktorch.data.storage import Runs, Spooler
+from sparktorch.data.storage import RowStorage, Runs
 from sparktorch.errors import ColumnError
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Images(Field):
 
     decodes = True
 
-    def __init__(self, spec: TensorSpec, spooler: Spooler) -> None:
+    def __init__(self, spec: TensorSpec, spooler: RowStorage) -> None:
         """Begins without rows."""
         self._spec = spec
         self._bytes = Elements(np.uint8, spooler)

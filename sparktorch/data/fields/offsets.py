@@ -10,20 +10,20 @@ import numpy.typing as npt
 import torch
 
 from sparktorch.base.devices import upload
-from sparktorch.data.storage import Runs, Spooler
+from sparktorch.data.storage import RowStorage, Runs
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Borders", "Elements"]
+__all__ = ["Elements", "Offsets"]
 
 Int64 = npt.NDArray[np.int64]
 
 
-class Borders:
+class Offsets:
     """Where rows that lie one after the other begin and end."""
 
-    def __init__(self, spooler: Spooler) -> None:
+    def __init__(self, spooler: RowStorage) -> None:
         """Begins without rows."""
         self._spool = spooler.spool(np.int64)
         self._spool.append(np.zeros(1, np.int64))
@@ -68,7 +68,7 @@ class Elements:
     starts: torch.Tensor
     lengths: torch.Tensor
 
-    def __init__(self, dtype: npt.DTypeLike, spooler: Spooler, shape: tuple[int, ...] = ()) -> None:
+    def __init__(self, dtype: npt.DTypeLike, spooler: RowStorage, shape: tuple[int, ...] = ()) -> None:
         """Begins without rows.
 
         Args:
@@ -77,7 +77,7 @@ class Elements:
             shape: Of an element.
         """
         self._values = spooler.spool(dtype, shape)
-        self._borders = Borders(spooler)
+        self._borders = Offsets(spooler)
 
     @property
     def nbytes(self) -> int:

@@ -6,12 +6,12 @@ from sparktorch.data.columns import TensorSpec
 from sparktorch.data.fields.arrow import ArrowColumn
 from sparktorch.data.fields.base import Dense, Field, Ragged, Vectors
 from sparktorch.data.fields.images import Images
-from sparktorch.data.storage import Spooler
+from sparktorch.data.storage import RowStorage
 
 __all__ = ["field_of"]
 
 
-def field_of(spec: TensorSpec, spooler: Spooler) -> Field:
+def field_of(spec: TensorSpec, spooler: RowStorage) -> Field:
     """Returns an empty field for an input column."""
     if spec.kind == "any":
         return ArrowColumn(spec, spooler)

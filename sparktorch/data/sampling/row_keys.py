@@ -7,17 +7,17 @@ import numpy.typing as npt
 import torch
 
 from sparktorch.data.sampling.plan import Numbers
-from sparktorch.data.storage import Spooler
+from sparktorch.data.storage import RowStorage
 
-__all__ = ["Arrivals"]
+__all__ = ["RowKeys"]
 
 _TOP_BIT = torch.iinfo(torch.int64).min
 
 
-class Arrivals:
+class RowKeys:
     """The keys of the rows as they arrive, and which rows are held out for validation."""
 
-    def __init__(self, spooler: Spooler, *, by_key: bool) -> None:
+    def __init__(self, spooler: RowStorage, *, by_key: bool) -> None:
         """Begins without rows.
 
         Args:

@@ -22,7 +22,7 @@ from sparktorch.spark.frame.prepare import Frame
 from sparktorch.spark.launch.barrier_job import run_ranks
 from sparktorch.spark.launch.spark_job import new_tag
 from sparktorch.train.checkpoint.store import CheckpointStore
-from sparktorch.train.recipe.dry_run import Trial
+from sparktorch.train.recipe.dry_run import DryRunResult
 from sparktorch.train.strategies.registry import strategy_options
 from sparktorch.worker import TrainJob, train_partition
 
@@ -39,7 +39,7 @@ _COMEBACK_SECONDS = 10.0  # for executors that Spark starts again
 _COLLECTIVE_SECONDS = 1800.0
 
 
-def train_with_restarts(frame: Frame, trial: Trial, request: Request, report: FitReport) -> Results:
+def train_with_restarts(frame: Frame, trial: DryRunResult, request: Request, report: FitReport) -> Results:
     """Runs the barrier job; again, from its last checkpoint, where it has lost a rank."""
     job = TrainJob(
         columns=replace(frame.columns, classes=trial.classes),

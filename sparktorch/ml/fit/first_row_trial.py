@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sparktorch.base.devices import device_count
-from sparktorch.data.convert.checks import Screen
+from sparktorch.data.convert.checks import RowFilter
 from sparktorch.data.fields.base import Dense, Field
 from sparktorch.data.fields.registry import field_of
-from sparktorch.data.preprocess import Moment, Preprocess
+from sparktorch.data.preprocess import Preprocess, StepContext
 from sparktorch.data.storage import InMemory
 from sparktorch.distributed.monitor import Observer
 from sparktorch.errors import ModuleError, SparkTorchError
@@ -22,7 +22,7 @@ from sparktorch.spark.launch.barrier_job import run_ranks
 from sparktorch.spark.launch.gpus import has_gpus
 from sparktorch.spark.launch.spark_job import new_tag
 from sparktorch.spark.session import is_local
-from sparktorch.train.recipe.dry_run import Trial, complete, dry_run
+from sparktorch.train.recipe.dry_run import DryRunResult, complete, dry_run
 from sparktorch.worker import try_in_rank
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["try_out"]
 
 
-def try_out(frame: Frame, request: Request, observer: Observer) -> tuple[Frame, Trial]:
+def try_out(frame: Frame, request: Request, observer: Observer) -> tuple[Frame, DryRunResult]:
     """Runs module and loss on the first row; returns the frame with what it has shown of `preprocess`.
 
     Args:
@@ -43,7 +43,7 @@ def try_out(frame: Frame, request: Request, observer: Observer) -> tuple[Frame, 
         ModuleError: The module, loss or optimizer cannot be built or does not fit the columns.
         ConfigError: Names of parameters, options of the optimizer or metrics do not fit.
     """
-    screen = Screen(replace(frame.columns, drop_nulls=False))
+    screen = RowFilter(replace(frame.columns, drop_nulls=False))
     screen.rows_of(frame.sample, first_row=0)
     screen.close()
     preprocess = frame.columns.preprocess
@@ -69,7 +69,7 @@ def try_out(frame: Frame, request: Request, observer: Observer) -> tuple[Frame, 
     return frame, complete(trial, request.recipe.metrics, config.task)
 
 
-def _on_driver(frame: Frame, request: Request, run: partial[Trial]) -> Trial:
+def _on_driver(frame: Frame, request: Request, run: partial[DryRunResult]) -> DryRunResult:
     try:
         return run()
     except ModuleError as error:
@@ -79,7 +79,7 @@ def _on_driver(frame: Frame, request: Request, run: partial[Trial]) -> Trial:
         raise ModuleError(error.what, hint=f"{error.hint}\n     {more}", **error.where) from error
 
 
-def _in_worker(frame: Frame, request: Request, run: partial[Trial], observer: Observer) -> Trial:
+def _in_worker(frame: Frame, request: Request, run: partial[DryRunResult], observer: Observer) -> DryRunResult:
     """Runs it in a barrier job of one rank, on the device that a rank will have."""
     spark = frame.data.sparkSession
     launch = replace(request.launch, world_size=1, tag=new_tag())
@@ -87,7 +87,7 @@ def _in_worker(frame: Frame, request: Request, run: partial[Trial], observer: Ob
         launch = replace(launch, device="cpu")  # there are not enough devices for all ranks, which take none then
     body = partial(try_in_rank, run=run, config=request.config)
     ((meta, payload),) = run_ranks(spark.range(0, 1, 1, 1), body, launch, observer)
-    return Trial.unpacked(meta, payload)
+    return DryRunResult.unpacked(meta, payload)
 
 
 def _twice(field: Field, column: pa.Array) -> tuple[Any, ...]:
@@ -104,7 +104,7 @@ def _preprocessed(preprocess: Preprocess, columns: list[tuple[Any, ...]]) -> dic
         ModuleError: It fails, or returns other tensors in training than in scoring.
     """
     try:
-        return preprocess.returning(preprocess(columns, 2))(columns, 2, Moment(0, 0))
+        return preprocess.returning(preprocess(columns, 2))(columns, 2, StepContext(0, 0))
     except SparkTorchError:
         raise
     except Exception as error:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sparktorch.base.config import CheckpointConfig, StorageConfig, Task, TrainConfig
-from sparktorch.distributed.monitor import Patience
+from sparktorch.distributed.monitor import Timeouts
 from sparktorch.errors import ConfigError
 from sparktorch.ml.fit.checks import check_params, check_restarts
 from sparktorch.ml.fit.inputs import input_names, input_options, preprocess_of
@@ -68,7 +68,7 @@ def translate(estimator: EstimatorParams, task: Task) -> Request:
     check_params(estimator, p)
     loss = p["loss"] if p["trainingStep"] is None else None
     shaped: dict[str, Any] = {"shuffle_block": _shuffle_block(p), "class_weights": _class_weights(p["classWeights"])}
-    patience, log_level = Patience(**_fields(p, "patience")), getattr(logging, p["logLevel"])
+    patience, log_level = Timeouts(**_fields(p, "patience")), getattr(logging, p["logLevel"])
     request = Request(
         recipe=Recipe(**_module(p["module"], p["moduleParams"]), loss=loss, **_fields(p, "recipe")),
         config=TrainConfig(task=task, **shaped, **_fields(p, "config")),

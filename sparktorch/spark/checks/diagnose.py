@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from sparktorch.errors import ClusterError
 from sparktorch.spark.checks.check_result import Finding, Status
-from sparktorch.spark.checks.executor_report import Answer, Expected
+from sparktorch.spark.checks.executor_report import ExecutorReport, Expected
 from sparktorch.spark.launch.gpus import AMOUNT, device_index
 
 __all__ = ["FLOORS", "diagnose"]
@@ -26,7 +26,7 @@ _LITTLE_DISK = 1 << 30
 _NO_DISK = 64 << 20
 
 
-def diagnose(answers: Sequence[Answer], expected: Expected) -> list[Finding]:
+def diagnose(answers: Sequence[ExecutorReport], expected: Expected) -> list[Finding]:
     """Returns what is wrong, place by place, and of each check that finds nothing that it is well."""
     executors = list({answer.executor: answer for answer in answers}.values())
     findings = [
@@ -45,7 +45,7 @@ def _or_ok(problems: Iterable[Finding], check: str, found: str) -> list[Finding]
     return list(problems) or [Finding(check=check, status="ok", found=found)]
 
 
-def _packages(executors: Sequence[Answer], expected: Expected) -> list[Finding]:
+def _packages(executors: Sequence[ExecutorReport], expected: Expected) -> list[Finding]:
     problems = []
     for answer in executors:
         for name in (*FLOORS, "sparktorch", "pandas"):
@@ -58,7 +58,7 @@ def _packages(executors: Sequence[Answer], expected: Expected) -> list[Finding]:
     return _or_ok(problems, "packages", text)
 
 
-def _package(name: str, answer: Answer, expected: Expected) -> Finding | None:
+def _package(name: str, answer: ExecutorReport, expected: Expected) -> Finding | None:
     there, here = answer.packages.get(name, {}), expected.packages.get(name, {})
     version, wanted = there.get("version"), here.get("version", "")
 
@@ -105,7 +105,7 @@ def _numbers(version: str, count: int = 3) -> tuple[int, ...]:
     return tuple(int(number) for number in release[0].split(".")[:count]) if release else ()
 
 
-def _driver(executors: Sequence[Answer], expected: Expected) -> list[Finding]:
+def _driver(executors: Sequence[ExecutorReport], expected: Expected) -> list[Finding]:
     if expected.driver is None:
         text = "not needed: rank 0 hosts the store, not this process"
         return [Finding(check="driver-reachable", status="ok", found=text)]
@@ -130,7 +130,7 @@ def _driver(executors: Sequence[Answer], expected: Expected) -> list[Finding]:
     return _or_ok(problems, "driver-reachable", f"from all executors ({len(executors)}), on a socket of this job")
 
 
-def _peers(answers: Sequence[Answer]) -> list[Finding]:
+def _peers(answers: Sequence[ExecutorReport]) -> list[Finding]:
     if any(answer.peers is None for answer in answers):
         return [Finding(check="peers-reachable", status="ok", found="not needed: one task, or one machine")]
     problems = [
@@ -151,7 +151,7 @@ def _peers(answers: Sequence[Answer]) -> list[Finding]:
     return _or_ok(problems, "peers-reachable", text)
 
 
-def _names(executors: Sequence[Answer], expected: Expected) -> list[Finding]:
+def _names(executors: Sequence[ExecutorReport], expected: Expected) -> list[Finding]:
     """Looks for names that mean the machine itself there, and another one everywhere else."""
     check = "host-names"
     if len({answer.host for answer in executors}) == 1:
@@ -180,7 +180,7 @@ def _names(executors: Sequence[Answer], expected: Expected) -> list[Finding]:
     return _or_ok(problems, check, "none resolves to a loopback address")
 
 
-def _gpus(answers: Sequence[Answer], expected: Expected) -> list[Finding]:
+def _gpus(answers: Sequence[ExecutorReport], expected: Expected) -> list[Finding]:
     if expected.device == "cpu":
         return []
     problems = [problem for answer in answers if (problem := _gpu(answer)) is not None]
@@ -194,7 +194,7 @@ def _gpus(answers: Sequence[Answer], expected: Expected) -> list[Finding]:
     return _or_ok(problems, "gpu-addresses", text)
 
 
-def _gpu(answer: Answer) -> Finding | None:
+def _gpu(answer: ExecutorReport) -> Finding | None:
     """Looks whether the address that Spark gave a task is a device that torch sees."""
     if not answer.gpus or answer.cuda is None:
         return None
@@ -226,9 +226,9 @@ def _gpu(answer: Answer) -> Finding | None:
     )
 
 
-def _shared_gpus(answers: Sequence[Answer]) -> list[Finding]:
+def _shared_gpus(answers: Sequence[ExecutorReport]) -> list[Finding]:
     """Looks for one GPU in the hands of two tasks, which NCCL refuses."""
-    devices: dict[str, list[Answer]] = {}
+    devices: dict[str, list[ExecutorReport]] = {}
     for answer in answers:
         address = answer.gpus[0] if answer.gpus else ""
         known = answer.gpu_uuids
@@ -251,7 +251,7 @@ def _shared_gpus(answers: Sequence[Answer]) -> list[Finding]:
     ]
 
 
-def _too_few_gpus(answers: Sequence[Answer], expected: Expected) -> list[Finding]:
+def _too_few_gpus(answers: Sequence[ExecutorReport], expected: Expected) -> list[Finding]:
     """Looks for GPUs that stay idle because a machine has more ranks than GPUs."""
     if len(answers) != expected.world_size:
         return []
@@ -271,7 +271,7 @@ def _too_few_gpus(answers: Sequence[Answer], expected: Expected) -> list[Finding
     ]
 
 
-def _shared_memory(executors: Sequence[Answer]) -> list[Finding]:
+def _shared_memory(executors: Sequence[ExecutorReport]) -> list[Finding]:
     problems = []
     for answer in {answer.host: answer for answer in executors}.values():
         free = answer.shared_memory
@@ -294,7 +294,7 @@ def _shared_memory(executors: Sequence[Answer]) -> list[Finding]:
     return _or_ok(problems, "shared-memory", f"/dev/shm has {_size(least)} free or more")
 
 
-def _disks(executors: Sequence[Answer]) -> list[Finding]:
+def _disks(executors: Sequence[ExecutorReport]) -> list[Finding]:
     problems = [
         Finding(
             check="local-disk",
@@ -314,7 +314,7 @@ def _disks(executors: Sequence[Answer]) -> list[Finding]:
     return _or_ok(problems, "local-disk", f"{_size(least)} free or more under the local directories")
 
 
-def _checkpoints(answers: Sequence[Answer], expected: Expected) -> list[Finding]:
+def _checkpoints(answers: Sequence[ExecutorReport], expected: Expected) -> list[Finding]:
     problems = []
     writers = {answer.rank for answer in answers if answer.checkpoint is None}
     for answer in answers:

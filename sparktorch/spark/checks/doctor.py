@@ -18,7 +18,7 @@ from sparktorch.distributed import addresses
 from sparktorch.spark.checks import executor_probe as probe
 from sparktorch.spark.checks.check_result import Finding
 from sparktorch.spark.checks.diagnose import diagnose
-from sparktorch.spark.checks.executor_report import Answer, Expected
+from sparktorch.spark.checks.executor_report import ExecutorReport, Expected
 from sparktorch.spark.checks.preflight import dynamic_allocation, enough_slots, gpus, speculation
 from sparktorch.spark.compat import Collect, on_barrier, uses_pandas
 from sparktorch.spark.launch.barrier_job import Launch
@@ -103,7 +103,7 @@ def check_executors(
             ]
         except Exception as error:  # of Spark's, of many kinds
             return [_about_failure(str(error))]
-    answers = sorted((Answer(**json.loads(row[0])) for row in rows), key=lambda answer: answer.rank)
+    answers = sorted((ExecutorReport(**json.loads(row[0])) for row in rows), key=lambda answer: answer.rank)
     expected = Expected(
         packages=probe.packages(),
         pandas=uses_pandas(),

@@ -29,7 +29,7 @@ from sparktorch.distributed.addresses import address_towards, host_of
 
 __all__ = [
     "ANSWER_SCHEMA",
-    "Trial",
+    "WriteTrial",
     "answer",
     "digest_of",
     "failure_to_reach",
@@ -96,7 +96,7 @@ def answer(
         "cuda": _devices() if cuda else None,
         "gpu_uuids": _gpu_uuids() if cuda else [],
     }
-    trial = Trial(checkpoint_dir, f".sparktorch-doctor-{token}", rank) if checkpoint_dir else None
+    trial = WriteTrial(checkpoint_dir, f".sparktorch-doctor-{token}", rank) if checkpoint_dir else None
     facts["checkpoint"] = problem(trial.write) if trial else None
     try:
         facts.update(_met(context, host, token, driver, trial) if meet else {"peers": None, "files": None})
@@ -266,7 +266,7 @@ def problem(call: Callable[[], Any]) -> str | None:
     return None
 
 
-class Trial:
+class WriteTrial:
     """A file of this task's own in the directory for checkpoints, or above it while it does not exist."""
 
     def __init__(self, url: str, name: str, rank: int) -> None:
@@ -309,7 +309,9 @@ class Trial:
         return f"{self._root}/{self._name}-{self._rank}"
 
 
-def _met(context: Any, host: str, token: str, driver: tuple[str, int] | None, trial: Trial | None) -> dict[str, Any]:
+def _met(
+    context: Any, host: str, token: str, driver: tuple[str, int] | None, trial: WriteTrial | None
+) -> dict[str, Any]:
     """Returns which other tasks this one does not reach (`peers`), and whose files it sees (`files`)."""
     rank, bind = context.partitionId(), address_towards(driver[0]) if driver else host
     failed: dict[str, str] = {}

@@ -8,11 +8,11 @@ from typing import Any
 
 from sparktorch.base.config import Device
 
-__all__ = ["Answer", "Expected"]
+__all__ = ["ExecutorReport", "Expected"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class ExecutorReport:
     """What one task says; see `sparktorch.spark.checks.executor_probe.answer`.
 
     Attributes:
@@ -66,7 +66,7 @@ class Expected:
     """What the answers are measured against.
 
     Attributes:
-        packages: The driver's, in the form of `Answer.packages`.
+        packages: The driver's, in the form of `ExecutorReport.packages`.
         pandas: Whether tasks need pandas, as they do before Spark 4.1.
         driver: Name or address by which the driver is reached; `None` where rank 0 hosts the store.
         executors: Names of the executors' hosts, as Spark knows them.

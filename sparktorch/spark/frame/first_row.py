@@ -18,7 +18,7 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 from sparktorch.data.columns import Columns, TensorSpec
-from sparktorch.data.convert.checks import Screen
+from sparktorch.data.convert.checks import RowFilter
 from sparktorch.data.convert.sql_types import arrow_type
 from sparktorch.data.fields.images import image_size
 from sparktorch.errors import ColumnError, failure_in
@@ -52,7 +52,7 @@ def first_row(data: DataFrame, columns: Columns, *, filled: bool) -> pa.RecordBa
     for count in _LOOKED_AT:
         found = _head(rows, count, schema)
         # What Spark cannot see into, bytes, may still be a reason to leave rows out.
-        fit = Screen(columns).rows_of(found, first_row=0) if columns.drop_nulls else found
+        fit = RowFilter(columns).rows_of(found, first_row=0) if columns.drop_nulls else found
         if fit.num_rows:
             return fit.slice(0, 1)
         if found.num_rows < count:

@@ -15,8 +15,8 @@ from pyspark.sql import DataFrame, SparkSession
 
 from sparktorch.base.config import Device
 from sparktorch.base.imports import SHIPPING_HINT
-from sparktorch.distributed.monitor import Observer, Patience, Watch
-from sparktorch.distributed.root_cause import Causes
+from sparktorch.distributed.monitor import Monitor, Observer, Timeouts
+from sparktorch.distributed.root_cause import RootCause
 from sparktorch.distributed.server import ControlServer
 from sparktorch.distributed.store import Rendezvous
 from sparktorch.errors import ClusterError, ConfigError, ModuleError
@@ -50,7 +50,7 @@ class Launch:
     device: Device = "auto"
     rendezvous: Literal["auto", "driver", "rank0"] = "auto"
     profile: ResourceProfile | None = None
-    patience: Patience = field(default_factory=Patience)
+    patience: Timeouts = field(default_factory=Timeouts)
     log_level: int = logging.WARNING
     tag: str = field(default_factory=new_tag)
 
@@ -60,7 +60,7 @@ def run_ranks(data: DataFrame, body: Body, launch: Launch, observer: Observer) -
 
     Args:
         data: As many partitions as there are ranks.
-        body: Called in each rank with its record batches, its `World` and its `Link`.
+        body: Called in each rank with its record batches, its `World` and its `Client`.
         launch: How the ranks are launched.
         observer: Told about progress while the job runs.
 
@@ -77,7 +77,7 @@ def run_ranks(data: DataFrame, body: Body, launch: Launch, observer: Observer) -
         if server is not None:
             stack.enter_context(closing(server))
         job = Job(spark, _plan(data, body, launch, server.rendezvous if server else None), launch.tag)
-        watch = Watch(
+        watch = Monitor(
             server,
             launch.world_size,
             observer,
@@ -85,7 +85,7 @@ def run_ranks(data: DataFrame, body: Body, launch: Launch, observer: Observer) -
             log_level=launch.log_level,
             is_starved=job.is_starved,
         )
-        causes = Causes(watch)
+        causes = RootCause(watch)
         job.start()
         try:
             while not job.wait(_POLL_SECONDS):

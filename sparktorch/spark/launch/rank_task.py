@@ -19,8 +19,8 @@ from pyspark.sql import Row
 from sparktorch.base.config import Device
 from sparktorch.base.world import World
 from sparktorch.distributed.addresses import address_towards, host_of
-from sparktorch.distributed.client import Link
-from sparktorch.distributed.log_capture import Console
+from sparktorch.distributed.client import Client
+from sparktorch.distributed.log_capture import LogCapture
 from sparktorch.distributed.root_cause import UNREACHED_HINT
 from sparktorch.distributed.store import Rendezvous, connect, host_store
 from sparktorch.errors import ClusterError, RankError, RankLostError, SparkTorchError, told
@@ -46,7 +46,7 @@ class Result(Protocol):
 class Body(Protocol):
     """What a rank runs; see `sparktorch.worker.train_partition`."""
 
-    def __call__(self, batches: Iterator[pa.RecordBatch], *, world: World, link: Link) -> Result:
+    def __call__(self, batches: Iterator[pa.RecordBatch], *, world: World, client: Client) -> Result:
         """Turns the rank's record batches into its result."""
         ...
 
@@ -78,9 +78,9 @@ class RankTask:
         _reach(rendezvous, world)
         world = replace(world, address=address_towards(rendezvous.host))
         open_store = partial(connect, rendezvous.host, rendezvous.port, rendezvous.prefix)
-        link = Link(open_store, world, console=Console(self._log_level))
+        client = Client(open_store, world, console=LogCapture(self._log_level))
         opened = time.perf_counter() - started
-        with link.beating():
+        with client.beating():
             try:
                 gpus = context.resources().get("gpu")
                 addresses = gpus.addresses if gpus else []
@@ -88,11 +88,11 @@ class RankTask:
                 local = [host_of(host) for host in hosts].count(world.host)
                 device = choose_device(self._device, addresses, local_rank=world.local_rank, local_size=local)
                 body: Body = sent.load()
-                result = body(batches, world=replace(world, device=device), link=link)
+                result = body(batches, world=replace(world, device=device), client=client)
                 if hosted_by_rank0:
-                    link.leave()
+                    client.leave()
             except Exception as error:
-                raise _marked(link.fail(error)) from None
+                raise _marked(client.fail(error)) from None
         result.meta.setdefault("seconds", {})["connect"] = opened
         yield from _chunks(world.rank, result)
 

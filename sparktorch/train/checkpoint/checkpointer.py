@@ -13,10 +13,10 @@ from sparktorch.base.config import CheckpointConfig
 from sparktorch.base.world import World
 from sparktorch.errors import PersistenceError, SparkTorchError
 from sparktorch.train.checkpoint.directory import cannot_write
-from sparktorch.train.checkpoint.lease import Claim
+from sparktorch.train.checkpoint.lease import Lease
 from sparktorch.train.checkpoint.store import CheckpointStore, Manifest, Share
 
-__all__ = ["Board", "Position", "Saver"]
+__all__ = ["Board", "Checkpointer", "Position"]
 
 _LEAVING_SECONDS = 5.0  # for a claim that is being renewed
 _LOOK_SECONDS = 1.0
@@ -24,7 +24,7 @@ _PATIENCE = 10.0  # seconds without a heartbeat of a rank whose share is missing
 
 
 class Board(Protocol):
-    """Where ranks lay down what one of them collects; see `sparktorch.distributed.client.Link`."""
+    """Where ranks lay down what one of them collects; see `sparktorch.distributed.client.Client`."""
 
     def post(self, topic: str, value: dict[str, Any]) -> None:
         """Lays down a JSON object."""
@@ -62,7 +62,7 @@ class Position:
     step_in_epoch: int = 0
 
 
-class Saver:
+class Checkpointer:
     """Writes this rank's shares in a thread; rank 0 makes checkpoints of those that all ranks have written.
 
     A share that cannot be written is warned about, and the training goes on without that checkpoint.
@@ -111,7 +111,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._collecting = False
         self._lost: PersistenceError | None = None
-        self._claim: Claim | None = None
+        self._claim: Lease | None = None
         self._done = threading.Event()
         self._claims = threading.Thread(target=self._renew, name="sparktorch-claim", daemon=True)
         try:
@@ -120,7 +120,7 @@ class Saver:
             self._stop_claiming()
             raise
 
-    def __enter__(self) -> Saver:
+    def __enter__(self) -> Checkpointer:
         return self
 
     def __exit__(self, *_: object) -> None:

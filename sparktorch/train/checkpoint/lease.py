@@ -11,14 +11,14 @@ from typing import Any
 from sparktorch.errors import PersistenceError
 from sparktorch.train.checkpoint.directory import Directory
 
-__all__ = ["CLAIM_SECONDS", "Claim", "holds", "release"]
+__all__ = ["CLAIM_SECONDS", "Lease", "holds", "release"]
 
 CLAIM_SECONDS = 30.0  # after which a claim that was not renewed has no force
 
 _FILE = "claim.json"
 
 
-class Claim:
+class Lease:
     """The right to write into a directory; its holder renews it every few seconds.
 
     A later attempt of the same fit takes it from an earlier one, whose processes may still be about, and takes it back

@@ -29,7 +29,7 @@ from sparktorch.base.devices import download
 from sparktorch.errors import PersistenceError
 from sparktorch.train.checkpoint.directory import Directory
 from sparktorch.train.checkpoint.fetch import Needs, fetch_tensors, foreign
-from sparktorch.train.checkpoint.lease import Claim, holds, release
+from sparktorch.train.checkpoint.lease import Lease, holds, release
 from sparktorch.train.checkpoint.tensors import storable
 from sparktorch.train.dtensor import local_part
 
@@ -156,9 +156,9 @@ class CheckpointStore:
         content = json.dumps({"manifest": values, "sha256": _digest(values)}, indent=1).encode()
         self.directory.put(f"{_folder(manifest.step, self._attempt)}/{_MANIFEST}", content)
 
-    def claim(self, owner: str, restart: int = 0) -> Claim:
-        """Takes the directory for an attempt of a fit; raises what `Claim` does."""
-        return Claim(self.directory, owner, self._attempt, restart)
+    def claim(self, owner: str, restart: int = 0) -> Lease:
+        """Takes the directory for an attempt of a fit; raises what `Lease` does."""
+        return Lease(self.directory, owner, self._attempt, restart)
 
     def claimed_by(self, owner: str) -> bool:
         """Whether the directory holds the claim of this attempt of a fit, as every rank of it must see."""

@@ -21,7 +21,7 @@ from sparktorch.train.recipe.loss import TrainingStep
 from sparktorch.train.recipe.recipe import Loss, Recipe
 from sparktorch.train.recipe.task import align, classes_in, first_rows
 
-__all__ = ["ArgumentSpec", "OutputSpec", "Trial", "describe_outputs", "dry_run"]
+__all__ = ["ArgumentSpec", "DryRunResult", "OutputSpec", "describe_outputs", "dry_run"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class ArgumentSpec:
 
 
 @dataclass(frozen=True)
-class Trial:
+class DryRunResult:
     """What the dry run found out.
 
     Attributes:
@@ -83,7 +83,7 @@ class Trial:
         return asdict(replace(self, aligned=(None, None), metrics={})), content.getvalue()
 
     @classmethod
-    def unpacked(cls, meta: Mapping[str, Any], content: bytes) -> Trial:
+    def unpacked(cls, meta: Mapping[str, Any], content: bytes) -> DryRunResult:
         """Returns what `packed` was called on; nothing is unpickled but tensors in plain containers."""
         return cls(
             outputs=tuple(OutputSpec(found["name"], tuple(found["shape"])) for found in meta["outputs"]),
@@ -104,7 +104,7 @@ def dry_run(
     *,
     weighted: bool = False,
     device: str = "cpu",
-) -> Trial:
+) -> DryRunResult:
     """Builds everything the ranks will build and runs it forward and backward on a few rows.
 
     Args:
@@ -155,7 +155,7 @@ def dry_run(
     else:
         assert training_step is not None
         _try_step(training_step, module, tuple(inputs.values()), label, weight)
-    return Trial(
+    return DryRunResult(
         outputs,
         classes,
         unused_parameters=any(parameter.grad is None for parameter in trainable),
@@ -165,7 +165,7 @@ def dry_run(
     )
 
 
-def complete(trial: Trial, metrics: Mapping[str, Any], task: Task) -> Trial:
+def complete(trial: DryRunResult, metrics: Mapping[str, Any], task: Task) -> DryRunResult:
     """Returns what a dry run found with the metrics, tried on what the module returned.
 
     Raises:

@@ -16,10 +16,10 @@ import torch
 
 from sparktorch.base.config import CheckpointConfig
 from sparktorch.base.world import World
-from sparktorch.distributed.client import Link
+from sparktorch.distributed.client import Client
 from sparktorch.distributed.store import connect
 from sparktorch.errors import PersistenceError
-from sparktorch.train.checkpoint.checkpointer import Position, Saver
+from sparktorch.train.checkpoint.checkpointer import Checkpointer, Position
 from sparktorch.train.checkpoint.directory import Directory
 from sparktorch.train.checkpoint.store import CheckpointStore, Share
 from tests.support.ranks import control_server
@@ -29,7 +29,7 @@ from tests.support.waiting import until
 SHARE = Share({"module.x": torch.zeros(3)}, {"module.x": [0]}, b"")
 
 
-class Moves(Link):
+class Moves(Client):
     """A line that counts how often its rank has moved."""
 
     count = 0
@@ -55,7 +55,7 @@ def config(folder: Path | str, **values: Any) -> CheckpointConfig:
     return CheckpointConfig(directory=str(folder), unit="step", **{"owner": "mine", **values})
 
 
-def save(saver: Saver, *steps: int) -> None:
+def save(saver: Checkpointer, *steps: int) -> None:
     """Saves, and waits until that is over."""
     for step in steps:
         saver.save(Position(step=step), SHARE, None)
@@ -69,9 +69,9 @@ def names(folder: Path) -> set[str]:
 def test_an_attempt_that_wakes_up_after_a_later_one_has_begun_removes_and_adds_nothing(
     tmp_path: Path, line: Callable[[], Moves]
 ) -> None:
-    with Saver(config(tmp_path, keep=1), {}, World(), line()) as earlier:
+    with Checkpointer(config(tmp_path, keep=1), {}, World(), line()) as earlier:
         save(earlier, 10)
-        with Saver(config(tmp_path, restart=1), {}, World(), line()) as later:
+        with Checkpointer(config(tmp_path, restart=1), {}, World(), line()) as later:
             assert later.start is not None
             save(later, 60, 70)
             there = names(tmp_path)
@@ -97,17 +97,17 @@ def test_only_checkpoints_of_attempts_that_are_named_are_removed(tmp_path: Path)
 def test_a_restart_after_the_end_of_the_training_goes_on_from_its_last_checkpoint(
     tmp_path: Path, line: Callable[[], Moves]
 ) -> None:
-    with Saver(config(tmp_path), {}, World(), line()) as first:
+    with Checkpointer(config(tmp_path), {}, World(), line()) as first:
         save(first, 1, 2)
         first.close(Position(step=2))
     # The rank is lost before the driver has its result, and so may the next one be.
     for restart in (1, 2):
-        with Saver(config(tmp_path, restart=restart), {}, World(), line()) as again:
+        with Checkpointer(config(tmp_path, restart=restart), {}, World(), line()) as again:
             assert again.start is not None
             assert again.start.step == 2
             assert not again.store.finished, "for this attempt may be lost, too, and the fit be gone on with by hand"
     again.close(Position(step=2))
-    with Saver(config(tmp_path, owner="another fit"), {}, World(), line()) as other:
+    with Checkpointer(config(tmp_path, owner="another fit"), {}, World(), line()) as other:
         assert other.start is None
     assert names(tmp_path) == set()
 
@@ -132,12 +132,12 @@ def test_nobody_renews_the_claim_once_the_block_is_left_or_could_not_be_entered(
     def claiming() -> bool:
         return any(thread.name == "sparktorch-claim" for thread in threading.enumerate())
 
-    with Saver(config(tmp_path), {}, World(), line()) as first:
+    with Checkpointer(config(tmp_path), {}, World(), line()) as first:
         save(first, 1)
         assert claiming()
     assert not claiming()
     with pytest.raises(PersistenceError, match="another configuration"):
-        Saver(config(tmp_path), {"other": "job"}, World(), line())
+        Checkpointer(config(tmp_path), {"other": "job"}, World(), line())
     assert not claiming()
 
 
@@ -166,7 +166,7 @@ fsspec.register_implementation("slow", Slow, clobber=True)
 def test_the_claim_is_renewed_while_checkpoints_are_read(
     tmp_path: Path, line: Callable[[], Moves], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Saver(config(tmp_path), {}, World(), line()) as first:
+    with Checkpointer(config(tmp_path), {}, World(), line()) as first:
         save(first, 1)
     before = (tmp_path / "claim.json").read_bytes()
     claims = set[bytes]()
@@ -176,7 +176,7 @@ def test_the_claim_is_renewed_while_checkpoints_are_read(
         return len(claims - {before}) > 2
 
     monkeypatch.setattr(Slow, "until", renewed_twice)
-    with Saver(config(f"slow://{tmp_path}", restart=1), {}, World(), line(), claim_seconds=0.05) as second:
+    with Checkpointer(config(f"slow://{tmp_path}", restart=1), {}, World(), line(), claim_seconds=0.05) as second:
         assert second.start is not None
 
 
@@ -204,7 +204,7 @@ def test_a_rank_that_waits_for_the_shares_of_others_does_not_stand_still(tmp_pat
         opened = partial(connect, meeting.host, meeting.port, meeting.prefix)
         line, other = (Moves(opened, World(rank=rank, world_size=2)) for rank in range(2))
         other.post("start", {})
-        with Saver(config(tmp_path), {}, World(world_size=2), line) as main:
+        with Checkpointer(config(tmp_path), {}, World(world_size=2), line) as main:
             main.save(Position(step=1), SHARE, None)
             second = pool.submit(main.save, Position(step=2), SHARE, None)
             before = line.count
@@ -217,7 +217,7 @@ def test_a_rank_that_waits_for_the_shares_of_others_does_not_stand_still(tmp_pat
     assert main.store.finished
 
 
-class Witness(Link):
+class Witness(Client):
     """A line that remembers which threads have said that its rank waits, or waits no more."""
 
     said: set[int]
@@ -235,9 +235,9 @@ class Witness(Link):
 def test_only_the_thread_that_trains_says_that_its_rank_waits() -> None:
     with control_server() as server, ThreadPoolExecutor(1) as pool:
         meeting = server.rendezvous
-        link = Witness(partial(connect, meeting.host, meeting.port, meeting.prefix), World())
-        saving = pool.submit(link.collect, "saved/1")
-        link.agree("start", {})
-        link.post("saved/1", {})
+        client = Witness(partial(connect, meeting.host, meeting.port, meeting.prefix), World())
+        saving = pool.submit(client.collect, "saved/1")
+        client.agree("start", {})
+        client.post("saved/1", {})
         assert saving.result(30) == [{}]
-    assert link.said == {threading.get_ident()}
+    assert client.said == {threading.get_ident()}

@@ -18,8 +18,8 @@ import pytest
 import torch.distributed as dist
 
 from sparktorch.base.world import World
-from sparktorch.distributed.client import Cancelled, Link, PeerFailure
-from sparktorch.distributed.monitor import Patience
+from sparktorch.distributed.client import Cancelled, Client, PeerFailure
+from sparktorch.distributed.monitor import Timeouts
 from sparktorch.distributed.server import ControlServer
 from sparktorch.distributed.store import SealedStore, connect
 from sparktorch.errors import ColumnError, RankError, RankLostError, RankStalledError
@@ -41,7 +41,7 @@ class Answered(SealedStore):
 
 
 @pytest.fixture
-def links(server: ControlServer) -> list[Link]:
+def clients(server: ControlServer) -> list[Client]:
     """The ends of three ranks."""
     meeting = server.rendezvous
 
@@ -49,7 +49,7 @@ def links(server: ControlServer) -> list[Link]:
         store = dist.TCPStore(meeting.host, meeting.port, is_master=False, wait_for_workers=False, timeout=timeout)
         return Answered(meeting.prefix, store)
 
-    return [Link(opened, World(rank=rank, world_size=3, host=f"host-{rank}")) for rank in range(3)]
+    return [Client(opened, World(rank=rank, world_size=3, host=f"host-{rank}")) for rank in range(3)]
 
 
 def in_threads(calls: list[Callable[[], Any]]) -> list[Future[Any]]:
@@ -73,41 +73,41 @@ def in_threads(calls: list[Callable[[], Any]]) -> list[Future[Any]]:
     return futures
 
 
-def test_the_driver_hears_of_every_epoch_exactly_once(server: ControlServer, links: list[Link]) -> None:
+def test_the_driver_hears_of_every_epoch_exactly_once(server: ControlServer, clients: list[Client]) -> None:
     assert server.new_epochs() == []
-    links[0].epoch_done(1, {"epoch": 1, "loss": 0.5})
+    clients[0].epoch_done(1, {"epoch": 1, "loss": 0.5})
     assert server.new_epochs() == [{"epoch": 1, "loss": 0.5}]
     assert server.new_epochs() == []
     for number in (2, 3, 4):
-        links[0].epoch_done(number, {"epoch": number})
+        clients[0].epoch_done(number, {"epoch": number})
     assert [record["epoch"] for record in server.new_epochs()] == [2, 3, 4]
     assert server.new_epochs() == []
 
 
-def test_progress_is_what_was_said_last(server: ControlServer, links: list[Link]) -> None:
+def test_progress_is_what_was_said_last(server: ControlServer, clients: list[Client]) -> None:
     assert server.progress() is None
-    links[0].progress(epoch=1, step=1, loss=2.0)
-    links[0].progress(epoch=1, step=2, loss=float("nan"))
+    clients[0].progress(epoch=1, step=1, loss=2.0)
+    clients[0].progress(epoch=1, step=2, loss=float("nan"))
     record = server.progress()
     assert record is not None
     assert (record["step"], str(record["loss"])) == (2, "nan")
 
 
-def test_the_ranks_exchange_one_value_each(links: list[Link]) -> None:
-    values = in_threads([partial(link.agree, "shard", {"rows": 10 + i}) for i, link in enumerate(links)])
+def test_the_ranks_exchange_one_value_each(clients: list[Client]) -> None:
+    values = in_threads([partial(client.agree, "shard", {"rows": 10 + i}) for i, client in enumerate(clients)])
     assert [value.result() for value in values] == [[{"rows": 10}, {"rows": 11}, {"rows": 12}]] * 3
 
 
-def test_a_cancelled_fit_reaches_ranks_that_wait_for_others(server: ControlServer, links: list[Link]) -> None:
-    first, second, _ = links
+def test_a_cancelled_fit_reaches_ranks_that_wait_for_others(server: ControlServer, clients: list[Client]) -> None:
+    first, second, _ = clients
     waiting = in_threads([partial(first.agree, "shard", {}), partial(second.agree, "shard", {}), server.cancel])
     for rank in waiting[:2]:
         with pytest.raises(Cancelled):
             rank.result()
 
 
-def test_a_failed_rank_frees_those_that_wait_for_it(server: ControlServer, links: list[Link]) -> None:
-    first, second, third = links
+def test_a_failed_rank_frees_those_that_wait_for_it(server: ControlServer, clients: list[Client]) -> None:
+    first, second, third = clients
     error = ColumnError("column 'a' has 3 null values", column="a")
     second.enter("loading")
     waiting = in_threads(
@@ -133,14 +133,14 @@ def test_a_failed_rank_frees_those_that_wait_for_it(server: ControlServer, links
     ids=lambda error: type(error).__name__,
 )
 def test_a_cause_goes_before_its_consequences_whenever_it_is_told(
-    consequence: Exception, server: ControlServer, links: list[Link]
+    consequence: Exception, server: ControlServer, clients: list[Client]
 ) -> None:
     assert server.first_failure() == (None, False)
-    links[0].fail(consequence)
+    clients[0].fail(consequence)
     found, primary = server.first_failure()
     assert (type(found), primary) == (RankError, False)
-    links[2].enter("training", epoch=2, step=9)
-    links[2].fail(ZeroDivisionError("division by zero"))
+    clients[2].enter("training", epoch=2, step=9)
+    clients[2].fail(ZeroDivisionError("division by zero"))
     failure, primary = server.first_failure()
     assert primary
     assert failure is not None
@@ -148,18 +148,18 @@ def test_a_cause_goes_before_its_consequences_whenever_it_is_told(
     assert failure.where == {"rank": 2, "host": "host-2", "epoch": 2, "step": 9}
 
 
-def test_of_two_causes_the_first_is_told(server: ControlServer, links: list[Link]) -> None:
-    links[1].fail(ValueError("first"))
-    links[0].fail(ValueError("second"))
+def test_of_two_causes_the_first_is_told(server: ControlServer, clients: list[Client]) -> None:
+    clients[1].fail(ValueError("first"))
+    clients[0].fail(ValueError("second"))
     failure, _ = server.first_failure()
     assert failure is not None
     assert failure.where["rank"] == 1
 
 
-def test_a_rank_beats_while_it_works_and_carries_its_place(server: ControlServer, links: list[Link]) -> None:
+def test_a_rank_beats_while_it_works_and_carries_its_place(server: ControlServer, clients: list[Client]) -> None:
     assert server.beats(3) == [None, None, None]
-    links[1].enter("training", epoch=3, step=14)
-    with links[1].beating():
+    clients[1].enter("training", epoch=3, step=14)
+    with clients[1].beating():
         missing, beat, other = server.beats(3)
     assert missing is other is None
     assert beat is not None
@@ -173,32 +173,32 @@ def test_a_rank_beats_while_it_works_and_carries_its_place(server: ControlServer
 
 
 def test_a_dead_rank_is_one_that_arrived_reported_nothing_and_beats_no_more(
-    server: ControlServer, links: list[Link]
+    server: ControlServer, clients: list[Client]
 ) -> None:
-    for link in links:
-        link.enter("training", epoch=1, step=2)
-    links[0].fail(RuntimeError("Connection reset by peer"))
-    with links[2].beating():
+    for client in clients:
+        client.enter("training", epoch=1, step=2)
+    clients[0].fail(RuntimeError("Connection reset by peer"))
+    with clients[2].beating():
         dead = cause_of_death(server, 3)
     assert type(dead) is RankLostError
     assert (dead.where["rank"], dead.where["epoch"], dead.where["step"]) == (1, 1, 2)
 
 
-def relate(link: Link, server: ControlServer, rank: int, **changes: Any) -> None:
+def relate(client: Client, server: ControlServer, rank: int, **changes: Any) -> None:
     """Has a rank beat, and say some things otherwise than they are."""
     beat = server.beats(rank + 1)[rank]
     assert beat is not None
-    link.store.set(f"beat/{rank}", json.dumps({**beat, **changes}))
+    client.store.set(f"beat/{rank}", json.dumps({**beat, **changes}))
 
 
 def test_who_fell_silent_first_is_known_though_spark_ends_the_others_and_clocks_differ(
-    server: ControlServer, links: list[Link]
+    server: ControlServer, clients: list[Client]
 ) -> None:
-    for link in links:
-        link.enter("training", epoch=1, step=2)
-    relate(links[1], server, 1, time=time.time() + 60)
-    with suppress(KeyboardInterrupt), links[2].beating():
-        links[0].fail(RuntimeError("Connection reset by peer"))
+    for client in clients:
+        client.enter("training", epoch=1, step=2)
+    relate(clients[1], server, 1, time=time.time() + 60)
+    with suppress(KeyboardInterrupt), clients[2].beating():
+        clients[0].fail(RuntimeError("Connection reset by peer"))
         raise KeyboardInterrupt  # Spark ends rank 2
     dead = cause_of_death(server, 3)
     assert type(dead) is RankLostError
@@ -206,12 +206,12 @@ def test_who_fell_silent_first_is_known_though_spark_ends_the_others_and_clocks_
 
 
 def test_the_first_rank_to_fail_looks_who_is_silent_and_none_ends_before_it_has(
-    server: ControlServer, links: list[Link]
+    server: ControlServer, clients: list[Client]
 ) -> None:
-    for link in links:
-        link.enter("training", epoch=1, step=2)
+    for client in clients:
+        client.enter("training", epoch=1, step=2)
     with ThreadPoolExecutor(2) as pool:
-        failing = [pool.submit(link.fail, RuntimeError("Connection reset by peer")) for link in links[:2]]
+        failing = [pool.submit(client.fail, RuntimeError("Connection reset by peer")) for client in clients[:2]]
         for each in as_completed(failing):
             each.result()
             assert server.silent() == {2}
@@ -219,27 +219,27 @@ def test_the_first_rank_to_fail_looks_who_is_silent_and_none_ends_before_it_has(
 
 @pytest.mark.parametrize("rank", range(3))
 def test_of_ranks_without_a_word_the_one_is_dead_whose_task_spark_saw_end_first(
-    rank: int, server: ControlServer, links: list[Link]
+    rank: int, server: ControlServer, clients: list[Client]
 ) -> None:
-    for link in links:
-        link.enter("training", epoch=1, step=2)
+    for client in clients:
+        client.enter("training", epoch=1, step=2)
     message = f"barrier task ResultTask(7, {rank}) finished unsuccessfully. Python worker exited unexpectedly"
     assert cause_of_death(server, 3, message).where["rank"] == rank
 
 
 def test_a_rank_that_freezes_while_it_waits_is_the_one_that_stands_still(
-    server: ControlServer, links: list[Link]
+    server: ControlServer, clients: list[Client]
 ) -> None:
-    for link in links[:2]:
-        link.enter("waiting")
-    relate(links[1], server, 1, waiting=True)
-    seen = watch(server, 2, Patience(stall=1.0))
+    for client in clients[:2]:
+        client.enter("waiting")
+    relate(clients[1], server, 1, waiting=True)
+    seen = watch(server, 2, Timeouts(stall=1.0))
     beats = itertools.count(1)
 
     def look_until_it_is_told() -> None:
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
-            relate(links[0], server, 0, waiting=True, time=next(beats))
+            relate(clients[0], server, 0, waiting=True, time=next(beats))
             seen.look()
             time.sleep(0.05)
 
@@ -248,17 +248,17 @@ def test_a_rank_that_freezes_while_it_waits_is_the_one_that_stands_still(
 
 
 def test_counters_that_a_stranger_moves_and_values_that_he_forges_hold_nobody_up(
-    server: ControlServer, links: list[Link]
+    server: ControlServer, clients: list[Client]
 ) -> None:
-    links[1].warn("the disk is full")
+    clients[1].warn("the disk is full")
     meeting = server.rendezvous
     stranger = dist.TCPStore(meeting.host, meeting.port, is_master=False, wait_for_workers=False)
     (key,) = [key for key in stranger.list_keys() if "warning" in key]
     for counter in ("warnings", "errors", "lines/1"):
         stranger.add(key.replace("warning/1/0", counter), 10**9)
     stranger.set(key, "forged")
-    links[1].warn("still full")
-    links[1].fail(ValueError("mine"))
+    clients[1].warn("still full")
+    clients[1].fail(ValueError("mine"))
     assert [warning["text"] for warning in server.new_warnings(3)] == ["still full"]
     assert server.new_lines(3) == []
     failure, primary = server.first_failure()
@@ -267,10 +267,10 @@ def test_counters_that_a_stranger_moves_and_values_that_he_forges_hold_nobody_up
     assert failure.where["rank"] == 1
 
 
-def test_another_attempt_sees_nothing_and_disturbs_nothing(server: ControlServer, links: list[Link]) -> None:
-    links[0].progress(epoch=1)
+def test_another_attempt_sees_nothing_and_disturbs_nothing(server: ControlServer, clients: list[Client]) -> None:
+    clients[0].progress(epoch=1)
     meeting = server.rendezvous
-    earlier = Link(partial(connect, meeting.host, meeting.port, "an earlier attempt"), World())
+    earlier = Client(partial(connect, meeting.host, meeting.port, "an earlier attempt"), World())
     assert not earlier.store.check(["progress"])
     earlier.progress(epoch=7)
     earlier.epoch_done(1, {})
@@ -303,21 +303,21 @@ def test_a_store_that_is_gone_is_an_error_within_the_timeout() -> None:
         connect(HOST, port, "any", timeout=timedelta(seconds=1))
 
 
-def test_a_rank_that_is_not_heard_of_any_more_is_given_up(links: list[Link]) -> None:
-    for link in links[:2]:
-        link.post("saved", {})
-    with links[0].beating(), links[1].beating(), links[2].beating():
+def test_a_rank_that_is_not_heard_of_any_more_is_given_up(clients: list[Client]) -> None:
+    for client in clients[:2]:
+        client.post("saved", {})
+    with clients[0].beating(), clients[1].beating(), clients[2].beating():
         pass  # rank 2 has come, and posts nothing
-    with links[0].beating(), links[1].beating():
-        (given_up,) = in_threads([partial(links[0].collect, "saved", patience=1.5)])
+    with clients[0].beating(), clients[1].beating():
+        (given_up,) = in_threads([partial(clients[0].collect, "saved", patience=1.5)])
     with pytest.raises(PeerFailure, match=r"rank 2 has not been heard of for 2 s"):
         given_up.result()
 
 
-def test_the_driver_hears_of_every_warning_exactly_once(server: ControlServer, links: list[Link]) -> None:
+def test_the_driver_hears_of_every_warning_exactly_once(server: ControlServer, clients: list[Client]) -> None:
     assert server.new_warnings(3) == []
-    links[1].warn("the disk is full")
-    links[2].warn("so is mine")
+    clients[1].warn("the disk is full")
+    clients[2].warn("so is mine")
     assert [(warning["rank"], warning["text"]) for warning in server.new_warnings(3)] == [
         (1, "the disk is full"),
         (2, "so is mine"),

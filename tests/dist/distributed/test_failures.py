@@ -10,7 +10,7 @@ import pytest
 
 from sparktorch.base.config import TrainConfig
 from sparktorch.data.columns import KEY, LABEL, VALIDATION, WEIGHT
-from sparktorch.distributed.root_cause import Causes
+from sparktorch.distributed.root_cause import RootCause
 from sparktorch.errors import ColumnError, ModuleError, RankError, RankLostError
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker import TrainJob
@@ -135,4 +135,4 @@ def test_a_session_that_was_stopped_is_told_where_pyspark_fails_once_more() -> N
     again = AttributeError("'NoneType' object has no attribute 'setCallSite'")
     again.__context__ = RuntimeError("Job 3 cancelled because SparkContext was shut down")
     with control_server() as server:
-        assert "the Spark session was stopped during the fit" in str(Causes(watch(server, 2)).of(again))
+        assert "the Spark session was stopped during the fit" in str(RootCause(watch(server, 2)).of(again))

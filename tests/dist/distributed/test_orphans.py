@@ -12,7 +12,7 @@ from multiprocessing.process import BaseProcess
 import pytest
 
 from sparktorch.base.world import World
-from sparktorch.distributed.client import Link
+from sparktorch.distributed.client import Client
 from sparktorch.distributed.server import ControlServer
 from sparktorch.distributed.store import Rendezvous, connect
 from tests.support.ranks import HOST, SPAWN
@@ -28,7 +28,7 @@ def drive(pipe: Connection) -> None:
 
 def hang(rendezvous: Rendezvous, pipe: Connection) -> None:
     opened = partial(connect, rendezvous.host, rendezvous.port, rendezvous.prefix)
-    with Link(opened, World(), patience=PATIENCE).beating():
+    with Client(opened, World(), patience=PATIENCE).beating():
         pipe.send("beating")
         time.sleep(600)
 

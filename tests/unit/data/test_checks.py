@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from sparktorch.data.columns import Columns, TensorSpec
-from sparktorch.data.convert.checks import Screen, non_finite_mask, null_mask, refuse_lengths
+from sparktorch.data.convert.checks import RowFilter, non_finite_mask, null_mask, refuse_lengths
 from sparktorch.data.convert.tensors import held, packed, to_numpy
 from sparktorch.errors import ColumnError
 
@@ -99,8 +99,8 @@ def test_rows_with_nulls_in_structs_are_dropped_or_counted() -> None:
     column = pa.array([{"a": 1, "b": None}, {"a": 1, "b": 2}], pa.struct({"a": pa.int32(), "b": pa.int32()}))
     batch = pa.record_batch([column], names=["x0"])
     asked = spec(kind="any", sql="struct<a:int,b:int>")
-    assert Screen(Columns(inputs=(asked,), drop_nulls=True)).rows_of(batch, first_row=0).num_rows == 1
-    screen = Screen(Columns(inputs=(asked,)))
+    assert RowFilter(Columns(inputs=(asked,), drop_nulls=True)).rows_of(batch, first_row=0).num_rows == 1
+    screen = RowFilter(Columns(inputs=(asked,)))
     screen.rows_of(batch, first_row=0)
     with pytest.raises(ColumnError, match="1 rows with null values"):
         screen.close()
@@ -111,7 +111,7 @@ def test_rows_with_nulls_in_structs_are_dropped_or_counted() -> None:
 )
 def test_of_packed_columns_the_one_that_is_unfit_is_named(bad: float | None, said: str) -> None:
     pair = spec(sources=("a", "b"), shape=(2,))
-    screen = Screen(Columns(inputs=(pair,)))
+    screen = RowFilter(Columns(inputs=(pair,)))
     batch = pa.record_batch([pa.array([[1.0, 2.0], [3.0, bad], [5.0, 6.0]], pa.list_(pa.float32()))], ["x0"])
     screen.rows_of(batch, first_row=10)
     with pytest.raises(ColumnError, match=said) as caught:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparktorch.data.columns import Columns, TensorSpec
-from sparktorch.data.convert.checks import Screen
+from sparktorch.data.convert.checks import RowFilter
 from sparktorch.data.fields.base import Field
 from sparktorch.data.fields.registry import field_of
 from sparktorch.data.storage import InMemory, OnDisk, Runs
@@ -216,8 +216,8 @@ def test_raw_bytes_are_the_elements_they_are() -> None:
     assert field.take(torch.tensor([2, 0]))[0].tolist() == rows[[2, 0]].tolist()
 
 
-def screened(batches: list[dict[str, Any]], *specs: TensorSpec, drop: bool) -> tuple[list[list[Any]], Screen]:
-    screen = Screen(Columns(inputs=specs, drop_nulls=drop))
+def screened(batches: list[dict[str, Any]], *specs: TensorSpec, drop: bool) -> tuple[list[list[Any]], RowFilter]:
+    screen = RowFilter(Columns(inputs=specs, drop_nulls=drop))
     passed, row = [], 0
     for values in batches:
         batch = pa.RecordBatch.from_pydict(values)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from sparktorch.data.columns import KEY, Columns, TensorSpec
 from sparktorch.data.dataset.reader import read_shard
 from sparktorch.data.fields.arrow import ArrowColumn
-from sparktorch.data.preprocess import Moment, Preprocess, check_signature
+from sparktorch.data.preprocess import Preprocess, StepContext, check_signature
 from sparktorch.data.sampling.plan import SamplingPlan
 from sparktorch.data.storage import InMemory, OnDisk, Runs
 from sparktorch.errors import ColumnError, ConfigError, ModuleError, PersistenceError
@@ -159,7 +159,7 @@ def test_tensors_come_in_the_order_of_the_first_row_whichever_way_they_are_retur
     column = [(pa.array(["a"]),)]
     preprocess = Preprocess(swapping, ["text"])
     preprocess = preprocess.returning(preprocess(column, 1))
-    assert list(preprocess(column, 1, Moment(0, 1))) == ["a", "b"]
+    assert list(preprocess(column, 1, StepContext(0, 1))) == ["a", "b"]
     with pytest.raises(ModuleError, match="returned 'a' and 'b', and 'a' for the first row"):
         preprocess.returning(["a"])(column, 1)
 
@@ -268,4 +268,4 @@ def test_a_path_to_something_else_is_not_called(tmp_path: Path) -> None:
 
 
 def test_a_moment_has_a_seed_that_torch_takes() -> None:
-    Preprocess(noisy, ["text"])([(pa.array(["a"]),)], 1, Moment(0, 2**63 - 1))
+    Preprocess(noisy, ["text"])([(pa.array(["a"]),)], 1, StepContext(0, 2**63 - 1))

@@ -20,11 +20,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparktorch.data.storage import InMemory, OnDisk, Runs, Spooler, WithinBudget, local_directory
+from sparktorch.data.storage import InMemory, OnDisk, RowStorage, Runs, WithinBudget, local_directory
 from sparktorch.errors import ClusterError
 from tests.support.programs import run_python
 
-KINDS: dict[str, Callable[[Path], Spooler]] = {
+KINDS: dict[str, Callable[[Path], RowStorage]] = {
     "memory": lambda folder: InMemory(),
     "disk": OnDisk,
     "within the budget": lambda folder: WithinBudget(10**6, folder),
@@ -33,7 +33,7 @@ KINDS: dict[str, Callable[[Path], Spooler]] = {
 
 
 @pytest.fixture(params=KINDS)
-def spooler(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Spooler]:
+def spooler(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RowStorage]:
     made = KINDS[request.param](tmp_path)
     yield made
     assert not list(tmp_path.iterdir()), "files on disk have no names"
@@ -93,7 +93,7 @@ def test_a_shard_that_reads_its_rows_never_holds_them_twice(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("shape", [(), (4,), (2, 3), (0,)])
 @pytest.mark.parametrize("dtype", ["float32", "int64", "bool", "uint8"])
-def test_the_pieces_come_back_as_one_array_of_ones_own(spooler: Spooler, dtype: str, shape: tuple[int, ...]) -> None:
+def test_the_pieces_come_back_as_one_array_of_ones_own(spooler: RowStorage, dtype: str, shape: tuple[int, ...]) -> None:
     spool, other = spooler.spool(dtype, shape), spooler.spool(np.int64)
     parts = pieces(dtype, shape)
     for number, part in enumerate(parts):
@@ -109,7 +109,7 @@ def test_the_pieces_come_back_as_one_array_of_ones_own(spooler: Spooler, dtype: 
     assert other.finish().tolist() == [0, 1, 2, 3]
 
 
-def test_runs_of_rows_come_back_in_their_order(spooler: Spooler) -> None:
+def test_runs_of_rows_come_back_in_their_order(spooler: RowStorage) -> None:
     spool = spooler.spool(np.float32, (3,))
     values = np.arange(600, dtype=np.float32).reshape(200, 3)
     for start in range(0, 200, 7):

@@ -9,7 +9,7 @@ import pytest
 
 from sparktorch.spark.checks.check_result import Finding
 from sparktorch.spark.checks.diagnose import FLOORS, diagnose
-from sparktorch.spark.checks.executor_report import Answer, Expected
+from sparktorch.spark.checks.executor_report import ExecutorReport, Expected
 from tests.support.programs import ROOT
 
 PACKAGES = {
@@ -23,7 +23,7 @@ PACKAGES = {
 GIB = 1 << 30
 
 
-def answer(rank: int = 0, **facts: Any) -> Answer:
+def answer(rank: int = 0, **facts: Any) -> ExecutorReport:
     well: dict[str, Any] = {
         "host": f"10.0.0.{rank}",
         "executor": f"10.0.0.{rank}:4040",
@@ -43,14 +43,14 @@ def answer(rank: int = 0, **facts: Any) -> Answer:
         "peers": {},
         "files": None,
     }
-    return Answer(rank=rank, **{**well, **facts})
+    return ExecutorReport(rank=rank, **{**well, **facts})
 
 
 def with_package(name: str, **found: str) -> dict[str, dict[str, str]]:
     return {**PACKAGES, name: found}
 
 
-def problems(*answers: Answer, **expected: Any) -> list[Finding]:
+def problems(*answers: ExecutorReport, **expected: Any) -> list[Finding]:
     measure = Expected(**{"packages": PACKAGES, "driver": "10.0.1.1", "world_size": len(answers), **expected})
     return [finding for finding in diagnose(answers, measure) if finding.status != "ok"]
 

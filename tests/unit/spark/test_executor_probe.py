@@ -51,7 +51,7 @@ def test_what_takes_too_long_is_given_up() -> None:
 
 def test_a_trial_leaves_nothing_behind(tmp_path: Path) -> None:
     urls = (str(tmp_path), f"file://{tmp_path}/not/there/yet")
-    trials = [probe.Trial(url, ".trial", rank) for rank, url in enumerate(urls)]
+    trials = [probe.WriteTrial(url, ".trial", rank) for rank, url in enumerate(urls)]
     for trial in trials:
         assert probe.problem(trial.write) is None
     assert sorted(trials[0].ranks()) == [0, 1]
@@ -62,9 +62,9 @@ def test_a_trial_leaves_nothing_behind(tmp_path: Path) -> None:
 
 def test_where_no_file_can_be_written_the_reason_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    problem = probe.problem(probe.Trial(str(tmp_path / "file" / "checkpoints"), ".trial", 0).write)
+    problem = probe.problem(probe.WriteTrial(str(tmp_path / "file" / "checkpoints"), ".trial", 0).write)
     assert "Not a directory" in str(problem)
-    assert "nosuch" in str(probe.problem(probe.Trial("nosuch://bucket/c", ".trial", 0).write))
+    assert "nosuch" in str(probe.problem(probe.WriteTrial("nosuch://bucket/c", ".trial", 0).write))
 
 
 def test_a_zip_and_a_folder_of_the_same_code_have_the_same_digest(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from sparktorch.base.config import Task
 from sparktorch.errors import ModuleError
-from sparktorch.train.recipe.dry_run import OutputSpec, Trial, describe_outputs, dry_run
+from sparktorch.train.recipe.dry_run import DryRunResult, OutputSpec, describe_outputs, dry_run
 from sparktorch.train.recipe.recipe import Recipe
 from tests.support.nets import Bias, Logit, Mlp, NamedPair, Pair, Score, Spare
 
@@ -75,7 +75,7 @@ def trial(
     inputs: dict[str, torch.Tensor] = FEATURES,
     label: torch.Tensor | None = NUMBER,
     **recipe: Any,
-) -> Trial:
+) -> DryRunResult:
     return dry_run(Recipe(module=module, loss=loss, **recipe), task, 0, inputs, label)
 
 
@@ -106,7 +106,7 @@ def test_what_fits_together_is_described(
     assert list(found.outputs) == outputs
     assert found.classes == classes
     assert found.state_bytes == sum(tensor.nbytes for tensor in module().state_dict().values())
-    assert replace(Trial.unpacked(*found.packed()), aligned=(None, None)) == replace(found, aligned=(None, None))
+    assert replace(DryRunResult.unpacked(*found.packed()), aligned=(None, None)) == replace(found, aligned=(None, None))
 
 
 @pytest.mark.parametrize(("module", "unused"), [(Score, False), (Spare, True)])

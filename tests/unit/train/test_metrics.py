@@ -13,7 +13,7 @@ from torchmetrics.classification import MulticlassF1Score
 from sparktorch.base.config import Task
 from sparktorch.errors import ConfigError
 from sparktorch.train.metrics import Metrics
-from sparktorch.train.recipe.dry_run import Trial, complete, dry_run
+from sparktorch.train.recipe.dry_run import DryRunResult, complete, dry_run
 from sparktorch.train.recipe.recipe import Recipe
 from tests.support.metrics import Lists, Mean, Rows
 from tests.support.nets import Logit, Mlp, Score
@@ -21,7 +21,7 @@ from tests.support.nets import Logit, Mlp, Score
 FEATURES = {"column 'features'": torch.ones(2, 5)}
 
 
-def trial(module: Any, task: Task, metrics: dict[str, Any]) -> Trial:
+def trial(module: Any, task: Task, metrics: dict[str, Any]) -> DryRunResult:
     loss = {Mlp: "CrossEntropyLoss", Logit: "BCEWithLogitsLoss", Score: "MSELoss"}[module]
     label = torch.ones(2) if task == "regression" else torch.ones(2, dtype=torch.float64)
     return complete(dry_run(Recipe(module=module, loss=loss), task, 0, FEATURES, label), metrics, task)

@@ -12,7 +12,13 @@ from torch import nn
 from sparktorch.base.config import TrainConfig
 from sparktorch.errors import ConfigError
 from sparktorch.train.recipe.recipe import Recipe
-from sparktorch.train.strategies.parameter_server.server import Frame, Share, assign, read_numbers, write_numbers
+from sparktorch.train.strategies.parameter_server.server import (
+    Message,
+    ParameterShare,
+    assign,
+    read_numbers,
+    write_numbers,
+)
 from sparktorch.train.strategies.registry import check_strategy
 
 
@@ -38,7 +44,7 @@ def test_a_frame_brings_tensors_of_any_type_and_shape_and_says_which_are_missing
         torch.randn(7).bfloat16(),
         torch.empty(0, 4),
     ]
-    sent, received = Frame(like, numbers=2), Frame(like, numbers=2)
+    sent, received = Message(like, numbers=2), Message(like, numbers=2)
     sent.push([0.1, 3e300], [None, *like[1:]])
     received.bytes.copy_(sent.bytes)
     missing, *gradients = received.gradients
@@ -59,7 +65,7 @@ def test_a_frame_brings_tensors_of_any_type_and_shape_and_says_which_are_missing
 def test_sparse_gradients_are_sent_as_dense_ones() -> None:
     layer = nn.Embedding(4, 2, sparse=True)
     layer(torch.tensor([1, 1])).sum().backward()
-    frame = Frame([layer.weight], numbers=0)
+    frame = Message([layer.weight], numbers=0)
     frame.push([], [layer.weight.grad])
     assert frame.gradients[0].tolist() == [[0, 0], [2, 2], [0, 0], [0, 0]]  # type: ignore[union-attr]
 
@@ -80,10 +86,10 @@ class Served:
     def __init__(self, ranks: int, staleness: int | None) -> None:
         self.master = nn.Parameter(torch.zeros(2))
         self.optimizer = torch.optim.SGD([self.master], lr=1.0)
-        self.share = Share([self.master], self.optimizer, ranks=ranks, staleness=staleness)
+        self.share = ParameterShare([self.master], self.optimizer, ranks=ranks, staleness=staleness)
 
     def push(self, rank: int, gradient: float | None) -> list[float]:
-        frame = Frame([self.master], numbers=3)
+        frame = Message([self.master], numbers=3)
         frame.push([1.0, 0.0, 0.0], [None if gradient is None else torch.full((2,), gradient)])
         self.share.push(rank, frame)
         frame.load(found := [torch.zeros(2)])

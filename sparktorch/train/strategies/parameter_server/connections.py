@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from sparktorch.base.world import World
 
-__all__ = ["Line", "connect"]
+__all__ = ["Connection", "connect"]
 
 _CONNECT_SECONDS = 60
 _HELLO_SECONDS = 5
@@ -27,7 +27,7 @@ _PLACE_BYTES = 256
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
 
 
-class Line:
+class Connection:
     """One end of a connection, which one thread sends to and receives from and any thread may break."""
 
     def __init__(self, end: socket.socket) -> None:
@@ -79,7 +79,7 @@ class Line:
             self._end.close()
 
 
-def connect(world: World, servers: Sequence[int]) -> tuple[dict[int, Line], dict[int, Line]]:
+def connect(world: World, servers: Sequence[int]) -> tuple[dict[int, Connection], dict[int, Connection]]:
     """Connects every rank with every server but itself; each rank calls it, with the default group open.
 
     Args:
@@ -116,16 +116,16 @@ def _exchange(text: str, world: World) -> list[str]:
     return [bytes(one.tolist()).rstrip(b"\0").decode("ascii") for one in every]
 
 
-def _call(place: str, rank: int) -> Line:
+def _call(place: str, rank: int) -> Connection:
     host, port, token = place.split()
     end = socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS)
     end.sendall(bytes.fromhex(token) + rank.to_bytes(4, "big"))
-    return Line(end)
+    return Connection(end)
 
 
-def _accept(listener: socket.socket, token: bytes, count: int) -> dict[int, Line]:
+def _accept(listener: socket.socket, token: bytes, count: int) -> dict[int, Connection]:
     """Returns the lines of so many ranks; whoever does not know the token is turned away."""
-    lines: dict[int, Line] = {}
+    lines: dict[int, Connection] = {}
     listener.settimeout(_CONNECT_SECONDS)
     while len(lines) < count:
         end, _ = listener.accept()
@@ -134,7 +134,7 @@ def _accept(listener: socket.socket, token: bytes, count: int) -> dict[int, Line
         with suppress(OSError):  # it has left, or has nothing to say
             hello = end.recv(len(token) + 4, socket.MSG_WAITALL)
         if len(hello) == len(token) + 4 and secrets.compare_digest(hello[: len(token)], token):
-            lines[int.from_bytes(hello[len(token) :], "big")] = Line(end)
+            lines[int.from_bytes(hello[len(token) :], "big")] = Connection(end)
         else:
             end.close()
     return lines

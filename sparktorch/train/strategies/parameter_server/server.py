@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Frame", "Share", "assign", "read_numbers", "write_numbers"]
+__all__ = ["Message", "ParameterShare", "assign", "read_numbers", "write_numbers"]
 
 _ALIGNED = 16  # bytes: the widest element of a tensor
 _CHANGING = ("lr", "weight_decay", "momentum", "betas")  # what schedules and callbacks set while training
@@ -46,7 +46,7 @@ def write_numbers(groups: Iterable[dict[str, Any]], numbers: Sequence[float]) ->
                 group[name] = tuple(next(left) for _ in group[name]) if several else next(left)
 
 
-class Frame:
+class Message:
     """One message, there and back: numbers, gradients or parameters, in one stretch of host memory.
 
     Attributes:
@@ -118,7 +118,7 @@ class Frame:
             parameter.copy_(tensor, non_blocking=not parameter.is_cpu)
 
 
-class Share:
+class ParameterShare:
     """The parameters of one server; each rank's pushes come from a thread of their own.
 
     With staleness 0 a step's gradients wait for those of all ranks, and their mean is one update.
@@ -146,10 +146,10 @@ class Share:
         self._clock = [0] * ranks  # pushes of each rank
         self._version = 0  # updates so far
         self._seen = [0] * ranks  # the version that each rank has
-        self._waiting: dict[int, Frame] = {}
+        self._waiting: dict[int, Message] = {}
         self._stale: list[int] = []
 
-    def push(self, rank: int, frame: Frame) -> None:
+    def push(self, rank: int, frame: Message) -> None:
         """Takes a rank's gradients and leaves it the parameters for its next step, once it may take that.
 
         Args:
@@ -177,7 +177,7 @@ class Share:
             self.failure = self.failure or error
             self._changed.notify_all()
 
-    def read(self, frame: Frame) -> None:
+    def read(self, frame: Message) -> None:
         """Fills a frame with the parameters as every rank will have them, none of which is pushing meanwhile."""
         with self._changed:
             frame.store(self._masters)
@@ -189,7 +189,7 @@ class Share:
             taken, self._stale = self._stale, []
             return taken
 
-    def _take(self, rank: int, frame: Frame) -> None:
+    def _take(self, rank: int, frame: Message) -> None:
         self._stale.append(self._version - self._seen[rank])
         if self._staleness != 0:
             self._update(frame.gradients, frame.numbers, share=1 / len(self._clock))

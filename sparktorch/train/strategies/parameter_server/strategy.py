@@ -26,8 +26,8 @@ from sparktorch.distributed.process_group import attach, sum_over_ranks
 from sparktorch.errors import ConfigError
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.base import DATA, Layout, Strategy, require_optimizer_class
-from sparktorch.train.strategies.parameter_server.connections import Line, connect
-from sparktorch.train.strategies.parameter_server.server import Frame, Share, assign, read_numbers
+from sparktorch.train.strategies.parameter_server.connections import Connection, connect
+from sparktorch.train.strategies.parameter_server.server import Message, ParameterShare, assign, read_numbers
 
 __all__ = ["ParameterServer", "ParameterServerOptions"]
 
@@ -58,7 +58,7 @@ class ParameterServer(Strategy[ParameterServerOptions]):
 
     The servers' copies lie in the memory of some ranks' hosts, whole tensors each. Traffic with them
     has connections of its own, so that no collective of the loop meets it. A gradient is scaled to be
-    an estimate of the whole batch's, as in all strategies; `Share` says what becomes of N of them.
+    an estimate of the whole batch's, as in all strategies; `ParameterShare` says what becomes of N of them.
     """
 
     layout = Layout(optimizer_state=(DATA,))
@@ -125,7 +125,7 @@ class ParameterServer(Strategy[ParameterServerOptions]):
 
     def _share(
         self, recipe: Recipe, module: nn.Module, groups: list[dict[str, Any]], parameters: list[nn.Parameter]
-    ) -> Share:
+    ) -> ParameterShare:
         """Returns the server of some parameters, its optimizer built with the options of the whole model's."""
         masters = {p: nn.Parameter(p.detach().to("cpu", copy=True).contiguous()) for p in parameters}
         factory, _, options = recipe.optimizer_call(module)
@@ -133,7 +133,9 @@ class ParameterServer(Strategy[ParameterServerOptions]):
             [{**group, "params": [masters[p] for p in group["params"] if p in masters]} for group in groups],
             **options,
         )
-        return Share(list(masters.values()), optimizer, ranks=self._world.world_size, staleness=self._options.staleness)
+        return ParameterShare(
+            list(masters.values()), optimizer, ranks=self._world.world_size, staleness=self._options.staleness
+        )
 
     @contextmanager
     def evaluating(self, module: nn.Module) -> Iterator[nn.Module]:
@@ -177,7 +179,7 @@ class _Exchange:
         self,
         world: World,
         shares: Sequence[tuple[int, list[nn.Parameter]]],
-        share: Share | None,
+        share: ParameterShare | None,
         *,
         numbers: int,
     ) -> None:
@@ -192,12 +194,12 @@ class _Exchange:
         self._world, self._share = world, share
         self._parameters = dict(shares)
         pinned = not is_host(world.device)
-        self._frames = {server: Frame(own, numbers, pinned=pinned) for server, own in shares}
+        self._frames = {server: Message(own, numbers, pinned=pinned) for server, own in shares}
         self._ups, self._downs = connect(world, list(self._parameters))
         self._threads = [
             threading.Thread(
                 target=self._serve,
-                args=(peer, line, Frame(self._parameters[world.rank], numbers)),
+                args=(peer, line, Message(self._parameters[world.rank], numbers)),
                 name=f"sparktorch-server-of-{peer}",
                 daemon=True,
             )
@@ -264,7 +266,7 @@ class _Exchange:
         """Returns what this rank's server has measured since the last call."""
         return [] if self._share is None else self._share.take_staleness()
 
-    def _serve(self, peer: int, line: Line, frame: Frame) -> None:
+    def _serve(self, peer: int, line: Connection, frame: Message) -> None:
         """Answers one rank's pushes until its last."""
         assert self._share is not None
         try:
