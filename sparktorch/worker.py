@@ -34,7 +34,7 @@ from sparktorch.distributed.os_memory import forget_peaks, peaks
 from sparktorch.distributed.process_group import process_group
 from sparktorch.errors import ColumnError
 from sparktorch.train.checkpoint.checkpointer import Checkpointer
-from sparktorch.train.loop import train
+from sparktorch.train.loop import Outcome, train
 from sparktorch.train.numerics.torch_errors import explained
 from sparktorch.train.recipe.dry_run import DryRunResult
 from sparktorch.train.recipe.recipe import Recipe
@@ -91,7 +91,7 @@ def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: Tra
     """Trains on one partition as one rank.
 
     The rows come before the communicator: every rank reads and checks its shard, the ranks agree
-    over the link that all is well, and only then is the process group opened. A bad row is an
+    through the store that all is well, and only then is the process group opened. A bad row is an
     error with a column, never a hang.
 
     Args:
@@ -107,7 +107,66 @@ def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: Tra
         Cancelled: The driver cancelled the fit.
     """
     with _leaving_none_of(world.device):
-        return _train_on_batches(batches, world, job, client)
+        return _train(batches, world, job, client)
+
+
+def _train(batches: Iterable[pa.RecordBatch], world: World, job: TrainJob, client: Client) -> RankResult:
+    torch.set_num_threads(world.threads)
+    clock = _Clock()
+    forget_peaks("cpu")
+    # The first optimizer of a process imports torch._dynamo, most of a second: meanwhile, rows arrive.
+    threading.Thread(target=_import_dynamo, daemon=True).start()
+    client.enter("loading")
+    with closing(_read(batches, world, job, client)) as shard:
+        clock.lap("load")
+        client.enter("waiting for the other ranks")
+        peers = _meet(shard, world, job, client)
+        clock.lap("wait")
+        world = _on_one_kind(world, peers, client)
+        counts = [peer["rows"] for peer in peers]
+        if job.max_imbalance is not None and _imbalanced(counts, job.max_imbalance):
+            return RankResult({"imbalanced": True, "rows": shard.rows})
+        select(world.device)
+        if not is_host(world.device):
+            forget_peaks(world.device)
+        shard.to(world.device)
+        team, config, plan = _place(shard, world, job, peers)
+        independent = config.strategy == "independent"
+        if independent:  # whose epochs count is known at the end only
+            client.publish(progress=world.is_main, epochs=False)
+        fingerprint = f"{sum(peer['fingerprint'] for peer in peers) % 2**64:016x}"
+        checkpointer = None
+        if job.checkpoint is not None:
+            client.enter("looking for a checkpoint")
+            checkpointer = Checkpointer(job.checkpoint, {**job.checkpoint.job, "data": fingerprint}, world, client)
+        limit = timedelta(seconds=job.collective_seconds)
+        lone = strategy_type(config).needs_group(strategy_options(config))
+        group = process_group(team, client.store, timeout=limit, lone=lone, report=client.fail)
+        with checkpointer or nullcontext(), group:
+            clock.lap("group")
+            outcome = train(
+                shard,
+                job.recipe,
+                config,
+                team,
+                client,
+                steps=plan.steps,
+                validation_rows=shard.validation_rows if independent else max(peer["validation"] for peer in peers),
+                classes=job.columns.classes,
+                checkpointer=checkpointer,
+            )
+        clock.lap("train")
+        seconds = clock.laps | (checkpointer.seconds if checkpointer else {})
+        meta = _facts(shard, world, outcome, seconds)
+        best = 0
+        if independent:
+            meta["epochs"] = outcome.history
+            best = _best(client.agree("outcome", {"record": outcome.history[-1]}))
+        if world.rank != best:
+            return RankResult(meta)
+        meta |= {"history": outcome.history, "confusion": outcome.confusion}
+        meta |= {"steps_per_epoch": plan.steps, "fingerprint": fingerprint}
+        return RankResult(meta, pack_state(outcome.state))
 
 
 def try_in_rank(
@@ -160,16 +219,9 @@ def _clear_frames(error: BaseException | None) -> None:
         _clear_frames(error.__context__ if error.__context__ is not error.__cause__ else None)
 
 
-def _train_on_batches(batches: Iterable[pa.RecordBatch], world: World, job: TrainJob, client: Client) -> RankResult:
-    """Reads the rows and trains on them."""
-    torch.set_num_threads(world.threads)
-    clock = _Clock()
-    forget_peaks("cpu")
-
-    # The first optimizer of a process imports torch._dynamo, most of a second: meanwhile, rows arrive.
-    threading.Thread(target=_import_dynamo, daemon=True).start()
-    client.enter("loading")
-    shard = read_shard(
+def _read(batches: Iterable[pa.RecordBatch], world: World, job: TrainJob, client: Client) -> Shard:
+    """Returns this rank's rows, checked."""
+    return read_shard(
         client.moving(batches),
         job.columns,
         spare=job.spare,
@@ -178,9 +230,6 @@ def _train_on_batches(batches: Iterable[pa.RecordBatch], world: World, job: Trai
         by_key=job.by_key,
         by_length=job.config.micro_batch_size is not None or job.config.accumulation_steps > 1,
     )
-    clock.lap("load")
-    with closing(shard):
-        return _train_on(shard, world, job, client, clock)
 
 
 def _spooler(storage: StorageConfig, world: World) -> RowStorage:
@@ -191,74 +240,57 @@ def _spooler(storage: StorageConfig, world: World) -> RowStorage:
     return OnDisk(directory) if storage.kind == "disk" else WithinBudget(storage.budget * 10**6, directory)
 
 
-def _train_on(shard: Shard, world: World, job: TrainJob, client: Client, clock: _Clock) -> RankResult:
-    """Trains on rows that have been read."""
-    client.enter("waiting for the other ranks")
-    class_weights = job.config.class_weights
-    peers = client.agree(
+def _meet(shard: Shard, world: World, job: TrainJob, client: Client) -> list[dict[str, Any]]:
+    """Returns what every rank has to say of its rows, by rank, once all have read theirs."""
+    balances = job.config.class_weights == "balanced"
+    return client.agree(
         "shard",
         {
             "rows": shard.rows,
             "validation": shard.validation_rows,
             "fingerprint": shard.fingerprint,
-            "classes": shard.weight_by_class(job.columns.classes or 0) if class_weights == "balanced" else [],
+            "classes": shard.weight_by_class(job.columns.classes or 0) if balances else [],
             "device": world.device,
             "host": world.host,
         },
     )
-    counts = [peer["rows"] for peer in peers]
-    clock.lap("wait")
-    world = _on_one_kind(world, peers, client)
-    if job.max_imbalance is not None and _imbalanced(counts, job.max_imbalance):
-        return RankResult({"imbalanced": True, "rows": shard.rows})
-    select(world.device)
-    if not is_host(world.device):
-        forget_peaks(world.device)
-    shard.to(world.device)
-    independent = job.config.strategy == "independent"
+
+
+def _place(
+    shard: Shard, world: World, job: TrainJob, peers: Sequence[Mapping[str, Any]]
+) -> tuple[World, TrainConfig, SamplingPlan]:
+    """Places this rank's rows among those of its team, and weighs their classes.
+
+    Returns:
+        The ranks that train one model, of which independent ranks have none but themselves, the configuration of this
+        rank's training, and its plan.
+
+    Raises:
+        ColumnError: There are no rows to train on.
+    """
+    config, counts = job.config, [peer["rows"] for peer in peers]
+    independent = config.strategy == "independent"
     if not (min(counts) if independent else sum(counts)):
         raise ColumnError(
             "there are no rows to train on" + (f" for rank {counts.index(0)}" if independent else ""),
             hint="is every row marked for validation?" if not sum(counts) else "set a smaller numWorkers",
         )
-    team = _alone(world) if independent else world
-    config = job.config
-    if independent and not strategy_options(config).folds:  # folds differ in their rows alone
-        config = replace(config, seed=config.seed + world.rank)
+    team, rows, first = world, sum(counts), sum(counts[: world.rank])
+    if independent:
+        team, rows, first = _alone(world), counts[world.rank], 0
+        if not strategy_options(config).folds:  # folds differ in their rows alone
+            config = replace(config, seed=config.seed + world.rank)
     plan = SamplingPlan(
-        rows=counts[world.rank] if independent else sum(counts),
-        batch_size=config.batch_size,
-        seed=config.seed,
-        shuffle=config.shuffle,
-        block=config.shuffle_block,
+        rows=rows, batch_size=config.batch_size, seed=config.seed, shuffle=config.shuffle, block=config.shuffle_block
     )
-    if independent:  # whose epochs count is known at the end only
-        client.publish(progress=world.is_main, epochs=False)
-    shard.place(0 if independent else sum(counts[: world.rank]), plan, epochs=config.epochs)
-    _weigh_classes(shard, class_weights, [peers[world.rank]] if independent else peers)
-    fingerprint = f"{sum(peer['fingerprint'] for peer in peers) % 2**64:016x}"
-    saver = None
-    if job.checkpoint is not None:
-        client.enter("looking for a checkpoint")
-        saver = Checkpointer(job.checkpoint, {**job.checkpoint.job, "data": fingerprint}, world, client)
+    shard.place(first, plan, epochs=config.epochs)
+    _weigh_classes(shard, config.class_weights, [peers[world.rank]] if independent else peers)
+    return team, config, plan
 
-    limit = timedelta(seconds=job.collective_seconds)
-    lone = strategy_type(config).needs_group(strategy_options(config))
-    with saver or nullcontext(), process_group(team, client.store, timeout=limit, lone=lone, report=client.fail):
-        clock.lap("group")
-        outcome = train(
-            shard,
-            job.recipe,
-            config,
-            team,
-            client,
-            steps=plan.steps,
-            validation_rows=shard.validation_rows if independent else max(peer["validation"] for peer in peers),
-            classes=job.columns.classes,
-            saver=saver,
-        )
-    clock.lap("train")
-    meta: dict[str, Any] = {
+
+def _facts(shard: Shard, world: World, outcome: Outcome, seconds: dict[str, float]) -> dict[str, Any]:
+    """Returns what every rank reports of its training."""
+    return {
         "rows": shard.rows,
         "validation_rows": shard.validation_rows,
         "bytes": shard.bytes,
@@ -268,20 +300,9 @@ def _train_on(shard: Shard, world: World, job: TrainJob, client: Client, clock: 
         "host": world.host,
         "device": world.device,
         "threads": world.threads,
-        "seconds": clock.laps | (saver.seconds if saver else {}),
+        "seconds": seconds,
         **peaks(world.device),
     }
-    best = 0
-    if independent:
-        meta["epochs"] = outcome.history
-        best = _best(client.agree("outcome", {"record": outcome.history[-1]}))
-    if world.rank != best:
-        return RankResult(meta)
-    meta["history"] = outcome.history
-    meta["confusion"] = outcome.confusion
-    meta["steps_per_epoch"] = plan.steps
-    meta["fingerprint"] = fingerprint
-    return RankResult(meta, pack_state(outcome.state))
 
 
 def _weigh_classes(shard: Shard, weights: Sequence[float] | str | None, peers: Sequence[Mapping[str, Any]]) -> None:

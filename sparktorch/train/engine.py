@@ -154,7 +154,8 @@ class Engine:
         output = self.forward(module, batch)
         if 0 < batch.rows < self.least:  # filled up for the module's sake alone
             output = first_rows(output, batch.rows)
-        return self.loss_of(*align(self._config.task, output, batch.label), batch.loss_weight), {}
+        assert self._loss is not None
+        return self._loss(*align(self._config.task, output, batch.label), batch.loss_weight), {}
 
     def forward(self, module: nn.Module, batch: Batch) -> Any:
         """Returns the module's output for a batch, in float32."""

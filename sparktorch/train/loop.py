@@ -1,11 +1,11 @@
-"""The training loop: the same code for one rank and for many."""
+"""The training loop: `train` reads from top to bottom, the same for one rank and for many."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,6 @@ from sparktorch.distributed.process_group import max_over_ranks, sum_over_ranks
 from sparktorch.errors import ColumnError
 from sparktorch.train.callbacks import Callbacks, FitContext
 from sparktorch.train.checkpoint.checkpointer import Checkpointer, Position
-from sparktorch.train.checkpoint.store import CheckpointStore, Manifest
 from sparktorch.train.engine import Engine
 from sparktorch.train.numerics.determinism import reproducible, seed_all
 from sparktorch.train.numerics.ema import MovingAverage
@@ -31,7 +30,7 @@ from sparktorch.train.validation import Validation
 
 __all__ = ["Outcome", "train"]
 
-_REPORT_SECONDS = 0.2
+_PROGRESS_SECONDS = 0.2
 _NORM_STEPS = 32  # from one gradient whose norm takes a pass of its own to the next
 
 
@@ -54,281 +53,342 @@ class Outcome:
 
 
 def train(
-    shard: RankDataset,
+    dataset: RankDataset,
     recipe: Recipe,
     config: TrainConfig,
     world: World,
-    reporter: Client,
+    client: Client,
     *,
     steps: int,
     validation_rows: int,
     classes: int | None = None,
-    saver: Checkpointer | None = None,
+    checkpointer: Checkpointer | None = None,
 ) -> Outcome:
-    """Trains a model on the shards of all ranks.
+    """Trains a model on the rows of all ranks.
 
     The gradient of a step is that of the mean loss over the global batch, weighted by the sample
     weights: every rank sums the weighted losses of its rows and divides by the weight of the whole
-    batch. A rank without rows in a step takes part with stand-in rows of weight zero, because its
+    batch. A rank without rows in a step takes part with placeholder rows of weight zero, because its
     peers wait for it in the all-reduce.
 
     Args:
-        shard: This rank's rows.
+        dataset: This rank's rows.
         recipe: What is trained.
         config: How it is trained.
         world: This rank's place; with more than one rank, the process group is open.
-        reporter: Where progress goes.
+        client: Told how far the training is.
         steps: Number of steps in an epoch.
         validation_rows: The most validation rows of any rank; without any, nothing is validated.
         classes: Number of classes the labels index, `None` when labels are not classes.
-        saver: Saves checkpoints, and knows the one to go on from; `None` for neither.
+        checkpointer: Saves checkpoints, and knows the one to go on from; `None` for neither.
     """
     with reproducible(config, torch.device(world.device)), explained(config):
-        return _Training(shard, recipe, config, world, reporter, steps, validation_rows, classes or 0, saver).run()
+        run = _Run(dataset, recipe, config, world, client, steps, validation_rows, classes or 0, checkpointer)
+        engine, callbacks, progress = run.engine, run.callbacks, run.progress
+        callbacks.call("on_fit_start")
+        epoch = run.start()
+        while epoch < config.epochs and not progress.ended:
+            with run.begin(epoch) as (current, batches):
+                for step, batch in batches:
+                    loss = engine.step(batch, current.scales[step], current.parts[step], measured=run.measures(step))
+                    run.count(step, batch.rows, loss)
+                    run.show(current, step, loss)
+                    callbacks.call("on_step_end")
+                    if run.validates_now:
+                        run.validate_within(epoch, step)
+                        if progress.best.out_of_patience:
+                            break
+                    run.save_within(current)
+            record = run.record(current)
+            if epoch + 1 == config.epochs or run.validates_after(epoch):
+                run.validate()
+            run.note_validations(record)
+            engine.schedule.epoch_done(record, validated=run.validation is not None)
+            callbacks.add_to(record)
+            # Every rank has the same losses and hears of every request, and stops at the same epoch.
+            asked = callbacks.ask_to_stop()
+            if asked:
+                run.validate()
+                run.note_validations(record)
+            progress.end_epoch(record)
+            if world.is_main:
+                client.epoch_done(epoch + 1, record)
+            progress.ended = asked or progress.best.out_of_patience
+            epoch += 1
+            run.save(Position(run.context.step, epoch))
+        callbacks.call("on_fit_end")
+        return run.finish(epoch)
 
 
-class _Training:
-    """The course of a training, in one rank."""
+@dataclass(frozen=True)
+class _Epoch:
+    """An epoch that a rank is in.
+
+    Attributes:
+        number: From 0.
+        weights: Weight of every step over all ranks, float64 of shape `(steps,)`.
+        scales: What the sum of a rank's losses of each step is multiplied by.
+        parts: Number of micro-batches of each step.
+        started: When it began, by `time.perf_counter`, had it not been interrupted.
+    """
+
+    number: int
+    weights: torch.Tensor
+    scales: list[float]
+    parts: list[int]
+    started: float
+
+
+class _Run:
+    """What a training in one rank is made of, and the parts of its loop.
+
+    Attributes:
+        engine: Module, optimizer and schedule.
+        context: What callbacks see.
+        callbacks: Of this rank.
+        validation: `None` without validation rows.
+        progress: What has come of the training so far.
+    """
 
     def __init__(
         self,
-        shard: RankDataset,
+        dataset: RankDataset,
         recipe: Recipe,
         config: TrainConfig,
         world: World,
-        reporter: Client,
+        client: Client,
         steps: int,
         validation_rows: int,
         classes: int,
-        saver: Checkpointer | None,
+        checkpointer: Checkpointer | None,
     ) -> None:
-        self._shard, self._config, self._world, self._reporter = shard, config, world, reporter
-        self._steps, self._saver, self._device = steps, saver, torch.device(world.device)
-        self._engine = engine = Engine(recipe, config, world, steps=steps)
+        self._dataset, self._config, self._world, self._client = dataset, config, world, client
+        self._steps, self._checkpointer = steps, checkpointer
+        self.engine = engine = Engine(recipe, config, world, steps=steps)
         self._average: MovingAverage | None = None
         if config.ema_decay is not None:
             self._average = MovingAverage(engine.module.parameters(), config.ema_decay)
-        self._context = FitContext(engine.plain, engine.optimizer, world)
-        self._callbacks = Callbacks(recipe.callbacks, self._context)
-        self._validation: Validation | None = None
+        self.context = FitContext(engine.plain, engine.optimizer, world)
+        self.callbacks = Callbacks(recipe.callbacks, self.context)
+        self.validation: Validation | None = None
         if validation_rows:
-            self._validation = Validation(
-                shard, engine, recipe, config, world, reporter, rows=validation_rows, classes=classes
+            self.validation = Validation(
+                dataset, engine, recipe, config, world, client, rows=validation_rows, classes=classes
             )
-        self._progress = Progress(steps, config.patience, self._device)
-        self._saved = TrainingState(config, world, engine, self._average, self._callbacks, self._progress)
-        self._waited, self._seconds = 0.0, 0.0
-        self._first_epoch = 0
+        self.progress = Progress(steps, config.patience, torch.device(world.device))
+        self._state = TrainingState(config, world, engine, self._average, self.callbacks, self.progress)
+        self._waited, self._seconds, self._next_progress = 0.0, 0.0, 0.0
         # Same initial weights everywhere; from here on, dropout and the like differ by rank.
         seed_all(config.seed + world.rank + 1)
 
-    def run(self) -> Outcome:
-        """Trains all epochs, or as many as early stopping and callbacks let it."""
-        self._callbacks.call("on_fit_start")
-        if self._saver is not None:
-            with closing(self._shard.epoch(0, least=self._engine.least)) as batches:
-                self._engine.settle(next(batches))
-            self._saved.check()  # now, and not hours later
-            if self._saver.start is not None:
-                self._go_on(self._saver.store, self._saver.start)
-        epoch, progress = self._first_epoch, self._progress
-        while epoch < self._config.epochs and not progress.ended:
-            self._epoch(epoch)
-            epoch += 1
-            self._save(Position(self._context.step, epoch))
-        self._callbacks.call("on_fit_end")
-        if self._saver is not None:
-            self._reporter.enter("saving")
-            self._saver.close(Position(self._context.step, epoch))
-        self._reporter.enter("finishing")
-        confusion = None if progress.confusion is None else progress.confusion.tolist()
-        state = self._state(copy=False) if progress.best.state is None else progress.best.state
-        return Outcome(state, progress.history, confusion, self._waited / max(self._seconds, 1e-9))
-
-    def _go_on(self, store: CheckpointStore, manifest: Manifest) -> None:
-        """Goes on from a checkpoint, which another number of ranks may have written."""
-        self._saved.load(store, manifest)
-        self._context.step, self._first_epoch = manifest.step, manifest.epoch
+    def start(self) -> int:
+        """Prepares checkpoints, and loads the one to go on from; returns the epoch to begin with."""
+        if self._checkpointer is None:
+            return 0
+        with closing(self._dataset.epoch(0, least=self.engine.least)) as batches:
+            self.engine.settle(next(batches))
+        self._state.check()  # now, and not hours later
+        manifest = self._checkpointer.start
+        if manifest is None:
+            return 0
+        self._state.load(self._checkpointer.store, manifest)
+        self.context.step = manifest.step
         if self._world.is_main:
-            for record in self._progress.history:  # the driver may be another one
-                self._reporter.epoch_done(record["epoch"], record)
+            for record in self.progress.history:  # the driver may be another one
+                self._client.epoch_done(record["epoch"], record)
+        return manifest.epoch
 
-    def _epoch(self, epoch: int) -> None:
-        """Trains what is left of an epoch, validates, and decides whether it was the last."""
-        config, progress = self._config, self._progress
-        self._reporter.enter("training", epoch=epoch + 1, step=progress.tally.taken)
-        record = self._train(epoch)
-        last = epoch + 1 == config.epochs
-        by_epoch = config.validation_unit == "epoch" and (epoch + 1) % config.validation_interval == 0
-        if last or by_epoch:
-            self._validate()
-        self._note_validations(record)
-        self._engine.schedule.epoch_done(record, validated=self._validation is not None)
-        self._callbacks.add_to(record)
-        # Every rank has the same losses and hears of every request, and stops at the same epoch.
-        asked = self._callbacks.ask_to_stop()
-        if asked:
-            self._validate()
-            self._note_validations(record)
-        progress.end_epoch(record)
-        if self._world.is_main:
-            self._reporter.epoch_done(epoch + 1, record)
-        progress.ended = asked or progress.best.out_of_patience
+    @contextmanager
+    def begin(self, epoch: int) -> Iterator[tuple[_Epoch, Iterator[tuple[int, Batch]]]]:
+        """A block that trains what is left of an epoch; yields it, and its steps with this rank's part of each.
 
-    def _train(self, epoch: int) -> dict[str, Any]:
-        """Takes the steps of an epoch that are left; returns its record, the same on every rank but for the seconds."""
-        tally, context, engine = self._progress.tally, self._context, self._engine
-        started = time.perf_counter() - tally.seconds
-        context.epoch = epoch + 1
-        if not tally.taken:
+        Raises:
+            ColumnError: All rows have the weight 0.
+        """
+        counters, engine = self.progress.tally, self.engine
+        self._client.enter("training", epoch=epoch + 1, step=counters.taken)
+        started = time.perf_counter() - counters.seconds
+        self.context.epoch = epoch + 1
+        if not counters.taken:
             engine.means.clear()
-            self._callbacks.call("on_epoch_start")
-        weights = sum_over_ranks(self._shard.step_weights(epoch), self._world)
+            self.callbacks.call("on_epoch_start")
+        weights = sum_over_ranks(self._dataset.step_weights(epoch), self._world)
         if not weights.any():
             raise ColumnError("all rows have the weight 0", hint="see weightCol and classWeights")
-        waited, entered = tally.waited, time.perf_counter() - tally.validating
-        with closing(self._shard.epoch(epoch, least=engine.least, first=tally.taken)) as batches:
-            self._take_steps(epoch, batches, weights, started)
-        self._waited += tally.waited - waited
-        self._seconds += time.perf_counter() - tally.validating - entered
-        sums = sum_over_ranks(tally.sums(), self._world)
-        norm = float(max_over_ranks(tally.largest_norm(), self._world))
-        # Of the slowest rank: others need not keep pace with it.
-        seconds = time.perf_counter() - started - tally.validating
-        rate, ranks = engine.schedule.learning_rate, self._world.world_size
-        record = self._progress.record(
-            sums, weights, seconds, ranks, number=epoch + 1, learning_rate=rate, largest_norm=norm
-        )
-        if self._config.validation_unit == "step":
-            record["steps"] = tally.taken
-        if engine.training_step is not None:
-            record |= {f"train_{name}": mean for name, mean in engine.means.over_ranks(self._world).items()}
-        if self._config.non_finite == "skip":
-            record["skipped_steps"] = len(tally.skipped)
-            if len(tally.skipped) == tally.taken:
-                record["loss"] = math.nan
-        return record | engine.strategy.metrics()
-
-    def _take_steps(self, epoch: int, batches: Iterator[Batch], weights: torch.Tensor, started: float) -> None:
-        """Takes the steps of an epoch that are left.
-
-        Args:
-            epoch: Number of the epoch, from 0.
-            batches: This rank's part of each.
-            weights: The weight of every step over all ranks.
-            started: When the epoch began.
-        """
-        engine, config, context, tally = self._engine, self._config, self._context, self._progress.tally
-        engine.module.train()
-        interval = config.validation_interval if config.validation_unit == "step" else 0
         divisor = engine.strategy.gradient_divisor
         scales = [divisor / weight if weight > 0 else 0.0 for weight in weights.tolist()]
-        parts = self._parts(epoch)
-        next_report = 0.0
-        for step in range(tally.taken, len(scales)):
-            self._reporter.at_step(step + 1)
+        waited, entered = counters.waited, time.perf_counter() - counters.validating
+        self._next_progress = 0.0
+        with closing(self._dataset.epoch(epoch, least=engine.least, first=counters.taken)) as batches:
+            engine.module.train()
+            yield _Epoch(epoch, weights, scales, self._parts(epoch), started), self._steps_left(batches, len(scales))
+        self._waited += counters.waited - waited
+        self._seconds += time.perf_counter() - counters.validating - entered
+
+    def _steps_left(self, batches: Iterator[Batch], steps: int) -> Iterator[tuple[int, Batch]]:
+        """Yields each step that is left with this rank's part of its batch, and counts the time that it waits."""
+        counters = self.progress.tally
+        for step in range(counters.taken, steps):
+            self._client.at_step(step + 1)
             asked = time.perf_counter()
             batch = next(batches)
-            now = time.perf_counter()
-            tally.waited += now - asked
+            counters.waited += time.perf_counter() - asked
+            yield step, batch
 
-            measured = context.step % _NORM_STEPS == 0 or step + 1 == len(scales)
-            loss = engine.step(batch, scales[step], parts[step], measured=measured)
-            tally.places += engine.padding[0]
-            tally.elements += engine.padding[1]
+    def measures(self, step: int) -> bool:
+        """Whether to find the norm of this step's gradient where that is a pass of its own."""
+        return self.context.step % _NORM_STEPS == 0 or step + 1 == self._steps
 
-            self._count(step, batch.rows, loss)
-            # Reading the loss waits for the device: a few times a second only.
-            if now >= next_report and loss is not None:
-                next_report = now + _REPORT_SECONDS
-                if self._world.is_main:
-                    mean = loss.item() * scales[step] / divisor * self._world.world_size
-                    place = {"epoch": epoch + 1, "epochs": config.epochs, "step": step + 1, "steps": len(scales)}
-                    self._reporter.progress(**place, loss=mean)
-            if self._callbacks.watch_steps:
-                self._callbacks.call("on_step_end")
-            if interval and context.step % interval == 0:
-                self._look_back(now=True)
-                tally.losses.sum().item()  # waits for the device: what it has still to do is not validation
-                self._validate()
-                if self._progress.best.out_of_patience:
-                    break
-                self._reporter.enter("training", epoch=epoch + 1, step=step + 1)
-                engine.module.train()
-            if self._saver is not None and tally.taken < len(scales):  # after the last one comes the epoch's end
-                tally.seconds = time.perf_counter() - started
-                self._save(Position(context.step, epoch, tally.taken))
-
-    def _count(self, step: int, rows: int, loss: torch.Tensor | None) -> None:
-        """Adds a step to what is known of the epoch."""
-        tally = self._progress.tally
-        self._context.step += 1
-        tally.taken += 1
-        tally.rows += rows
+    def count(self, step: int, rows: int, loss: torch.Tensor | None) -> None:
+        """Adds a step to what is known of the epoch; `loss` is `None` for one that was left out."""
+        counters, engine = self.progress.tally, self.engine
+        counters.places += engine.padding[0]
+        counters.elements += engine.padding[1]
+        self.context.step += 1
+        counters.taken += 1
+        counters.rows += rows
         if loss is None:  # the weights are what they were
-            tally.skipped.append(step)
+            counters.skipped.append(step)
             return
-        tally.losses[step] = loss
-        if tally.norms is not None and self._engine.gradient_norm is not None:
-            tally.norms[step] = self._engine.gradient_norm
+        counters.losses[step] = loss
+        if counters.norms is not None and engine.gradient_norm is not None:
+            counters.norms[step] = engine.gradient_norm
         self._look_back()
         if self._average is not None:
             self._average.update()
 
+    def show(self, epoch: _Epoch, step: int, loss: torch.Tensor | None) -> None:
+        """Publishes how far the training is, a few times a second: reading the loss waits for the device."""
+        now = time.perf_counter()
+        if loss is None or now < self._next_progress:
+            return
+        self._next_progress = now + _PROGRESS_SECONDS
+        if self._world.is_main:
+            mean = loss.item() * epoch.scales[step] / self.engine.strategy.gradient_divisor * self._world.world_size
+            place = {"epoch": epoch.number + 1, "epochs": self._config.epochs, "step": step + 1}
+            self._client.progress(**place, steps=len(epoch.scales), loss=mean)
+
+    @property
+    def validates_now(self) -> bool:
+        """Whether a validation is due after the step that was taken last."""
+        config = self._config
+        return (
+            self.validation is not None
+            and config.validation_unit == "step"
+            and self.context.step % config.validation_interval == 0
+        )
+
+    def validates_after(self, epoch: int) -> bool:
+        """Whether a validation is due after that epoch."""
+        config = self._config
+        return config.validation_unit == "epoch" and (epoch + 1) % config.validation_interval == 0
+
+    def validate(self) -> None:
+        """Validates, unless that has been done after this very step, and keeps what is best."""
+        progress = self.progress
+        if self.validation is None or progress.validated_step == self.context.step:
+            return
+        started = time.perf_counter()
+        progress.validated_step = self.context.step
+        self._client.enter("validating", epoch=self.context.epoch)
+        with self._averaged(), self.engine.strategy.evaluating(self.engine.module) as module:
+            metrics, counts = self.validation.run(module)
+        progress.tally.validations.append({"step": self.context.step, **metrics})
+        if progress.best.offer(metrics["val_loss"], self._weights):
+            progress.confusion = counts
+        self.callbacks.call("on_validation_end", dict(metrics))  # a copy, for it decides the same in every rank
+        progress.tally.validating += time.perf_counter() - started
+
+    def validate_within(self, epoch: int, step: int) -> None:
+        """Validates after a step within an epoch, and goes back to training."""
+        self._look_back(now=True)
+        self.progress.tally.losses.sum().item()  # waits for the device: what it has still to do is not validation
+        self.validate()
+        self._client.enter("training", epoch=epoch + 1, step=step + 1)
+        self.engine.module.train()
+
+    def note_validations(self, record: dict[str, Any]) -> None:
+        """Adds the epoch's last validation to its record, and all of them where they go by step."""
+        validations = self.progress.tally.validations
+        if validations:
+            record |= {name: value for name, value in validations[-1].items() if name != "step"}
+        if self.validation is not None and self._config.validation_unit == "step":
+            record["validations"] = validations
+
+    def record(self, epoch: _Epoch) -> dict[str, Any]:
+        """Returns the record of the epoch's training, the same on every rank but for the seconds."""
+        counters, engine, world = self.progress.tally, self.engine, self._world
+        sums = sum_over_ranks(counters.sums(), world)
+        norm = float(max_over_ranks(counters.largest_norm(), world))
+        # Of the slowest rank: others need not keep pace with it.
+        seconds = time.perf_counter() - epoch.started - counters.validating
+        record = self.progress.record(
+            sums,
+            epoch.weights,
+            seconds,
+            world.world_size,
+            number=epoch.number + 1,
+            learning_rate=engine.schedule.learning_rate,
+            largest_norm=norm,
+        )
+        if self._config.validation_unit == "step":
+            record["steps"] = counters.taken
+        if engine.training_step is not None:
+            record |= {f"train_{name}": mean for name, mean in engine.means.over_ranks(world).items()}
+        if self._config.non_finite == "skip":
+            record["skipped_steps"] = len(counters.skipped)
+            if len(counters.skipped) == counters.taken:
+                record["loss"] = math.nan
+        return record | engine.strategy.metrics()
+
+    def save_within(self, epoch: _Epoch) -> None:
+        """Saves a checkpoint, if one is due, unless this was the last step: after that comes the epoch's end."""
+        counters = self.progress.tally
+        if self._checkpointer is not None and counters.taken < self._steps:
+            counters.seconds = time.perf_counter() - epoch.started
+            self.save(Position(self.context.step, epoch.number, counters.taken))
+
+    def save(self, position: Position) -> None:
+        """Saves a checkpoint, if one is due."""
+        if self._checkpointer is None or not self._checkpointer.due(position):
+            return
+        self._look_back(now=True)
+        self._checkpointer.save(position, self._state.share(), self.progress.last_validation().get("val_loss"))
+
+    def finish(self, epoch: int) -> Outcome:
+        """Ends checkpoints, and returns what the training has come to; `epoch` is the number of those trained."""
+        if self._checkpointer is not None:
+            self._client.enter("saving")
+            self._checkpointer.close(Position(self.context.step, epoch))
+        self._client.enter("finishing")
+        progress = self.progress
+        confusion = None if progress.confusion is None else progress.confusion.tolist()
+        weights = self._weights(copy=False) if progress.best.state is None else progress.best.state
+        return Outcome(weights, progress.history, confusion, self._waited / max(self._seconds, 1e-9))
+
     def _look_back(self, *, now: bool = False) -> None:
         """Stops the training if a loss was not finite; `now` before something is made of the weights."""
-        tally = self._progress.tally
-        if self._engine.watch is not None and tally.taken:
-            self._engine.watch.look_back(tally.losses, tally.taken, now=now)
+        counters = self.progress.tally
+        if self.engine.watch is not None and counters.taken:
+            self.engine.watch.look_back(counters.losses, counters.taken, now=now)
 
     def _parts(self, epoch: int) -> list[int]:
         """Returns the number of micro-batches of each step."""
-        size, count, least = self._config.micro_batch_size, self._config.accumulation_steps, self._engine.least
+        size, count, least = self._config.micro_batch_size, self._config.accumulation_steps, self.engine.least
         if size is None and count == 1:
             return [1] * self._steps
-        rows = self._shard.step_rows(epoch)
+        rows = self._dataset.step_rows(epoch)
         parts = torch.full_like(rows, count) if size is None else -(-rows // size)
         parts = parts.minimum(rows // least).clamp(min=1)
-        if self._engine.strategy.collective_forward:
+        if self.engine.strategy.collective_forward:
             parts = max_over_ranks(parts, self._world)
         return parts.tolist()
 
-    def _validate(self) -> None:
-        """Validates, unless that has been done after this very step, and keeps what is best."""
-        progress = self._progress
-        if self._validation is None or progress.validated_step == self._context.step:
-            return
-        started = time.perf_counter()
-        progress.validated_step = self._context.step
-        self._reporter.enter("validating", epoch=self._context.epoch)
-        with self._averaged(), self._engine.strategy.evaluating(self._engine.module) as module:
-            metrics, counts = self._validation.run(module)
-        progress.tally.validations.append({"step": self._context.step, **metrics})
-        if progress.best.offer(metrics["val_loss"], self._state):
-            progress.confusion = counts
-        self._callbacks.call("on_validation_end", dict(metrics))  # a copy, for it decides the same in every rank
-        progress.tally.validating += time.perf_counter() - started
-
-    def _note_validations(self, record: dict[str, Any]) -> None:
-        """Adds the epoch's last validation to its record, and all of them where they go by step."""
-        validations = self._progress.tally.validations
-        if validations:
-            record |= {name: value for name, value in validations[-1].items() if name != "step"}
-        if self._validation is not None and self._config.validation_unit == "step":
-            record["validations"] = validations
-
-    def _state(self, *, copy: bool = True) -> dict[str, torch.Tensor]:
+    def _weights(self, *, copy: bool = True) -> dict[str, torch.Tensor]:
         """Returns the whole model's state on the CPU, a copy of it where the module will have other weights."""
         with self._averaged():
-            return self._engine.strategy.state_dict(self._engine.module, copy=copy or self._average is not None)
+            return self.engine.strategy.state_dict(self.engine.module, copy=copy or self._average is not None)
 
     def _averaged(self) -> AbstractContextManager[None]:
         """A block in which the module has the weights that training would now return."""
         return nullcontext() if self._average is None else self._average.swapped_in()
-
-    def _save(self, position: Position) -> None:
-        """Saves a checkpoint, if one is due."""
-        if self._saver is None or not self._saver.due(position):
-            return
-        self._look_back(now=True)
-        self._saver.save(position, self._saved.share(), self._progress.last_validation().get("val_loss"))

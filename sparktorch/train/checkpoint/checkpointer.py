@@ -7,44 +7,21 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from sparktorch.base.config import CheckpointConfig
 from sparktorch.base.world import World
+from sparktorch.distributed.client import Client
 from sparktorch.errors import PersistenceError, SparkTorchError
 from sparktorch.train.checkpoint.directory import cannot_write
 from sparktorch.train.checkpoint.lease import Lease
 from sparktorch.train.checkpoint.store import CheckpointStore, Manifest, Share
 
-__all__ = ["Board", "Checkpointer", "Position"]
+__all__ = ["Checkpointer", "Position"]
 
 _LEAVING_SECONDS = 5.0  # for a claim that is being renewed
 _LOOK_SECONDS = 1.0
 _PATIENCE = 10.0  # seconds without a heartbeat of a rank whose share is missing
-
-
-class Board(Protocol):
-    """Where ranks lay down what one of them collects; see `sparktorch.distributed.client.Client`."""
-
-    def post(self, topic: str, value: dict[str, Any]) -> None:
-        """Lays down a JSON object."""
-        ...
-
-    def collect(self, topic: str, *, patience: float | None = None) -> list[dict[str, Any]]:
-        """Waits for those of all ranks, but not for one that has not been heard of for `patience` seconds."""
-        ...
-
-    def agree(self, topic: str, value: dict[str, Any]) -> list[dict[str, Any]]:
-        """Posts and collects, in every rank."""
-        ...
-
-    def warn(self, text: str) -> None:
-        """Has the driver warn of something that does not end the fit."""
-        ...
-
-    def moved(self) -> None:
-        """Notes that the rank is not standing still."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -79,7 +56,7 @@ class Checkpointer:
         config: CheckpointConfig,
         job: dict[str, Any],
         world: World,
-        board: Board,
+        client: Client,
         *,
         claim_seconds: float = 10.0,
         seen_seconds: float = 5.0,
@@ -92,7 +69,7 @@ class Checkpointer:
             config: Where and how often.
             job: What identifies the training.
             world: This rank's place.
-            board: Where ranks say what they have written.
+            client: By which ranks say what they have written.
             claim_seconds: Between two renewals of the claim on the directory.
             seen_seconds: After which a network file system shows what another host has written.
 
@@ -101,7 +78,7 @@ class Checkpointer:
                 cannot be written, or is another one on this rank's host than on that of rank 0.
             ClusterError: The directory cannot be reached.
         """
-        self._config, self._job, self._world, self._board = config, job, world, board
+        self._config, self._job, self._world, self._client = config, job, world, client
         self._claim_seconds, self._seen_seconds = claim_seconds, seen_seconds
         self._kept: dict[int, float | None] = {}  # in rank 0: the checkpoints that are whole, with their losses
         self.seconds = dict.fromkeys(("checkpoint_copy", "checkpoint_wait", "checkpoint_write"), 0.0)
@@ -129,8 +106,8 @@ class Checkpointer:
     def _find_start(self) -> tuple[CheckpointStore, Manifest | None]:
         """Returns the store, and the checkpoint to go on from, the same in every rank; `None` for the beginning."""
         found = self._clear_up() if self._world.is_main else {}
-        found = self._board.agree("start", found)[0]
-        store = CheckpointStore(self._config.directory, found["attempt"], self._board.moved)
+        found = self._client.agree("start", found)[0]
+        store = CheckpointStore(self._config.directory, found["attempt"], self._client.moved)
         self._check_shared(store, found["host"])
         if "step" not in found:
             return store, None
@@ -139,7 +116,7 @@ class Checkpointer:
     def _clear_up(self) -> dict[str, Any]:
         """Takes the directory, removes what nobody will go on from, and returns what all ranks must know."""
         attempt = secrets.token_hex(4)
-        store = CheckpointStore(self._config.directory, attempt, self._board.moved)
+        store = CheckpointStore(self._config.directory, attempt, self._client.moved)
         try:
             self._claim = store.claim(self._config.owner, self._config.restart)
         except SparkTorchError:
@@ -154,7 +131,7 @@ class Checkpointer:
             store.clear()
         manifest, problems = store.usable()
         for problem in problems:
-            self._board.warn(f"a checkpoint is left out: {problem}")
+            self._client.warn(f"a checkpoint is left out: {problem}")
         found = {"attempt": attempt, "host": self._world.host}
         if manifest is None:
             store.keep(set())
@@ -219,7 +196,7 @@ class Checkpointer:
             self.store.finish(position.step, self._config.owner)
             self.store.release(self._config.owner)
         except Exception as error:
-            self._board.warn(f"the end of the training could not be noted in {self._config.directory}: {error}")
+            self._client.warn(f"the end of the training could not be noted in {self._config.directory}: {error}")
 
     def _wait(self) -> None:
         """Waits for what is being written; this rank moves with it, and does not stand still where others have to."""
@@ -227,7 +204,7 @@ class Checkpointer:
         while self._thread is not None and self._thread.is_alive():
             self._thread.join(_LOOK_SECONDS)
             if self._collecting:
-                self._board.moved()
+                self._client.moved()
         self.seconds["checkpoint_wait"] += time.perf_counter() - started
 
     def _write(self, position: Position, share: Share, loss: float | None) -> None:
@@ -240,10 +217,10 @@ class Checkpointer:
             self._failed(step, error)
         self.seconds["checkpoint_write"] += time.perf_counter() - started
         try:
-            self._board.post(topic, written)
+            self._client.post(topic, written)
             found = self._collect(topic) if self._world.is_main else []
         except Exception as error:  # a rank is lost, or the driver: the loop meets that, too
-            self._board.warn(f"no checkpoint at step {step}: {type(error).__name__}: {error}")
+            self._client.warn(f"no checkpoint at step {step}: {type(error).__name__}: {error}")
             return
         if self._world.is_main:
             self._complete(position, found, loss)
@@ -251,7 +228,7 @@ class Checkpointer:
     def _collect(self, topic: str) -> list[dict[str, Any]]:
         self._collecting = True
         try:
-            return self._board.collect(topic, patience=_PATIENCE)
+            return self._client.collect(topic, patience=_PATIENCE)
         finally:
             self._collecting = False
 
@@ -260,7 +237,7 @@ class Checkpointer:
         if not self._failing:
             self._failing = True
             reason, hint = cannot_write(self._config.directory, error)
-            self._board.warn(
+            self._client.warn(
                 f"no checkpoint at step {step}: {reason}; the training goes on, and every checkpoint is tried again "
                 f"without a further warning until one is written\n  -> {hint}"
             )
@@ -274,7 +251,7 @@ class Checkpointer:
         try:
             self._forget_old(position.step)
         except Exception as error:
-            self._board.warn(f"old checkpoints in {self._config.directory} could not be removed: {error}")
+            self._client.warn(f"old checkpoints in {self._config.directory} could not be removed: {error}")
 
     def _seal(self, position: Position, written: list[dict[str, Any]], loss: float | None) -> bool:
         """Writes the manifest of a checkpoint; returns whether it could be written."""
@@ -337,7 +314,7 @@ class Checkpointer:
         except PersistenceError as error:
             self._lost = error
         except Exception as error:  # it may pass
-            self._board.warn(f"the claim on {self._config.directory} could not be renewed: {error}")
+            self._client.warn(f"the claim on {self._config.directory} could not be renewed: {error}")
 
 
 def _check_same(saved: dict[str, Any], job: dict[str, Any], directory: str) -> None:
