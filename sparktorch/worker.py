@@ -56,7 +56,7 @@ class TrainJob:
         max_imbalance: The largest share by which a rank's rows may exceed the mean before the
             ranks give up for a better split; `None` accepts any split.
         checkpoint: Where and how often its state is saved; `None` for nowhere.
-        spare: Any one row of the training set, for a rank without rows to stand in with.
+        placeholder: Any one row of the training set, for a rank without rows to stand in with.
         storage: Where a rank keeps its rows.
         by_key: Whether the order of training is that of the rows' keys, or of their places.
         collective_seconds: How long a rank waits for the others in a collective.
@@ -67,7 +67,7 @@ class TrainJob:
     config: TrainConfig
     max_imbalance: float | None = 0.1
     checkpoint: CheckpointConfig | None = None
-    spare: pa.RecordBatch | None = None
+    placeholder: pa.RecordBatch | None = None
     storage: StorageConfig = field(default_factory=StorageConfig)
     by_key: bool = True
     collective_seconds: float = 1800.0
@@ -224,15 +224,15 @@ def _read(batches: Iterable[pa.RecordBatch], world: World, job: TrainJob, client
     return read_shard(
         client.moving(batches),
         job.columns,
-        spare=job.spare,
-        spooler=_spooler(job.storage, world),
+        placeholder=job.placeholder,
+        storage=_row_storage(job.storage, world),
         budget=job.storage.budget * 10**6,
         by_key=job.by_key,
         by_length=job.config.micro_batch_size is not None or job.config.accumulation_steps > 1,
     )
 
 
-def _spooler(storage: StorageConfig, world: World) -> RowStorage:
+def _row_storage(storage: StorageConfig, world: World) -> RowStorage:
     """Returns the place for a rank's rows; those on disk are with what Spark keeps there."""
     if storage.kind == "memory":
         return InMemory()

@@ -82,14 +82,14 @@ class RankDataset(ABC):
     """The rows of one rank, as the training loop reads them."""
 
     @abstractmethod
-    def epoch(self, epoch: int, *, least: int = 1, first: int = 0) -> Generator[Batch]:
+    def epoch(self, epoch: int, *, min_rows: int = 1, first: int = 0) -> Generator[Batch]:
         """Yields this rank's part of every global batch of an epoch, in the order of the steps.
 
         Closing the generator ends the thread that reads ahead.
 
         Args:
             epoch: Number of the epoch, from 0.
-            least: Fewest rows of the inputs of a part: smaller ones are filled up.
+            min_rows: Fewest rows of the inputs of a part: smaller ones are filled up.
             first: The step to begin with.
         """
 
@@ -111,23 +111,23 @@ class RankDataset(ABC):
         """Returns this rank's number of rows in each step of an epoch, int64 of shape `(steps,)`."""
 
 
-def micro_batches(batch: Batch, parts: int, *, least: int) -> list[Batch]:
+def micro_batches(batch: Batch, parts: int, *, min_rows: int) -> list[Batch]:
     """Splits a rank's part of a step.
 
     Args:
         batch: The rank's part of the step.
         parts: Number of micro-batches. Those for which there are too few rows come last, with weight zero.
-        least: Fewest rows of a micro-batch.
+        min_rows: Fewest rows of a micro-batch.
     """
     if parts == 1:
         return [batch]
-    filled = min(parts, batch.rows // least)
+    filled = min(parts, batch.rows // min_rows)
     edges = [batch.rows * i // filled for i in range(filled + 1)] if filled else [0]
     found = [batch.slice(start, end) for start, end in pairwise(edges)] or [batch]
     if len(found) == parts:
         return found
-    nothing = torch.zeros(least, device=batch.inputs[0].device)
-    empty = replace(batch.complete().slice(0, least), weight=nothing, loss_weight=nothing, rows=0)
+    nothing = torch.zeros(min_rows, device=batch.inputs[0].device)
+    empty = replace(batch.complete().slice(0, min_rows), weight=nothing, loss_weight=nothing, rows=0)
     return [*found, *[empty] * (parts - len(found))]
 
 

@@ -52,14 +52,14 @@ class Preprocess:
         return Preprocess(self.function, self.names, tuple(arguments))
 
     def __call__(
-        self, columns: Sequence[tuple[Any, ...]], rows: int, moment: StepContext = EVALUATION
+        self, columns: Sequence[tuple[Any, ...]], rows: int, context: StepContext = EVALUATION
     ) -> dict[str, torch.Tensor]:
         """Returns the tensors by the names that the callable gives them, in the order of `arguments`.
 
         Args:
             columns: What each column is, a tuple of one, or of two where it is padded.
             rows: Number of rows.
-            moment: When.
+            context: When.
 
         Raises:
             ModuleError: The callable did not return tensors of so many rows, or not those of the first row.
@@ -67,8 +67,8 @@ class Preprocess:
         named = {
             name: column if len(column) > 1 else column[0] for name, column in zip(self.names, columns, strict=True)
         }
-        generator = torch.Generator().manual_seed(moment.seed)
-        found = self.function(named, epoch=moment.epoch, generator=generator)
+        generator = torch.Generator().manual_seed(context.seed)
+        found = self.function(named, epoch=context.epoch, generator=generator)
         if not isinstance(found, Mapping) or not found:
             raise self._refused(f"returned {type(found).__name__}")
         for name, tensor in found.items():

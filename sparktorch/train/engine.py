@@ -36,7 +36,7 @@ class Engine:
         scaler: Of the loss, in fp16.
         training_step: The user's own, `None` where the loss counts.
         watch: Over losses that are not finite, `None` where their steps are skipped.
-        least: The fewest rows of a batch that the module takes in training.
+        min_rows: The fewest rows of a batch that the module takes in training.
         means: Of the training step's metrics, over the steps since they were last cleared.
         padding: Places of the padded inputs of this rank's last step, and elements in them.
         gradient_norm: Of this rank's last step before clipping, a scalar tensor; `None` where it was not looked at.
@@ -57,17 +57,17 @@ class Engine:
         plain = recipe.build_module(config.seed)
         # A rank joins every all-reduce, with a row of weight zero where it has none; batch
         # normalisation in training refuses a single row, unless it looks at those of all ranks.
-        self.least = 2 if has_batch_norm(plain) else 1
+        self.min_rows = 2 if has_batch_norm(plain) else 1
         self._presence: Presence | None = None
         if config.sync_batch_norm and world.world_size > 1:
-            self._presence, self.least = Presence(), 1
+            self._presence, self.min_rows = Presence(), 1
             synchronise(plain, self._presence, compiled=config.compile)
         if config.channels_last:
             channels_last(plain)
         if config.compile:
             plain.compile()
         self.module = self.strategy.prepare(plain)
-        self.plain = self.strategy.plain(self.module)
+        self.unwrapped = self.strategy.unwrap(self.module)
         self.optimizer = self.strategy.optimizer(recipe, plain)
         self.schedule = Schedule(recipe, config, self.optimizer, steps)
         self.training_step = recipe.build_training_step()
@@ -99,7 +99,7 @@ class Engine:
             self._presence.rows = batch.rows > 0
         skips = config.non_finite == "skip"
         buffers = [buffer.clone() for buffer in self.module.buffers()] if skips else []
-        *first, last = split = micro_batches(batch, parts, least=self.least)
+        *first, last = split = micro_batches(batch, parts, min_rows=self.min_rows)
         self.padding = padding(split)
         found = []
         for part in first:  # gradients add up in the rank; the last part's backward sends the sum
@@ -129,7 +129,7 @@ class Engine:
         self.strategy.after_step(self.module)
         return loss_sum
 
-    def settle(self, batch: Batch) -> None:
+    def warm_up(self, batch: Batch) -> None:
         """Goes through the steps after which a strategy sums gradients in its final order, without a trace.
 
         A training that goes on from a checkpoint would otherwise sum its first steps in another order
@@ -138,7 +138,7 @@ class Engine:
         with untouched_generators(torch.device(self._world.device)):
             buffers = [buffer.clone() for buffer in self.module.buffers()]
             state = self.strategy.own_state()
-            for _ in range(self.strategy.settles_after):
+            for _ in range(self.strategy.warm_up_passes):
                 loss, _ = self.losses_of(self.module, batch)
                 (loss * 0).backward()  # type: ignore[no-untyped-call]
                 self.optimizer.zero_grad()
@@ -152,7 +152,7 @@ class Engine:
             with self._autocast:
                 return self.training_step(module, batch)
         output = self.forward(module, batch)
-        if 0 < batch.rows < self.least:  # filled up for the module's sake alone
+        if 0 < batch.rows < self.min_rows:  # filled up for the module's sake alone
             output = first_rows(output, batch.rows)
         assert self._loss is not None
         return self._loss(*align(self._config.task, output, batch.label), batch.loss_weight), {}

@@ -168,7 +168,7 @@ class _Run:
         self._average: MovingAverage | None = None
         if config.ema_decay is not None:
             self._average = MovingAverage(engine.module.parameters(), config.ema_decay)
-        self.context = FitContext(engine.plain, engine.optimizer, world)
+        self.context = FitContext(engine.unwrapped, engine.optimizer, world)
         self.callbacks = Callbacks(recipe.callbacks, self.context)
         self.validation: Validation | None = None
         if validation_rows:
@@ -185,8 +185,8 @@ class _Run:
         """Prepares checkpoints, and loads the one to go on from; returns the epoch to begin with."""
         if self._checkpointer is None:
             return 0
-        with closing(self._dataset.epoch(0, least=self.engine.least)) as batches:
-            self.engine.settle(next(batches))
+        with closing(self._dataset.epoch(0, min_rows=self.engine.min_rows)) as batches:
+            self.engine.warm_up(next(batches))
         self._state.check()  # now, and not hours later
         manifest = self._checkpointer.start
         if manifest is None:
@@ -219,7 +219,7 @@ class _Run:
         scales = [divisor / weight if weight > 0 else 0.0 for weight in weights.tolist()]
         waited, entered = counters.waited, time.perf_counter() - counters.validating
         self._next_progress = 0.0
-        with closing(self._dataset.epoch(epoch, least=engine.least, first=counters.taken)) as batches:
+        with closing(self._dataset.epoch(epoch, min_rows=engine.min_rows, first=counters.taken)) as batches:
             engine.module.train()
             yield _Epoch(epoch, weights, scales, self._parts(epoch), started), self._steps_left(batches, len(scales))
         self._waited += counters.waited - waited
@@ -374,12 +374,12 @@ class _Run:
 
     def _parts(self, epoch: int) -> list[int]:
         """Returns the number of micro-batches of each step."""
-        size, count, least = self._config.micro_batch_size, self._config.accumulation_steps, self.engine.least
+        size, count, min_rows = self._config.micro_batch_size, self._config.accumulation_steps, self.engine.min_rows
         if size is None and count == 1:
             return [1] * self._steps
         rows = self._dataset.step_rows(epoch)
         parts = torch.full_like(rows, count) if size is None else -(-rows // size)
-        parts = parts.minimum(rows // least).clamp(min=1)
+        parts = parts.minimum(rows // min_rows).clamp(min=1)
         if self.engine.strategy.collective_forward:
             parts = max_over_ranks(parts, self._world)
         return parts.tolist()

@@ -65,9 +65,9 @@ class TrainingState:
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Returns all tensors of the training but the best weights, by name; they share memory with it."""
         engine = self._engine
-        tensors = named_tensors(engine.plain, engine.optimizer)
+        tensors = named_tensors(engine.unwrapped, engine.optimizer)
         if self._average is not None:
-            averages = self._average.named_tensors(parameter_names(engine.plain))
+            averages = self._average.named_tensors(parameter_names(engine.unwrapped))
             tensors |= {f"average.{name}": value for name, value in averages.items()}
         return tensors
 
@@ -75,7 +75,7 @@ class TrainingState:
         """Returns a copy of this rank's share of all that the training needs to go on."""
         engine, own = self._engine, f"{_OWN}{self._world.rank}."
         best = {f"{_BEST}{name}": value for name, value in (self._progress.best.state or {}).items()}
-        buffers = own_buffers(engine.plain, main=self._world.is_main)
+        buffers = own_buffers(engine.unwrapped, main=self._world.is_main)
         state = {f"{own}{_BUFFER}{name}": value for name, value in buffers.items()}
         state |= {f"{own}{_STRATEGY}{name}": value for name, value in engine.strategy.own_state().items()}
 
@@ -89,7 +89,7 @@ class TrainingState:
         engine = self._engine
         return {
             "strategy": self._config.strategy,
-            "optimizer": optimizer_values(engine.plain, engine.optimizer),
+            "optimizer": optimizer_values(engine.unwrapped, engine.optimizer),
             "schedule": engine.schedule.state_dict(),
             "scaler": engine.scaler.state_dict(),
             "callbacks": self._callbacks.state_dict(),
@@ -110,7 +110,7 @@ class TrainingState:
         values = {
             name: found for _, rest in sorted(rests.items(), reverse=True) for name, found in rest["optimizer"].items()
         }
-        load_optimizer_values(engine.plain, engine.optimizer, values)
+        load_optimizer_values(engine.unwrapped, engine.optimizer, values)
         engine.schedule.load_state_dict(main["schedule"])
         engine.scaler.load_state_dict(main["scaler"])
         mine = [rests[old] for old in range(rank, manifest.world_size, size)]
@@ -142,10 +142,10 @@ class TrainingState:
             known = load_tensors(directory, wanted)
             best = read_tensors(directory, 0, _BEST) if main else {}
             state = read_tensors(directory, int(own[len(_OWN) : -1]), own)
-        forget_optimizer_state(engine.plain, engine.optimizer, known)
-        load_buffers(engine.plain, _under(_BUFFER, state))
+        forget_optimizer_state(engine.unwrapped, engine.optimizer, known)
+        load_buffers(engine.unwrapped, _under(_BUFFER, state))
         engine.strategy.load_own_state(_under(_STRATEGY, state))
-        shapes = {name: value.shape for name, value in engine.plain.state_dict().items()}
+        shapes = {name: value.shape for name, value in engine.unwrapped.state_dict().items()}
         return {name: value.view(shapes[name]) for name, value in best.items()}
 
     def _read_rests(self, store: CheckpointStore, manifest: Manifest) -> dict[int, dict[str, Any]]:

@@ -65,7 +65,7 @@ class Validation:
         # Whether the output of a training step's own call can serve. Where ranks go through the module together, all of
         # them must call it once more, or none.
         self._listens = not (
-            config.compile or engine.strategy.collective_forward or isinstance(engine.plain, torch.jit.ScriptModule)
+            config.compile or engine.strategy.collective_forward or isinstance(engine.unwrapped, torch.jit.ScriptModule)
         )
         self._metrics = Metrics(recipe.metrics, config.task, world.device)
         # Where each forward pass waits for those of the other ranks, all take equally many.

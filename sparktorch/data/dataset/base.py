@@ -45,7 +45,7 @@ class Schedule:
         """Returns the order of the rank's rows in that epoch."""
         return RankOrder(self.plan, self.first, self.first + self.rows, epoch)
 
-    def moments(self, epoch: int, start: int, stop: int) -> list[StepContext]:
+    def contexts(self, epoch: int, start: int, stop: int) -> list[StepContext]:
         """Returns when the steps from `start` to `stop` are, with the seed of this rank's part of each."""
         if not self.seeded:
             return [StepContext(epoch, 0)] * (stop - start)
@@ -69,13 +69,13 @@ class Shard(RankDataset):
         storage: Where rows are: on "disk", in "memory", or on the "device".
     """
 
-    def __init__(self, stored: StoredRows, arrivals: RowKeys, *, dropped: int) -> None:
+    def __init__(self, stored: StoredRows, row_keys: RowKeys, *, dropped: int) -> None:
         """Takes rows, the order in which they arrived, and the number of those that were left out."""
-        self.rows, self.validation_rows = arrivals.count - arrivals.held_out, arrivals.held_out
-        self.fingerprint, self.dropped, self.bytes = arrivals.fingerprint, dropped, stored.bytes
+        self.rows, self.validation_rows = row_keys.count - row_keys.held_out, row_keys.held_out
+        self.fingerprint, self.dropped, self.bytes = row_keys.fingerprint, dropped, stored.bytes
         self.storage = "disk" if stored.on_disk else "memory"
         self._stored = stored
-        self._order, self._validation_order = arrivals.orders()
+        self._order, self._validation_order = row_keys.orders()
 
     @property
     def on_disk(self) -> bool:

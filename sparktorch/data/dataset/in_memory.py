@@ -40,9 +40,9 @@ class _Order:
 class InMemoryShard(Shard):
     """The rows of a rank, all of them in memory."""
 
-    def __init__(self, stored: StoredRows, arrivals: RowKeys, *, dropped: int, budget: int) -> None:
+    def __init__(self, stored: StoredRows, row_keys: RowKeys, *, dropped: int, budget: int) -> None:
         """Takes the rows; batches that are decoded ahead may take half of `budget` bytes, but one at least."""
-        super().__init__(stored, arrivals, dropped=dropped)
+        super().__init__(stored, row_keys, dropped=dropped)
         self._rows, self._budget = stored.finish(), budget
         self._validation_index = _index(self._validation_order)
         self._orders = ByEpoch(self._make_order)
@@ -87,17 +87,17 @@ class InMemoryShard(Shard):
         """Returns how many rows this rank has in each step of the epoch, int64 of shape `(steps,)`."""
         return torch.from_numpy(np.diff(self._orders[epoch].ends, prepend=0))
 
-    def epoch(self, epoch: int, *, least: int = 1, first: int = 0) -> Generator[Batch]:
+    def epoch(self, epoch: int, *, min_rows: int = 1, first: int = 0) -> Generator[Batch]:
         """Yields this rank's part of every global batch of the epoch from step `first` on."""
         order = self._orders[epoch]
         self._orders.forget(epoch)
         if self._schedule.worth_ahead(epoch + 1):
             self._orders.begin(epoch + 1)
         index, ends = order.index, [0, *order.ends.tolist()]
-        moments = self._schedule.moments(epoch, first, len(ends) - 1)
+        contexts = self._schedule.contexts(epoch, first, len(ends) - 1)
         batches = (
-            self._rows.take(index[start:end], least=least, moment=moment)
-            for start, end, moment in zip(ends[first:], ends[first + 1 :], moments, strict=False)
+            self._rows.take(index[start:end], min_rows=min_rows, context=context)
+            for start, end, context in zip(ends[first:], ends[first + 1 :], contexts, strict=False)
         )
         return self._coming(batches, _AHEAD_BATCHES)
 
@@ -105,7 +105,7 @@ class InMemoryShard(Shard):
         """Yields the validation rows, at most `size` at a time, in at least so many batches."""
         index = self._validation_index
         starts = range(0, max(len(index), batches * size), size)
-        taken = (self._rows.take(index[s : s + size], least=1 if batches else 0) for s in starts)
+        taken = (self._rows.take(index[s : s + size], min_rows=1 if batches else 0) for s in starts)
         return self._coming(taken, 1)
 
     def close(self) -> None:

@@ -27,13 +27,13 @@ _AHEAD_BATCHES = 4  # that are decoded
 class OutOfCoreShard(Shard):
     """The rows of a rank, all of them on disk."""
 
-    def __init__(self, stored: StoredRows, arrivals: RowKeys, *, dropped: int, budget: int) -> None:
+    def __init__(self, stored: StoredRows, row_keys: RowKeys, *, dropped: int, budget: int) -> None:
         """Takes what is on disk, and the bytes that rows may take in memory.
 
         One window of rows waits and another one is read: each may have half of `budget`, but has one step at least.
         What is decoded ahead may have as much as a window.
         """
-        super().__init__(stored, arrivals, dropped=dropped)
+        super().__init__(stored, row_keys, dropped=dropped)
         self._budget = budget
         self._device = torch.device("cpu")
         self._class_weights: Sequence[float] | None = None
@@ -71,14 +71,14 @@ class OutOfCoreShard(Shard):
         """Returns how many rows this rank has in each step of the epoch, int64 of shape `(steps,)`."""
         return torch.from_numpy(self._orders[epoch].step_rows())
 
-    def epoch(self, epoch: int, *, least: int = 1, first: int = 0) -> Generator[Batch]:
+    def epoch(self, epoch: int, *, min_rows: int = 1, first: int = 0) -> Generator[Batch]:
         """Yields this rank's part of every global batch of the epoch from step `first` on."""
         order = self._orders[epoch]
         for known in (self._orders, self._weights):
             known.forget(epoch)
         if self._schedule.worth_ahead(epoch + 1):
             self._weights.begin(epoch + 1)
-        return self._ahead(self._batches(order, least, first), self._window)
+        return self._ahead(self._batches(order, min_rows, first), self._window)
 
     def validation(self, size: int, *, batches: int = 0) -> Generator[Batch]:
         """Yields the validation rows, at most `size` at a time, in at least so many batches."""
@@ -98,7 +98,7 @@ class OutOfCoreShard(Shard):
             coming = ahead(batches, depth)
         return moved(coming, self._device)
 
-    def _batches(self, order: RankOrder, least: int, first: int) -> Generator[Batch]:
+    def _batches(self, order: RankOrder, min_rows: int, first: int) -> Generator[Batch]:
         """Reads window by window; of a block that is too large, a part of its steps at a time."""
         plan = self._schedule.plan
         for number in range(first // plan.block, order.windows):
@@ -107,23 +107,23 @@ class OutOfCoreShard(Shard):
             for start in range(max(first, begin), end, self._window):
                 stop = min(start + self._window, end)
                 now = (step >= start) & (step < stop)
-                moments = self._schedule.moments(order.epoch, start, stop)
-                yield from self._steps(position[now], step[now] - start, moments, least)
+                contexts = self._schedule.contexts(order.epoch, start, stop)
+                yield from self._steps(position[now], step[now] - start, contexts, min_rows)
 
-    def _steps(self, position: Int64, step: Int64, moments: list[StepContext], least: int) -> Generator[Batch]:
+    def _steps(self, position: Int64, step: Int64, contexts: list[StepContext], min_rows: int) -> Generator[Batch]:
         """Reads the rows of some steps, and yields those of each."""
         rows = self._load(self._order, position - self._schedule.first)
         index = torch.from_numpy(np.argsort(step, kind="stable"))
-        ends = np.cumsum(np.bincount(step, minlength=len(moments))).tolist()
-        for start, end, moment in zip([0, *ends[:-1]], ends, moments, strict=True):
-            yield rows.take(index[start:end], least=least, moment=moment)
+        ends = np.cumsum(np.bincount(step, minlength=len(contexts))).tolist()
+        for start, end, context in zip([0, *ends[:-1]], ends, contexts, strict=True):
+            yield rows.take(index[start:end], min_rows=min_rows, context=context)
 
     def _validation_batches(self, size: int, batches: int) -> Generator[Batch]:
         count = len(self._validation_order)
         for start in range(0, max(count, batches * size), size):
             taken = np.arange(min(start, count), min(start + size, count), dtype=np.int64)
             rows = self._load(self._validation_order, taken)
-            yield rows.take(torch.arange(len(taken)), least=1 if batches else 0)
+            yield rows.take(torch.arange(len(taken)), min_rows=1 if batches else 0)
 
     def _load(self, order: RowNumbers, places: Int64) -> Rows:
         """Reads rows, and behind them the last of all, to fill up with, as from memory."""

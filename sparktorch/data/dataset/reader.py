@@ -29,8 +29,8 @@ def read_shard(
     batches: Iterable[pa.RecordBatch],
     columns: Columns,
     *,
-    spare: pa.RecordBatch | None = None,
-    spooler: RowStorage | None = None,
+    placeholder: pa.RecordBatch | None = None,
+    storage: RowStorage | None = None,
     budget: int = 1 << 30,
     by_key: bool = True,
     by_length: bool = False,
@@ -41,8 +41,8 @@ def read_shard(
         batches: Record batches with the wire names of `columns` and an int64 column `k`, which `keyed` says may
             be missing.
         columns: Which columns become which tensors.
-        spare: The placeholder row of a rank without rows; zeros by default.
-        spooler: Where the rows are kept; by default in memory.
+        placeholder: The placeholder row of a rank without rows; zeros by default.
+        storage: Where the rows are kept; by default in memory.
         budget: Bytes that rows from disk may take in memory.
         by_key: Whether the positions of the rows are those of their keys. Otherwise they are the
             rows' places. On disk, rows that arrive in the order of their positions, validation
@@ -53,24 +53,24 @@ def read_shard(
         ColumnError: A row cannot be trained on; says column, count and first row.
         ClusterError: There is no room on disk.
     """
-    spooler = spooler or InMemory()
-    fields = {spec.name: _field(spec, columns, spooler) for spec in columns.tensors}
+    storage = storage or InMemory()
+    fields = {spec.name: _field(spec, columns, storage) for spec in columns.tensors}
     try:
-        arrivals = RowKeys(spooler, by_key=by_key)
-        dropped = _read(batches, columns, fields, arrivals, spooler, budget)
+        row_keys = RowKeys(storage, by_key=by_key)
+        dropped = _read(batches, columns, fields, row_keys, storage, budget)
         size = sum(field.nbytes for field in fields.values())
-        if not arrivals.count:
+        if not row_keys.count:
             for name, field in fields.items():
-                if spare is None:
+                if placeholder is None:
                     field.stand_in()
                 else:
-                    field.append(spare.column(name))
-        count = max(1, arrivals.count)
-        stored = StoredRows(fields, columns, spooler, count=count, size=size, by_length=by_length)
-        kind = OutOfCoreShard if spooler.on_disk else InMemoryShard
-        return kind(stored, arrivals, dropped=dropped, budget=budget)
+                    field.append(placeholder.column(name))
+        count = max(1, row_keys.count)
+        stored = StoredRows(fields, columns, storage, count=count, size=size, by_length=by_length)
+        kind = OutOfCoreShard if storage.on_disk else InMemoryShard
+        return kind(stored, row_keys, dropped=dropped, budget=budget)
     except BaseException:
-        spooler.close()
+        storage.close()
         raise
 
 
@@ -78,8 +78,8 @@ def _read(
     batches: Iterable[pa.RecordBatch],
     columns: Columns,
     fields: dict[str, Field],
-    arrivals: RowKeys,
-    spooler: RowStorage,
+    row_keys: RowKeys,
+    storage: RowStorage,
     budget: int,
 ) -> int:
     """Reads all batches into the fields; returns the number of rows that were dropped."""
@@ -96,14 +96,14 @@ def _read(
         except ColumnError as error:
             raise screen.placed(error, first_row=row) from None
         grown = sum(field.nbytes for field in fields.values()) - before
-        if spooler.on_disk and grown > budget * rows.num_rows:
+        if storage.on_disk and grown > budget * rows.num_rows:
             raise _too_large(grown / rows.num_rows, budget, row)
         if columns.validation:
             # Null ones are an error in the end.
             held_out = rows.column(VALIDATION).fill_null(False).to_numpy(zero_copy_only=False)
         else:
             held_out = np.zeros(rows.num_rows, np.bool_)
-        arrivals.append(rows.column(KEY).to_numpy() if digests is None else digests.finish(), held_out)
+        row_keys.append(rows.column(KEY).to_numpy() if digests is None else digests.finish(), held_out)
         row += batch.num_rows
     screen.close()
     return screen.dropped
@@ -128,7 +128,7 @@ def balanced(sums: Sequence[float]) -> list[float]:
     return [sum(sums) / (present * count) if count else 1.0 for count in sums]
 
 
-def _field(spec: TensorSpec, columns: Columns, spooler: RowStorage) -> Field:
+def _field(spec: TensorSpec, columns: Columns, storage: RowStorage) -> Field:
     """Returns an empty field for a column, which checks its rows for what they are to be."""
 
     def label(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -139,8 +139,8 @@ def _field(spec: TensorSpec, columns: Columns, spooler: RowStorage) -> Field:
         return values
 
     if spec is columns.label:
-        return Dense(spec, spooler, label, dtype=None if columns.classes is None else np.int64)
-    return Dense(spec, spooler, weight) if spec is columns.weight else field_of(spec, spooler)
+        return Dense(spec, storage, label, dtype=None if columns.classes is None else np.int64)
+    return Dense(spec, storage, weight) if spec is columns.weight else field_of(spec, storage)
 
 
 def _too_large(size: float, budget: int, row: int) -> ConfigError:

@@ -68,38 +68,38 @@ class Rows:
         )
         self._here = label, weight, weight if self._loss_weight is self._weight else loss_weight
 
-    def take(self, index: torch.Tensor, *, least: int = 0, moment: StepContext = EVALUATION) -> Batch:
+    def take(self, index: torch.Tensor, *, min_rows: int = 0, context: StepContext = EVALUATION) -> Batch:
         """Returns the rows with those numbers.
 
         Args:
             index: Row numbers of shape `(rows,)`, on the CPU.
-            least: Fill the inputs up to this many rows.
-            moment: When that is.
+            min_rows: Fill the inputs up to this many rows.
+            context: When that is.
         """
         rows = len(index)
         if self._sorted_by is not None:  # so that micro-batches hold rows of about the same length
             index = index[self._sorted_by.lengths(index).argsort(stable=True)]
-        if rows < least:
-            index = torch.cat([index, index.new_full((least - rows,), self.count - 1)])
+        if rows < min_rows:
+            index = torch.cat([index, index.new_full((min_rows - rows,), self.count - 1)])
         here = upload(index, self.device)
-        shown = here[:rows] if 0 < rows < least else here
+        shown = here[:rows] if 0 < rows < min_rows else here
         label, weight, loss_weight = self._here
-        if not rows and least:  # what fills up is shown, at no weight
-            weight = loss_weight = torch.zeros(least, device=self.device)
+        if not rows and min_rows:  # what fills up is shown, at no weight
+            weight = loss_weight = torch.zeros(min_rows, device=self.device)
         else:
             same, weight = loss_weight is weight, None if weight is None else weight.index_select(0, shown)
             loss_weight = weight if same or loss_weight is None else loss_weight.index_select(0, shown)
-        inputs, lengths = self._arguments(index, here, moment)
+        inputs, lengths = self._arguments(index, here, context)
         label = None if label is None else label.index_select(0, shown)
         return Batch(inputs, label, weight, rows, loss_weight, lengths)
 
     def _arguments(
-        self, index: torch.Tensor, here: torch.Tensor, moment: StepContext
+        self, index: torch.Tensor, here: torch.Tensor, context: StepContext
     ) -> tuple[tuple[torch.Tensor, ...], dict[int, torch.Tensor]]:
         """Returns what the rows with those numbers are to `forward`, and `Batch.lengths`."""
         if self._preprocess is not None:
             taken = [column.take(index, here) for column in self._inputs]
-            return tuple(self._preprocess(taken, len(index), moment).values()), {}
+            return tuple(self._preprocess(taken, len(index), context).values()), {}
         arguments = tuple(argument for column in self._inputs for argument in column.take(index, here))
         return arguments, {place: column.lengths(index) for place, column in self._uneven.items()}
 
@@ -138,7 +138,7 @@ class StoredRows:
         self,
         fields: Mapping[str, Field],
         columns: Columns,
-        spooler: RowStorage,
+        storage: RowStorage,
         *,
         count: int,
         size: int,
@@ -149,15 +149,15 @@ class StoredRows:
         Args:
             fields: By wire name.
             columns: Which columns became which tensors.
-            spooler: Where the fields keep their rows.
+            storage: Where the fields keep their rows.
             count: Number of rows, the placeholder included.
             size: Bytes of the rows, without the placeholder.
             by_length: Whether rows that are taken at a time come in the order of their lengths.
         """
         self.columns, self.count, self.bytes = columns, count, size
         self.decodes = columns.preprocess is not None or any(fields[spec.name].decodes for spec in columns.inputs)
-        self.on_disk = spooler.on_disk
-        self._fields, self._spooler, self._by_length = fields, spooler, by_length
+        self.on_disk = storage.on_disk
+        self._fields, self._storage, self._by_length = fields, storage, by_length
 
     def load(self, runs: Runs, *, inputs: bool = True) -> Rows:
         """Returns a copy in memory of the rows with those numbers; without inputs, only their label and weight."""
@@ -174,7 +174,7 @@ class StoredRows:
 
     def close(self) -> None:
         """Frees what is on disk."""
-        self._spooler.close()
+        self._storage.close()
 
 
 def _tensor(fields: Mapping[str, Field], spec: TensorSpec | None) -> torch.Tensor | None:

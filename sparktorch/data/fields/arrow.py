@@ -37,9 +37,9 @@ class ArrowColumn(Field):
 
     decodes = True
 
-    def __init__(self, spec: TensorSpec, spooler: RowStorage) -> None:
+    def __init__(self, spec: TensorSpec, storage: RowStorage) -> None:
         """Begins without rows; their type is that of the first batch."""
-        self._spec, self._spooler = spec, spooler
+        self._spec, self._storage = spec, storage
         self._node: _Node | None = None
         self._rows: pa.Array = None
 
@@ -58,13 +58,13 @@ class ArrowColumn(Field):
             if pa.types.is_floating(column.type):
                 column = pc.if_else(pc.is_nan(column), pa.scalar(fill, column.type), column)
         if self._node is None:
-            self._node = _node(column.type, self._spec, self._spooler)
+            self._node = _node(column.type, self._spec, self._storage)
         self._node.append(column)
 
     def stand_in(self) -> None:
         """Appends an empty row."""
         if self._node is None:
-            self._node = _node(pa.string(), self._spec, self._spooler)
+            self._node = _node(pa.string(), self._spec, self._storage)
         self._node.append(pa.array([_empty(self._node.type)], self._node.type))
 
     def finish(self) -> None:
@@ -98,9 +98,9 @@ class ArrowColumn(Field):
 class _Node(ABC):
     """Rows of one Arrow type, kept as the buffers of one array, whose offsets have 64 bits."""
 
-    def __init__(self, kind: pa.DataType, spooler: RowStorage) -> None:
+    def __init__(self, kind: pa.DataType, storage: RowStorage) -> None:
         self.type = kind
-        self._valid = spooler.spool(np.bool_)
+        self._valid = storage.spool(np.bool_)
 
     @property
     def nbytes(self) -> int:
@@ -127,12 +127,12 @@ class _Node(ABC):
 class _Fixed(_Node):
     """Numbers, booleans, dates and timestamps."""
 
-    def __init__(self, kind: pa.DataType, spooler: RowStorage) -> None:
-        super().__init__(kind, spooler)
+    def __init__(self, kind: pa.DataType, storage: RowStorage) -> None:
+        super().__init__(kind, storage)
         self._storage = pa.int64() if kind.bit_width == 64 else pa.int32()
         self._viewed = pa.types.is_temporal(kind)
         dtype = (self._storage if self._viewed else kind).to_pandas_dtype()
-        self._values = spooler.spool(dtype)
+        self._values = storage.spool(dtype)
 
     @property
     def nbytes(self) -> int:
@@ -153,24 +153,24 @@ class _Fixed(_Node):
 class _Bytes(_Node):
     """Strings and binary values."""
 
-    def __init__(self, kind: pa.DataType, spooler: RowStorage) -> None:
-        super().__init__(kind, spooler)
-        self._borders, self._content = Offsets(spooler), spooler.spool(np.uint8)
+    def __init__(self, kind: pa.DataType, storage: RowStorage) -> None:
+        super().__init__(kind, storage)
+        self._offsets, self._content = Offsets(storage), storage.spool(np.uint8)
         text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
         self._large = pa.large_string() if text else pa.large_binary()
 
     @property
     def nbytes(self) -> int:
-        return super().nbytes + self._borders.nbytes + self._content.nbytes
+        return super().nbytes + self._offsets.nbytes + self._content.nbytes
 
     def append(self, column: pa.Array) -> None:
         super().append(column)
         offsets, content = byte_rows(column.fill_null(pa.scalar("").cast(column.type)) if column.null_count else column)
-        self._borders.append(np.diff(offsets))
+        self._offsets.append(np.diff(offsets))
         self._content.append(content)
 
     def _array(self, valid: Mask, runs: Runs | None) -> pa.Array:
-        borders, held = _borders(self._borders, runs)
+        borders, held = _borders(self._offsets, runs)
         content = self._content.finish() if held is None else self._content.read(held)
         buffers = [_bitmap(valid), pa.py_buffer(borders), pa.py_buffer(content)]
         return pa.Array.from_buffers(self._large, len(valid), buffers)
@@ -179,22 +179,22 @@ class _Bytes(_Node):
 class _Lists(_Node):
     """Lists, of lists too."""
 
-    def __init__(self, kind: pa.ListType | pa.LargeListType, spec: TensorSpec, spooler: RowStorage) -> None:
-        super().__init__(kind, spooler)
-        self._borders = Offsets(spooler)
-        self._inner = _node(kind.value_type, spec, spooler)
+    def __init__(self, kind: pa.ListType | pa.LargeListType, spec: TensorSpec, storage: RowStorage) -> None:
+        super().__init__(kind, storage)
+        self._offsets = Offsets(storage)
+        self._inner = _node(kind.value_type, spec, storage)
 
     @property
     def nbytes(self) -> int:
-        return super().nbytes + self._borders.nbytes + self._inner.nbytes
+        return super().nbytes + self._offsets.nbytes + self._inner.nbytes
 
     def append(self, column: pa.Array) -> None:
         super().append(column)
-        self._borders.append(column.value_lengths().fill_null(0).to_numpy().astype(np.int64))
+        self._offsets.append(column.value_lengths().fill_null(0).to_numpy().astype(np.int64))
         self._inner.append(column.flatten())
 
     def _array(self, valid: Mask, runs: Runs | None) -> pa.Array:
-        borders, held = _borders(self._borders, runs)
+        borders, held = _borders(self._offsets, runs)
         items = self._inner.finish() if held is None else self._inner.read(held)
         buffers = [_bitmap(valid), pa.py_buffer(borders)]
         return pa.Array.from_buffers(pa.large_list(items.type), len(valid), buffers, children=[items])
@@ -203,9 +203,9 @@ class _Lists(_Node):
 class _Structs(_Node):
     """Structs, whose fields are columns."""
 
-    def __init__(self, kind: pa.StructType, spec: TensorSpec, spooler: RowStorage) -> None:
-        super().__init__(kind, spooler)
-        self._fields = [_node(field.type, spec, spooler) for field in kind]
+    def __init__(self, kind: pa.StructType, spec: TensorSpec, storage: RowStorage) -> None:
+        super().__init__(kind, storage)
+        self._fields = [_node(field.type, spec, storage) for field in kind]
 
     @property
     def nbytes(self) -> int:
@@ -232,20 +232,20 @@ def _bitmap(valid: Mask) -> pa.Buffer | None:
     return None if valid.all() else pa.py_buffer(np.packbits(valid, bitorder="little"))
 
 
-def _node(kind: pa.DataType, spec: TensorSpec, spooler: RowStorage) -> _Node:
+def _node(kind: pa.DataType, spec: TensorSpec, storage: RowStorage) -> _Node:
     """Returns an empty node for a type.
 
     Raises:
         ColumnError: There is none for it.
     """
     if pa.types.is_struct(kind):
-        return _Structs(kind, spec, spooler)
+        return _Structs(kind, spec, storage)
     if _is_list(kind):
-        return _Lists(kind, spec, spooler)
+        return _Lists(kind, spec, storage)
     if pa.types.is_primitive(kind):
-        return _Fixed(kind, spooler)
+        return _Fixed(kind, storage)
     if any(is_kind(kind) for is_kind in _OF_BYTES):
-        return _Bytes(kind, spooler)
+        return _Bytes(kind, storage)
     raise ColumnError(
         f"column {spec.column!r} holds {kind}, which cannot be kept as it is",
         hint="cast it to numbers, text, dates, or lists or structs of them",

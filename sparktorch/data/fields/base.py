@@ -106,7 +106,7 @@ class Dense(Field):
     def __init__(
         self,
         spec: TensorSpec,
-        spooler: RowStorage,
+        storage: RowStorage,
         check: Callable[[Array], Array] | None = None,
         *,
         dtype: npt.DTypeLike | None = None,
@@ -115,13 +115,13 @@ class Dense(Field):
 
         Args:
             spec: The column.
-            spooler: Where the rows are kept.
+            storage: Where the rows are kept.
             check: Refuses rows that cannot be used; returns them as they are to be kept.
             dtype: What they are kept as, if not as `spec.dtype`.
         """
         self._spec, self._check = spec, check
         self._dtype = np.dtype(dtype or spec.dtype)
-        self._spool = spooler.spool(self._dtype, spec.shape)
+        self._spool = storage.spool(self._dtype, spec.shape)
 
     @property
     def nbytes(self) -> int:
@@ -166,11 +166,11 @@ class Dense(Field):
 class Vectors(Field):
     """ML vectors, each row kept as it came, dense or sparse: one tensor, dense or `torch.sparse_csr`."""
 
-    def __init__(self, spec: TensorSpec, spooler: RowStorage) -> None:
+    def __init__(self, spec: TensorSpec, storage: RowStorage) -> None:
         """Begins without rows."""
         self._spec = spec
-        self._values = Elements(spec.dtype, spooler)
-        self._indices = Elements(np.int32, spooler)  # none of a dense row
+        self._values = Elements(spec.dtype, storage)
+        self._indices = Elements(np.int32, storage)  # none of a dense row
         self.uneven = spec.layout == "sparse_csr"
         if self.uneven:
             _hush_sparse_csr()
@@ -259,10 +259,10 @@ class Ragged(Field):
         padded: Whether they are padded.
     """
 
-    def __init__(self, spec: TensorSpec, spooler: RowStorage) -> None:
+    def __init__(self, spec: TensorSpec, storage: RowStorage) -> None:
         """Begins without rows."""
         self._spec = spec
-        self._elements = Elements(spec.dtype, spooler, spec.shape)
+        self._elements = Elements(spec.dtype, storage, spec.shape)
         self.padded = spec.layout == "padded"
         self.arguments, self.uneven = 1 + self.padded, True
 

@@ -45,11 +45,11 @@ class Images(Field):
 
     decodes = True
 
-    def __init__(self, spec: TensorSpec, spooler: RowStorage) -> None:
+    def __init__(self, spec: TensorSpec, storage: RowStorage) -> None:
         """Begins without rows."""
         self._spec = spec
-        self._bytes = Elements(np.uint8, spooler)
-        self._sizes = spooler.spool(np.int32, (3,))
+        self._bytes = Elements(np.uint8, storage)
+        self._sizes = storage.spool(np.int32, (3,))
         self._channels_first, self._shape = _axes(spec)
         # Its threads begin with the first step, and end with this field and what is read of it.
         self._pool = ThreadPoolExecutor(max(1, torch.get_num_threads()), "sparktorch-decode")

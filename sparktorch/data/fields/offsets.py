@@ -23,9 +23,9 @@ Int64 = npt.NDArray[np.int64]
 class Offsets:
     """Where rows that lie one after the other begin and end."""
 
-    def __init__(self, spooler: RowStorage) -> None:
+    def __init__(self, storage: RowStorage) -> None:
         """Begins without rows."""
-        self._spool = spooler.spool(np.int64)
+        self._spool = storage.spool(np.int64)
         self._spool.append(np.zeros(1, np.int64))
         self._end = 0
 
@@ -68,21 +68,21 @@ class Elements:
     starts: torch.Tensor
     lengths: torch.Tensor
 
-    def __init__(self, dtype: npt.DTypeLike, spooler: RowStorage, shape: tuple[int, ...] = ()) -> None:
+    def __init__(self, dtype: npt.DTypeLike, storage: RowStorage, shape: tuple[int, ...] = ()) -> None:
         """Begins without rows.
 
         Args:
             dtype: Of an element.
-            spooler: Where the rows are kept.
+            storage: Where the rows are kept.
             shape: Of an element.
         """
-        self._values = spooler.spool(dtype, shape)
-        self._borders = Offsets(spooler)
+        self._values = storage.spool(dtype, shape)
+        self._offsets = Offsets(storage)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the rows appended so far."""
-        return self._values.nbytes + self._borders.nbytes
+        return self._values.nbytes + self._offsets.nbytes
 
     def append(self, values: npt.NDArray[Any], lengths: npt.NDArray[np.int64]) -> None:
         """Adds rows.
@@ -92,12 +92,12 @@ class Elements:
             lengths: Number of elements of each row.
         """
         self._values.append(values)
-        self._borders.append(lengths)
+        self._offsets.append(lengths)
 
     def finish(self) -> None:
         """Ends appending."""
         self.values = torch.from_numpy(self._values.finish())
-        self._place(self._borders.finish())
+        self._place(self._offsets.finish())
 
     def to(self, device: torch.device) -> None:
         """Moves the elements, once finished."""
@@ -106,7 +106,7 @@ class Elements:
     def read(self, runs: Runs) -> Self:
         """Returns those rows, copied into memory; in place of `finish`, any number of times."""
         found = copy.copy(self)
-        borders, held = self._borders.read(runs)
+        borders, held = self._offsets.read(runs)
         found.values = torch.from_numpy(self._values.read(held))
         found._place(borders)
         return found

@@ -11,12 +11,12 @@ from sparktorch.data.storage import RowStorage
 __all__ = ["field_of"]
 
 
-def field_of(spec: TensorSpec, spooler: RowStorage) -> Field:
+def field_of(spec: TensorSpec, storage: RowStorage) -> Field:
     """Returns an empty field for an input column."""
     if spec.kind == "any":
-        return ArrowColumn(spec, spooler)
+        return ArrowColumn(spec, storage)
     if spec.layout == "image":
-        return Images(spec, spooler)
+        return Images(spec, storage)
     if spec.ragged:
-        return Ragged(spec, spooler)
-    return Vectors(spec, spooler) if spec.kind == "vector" else Dense(spec, spooler)
+        return Ragged(spec, storage)
+    return Vectors(spec, storage) if spec.kind == "vector" else Dense(spec, storage)

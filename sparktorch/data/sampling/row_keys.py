@@ -17,14 +17,14 @@ _TOP_BIT = torch.iinfo(torch.int64).min
 class RowKeys:
     """The keys of the rows as they arrive, and which rows are held out for validation."""
 
-    def __init__(self, spooler: RowStorage, *, by_key: bool) -> None:
+    def __init__(self, storage: RowStorage, *, by_key: bool) -> None:
         """Begins without rows.
 
         Args:
-            spooler: Where the keys are kept.
+            storage: Where the keys are kept.
             by_key: Whether positions follow the keys, or the places of the rows.
         """
-        self._keys, self._marks = spooler.spool(np.int64), spooler.spool(np.bool_)
+        self._keys, self._marks = storage.spool(np.int64), storage.spool(np.bool_)
         self._by_key = by_key
         self._last = (False, 0)
         self._in_order = True

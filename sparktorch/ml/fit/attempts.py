@@ -46,7 +46,7 @@ def train_with_restarts(frame: Frame, trial: DryRunResult, request: Request, rep
         recipe=replace(request.recipe, metrics=trial.metrics),
         config=replace(request.config, unused_parameters=trial.unused_parameters),
         checkpoint=request.checkpoint,
-        spare=frame.sample,
+        placeholder=frame.sample,
         storage=request.storage,
         # Those that stand still are to be told by name, before the others have waited for too long.
         collective_seconds=max(_COLLECTIVE_SECONDS, 2 * request.launch.patience.stall),

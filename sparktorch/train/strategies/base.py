@@ -58,7 +58,7 @@ class Strategy(ABC, Generic[O]):
     # Whether each step waits for the device anyway, and the ranks need not wait for each other to look at losses.
     waits_for_device: ClassVar[bool] = False
     # After how many passes gradients are summed in an order that stays.
-    settles_after: ClassVar[int] = 0
+    warm_up_passes: ClassVar[int] = 0
     # Whether all of its state is in `state.named_tensors`, so that a checkpoint has it.
     resumable: ClassVar[bool] = True
 
@@ -128,7 +128,7 @@ class Strategy(ABC, Generic[O]):
         """
         return recipe.build_optimizer(module)
 
-    def plain(self, module: nn.Module) -> nn.Module:
+    def unwrap(self, module: nn.Module) -> nn.Module:
         """Returns the user's module under the one that `prepare` returned."""
         return module
 
@@ -169,7 +169,7 @@ class Strategy(ABC, Generic[O]):
         Yields:
             The module to call, whose forward waits for no other rank unless `collective_forward`.
         """
-        plain = self.plain(module)
+        plain = self.unwrap(module)
         if not self.alone:
             for buffer in plain.buffers():  # running statistics are each rank's own
                 dist.broadcast(buffer, 0)

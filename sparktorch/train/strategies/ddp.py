@@ -67,7 +67,7 @@ class DDP(Strategy[DDPOptions]):
     """`DistributedDataParallel`; alone, the plain module."""
 
     options_type = DDPOptions
-    settles_after = 2  # buckets are built anew after the first backward (pytorch#35137)
+    warm_up_passes = 2  # buckets are built anew after the first backward (pytorch#35137)
 
     _compression: Any = None  # PowerSGD's state
 
@@ -163,7 +163,7 @@ class DDP(Strategy[DDPOptions]):
         options = self._options
         return f"{name}.{self._world.world_size}.{options.powersgd_rank}.{options.bucket_cap_mb}."
 
-    def plain(self, module: nn.Module) -> nn.Module:
+    def unwrap(self, module: nn.Module) -> nn.Module:
         """Returns the wrapped module."""
         return module.module if isinstance(module, DistributedDataParallel) else module
 

@@ -49,7 +49,7 @@ def _steps(module: Any, optimizer: Any, count: int) -> None:
 def _save(world: World, strategy: str, url: str) -> bytes:
     made, module, optimizer = _made(world, strategy, seed=1)
     _steps(module, optimizer, 3)
-    share = snapshot(named_tensors(made.plain(module), optimizer), {"rank": world.rank}, made.saves)
+    share = snapshot(named_tensors(made.unwrap(module), optimizer), {"rank": world.rank}, made.saves)
     files = CheckpointStore(url).write_share(3, world.rank, share)
     (Path(url) / f"files-{world.rank}").write_text(json.dumps(files))
     _steps(module, optimizer, 2)
@@ -61,7 +61,7 @@ def _load(world: World, strategy: str, url: str) -> bytes:
     manifest = store.read_manifest(3)
     made, module, optimizer = _made(world, strategy, seed=2)
     create_optimizer_state(optimizer)
-    tensors = named_tensors(made.plain(module), optimizer)
+    tensors = named_tensors(made.unwrap(module), optimizer)
     fetch._GAP_BYTES = 0  # what is not needed is not there, and would be zeros
     with store.local(manifest, needed_parts(tensors)) as directory:
         missing = tensors.keys() - load_tensors(directory, tensors)

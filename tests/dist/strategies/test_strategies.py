@@ -128,7 +128,7 @@ def test_ranks_without_rows_take_part_and_change_nothing(
     # One rank has all the validation rows, one nothing at all.
     held_out = TABLE.arrays[VALIDATION]
     parts = [TABLE.take(~held_out).batches(), [], TABLE.take(held_out).batches()]
-    job = replace(job_for(**CASES[case]), spare=TABLE.batches()[0].slice(7, 1))
+    job = replace(job_for(**CASES[case]), placeholder=TABLE.batches()[0].slice(7, 1))
     state, metas = train_on(parts, job)
     torch.testing.assert_close(state, expected[0], atol=1e-5, rtol=0)
     assert metas[0]["history"][-1]["val_loss"] == pytest.approx(expected[1], abs=1e-5)

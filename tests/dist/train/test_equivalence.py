@@ -128,7 +128,7 @@ def test_normalised_modules_train_steps_of_one_row_with_a_loss_that_is_a_mean() 
 def test_a_module_that_one_process_trains_is_trained_by_several(module: type[nn.Module]) -> None:
     table = CASES["regression"]
     job = job_for(table, epochs=1, unused_parameters=module is Spare)
-    job = replace(job, recipe=replace(job.recipe, module=module), spare=table.batches()[0].slice(7, 1))
+    job = replace(job, recipe=replace(job.recipe, module=module), placeholder=table.batches()[0].slice(7, 1))
     alone, _ = train_on([table.batches()], job)
     for partitions in ([part.batches() for part in table.parts(2)], [table.batches(), []]):
         assert_same_weights(train_on(partitions, job)[0], alone)

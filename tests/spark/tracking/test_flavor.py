@@ -31,6 +31,7 @@ from sparktorch.tracking import load_model, log_model, save_model
 from tests.spark.modules import MLP, TwoInputs
 from tests.support.mlflow import QUIET, answers
 from tests.support.nets import Mlp
+from tests.support.programs import ROOT
 from tests.support.proxy import free_port
 from tests.support.waiting import until
 
@@ -288,7 +289,7 @@ def serving(path: str, log: Path) -> Iterator[str]:
             start_new_session=True,
             env={
                 **os.environ,
-                "PYTHONPATH": str(Path(__file__).parents[2]),
+                "PYTHONPATH": str(ROOT),
                 # MLflow starts its server by name, which is found only where this environment is active.
                 "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
             },

@@ -131,6 +131,8 @@ def test_ranks_neither_import_mlflow_nor_hold_credentials(
     store: mlflow.MlflowClient, frame: DataFrame, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     frame.count()  # the session was started before there was a credential
+    # Workers of its own: those of tests before this one may have scored with MLflow.
+    monkeypatch.setitem(frame.sparkSession.sparkContext.environment, "SPARKTORCH_TEST_WORKERS", "fresh")
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "secret")
     with mlflow.start_run() as active:
         classifier(module=Unlogged, moduleParams={"outputs": 3}, numWorkers=2).fit(frame)

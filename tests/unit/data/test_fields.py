@@ -42,11 +42,11 @@ class FromDisk:
     """A field on disk, whose rows are read when they are asked for."""
 
     def __init__(self, spec: TensorSpec, *batches: pa.Array) -> None:
-        spooler = OnDisk(tempfile.gettempdir())
-        self._field = field_of(spec, spooler)
+        storage = OnDisk(tempfile.gettempdir())
+        self._field = field_of(spec, storage)
         for batch in batches:
             self._field.append(pa.concat_arrays([batch, batch, batch]).slice(len(batch), len(batch)))
-        self.close = spooler.close
+        self.close = storage.close
 
     def take(self, index: torch.Tensor) -> tuple[torch.Tensor, ...]:
         self._field.read(Runs.of(index.numpy()))

@@ -155,13 +155,13 @@ def test_without_pillow_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_images_are_read_from_disk_in_runs(tmp_path: os.PathLike[str]) -> None:
-    spooler = OnDisk(tmp_path)
-    field = Images(spec_of(), spooler)
+    storage = OnDisk(tmp_path)
+    field = Images(spec_of(), storage)
     for pixels in PIXELS:
         field.append(pa.array([encoded(pixels)], pa.binary()))
     some = field.read(Runs.of(np.array([2, 3, 0])))
     assert np.array_equal(some.take(torch.tensor([2, 0, 1]))[0].numpy(), PIXELS[[0, 2, 3]])
-    spooler.close()
+    storage.close()
 
 
 def test_a_rank_without_rows_stands_in_with_black() -> None:

@@ -59,8 +59,8 @@ def test_columns_of_any_type_come_back_as_they_are(kind: str, data: st.DataObjec
     index = np.array(data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=9)), np.int64)
     column = pa.array(rows, arrow)
     memory = ArrowColumn(TEXT, InMemory())
-    spooler = OnDisk(tempfile.gettempdir())
-    disk = ArrowColumn(TEXT, spooler)
+    storage = OnDisk(tempfile.gettempdir())
+    disk = ArrowColumn(TEXT, storage)
     for field in (memory, disk):
         field.append(pa.concat_arrays([column, column]).slice(len(rows)))
         field.append(column)
@@ -72,7 +72,7 @@ def test_columns_of_any_type_come_back_as_they_are(kind: str, data: st.DataObjec
     back = pa.array(found, arrow) if plain else found
     assert back.to_pylist() == expected
     (again,) = disk.read(Runs.of(index)).take(torch.arange(len(index)))
-    spooler.close()
+    storage.close()
     assert pa.array(again, arrow).to_pylist() == expected if plain else again.equals(back)
 
 
@@ -195,8 +195,8 @@ def batch_of(rows: int, **more: pa.Array) -> pa.RecordBatch:
 
 def batches(function: Any, epoch: int, *, seed: int = 1, disk: bool = False) -> list[torch.Tensor]:
     columns = Columns(inputs=(TEXT,), preprocess=Preprocess(function, ["text"]))
-    spooler = OnDisk(tempfile.gettempdir()) if disk else InMemory()
-    shard = read_shard([batch_of(20)], columns, spooler=spooler)
+    storage = OnDisk(tempfile.gettempdir()) if disk else InMemory()
+    shard = read_shard([batch_of(20)], columns, storage=storage)
     shard.place(0, SamplingPlan(rows=20, batch_size=6, seed=seed, shuffle=False))
     found = [batch.inputs[0] for batch in shard.epoch(epoch)]
     shard.close()

@@ -45,8 +45,8 @@ def shard_of(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
         if request.param == "disk, in order":
             held_out = table.arrays.get(VALIDATION, np.zeros(len(table), np.bool_))
             table = table.take(np.lexsort((table.arrays[KEY].view(np.uint64), held_out)))
-        spooler = InMemory() if request.param == "memory" else OnDisk(tmp_path)
-        shard = read_shard(table.batches(size=30), table.columns, spooler=spooler, **options)
+        storage = InMemory() if request.param == "memory" else OnDisk(tmp_path)
+        shard = read_shard(table.batches(size=30), table.columns, storage=storage, **options)
         shard.place(first, plan or SamplingPlan(rows=shard.rows, batch_size=20, seed=3))
         made.append(shard)
         return shard
@@ -121,22 +121,22 @@ def test_labels_of_classes_are_integers_and_other_tensors_have_the_dtypes_of_the
 @pytest.mark.parametrize("least", [1, 2])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_a_step_with_too_few_rows_has_its_inputs_filled_up(
-    shard_of: Make, rows: int, least: int, weighted: bool
+    shard_of: Make, rows: int, min_rows: int, weighted: bool
 ) -> None:
     table = Table.random(5, classes=3, weighted=weighted).take(np.arange(rows))
     shard = shard_of(table, plan=PLAN, first=100)
-    batches = list(shard.epoch(0, least=least))
+    batches = list(shard.epoch(0, min_rows=min_rows))
     assert len(batches) == PLAN.steps
     assert sum(batch.rows for batch in batches) == rows
-    filled = [batch for batch in batches if batch.rows < least]
+    filled = [batch for batch in batches if batch.rows < min_rows]
     assert filled
     for batch in filled:
-        assert batch.inputs[0].shape == (least, 5)
+        assert batch.inputs[0].shape == (min_rows, 5)
         assert batch.label is not None
-        assert (batch.label.shape, batch.label.dtype) == ((batch.rows or least,), torch.int64)
+        assert (batch.label.shape, batch.label.dtype) == ((batch.rows or min_rows,), torch.int64)
         if not batch.rows:
             assert batch.weight is not None
-            assert batch.weight.tolist() == [0] * least
+            assert batch.weight.tolist() == [0] * min_rows
     real = [row for batch in batches for row in rows_in(batch)[: batch.rows]]
     assert sorted(row[: 7 if weighted else 6] for row in real) == sorted(rows_of(table))
 
@@ -250,11 +250,11 @@ def test_several_inputs_arrive_in_the_order_of_forward() -> None:
 
 def test_a_rank_without_rows_stands_in_with_the_spare_one_and_holds_nothing(shard_of: Make) -> None:
     table = Table.random(9, classes=3, weighted=True)
-    shard = shard_of(table.take(np.arange(0)), plan=PLAN, spare=table.batches()[0].slice(4, 1))
+    shard = shard_of(table.take(np.arange(0)), plan=PLAN, placeholder=table.batches()[0].slice(4, 1))
     assert (shard.rows, shard.validation_rows, shard.bytes, shard.fingerprint) == (0, 0, 0, 0)
     assert shard.step_weights(0).tolist() == [0] * PLAN.steps
     spare = rows_of(table)[4]
-    for batch in shard.epoch(0, least=2):
+    for batch in shard.epoch(0, min_rows=2):
         assert batch.rows == 0
         assert rows_in(batch) == [(*spare[:-1], 0.0)] * 2
 
@@ -272,7 +272,7 @@ def test_batches_from_disk_are_those_from_memory_to_the_last_bit(
     table = Table.random(403, classes=3, weighted=weighted, validated=True)
     shards = [
         read_shard(table.batches(size=30), table.columns),
-        read_shard(table.batches(size=30), table.columns, spooler=OnDisk(tmp_path), budget=max(budget, 40)),
+        read_shard(table.batches(size=30), table.columns, storage=OnDisk(tmp_path), budget=max(budget, 40)),
     ]
     for shard in shards:
         plan = SamplingPlan(rows=700, batch_size=20, seed=3, shuffle=shuffle, block=8)
@@ -345,10 +345,10 @@ def test_the_order_of_epochs_takes_few_bytes_a_row(in_order: bool) -> None:
 
 def test_a_step_has_a_seed_of_its_own_in_each_rank() -> None:
     schedule = Schedule(SamplingPlan(rows=100, batch_size=10, seed=3), 40, 30, seeded=True)
-    seeds = [moment.seed for moment in schedule.moments(2, 0, 10)]
-    assert [moment.epoch for moment in schedule.moments(2, 0, 10)] == [2] * 10
+    seeds = [context.seed for context in schedule.contexts(2, 0, 10)]
+    assert [context.epoch for context in schedule.contexts(2, 0, 10)] == [2] * 10
     assert [seeds[0], seeds[1], seeds[9]] == [4080407407500865054, 1379048175642033642, 443196961249873548]
-    assert schedule.moments(2, 4, 6) == schedule.moments(2, 0, 10)[4:6]
+    assert schedule.contexts(2, 4, 6) == schedule.contexts(2, 0, 10)[4:6]
 
 
 @pytest.mark.parametrize(
@@ -370,7 +370,7 @@ def test_no_more_rows_are_read_at_a_time_than_the_budget_has_room_for(
         return load(stored, runs, inputs=inputs)  # type: ignore[no-any-return]
 
     monkeypatch.setattr(StoredRows, "load", load)
-    shard = read_shard(table.batches(), table.columns, spooler=OnDisk(tmp_path), budget=budget)
+    shard = read_shard(table.batches(), table.columns, storage=OnDisk(tmp_path), budget=budget)
     shard.place(0, SamplingPlan(rows=2_000, batch_size=20, block=8))
     assert sum(batch.rows for batch in shard.epoch(0)) == 2_000
     assert max(found.count for found in loaded) == rows + 1  # and the last row, to fill up with
@@ -381,13 +381,13 @@ def test_no_more_rows_are_read_at_a_time_than_the_budget_has_room_for(
 def test_a_row_larger_than_the_budget_is_refused(tmp_path: Path) -> None:
     table = Table.random(50)
     with pytest.raises(ConfigError, match=r"a row takes 0\.0 MB, more than the 0\.0 MB") as caught:
-        read_shard(table.batches(), table.columns, spooler=OnDisk(tmp_path), budget=20)
+        read_shard(table.batches(), table.columns, storage=OnDisk(tmp_path), budget=20)
     assert "memoryBudget" in str(caught.value)
 
 
 def test_an_epoch_that_is_left_ends_its_thread(tmp_path: Path) -> None:
     table = Table.random(2_000).by_key()
-    shard = read_shard(table.batches(), table.columns, spooler=OnDisk(tmp_path))
+    shard = read_shard(table.batches(), table.columns, storage=OnDisk(tmp_path))
     shard.place(0, SamplingPlan(rows=2_000, batch_size=20, block=8))
     batches = shard.epoch(0)
     next(batches)
@@ -400,8 +400,8 @@ def test_an_epoch_that_is_left_ends_its_thread(tmp_path: Path) -> None:
 def test_positions_are_the_places_of_the_rows_where_they_keep_them(tmp_path: Path) -> None:
     table = Table.random(100, validated=True)
     trained = rows_of(table.take(~table.arrays[VALIDATION]))
-    for spooler in (InMemory(), OnDisk(tmp_path)):
-        shard = read_shard(table.batches(size=30), table.columns, spooler=spooler, by_key=False)
+    for storage in (InMemory(), OnDisk(tmp_path)):
+        shard = read_shard(table.batches(size=30), table.columns, storage=storage, by_key=False)
         shard.place(0, SamplingPlan(rows=shard.rows, batch_size=7, shuffle=False))
         assert [row for batch in shard.epoch(0) for row in rows_in(batch)] == trained
         shard.close()
@@ -445,8 +445,8 @@ def test_no_more_is_decoded_ahead_than_the_budget_has_room_for(
     spec = TensorSpec(name="x0", column="n", dtype="float32", kind="any", sql="bigint")
     batch = pa.RecordBatch.from_pydict({"x0": pa.array(range(400)), KEY: pa.array(np.arange(400) << 40)})
     columns = Columns(inputs=(spec,), preprocess=Preprocess(widened, ["n"]))
-    spooler = OnDisk(tmp_path) if disk else InMemory()
-    shard = read_shard([batch], columns, spooler=spooler, budget=int(2 * room * part))
+    storage = OnDisk(tmp_path) if disk else InMemory()
+    shard = read_shard([batch], columns, storage=storage, budget=int(2 * room * part))
     shard.place(0, SamplingPlan(rows=400, batch_size=20, block=8, shuffle=False))
     with closing(shard.epoch(0)) as batches:
         for asked in range(1, 5):
@@ -474,7 +474,7 @@ def test_rows_of_a_step_come_by_length_so_that_micro_batches_are_padded_little()
         batches = [pa.RecordBatch.from_pydict(table)]
         shard = read_shard(batches, Columns(inputs=(words, number), label=label), by_length=by_length)
         shard.place(0, SamplingPlan(rows=200, batch_size=64, seed=1))
-        steps = [micro_batches(batch, 4, least=1) for batch in shard.epoch(0)]
+        steps = [micro_batches(batch, 4, min_rows=1) for batch in shard.epoch(0)]
         for part in (part for step in steps for part in step):
             values, mask, counts = part.inputs
             assert part.label is not None

@@ -33,7 +33,7 @@ KINDS: dict[str, Callable[[Path], RowStorage]] = {
 
 
 @pytest.fixture(params=KINDS)
-def spooler(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RowStorage]:
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RowStorage]:
     made = KINDS[request.param](tmp_path)
     yield made
     assert not list(tmp_path.iterdir()), "files on disk have no names"
@@ -63,17 +63,17 @@ def test_rows_keep_their_order_in_memory_that_grows(
     parts = [draw.integers(0, 255, (rows, 1 << 20), np.uint8) for rows in (20, 0, 31, 1, 20)]
     whole = np.concatenate(parts)
     for found in ("finished", "read"):
-        spooler = WithinBudget(budget, tmp_path)
-        spool = spooler.spool(np.uint8, (1 << 20,))
+        storage = WithinBudget(budget, tmp_path)
+        spool = storage.spool(np.uint8, (1 << 20,))
         for part in parts:
             spool.append(part)
-        assert spooler.on_disk == (budget < whole.nbytes)
+        assert storage.on_disk == (budget < whole.nbytes)
         if found == "finished":
             assert (spool.finish() == whole).all()
         else:
             runs = Runs(np.array([60, 30, 0]), np.array([72, 35, 1]))
             assert (spool.read(runs) == whole[[*range(60, 72), *range(30, 35), 0]]).all()
-        spooler.close()
+        storage.close()
 
 
 def test_what_is_taken_out_of_memory_is_nobody_elses() -> None:
@@ -93,8 +93,8 @@ def test_a_shard_that_reads_its_rows_never_holds_them_twice(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("shape", [(), (4,), (2, 3), (0,)])
 @pytest.mark.parametrize("dtype", ["float32", "int64", "bool", "uint8"])
-def test_the_pieces_come_back_as_one_array_of_ones_own(spooler: RowStorage, dtype: str, shape: tuple[int, ...]) -> None:
-    spool, other = spooler.spool(dtype, shape), spooler.spool(np.int64)
+def test_the_pieces_come_back_as_one_array_of_ones_own(storage: RowStorage, dtype: str, shape: tuple[int, ...]) -> None:
+    spool, other = storage.spool(dtype, shape), storage.spool(np.int64)
     parts = pieces(dtype, shape)
     for number, part in enumerate(parts):
         part.setflags(write=False)
@@ -109,8 +109,8 @@ def test_the_pieces_come_back_as_one_array_of_ones_own(spooler: RowStorage, dtyp
     assert other.finish().tolist() == [0, 1, 2, 3]
 
 
-def test_runs_of_rows_come_back_in_their_order(spooler: RowStorage) -> None:
-    spool = spooler.spool(np.float32, (3,))
+def test_runs_of_rows_come_back_in_their_order(storage: RowStorage) -> None:
+    spool = storage.spool(np.float32, (3,))
     values = np.arange(600, dtype=np.float32).reshape(200, 3)
     for start in range(0, 200, 7):
         spool.append(values[start : start + 7])
@@ -132,22 +132,22 @@ def test_runs_hold_the_rows_they_are_of(rows: list[int]) -> None:
 
 
 def test_a_budget_is_for_all_spools_together(tmp_path: Path) -> None:
-    spooler = WithinBudget(100, tmp_path)
-    first, second = spooler.spool(np.uint8), spooler.spool(np.uint8)
+    storage = WithinBudget(100, tmp_path)
+    first, second = storage.spool(np.uint8), storage.spool(np.uint8)
     first.append(np.zeros(60, np.uint8))
     second.append(np.ones(40, np.uint8))
-    assert not spooler.on_disk
+    assert not storage.on_disk
     second.append(np.ones(1, np.uint8))
-    assert spooler.on_disk
+    assert storage.on_disk
     assert (first.finish().sum(), second.finish().sum()) == (0, 41)
-    spooler.close()
+    storage.close()
 
 
 def test_spools_that_grow_by_turns_beyond_their_extents_share_one_file(tmp_path: Path) -> None:
     draw = np.random.default_rng(0)
     before = len(os.listdir("/proc/self/fd"))
-    spooler = OnDisk(tmp_path)
-    spools = [spooler.spool(np.uint8, (7,)) for _ in range(3)]
+    storage = OnDisk(tmp_path)
+    spools = [storage.spool(np.uint8, (7,)) for _ in range(3)]
     parts = [[draw.integers(0, 255, (rows, 7), np.uint8) for rows in (1, 149_796, 9, 700_000, 0, 5)] for _ in spools]
     for turn in zip(*parts, strict=True):
         for spool, part in zip(spools, turn, strict=True):
@@ -158,58 +158,58 @@ def test_spools_that_grow_by_turns_beyond_their_extents_share_one_file(tmp_path:
         whole = np.concatenate(rows)
         assert (spool.read(Runs.of(index)) == whole[index]).all()
         assert (spool.finish() == whole).all()
-    assert os.fstat(spooler._file.fileno()).st_blocks * 512 < 1.1 * spooler.written
-    spooler.close()
+    assert os.fstat(storage._file.fileno()).st_blocks * 512 < 1.1 * storage.written
+    storage.close()
 
 
 def test_more_spools_than_a_process_may_open_files(tmp_path: Path) -> None:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, limit[1]), limit[1]))
     try:
-        for spooler in (OnDisk(tmp_path), WithinBudget(10, tmp_path)):
-            spools = [spooler.spool(np.int64) for _ in range(300)]
+        for storage in (OnDisk(tmp_path), WithinBudget(10, tmp_path)):
+            spools = [storage.spool(np.int64) for _ in range(300)]
             for number, spool in enumerate(spools):
                 spool.append(np.array([number, number]))
-            assert spooler.on_disk
+            assert storage.on_disk
             assert [spool.finish().tolist() for spool in spools] == [[number, number] for number in range(300)]
-            spooler.close()
+            storage.close()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limit)
 
 
 def test_a_full_disk_is_named_with_what_was_to_go_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spooler = OnDisk(tmp_path)
-    spooler.spool(np.float32).append(np.zeros(500_000, np.float32))
-    with open("/dev/full", "wb", buffering=0) as full, spooler._file:
-        monkeypatch.setattr(spooler, "_file", full)
+    storage = OnDisk(tmp_path)
+    storage.spool(np.float32).append(np.zeros(500_000, np.float32))
+    with open("/dev/full", "wb", buffering=0) as full, storage._file:
+        monkeypatch.setattr(storage, "_file", full)
         with pytest.raises(ClusterError, match=r"do not fit into '.*': 2\.0 MB are there, 4\.0 MB come next") as caught:
-            spooler.spool(np.uint8).append(np.zeros(4_000_000, np.uint8))
+            storage.spool(np.uint8).append(np.zeros(4_000_000, np.uint8))
     assert str(tmp_path) in str(caught.value)
     assert "spark.local.dir" in str(caught.value)
-    spooler.close()
+    storage.close()
 
 
 def test_rows_outlive_their_directory(tmp_path: Path) -> None:
     folder = tmp_path / "gone"
     folder.mkdir()
-    spooler = OnDisk(folder)
-    spool = spooler.spool(np.int64)
+    storage = OnDisk(folder)
+    spool = storage.spool(np.int64)
     spool.append(np.arange(10))
     folder.rmdir()
     spool.append(np.arange(10, 20))
     assert spool.finish().tolist() == list(range(20))
-    spooler.close()
+    storage.close()
 
 
 def test_a_file_that_was_cut_off_is_an_error_and_not_a_signal(tmp_path: Path) -> None:
-    spooler = OnDisk(tmp_path)
-    spool = spooler.spool(np.int64)
+    storage = OnDisk(tmp_path)
+    spool = storage.spool(np.int64)
     spool.append(np.arange(10))
-    os.ftruncate(spooler._file.fileno(), 72)
+    os.ftruncate(storage._file.fileno(), 72)
     assert spool.read(Runs.of(np.arange(9))).tolist() == list(range(9))
     with pytest.raises(ClusterError, match=r"cannot read the rows of this worker back from .*8 bytes"):
         spool.read(Runs.of(np.arange(10)))
-    spooler.close()
+    storage.close()
 
 
 def test_a_process_that_is_killed_leaves_no_file(tmp_path: Path) -> None:
