@@ -131,7 +131,8 @@ def _train(batches: Iterable[pa.RecordBatch], world: World, job: TrainJob, clien
             forget_peaks(world.device)
         shard.to(world.device)
         team, config, plan = _place(shard, world, job, peers)
-        independent = config.strategy == "independent"
+        strategy, options = strategy_type(config.strategy), strategy_options(config.strategy, config.strategy_params)
+        independent = strategy.own_batches
         if independent:  # whose epochs count is known at the end only
             client.publish(progress=world.is_main, epochs=False)
         fingerprint = f"{sum(peer['fingerprint'] for peer in peers) % 2**64:016x}"
@@ -140,7 +141,7 @@ def _train(batches: Iterable[pa.RecordBatch], world: World, job: TrainJob, clien
             client.enter("looking for a checkpoint")
             checkpointer = Checkpointer(job.checkpoint, {**job.checkpoint.job, "data": fingerprint}, world, client)
         limit = timedelta(seconds=job.collective_seconds)
-        lone = strategy_type(config).needs_group(strategy_options(config))
+        lone = strategy.needs_group(options)
         group = process_group(team, client.store, timeout=limit, lone=lone, report=client.fail)
         with checkpointer or nullcontext(), group:
             clock.lap("group")
@@ -269,7 +270,8 @@ def _place(
         ColumnError: There are no rows to train on.
     """
     config, counts = job.config, [peer["rows"] for peer in peers]
-    independent = config.strategy == "independent"
+    strategy, options = strategy_type(config.strategy), strategy_options(config.strategy, config.strategy_params)
+    independent = strategy.own_batches
     if not (min(counts) if independent else sum(counts)):
         raise ColumnError(
             "there are no rows to train on" + (f" for rank {counts.index(0)}" if independent else ""),
@@ -278,7 +280,7 @@ def _place(
     team, rows, first = world, sum(counts), sum(counts[: world.rank])
     if independent:
         team, rows, first = _alone(world), counts[world.rank], 0
-        if not strategy_options(config).folds:  # folds differ in their rows alone
+        if not strategy.makes_validation(options):  # folds differ in their rows alone
             config = replace(config, seed=config.seed + world.rank)
     plan = SamplingPlan(
         rows=rows, batch_size=config.batch_size, seed=config.seed, shuffle=config.shuffle, block=config.shuffle_block

@@ -27,7 +27,6 @@ Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 
 _PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 _TASKS = ("classification", "regression", "generic")
-_STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "localSGD", "parameterServer", "independent")
 
 C = TypeVar("C")
 
@@ -110,7 +109,6 @@ class TrainConfig:
         at_least("batchSize", self.batch_size, 1)
         at_least("epochs", self.epochs, 1)
         at_least("shuffleBlock", self.shuffle_block, 1)
-        one_of("strategy", self.strategy, _STRATEGIES)
         one_of("precision", self.precision, _PRECISIONS)
         one_of("schedulerInterval", self.schedule_interval, ("step", "epoch"))
         one_of("validationUnit", self.validation_unit, ("epoch", "step"))

@@ -10,40 +10,28 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from sparktorch.base.world import World
+from sparktorch.distributed.heartbeat import Heart, OpenStore, Pulses, alive
 from sparktorch.distributed.log_capture import LogCapture
 from sparktorch.distributed.os_memory import out_of_memory_kills, resident_bytes
 from sparktorch.distributed.process_group import collectives_begun
 from sparktorch.errors import ClusterError, RankError, SparkTorchError
 
-__all__ = ["Cancelled", "Client", "OpenStore", "PeerFailure", "last_lines"]
+__all__ = ["Cancelled", "Client", "PeerFailure", "last_lines"]
 
-_BEAT_SECONDS = 0.5
 _LONGEST_PAUSE = 0.05
-_BODY = "sparktorch/worker.py"
 _SILENT_SECONDS = 1.2  # more than two beats
-_LEAVING_SECONDS = 2.0  # for a rank whose driver is gone to come to its end by itself
 
 T = TypeVar("T")
-
-
-class OpenStore(Protocol):
-    """Opens a connection to the store; see `connect`."""
-
-    def __call__(self, *, timeout: timedelta = ...) -> dist.Store:
-        """Returns a new connection."""
-        ...
 
 
 class Cancelled(Exception):  # noqa: N818 - control flow between rank and driver, no user meets it
@@ -88,7 +76,7 @@ class Client:
         Within the block the process belongs to the fit: it ends where the driver has gone.
         """
         stop = threading.Event()
-        heart = _Heart(self, self._world.rank, self._open_store, self._patience)
+        heart = Heart(self, self._world.rank, self._open_store, self._patience)
         thread = threading.Thread(target=heart.run, args=(stop,), name="sparktorch-heart", daemon=True)
         self.beat(self.store)
         thread.start()
@@ -234,7 +222,7 @@ class Client:
 
     def _wait(self, keys: list[str], patience: float | None = None) -> None:
         # The store's own `wait` cannot look out for failures, and logs each of its time-outs.
-        pause, pulses = 0.002, _Pulses(self._beats)
+        pause, pulses = 0.002, Pulses[bytes]()
         own = threading.get_ident() == self._owner  # the thread that saves waits beside the training
         if own:
             self._waiting = True
@@ -242,7 +230,7 @@ class Client:
             while not self.store.check(keys):
                 self._check_peers()
                 if patience is not None:
-                    pulses.check(patience)
+                    self._check_pulses(pulses, patience)
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE)
         finally:
@@ -264,12 +252,8 @@ class Client:
 
     def _silent_peers(self) -> list[int]:
         """Returns the ranks that had begun to beat, and neither beat nor come to an end while this one looks."""
-        before, deadline = self._beats(), time.monotonic() + _SILENT_SECONDS
-        silent = {rank for rank, beat in enumerate(before) if beat and rank != self._world.rank}
-        while silent and time.monotonic() < deadline:
-            time.sleep(_LONGEST_PAUSE)
-            silent = {rank for rank in silent if self._beat_of(rank) == before[rank] and not self._ended(rank)}
-        return sorted(silent)
+        begun = {rank for rank, beat in enumerate(self._beats()) if beat and rank != self._world.rank}
+        return sorted(begun - alive(begun, _SILENT_SECONDS, self._beat_of, self._ended))
 
     def _beats(self) -> list[bytes]:
         """Returns the last beat of each rank, by rank; empty for one that has not begun."""
@@ -282,6 +266,13 @@ class Client:
     def _ended(self, rank: int) -> bool:
         return bool(self.store.check([f"ended/{rank}"]) or self.store.check([f"error/{rank}"]))
 
+    def _check_pulses(self, pulses: Pulses[bytes], patience: float) -> None:
+        """Raises `PeerFailure` for a rank that has not beaten for `patience` seconds."""
+        for rank, beat in enumerate(self._beats()):
+            pulses.note(rank, beat)
+            if pulses.silence(rank) > patience:
+                raise PeerFailure(f"rank {rank} has not been heard of for {patience:.0f} s")
+
     def _check_peers(self) -> None:
         if self.store.check(["cancel"]):
             raise Cancelled("the fit was cancelled on the driver")
@@ -291,92 +282,6 @@ class Client:
     @staticmethod
     def _set(store: dist.Store, key: str, value: dict[str, Any]) -> None:
         store.set(key, json.dumps(value))
-
-
-class _Heart:
-    """Two threads: one beats for a rank and sends what it logs, one ends the process where the driver has gone.
-
-    They are two because a store on the far side of a cut network neither answers nor refuses: who
-    asks it may wait for minutes.
-    """
-
-    def __init__(self, client: Client, rank: int, open_store: OpenStore, patience: float) -> None:
-        self._client, self._rank, self._open_store, self._patience = client, rank, open_store, patience
-        self._owner = threading.get_ident()
-        self._driver: bytes | None = None
-        self._heard = 0
-        self._over = threading.Event()
-
-    def run(self, stop: threading.Event) -> None:
-        """Beats until `stop` is set; where the driver has gone or has given up the fit, ends the process."""
-        beats = threading.Thread(target=self._beat, args=(stop,), name="sparktorch-beat", daemon=True)
-        beats.start()
-        heard, silent = self._heard, 0.0  # in looks, not by the clock: this process may have been stopped meanwhile
-        while silent < self._patience and not self._over.is_set():
-            if stop.wait(_BEAT_SECONDS):
-                beats.join(_LEAVING_SECONDS)
-                return
-            silent = silent + _BEAT_SECONDS if self._heard == heard else 0.0
-            heard = self._heard
-        if not stop.wait(_LEAVING_SECONDS):
-            print(f"rank {self._rank} ends: its driver has gone, or has given up the fit", file=sys.stderr, flush=True)
-            os._exit(1)
-
-    def _beat(self, stop: threading.Event) -> None:
-        store = self._open()
-        while store is not None and not stop.wait(_BEAT_SECONDS):
-            try:
-                self._client.beat(store)
-                self._answer(store)
-                if store.check(["cancel"]):
-                    break
-                self._listen(store)
-            except (dist.DistError, RuntimeError):
-                store = self._open()  # a connection may break without anybody having gone
-        self._over.set()
-
-    def _open(self) -> dist.Store | None:
-        try:
-            return self._open_store(timeout=timedelta(seconds=self._patience))
-        except (dist.DistError, RuntimeError):
-            return None
-
-    def _answer(self, store: dist.Store) -> None:
-        """Tells the driver, where it asks, at which line the rank is."""
-        if store.check(["stacks wanted"]):
-            store.set(f"stack/{self._rank}", json.dumps({"stack": _stack_of(self._owner)}))
-
-    def _listen(self, store: dist.Store) -> None:
-        """Listens for the driver's heart; where a rank hosts the store, an answer is enough."""
-        beat = store.get("driver") if store.check(["driver"]) else None
-        if beat is None or beat != self._driver:
-            self._heard += 1
-        self._driver = beat
-
-
-class _Pulses:
-    """Whether hearts beat, by this process's own clock: those of other hosts may differ."""
-
-    def __init__(self, beats: Callable[[], list[bytes]]) -> None:
-        self._beats = beats
-        self._last: dict[int, tuple[bytes, float]] = {}
-
-    def check(self, patience: float) -> None:
-        """Raises `PeerFailure` for a rank that has not beaten for `patience` seconds."""
-        now = time.monotonic()
-        for rank, beat in enumerate(self._beats()):
-            before, since = self._last.setdefault(rank, (beat, now))
-            if beat != before:
-                self._last[rank] = (beat, now)
-            elif now - since > patience:
-                raise PeerFailure(f"rank {rank} has not been heard of for {patience:.0f} s")
-
-
-def _stack_of(thread: int) -> str:
-    """Returns where a thread of this process is, without what Spark called before the rank's body."""
-    frames = traceback.extract_stack(sys._current_frames().get(thread))
-    body = [index for index, frame in enumerate(frames) if frame.filename.endswith(_BODY)]
-    return "".join(traceback.format_list(frames[body[0] :] if body else frames))
 
 
 def last_lines(rank: int, lines: list[str]) -> str:

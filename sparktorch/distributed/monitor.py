@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from tqdm.auto import tqdm
 
+from sparktorch.distributed.heartbeat import Pulses, alive, waited_for
 from sparktorch.distributed.server import ControlServer
 from sparktorch.errors import ClusterError, RankStalledError
 
@@ -49,19 +50,6 @@ class Timeouts:
     stall: float = 600.0
 
 
-@dataclass
-class _Pulse:
-    """When, by this process's clock, a rank was last seen to beat and to move."""
-
-    beat: float
-    moved: float
-    record: dict[str, Any]
-
-    @property
-    def moves(self) -> tuple[Any, ...]:
-        return tuple(self.record[name] for name in ("phase", "epoch", "step", "moves", "collectives", "waiting"))
-
-
 class Monitor:
     """Looks at the store, as often as it is told to."""
 
@@ -94,7 +82,7 @@ class Monitor:
         self._next_warning = now + _WARN_SECONDS
         self._warned: dict[int, float] = {}
         self._first_arrival: float | None = None
-        self._pulses: dict[int, _Pulse] = {}
+        self._pulses = Pulses[dict[str, Any]](_moves)
 
     def look(self) -> None:
         """Passes on what is new.
@@ -126,28 +114,14 @@ class Monitor:
     def alive(self, ranks: Iterable[int], seconds: float) -> set[int]:
         """Returns those of the ranks that beat, or come to their end, within so many seconds from now."""
         assert self.server is not None
-        silent, found, deadline = set(ranks), set[int](), time.monotonic() + seconds
-        before = self.server.beats(self.world_size)
-        while silent and time.monotonic() < deadline:
-            time.sleep(0.05)
-            beats = self.server.beats(self.world_size)
-            found |= {rank for rank in silent if beats[rank] != before[rank] or self.server.ended(rank)}
-            silent -= found
-        return found
+        return alive(set(ranks), seconds, self.server.beat, self.server.ended)
 
     def _look_at_beats(self, server: ControlServer) -> None:
         now = time.monotonic()
         beats = server.beats(self.world_size)
         for rank, beat in enumerate(beats):
-            if beat is None:
-                continue
-            pulse = _Pulse(now, now, beat)
-            last = self._pulses.get(rank, pulse)
-            if last.record["time"] == beat["time"]:
-                pulse.beat = last.beat
-            if last.moves == pulse.moves:
-                pulse.moved = last.moved
-            self._pulses[rank] = pulse
+            if beat is not None:
+                self._pulses.note(rank, beat, at=now)
         if len(self._pulses) < self.world_size:
             self._look_for_missing(now)
         else:
@@ -190,12 +164,12 @@ class Monitor:
 
     def _look_for_stalled(self, server: ControlServer, now: float) -> None:
         """Warns of ranks that stand still, and gives them up in time."""
-        pulses = {rank: pulse for rank, pulse in self._pulses.items() if not server.ended(rank)}
+        pulses = {rank: self._pulses[rank] for rank in self._pulses if not server.ended(rank)}
         # What a mute rank said last, that it waits say, holds no more; and whoever stands still may wait for it.
         patience = min(_MUTE_SECONDS, self._patience.stall / 2)
         idle = {rank: now - pulse.beat for rank, pulse in pulses.items() if now - pulse.beat > patience}
         mute = bool(idle)
-        idle = idle or {rank: now - pulses[rank].moved for rank in _standing(pulses)}
+        idle = idle or {rank: now - pulses[rank].moved for rank in waited_for(pulses)}
         longest = max(idle.values(), default=0.0)
         if longest > self._patience.stall:
             raise self._stalled(server, {rank: idle[rank] for rank in idle if idle[rank] > 0.8 * longest}, mute=mute)
@@ -239,18 +213,9 @@ class Monitor:
         return found
 
 
-def _standing(pulses: dict[int, _Pulse]) -> list[int]:
-    """Returns the ranks that wait for no other one.
-
-    A rank that has begun more collectives than another waits for it.
-    """
-    begun = [pulse.record["collectives"] for pulse in pulses.values()]
-    least = min((count for count in begun if count is not None), default=None)
-    return [
-        rank
-        for rank, pulse in pulses.items()
-        if not pulse.record["waiting"] and (least is None or pulse.record["collectives"] in (least, None))
-    ]
+def _moves(beat: dict[str, Any]) -> tuple[Any, ...]:
+    """Returns what of a beat changes where a rank moves."""
+    return tuple(beat[name] for name in ("phase", "epoch", "step", "moves", "collectives", "waiting"))
 
 
 def _place(rank: int, record: dict[str, Any], *, mute: bool) -> str:

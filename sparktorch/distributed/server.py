@@ -90,7 +90,12 @@ class ControlServer:
 
     def beats(self, world_size: int) -> list[dict[str, Any] | None]:
         """Returns each rank's last heartbeat; `None` for a rank that has not arrived."""
-        return [self._read(f"beat/{rank}") for rank in range(world_size)]
+        return [self.beat(rank) for rank in range(world_size)]
+
+    def beat(self, rank: int) -> dict[str, Any] | None:
+        """Returns a rank's last heartbeat; `None` where it has not arrived."""
+        record: dict[str, Any] | None = self._read(f"beat/{rank}")
+        return record
 
     def ask_for_stacks(self) -> None:
         """Asks every rank at which line it is; see `stack`."""

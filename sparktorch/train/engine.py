@@ -19,7 +19,8 @@ from sparktorch.train.recipe.loss import Means, Sums, full_precision
 from sparktorch.train.recipe.lr_schedule import Schedule
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.recipe.task import align, autocast, first_rows
-from sparktorch.train.strategies.registry import Strategy, build_strategy
+from sparktorch.train.strategies.base import Strategy
+from sparktorch.train.strategies.registry import build_strategy
 
 __all__ = ["Engine"]
 

@@ -23,7 +23,7 @@ from sparktorch.spark.launch.barrier_job import run_ranks
 from sparktorch.spark.launch.spark_job import new_tag
 from sparktorch.train.checkpoint.store import CheckpointStore
 from sparktorch.train.recipe.dry_run import DryRunResult
-from sparktorch.train.strategies.registry import strategy_options
+from sparktorch.train.strategies.registry import strategy_options, strategy_type
 from sparktorch.worker import TrainJob, train_partition
 
 if TYPE_CHECKING:
@@ -110,7 +110,9 @@ def _run(frame: Frame, job: TrainJob, request: Request, report: FitReport) -> Re
     """Runs the barrier job; once more, split by place, if equal rows have crowded into one rank."""
     ranks = request.launch.world_size
     in_order = job.storage.kind != "memory"  # rows on disk are read in runs where they lie as they are trained
-    if getattr(strategy_options(request.config), "folds", False):
+    config = request.config
+    options = strategy_options(config.strategy, config.strategy_params)
+    if strategy_type(config.strategy).makes_validation(options):
         columns = replace(job.columns, validation="fold")
         job = replace(job, columns=columns, max_imbalance=None)
         data = split_into_folds(frame.data, ranks, in_order=in_order)

@@ -16,7 +16,7 @@ from sparktorch.ml.fit.inputs import check_ships
 from sparktorch.ml.fit.values import Values
 from sparktorch.ml.params.mixins import EstimatorParams, ModelParams
 from sparktorch.train.callbacks import check_callback
-from sparktorch.train.strategies.registry import strategy_type
+from sparktorch.train.strategies.registry import resumable, strategy_options, strategy_type
 
 __all__ = ["check_param_names", "check_params", "check_restarts", "check_scoring", "check_thresholds"]
 
@@ -113,10 +113,10 @@ def check_restarts(p: Values, config: TrainConfig) -> None:
     Raises:
         ConfigError: The strategy cannot go on from a checkpoint, or with fewer workers.
     """
-    if p["checkpointDir"] is not None and not strategy_type(config).resumable:
+    if p["checkpointDir"] is not None and not strategy_type(config.strategy).resumable:
         raise ConfigError(
             f"checkpointDir is set, and strategy {p['strategy']!r} has state in its workers that no checkpoint holds",
-            hint="use 'ddp', 'zero1', 'zero2' or 'zero3', or leave checkpointDir out",
+            hint=f"use {resumable()}, or leave checkpointDir out",
             param="checkpointDir",
         )
     if p["minWorkers"] is None:
@@ -132,10 +132,10 @@ def check_restarts(p: Values, config: TrainConfig) -> None:
             hint="set maxRestarts",
             param="minWorkers",
         )
-    if not strategy_type(config).resumable:
+    if not strategy_type(config.strategy).resumable:
         raise ConfigError(
             f"minWorkers is set, and under strategy {p['strategy']!r} another number of workers trains something else",
-            hint="use 'ddp', 'zero1', 'zero2' or 'zero3', or leave minWorkers out",
+            hint=f"use {resumable()}, or leave minWorkers out",
             param="minWorkers",
         )
 
@@ -163,7 +163,7 @@ def _check_schedule(p: Values) -> None:
             hint="set schedulerInterval='epoch'",
             param="schedulerInterval",
         )
-    if p["validationIndicatorCol"] is None and not p["strategyParams"].get("folds"):
+    if p["validationIndicatorCol"] is None and not _makes_validation(p):
         raise ConfigError(
             "ReduceLROnPlateau looks at the loss of validation rows, and there are none",
             hint="mark some with validationIndicatorCol",
@@ -173,7 +173,7 @@ def _check_schedule(p: Values) -> None:
 
 def _check_sizes(p: Values) -> None:
     rows, workers, parts = p["batchSize"], p["numWorkers"], p["accumulationSteps"]
-    if p["strategy"] == "independent":  # each worker has batches of its own
+    if strategy_type(p["strategy"]).own_batches:  # each worker has batches of its own
         workers = 1
     if 0 < rows < workers:
         raise ConfigError(
@@ -191,7 +191,7 @@ def _check_sizes(p: Values) -> None:
 
 def _check_storage(estimator: EstimatorParams, p: Values) -> None:
     one_of("split", p["split"], ("key", "keep"))
-    if p["split"] == "keep" and p["strategyParams"].get("folds"):
+    if p["split"] == "keep" and _makes_validation(p):
         raise ConfigError(
             "strategyParams.folds gives every worker all the rows, and split is 'keep'",
             hint="leave one of them out",
@@ -212,7 +212,7 @@ def _check_storage(estimator: EstimatorParams, p: Values) -> None:
 
 
 def _check_validation(p: Values) -> None:
-    folds = p["strategyParams"].get("folds")
+    folds = _makes_validation(p)
     if folds and p["validationIndicatorCol"] is not None:
         raise ConfigError(
             "strategyParams.folds makes the validation rows, and validationIndicatorCol names some",
@@ -239,3 +239,8 @@ def _check_callbacks(callbacks: list[Any]) -> None:
         check_callback(callback)
         hint = "it holds something that stays in this process (a lock, a file, a session): make that in on_fit_start"
         check_ships(callback, type(callback).__qualname__, param="callbacks", hint=hint)
+
+
+def _makes_validation(p: Values) -> bool:
+    """Whether the strategy chooses the validation rows."""
+    return strategy_type(p["strategy"]).makes_validation(strategy_options(p["strategy"], p["strategyParams"]))

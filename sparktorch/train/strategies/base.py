@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -21,46 +20,51 @@ from sparktorch.base.world import World
 from sparktorch.errors import ConfigError
 from sparktorch.train.recipe.recipe import Recipe
 
-__all__ = ["DATA", "Layout", "Strategy", "require_optimizer_class"]
+__all__ = ["Strategy", "require_optimizer_class"]
 
-DATA = "data"  # the mesh's dimension along which ranks hold different samples
+_DATA = "data"  # the mesh's dimension along which ranks hold different samples
 
 O = TypeVar("O")  # noqa: E741 - the options of a strategy
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """Which dimensions of the device mesh divide what; along all others, ranks hold the same.
-
-    Attributes:
-        samples: Ranks along these dimensions train one model on different rows.
-        parameters: They keep a part of the parameters each.
-        gradients: They keep a part of the gradients each.
-        optimizer_state: They keep a part of the optimizer's state each.
-    """
-
-    samples: tuple[str, ...] = (DATA,)
-    parameters: tuple[str, ...] = ()
-    gradients: tuple[str, ...] = ()
-    optimizer_state: tuple[str, ...] = ()
 
 
 class Strategy(ABC, Generic[O]):
     """How the ranks of a process group share the training of one model.
 
+    On the driver, `check` refuses what does not go together with the strategy. In every rank, the engine calls, in
+    this order:
+
+    1. `prepare(module)`, which returns the module that is called from then on, and `optimizer(recipe, module)`;
+    2. where checkpoints are kept, `warm_up_passes` forward and backward passes without a step; where training goes on
+       from one, `load_own_state`;
+    3. in each step, forward and backward of each micro-batch (all but the last within `no_sync`), `before_step`,
+       `gradient_norm` or `clip_gradients` where they are asked for, the optimizer's step, and `after_step`;
+    4. for each validation, the block of `evaluating`; for each checkpoint, `saves` and `own_state`; after each epoch,
+       `metrics`;
+    5. `state_dict`, whenever the whole model is wanted.
+
     Every rank calls every method at the same place, for any of them may be a collective.
+
+    Attributes:
+        options_type: A dataclass of the strategy's options, `strategyParams`.
+        collective_forward: Whether a forward pass waits for the other ranks, so that all must take equally many.
+        waits_for_device: Whether each step waits for the device anyway, so that the ranks look at losses each by
+            itself.
+        warm_up_passes: Number of passes after which gradients are summed in their final order.
+        resumable: Whether `named_tensors` holds all of its state, so that a checkpoint has it.
+        own_batches: Whether each rank trains a model of its own, on batches of its own.
     """
 
-    layout: ClassVar[Layout] = Layout()
     options_type: ClassVar[type[Any]]
-    # Whether a forward pass waits for the other ranks, so that all must take equally many.
     collective_forward: ClassVar[bool] = False
-    # Whether each step waits for the device anyway, and the ranks need not wait for each other to look at losses.
     waits_for_device: ClassVar[bool] = False
-    # After how many passes gradients are summed in an order that stays.
     warm_up_passes: ClassVar[int] = 0
-    # Whether all of its state is in `state.named_tensors`, so that a checkpoint has it.
     resumable: ClassVar[bool] = True
+    own_batches: ClassVar[bool] = False
+
+    @classmethod
+    def makes_validation(cls, options: O) -> bool:
+        """Whether the strategy chooses the validation rows itself."""
+        return False
 
     @classmethod
     def check(cls, config: TrainConfig, recipe: Recipe, options: O) -> None:
@@ -88,7 +92,7 @@ class Strategy(ABC, Generic[O]):
         # Of the group that is open: init_device_mesh opens another one on hosts with a GPU, for ranks on CPUs.
         group = dist.group.WORLD
         assert group is not None
-        return DeviceMesh.from_group(group, self._device.type, mesh_dim_names=(DATA,))
+        return DeviceMesh.from_group(group, self._device.type, mesh_dim_names=(_DATA,))
 
     @property
     def alone(self) -> bool:

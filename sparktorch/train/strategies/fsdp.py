@@ -23,7 +23,7 @@ from sparktorch.base.devices import download, is_host
 from sparktorch.errors import ConfigError, ModuleError, nearest
 from sparktorch.train.dtensor import local
 from sparktorch.train.recipe.recipe import Recipe
-from sparktorch.train.strategies.base import DATA, Layout, Strategy
+from sparktorch.train.strategies.base import Strategy
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -66,7 +66,6 @@ class ShardingOptions:
 class Zero3(Strategy[ShardingOptions]):
     """Parameters are gathered part by part for forward and backward, and let go after each."""
 
-    layout = Layout(parameters=(DATA,), gradients=(DATA,), optimizer_state=(DATA,))
     options_type = ShardingOptions
     collective_forward = True
     _reshard_after_forward = True
@@ -184,7 +183,6 @@ class Zero3(Strategy[ShardingOptions]):
 class Zero2(Zero3):
     """Parameters are gathered once a step, and kept from forward to backward."""
 
-    layout = Layout(gradients=(DATA,), optimizer_state=(DATA,))
     _reshard_after_forward = False
 
 

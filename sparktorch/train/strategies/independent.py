@@ -9,7 +9,7 @@ from torch import nn
 from sparktorch.base.config import TrainConfig
 from sparktorch.errors import ConfigError
 from sparktorch.train.recipe.recipe import Recipe
-from sparktorch.train.strategies.base import Layout, Strategy
+from sparktorch.train.strategies.base import Strategy
 
 __all__ = ["Independent", "IndependentOptions"]
 
@@ -29,9 +29,14 @@ class IndependentOptions:
 class Independent(Strategy[IndependentOptions]):
     """The plain module; the worker runs each rank as if it were the only one."""
 
-    layout = Layout(samples=())
     resumable = False
+    own_batches = True
     options_type = IndependentOptions
+
+    @classmethod
+    def makes_validation(cls, options: IndependentOptions) -> bool:
+        """Whether each rank validates on its own part of the rows."""
+        return options.folds
 
     @classmethod
     def check(cls, config: TrainConfig, recipe: Recipe, options: IndependentOptions) -> None:

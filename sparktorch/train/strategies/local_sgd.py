@@ -20,7 +20,7 @@ from sparktorch.base.devices import download
 from sparktorch.base.world import World
 from sparktorch.errors import ConfigError
 from sparktorch.train.recipe.recipe import Recipe
-from sparktorch.train.strategies.base import Layout, Strategy
+from sparktorch.train.strategies.base import Strategy
 
 __all__ = ["LocalSGD", "LocalSGDOptions"]
 
@@ -49,7 +49,6 @@ class LocalSGD(Strategy[LocalSGDOptions]):
     batch, however its rows lie. The optimizer's state is each rank's own.
     """
 
-    layout = Layout()
     resumable = False
     options_type = LocalSGDOptions
 

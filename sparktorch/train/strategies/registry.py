@@ -1,11 +1,12 @@
-"""How ranks share the work, one strategy a file."""
+"""The strategies by name. A new one is a file beside this one, and a line here."""
 
+from collections.abc import Mapping
 from typing import Any
 
-from sparktorch.base.config import TrainConfig, from_dict
+from sparktorch.base.config import TrainConfig, from_dict, one_of
 from sparktorch.base.world import World
 from sparktorch.train.recipe.recipe import Recipe
-from sparktorch.train.strategies.base import Layout, Strategy
+from sparktorch.train.strategies.base import Strategy
 from sparktorch.train.strategies.ddp import DDP
 from sparktorch.train.strategies.fsdp import Zero2, Zero3
 from sparktorch.train.strategies.independent import Independent
@@ -13,23 +14,9 @@ from sparktorch.train.strategies.local_sgd import LocalSGD
 from sparktorch.train.strategies.parameter_server.strategy import ParameterServer
 from sparktorch.train.strategies.zero1 import Zero1
 
-__all__ = [
-    "DDP",
-    "Independent",
-    "Layout",
-    "LocalSGD",
-    "ParameterServer",
-    "Strategy",
-    "Zero1",
-    "Zero2",
-    "Zero3",
-    "build_strategy",
-    "check_strategy",
-    "strategy_options",
-    "strategy_type",
-]
+__all__ = ["STRATEGIES", "build_strategy", "check_strategy", "resumable", "strategy_options", "strategy_type"]
 
-_STRATEGIES: dict[str, type[Strategy[Any]]] = {
+STRATEGIES: dict[str, type[Strategy[Any]]] = {
     "ddp": DDP,
     "zero1": Zero1,
     "zero2": Zero2,
@@ -40,18 +27,29 @@ _STRATEGIES: dict[str, type[Strategy[Any]]] = {
 }
 
 
-def strategy_type(config: TrainConfig) -> type[Strategy[Any]]:
-    """Returns the class of the strategy that the configuration names."""
-    return _STRATEGIES[config.strategy]
+def strategy_type(name: str) -> type[Strategy[Any]]:
+    """Returns the class of a strategy.
+
+    Raises:
+        ConfigError: There is none of that name.
+    """
+    one_of("strategy", name, tuple(STRATEGIES))
+    return STRATEGIES[name]
 
 
-def strategy_options(config: TrainConfig) -> Any:
-    """Returns the strategy's options, checked.
+def strategy_options(name: str, params: Mapping[str, Any]) -> Any:
+    """Returns the options of a strategy, checked.
 
     Raises:
         ConfigError: The strategy has no such option, or an option is out of range.
     """
-    return from_dict(strategy_type(config).options_type, config.strategy_params, where="strategyParams")
+    return from_dict(strategy_type(name).options_type, params, where="strategyParams")
+
+
+def resumable() -> str:
+    """Returns the strategies whose training a checkpoint holds, for hints."""
+    *names, last = (repr(name) for name, kind in STRATEGIES.items() if kind.resumable)
+    return f"{', '.join(names)} or {last}"
 
 
 def check_strategy(config: TrainConfig, recipe: Recipe) -> None:
@@ -60,9 +58,11 @@ def check_strategy(config: TrainConfig, recipe: Recipe) -> None:
     Raises:
         ConfigError: Names the Params.
     """
-    strategy_type(config).check(config, recipe, strategy_options(config))
+    options = strategy_options(config.strategy, config.strategy_params)
+    strategy_type(config.strategy).check(config, recipe, options)
 
 
 def build_strategy(config: TrainConfig, world: World) -> Strategy[Any]:
     """Returns the strategy that the configuration names, for this rank."""
-    return strategy_type(config)(config, world, strategy_options(config))
+    options = strategy_options(config.strategy, config.strategy_params)
+    return strategy_type(config.strategy)(config, world, options)

@@ -12,7 +12,7 @@ from torch import nn
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.devices import is_host
 from sparktorch.train.recipe.recipe import Recipe
-from sparktorch.train.strategies.base import DATA, Layout, require_optimizer_class
+from sparktorch.train.strategies.base import require_optimizer_class
 from sparktorch.train.strategies.ddp import DDP, DDPOptions
 
 __all__ = ["Zero1"]
@@ -20,8 +20,6 @@ __all__ = ["Zero1"]
 
 class Zero1(DDP):
     """`ZeroRedundancyOptimizer` over `DistributedDataParallel`: each rank updates its share and sends it to all."""
-
-    layout = Layout(optimizer_state=(DATA,))
 
     @classmethod
     def check(cls, config: TrainConfig, recipe: Recipe, options: DDPOptions) -> None:

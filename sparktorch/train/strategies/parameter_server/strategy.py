@@ -25,7 +25,7 @@ from sparktorch.base.world import World
 from sparktorch.distributed.process_group import attach, sum_over_ranks
 from sparktorch.errors import ConfigError
 from sparktorch.train.recipe.recipe import Recipe
-from sparktorch.train.strategies.base import DATA, Layout, Strategy, require_optimizer_class
+from sparktorch.train.strategies.base import Strategy, require_optimizer_class
 from sparktorch.train.strategies.parameter_server.connections import Connection, connect
 from sparktorch.train.strategies.parameter_server.server import Message, ParameterShare, assign, read_numbers
 
@@ -61,7 +61,6 @@ class ParameterServer(Strategy[ParameterServerOptions]):
     an estimate of the whole batch's, as in all strategies; `ParameterShare` says what becomes of N of them.
     """
 
-    layout = Layout(optimizer_state=(DATA,))
     resumable = False
     waits_for_device = True
     options_type = ParameterServerOptions

@@ -1,0 +1,186 @@
+"""Heartbeats: how a rank sends its own, and when one counts as silent or as standing still.
+
+Times are those of the process that looks: clocks of other hosts may differ.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch.distributed as dist
+
+__all__ = ["Heart", "OpenStore", "Pulse", "Pulses", "alive", "waited_for"]
+
+_BEAT_SECONDS = 0.5
+_LOOK_SECONDS = 0.05
+_BODY = "sparktorch/worker.py"
+_LEAVING_SECONDS = 2.0  # for a rank whose driver is gone to come to its end by itself
+
+R = TypeVar("R")
+
+
+class OpenStore(Protocol):
+    """Opens a connection to the store; see `connect`."""
+
+    def __call__(self, *, timeout: timedelta = ...) -> dist.Store:
+        """Returns a new connection."""
+        ...
+
+
+class Beating(Protocol):
+    """What a heart beats for; see `sparktorch.distributed.client.Client`."""
+
+    def beat(self, store: dist.Store) -> None:
+        """Sends a beat."""
+        ...
+
+
+class Heart:
+    """Two threads: one beats for a rank and sends what it logs, one ends the process where the driver has gone.
+
+    They are two because a store on the far side of a cut network neither answers nor refuses: who
+    asks it may wait for minutes.
+    """
+
+    def __init__(self, client: Beating, rank: int, open_store: OpenStore, patience: float) -> None:
+        self._client, self._rank, self._open_store, self._patience = client, rank, open_store, patience
+        self._owner = threading.get_ident()
+        self._driver: bytes | None = None
+        self._heard = 0
+        self._over = threading.Event()
+
+    def run(self, stop: threading.Event) -> None:
+        """Beats until `stop` is set; where the driver has gone or has given up the fit, ends the process."""
+        beats = threading.Thread(target=self._beat, args=(stop,), name="sparktorch-beat", daemon=True)
+        beats.start()
+        heard, silent = self._heard, 0.0  # in looks, not by the clock: this process may have been stopped meanwhile
+        while silent < self._patience and not self._over.is_set():
+            if stop.wait(_BEAT_SECONDS):
+                beats.join(_LEAVING_SECONDS)
+                return
+            silent = silent + _BEAT_SECONDS if self._heard == heard else 0.0
+            heard = self._heard
+        if not stop.wait(_LEAVING_SECONDS):
+            print(f"rank {self._rank} ends: its driver has gone, or has given up the fit", file=sys.stderr, flush=True)
+            os._exit(1)
+
+    def _beat(self, stop: threading.Event) -> None:
+        store = self._open()
+        while store is not None and not stop.wait(_BEAT_SECONDS):
+            try:
+                self._client.beat(store)
+                self._answer(store)
+                if store.check(["cancel"]):
+                    break
+                self._listen(store)
+            except (dist.DistError, RuntimeError):
+                store = self._open()  # a connection may break without anybody having gone
+        self._over.set()
+
+    def _open(self) -> dist.Store | None:
+        try:
+            return self._open_store(timeout=timedelta(seconds=self._patience))
+        except (dist.DistError, RuntimeError):
+            return None
+
+    def _answer(self, store: dist.Store) -> None:
+        """Tells the driver, where it asks, at which line the rank is."""
+        if store.check(["stacks wanted"]):
+            store.set(f"stack/{self._rank}", json.dumps({"stack": _stack_of(self._owner)}))
+
+    def _listen(self, store: dist.Store) -> None:
+        """Listens for the driver's heart; where a rank hosts the store, an answer is enough."""
+        beat = store.get("driver") if store.check(["driver"]) else None
+        if beat is None or beat != self._driver:
+            self._heard += 1
+        self._driver = beat
+
+
+@dataclass
+class Pulse(Generic[R]):
+    """When a rank was last seen to beat and to move.
+
+    Attributes:
+        beat: When its beat last changed, by `time.monotonic`.
+        moved: When what shows that it moves last changed.
+        record: Its last beat.
+    """
+
+    beat: float
+    moved: float
+    record: R
+
+
+class Pulses(Generic[R]):
+    """The last beats of ranks, and since when they are the same."""
+
+    def __init__(self, moves: Callable[[R], Any] = lambda record: record) -> None:
+        """Takes a function that returns the part of a beat that changes where a rank moves."""
+        self._moves = moves
+        self._seen: dict[int, Pulse[R]] = {}
+
+    def __len__(self) -> int:
+        return len(self._seen)
+
+    def __contains__(self, rank: int) -> bool:
+        return rank in self._seen
+
+    def __getitem__(self, rank: int) -> Pulse[R]:
+        return self._seen[rank]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._seen)
+
+    def note(self, rank: int, record: R, *, at: float | None = None) -> None:
+        """Notes a rank's beat as it is now."""
+        now = time.monotonic() if at is None else at
+        last = self._seen.get(rank)
+        if last is None:
+            self._seen[rank] = Pulse(now, now, record)
+            return
+        beat = last.beat if last.record == record else now
+        moved = last.moved if self._moves(last.record) == self._moves(record) else now
+        self._seen[rank] = Pulse(beat, moved, record)
+
+    def silence(self, rank: int) -> float:
+        """Returns the seconds since a rank's beat has changed."""
+        return time.monotonic() - self._seen[rank].beat
+
+
+def alive(ranks: set[int], seconds: float, beat_of: Callable[[int], Any], ended: Callable[[int], bool]) -> set[int]:
+    """Returns those of the ranks that beat, or come to their end, within so many seconds from now."""
+    before, found, deadline = {rank: beat_of(rank) for rank in ranks}, set[int](), time.monotonic() + seconds
+    while found < ranks and time.monotonic() < deadline:
+        time.sleep(_LOOK_SECONDS)
+        found |= {rank for rank in ranks - found if beat_of(rank) != before[rank] or ended(rank)}
+    return found
+
+
+def waited_for(pulses: Mapping[int, Pulse[dict[str, Any]]]) -> list[int]:
+    """Returns the ranks that wait for no other one: all others may wait for them.
+
+    A rank that has begun more collectives than another waits for it.
+    """
+    begun = [pulse.record["collectives"] for pulse in pulses.values()]
+    least = min((count for count in begun if count is not None), default=None)
+    return [
+        rank
+        for rank, pulse in pulses.items()
+        if not pulse.record["waiting"] and (least is None or pulse.record["collectives"] in (least, None))
+    ]
+
+
+def _stack_of(thread: int) -> str:
+    """Returns where a thread of this process is, without what Spark called before the rank's body."""
+    frames = traceback.extract_stack(sys._current_frames().get(thread))
+    body = [index for index, frame in enumerate(frames) if frame.filename.endswith(_BODY)]
+    return "".join(traceback.format_list(frames[body[0] :] if body else frames))
