@@ -28,7 +28,7 @@ from sparktorch.base.imports import import_path, load_object
 from sparktorch.errors import PersistenceError
 from sparktorch.ml.params.mixins import ModelParams
 from sparktorch.ml.summary import TrainingSummary
-from sparktorch.model.trained_module import TrainedModule
+from sparktorch.model.trained_module import TrainedModule, is_json
 from sparktorch.spark.compat import frame_of, ml_session
 from sparktorch.spark.session import switched_on
 
@@ -230,7 +230,7 @@ class EstimatorWriter(_Writer):
         values: dict[str, Any] = {}
         pickled: dict[str, Any] = {}
         for param, value in self._instance._paramMap.items():
-            if _is_json(value):
+            if is_json(value):
                 values[param.name] = value
             elif (target := import_path(value)) is not None:
                 values[param.name] = {"$import": target}
@@ -281,10 +281,3 @@ class EstimatorReader(_Reader[R]):
             instance._set(**pickled)
         loaded: R = instance
         return loaded
-
-
-def _is_json(value: Any) -> bool:
-    try:
-        return bool(json.loads(json.dumps(value)) == value)
-    except (TypeError, ValueError):
-        return False

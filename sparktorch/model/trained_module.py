@@ -12,38 +12,27 @@ It scores Arrow columns, and it is a directory of plain files:
 from __future__ import annotations
 
 import json
-import math
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
-import pyarrow.compute as pc
 import torch
 from torch import nn
 
-from sparktorch.base.config import Precision, Task
+from sparktorch.base.config import Task
 from sparktorch.base.imports import import_path, load_object
 from sparktorch.base.state_dict import unpack_state
 from sparktorch.data.columns import TensorSpec
-from sparktorch.data.convert.checks import present
-from sparktorch.data.convert.tensors import fitting, held, packed, to_arrow
-from sparktorch.data.fields.base import Field
-from sparktorch.data.fields.registry import field_of
-from sparktorch.data.preprocess import Function, Preprocess, check_signature
-from sparktorch.data.storage import InMemory
-from sparktorch.errors import ColumnError, PersistenceError
+from sparktorch.data.preprocess import Function, check_signature
+from sparktorch.errors import PersistenceError
 from sparktorch.model.export import ExportError, Program, check_archive, export_program
-from sparktorch.train.numerics.determinism import tf32_allowed
 from sparktorch.train.recipe.dry_run import ArgumentSpec, OutputSpec
 from sparktorch.train.recipe.recipe import ModuleSource, Recipe
-from sparktorch.train.recipe.task import align, autocast
 
-__all__ = ["FORMAT_VERSION", "Scorer", "TrainedModule"]
+__all__ = ["FORMAT_VERSION", "TrainedModule"]
 
 FORMAT_VERSION = 1
 
@@ -121,7 +110,7 @@ class TrainedModule:
         path, params = self._path, dict(self.params)
         if path is None:
             why = f"the module {_named(self.source)} has no import path that works outside this session"
-        elif _is_json(params):
+        elif is_json(params):
             return {"path": path, "params": params}
         else:
             why = f"the parameters of {path} are not all numbers, strings, lists and dicts"
@@ -263,175 +252,7 @@ def _arguments(forms: Sequence[Mapping[str, Any]] | None) -> tuple[ArgumentSpec,
     return tuple(ArgumentSpec(f["name"], f["dtype"], tuple(f["shape"]), f["layout"]) for f in forms)
 
 
-class Scorer:
-    """Scores columns with one built module."""
-
-    def __init__(
-        self,
-        trained: TrainedModule,
-        *,
-        device: str = "cpu",
-        batch_size: int = 2048,
-        precision: Precision = "fp32",
-        compiled: bool = False,
-        thresholds: Sequence[float] | None = None,
-        weights: Mapping[str, torch.Tensor] | None = None,
-    ) -> None:
-        """Builds the module.
-
-        Args:
-            trained: What scores.
-            device: Where, as torch names it.
-            batch_size: The most rows that go through the module at a time.
-            precision: "bf16" and "fp16" run the module under autocast.
-            compiled: Whether the module goes through `torch.compile`.
-            thresholds: One per class of a classifier: the class with the largest probability / threshold is
-                predicted. `None` for the one with the largest score.
-            weights: The state dict to use in place of that in `trained`.
-        """
-        self._trained = trained
-        self._device = torch.device(device)
-        self._batch_size = batch_size
-        self._thresholds = None if thresholds is None else torch.tensor(thresholds, dtype=torch.float64)
-        names = [spec.column for spec in trained.inputs]
-        self._preprocess = (
-            None if trained.preprocess is None else Preprocess(trained.preprocess, names, trained.returned)
-        )
-        self._autocast = autocast(self._device, precision)
-        self._module: Any = trained.build(weights).to(self._device)
-        if compiled:
-            self._module = torch.compile(self._module, dynamic=True)
-
-    def score_arrow(
-        self, columns: Sequence[pa.Array], names: Sequence[str], *, keep_null: bool = False
-    ) -> list[pa.Array]:
-        """Scores one Arrow array per input.
-
-        Args:
-            columns: One array per input, of equal length; in place of an input that is packed of
-                several columns, those columns.
-            names: Which results to return, as `score` names them.
-            keep_null: Whether a row with a null in it gets a null result, and is no error.
-
-        Returns:
-            One array per name.
-
-        Raises:
-            ColumnError: A row is null or has another shape than the model was fitted on.
-        """
-        inputs = self._inputs(columns)
-        rows = present(inputs, self._trained.inputs) if keep_null else None
-        if rows is not None:
-            inputs = [column.filter(rows) for column in inputs]
-        results = self._score(inputs)
-        scored = [to_arrow(results[name]) for name in names]
-        if rows is None:
-            return scored
-        # Spread the results over the rows that had any.
-        places = pc.if_else(rows, pc.subtract(pc.cumulative_sum(rows.cast(pa.int64())), 1), None)
-        return [column.take(places) for column in scored]
-
-    def score(self, columns: Sequence[pa.Array]) -> dict[str, Array]:
-        """Scores one Arrow array per input.
-
-        Returns:
-            For a classifier `scores` and `probability` of shape `(rows, classes)` and `prediction`
-            of shape `(rows,)`, all float64, the latter NaN where a score is; for a regressor `prediction`,
-            float64; otherwise one array per output by its name, `prediction` if there is just one.
-
-        Raises:
-            ColumnError: A row is null or has another shape than the model was fitted on.
-        """
-        return self._score(self._inputs(columns))
-
-    def score_arrays(self, arrays: Sequence[Array]) -> dict[str, Array]:
-        """Scores one array of shape `(rows, ...)` per input; returns as `score`."""
-        return self.score([to_arrow(array) for array in arrays])
-
-    def _inputs(self, columns: Sequence[pa.Array]) -> list[pa.Array]:
-        """Returns one array per input, of one per input or of one per column that they are packed of."""
-        specs = self._trained.inputs
-        names = [name for spec in specs for name in spec.sources or (spec.column,)]
-        if len(columns) not in (len(specs), len(names)):
-            raise ColumnError(
-                f"the model takes {len(names)} columns, and got {len(columns)}",
-                hint=f"give it {', '.join(names)}, in this order",
-            )
-        if len(columns) != len(names):
-            return [held(fitting(column, spec), spec) for column, spec in zip(columns, specs, strict=True)]
-        rest, inputs = list(columns), []
-        for spec in specs:
-            own, rest = rest[: len(spec.sources) or 1], rest[len(spec.sources) or 1 :]
-            single = not spec.sources or pa.types.is_list(own[0].type)
-            inputs.append(held(fitting(own[0], spec), spec) if single else packed(own, spec))
-        return inputs
-
-    def _score(self, inputs: Sequence[pa.Array]) -> dict[str, Array]:
-        rows = len(inputs[0])
-        fields = []
-        for column, spec in zip(inputs, self._trained.inputs, strict=True):
-            field = field_of(spec, InMemory())
-            field.append(column)
-            field.finish()
-            if self._preprocess is None:
-                field.to(self._device)
-            fields.append(field)
-        pieces = max(1, math.ceil(rows / self._batch_size))
-        size = max(1, math.ceil(rows / pieces))  # of equal size, so that none is a tiny rest
-        parts = [
-            self._forward(self._arguments(fields, start, min(rows, start + size)))
-            for start in range(0, max(1, rows), size)
-        ]
-        if len(parts) == 1:
-            return parts[0]
-        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-
-    def _arguments(self, fields: Sequence[Field], start: int, stop: int) -> tuple[torch.Tensor, ...]:
-        """Returns what the rows from `start` to `stop` are to `forward`."""
-        columns = [field.part(start, stop) for field in fields]
-        if self._preprocess is None:
-            return tuple(argument for column in columns for argument in column)
-        return tuple(tensor.to(self._device) for tensor in self._preprocess(columns, stop - start).values())
-
-    @torch.inference_mode()
-    def _forward(self, inputs: tuple[torch.Tensor, ...]) -> dict[str, Array]:
-        with self._autocast, tf32_allowed(False, self._device):
-            output = self._module(*inputs)
-        if self._trained.task == "classification":
-            return _classify(output.cpu().double(), self._thresholds)
-        if self._trained.task == "regression":
-            like = torch.empty(len(output)) if output.dim() == 1 or output.shape[1] == 1 else output
-            return {"prediction": align("regression", output, like)[0].cpu().double().numpy()}
-        named = output if isinstance(output, Mapping) else dict(enumerate(_tuple(output)))
-        single = len(self._trained.outputs) == 1
-        return {"prediction" if single else str(name): tensor.float().cpu().numpy() for name, tensor in named.items()}
-
-
-def _classify(scores: torch.Tensor, thresholds: torch.Tensor | None) -> dict[str, Array]:
-    if scores.dim() == 1 or scores.shape[1] == 1:  # one score: the logit of the second class
-        logit = scores.reshape(-1)
-        scores = torch.stack([-logit, logit], dim=1)
-        positive = torch.sigmoid(logit)
-        probability = torch.stack([1 - positive, positive], dim=1)
-    else:
-        probability = torch.softmax(scores, dim=1)
-    if thresholds is None:
-        prediction = scores.argmax(1).double()
-    else:  # 0 / 0 does not count, as in Spark
-        prediction = (probability / thresholds).nan_to_num(nan=-math.inf, posinf=math.inf).argmax(1).double()
-    prediction[scores.isnan().any(1)] = math.nan  # of no class
-    return {
-        "scores": scores.numpy(),
-        "probability": probability.numpy(),
-        "prediction": prediction.numpy(),
-    }
-
-
-def _tuple(output: Any) -> tuple[torch.Tensor, ...]:
-    return (output,) if isinstance(output, torch.Tensor) else tuple(output)
-
-
-def _is_json(value: Any) -> bool:
+def is_json(value: Any) -> bool:
     """Whether JSON gives the value back, tuples as lists at most."""
     try:
         return bool(json.loads(json.dumps(value)) == _listed(value))

@@ -20,7 +20,8 @@ from sparktorch.base.config import Device, Precision
 from sparktorch.base.devices import device_count, is_host, let_go
 from sparktorch.base.state_dict import unpack_state
 from sparktorch.data.columns import TensorSpec
-from sparktorch.model.trained_module import Scorer, TrainedModule
+from sparktorch.model.scorer import Scorer
+from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.compat import arrow_udf, to_vector
 from sparktorch.spark.frame.nested import unfit
 from sparktorch.spark.launch.gpus import choose_device

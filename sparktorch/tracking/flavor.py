@@ -15,7 +15,7 @@ import os
 import sysconfig
 import tempfile
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -149,20 +149,12 @@ def save_model(
     _validate_and_prepare_target_save_path(path)
     trained = sparktorch_model.trained
     with _code_of(trained.source, trained.preprocess) as own:
+        _check_place(path, code_paths or own)
         code = _validate_and_copy_code_paths(code_paths or own, path)
     data = Path(path) / _DATA
     data.mkdir()
     write_local(sparktorch_model, data, allow_pickle=allow_pickle)
-    inputs = [name for spec in sparktorch_model._inputs() for name in spec.sources or (spec.column,)]
-    _, outputs = sparktorch_model._fields()
-    columns = {
-        "inputs": inputs,
-        "outputs": {field: name for name, field in outputs.items()},
-        "keep_null": sparktorch_model.getHandleInvalid() != "error",
-        "thresholds": sparktorch_model._scoring().thresholds,
-    }
-    (data / "columns.json").write_text(json.dumps(columns))
-
+    outputs = _write_columns(sparktorch_model, data)
     mlflow_model = mlflow_model or Model()
     if signature is not False:
         given = signature or mlflow_model.signature
@@ -185,6 +177,34 @@ def save_model(
         _add_pytorch(mlflow_model, sparktorch_model, Path(path), code)
     mlflow_model.save(os.path.join(path, MLMODEL_FILE_NAME))
     _write_environment(Path(path), files, **environment)
+
+
+def _write_columns(model: TorchModelBase, data: Path) -> dict[str, str]:
+    """Writes what the Params say of columns beside the model; returns the field of each output column."""
+    inputs = [name for spec in model._inputs() for name in spec.sources or (spec.column,)]
+    _, outputs = model._fields()
+    columns = {
+        "inputs": inputs,
+        "outputs": {field: name for name, field in outputs.items()},
+        "keep_null": model.getHandleInvalid() != "error",
+        "thresholds": model._scoring().thresholds,
+    }
+    (data / "columns.json").write_text(json.dumps(columns))
+    return outputs
+
+
+def _check_place(path: str, code: Iterable[str]) -> None:
+    """Refuses a directory within the code that is to be kept in it.
+
+    Raises:
+        PersistenceError: It is one.
+    """
+    for root in code:
+        if Path(path).resolve().is_relative_to(Path(root).resolve()):
+            raise PersistenceError(
+                f"{path} lies within {root}, whose code the model keeps a copy of",
+                hint="save it elsewhere, or name the code that it needs with code_paths",
+            )
 
 
 def load_model(model_uri: str, *, allow_pickle: bool = False) -> Any:

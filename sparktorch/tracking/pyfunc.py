@@ -17,7 +17,8 @@ from sparktorch.data.columns import TensorSpec
 from sparktorch.data.convert.sql_types import arrow_type
 from sparktorch.data.convert.tensors import to_arrow
 from sparktorch.errors import ColumnError
-from sparktorch.model.trained_module import Scorer, TrainedModule
+from sparktorch.model.scorer import Scorer
+from sparktorch.model.trained_module import TrainedModule
 
 __all__ = ["PyFuncModel"]
 

@@ -10,7 +10,8 @@ import torch
 
 from sparktorch.base.state_dict import pack_state
 from sparktorch.base.world import World
-from sparktorch.model.trained_module import Scorer, TrainedModule
+from sparktorch.model.scorer import Scorer
+from sparktorch.model.trained_module import TrainedModule
 from sparktorch.train.recipe.dry_run import OutputSpec
 from tests.device.jobs import DEVICE
 from tests.device.kinds import KINDS, Net

@@ -14,7 +14,8 @@ from sparktorch.base.devices import upload
 from sparktorch.data.columns import Columns, TensorSpec
 from sparktorch.data.fields.base import Dense, Field, Ragged
 from sparktorch.data.preprocess import EVALUATION, StepContext
-from sparktorch.data.storage import RowStorage, Runs
+from sparktorch.data.runs import Runs
+from sparktorch.data.storage import RowStorage
 
 __all__ = ["Rows", "StoredRows"]
 

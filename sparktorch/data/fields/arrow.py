@@ -18,8 +18,9 @@ from sparktorch.data.convert.checks import refuse_nulls
 from sparktorch.data.convert.tensors import byte_rows
 from sparktorch.data.fields.base import Field
 from sparktorch.data.fields.offsets import Offsets
+from sparktorch.data.runs import Runs
 from sparktorch.data.sampling.row_digest import RowDigests
-from sparktorch.data.storage import RowStorage, Runs
+from sparktorch.data.storage import RowStorage
 from sparktorch.errors import ColumnError
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ import numpy.typing as npt
 import torch
 
 from sparktorch.base.devices import upload
-from sparktorch.data.storage import RowStorage, Runs
+from sparktorch.data.runs import Runs
+from sparktorch.data.storage import RowStorage
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -15,7 +15,8 @@ from sparktorch.data.columns import TensorSpec
 from sparktorch.data.convert.sql_types import arrow_type
 from sparktorch.data.convert.tensors import held
 from sparktorch.errors import ColumnError, nearest
-from sparktorch.model.trained_module import Scorer, TrainedModule
+from sparktorch.model.scorer import Scorer
+from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.scoring_udf import Scoring
 
 __all__ = ["score_row"]

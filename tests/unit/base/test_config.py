@@ -30,7 +30,6 @@ class Section:
         ({"batch_size": -3}, "batchSize must be at least 1, got -3", "batchSize"),
         ({"epochs": 0}, "epochs must be at least 1, got 0", "epochs"),
         ({"task": "clasification"}, "task 'clasification' is unknown", "task"),
-        ({"strategy": "dpp"}, "strategy 'dpp' is unknown", "strategy"),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_its_users_name(values: dict[str, Any], message: str, param: str) -> None:

@@ -15,7 +15,8 @@ from PIL import Image
 
 from sparktorch.data.columns import TensorSpec
 from sparktorch.data.fields.images import Images, black_image
-from sparktorch.data.storage import InMemory, OnDisk, Runs
+from sparktorch.data.runs import Runs
+from sparktorch.data.storage import InMemory, OnDisk
 from sparktorch.errors import ColumnError, ConfigError
 
 HEIGHT, WIDTH = 5, 7

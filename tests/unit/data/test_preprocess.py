@@ -20,10 +20,12 @@ from sparktorch.data.columns import KEY, Columns, TensorSpec
 from sparktorch.data.dataset.reader import read_shard
 from sparktorch.data.fields.arrow import ArrowColumn
 from sparktorch.data.preprocess import Preprocess, StepContext, check_signature
+from sparktorch.data.runs import Runs
 from sparktorch.data.sampling.plan import SamplingPlan
-from sparktorch.data.storage import InMemory, OnDisk, Runs
+from sparktorch.data.storage import InMemory, OnDisk
 from sparktorch.errors import ColumnError, ConfigError, ModuleError, PersistenceError
-from sparktorch.model.trained_module import Scorer, TrainedModule
+from sparktorch.model.scorer import Scorer
+from sparktorch.model.trained_module import TrainedModule
 from sparktorch.train.recipe.dry_run import ArgumentSpec, OutputSpec
 from tests.support.programs import run_python
 from tests.support.text import Bag, lengths, noisy

@@ -24,9 +24,10 @@ from sparktorch.data.dataset.reader import read_shard
 from sparktorch.data.dataset.rows import Rows, StoredRows
 from sparktorch.data.fields.base import Dense
 from sparktorch.data.preprocess import Preprocess
+from sparktorch.data.runs import Runs
 from sparktorch.data.sampling import plan
 from sparktorch.data.sampling.plan import SamplingPlan
-from sparktorch.data.storage import InMemory, OnDisk, Runs
+from sparktorch.data.storage import InMemory, OnDisk
 from sparktorch.errors import ColumnError, ConfigError
 from tests.support.frames import Table, record_batches, replaced
 
@@ -118,7 +119,7 @@ def test_labels_of_classes_are_integers_and_other_tensors_have_the_dtypes_of_the
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5])
-@pytest.mark.parametrize("least", [1, 2])
+@pytest.mark.parametrize("min_rows", [1, 2])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_a_step_with_too_few_rows_has_its_inputs_filled_up(
     shard_of: Make, rows: int, min_rows: int, weighted: bool

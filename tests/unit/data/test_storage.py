@@ -20,7 +20,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparktorch.data.storage import InMemory, OnDisk, RowStorage, Runs, WithinBudget, local_directory
+from sparktorch.data.runs import Runs
+from sparktorch.data.storage import InMemory, OnDisk, RowStorage, WithinBudget, local_directory
 from sparktorch.errors import ClusterError
 from tests.support.programs import run_python
 

@@ -21,7 +21,8 @@ from sparktorch.data.columns import TensorSpec
 from sparktorch.data.convert.tensors import to_arrow
 from sparktorch.errors import ColumnError, PersistenceError, SparkTorchError
 from sparktorch.model.export import Program
-from sparktorch.model.trained_module import FORMAT_VERSION, Scorer, TrainedModule
+from sparktorch.model.scorer import Scorer
+from sparktorch.model.trained_module import FORMAT_VERSION, TrainedModule
 from sparktorch.tracking.pyfunc import PyFuncModel
 from sparktorch.train.recipe.dry_run import describe_outputs
 from tests.support.nets import Logit, Mlp, NamedPair, Pair, Score

@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sparktorch.train.strategies.parameter_server.connections import Line, _accept, _call
+from sparktorch.train.strategies.parameter_server.connections import Connection, _accept, _call
 
 TOKEN = bytes(range(16))
 
 
 @pytest.fixture
-def ends() -> tuple[Line, Line]:
+def ends() -> tuple[Connection, Connection]:
     """Both ends of a line."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         calling = _call(f"127.0.0.1 {listener.getsockname()[1]} {TOKEN.hex()}", rank=3)
@@ -24,13 +24,13 @@ def ends() -> tuple[Line, Line]:
     return calling, answering[3]
 
 
-def close(*lines: Line) -> None:
+def close(*lines: Connection) -> None:
     for line in lines:
         line.shut()
         line.close()
 
 
-def test_messages_larger_than_any_buffer_arrive_whole(ends: tuple[Line, Line]) -> None:
+def test_messages_larger_than_any_buffer_arrive_whole(ends: tuple[Connection, Connection]) -> None:
     sent = torch.randint(0, 255, (30_000_001,), dtype=torch.uint8)
     received = torch.zeros_like(sent)
     thread = threading.Thread(target=ends[0].send, args=(sent,))
@@ -59,7 +59,7 @@ def test_who_does_not_know_the_token_is_turned_away() -> None:
 
 @pytest.mark.parametrize("breaking", [0, 1])
 @pytest.mark.parametrize("sending", [False, True])
-def test_a_broken_line_ends_what_waits_on_it(breaking: int, sending: bool, ends: tuple[Line, Line]) -> None:
+def test_a_broken_line_ends_what_waits_on_it(breaking: int, sending: bool, ends: tuple[Connection, Connection]) -> None:
     errors: list[BaseException] = []
 
     def wait() -> None:
