@@ -20,14 +20,17 @@ REPORTS = -1  # as many as there may have been in the time of the training
 
 DEVICE = "sim" if on.DEVICE == "cpu" else on.DEVICE
 
+# What the loop does beside its steps.
+BESIDE = ("__init__", "start", "begin", "record", "validate", "save", "epoch_done", "finish", "reproducible")
+
 # What a rank may wait for while it takes steps: a part of the line; how often in a training of a few steps; why.
 ALLOWED = {
     "mean = loss.item()": (REPORTS, "the report, every 0.2 s"),
-    "place = int(first) < look_back < _look_back < _count": (
+    "place = int(first) < look_back < _look_back < count": (
         2,
         "losses that are not finite are looked for every 32 steps and at an epoch's end",
     ),
-    "place = int(first) < look_back < _look_back < _take_steps": (None, "and before a validation within an epoch"),
+    "place = int(first) < look_back < _look_back < validate_within": (None, "and before a validation within an epoch"),
     "module(*batch.inputs)": (
         2,
         "DDP orders its buckets anew after its first backward pass, as one rank has seen them",
@@ -71,7 +74,7 @@ def waits_in_steps(metas: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def _unexpected(waits: list[str], seconds: float) -> list[str]:
-    found = [wait for wait in waits if within(wait, "_take_steps", "work") and not within(wait, "_validate", "_save")]
+    found = [wait for wait in waits if within(wait, "train", "work") and not within(wait, *BESIDE)]
     for line, (most, _) in ALLOWED.items():
         times = int(seconds / 0.2) + 2 if most == REPORTS else most  # each of two epochs begins with one
         known = [wait for wait in found if line in wait][:times]

@@ -141,7 +141,7 @@ def test_a_validation_waits_as_often_however_many_batches_it_has() -> None:
             max_imbalance=None,
         )
         _, metas = train_on([part.batches() for part in table.parts(2)], job, device=DEVICE)
-        return [[wait for wait in meta["waits"] if within(wait, "_validate")] for meta in metas]
+        return [[wait for wait in meta["waits"] if within(wait, "validate")] for meta in metas]
 
     whole, single = waits(), waits(validation_batch_size=1)
     assert [len(found) for found in single] == [len(found) for found in whole]
