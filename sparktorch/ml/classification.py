@@ -102,6 +102,24 @@ class TorchClassifier(TorchEstimatorBase[TorchClassificationModel], ClassifierPa
     The module returns one score (logit) per class, shape `(rows, classes)`, or a single one for two
     classes with `loss="BCEWithLogitsLoss"`. Labels are whole numbers `0 ... classes - 1`.
 
+    Example:
+        >>> from pyspark.ml.linalg import Vectors
+        >>> rows = [(Vectors.dense([i / 50, 1 - i / 50]), int(i > 25)) for i in range(50)]
+        >>> data = spark.createDataFrame(rows, ["features", "label"])
+        >>> classifier = TorchClassifier(
+        ...     module="torch.nn:Linear",
+        ...     moduleParams={"in_features": 2, "out_features": 2},
+        ...     batchSize=10,
+        ...     epochs=20,
+        ...     learningRate=0.1,
+        ...     progress=False,
+        ... )
+        >>> model = classifier.fit(data)
+        >>> model.transform(data).columns
+        ['features', 'label', 'rawPrediction', 'probability', 'prediction']
+        >>> model.evaluate(data).accuracy > 0.9
+        True
+
     Raises:
         ConfigError, ColumnError, ModuleError, ClusterError: From `fit`, before training starts.
         RankError: From `fit`, when a rank fails.

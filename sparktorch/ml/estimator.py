@@ -170,6 +170,24 @@ class TorchEstimator(TorchEstimatorBase[TorchModel], GenericParams):
     `labelCol=""` it is called as `loss(output)`. `transform` adds the output as `predictionCol`
     (a number or nested arrays of float), or several outputs under `outputCols`.
 
+    Example:
+        >>> import torch
+        >>> def absolute(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        ...     return (output.squeeze(1) - label).abs()  # one loss per row
+        >>> rows = [([float(i)], float(3 * i)) for i in range(20)]
+        >>> data = spark.createDataFrame(rows, "features array<float>, label float")
+        >>> estimator = TorchEstimator(
+        ...     module="torch.nn:Linear",
+        ...     moduleParams={"in_features": 1, "out_features": 1},
+        ...     loss=absolute,
+        ...     batchSize=5,
+        ...     epochs=3,
+        ...     progress=False,
+        ... )
+        >>> model = estimator.fit(data)
+        >>> len(model.summary.history)
+        3
+
     Raises:
         ConfigError, ColumnError, ModuleError, ClusterError: From `fit`, before a job starts.
         RankError: From `fit`, when a rank fails.

@@ -67,6 +67,21 @@ class TorchRegressor(TorchEstimatorBase[TorchRegressionModel], RegressorParams):
     The module returns shape `(rows,)` or `(rows, 1)` for a number as label, `(rows, values)` for
     an array.
 
+    Example:
+        >>> rows = [([float(i % 7), float(i % 5)], float(2 * (i % 7) - i % 5)) for i in range(70)]
+        >>> data = spark.createDataFrame(rows, "features array<float>, label float")
+        >>> regressor = TorchRegressor(
+        ...     module="torch.nn:Linear",
+        ...     moduleParams={"in_features": 2, "out_features": 1},
+        ...     batchSize=7,
+        ...     epochs=20,
+        ...     learningRate=0.1,
+        ...     progress=False,
+        ... )
+        >>> model = regressor.fit(data)
+        >>> abs(model.predict([3.0, 1.0]) - 5.0) < 0.5
+        True
+
     Raises:
         ConfigError, ColumnError, ModuleError, ClusterError: From `fit`, before training starts.
         RankError: From `fit`, when a rank fails.

@@ -8,7 +8,8 @@ import json
 import pyspark
 import pytest
 
-from sparktorch.cli.main import main, print_table
+from sparktorch.cli.main import main
+from sparktorch.cli.table import print_table
 from sparktorch.spark.checks.check_result import Finding
 from tests.support.proxy import free_port
 

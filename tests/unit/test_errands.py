@@ -1,0 +1,117 @@
+"""What CONTRIBUTING.md asks of who adds something: each test fails where a piece is missing."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from sparktorch.base.config import CheckpointConfig, StorageConfig, TrainConfig
+from sparktorch.cli import main
+from sparktorch.data.columns import Kind, Layout
+from sparktorch.data.fields.base import Field
+from sparktorch.distributed.monitor import Timeouts
+from sparktorch.ml.fit.translate import Request
+from sparktorch.ml.params.tables import CLASSIFIER, GENERIC
+from sparktorch.spark.frame import encoding
+from sparktorch.spark.launch.barrier_job import Launch
+from sparktorch.train.recipe.recipe import Recipe
+from sparktorch.train.strategies.registry import STRATEGIES
+from tests.device.kinds import KINDS
+from tests.support.programs import ROOT
+
+PARAMS = {spec.name: spec for spec in (*GENERIC, *CLASSIFIER)}
+# What `translate` computes, by configuration.
+COMPUTED: dict[type, set[str]] = {
+    TrainConfig: {"task", "shuffle_block", "class_weights", "unused_parameters"},
+    Recipe: {"module", "module_params", "initial", "loss"},
+    Launch: {"profile", "patience", "log_level", "tag"},
+    Timeouts: set(),
+    StorageConfig: set(),
+    CheckpointConfig: {"owner", "restart", "job"},
+    Request: {"recipe", "config", "launch", "storage", "checkpoint", "columns"},
+}
+NAMES = {
+    "config": TrainConfig,
+    "recipe": Recipe,
+    "launch": Launch,
+    "patience": Timeouts,
+    "storage": StorageConfig,
+    "checkpoint": CheckpointConfig,
+    "request": Request,
+}
+
+
+def text_of(*paths: str) -> str:
+    found: Iterable[Path] = (file for path in paths for file in sorted(ROOT.glob(path)))
+    return "\n".join(file.read_text() for file in found)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_strategy_is_documented_and_in_the_suites(name: str) -> None:
+    page = text_of("docs/training.md")
+    assert f'| `"{name}"` |' in page
+    assert f"'{name}'" in PARAMS["strategy"].doc
+    for option in dataclasses.fields(STRATEGIES[name].options_type):
+        assert f"`{option.name}" in page, option.name
+        assert f"{option.name}:" in (STRATEGIES[name].options_type.__doc__ or ""), option.name
+    assert f'"{name}"' in text_of("tests/dist/strategies/*.py")
+    assert f'"{name}"' in text_of("tests/spark/ml/test_strategies.py", "tests/spark/ml/test_independent.py")
+    if STRATEGIES[name].resumable:
+        assert f'"strategy": "{name}"' in text_of("tests/dist/checkpoint/test_resume.py")
+
+
+@pytest.mark.parametrize("name", list(NAMES))
+def test_every_field_of_a_configuration_comes_from_one_param(name: str) -> None:
+    from_params = [spec.field.partition(".")[2] for spec in PARAMS.values() if spec.field.startswith(f"{name}.")]
+    assert len(set(from_params)) == len(from_params)
+    fields = {field.name for field in dataclasses.fields(NAMES[name])}  # type: ignore[arg-type]
+    assert set(from_params) | COMPUTED[NAMES[name]] == fields
+    assert not set(from_params) & COMPUTED[NAMES[name]]
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_a_param_is_read_somewhere(name: str) -> None:
+    spec = PARAMS[name]
+    used = text_of("sparktorch/ml/**/*.py", "sparktorch/tracking/*.py")
+    used = re.sub(r'P\("\w+"', "", used)  # but for the tables
+    assert spec.field or re.search(rf'"{name}"|\.get{spec.accessor}\(|self\.{name}\b', used)
+
+
+@pytest.mark.parametrize("layout", get_args(Layout))
+def test_a_layout_of_columns_is_kept_documented_and_tried(layout: str) -> None:
+    assert layout in {name for layouts in encoding._LAYOUTS.values() for name in layouts}
+    assert f'"{layout}"' in text_of("docs/data.md") or layout == "dense"
+    assert f"'{layout}'" in PARAMS["inputLayouts"].doc
+    if layout != "raw":  # the same field as "dense"
+        assert layout in {spec.layout for kind in KINDS.values() for spec in kind.specs}
+    assert f'"{layout}"' in text_of("tests/spark/frame/*.py") or layout == "dense"
+
+
+def test_every_kind_of_column_and_every_field_is_tried_on_a_device() -> None:
+    tried = {spec.kind for kind in KINDS.values() for spec in kind.specs}
+    assert tried == set(get_args(Kind))
+    fields = {kind.__name__ for kind in Field.__subclasses__()}
+    registry = text_of("sparktorch/data/fields/registry.py")
+    assert not [name for name in fields if f"return {name}(" not in registry and f"{name}(spec" not in registry]
+
+
+@pytest.mark.parametrize("name", main._COMMANDS)
+def test_a_command_has_what_main_asks_for_and_a_description(name: str) -> None:
+    command = main._COMMANDS[name]
+    assert command.HELP
+    assert command.__doc__
+    assert callable(command.add_arguments)
+    assert callable(command.run)
+
+
+def test_every_public_estimator_has_a_model_that_is_documented() -> None:
+    import sparktorch
+
+    pages = text_of("README.md", "docs/*.md")
+    for name in sparktorch.__all__:
+        assert name in pages or name.startswith("__"), name
