@@ -24,6 +24,7 @@ from sparktorch.train.numerics.determinism import reproducible, seed_all
 from sparktorch.train.numerics.ema import MovingAverage
 from sparktorch.train.numerics.torch_errors import explained
 from sparktorch.train.progress import Progress
+from sparktorch.train.recipe.loss import step_scales
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.training_state import TrainingState
 from sparktorch.train.validation import Validation
@@ -215,8 +216,7 @@ class _Run:
         weights = sum_over_ranks(self._dataset.step_weights(epoch), self._world)
         if not weights.any():
             raise ColumnError("all rows have the weight 0", hint="see weightCol and classWeights")
-        divisor = engine.strategy.gradient_divisor
-        scales = [divisor / weight if weight > 0 else 0.0 for weight in weights.tolist()]
+        scales = step_scales(weights, engine.strategy.gradient_divisor)
         waited, entered = counters.waited, time.perf_counter() - counters.validating
         self._next_progress = 0.0
         with closing(self._dataset.epoch(epoch, min_rows=engine.min_rows, first=counters.taken)) as batches:

@@ -13,7 +13,7 @@ from torch import nn
 
 from sparktorch.distributed.process_group import sum_over_ranks
 from sparktorch.train.metrics import Metrics
-from sparktorch.train.recipe.loss import Means
+from sparktorch.train.recipe.loss import Means, mean_of
 from sparktorch.train.recipe.task import align, correct, predicted
 
 if TYPE_CHECKING:
@@ -102,9 +102,9 @@ class Validation:
         found = {}
         if self._engine.training_step is not None:
             found = {f"val_{name}": mean for name, mean in means.over_ranks(self._world).items()}
-        found["val_loss"] = loss_sum / loss_weight_sum if loss_weight_sum else float("nan")
+        found["val_loss"] = mean_of(loss_sum, loss_weight_sum)
         if self._task == "classification":
-            found["val_accuracy"] = right / weight_sum if weight_sum else float("nan")
+            found["val_accuracy"] = mean_of(right, weight_sum)
         found |= {f"val_{name}": value for name, value in self._metrics.compute().items()}
         return found, summed[4:].long().view(self._shown, self._shown) if self._shown else None
 

@@ -17,8 +17,8 @@ from sparktorch.base.config import Task
 from sparktorch.base.state_dict import check_state
 from sparktorch.errors import ModuleError, SparkTorchError
 from sparktorch.train.metrics import try_metrics
-from sparktorch.train.recipe.loss import TrainingStep
-from sparktorch.train.recipe.recipe import Loss, Recipe
+from sparktorch.train.recipe.loss import Loss, TrainingStep
+from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.recipe.task import align, classes_in, first_rows
 
 __all__ = ["ArgumentSpec", "DryRunResult", "OutputSpec", "describe_outputs", "dry_run"]

@@ -1,7 +1,12 @@
-"""The loss of a step: the weighted sum of what is computed per row, and weighted means of metrics."""
+"""The reduction of the loss: weighted sums of what is computed per row, their weights, and the means of both.
+
+No other file weighs or divides losses.
+"""
 
 from __future__ import annotations
 
+import copy
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -13,10 +18,26 @@ from torch import nn
 from sparktorch.base.batch import Batch
 from sparktorch.base.world import World
 from sparktorch.errors import ModuleError
+from sparktorch.train.recipe.lookup import look_up, name_of, parameters_of, signature_of
 
-__all__ = ["Means", "Sums", "TrainingStep", "full_precision", "weigh"]
+__all__ = ["Loss", "Means", "Sums", "TrainingStep", "full_precision", "mean_of", "step_scales", "weigh"]
 
 Sums = Mapping[str, tuple[torch.Tensor, torch.Tensor | int]]  # weighted sums, and sums of weights
+
+
+def step_scales(weights: torch.Tensor, divisor: int) -> list[float]:
+    """Returns factors for the sums of a rank's weighted losses, by step: gradients are those of the mean.
+
+    Args:
+        weights: Weight of the rows of each step over all ranks, float64 of shape `(steps,)`.
+        divisor: What the strategy divides summed gradients by.
+    """
+    return [divisor / weight if weight > 0 else 0.0 for weight in weights.tolist()]
+
+
+def mean_of(total: float, weight: float) -> float:
+    """Returns a weighted mean, of the weighted sum and the sum of the weights; NaN where nothing has a weight."""
+    return total / weight if weight else math.nan
 
 
 def full_precision(output: Any) -> Any:
@@ -158,9 +179,97 @@ class Means:
         means = {}
         for name in names:
             value, weight = (sum(part) for part in zip(*(s[name] for s in every if name in s), strict=True))
-            means[name] = value / weight if weight else math.nan
+            means[name] = mean_of(value, weight)
         return means
 
 
 def _wide(value: torch.Tensor | int) -> torch.Tensor | int:
     return value.double() if isinstance(value, torch.Tensor) else value
+
+
+class Loss:
+    """One loss per row, whatever the user's loss returns."""
+
+    def __init__(self, loss: str | Callable[..., torch.Tensor] | None, params: Mapping[str, Any]) -> None:
+        """Resolves a name, class or callable; classes with a `reduction` are made with "none".
+
+        Raises:
+            ModuleError: The loss is unknown or does not take its parameters.
+        """
+        self.name = loss if isinstance(loss, str) else name_of(loss)
+        found = look_up(loss, nn, nn.Module, "loss", suffix="Loss")
+        reducing = "reduction" in parameters_of(found)
+        if isinstance(found, type):
+            options = dict(params)
+            self._refuse_weight(found, options.get("weight"))
+            if reducing:
+                self._refuse_sum(options.get("reduction", "mean"))
+                options["reduction"] = "none"
+            try:
+                found = found(**options)
+            except TypeError as error:
+                raise ModuleError(
+                    f"loss {self.name} cannot be built: {error}",
+                    hint=f"its parameters are {signature_of(found)}",
+                    param="lossParams",
+                ) from error
+        elif params:
+            raise ModuleError("lossParams are given, but loss is not a class", param="lossParams")
+        elif isinstance(found, nn.Module):
+            self._refuse_weight(type(found), getattr(found, "weight", None))
+            found = copy.copy(found)
+            if hasattr(found, "reduction"):
+                self._refuse_sum(str(found.reduction))
+                vars(found)["reduction"] = "none"
+        elif reducing:  # the functions of torch.nn.functional
+            found = functools.partial(found, reduction="none")
+        self._function: Callable[..., torch.Tensor] = found
+
+    def _refuse_sum(self, reduction: str) -> None:
+        if reduction == "sum":
+            raise ModuleError(
+                f"loss {self.name} with reduction 'sum' would make the step depend on the batch size",
+                hint="leave 'reduction' out: the gradient is that of the mean",
+                param="loss",
+            )
+
+    def _refuse_weight(self, kind: type, weight: Any) -> None:
+        # torch divides by the sum of the classes' weights, which is not known in one rank.
+        if weight is not None and issubclass(kind, nn.CrossEntropyLoss | nn.NLLLoss):
+            raise ModuleError(
+                f"loss {self.name} has a weight for each class, by which the mean over a batch would not be divided",
+                hint="give the weights as classWeights",
+                param="lossParams",
+            )
+
+    def to(self, device: str) -> Loss:
+        """Moves the loss's own tensors, if it has any, to the device."""
+        if isinstance(self._function, nn.Module):
+            self._function.to(device)
+        return self
+
+    def __call__(self, output: Any, label: torch.Tensor | None, weight: torch.Tensor | None) -> torch.Tensor:
+        """Returns the weighted sum of the rows' losses, a scalar tensor.
+
+        Args:
+            output: What the module returned.
+            label: The labels, shape `(rows, ...)`.
+            weight: float32 weights of shape `(rows,)`, or `None` for ones.
+
+        Raises:
+            ModuleError: The loss returned neither a scalar nor a value per row, or a scalar where
+                rows have weights.
+        """
+        losses = self.per_row(output, label)
+        return weigh(losses, _rows(output), weight, what=f"loss {self.name}", param="loss")
+
+    def per_row(self, output: Any, label: torch.Tensor | None) -> torch.Tensor:
+        """Returns what the user's loss returns: shape `(rows, ...)`, or a scalar mean."""
+        return self._function(output) if label is None else self._function(output, label)
+
+
+def _rows(output: Any) -> int:
+    """Number of rows of an output: of the tensor, or of the first one in a tuple or mapping."""
+    while not isinstance(output, torch.Tensor):
+        output = next(iter(output.values() if isinstance(output, Mapping) else output))
+    return len(output)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,11 +14,12 @@ from torch.optim import lr_scheduler
 
 from sparktorch.base.imports import SHIPPING_HINT, load_object
 from sparktorch.base.state_dict import unpack_state
-from sparktorch.errors import ConfigError, ModuleError, nearest
-from sparktorch.train.recipe.loss import TrainingStep, weigh
+from sparktorch.errors import ConfigError, ModuleError
+from sparktorch.train.recipe.lookup import look_up, name_of, parameters_of, signature_of
+from sparktorch.train.recipe.loss import Loss, TrainingStep
 from sparktorch.train.recipe.parameter_groups import freeze, group
 
-__all__ = ["Loss", "ModuleSource", "Recipe"]
+__all__ = ["ModuleSource", "Recipe"]
 
 
 ModuleSource = str | nn.Module | Callable[..., nn.Module]
@@ -95,12 +95,12 @@ class Recipe:
                 module = factory(**self.module_params)
             except Exception as error:
                 raise ModuleError(
-                    f"module {_name(factory)} cannot be built: {type(error).__name__}: {error}",
-                    hint=f"its parameters are {_signature(factory)}; moduleParams are {dict(self.module_params)}",
+                    f"module {name_of(factory)} cannot be built: {type(error).__name__}: {error}",
+                    hint=f"its parameters are {signature_of(factory)}; moduleParams are {dict(self.module_params)}",
                 ) from error
         if not isinstance(module, nn.Module):
             raise ModuleError(
-                f"module {_name(factory)} returned {type(module).__name__}, not an nn.Module",
+                f"module {name_of(factory)} returned {type(module).__name__}, not an nn.Module",
                 hint="pass an nn.Module class, a function that returns one, or an instance",
             )
         if self.initial:
@@ -140,8 +140,8 @@ class Recipe:
             optimizer: torch.optim.Optimizer = factory(parameters, **options)
         except (TypeError, ValueError, RuntimeError) as error:
             raise ModuleError(
-                f"optimizer {_name(factory)} cannot be built: {error}",
-                hint=f"its parameters are {_signature(factory)}",
+                f"optimizer {name_of(factory)} cannot be built: {error}",
+                hint=f"its parameters are {signature_of(factory)}",
                 param="optimizerParams",
             ) from error
         return optimizer
@@ -170,8 +170,8 @@ class Recipe:
                 reason = ", ".join(f"unknown option {name!r}" for name in own if name not in known)
             if reason:
                 raise ConfigError(
-                    f"parameterGroups[{number}] does not suit optimizer {_name(factory)}: {reason}",
-                    hint=f"its parameters are {_signature(factory)}",
+                    f"parameterGroups[{number}] does not suit optimizer {name_of(factory)}: {reason}",
+                    hint=f"its parameters are {signature_of(factory)}",
                     param="parameterGroups",
                 )
 
@@ -209,17 +209,17 @@ class Recipe:
 
     def _scheduler_call(self, steps: int) -> tuple[Any, dict[str, Any]]:
         """Returns the scheduler's factory and its options."""
-        found = _lookup(self.scheduler, lr_scheduler, lr_scheduler.LRScheduler, "scheduler")
+        found = look_up(self.scheduler, lr_scheduler, lr_scheduler.LRScheduler, "scheduler")
         options = dict(self.scheduler_params)
         for name in ("T_max", "total_steps"):
-            if name in _parameters(found) and name not in options:
+            if name in parameters_of(found) and name not in options:
                 options[name] = steps
         return found, options
 
     def _wrong_scheduler(self, factory: Any, error: Exception) -> ModuleError:
         return ModuleError(
-            f"scheduler {_name(factory)} cannot be built: {error}",
-            hint=f"its parameters are {_signature(factory)}",
+            f"scheduler {name_of(factory)} cannot be built: {error}",
+            hint=f"its parameters are {signature_of(factory)}",
             param="schedulerParams",
         )
 
@@ -230,7 +230,7 @@ class Recipe:
             ModuleError: The optimizer is unknown.
             ConfigError: The module has no parameters for a group.
         """
-        factory = _lookup(self.optimizer, torch.optim, torch.optim.Optimizer, "optimizer")
+        factory = look_up(self.optimizer, torch.optim, torch.optim.Optimizer, "optimizer")
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         options = {"lr": self.learning_rate, **self.optimizer_params}
         chosen = {"fused", "foreach", "differentiable"} & options.keys()
@@ -239,120 +239,14 @@ class Recipe:
         )
         # Of the fused kernels, these two take parameters that are divided among ranks.
         whole = not any(hasattr(p, "to_local") for p in parameters) or factory in (torch.optim.Adam, torch.optim.AdamW)
-        if "fused" in _parameters(factory) and dense and whole and not chosen:
+        if "fused" in parameters_of(factory) and dense and whole and not chosen:
             options["fused"] = True
         return factory, group(module, self.parameter_groups) if self.parameter_groups else parameters, options
-
-
-class Loss:
-    """One loss per row, whatever the user's loss returns."""
-
-    def __init__(self, loss: str | Callable[..., torch.Tensor] | None, params: Mapping[str, Any]) -> None:
-        """Resolves a name, class or callable; classes with a `reduction` are made with "none".
-
-        Raises:
-            ModuleError: The loss is unknown or does not take its parameters.
-        """
-        self.name = loss if isinstance(loss, str) else _name(loss)
-        found = _lookup(loss, nn, nn.Module, "loss", suffix="Loss")
-        reducing = "reduction" in _parameters(found)
-        if isinstance(found, type):
-            options = dict(params)
-            self._refuse_weight(found, options.get("weight"))
-            if reducing:
-                self._refuse_sum(options.get("reduction", "mean"))
-                options["reduction"] = "none"
-            try:
-                found = found(**options)
-            except TypeError as error:
-                raise ModuleError(
-                    f"loss {self.name} cannot be built: {error}",
-                    hint=f"its parameters are {_signature(found)}",
-                    param="lossParams",
-                ) from error
-        elif params:
-            raise ModuleError("lossParams are given, but loss is not a class", param="lossParams")
-        elif isinstance(found, nn.Module):
-            self._refuse_weight(type(found), getattr(found, "weight", None))
-            found = copy.copy(found)
-            if hasattr(found, "reduction"):
-                self._refuse_sum(str(found.reduction))
-                vars(found)["reduction"] = "none"
-        elif reducing:  # the functions of torch.nn.functional
-            found = functools.partial(found, reduction="none")
-        self._function: Callable[..., torch.Tensor] = found
-
-    def _refuse_sum(self, reduction: str) -> None:
-        if reduction == "sum":
-            raise ModuleError(
-                f"loss {self.name} with reduction 'sum' would make the step depend on the batch size",
-                hint="leave 'reduction' out: the gradient is that of the mean",
-                param="loss",
-            )
-
-    def _refuse_weight(self, kind: type, weight: Any) -> None:
-        # torch divides by the sum of the classes' weights, which is not known in one rank.
-        if weight is not None and issubclass(kind, nn.CrossEntropyLoss | nn.NLLLoss):
-            raise ModuleError(
-                f"loss {self.name} has a weight for each class, by which the mean over a batch would not be divided",
-                hint="give the weights as classWeights",
-                param="lossParams",
-            )
-
-    def to(self, device: str) -> Loss:
-        """Moves the loss's own tensors, if it has any, to the device."""
-        if isinstance(self._function, nn.Module):
-            self._function.to(device)
-        return self
-
-    def __call__(self, output: Any, label: torch.Tensor | None, weight: torch.Tensor | None) -> torch.Tensor:
-        """Returns the weighted sum of the rows' losses, a scalar tensor.
-
-        Args:
-            output: What the module returned.
-            label: The labels, shape `(rows, ...)`.
-            weight: float32 weights of shape `(rows,)`, or `None` for ones.
-
-        Raises:
-            ModuleError: The loss returned neither a scalar nor a value per row, or a scalar where
-                rows have weights.
-        """
-        losses = self.per_row(output, label)
-        return weigh(losses, _rows(output), weight, what=f"loss {self.name}", param="loss")
-
-    def per_row(self, output: Any, label: torch.Tensor | None) -> torch.Tensor:
-        """Returns what the user's loss returns: shape `(rows, ...)`, or a scalar mean."""
-        return self._function(output) if label is None else self._function(output, label)
-
-
-def _rows(output: Any) -> int:
-    """Number of rows of an output: of the tensor, or of the first one in a tuple or mapping."""
-    while not isinstance(output, torch.Tensor):
-        output = next(iter(output.values() if isinstance(output, Mapping) else output))
-    return len(output)
 
 
 def makes_sparse_gradients(part: nn.Module) -> bool:
     """Whether a part of a module, not one within it, is trained with sparse gradients, as torch's embeddings may be."""
     return getattr(part, "sparse", None) is True and any(p.requires_grad for p in part.parameters(recurse=False))
-
-
-def _lookup(value: Any, namespace: Any, base: type, what: str, *, suffix: str = "") -> Any:
-    """Resolves the name of a class in a torch namespace, an import path, or passes a callable on."""
-    if not isinstance(value, str):
-        if callable(value):
-            return value
-        raise ModuleError(f"{what} must be a name or a callable, got {value!r}", param=what)
-    if ":" in value:
-        return load_object(value)
-    names = {
-        name
-        for name, found in vars(namespace).items()
-        if isinstance(found, type) and issubclass(found, base) and found is not base and name.endswith(suffix)
-    }
-    if value not in names:
-        raise ModuleError(f"{what} {value!r} is unknown", hint=nearest(value, names), param=what)
-    return getattr(namespace, value)
 
 
 def _refusal(factory: Any, options: Mapping[str, Any]) -> str:
@@ -362,21 +256,3 @@ def _refusal(factory: Any, options: Mapping[str, Any]) -> str:
     except (TypeError, ValueError, RuntimeError) as error:
         return "" if "empty parameter list" in str(error) else str(error)
     return ""
-
-
-def _name(value: Any) -> str:
-    return str(getattr(value, "__qualname__", type(value).__qualname__))
-
-
-def _parameters(factory: Any) -> Mapping[str, inspect.Parameter]:
-    try:
-        return inspect.signature(factory).parameters
-    except (TypeError, ValueError):
-        return {}
-
-
-def _signature(factory: Any) -> str:
-    try:
-        return str(inspect.signature(factory))
-    except (TypeError, ValueError):
-        return "unknown"

@@ -10,7 +10,8 @@ from torch import nn
 
 from sparktorch.base.config import Task
 from sparktorch.errors import ModuleError
-from sparktorch.train.recipe.recipe import Loss, Recipe
+from sparktorch.train.recipe.loss import Loss
+from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.recipe.task import align, classes_in, correct
 
 OUTPUT = torch.tensor([1.0, 2.0, 4.0])

@@ -1,0 +1,51 @@
+"""What users name: classes of torch, import paths, callables; and how messages call them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from sparktorch.base.imports import load_object
+from sparktorch.errors import ModuleError, nearest
+
+__all__ = ["look_up", "name_of", "parameters_of", "signature_of"]
+
+
+def look_up(value: Any, namespace: Any, base: type, what: str, *, suffix: str = "") -> Any:
+    """Resolves the name of a class in a torch namespace, an import path, or passes a callable on."""
+    if not isinstance(value, str):
+        if callable(value):
+            return value
+        raise ModuleError(f"{what} must be a name or a callable, got {value!r}", param=what)
+    if ":" in value:
+        return load_object(value)
+    names = {
+        name
+        for name, found in vars(namespace).items()
+        if isinstance(found, type) and issubclass(found, base) and found is not base and name.endswith(suffix)
+    }
+    if value not in names:
+        raise ModuleError(f"{what} {value!r} is unknown", hint=nearest(value, names), param=what)
+    return getattr(namespace, value)
+
+
+def name_of(value: Any) -> str:
+    """Returns how messages call a class, function or instance."""
+    return str(getattr(value, "__qualname__", type(value).__qualname__))
+
+
+def parameters_of(factory: Any) -> Mapping[str, inspect.Parameter]:
+    """Returns the parameters of a callable by name; none where its signature is not known."""
+    try:
+        return inspect.signature(factory).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
+def signature_of(factory: Any) -> str:
+    """Returns a callable's signature for messages."""
+    try:
+        return str(inspect.signature(factory))
+    except (TypeError, ValueError):
+        return "unknown"
