@@ -55,7 +55,7 @@ class SparkTorchError(Exception):
         return _restore, (self.to_dict(),)
 
     def at(self, **where: Any) -> SparkTorchError:
-        """Returns the same error with more of its place known; what is already known stays."""
+        """Returns a copy with more entries in `where`; existing entries stay."""
         return _restore({**self.to_dict(), "where": {**where, **self.where}})
 
     def to_dict(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class ColumnError(SparkTorchError, ValueError):
 
 
 class DatasetError(SparkTorchError, ValueError):
-    """Files are not the data set they are read as, or hold what cannot be read."""
+    """Files are not the kind of data set they are read as, or their content cannot be read."""
 
 
 class ModuleError(SparkTorchError, ValueError):
@@ -99,11 +99,11 @@ class RankError(SparkTorchError, RuntimeError):
 
 
 class RankLostError(RankError):
-    """A rank is gone, by no fault of the training: its process, executor, machine or connection."""
+    """A rank was lost, not through an error in the training: its process, executor, machine or connection is gone."""
 
 
 class RankStalledError(RankLostError):
-    """A rank stands still: its process is stopped, it hangs, or the network between the ranks is cut."""
+    """A rank makes no progress: its process is stopped or hangs, or the network between the ranks is cut."""
 
 
 class PersistenceError(SparkTorchError, ValueError):
@@ -147,11 +147,11 @@ def nearest(name: str, valid: Iterable[str]) -> str:
 
 
 def told(failure: SparkTorchError) -> str:
-    """Returns a failure as text that `failure_in` finds in a message of Spark's."""
+    """Returns a failure as text that `failure_in` can find in a Spark message."""
     return f"{_FAILURE_MARK}{json.dumps(failure.to_dict())}"
 
 
 def failure_in(message: str) -> SparkTorchError | None:
-    """Returns the failure that a rank wrote into its exception, where Spark's message shows it."""
+    """Returns the failure that a rank wrote into its exception, if Spark's message contains it."""
     marked = re.search(re.escape(_FAILURE_MARK) + r"(\{.*\})", message)
     return SparkTorchError.from_dict(json.loads(marked[1])) if marked else None

@@ -1,4 +1,4 @@
-"""The body of a barrier task, without Spark: a rank's batches in, what it learned out.
+"""The body of a barrier task, without Spark: takes a rank's record batches and returns its `RankResult`.
 
 Tests and GPU machines call `train_partition` directly.
 """
@@ -47,19 +47,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainJob:
-    """Everything a rank needs besides its rows and its place.
+    """Everything a rank needs besides its rows and its `World`.
 
     Attributes:
         columns: Which columns become which tensors.
         recipe: What is trained.
         config: How it is trained.
-        max_imbalance: The largest share by which a rank's rows may exceed the mean before the
-            ranks give up for a better split; `None` accepts any split.
-        checkpoint: Where and how often its state is saved; `None` for nowhere.
-        placeholder: Any one row of the training set, for a rank without rows to stand in with.
+        max_imbalance: Largest share by which a rank's rows may exceed the mean. Above it, the ranks stop and ask for a
+            better split; `None` accepts any split.
+        checkpoint: Where and how often checkpoints are saved; `None` saves none.
+        placeholder: One row of the training set, the placeholder row of ranks without rows.
         storage: Where a rank keeps its rows.
-        by_key: Whether the order of training is that of the rows' keys, or of their places.
-        collective_seconds: How long a rank waits for the others in a collective.
+        by_key: Whether training orders rows by their row keys; otherwise by their position in the partitions.
+        collective_seconds: Seconds that a rank waits for the others in a collective.
     """
 
     columns: Columns
@@ -75,12 +75,12 @@ class TrainJob:
 
 @dataclass
 class RankResult:
-    """What a rank hands back to the driver.
+    """What a rank returns to the driver.
 
     Attributes:
-        meta: JSON-ready facts: rows, times, and from the rank that speaks for all (rank 0, or the best of
-            independent ones) history, confusion matrix and fingerprint.
-        payload: From that rank, the model's state as a safetensors file; elsewhere empty.
+        meta: JSON-ready values, such as rows and times in seconds. One rank (rank 0, or the best of independent ones)
+            adds history, confusion matrix and fingerprint.
+        payload: The model's state dict as safetensors bytes from that rank, empty from all others.
     """
 
     meta: dict[str, Any] = field(default_factory=dict)
@@ -90,19 +90,18 @@ class RankResult:
 def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: TrainJob, client: Client) -> RankResult:
     """Trains on one partition as one rank.
 
-    The rows come before the communicator: every rank reads and checks its shard, the ranks agree
-    through the store that all is well, and only then is the process group opened. A bad row is an
-    error with a column, never a hang.
+    Every rank first reads and checks its shard. Once all ranks have confirmed this through the store, they open the
+    process group. A bad row is therefore an error that names its column, never a hang.
 
     Args:
         batches: The partition's record batches, under the wire names of `job.columns`.
         world: This rank's place.
         job: What to train and how.
-        client: The line to the driver and to the other ranks.
+        client: Connects the rank to the driver and to the other ranks.
 
     Raises:
         ColumnError: The rows cannot be trained on.
-        ClusterError: They do not fit on disk.
+        ClusterError: The rows do not fit on disk.
         PeerFailure: Another rank failed before training began.
         Cancelled: The driver cancelled the fit.
     """
@@ -114,7 +113,7 @@ def _train(batches: Iterable[pa.RecordBatch], world: World, job: TrainJob, clien
     torch.set_num_threads(world.threads)
     clock = _Clock()
     forget_peaks("cpu")
-    # The first optimizer of a process imports torch._dynamo, most of a second: meanwhile, rows arrive.
+    # The first optimizer of a process imports torch._dynamo, which takes most of a second: import it while rows arrive.
     threading.Thread(target=_import_dynamo, daemon=True).start()
     client.enter("loading")
     with closing(_read(batches, world, job, client)) as shard:
@@ -133,7 +132,7 @@ def _train(batches: Iterable[pa.RecordBatch], world: World, job: TrainJob, clien
         team, config, plan = _place(shard, world, job, peers)
         strategy, options = strategy_type(config.strategy), strategy_options(config.strategy, config.strategy_params)
         independent = strategy.own_batches
-        if independent:  # whose epochs count is known at the end only
+        if independent:  # the rank whose epochs count is only known at the end
             client.publish(progress=world.is_main, epochs=False)
         fingerprint = f"{sum(peer['fingerprint'] for peer in peers) % 2**64:016x}"
         checkpointer = None
@@ -181,16 +180,16 @@ def try_in_rank(
     """Runs the dry run in a rank, on its device.
 
     Args:
-        batches: Not looked at.
+        batches: Read to the end and ignored.
         world: This rank's place.
-        client: The line to the driver.
+        client: Connects the rank to the driver.
         run: The dry run, called with `device`.
-        config: Of the training, for what it could save of the device's memory.
+        config: The training's configuration, for hints on saving device memory.
 
     Raises:
         ClusterError: The device's memory is full.
     """
-    for _ in batches:  # a worker that leaves input unread is not used again
+    for _ in batches:  # Spark does not reuse a worker that leaves input unread
         pass
     client.enter("trying the first row")
     select(world.device)
@@ -200,7 +199,7 @@ def try_in_rank(
 
 @contextmanager
 def _leaving_none_of(device: str) -> Iterator[None]:
-    """A block that frees what it takes of a device's memory: Python workers are used again, and others have it then."""
+    """Context that frees the device memory it has used: a reused Python worker would keep it from other processes."""
     try:
         yield
     except BaseException as error:
@@ -213,7 +212,7 @@ def _leaving_none_of(device: str) -> Iterator[None]:
 
 
 def _clear_frames(error: BaseException | None) -> None:
-    """Lets go of what the frames hold in which an error was raised, and those that it was raised from: it lives on."""
+    """Clears the local variables in the tracebacks of an error and its causes, because the error lives on."""
     if error is not None:
         traceback.clear_frames(error.__traceback__)
         _clear_frames(error.__cause__)
@@ -234,7 +233,7 @@ def _read(batches: Iterable[pa.RecordBatch], world: World, job: TrainJob, client
 
 
 def _row_storage(storage: StorageConfig, world: World) -> RowStorage:
-    """Returns the place for a rank's rows; those on disk are with what Spark keeps there."""
+    """Returns the storage for a rank's rows; on disk, it uses Spark's local directories."""
     if storage.kind == "memory":
         return InMemory()
     directory = local_directory(world.local_rank)
@@ -242,7 +241,7 @@ def _row_storage(storage: StorageConfig, world: World) -> RowStorage:
 
 
 def _meet(shard: Shard, world: World, job: TrainJob, client: Client) -> list[dict[str, Any]]:
-    """Returns what every rank has to say of its rows, by rank, once all have read theirs."""
+    """Waits until all ranks have read their rows; returns facts about each rank's rows, in rank order."""
     balances = job.config.class_weights == "balanced"
     return client.agree(
         "shard",
@@ -260,11 +259,11 @@ def _meet(shard: Shard, world: World, job: TrainJob, client: Client) -> list[dic
 def _place(
     shard: Shard, world: World, job: TrainJob, peers: Sequence[Mapping[str, Any]]
 ) -> tuple[World, TrainConfig, SamplingPlan]:
-    """Places this rank's rows among those of its team, and weighs their classes.
+    """Gives this rank's rows their positions in the global order, and applies class weights.
 
     Returns:
-        The ranks that train one model, of which independent ranks have none but themselves, the configuration of this
-        rank's training, and its plan.
+        The world of the ranks that train one model together, in which an independent rank is alone; this rank's
+        configuration; its sampling plan.
 
     Raises:
         ColumnError: There are no rows to train on.
@@ -280,7 +279,7 @@ def _place(
     team, rows, first = world, sum(counts), sum(counts[: world.rank])
     if independent:
         team, rows, first = _alone(world), counts[world.rank], 0
-        if not strategy.makes_validation(options):  # folds differ in their rows alone
+        if not strategy.makes_validation(options):  # folds differ only in their rows
             config = replace(config, seed=config.seed + world.rank)
     plan = SamplingPlan(
         rows=rows, batch_size=config.batch_size, seed=config.seed, shuffle=config.shuffle, block=config.shuffle_block
@@ -308,7 +307,7 @@ def _facts(shard: Shard, world: World, outcome: Outcome, seconds: dict[str, floa
 
 
 def _weigh_classes(shard: Shard, weights: Sequence[float] | str | None, peers: Sequence[Mapping[str, Any]]) -> None:
-    """Makes each row count for its class: by given weights, or such that all classes count the same over the peers."""
+    """Multiplies row weights by class weights; "balanced" gives all classes the same total weight over the peers."""
     if isinstance(weights, str):
         weights = balanced([sum(of_class) for of_class in zip(*(peer["classes"] for peer in peers), strict=True)])
     if weights is not None:
@@ -316,11 +315,11 @@ def _weigh_classes(shard: Shard, weights: Sequence[float] | str | None, peers: S
 
 
 def _on_one_kind(world: World, peers: Sequence[Mapping[str, Any]], client: Client) -> World:
-    """Returns this rank's place on a device that all ranks have: the CPU, if one found no accelerator for itself.
+    """Returns this rank's world, on the CPU if the ranks have different types of devices.
 
-    Ranks on different kinds of devices would open different process groups, and wait for each other.
+    Ranks on different types would open different process groups and wait for each other.
     """
-    kinds = {peer["device"].partition(":")[0] for peer in peers}  # this rank's torch may not know another's
+    kinds = {peer["device"].partition(":")[0] for peer in peers}  # this rank's torch may not know a peer's device
     if len(kinds) == 1:
         return world
     if world.is_main:
@@ -333,12 +332,12 @@ def _on_one_kind(world: World, peers: Sequence[Mapping[str, Any]], client: Clien
 
 
 def _alone(world: World) -> World:
-    """Returns the world as it is for a rank that trains by itself."""
+    """Returns the world of a rank that trains by itself."""
     return replace(world, rank=0, world_size=1, local_rank=0)
 
 
 def _best(outcomes: list[dict[str, Any]]) -> int:
-    """Returns the rank with the smallest loss: of its validation, or of training where nothing is validated."""
+    """Returns the rank with the smallest validation loss or, without validation, training loss."""
 
     def loss(rank: int) -> float:
         record = outcomes[rank]["record"]
@@ -349,7 +348,7 @@ def _best(outcomes: list[dict[str, Any]]) -> int:
 
 
 def _import_dynamo() -> None:
-    gc.disable()  # as long as objects are made by the hundred thousand, and none thrown away
+    gc.disable()  # the import allocates hundreds of thousands of objects and frees none
     try:
         importlib.import_module("torch._dynamo")
     finally:
@@ -357,16 +356,16 @@ def _import_dynamo() -> None:
 
 
 def _imbalanced(counts: list[int], share: float) -> bool:
-    """Whether the largest shard exceeds the mean by more than `share` and chance would allow.
+    """Returns whether the largest shard exceeds the mean by more than `share` and chance explain.
 
-    A split by hash leaves about `sqrt(mean)` of spread; four times that is never chance.
+    Sizes of a split by hash have a standard deviation of about `sqrt(mean)`; four times that is never chance.
     """
     mean = sum(counts) / len(counts)
     return max(counts) > mean * (1 + share) + 4 * math.sqrt(mean)
 
 
 class _Clock:
-    """Splits the time since it was made into named laps, in seconds."""
+    """Measures named laps, in seconds, from its creation on."""
 
     def __init__(self) -> None:
         self.laps: dict[str, float] = {}

@@ -1,1 +1,1 @@
-"""What every layer uses: configuration, the place of a rank, devices, state dicts as bytes."""
+"""Modules that every layer uses: configuration, a rank's `World`, batches, devices, state dicts as bytes."""

@@ -1,4 +1,4 @@
-"""A rank's part of a batch, and the data set it comes from: what data hands to training, in one form."""
+"""The interface between data and training: a rank's part of a batch, and the data set that yields it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ class Batch:
         inputs: One tensor of shape `(rows, ...)` per argument of `forward`.
         label: Tensor of shape `(rows, ...)`, or `None`.
         weight: float32 sample weights of shape `(rows,)`; `None` means all ones.
-        rows: Number of real rows. The inputs may hold more, up to the fewest that the module takes. A rank without rows
-            in a step has placeholder rows, so that it joins every collective: then label and weights are as long as
-            the inputs, and the weights are zero.
-        loss_weight: Weight of each row in the loss: its weight times that of its class.
-        lengths: By position of a padded, jagged or sparse input, number of elements of each row, int64 on the CPU. The
-            mask of a padded input is the input after it.
+        rows: Number of real rows. If they are fewer than the module's minimum rows, the inputs have extra rows at the
+            end. A rank without rows in a step has placeholder rows only, so that it joins every collective: then label
+            and weights are as long as the inputs, and the weights are zero.
+        loss_weight: float32 weights in the loss of shape `(rows,)`: sample weight times class weight; `None` means all
+            ones.
+        lengths: Number of elements of each row, int64 of shape `(rows,)` on the CPU, by the position of the padded,
+            jagged or sparse input. The mask of a padded input is the next input.
     """
 
     inputs: tuple[torch.Tensor, ...]
@@ -45,11 +46,11 @@ class Batch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its tensors."""
+        """Size of its tensors in bytes."""
         return sum(part.nbytes for tensor in self.tensors for part in components(tensor))
 
     def complete(self) -> Batch:
-        """Returns a batch whose label and weight are as long as its inputs; the rows added have weight zero."""
+        """Returns a batch with label and weight as long as its inputs; in given weights, added rows have zero."""
         shown, label, weight = len(self.inputs[0]), self.label, self.weight
         if 0 < self.rows < shown:
             missing = shown - self.rows
@@ -67,13 +68,13 @@ class Batch:
 
         inputs = [cut(tensor, start, end, self.lengths.get(place)) for place, tensor in enumerate(self.inputs)]
         lengths = {place: counts[start:end] for place, counts in self.lengths.items()}
-        for place, longest in self._padded_to(lengths).items():  # the longest of these rows, not of all
+        for place, longest in self._padded_to(lengths).items():  # pads to the longest of these rows only
             for both in (place, place + 1):
                 inputs[both] = inputs[both][:, :longest]
         return Batch(tuple(inputs), part(self.label), part(self.weight), end - start, part(self.loss_weight), lengths)
 
     def _padded_to(self, lengths: Mapping[int, torch.Tensor]) -> dict[int, int]:
-        """Returns the size that padded inputs need for rows of those lengths, by position."""
+        """Returns the padded length that rows of those lengths need, by the position of the padded input."""
         padded = {place: counts for place, counts in lengths.items() if self.inputs[place].layout is torch.strided}
         return {place: max(1, int(counts.max())) if len(counts) else 1 for place, counts in padded.items()}
 
@@ -89,17 +90,17 @@ class RankDataset(ABC):
 
         Args:
             epoch: Number of the epoch, from 0.
-            min_rows: Fewest rows of the inputs of a part: smaller ones are filled up.
-            first: The step to begin with.
+            min_rows: Minimum rows of a part's inputs; smaller parts are filled up.
+            first: The first step to yield, from 0.
         """
 
     @abstractmethod
     def validation(self, size: int, *, batches: int = 0) -> Generator[Batch]:
-        """Yields this rank's validation rows; to be closed like `epoch`.
+        """Yields this rank's validation rows in batches; close the generator as that of `epoch`.
 
         Args:
             size: Most rows of a batch.
-            batches: Fewest batches: those without rows hold a row of weight zero.
+            batches: Minimum number of batches; those without rows hold a placeholder row of weight zero.
         """
 
     @abstractmethod
@@ -112,12 +113,13 @@ class RankDataset(ABC):
 
 
 def micro_batches(batch: Batch, parts: int, *, min_rows: int) -> list[Batch]:
-    """Splits a rank's part of a step.
+    """Splits a rank's part of a step into `parts` micro-batches.
 
     Args:
         batch: The rank's part of the step.
-        parts: Number of micro-batches. Those for which there are too few rows come last, with weight zero.
-        min_rows: Fewest rows of a micro-batch.
+        parts: Number of micro-batches. If rows are too few, the last micro-batches hold placeholder rows of weight
+            zero.
+        min_rows: Minimum rows of a micro-batch.
     """
     if parts == 1:
         return [batch]
@@ -132,7 +134,7 @@ def micro_batches(batch: Batch, parts: int, *, min_rows: int) -> list[Batch]:
 
 
 def padding(batches: Sequence[Batch]) -> tuple[int, int]:
-    """Returns how many positions the padded inputs of some batches have, and how many of them hold data."""
+    """Returns the number of positions in the padded inputs of some batches, and how many of them hold data."""
     padded_size = real_size = 0
     for batch in batches:
         for place, longest in batch._padded_to(batch.lengths).items():
@@ -142,13 +144,14 @@ def padding(batches: Sequence[Batch]) -> tuple[int, int]:
 
 
 def cut(tensor: torch.Tensor, start: int, end: int, lengths: torch.Tensor | None = None) -> torch.Tensor:
-    """Returns some rows of an input; torch slices neither jagged nor sparse tensors.
+    """Returns rows `start` to `end` of an input of any layout; torch cannot slice jagged and sparse tensors.
 
     Args:
         tensor: All rows.
         start: The first row.
         end: The row after the last.
-        lengths: Of all rows of such an input, as in `Batch.lengths`; read from the tensor without them.
+        lengths: Elements of each row of a jagged or sparse input, as in `Batch.lengths`; `None` reads them from the
+            tensor.
     """
     nested, sparse = tensor.is_nested, tensor.layout == torch.sparse_csr
     if not nested and not sparse:
@@ -165,7 +168,7 @@ def cut(tensor: torch.Tensor, start: int, end: int, lengths: torch.Tensor | None
 
 
 def components(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Returns the strided tensors that a tensor consists of: several for a sparse or jagged one."""
+    """Returns the strided tensors that a tensor consists of, several if it is sparse or jagged."""
     if tensor.layout is torch.sparse_csr:
         return tensor.crow_indices(), tensor.col_indices(), tensor.values()
     if tensor.layout is torch.jagged:
@@ -176,12 +179,13 @@ def components(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def rebuilt(
     tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor], lengths: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Returns a tensor of the same layout, of its components as `change` returns them.
+    """Applies `change` to the components of a tensor, and returns a tensor of the same layout made of the results.
 
     Args:
-        tensor: Of any layout.
+        tensor: A strided, sparse CSR or jagged tensor.
         change: Applied to each component.
-        lengths: Of the rows of a jagged one, int64 of shape `(rows,)`, on the CPU.
+        lengths: Elements of each row of a jagged tensor, int64 of shape `(rows,)` on the CPU; `None` reads them from
+            the tensor.
     """
     first, *more = (change(part) for part in components(tensor))
     if tensor.layout is torch.sparse_csr:

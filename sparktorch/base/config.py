@@ -1,4 +1,4 @@
-"""Configuration as frozen dataclasses that check themselves when they are made."""
+"""Configuration as frozen dataclasses that check their values on creation."""
 
 from __future__ import annotations
 
@@ -33,43 +33,43 @@ C = TypeVar("C")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """What the training loop needs to know besides the recipe and the data.
+    """Configuration of the training loop, besides the recipe and the data.
 
     Attributes:
         task: What the labels mean; decides label dtype and validation metrics.
         batch_size: Rows of one optimizer step over all ranks together.
         epochs: Passes over the training rows.
         seed: Seed of the initial weights, of the sampling and of each rank's generators.
-        shuffle: Whether each epoch draws its batches anew; otherwise rows are taken in key order.
-        shuffle_block: Number of rows, next to each other in key order, that each epoch trains within as many
-            steps; 1 orders rows by themselves.
+        shuffle: Whether each epoch shuffles the rows anew; otherwise they stay in key order.
+        shuffle_block: Rows of a shuffled block. Its rows are adjacent in key order, and each epoch trains them within
+            as many steps; 1 shuffles single rows.
         strategy: How the ranks share the work.
-        strategy_params: Options of the strategy; `train.strategy` checks them.
-        accumulation_steps: Parts into which a rank splits its rows of a step, their gradients added up.
-        micro_batch_size: The most rows a rank takes through the module at a time, in place of it.
-        clip_norm: Largest norm of the whole gradient, over all parameters; larger ones are scaled down.
-        clip_value: Largest absolute value of a gradient's element; larger ones are cut off.
-        precision: "bf16" and "fp16" run the module under autocast; the weights stay float32. "tf32" lets
-            GPUs multiply float32 matrices with shorter mantissas, and is "fp32" elsewhere.
+        strategy_params: Options of the strategy; `train.strategies.registry` checks them.
+        accumulation_steps: Number of micro-batches into which a rank splits its rows of a step; their gradients are
+            summed.
+        micro_batch_size: Most rows of a micro-batch, instead of `accumulation_steps`.
+        clip_norm: Largest norm of the gradient of all parameters; a larger gradient is scaled down.
+        clip_value: Largest absolute value of a gradient's element; larger elements are clipped.
+        precision: "bf16" and "fp16" run the module under autocast; the weights stay float32. "tf32" lets CUDA multiply
+            float32 matrices in TF32, and equals "fp32" on other devices.
         schedule_interval: Whether the scheduler steps after each "step" or each "epoch".
-        warmup_steps: Steps over which the learning rate rises linearly to what the schedule says.
-        reference_batch_size: The batch size that the learning rate was chosen for, which turns on
-            the linear scaling rule.
+        warmup_steps: Steps over which the learning rate rises linearly to the scheduled one.
+        reference_batch_size: Batch size that the learning rate was chosen for; turns on the linear scaling rule.
         validation_interval: Epochs or steps from one validation to the next; the end is always validated.
-        validation_batch_size: Validation rows that a rank takes through the module at a time; `None` for as many as
-            training takes, and 4,096 at most.
-        validation_unit: Whether that counts "epoch"s or "step"s.
+        validation_batch_size: Validation rows in a rank's forward pass; `None` takes about as many as training does, at
+            most 4,096.
+        validation_unit: Unit of `validation_interval`, "epoch" or "step".
         patience: Validations in a row without a smaller loss after which training ends, with the
             weights of the best one; `None` trains all epochs and keeps the last weights.
-        class_weights: What rows' weights are multiplied by, one number per class, or "balanced".
-        ema_decay: Decay of a moving average of the weights, which validation and the result then use.
-        non_finite: Whether a loss that is NaN or infinite is an "error", or its step is "skip"ped.
-        deterministic: Whether operations that may differ from run to run are errors.
+        class_weights: Factors of the row weights, one per class, or "balanced"; `None` for none.
+        ema_decay: Decay of an exponential moving average of the weights; validation and the result use the average.
+        non_finite: Whether a NaN or infinite loss is an "error", or its step is left out ("skip").
+        deterministic: Whether non-deterministic torch operations are errors.
         compile: Whether the module is compiled.
-        channels_last: Whether inputs of four axes and the module's weights have the channels last in memory.
-        sync_batch_norm: Whether batch normalisation takes its statistics over the rows of all ranks.
+        channels_last: Whether 4-D inputs and weights use torch's `channels_last` memory format.
+        sync_batch_norm: Whether batch normalisation computes its statistics over the rows of all ranks.
         unused_parameters: Whether some parameters may get no gradient in a step. The ranks then
-            look for them after each forward, which costs time.
+            search for them after each forward pass, which costs time.
 
     Raises:
         ConfigError: A value is out of range.
@@ -155,10 +155,10 @@ class TrainConfig:
             raise ConfigError("classWeights are all zero", hint="give some class a weight", param="classWeights")
 
     def check_classes(self, classes: int | None) -> None:
-        """Refuses another number of class weights than there are classes.
+        """Checks that there is one class weight per class.
 
         Args:
-            classes: Number of classes that the module tells apart, `None` where labels are no classes.
+            classes: Number of classes in the module's output, `None` if labels are not classes.
 
         Raises:
             ConfigError: The numbers differ.
@@ -174,16 +174,17 @@ class TrainConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Where and how often the state of a training is saved.
+    """Where and how often checkpoints are saved.
 
     Attributes:
-        directory: A path or URL that every rank can write, of any file system that fsspec knows.
+        directory: A path or URL that every rank can write, on any file system that fsspec supports.
         interval: Epochs or steps from one checkpoint to the next.
-        unit: Whether that counts "epoch"s or "step"s.
-        keep: Number of checkpoints to keep; the one of the best validation stays besides.
-        owner: Identifies the fit; another one may not write into its directory at the same time.
-        restart: How often the fit was started before.
-        job: What the training is, by name; one that differs may not go on from its checkpoints.
+        unit: Unit of `interval`, "epoch" or "step".
+        keep: Number of latest checkpoints to keep; the one with the best validation loss is kept in addition.
+        owner: Identifies the fit; another fit cannot write into the directory at the same time.
+        restart: Number of earlier starts of the fit.
+        job: Settings that identify the training, by name; a training with other settings cannot resume from its
+            checkpoints.
 
     Raises:
         ConfigError: A value is out of range.
@@ -208,8 +209,8 @@ class StorageConfig:
     """Where a rank keeps its rows.
 
     Attributes:
-        kind: In "memory", on "disk", or "auto": in memory as far as the budget goes, and else on disk.
-        budget: MB that a rank's rows may take in memory, where they need not all be there.
+        kind: "memory", "disk", or "auto": in memory if all rows fit the budget, otherwise on disk.
+        budget: MB of memory for a rank's rows with "disk" and "auto".
 
     Raises:
         ConfigError: A value is out of range.
@@ -224,7 +225,7 @@ class StorageConfig:
 
 
 def at_least(param: str, value: float, least: float) -> None:
-    """Refuses a number that is not finite or below `least`.
+    """Checks that a number is finite and at least `least`.
 
     Raises:
         ConfigError: The value is too small, NaN or infinite.
@@ -234,7 +235,7 @@ def at_least(param: str, value: float, least: float) -> None:
 
 
 def above(param: str, value: float, bound: float) -> None:
-    """Refuses a number that is not finite or not strictly above `bound`.
+    """Checks that a number is finite and above `bound`.
 
     Raises:
         ConfigError: The value is too small, NaN or infinite.
@@ -244,7 +245,7 @@ def above(param: str, value: float, bound: float) -> None:
 
 
 def one_of(param: str, value: str, valid: tuple[str, ...]) -> None:
-    """Refuses a name that is not among the valid ones.
+    """Checks that a name is a valid one.
 
     Raises:
         ConfigError: The name is unknown; the hint names the nearest valid one.
@@ -259,7 +260,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def from_dict(kind: type[C], values: Mapping[str, Any], *, where: str = "") -> C:
-    """Builds a configuration dataclass from a mapping, refusing keys it does not have.
+    """Builds a configuration dataclass from a mapping; unknown keys are errors.
 
     Args:
         kind: The dataclass to build.
@@ -297,7 +298,7 @@ _PLAIN: dict[str, tuple[type, ...]] = {
 
 
 def _check_type(key: str, value: Any, annotation: str) -> None:
-    """Checks a value against a plain annotation (`int`, `str | None`, ...); richer ones pass."""
+    """Checks a value against a plain annotation (`int`, `str | None`, ...); other annotations are not checked."""
     names = [name.strip() for name in annotation.split("|")]
     if value is None and "None" in names:
         return

@@ -1,4 +1,4 @@
-"""The devices of a rank: what differs between CPUs and the accelerators that torch knows, in one place.
+"""A rank's device: all code that differs between CPUs and torch's accelerators.
 
 An accelerator is addressed by its type ("cuda", which includes ROCm, "xpu", or that of a plug-in) through
 `torch.get_device_module`, whose modules have the same functions for streams, memory and random numbers.
@@ -45,15 +45,15 @@ def module_of(device: str | torch.device) -> Any:
 def accelerator() -> str | None:
     """Returns the type of accelerator that this build of torch is for, whether or not the machine has one.
 
-    It does not initialise a driver, after which the process could not be forked. `None` stands for a build without
-    one, and for Apple's, whose tensors cannot be float64.
+    It does not initialise the driver, because the process could not be forked afterwards. Returns `None` for a CPU
+    build, and for Apple's MPS, which has no float64.
     """
     found = torch.accelerator.current_accelerator()
     return None if found is None or found.type == "mps" else found.type
 
 
 def is_kind(name: str) -> bool:
-    """Whether torch knows a type of accelerator by that name, whether or not it was built for it."""
+    """Returns whether torch knows an accelerator type of that name, even if this build does not support it."""
     try:
         found = torch.device(name)
         return found.index is None and found.type not in ("cpu", "mps") and hasattr(module_of(found), "device_count")
@@ -62,7 +62,7 @@ def is_kind(name: str) -> bool:
 
 
 def device_count(kind: str | None = None) -> int:
-    """Returns how many devices of a type torch sees, by default of `accelerator`'s; 0 where it has no such type."""
+    """Returns how many devices of a type torch sees, by default of type `accelerator()`; 0 without that type."""
     kind = kind or accelerator()
     try:
         return 0 if kind is None else int(module_of(kind).device_count())
@@ -71,8 +71,8 @@ def device_count(kind: str | None = None) -> int:
 
 
 def visible_devices(kind: str) -> str | None:
-    """Returns the value of the variable that hides devices of a type from this process, `None` where it is not set."""
-    if kind == "cuda" and torch.version.hip is not None:  # HIP reads its own first, and then CUDA's
+    """Returns the environment variable that restricts the visible devices of a type, `None` if it is not set."""
+    if kind == "cuda" and torch.version.hip is not None:  # HIP prefers its own variable to CUDA's
         own = os.environ.get("HIP_VISIBLE_DEVICES")
         return own if own is not None else os.environ.get("CUDA_VISIBLE_DEVICES")
     names = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
@@ -80,10 +80,10 @@ def visible_devices(kind: str) -> str | None:
 
 
 def backend_of(device: str) -> str:
-    """Returns the backends of a process group for a device: Gloo, and beside it the accelerator's own.
+    """Returns the process-group backends for a device: Gloo, and with an accelerator also its own, such as NCCL.
 
-    With both, tensors on the CPU can be reduced in the group, too: the norm of gradients that FSDP keeps there, and
-    whatever need not wait for the device.
+    With both, the group can also reduce CPU tensors: values that need not wait for the device, and norms of gradients
+    that FSDP offloads.
     """
     if is_host(device):
         return "gloo"
@@ -92,51 +92,51 @@ def backend_of(device: str) -> str:
 
 
 def select(device: str) -> None:
-    """Makes a device the one that this thread's kernels run on, unless they say otherwise."""
+    """Makes a device this thread's current device; does nothing for the CPU."""
     if not is_host(device):
         module_of(device).set_device(torch.device(device))
 
 
 def free_bytes(device: str) -> int:
-    """Returns how much memory of an accelerator is free, in bytes; 0 where torch cannot say."""
+    """Returns an accelerator's free memory in bytes; 0 if torch does not report it."""
     found = getattr(module_of(device), "mem_get_info", None)
     return 0 if found is None else int(found(torch.device(device))[0])
 
 
 def let_go(device: str) -> None:
-    """Gives the memory that torch keeps of an accelerator back to it, and pinned memory to the host."""
+    """Frees torch's caches of an accelerator's memory and of pinned host memory."""
     if not is_host(device):
-        gc.collect()  # modules and their hooks refer to each other
+        gc.collect()  # modules and their hooks form reference cycles
         module_of(device).empty_cache()
         _empty_host_cache()
 
 
 def _empty_host_cache() -> None:
-    """Gives pinned memory back, by the name that this version of torch has for it."""
+    """Frees cached pinned memory; the function's name depends on the version of torch."""
     found = getattr(torch.accelerator, "empty_host_cache", None) or getattr(torch._C, "_host_emptyCache", None)
     if found is not None:
         found()
 
 
 def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns a copy on the device, from pinned memory, for which the host does not wait; a tensor there as it is.
+    """Copies a tensor to a device through pinned memory, without making the host wait.
 
-    Kernels of the current stream see all of it.
+    Kernels of the current stream see the complete copy. A tensor that is on the device already is returned as it is.
     """
     if device.type == "cpu":
         return tensor
     if not tensor.is_cpu:
         return tensor.to(device)
-    dense = tensor.contiguous() if 0 in tensor.stride() else tensor  # an expanded one has no memory of its own to pin
+    dense = tensor.contiguous() if 0 in tensor.stride() else tensor  # an expanded tensor cannot be pinned
     return dense.pin_memory().to(device, non_blocking=True)
 
 
 def jagged(values: torch.Tensor, offsets: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Returns a nested tensor that knows its shortest and longest row, for which torch would wait for the device.
+    """Returns a jagged nested tensor with known minimum and maximum lengths; torch would wait for the device for them.
 
     Args:
         values: All elements, of shape `(elements, ...)`.
-        offsets: Where each row begins and the last one ends, int64 of shape `(rows + 1,)`, on the same device.
+        offsets: Start of each row and end of the last one, int64 of shape `(rows + 1,)`, on the same device.
         lengths: Number of elements of each row, int64 of shape `(rows,)`, on the CPU.
     """
     known: dict[str, Any] = {"min_seqlen": int(lengths.min()), "max_seqlen": int(lengths.max())} if len(lengths) else {}
@@ -144,13 +144,13 @@ def jagged(values: torch.Tensor, offsets: torch.Tensor, lengths: torch.Tensor) -
 
 
 def download(tensors: Mapping[str, torch.Tensor], *, copy: bool = False) -> dict[str, torch.Tensor]:
-    """Returns tensors on the CPU, by the same names; the host waits once for those of a device, and not for each.
+    """Returns tensors on the CPU, by the same names; the host waits once per device, not once per tensor.
 
     Args:
-        tensors: By name.
-        copy: Whether to copy those that are on the CPU already, too.
+        tensors: Tensors by name.
+        copy: Whether to copy tensors that are on the CPU already.
     """
-    # torch pins the memory that it copies to without waiting.
+    # Non-blocking copies to the CPU go to pinned memory.
     found = {name: tensor.to("cpu", copy=copy, non_blocking=not tensor.is_cpu) for name, tensor in tensors.items()}
     for device in {tensor.device for tensor in tensors.values()}:
         wait_for(device)
@@ -158,6 +158,6 @@ def download(tensors: Mapping[str, torch.Tensor], *, copy: bool = False) -> dict
 
 
 def wait_for(device: str | torch.device) -> None:
-    """Waits until an accelerator has done what this thread's current stream was given."""
+    """Waits until an accelerator has finished the work in this thread's current stream."""
     if not is_host(device):
         module_of(device).current_stream(torch.device(device)).synchronize()

@@ -1,4 +1,4 @@
-"""Objects by import path, `"package.module:Name"`."""
+"""Import paths of objects, `"package.module:Name"`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def load_object(path: str) -> Any:
     """Imports `"package.module:attribute"`.
 
     Raises:
-        ModuleError: The path has another form, or cannot be imported.
+        ModuleError: The path does not have this form, or cannot be imported.
     """
     name, _, attribute = path.partition(":")
     if not name or not attribute:
@@ -38,7 +38,7 @@ def load_object(path: str) -> Any:
 
 
 def import_path(value: Any) -> str | None:
-    """Returns the path that imports `value` again anywhere, or `None` where there is none."""
+    """Returns the import path of `value`, or `None` if importing it elsewhere would not return the same object."""
     name = getattr(value, "__module__", None)
     qualname = getattr(value, "__qualname__", None)
     if not name or not qualname or name == "__main__" or "<" in qualname:

@@ -1,4 +1,4 @@
-"""Pillow, which decodes images and is not everywhere."""
+"""Pillow, the optional dependency that decodes images."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A state dict as safetensors bytes: the one form in which weights travel and are kept."""
+"""State dicts as safetensors bytes, the only form in which weights are sent and stored."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["check_state", "pack_state", "unpack_state"]
 
 
 def check_state(state: Mapping[str, object]) -> None:
-    """Refuses a state dict that safetensors cannot hold.
+    """Checks that safetensors can store a state dict.
 
     Raises:
-        ModuleError: An entry is no dense tensor; names it.
+        ModuleError: An entry is not a dense tensor; names the entry.
     """
     for name, value in state.items():
         if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
@@ -28,7 +28,7 @@ def check_state(state: Mapping[str, object]) -> None:
 
 
 def pack_state(state: Mapping[str, torch.Tensor]) -> bytes:
-    """Returns the state dict as a safetensors file, on the CPU; weights that share memory are written out each."""
+    """Returns the state dict as safetensors bytes; tensors that share memory are each written in full."""
     from safetensors.torch import save
 
     seen: set[int] = set()
@@ -42,7 +42,7 @@ def pack_state(state: Mapping[str, torch.Tensor]) -> bytes:
 
 
 def unpack_state(content: bytes) -> dict[str, torch.Tensor]:
-    """Returns the state dict of a safetensors file."""
+    """Returns the state dict in safetensors bytes, on the CPU."""
     from safetensors.torch import load
 
     return load(content)

@@ -1,4 +1,4 @@
-"""Who a process is among the ranks: a value, computed once, passed down."""
+"""A process's place among the ranks, as a value that is computed once and passed on."""
 
 from __future__ import annotations
 

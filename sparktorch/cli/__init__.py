@@ -1,1 +1,1 @@
-"""`python -m sparktorch`, and training jobs as YAML files."""
+"""The command line, `python -m sparktorch`, and job files in YAML."""

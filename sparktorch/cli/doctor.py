@@ -28,7 +28,7 @@ __all__ = ["HELP", "add_arguments", "run"]
 
 HELP = "check whether a cluster can run a fit"
 
-_LONGEST = 300  # characters of what Spark says
+_LONGEST = 300  # characters of Spark's message that are shown
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,18 +61,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _pair(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals or not name:
-        raise argparse.ArgumentTypeError(f"--conf takes KEY=VALUE, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected KEY=VALUE, got {text!r}")
     return name.strip(), value.strip()
 
 
 def _workers(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"--num-workers must be at least 1, got {text}")
-    return int(text)
+    try:
+        count = int(text)
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return count
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command; returns 0 if nothing was found that would fail, 1 if something was."""
+    """Runs the command; returns 0 if no check failed, else 1."""
     settings = dict(options.conf)
     launch = Launch(world_size=options.num_workers, device=options.device, rendezvous=options.rendezvous)
     master = options.master or options.remote or settings.get("spark.master", "")
@@ -99,10 +103,10 @@ class _NoSessionError(Exception):
 
 @contextmanager
 def _session(options: argparse.Namespace, settings: dict[str, str]) -> Iterator[SparkSession]:
-    """A session with the settings, stopped in the end.
+    """Starts a session with the settings, and stops it when the block ends.
 
     Raises:
-        _NoSessionError: It cannot be started.
+        _NoSessionError: The session cannot be started.
     """
     builder = SparkSession.builder.appName("sparktorch doctor")
     quiet = {"spark.ui.enabled": "false", "spark.ui.showConsoleProgress": "false"}
@@ -115,10 +119,10 @@ def _session(options: argparse.Namespace, settings: dict[str, str]) -> Iterator[
     try:
         _knock(options.remote or "")
         spark = builder.getOrCreate()
-    except Exception as error:  # of py4j's, gRPC's, or what an import raises
+    except Exception as error:  # from py4j, gRPC or an import
         raise _NoSessionError(_about_session(options, error)) from error
     if not is_connect(spark):
-        spark.sparkContext.setLogLevel("OFF")  # what goes wrong is in the findings
+        spark.sparkContext.setLogLevel("OFF")  # the findings report problems
     try:
         yield spark
     finally:
@@ -127,10 +131,10 @@ def _session(options: argparse.Namespace, settings: dict[str, str]) -> Iterator[
 
 
 def _knock(url: str) -> None:
-    """Connects to the server of an `sc://` URL once: a client would try again for minutes.
+    """Connects once to the server of an `sc://` URL. A Connect client would retry for minutes.
 
     Raises:
-        OSError: Nobody answers there.
+        OSError: The server does not answer.
     """
     place = urlsplit(url)
     if place.scheme == "sc" and place.hostname:
@@ -140,7 +144,7 @@ def _knock(url: str) -> None:
 
 def _about_session(options: argparse.Namespace, error: Exception) -> Finding:
     text = " ".join(str(error).split()) or type(error).__name__
-    if "stopped SparkContext" in text:  # all that is left of it after a minute of trying
+    if "stopped SparkContext" in text:  # Spark's only message after a minute of retries
         text = "the master does not answer, or refuses the application"
     return Finding(
         check="session",

@@ -30,11 +30,11 @@ class DataSection:
 
     Attributes:
         source: Import path of a function `(spark) -> DataFrame`.
-        format: A format of `spark.read`, in place of `source`.
-        path: What it reads.
-        options: Its options.
-        schema: The columns as DDL, for formats that do not know them.
-        holdout: Share of the rows that training leaves out and scoring takes, chosen by content.
+        format: A format of `spark.read`, as an alternative to `source`.
+        path: The path to read.
+        options: Options of the format.
+        schema: The columns as DDL, for formats without a schema.
+        holdout: Share of the rows held out from training for scoring, chosen by content.
     """
 
     source: str | None = None
@@ -59,9 +59,9 @@ class DataSection:
         return (reader.schema(self.schema) if self.schema else reader).load(self.path)
 
     def stream(self, spark: SparkSession) -> DataFrame:
-        """Returns the rows that are there and those that arrive later, as a streaming DataFrame.
+        """Returns existing rows and those that arrive later, as a streaming DataFrame.
 
-        Its columns are those of `schema`, or of what is there now.
+        The columns are those of `schema`, or else of the existing data.
 
         Raises:
             ConfigError: The rows come from a function.
@@ -76,7 +76,7 @@ class DataSection:
         return reader.schema(self.schema or self.load(spark).schema).load(self.path)
 
     def split(self, data: DataFrame) -> tuple[DataFrame, DataFrame]:
-        """Returns the rows to train on and the rows held out; a row's contents decide which it is."""
+        """Splits the rows by their contents; returns those to train on and those held out."""
         bucket = F.pmod(F.xxhash64(*map(quoted, data.columns)), F.lit(_BUCKETS))
         held_out = bucket < F.lit(int(self.holdout * _BUCKETS))
         return data.where(~held_out), data.where(held_out)
@@ -84,7 +84,7 @@ class DataSection:
 
 @dataclass(frozen=True, kw_only=True)
 class EstimatorSection:
-    """Which estimator, with which Params."""
+    """The estimator and its Params."""
 
     kind: str
     params: dict[str, Any] = field(default_factory=dict)
@@ -116,7 +116,7 @@ class TrackingSection:
     """Where MLflow logs to.
 
     Attributes:
-        uri: The tracking URI; without one, MLflow's own setting counts.
+        uri: The tracking URI; by default, that of MLflow's own settings.
         artifacts: Where a new experiment keeps its artifacts.
         experiment: Name of the experiment.
         model: The name under which the model is registered.
@@ -128,7 +128,7 @@ class TrackingSection:
     model: str = "model"
 
     def connect(self) -> None:
-        """Points MLflow at the store and the experiment, making folders and experiment as needed."""
+        """Sets MLflow's tracking URI and experiment; creates folders and experiment if they are missing."""
         import mlflow
 
         if self.uri is not None:
@@ -146,11 +146,11 @@ class ScoreSection:
     """What scoring reads and writes.
 
     Attributes:
-        data: What is scored; by default the rows that training left out.
+        data: The rows to score; by default those held out from training.
         model: URI of the model in MLflow; by default the newest registered one.
         output: Path the scored rows are written to.
         format: A format of `DataFrame.write`.
-        options: Its options.
+        options: Options of the format.
     """
 
     output: str
@@ -188,7 +188,7 @@ def read_job(path: str | os.PathLike[str]) -> JobConfig:
     """Reads a job file.
 
     Raises:
-        ConfigError: The file is no YAML mapping, or has an unknown, missing or mistyped key.
+        ConfigError: The file is not a YAML mapping, or has an unknown, missing or mistyped key.
     """
     try:
         values = yaml.safe_load(Path(path).read_text())

@@ -1,4 +1,4 @@
-"""The command line, `python -m sparktorch COMMAND`: a command is a module beside this one, and a line here."""
+"""The command line, `python -m sparktorch COMMAND`. A command is a module here and an entry in `_COMMANDS`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit status.
 
     Args:
-        arguments: Those of the command line if `None`.
+        arguments: Command-line arguments; `None` for those of the process.
 
     Returns:
-        What the command says: 0 where all is well. Arguments that cannot be read end the process with 2.
+        The command's exit status; 0 is success. Invalid arguments end the process with status 2.
     """
     parser = argparse.ArgumentParser(prog="python -m sparktorch", description="sparktorch, from the command line")
     parser.add_argument("--version", action="version", version=f"sparktorch {sparktorch.__version__}")

@@ -1,4 +1,4 @@
-"""Findings as a table for a person to read."""
+"""Prints findings as a table."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from sparktorch.spark.checks.check_result import Finding, worst
 
 __all__ = ["print_table"]
 
-_NARROWEST = 140  # columns, where the output is no terminal
-_FEW = 3  # places that are listed
+_NARROWEST = 140  # characters, if the output is not a terminal
+_FEW = 3  # places listed per row
 _COLOURS = {"ok": "green", "warning": "yellow", "failure": "bold red"}
 _SUMMARIES = {
     "ok": "Nothing was found that would fail.",
@@ -21,12 +21,12 @@ _SUMMARIES = {
 
 
 def print_table(findings: Sequence[Finding], title: str, file: IO[str] | None = None) -> None:
-    """Prints findings for a person to read, those that are the same in several places as one.
+    """Prints findings as a table; equal findings of several places share a row.
 
     Args:
-        findings: What to print.
-        title: The line above.
-        file: Where to; standard output if `None`.
+        findings: The findings.
+        title: The line above the table.
+        file: The file to print to; standard output if `None`.
     """
     from rich import box
     from rich.console import Console
@@ -54,11 +54,11 @@ def print_table(findings: Sequence[Finding], title: str, file: IO[str] | None = 
 def _plain(text: str) -> Any:
     from rich.text import Text
 
-    return Text(text)  # square brackets in it are no markup
+    return Text(text)  # rich must not parse its square brackets as markup
 
 
 def _places(findings: Sequence[Finding]) -> str:
-    """Returns where the findings were made, a line each, of many the first few."""
+    """Returns the places of the findings, one per line: the first few and the number of others."""
     places = list(dict.fromkeys(_place(finding.where) for finding in findings))
     more = [f"and {len(places) - _FEW} more"] if len(places) > _FEW else []
     return "\n".join(places[:_FEW] + more)

@@ -1,1 +1,1 @@
-"""Columns of a DataFrame become the batches of a rank. Neither Spark nor training code is imported here."""
+"""Turns the columns of a DataFrame into the batches of a rank. Imports neither Spark nor training code."""

@@ -31,7 +31,7 @@ DType = Literal["float64", "float32", "float16", "int64", "int32", "int16", "int
 Kind = Literal["number", "vector", "binary", "any"]
 Layout = Literal["dense", "sparse_csr", "padded", "jagged", "raw", "image"]
 
-# Names on the wire. The user's own names travel in the specs, for messages only.
+# Column names of the encoding. The specs carry the user's column names, for messages only.
 LABEL = "y"
 WEIGHT = "w"
 VALIDATION = "v"
@@ -39,7 +39,7 @@ KEY = "k"
 
 
 def input_name(index: int) -> str:
-    """Returns the wire name of the input with that index."""
+    """Returns the encoded column name of the input at `index`."""
     return f"x{index}"
 
 
@@ -48,21 +48,21 @@ class TensorSpec:
     """One column as one argument of `forward`.
 
     Attributes:
-        name: The column's name on the wire.
-        column: The column's name in the user's DataFrame.
-        dtype: The tensor's dtype.
-        shape: One row's shape, `()` for a scalar; of ragged rows, the shape of one element.
-        kind: What arrives: numbers and (nested) lists of them, ML vectors, bytes, or anything.
-        layout: What `forward` gets.
-        lists: Length of the lists on each level where they differ from `shape`; of ragged rows, from
-            the second level on.
-        sources: The user's columns, where several scalar ones are packed into one.
-        fill: What stands for a null and for NaN; `None` refuses them.
-        limit: Number of elements after which ragged rows are cut off; `None` keeps them whole.
-        pad: What ragged rows are padded with.
-        resize: Whether images of another size are resized, and are no error.
-        sql: The type of anything, in Spark's words; what it becomes is for a callable to say, and dtype,
-            shape and layout say nothing.
+        name: Column name in the encoding.
+        column: Column name in the user's DataFrame.
+        dtype: Dtype of the tensor.
+        shape: Shape of one row, `()` for a scalar; for ragged rows, shape of one element.
+        kind: Encoded type: numbers and (nested) lists of numbers, ML vectors, bytes, or any type.
+        layout: Layout of the tensor that `forward` gets.
+        lists: Length of the lists on each level, if it differs from `shape`; for ragged rows, from the second level
+            on.
+        sources: The user's columns, if several scalar ones are packed into this one.
+        fill: Replacement for nulls and NaN; `None` leaves them unfit.
+        limit: Maximum number of elements in a ragged row, the rest is cut off; `None` for no limit.
+        pad: Padding value of ragged rows.
+        resize: Whether images of another size are resized; otherwise they are an error.
+        sql: Spark SQL type of a column of kind "any". It is passed to `preprocess`; `dtype`, `shape` and `layout` do
+            not apply.
     """
 
     name: str
@@ -86,7 +86,7 @@ class TensorSpec:
 
     @property
     def levels(self) -> tuple[int, ...]:
-        """Length of the lists on each level as they arrive."""
+        """Length of the lists on each level of the encoded column."""
         return self.shape if self.lists is None else self.lists
 
     @property
@@ -96,7 +96,7 @@ class TensorSpec:
 
     @property
     def digestible(self) -> bool:
-        """Whether a rank can make a digest of its rows at once: they are numbers, of one shape."""
+        """Whether ranks can compute row digests from the column: its rows are numbers of one shape."""
         return self.kind == "vector" or (self.kind == "number" and not self.ragged)
 
     def describe(self) -> str:
@@ -108,7 +108,7 @@ class TensorSpec:
         return f"column {self.column!r}: {self.dtype} of shape ({shape})"
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns a JSON-ready form; what is as usual is left out."""
+        """Returns a JSON-ready form without default values."""
         form: dict[str, Any] = {"name": self.name, "column": self.column, "dtype": self.dtype, "shape": self.shape}
         for known in fields(self):
             value = getattr(self, known.name)
@@ -125,21 +125,21 @@ class TensorSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class InputOptions:
-    """What a user asks of the input columns, by the column's name where it is a mapping.
+    """The user's options for input columns; mappings are by column name.
 
     Attributes:
-        shapes: One row's shape.
-        layouts: What `forward` gets.
-        dtypes: The tensor's dtype.
-        limits: Number of elements after which ragged rows are cut off.
-        pads: What ragged rows are padded with.
-        assemble: Whether all the scalar columns become one tensor.
-        fill: What stands for a null and for NaN; `None` for nothing.
-        drop: Whether rows with a null, NaN or infinity are left out.
-        as_they_are: Whether columns of which nothing is asked here are left as they are, for a callable.
+        shapes: Shape of one row.
+        layouts: Layout of the tensor that `forward` gets.
+        dtypes: Dtype of the tensor.
+        limits: Maximum number of elements in a ragged row; the rest is cut off.
+        pads: Padding value of ragged rows.
+        assemble: Whether all scalar columns are packed into one tensor.
+        fill: Replacement for nulls and NaN; `None` for none.
+        drop: Whether rows with a null, NaN or infinity are dropped.
+        as_they_are: Whether columns without options here are passed unchanged to `preprocess`.
 
     Raises:
-        ConfigError: A value is not one of those that there are.
+        ConfigError: A shape has no axes or an axis below 1, a layout or dtype is unknown, or a limit is below 1.
     """
 
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -166,10 +166,10 @@ class InputOptions:
             at_least(f"maxLengths[{name!r}]", limit, 1)
 
     def check_names(self, columns: Sequence[str]) -> None:
-        """Refuses options of columns that are no inputs.
+        """Checks that options name input columns only.
 
         Raises:
-            ConfigError: The hint names the nearest input column.
+            ConfigError: An option names another column; the hint gives the nearest input column.
         """
         for param, values in self._by_param().items():
             for name in values:
@@ -179,7 +179,7 @@ class InputOptions:
                     )
 
     def given_for(self, column: str) -> list[str]:
-        """Returns the Params that say something of a column."""
+        """Returns the Params that have an option for a column."""
         return [param for param, values in self._by_param().items() if column in values]
 
     def _by_param(self) -> dict[str, Mapping[str, Any]]:
@@ -194,7 +194,7 @@ class InputOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """All the columns of a training set.
+    """The columns of a training set.
 
     Attributes:
         inputs: One spec per argument of `forward`, in order.
@@ -202,10 +202,10 @@ class Columns:
         classes: Number of classes the labels index, `None` when labels are not classes.
         weight: The column of sample weights, float32, or `None`.
         validation: The boolean column that marks validation rows, or `None`.
-        drop_nulls: Whether rows that hold a null, NaN or infinity are left out, and are no error.
-        preprocess: Makes the arguments of `forward` of the inputs, in place of their specs.
-        keyed: Whether the key of a row stands for the whole of it. Otherwise it stands for the columns that are not
-            digestible, where there are any, and the ranks make a digest of the others.
+        drop_nulls: Whether rows with a null, NaN or infinity are dropped; otherwise they are an error.
+        preprocess: Makes the arguments of `forward` from the inputs; `None` if the inputs are the arguments.
+        keyed: Whether row keys cover all columns. Otherwise they cover the columns that are not digestible, if any, and
+            the ranks add a digest of the others.
     """
 
     inputs: tuple[TensorSpec, ...]

@@ -1,4 +1,4 @@
-"""A callable of the user's between columns and `forward`: text to tokens, augmentation, whatever takes code."""
+"""The user's `preprocess`: a callable between input columns and `forward`, for tokenisation or augmentation."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Function = Callable[..., Mapping[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class StepContext:
-    """When rows are taken.
+    """Epoch and seed of the step that rows are taken for.
 
     Attributes:
         epoch: Number of the epoch, from 0; `None` in validation and scoring.
-        seed: Of what is random about them.
+        seed: Seed of the generator that `preprocess` gets.
     """
 
     epoch: int | None
@@ -33,36 +33,37 @@ EVALUATION = StepContext(None, 0)
 
 
 class Preprocess:
-    """Makes the arguments of `forward` of the input columns.
+    """Makes the arguments of `forward` from the input columns, by the user's callable.
 
     Attributes:
         function: The callable.
-        names: The input columns, by the names that it knows them by.
-        arguments: The tensors that it returns, in the order of the arguments of `forward`; `None` until the
-            first row has shown them.
+        names: Names of the input columns, as the callable gets them.
+        arguments: Names of the tensors that it returns, in the order of the arguments of `forward`; `None` until
+            it has run on the sample row.
     """
 
     def __init__(self, function: Function, names: Sequence[str], arguments: Sequence[str] | None = None) -> None:
-        """Takes the callable, the names of the columns that it gets, and of the tensors that it returns."""
+        """Sets the callable, the names of its input columns, and the names of the tensors that it returns."""
         self.function, self.names = function, tuple(names)
         self.arguments = None if arguments is None else tuple(arguments)
 
     def returning(self, arguments: Iterable[str]) -> Preprocess:
-        """Returns the same with the names of the tensors that it has returned, in their order."""
+        """Returns a copy with `arguments` set."""
         return Preprocess(self.function, self.names, tuple(arguments))
 
     def __call__(
         self, columns: Sequence[tuple[Any, ...]], rows: int, context: StepContext = EVALUATION
     ) -> dict[str, torch.Tensor]:
-        """Returns the tensors by the names that the callable gives them, in the order of `arguments`.
+        """Returns the callable's tensors by name, in the order of `arguments`.
 
         Args:
-            columns: What each column is, a tuple of one, or of two where it is padded.
+            columns: For each column a tuple: its values, and its mask if it is padded.
             rows: Number of rows.
-            context: When.
+            context: Epoch and seed.
 
         Raises:
-            ModuleError: The callable did not return tensors of so many rows, or not those of the first row.
+            ModuleError: The callable did not return a dict of tensors with `rows` rows, or returned other names than
+                for the sample row.
         """
         named = {
             name: column if len(column) > 1 else column[0] for name, column in zip(self.names, columns, strict=True)
@@ -95,10 +96,10 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def check_signature(function: Any) -> None:
-    """Refuses what cannot be called as `function(columns, epoch=..., generator=...)`.
+    """Checks that `function` can be called as `function(columns, epoch=..., generator=...)`.
 
     Raises:
-        ConfigError: It is no callable, or takes other arguments.
+        ConfigError: It is not callable, or lacks these parameters.
     """
     try:
         parameters = set(inspect.signature(function).parameters)

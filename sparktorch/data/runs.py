@@ -1,4 +1,4 @@
-"""Row numbers as runs of neighbours, which are read at once."""
+"""Row numbers as runs of consecutive rows, each read at once."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["Runs"]
 
 @dataclass(frozen=True)
 class Runs:
-    """Rows by number, as runs of consecutive ones.
+    """Row numbers, as runs of consecutive rows.
 
     Attributes:
-        starts: The first row of each run, int64.
-        stops: One past its last row, int64.
+        starts: First row of each run, int64 of shape `(runs,)`.
+        stops: One past the last row of each run, int64 of shape `(runs,)`.
     """
 
     starts: npt.NDArray[np.int64]
@@ -25,7 +25,7 @@ class Runs:
 
     @classmethod
     def of(cls, rows: npt.NDArray[np.integer[Any]]) -> Runs:
-        """Returns the runs of those rows, of shape `(rows,)`, in their order."""
+        """Returns the runs of row numbers of shape `(rows,)`, in their order."""
         rows = rows.astype(np.int64, copy=False)
         cuts = np.flatnonzero(np.diff(rows) != 1) + 1
         starts = rows[np.concatenate([np.zeros(min(1, len(rows)), np.int64), cuts])]

@@ -1,9 +1,8 @@
-"""Where a shard keeps its rows: arrays that are appended to piece by piece, and read as one or in runs.
+"""Row storage of a shard: arrays that are appended to in pieces, and read as a whole or in runs.
 
-Rows on disk are read by position into arrays of their own; nothing is mapped. So the pages of a file
-never count as memory of the process, and a disk that fails is an exception, not a signal. All spools
-share a file, for a process may have only so many open. It has no name: nobody can truncate it, and the
-kernel frees it when the process ends, however it does.
+Rows on disk are read with `preadv`, not mapped: file pages do not count as process memory, and a failing
+disk raises an exception instead of a signal. All spools share one file, because open files are limited.
+The file is unlinked: no other process can truncate it, and the kernel frees it when the process ends.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Spool(Protocol):
-    """Rows of one dtype and shape: appended piece by piece, then read."""
+    """Append-only storage for rows of one dtype and shape."""
 
     @property
     def nbytes(self) -> int:
@@ -44,37 +43,37 @@ class Spool(Protocol):
         ...
 
     def append(self, values: Array) -> None:
-        """Adds rows, an array of shape `(rows, *shape)`; it may be read-only and is not kept longer than needed."""
+        """Appends an array of shape `(rows, *shape)`, which may be read-only; copies it."""
         ...
 
     def finish(self) -> Array:
-        """Returns all rows as one array of shape `(rows, *shape)` that nobody else writes to; called once."""
+        """Returns all rows as one writable array of shape `(rows, *shape)`; can be called once."""
         ...
 
     def read(self, runs: Runs) -> Array:
-        """Returns a copy of those rows in memory, in their order; instead of `finish`, any number of times."""
+        """Returns a copy of the rows in `runs`, in their order; can be called repeatedly, but not after `finish`."""
         ...
 
 
 class RowStorage(Protocol):
-    """A place for spools."""
+    """Creates spools in memory or on disk."""
 
     @property
     def on_disk(self) -> bool:
-        """Whether the rows that have been appended are on disk."""
+        """Whether the appended rows are on disk."""
         ...
 
     def spool(self, dtype: npt.DTypeLike, shape: tuple[int, ...] = ()) -> Spool:
         """Returns an empty spool.
 
         Args:
-            dtype: Of its elements.
-            shape: Of one row.
+            dtype: Dtype of the elements.
+            shape: Shape of one row.
         """
         ...
 
     def close(self) -> None:
-        """Lets go of the rows that are on disk."""
+        """Frees the rows on disk."""
         ...
 
 
@@ -88,19 +87,19 @@ class InMemory:
         return _MemorySpool(np.dtype(dtype), shape)
 
     def close(self) -> None:
-        """Does nothing: memory goes with its last user."""
+        """Does nothing: the arrays free their memory themselves."""
 
 
 class OnDisk:
-    """Keeps rows in a file without a name, of which nothing is left when the process ends."""
+    """Keeps rows in an unlinked file, which the kernel frees when the process ends."""
 
     on_disk = True
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        """Takes the directory of the file.
+        """Creates the file in `directory`.
 
         Raises:
-            ClusterError: Nothing can be written there.
+            ClusterError: The directory is not writable.
         """
         self._directory = os.fspath(directory)
         self._spools: list[_FileSpool] = []
@@ -119,15 +118,15 @@ class OnDisk:
         return spool
 
     def extent(self, size: int) -> int:
-        """Returns where so many bytes of the file begin, for one spool; they take no room until they are written."""
+        """Reserves `size` bytes of the file for a spool and returns their start; uses no disk space until written."""
         start, self._end = self._end, self._end + size
         return start
 
     def write(self, values: memoryview, place: int, room: int) -> int:
-        """Writes bytes to a place of the file that has so much room; returns how many it took.
+        """Writes at most `room` bytes at file position `place`; returns the number of bytes written, up to 1 GiB.
 
         Raises:
-            ClusterError: It took none.
+            ClusterError: They cannot be written.
         """
         try:
             return os.pwrite(self._file.fileno(), values[: min(room, _MOST_AT_ONCE)], place)
@@ -135,7 +134,7 @@ class OnDisk:
             raise self.unwritable(error, len(values)) from error
 
     def read(self, into: memoryview, place: int) -> int:
-        """Reads bytes from a place of the file; returns how many there were, 1 GiB at most.
+        """Reads bytes at file position `place`; returns the number of bytes read, up to 1 GiB.
 
         Raises:
             ClusterError: They cannot be read.
@@ -149,7 +148,7 @@ class OnDisk:
         return done
 
     def unwritable(self, error: OSError, size: int) -> ClusterError:
-        """Returns what is raised where that many bytes could not be written."""
+        """Returns the error for `size` bytes that could not be written."""
         hint = (
             "free space there, or start the session with spark.local.dir (on YARN yarn.nodemanager.local-dirs) on a "
             "larger disk; with more workers each has fewer rows"
@@ -164,7 +163,7 @@ class OnDisk:
         )
 
     def unreadable(self, error: OSError) -> ClusterError:
-        """Returns what is raised where rows could not be read back."""
+        """Returns the error for rows that could not be read back."""
         return ClusterError(
             f"cannot read the rows of this worker back from {self._directory!r}: {error.strerror}",
             hint="the disk is failing, or something has cut the file off: look at the host's kernel log",
@@ -176,10 +175,10 @@ class OnDisk:
 
 
 class WithinBudget:
-    """Keeps rows in memory up to a budget; whatever exceeds it sends all of them to disk."""
+    """Keeps rows in memory up to a budget; once they exceed it, all of them spill to disk."""
 
     def __init__(self, budget: int, directory: str | os.PathLike[str]) -> None:
-        """Takes the budget in bytes and the directory of the file."""
+        """Sets the budget, in bytes, and the directory to spill to."""
         self._budget, self._directory = budget, directory
         self._disk: OnDisk | None = None
         self._spools: list[_MovingSpool] = []
@@ -199,7 +198,7 @@ class WithinBudget:
         return spool
 
     def appended(self, size: int) -> None:
-        """Looks at the budget after so many bytes of rows have been added."""
+        """Counts `size` appended bytes; spills all rows to disk once they exceed the budget."""
         self._held += size
         if self._disk is None and self._held > self._budget:
             self._disk = OnDisk(self._directory)
@@ -207,15 +206,15 @@ class WithinBudget:
                 spool.move(self._disk)
 
     def close(self) -> None:
-        """Closes the file, if there is one."""
+        """Closes the file, if rows have spilled."""
         if self._disk is not None:
             self._disk.close()
 
 
 class _MemorySpool:
-    """Copies what is appended into a mapping that grows where it is, or with a copy where pages cannot be moved.
+    """Copies rows into anonymous memory that grows by remapping pages, or by a copy where the system cannot remap.
 
-    So memory never holds all the rows twice, and what they came in is free at once for the next ones.
+    With remapping, memory never holds all rows twice.
     """
 
     def __init__(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
@@ -229,7 +228,7 @@ class _MemorySpool:
         needed = self._rows * self._size
         if needed > len(self._memory):
             size = needed + max(_LEAST_GROWTH, needed // 8)
-            if size >= _HUGE:  # one that sticks out would be moved in small pages
+            if size >= _HUGE:  # a partly used huge page would be moved as small pages
                 size = -(-size // _HUGE_PAGE) * _HUGE_PAGE
             self._memory = _resized(self._memory, size)
         self._values()[first:] = values
@@ -238,7 +237,7 @@ class _MemorySpool:
     def finish(self) -> Array:
         self._memory = _resized(self._memory, max(1, self._rows * self._size))
         found = self._values()
-        del self._memory  # it goes with the array, which may only be wanted for a copy on a GPU
+        del self._memory  # freed with the array, which may only live until it is copied to a GPU
         return found
 
     def read(self, runs: Runs) -> Array:
@@ -283,7 +282,7 @@ class _FileSpool:
         return found
 
     def _place(self, at: int) -> tuple[int, int]:
-        """Returns where the byte at that place of the rows is in the file, and how many follow it there."""
+        """Returns the file position of byte `at` of the rows, and the number of bytes from it to the extent's end."""
         number = (at // _FIRST_EXTENT + 1).bit_length() - 1
         first, size = _FIRST_EXTENT * ((1 << number) - 1), _FIRST_EXTENT << number
         if number == len(self._extents):
@@ -292,7 +291,7 @@ class _FileSpool:
 
 
 class _MovingSpool:
-    """A spool in memory that can move to disk."""
+    """A spool in memory that can spill to disk."""
 
     def __init__(self, owner: WithinBudget, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
         self._owner, self._dtype, self._shape = owner, dtype, shape
@@ -320,16 +319,16 @@ class _MovingSpool:
 
 
 def local_directory(local_rank: int = 0) -> str:
-    """Returns the directory for the files of a rank: one of those that Spark gave its executor for its own.
+    """Returns the directory for a rank's files: one of the executor's local directories.
 
-    Spark hands them to its Python workers as `SPARK_LOCAL_DIRS`: `spark.local.dir`, on YARN and Kubernetes
-    what the cluster has set in its place. Outside of Spark it is the directory for temporary files.
+    Spark passes them to Python workers in `SPARK_LOCAL_DIRS`: those of `spark.local.dir`, or on YARN and
+    Kubernetes those that the cluster sets instead. Outside of Spark, the system's temporary directory is used.
 
     Args:
-        local_rank: The rank's index among those of its host, which spreads over several disks.
+        local_rank: Index of the rank on its host; spreads ranks over several disks.
 
     Raises:
-        ClusterError: None of them can be written to.
+        ClusterError: No local directory is writable.
     """
     given = [path for path in os.environ.get("SPARK_LOCAL_DIRS", "").split(",") if path]
     usable = [path for path in given if os.path.isdir(path) and os.access(path, os.W_OK)]
@@ -346,17 +345,17 @@ def _nth(paths: Sequence[str], index: int) -> str:
 
 
 def _mapped(size: int) -> mmap.mmap:
-    """Returns so many bytes of memory, in huge pages where they are many and the system has them."""
+    """Returns `size` bytes of anonymous memory, in huge pages if it is large and the system supports them."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     _advise(memory)
     return memory
 
 
 def _resized(memory: mmap.mmap, size: int) -> mmap.mmap:
-    """Returns the same bytes, as far as there is room, in memory of that size; nothing else may look into it."""
+    """Returns the memory resized to `size` bytes, its content kept up to there; no array may still refer to it."""
     try:
         memory.resize(size)
-    except SystemError:  # Linux moves pages, others copy them
+    except SystemError:  # only Linux can remap pages
         moved = _mapped(size)
         kept = min(size, len(memory))
         moved[:kept] = memory[:kept]
@@ -367,7 +366,7 @@ def _resized(memory: mmap.mmap, size: int) -> mmap.mmap:
 
 def _advise(memory: mmap.mmap) -> None:
     if len(memory) >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without them
+        with suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
 
 

@@ -1,5 +1,5 @@
-"""The life of ranks beside the training: process group, store, heartbeats, and why a rank failed.
+"""Communication around the training: process group, store, heartbeats and failure diagnosis.
 
-A rank speaks through `client`, the driver listens with `server` and `monitor`, and `root_cause` decides what `fit`
-raises. Neither end imports Spark.
+Ranks use `client`, the driver uses `server` and `monitor`, and `root_cause` decides which error `fit` raises. Nothing
+here imports Spark.
 """

@@ -1,4 +1,4 @@
-"""Hosts and addresses. The cluster check sends this module to executors by value: the standard library alone."""
+"""Hosts and addresses. The cluster check ships this module by value, so it imports the standard library only."""
 
 from __future__ import annotations
 

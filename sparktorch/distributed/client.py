@@ -1,8 +1,8 @@
-"""A rank's line to the driver and to the other ranks: one key-value store, five uses.
+"""A rank's client of the key-value store that connects it to the driver and to the other ranks.
 
-The ranks agree over it before there is a process group, tell the driver how far they are and what
-they log, tell it why they failed, learn from it that the fit was cancelled, and see that the driver
-lives. Everything on it is JSON, sealed with the attempt's token; nothing that is read from it is ever unpickled.
+The ranks use it to exchange values before a process group exists, to report progress, logs and failures to the
+driver, to learn that the fit was cancelled, and to notice that the driver has died. All values are JSON, signed with
+the attempt's token; no value is ever unpickled.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sparktorch.errors import ClusterError, RankError, SparkTorchError
 __all__ = ["Cancelled", "Client", "PeerFailure", "last_lines"]
 
 _LONGEST_PAUSE = 0.05
-_SILENT_SECONDS = 1.2  # more than two beats
+_SILENT_SECONDS = 1.2  # more than two heartbeats
 
 T = TypeVar("T")
 
@@ -43,18 +43,18 @@ class PeerFailure(Exception):  # noqa: N818 - control flow between ranks, no use
 
 
 class Client:
-    """One rank's end of the line."""
+    """One rank's client of the store."""
 
     def __init__(
         self, open_store: OpenStore, world: World, *, console: LogCapture | None = None, patience: float = 30.0
     ) -> None:
-        """Opens a connection for the rank itself; its heart beats over a second one.
+        """Opens the rank's connection to the store; heartbeats use a second one.
 
         Args:
             open_store: Connects to the store.
             world: This rank's place.
-            console: What the rank logs and prints.
-            patience: Seconds without a sign of the driver after which the rank ends its process.
+            console: Captures what the rank logs and prints.
+            patience: Seconds without a heartbeat from the driver after which the rank ends its process.
         """
         self.store = open_store()
         self._open_store = open_store
@@ -66,14 +66,14 @@ class Client:
         self._kills = out_of_memory_kills()
         self._publishes_progress = self._publishes_epochs = True
         self._failure: SparkTorchError | None = None
-        # Of this rank's own, not of the store's: its counters can be moved by who has not the token.
+        # Counted here, not in the store: its counters can be changed without the token.
         self._warnings, self._parcels = itertools.count(), itertools.count()
 
     @contextmanager
     def beating(self) -> Iterator[None]:
-        """Beats in the background, with phase, epoch, step, host and pid, until the block ends.
+        """Context that sends heartbeats and log lines from a background thread.
 
-        Within the block the process belongs to the fit: it ends where the driver has gone.
+        Inside it, the process exits when the driver is gone or has cancelled the fit.
         """
         stop = threading.Event()
         heart = Heart(self, self._world.rank, self._open_store, self._patience)
@@ -84,35 +84,35 @@ class Client:
             with self._console.overhearing():
                 yield
             with suppress(dist.DistError, RuntimeError):
-                self.beat(self.store)  # with what it has printed last
+                self.beat(self.store)  # sends the last printed lines
                 self._set(self.store, f"ended/{self._world.rank}", {})
         finally:
             stop.set()
             thread.join()
 
     def enter(self, phase: str, *, epoch: int | None = None, step: int | None = None) -> None:
-        """Tells the driver what the rank does now."""
+        """Reports to the driver which phase the rank enters, such as "training"."""
         self._state = {"phase": phase, "epoch": epoch, "step": step}
         self.moved()
         self.beat(self.store)
 
     def at_step(self, step: int) -> None:
-        """Notes the step the rank is at; the next beat, or an error, carries it."""
+        """Records the rank's current step, for the next heartbeat or error report."""
         self._state["step"] = step
         self.moved()
 
     def moved(self) -> None:
-        """Notes that the rank is not standing still."""
+        """Counts a sign of progress, which keeps the rank from being reported as stalled."""
         self._moves += 1
 
     def moving(self, items: Iterable[T]) -> Iterator[T]:
-        """Yields the items, each of which is a move."""
+        """Yields the items; each one counts as progress, as in `moved`."""
         for item in items:
             self.moved()
             yield item
 
     def agree(self, topic: str, value: dict[str, Any]) -> list[dict[str, Any]]:
-        """Exchanges one JSON object with every rank and returns them all, by rank.
+        """Exchanges one JSON object with every rank; returns the objects in rank order.
 
         Raises:
             Cancelled: The driver cancelled while waiting.
@@ -122,42 +122,42 @@ class Client:
         return self.collect(topic)
 
     def post(self, topic: str, value: dict[str, Any]) -> None:
-        """Lays down a JSON object for one rank that collects them."""
+        """Writes this rank's JSON object under a topic, for ranks that call `collect`."""
         self._set(self.store, f"{topic}/{self._world.rank}", value)
 
     def collect(self, topic: str, *, patience: float | None = None) -> list[dict[str, Any]]:
-        """Waits for what every rank posts under a topic, and returns it, by rank.
+        """Waits until every rank has posted under a topic; returns the objects in rank order.
 
         Args:
-            topic: Of the posts.
-            patience: Give up on a rank whose heart has stood still for so many seconds.
+            topic: The topic, as given to `post`.
+            patience: Seconds without a heartbeat from a rank after which to give up; `None` sets no limit.
 
         Raises:
             Cancelled: The driver cancelled while waiting.
-            PeerFailure: A rank failed while waiting.
+            PeerFailure: A rank failed, or stopped sending heartbeats, while waiting.
         """
         keys = [f"{topic}/{rank}" for rank in range(self._world.world_size)]
         self._wait(keys, patience)
         return [json.loads(raw) for raw in self.store.multi_get(keys)]
 
     def warn(self, text: str) -> None:
-        """Has the driver warn of something that does not end the fit."""
+        """Makes the driver log a warning; the fit goes on."""
         rank = self._world.rank
         record = {"rank": rank, "host": self._world.host, "text": text}
         self._set(self.store, f"warning/{rank}/{next(self._warnings)}", record)
 
     def leave(self) -> None:
-        """Says that this rank needs the store no more; rank 0, where it hosts it, goes last."""
+        """Reports that this rank no longer needs the store. Rank 0 hosts it, and waits for all other ranks."""
         self._set(self.store, f"left/{self._world.rank}", {})
         if self._world.is_main:
             self._wait([f"left/{rank}" for rank in range(self._world.world_size)])
 
     def publish(self, *, progress: bool, epochs: bool) -> None:
-        """Sets whether `progress` and `epoch_done` of this rank publish anything; by default both do."""
+        """Turns `progress` and `epoch_done` of this rank on or off; by default both are on."""
         self._publishes_progress, self._publishes_epochs = progress, epochs
 
     def progress(self, **record: Any) -> None:
-        """Publishes how far the training is; each call replaces the last one."""
+        """Publishes the training's position; each call replaces the previous record."""
         if self._publishes_progress:
             self._set(self.store, "progress", record)
 
@@ -168,7 +168,7 @@ class Client:
             self.store.set("epochs", str(number))
 
     def fail(self, error: BaseException) -> SparkTorchError:
-        """Reports the failure to the driver, once, and returns it with its place and traceback."""
+        """Reports the failure to the driver, at most once; returns it with rank, host, epoch, step and traceback."""
         if self._failure is not None:
             return self._failure
         self._failure = failure = self.describe(error)
@@ -181,7 +181,7 @@ class Client:
         }
         self._set(self.store, f"error/{self._world.rank}", {**failure.to_dict(), **report})
         if not isinstance(error, Cancelled):
-            with suppress(RuntimeError, ClusterError):  # the store is gone; the failure itself has been told
+            with suppress(RuntimeError, ClusterError):  # the store may be gone; the failure is already reported
                 self._tell_who_is_silent(first=order == 1, look=secondary)
         return failure
 
@@ -204,7 +204,7 @@ class Client:
         return RankError(what, trace=f"{lines}Traceback of rank {rank}:\n{trace}", **place)
 
     def beat(self, store: dist.Store) -> None:
-        """Sends a beat: where the rank is, what shows that it moves, and what it has logged since the last one."""
+        """Sends a heartbeat (position, progress counters, memory) and the lines logged since the last one."""
         record = {
             "host": self._world.host,
             "pid": os.getpid(),
@@ -221,9 +221,9 @@ class Client:
             self._set(store, f"lines/{self._world.rank}/{next(self._parcels)}", {"lines": lines, "lost": lost})
 
     def _wait(self, keys: list[str], patience: float | None = None) -> None:
-        # The store's own `wait` cannot look out for failures, and logs each of its time-outs.
+        # `Store.wait` does not notice failed ranks, and logs each time-out.
         pause, pulses = 0.002, Pulses[bytes]()
-        own = threading.get_ident() == self._owner  # the thread that saves waits beside the training
+        own = threading.get_ident() == self._owner  # the checkpoint thread may wait while the training goes on
         if own:
             self._waiting = True
         try:
@@ -238,11 +238,11 @@ class Client:
                 self._waiting = False
 
     def _tell_who_is_silent(self, *, first: bool, look: bool) -> None:
-        """Tells the driver which ranks have died, before this one ends: as soon as one does, Spark ends all others.
+        """Reports dead ranks to the driver before this rank exits: once one task ends, Spark kills all others.
 
         Args:
-            first: Whether this rank is the first to fail, which looks; the others wait for that.
-            look: Whether a rank may have died: what this one failed of is no cause of its own.
+            first: Whether this rank failed first. The first one looks for silent ranks; the others wait for its report.
+            look: Whether a dead peer may have caused this rank's error, as for a broken connection.
         """
         if first:
             self._set(self.store, "silent", {"ranks": self._silent_peers() if look else []})
@@ -251,12 +251,12 @@ class Client:
             time.sleep(_LONGEST_PAUSE)  # `_wait` would raise, now that a rank has failed
 
     def _silent_peers(self) -> list[int]:
-        """Returns the ranks that had begun to beat, and neither beat nor come to an end while this one looks."""
+        """Returns the ranks that have stopped sending heartbeats without reporting an end or an error."""
         begun = {rank for rank, beat in enumerate(self._beats()) if beat and rank != self._world.rank}
         return sorted(begun - alive(begun, _SILENT_SECONDS, self._beat_of, self._ended))
 
     def _beats(self) -> list[bytes]:
-        """Returns the last beat of each rank, by rank; empty for one that has not begun."""
+        """Returns the last heartbeat of each rank, in rank order; empty before a rank's first one."""
         return [self._beat_of(rank) for rank in range(self._world.world_size)]
 
     def _beat_of(self, rank: int) -> bytes:
@@ -267,7 +267,7 @@ class Client:
         return bool(self.store.check([f"ended/{rank}"]) or self.store.check([f"error/{rank}"]))
 
     def _check_pulses(self, pulses: Pulses[bytes], patience: float) -> None:
-        """Raises `PeerFailure` for a rank that has not beaten for `patience` seconds."""
+        """Raises `PeerFailure` for a rank that has sent no heartbeat for `patience` seconds."""
         for rank, beat in enumerate(self._beats()):
             pulses.note(rank, beat)
             if pulses.silence(rank) > patience:
@@ -285,14 +285,14 @@ class Client:
 
 
 def last_lines(rank: int, lines: list[str]) -> str:
-    """Returns the last lines that a rank has logged or printed, under a heading; empty where there are none."""
+    """Returns a rank's last logged or printed lines under a heading; an empty string if there are none."""
     return "\n".join([f"The last lines of rank {rank}:", *lines, "", ""]) if lines else ""
 
 
 def _is_communication(error: BaseException) -> bool:
-    """Whether the error, or what it was raised from, is what a rank sees when another one has died."""
+    """Returns whether the error or one of its causes is a broken connection, as ranks see when a peer dies."""
     if isinstance(error, SparkTorchError) and not isinstance(error, RankError):
-        return False  # it says what it is, such as NCCL that cannot be set up
+        return False  # already explained, such as an NCCL that cannot be set up
     if error.__cause__ is not None and _is_communication(error.__cause__):
         return True
     if isinstance(error, dist.DistError):

@@ -1,6 +1,6 @@
-"""Heartbeats: how a rank sends its own, and when one counts as silent or as standing still.
+"""Heartbeats: sends a rank's own, and tells which ranks are silent or make no progress.
 
-Times are those of the process that looks: clocks of other hosts may differ.
+All times are taken from the observing process's clock: clocks of other hosts may differ.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Heart", "OpenStore", "Pulse", "Pulses", "alive", "waited_for"]
 _BEAT_SECONDS = 0.5
 _LOOK_SECONDS = 0.05
 _BODY = "sparktorch/worker.py"
-_LEAVING_SECONDS = 2.0  # for a rank whose driver is gone to come to its end by itself
+_LEAVING_SECONDS = 2.0  # that a rank whose driver is gone gets to end by itself
 
 R = TypeVar("R")
 
@@ -37,18 +37,18 @@ class OpenStore(Protocol):
 
 
 class Beating(Protocol):
-    """What a heart beats for; see `sparktorch.distributed.client.Client`."""
+    """An object that can send heartbeats; see `sparktorch.distributed.client.Client`."""
 
     def beat(self, store: dist.Store) -> None:
-        """Sends a beat."""
+        """Sends a heartbeat."""
         ...
 
 
 class Heart:
-    """Two threads: one beats for a rank and sends what it logs, one ends the process where the driver has gone.
+    """Two threads: one sends a rank's heartbeats and log lines, one ends the process when the driver is gone.
 
-    They are two because a store on the far side of a cut network neither answers nor refuses: who
-    asks it may wait for minutes.
+    They are separate because a store behind a broken network neither answers nor refuses: a request may block for
+    minutes.
     """
 
     def __init__(self, client: Beating, rank: int, open_store: OpenStore, patience: float) -> None:
@@ -59,10 +59,10 @@ class Heart:
         self._over = threading.Event()
 
     def run(self, stop: threading.Event) -> None:
-        """Beats until `stop` is set; where the driver has gone or has given up the fit, ends the process."""
+        """Sends heartbeats until `stop` is set; ends the process if the driver is gone or has cancelled the fit."""
         beats = threading.Thread(target=self._beat, args=(stop,), name="sparktorch-beat", daemon=True)
         beats.start()
-        heard, silent = self._heard, 0.0  # in looks, not by the clock: this process may have been stopped meanwhile
+        heard, silent = self._heard, 0.0  # counts checks, not clock time: the process may have been suspended
         while silent < self._patience and not self._over.is_set():
             if stop.wait(_BEAT_SECONDS):
                 beats.join(_LEAVING_SECONDS)
@@ -83,7 +83,7 @@ class Heart:
                     break
                 self._listen(store)
             except (dist.DistError, RuntimeError):
-                store = self._open()  # a connection may break without anybody having gone
+                store = self._open()  # a broken connection does not mean that the driver is gone
         self._over.set()
 
     def _open(self) -> dist.Store | None:
@@ -93,12 +93,12 @@ class Heart:
             return None
 
     def _answer(self, store: dist.Store) -> None:
-        """Tells the driver, where it asks, at which line the rank is."""
+        """Sends the rank's Python stack if the driver has asked for it."""
         if store.check(["stacks wanted"]):
             store.set(f"stack/{self._rank}", json.dumps({"stack": _stack_of(self._owner)}))
 
     def _listen(self, store: dist.Store) -> None:
-        """Listens for the driver's heart; where a rank hosts the store, an answer is enough."""
+        """Checks the driver's heartbeat. If a rank hosts the store there is none, and any answer counts."""
         beat = store.get("driver") if store.check(["driver"]) else None
         if beat is None or beat != self._driver:
             self._heard += 1
@@ -107,12 +107,12 @@ class Heart:
 
 @dataclass
 class Pulse(Generic[R]):
-    """When a rank was last seen to beat and to move.
+    """When a rank last sent a heartbeat and last made progress.
 
     Attributes:
-        beat: When its beat last changed, by `time.monotonic`.
-        moved: When what shows that it moves last changed.
-        record: Its last beat.
+        beat: When its heartbeat last changed, in seconds of `time.monotonic`.
+        moved: When the heartbeat's progress fields last changed, on the same clock.
+        record: Its last heartbeat.
     """
 
     beat: float
@@ -121,10 +121,10 @@ class Pulse(Generic[R]):
 
 
 class Pulses(Generic[R]):
-    """The last beats of ranks, and since when they are the same."""
+    """The last heartbeat of each rank, and when it last changed."""
 
     def __init__(self, moves: Callable[[R], Any] = lambda record: record) -> None:
-        """Takes a function that returns the part of a beat that changes where a rank moves."""
+        """Takes a function that returns the progress fields of a heartbeat, by default all of it."""
         self._moves = moves
         self._seen: dict[int, Pulse[R]] = {}
 
@@ -141,7 +141,7 @@ class Pulses(Generic[R]):
         return iter(self._seen)
 
     def note(self, rank: int, record: R, *, at: float | None = None) -> None:
-        """Notes a rank's beat as it is now."""
+        """Records a rank's heartbeat, seen at time `at` of `time.monotonic`, by default now."""
         now = time.monotonic() if at is None else at
         last = self._seen.get(rank)
         if last is None:
@@ -152,12 +152,19 @@ class Pulses(Generic[R]):
         self._seen[rank] = Pulse(beat, moved, record)
 
     def silence(self, rank: int) -> float:
-        """Returns the seconds since a rank's beat has changed."""
+        """Returns the seconds since a rank's heartbeat last changed."""
         return time.monotonic() - self._seen[rank].beat
 
 
 def alive(ranks: set[int], seconds: float, beat_of: Callable[[int], Any], ended: Callable[[int], bool]) -> set[int]:
-    """Returns those of the ranks that beat, or come to their end, within so many seconds from now."""
+    """Returns the ranks that send a heartbeat or end within `seconds` from now.
+
+    Args:
+        ranks: The ranks to look at.
+        seconds: The most seconds to wait.
+        beat_of: Returns a rank's last heartbeat.
+        ended: Returns whether a rank has ended.
+    """
     before, found, deadline = {rank: beat_of(rank) for rank in ranks}, set[int](), time.monotonic() + seconds
     while found < ranks and time.monotonic() < deadline:
         time.sleep(_LOOK_SECONDS)
@@ -166,9 +173,9 @@ def alive(ranks: set[int], seconds: float, beat_of: Callable[[int], Any], ended:
 
 
 def waited_for(pulses: Mapping[int, Pulse[dict[str, Any]]]) -> list[int]:
-    """Returns the ranks that wait for no other one: all others may wait for them.
+    """Returns the ranks that wait for no other rank; all other ranks may be waiting for them.
 
-    A rank that has begun more collectives than another waits for it.
+    A rank that has started more collectives than another one waits for that one.
     """
     begun = [pulse.record["collectives"] for pulse in pulses.values()]
     least = min((count for count in begun if count is not None), default=None)
@@ -180,7 +187,7 @@ def waited_for(pulses: Mapping[int, Pulse[dict[str, Any]]]) -> list[int]:
 
 
 def _stack_of(thread: int) -> str:
-    """Returns where a thread of this process is, without what Spark called before the rank's body."""
+    """Returns the Python stack of a thread, without Spark's frames outside `worker.py`."""
     frames = traceback.extract_stack(sys._current_frames().get(thread))
     body = [index for index, frame in enumerate(frames) if frame.filename.endswith(_BODY)]
     return "".join(traceback.format_list(frames[body[0] :] if body else frames))

@@ -1,4 +1,4 @@
-"""What a rank logs and prints, kept by line: for the driver to show, and for the error that ends the rank."""
+"""Captures the lines that a rank logs and prints, for the driver to show and for error messages."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ KEPT_LINES = 100
 
 _LONGEST_LINE = 2000
 
-Line = tuple[int, str]  # its level, as in `logging`, and its text
+Line = tuple[int, str]  # level, as in `logging`, and text
 
 
 class LogCapture:
-    """Overhears the process it is in: its log records, and what it prints, which counts as `INFO`."""
+    """Captures this process's log records and printed lines; printed lines have the level `INFO`."""
 
     def __init__(self, level: int = logging.WARNING) -> None:
-        """Takes the level that log records must have to be kept, and `INFO` at least."""
+        """Takes the lowest level of log records to capture; `INFO` and above are always captured."""
         self._level = min(level, logging.INFO)
         self._lock = threading.Lock()
         self._last: deque[str] = deque(maxlen=KEPT_LINES)
@@ -32,10 +32,10 @@ class LogCapture:
 
     @contextmanager
     def overhearing(self) -> Iterator[None]:
-        """Keeps what is logged and printed until the block ends; it goes where it went, too."""
+        """Context that captures logs and prints; they still go where they went before."""
         root = logging.getLogger()
         before, handler = root.level, _Handler(self, self._level)
-        aloud = None if root.handlers else logging.StreamHandler(sys.stderr)  # as `logging` does by itself
+        aloud = None if root.handlers else logging.StreamHandler(sys.stderr)  # as `logging` does by default
         root.addHandler(handler)
         if aloud is not None:
             aloud.setLevel(before)
@@ -51,7 +51,7 @@ class LogCapture:
                 root.removeHandler(aloud)
 
     def add(self, level: int, text: str) -> None:
-        """Keeps the lines of a text."""
+        """Captures the lines of a text."""
         with self._lock:
             for line in text.splitlines():
                 short = line[:_LONGEST_LINE]
@@ -60,7 +60,7 @@ class LogCapture:
                 self._new.append((level, short))
 
     def drain(self) -> tuple[list[Line], int]:
-        """Returns the lines that are new since the last call, and how many more there were before them."""
+        """Returns the last `KEPT_LINES` lines since the previous call, and how many earlier ones were dropped."""
         with self._lock:
             lines, lost = list(self._new), self._lost
             self._new.clear()
@@ -68,7 +68,7 @@ class LogCapture:
         return lines, lost
 
     def last(self) -> list[str]:
-        """Returns the last lines, `KEPT_LINES` of them at most."""
+        """Returns the last captured lines, at most `KEPT_LINES`."""
         with self._lock:
             return list(self._last)
 
@@ -82,12 +82,12 @@ class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self._console.add(record.levelno, self.format(record))
-        except Exception:  # a record whose arguments do not fit
+        except Exception:  # the arguments do not fit the format string
             self.handleError(record)
 
 
 class _Tee:
-    """A stream whose lines are also kept."""
+    """A stream whose lines are also captured."""
 
     def __init__(self, stream: TextIO, console: LogCapture) -> None:
         self._stream, self._console, self._begun = stream, console, ""
@@ -97,7 +97,7 @@ class _Tee:
         whole, newline, self._begun = self._begun.rpartition("\n")
         if newline:
             self._console.add(logging.INFO, whole)
-        self._begun = self._begun.rpartition("\r")[2][-_LONGEST_LINE:]  # of a progress bar, its last state
+        self._begun = self._begun.rpartition("\r")[2][-_LONGEST_LINE:]  # keeps a progress bar's last state only
         return self._stream.write(text)
 
     def __getattr__(self, name: str) -> Any:

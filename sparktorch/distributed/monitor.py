@@ -1,4 +1,4 @@
-"""The driver's eye on the ranks of a running job: passes on what they say, and ends a job that stands still."""
+"""Monitors the ranks of a running job from the driver: forwards their reports, and ends a stalled job."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["Monitor", "Observer", "Timeouts"]
 _LOG = logging.getLogger(__name__)
 _RANKS = logging.getLogger("sparktorch.ranks")
 _WARN_SECONDS = 30.0
-_LOOK_SECONDS = 0.5  # at beats; at all else, each time
+_LOOK_SECONDS = 0.5  # between checks of heartbeats; each call of `look` reads everything else
 _STACK_SECONDS = 3.0
-_MUTE_SECONDS = 5.0  # ten beats
+_MUTE_SECONDS = 5.0  # ten heartbeats
 
 
 class Observer(Protocol):
-    """Who is told, on the driver, how far the ranks are."""
+    """Receives the ranks' progress on the driver."""
 
     def progress(self, record: dict[str, Any]) -> None:
         """Receives rank 0's position: epoch, epochs, step, steps, loss."""
@@ -43,7 +43,7 @@ class Timeouts:
 
     Attributes:
         start: Seconds that a job may wait for slots.
-        stall: Seconds that a rank may stand still, or arrive after the first one.
+        stall: Seconds that a rank may make no progress, or may start after the first one.
     """
 
     start: float = 3600.0
@@ -51,7 +51,7 @@ class Timeouts:
 
 
 class Monitor:
-    """Looks at the store, as often as it is told to."""
+    """Watches the ranks through the store; the driver calls `look` repeatedly."""
 
     def __init__(
         self,
@@ -63,15 +63,15 @@ class Monitor:
         log_level: int = logging.WARNING,
         is_starved: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Begins to watch.
+        """Starts the timeouts.
 
         Args:
-            server: The store; `None` where a rank hosts it, so that nothing can be seen.
+            server: The driver's store; `None` if a rank hosts it, and there is nothing to watch.
             world_size: Number of ranks.
-            observer: Told how far the ranks are.
-            patience: How long ranks may take to arrive, and to move.
-            log_level: From which level on what ranks log and print is shown.
-            is_starved: Says whether the job waits for slots that nobody is known to give back.
+            observer: Receives progress and epoch records.
+            patience: How long ranks may take to start, and may make no progress.
+            log_level: Lowest level of the ranks' log lines to show.
+            is_starved: Returns whether no task of the job runs, and no other job of this process holds slots.
         """
         self.server = server
         self.world_size = world_size
@@ -85,11 +85,11 @@ class Monitor:
         self._pulses = Pulses[dict[str, Any]](_moves)
 
     def look(self) -> None:
-        """Passes on what is new.
+        """Forwards new reports and checks the heartbeats.
 
         Raises:
-            ClusterError: The cluster has had no slots for the ranks in time.
-            RankStalledError: One of them stands still, or has not started in time.
+            ClusterError: The ranks got no slots in time.
+            RankStalledError: A rank makes no progress, or has not started in time.
         """
         if self.server is None:
             return
@@ -99,7 +99,7 @@ class Monitor:
             self._look_at_beats(self.server)
 
     def listen(self, server: ControlServer) -> None:
-        """Passes on epochs, warnings, progress and what ranks have logged."""
+        """Forwards epochs, warnings, log lines and progress."""
         for record in server.new_epochs():
             self._observer.epoch(record)
         for warning in server.new_warnings(self.world_size):
@@ -112,7 +112,7 @@ class Monitor:
             self._observer.progress(progress)
 
     def alive(self, ranks: Iterable[int], seconds: float) -> set[int]:
-        """Returns those of the ranks that beat, or come to their end, within so many seconds from now."""
+        """Returns the ranks that send a heartbeat or end within `seconds` from now."""
         assert self.server is not None
         return alive(set(ranks), seconds, self.server.beat, self.server.ended)
 
@@ -128,7 +128,7 @@ class Monitor:
             self._look_for_stalled(server, now)
 
     def _look_for_missing(self, now: float) -> None:
-        """Warns of ranks that have not arrived, and gives them up in time."""
+        """Warns of ranks that have not started, and raises after the timeout."""
         missing = [rank for rank in range(self.world_size) if rank not in self._pulses]
         if self._pulses:
             self._first_arrival = self._first_arrival or now
@@ -151,7 +151,7 @@ class Monitor:
             )
 
     def _look_for_slots(self, now: float) -> None:
-        """Gives the ranks up if, for too long, no task has run of theirs, of what feeds them, or of this process's."""
+        """Raises if the job has been starved of slots for too long."""
         if not self._is_starved():
             self._slots_seen = now
         elif now - self._slots_seen > self._patience.start:
@@ -163,9 +163,9 @@ class Monitor:
             )
 
     def _look_for_stalled(self, server: ControlServer, now: float) -> None:
-        """Warns of ranks that stand still, and gives them up in time."""
+        """Warns of ranks that make no progress, and raises after the timeout."""
         pulses = {rank: self._pulses[rank] for rank in self._pulses if not server.ended(rank)}
-        # What a mute rank said last, that it waits say, holds no more; and whoever stands still may wait for it.
+        # Blame silent ranks first: their last heartbeat is outdated, and ranks without progress may wait for them.
         patience = min(_MUTE_SECONDS, self._patience.stall / 2)
         idle = {rank: now - pulse.beat for rank, pulse in pulses.items() if now - pulse.beat > patience}
         mute = bool(idle)
@@ -181,7 +181,7 @@ class Monitor:
                 _LOG.warning("%s for %.0f s", _place(rank, pulses[rank].record, mute=mute), seconds)
 
     def _stalled(self, server: ControlServer, idle: dict[int, float], *, mute: bool) -> RankStalledError:
-        """Returns the error of ranks that have not moved, or not been heard of, for so many seconds, with stacks."""
+        """Returns the error for ranks without progress or, if `mute`, without heartbeats for `idle[rank]` seconds."""
         stacks = {} if mute else self._stacks(server, list(idle))
         rank = max(idle, key=lambda rank: idle[rank])
         record = self._pulses[rank].record
@@ -202,7 +202,7 @@ class Monitor:
         return RankStalledError(what, hint=hint, trace=trace, rank=rank, **place)
 
     def _stacks(self, server: ControlServer, ranks: list[int]) -> dict[int, str]:
-        """Returns where the ranks are, those of them that answer."""
+        """Returns the Python stacks of the ranks that answer in time."""
         server.ask_for_stacks()
         deadline = time.monotonic() + _STACK_SECONDS
         found: dict[int, str] = {}
@@ -214,7 +214,7 @@ class Monitor:
 
 
 def _moves(beat: dict[str, Any]) -> tuple[Any, ...]:
-    """Returns what of a beat changes where a rank moves."""
+    """Returns the progress fields of a heartbeat."""
     return tuple(beat[name] for name in ("phase", "epoch", "step", "moves", "collectives", "waiting"))
 
 
@@ -225,7 +225,7 @@ def _place(rank: int, record: dict[str, Any], *, mute: bool) -> str:
 
 
 def _show(rank: int, level: int, line: str) -> None:
-    """Shows a rank's line as a log record of this process, whatever level its loggers have; printed if none listens."""
+    """Logs a rank's line in this process at any logger level; prints it if there are no handlers."""
     text = f"rank {rank}: {line}"
     if _RANKS.hasHandlers():
         _RANKS.handle(_RANKS.makeRecord(_RANKS.name, level, "", 0, text, (), None))

@@ -1,4 +1,4 @@
-"""What the operating system says of a rank's memory."""
+"""A rank's memory use, as reported by the operating system and by torch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["forget_peaks", "out_of_memory_kills", "peaks", "resident_bytes"]
 
 
 def forget_peaks(device: str) -> None:
-    """Has `peaks` look from now on, at the host's memory ("cpu") or a device's: Python workers are used again."""
+    """Resets the peak memory of the host ("cpu") or of a device: reused Python workers keep it from earlier tasks."""
     if is_host(device):
-        with suppress(OSError):  # the system may not let it
+        with suppress(OSError):  # the system may forbid it
             Path("/proc/self/clear_refs").write_text("5")
     elif (reset := getattr(module_of(device), "reset_peak_memory_stats", None)) is not None:
         with suppress(RuntimeError):  # nothing was allocated yet
@@ -26,15 +26,16 @@ def forget_peaks(device: str) -> None:
 
 
 def peaks(device: str) -> dict[str, int]:
-    """Returns the most bytes that this process has held: `peak_memory` of the host's, `peak_device_memory` of tensors.
+    """Returns this process's peak memory in bytes: `peak_memory` on the host, `peak_device_memory` of device tensors.
 
-    Where there is no /proc, the former is that since the process began. The latter is there with devices that count.
+    Without /proc, `peak_memory` is the peak since the process started. `peak_device_memory` is missing for the CPU, and
+    for devices whose peak torch does not record.
     """
     unit = 1 if sys.platform == "darwin" else 1024
     found = {"peak_memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):  # the one that can be reset
+            if line.startswith("VmHWM:"):  # unlike `ru_maxrss`, it can be reset
                 found["peak_memory"] = int(line.split()[1]) * 1024
     most = None if is_host(device) else getattr(module_of(device), "max_memory_allocated", None)
     if most is not None:
@@ -43,17 +44,17 @@ def peaks(device: str) -> dict[str, int]:
 
 
 def resident_bytes() -> int:
-    """Returns the memory that this process holds, in bytes; 0 where the system does not say."""
+    """Returns this process's resident memory in bytes; 0 if the system does not report it."""
     with suppress(OSError, ValueError, IndexError):
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
 
 
 def out_of_memory_kills() -> int:
-    """Returns how many processes of this machine the out-of-memory killer has ended since it was started.
+    """Returns how many processes the out-of-memory killer has killed on this machine since boot.
 
-    Read from the kernel's `oom_kill` counter, which counts those of memory-limited containers, too; 0
-    where the system does not say.
+    Reads the kernel's `oom_kill` counter, which includes kills in memory-limited containers. Returns 0 if the system
+    does not report it.
     """
     with suppress(OSError):
         for line in Path("/proc/vmstat").read_text().splitlines():

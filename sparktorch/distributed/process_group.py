@@ -1,4 +1,4 @@
-"""The process group as a context: opened for a fit, closed after it, whatever happened inside."""
+"""The process group as a context: opened for a fit, and always closed after it."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ _NCCL_HINTS = {
     "ncclInternalError": "do the executors reach each other on the interface NCCL_SOCKET_IFNAME?",
 }
 
-# The last group of this process, kept until the next one. Ending a group joins threads that may be
-# waiting for the GIL: this reference lets go of it meanwhile, the one in DDP's reducer, which a
-# traceback keeps alive, does not.
+# Keeps the last group of this process alive until the next one opens. Deleting a group joins threads that may wait for
+# the GIL. Dropping this reference releases the GIL meanwhile. Dropping the one in DDP's reducer, which a traceback may
+# keep alive, does not.
 _kept: list[dist.ProcessGroup | None] = []
 
 _attached = ExitStack()
@@ -58,17 +58,17 @@ def process_group(
     lone: bool = False,
     report: Callable[[BaseException], object] = lambda _: None,
 ) -> Iterator[None]:
-    """Opens the default process group over `store` and closes it on the way out; alone, mostly does nothing.
+    """Context with the default process group open over `store`; a single rank gets none unless `lone`.
 
     Reused Python workers keep module state: a group that an earlier job left open is closed first.
 
     Args:
         world: This rank's place.
-        store: The store the ranks meet at.
+        store: The store that all ranks have connected to.
         timeout: How long a collective may wait for the other ranks.
-        lone: Open one for a rank that is alone, too.
-        report: Gets what the block raises, before the group is closed: that may block, or raise something else, where
-            a collective of NCCL's will not end.
+        lone: Whether to open a group for a single rank, too.
+        report: Called with the block's exception before the group is closed: closing may block, or raise another
+            exception, while an NCCL collective hangs.
 
     Raises:
         ClusterError: NCCL cannot be set up between the ranks.
@@ -102,12 +102,12 @@ def process_group(
         if isinstance(error, Exception):
             with suppress(Exception):  # the store may be gone, too
                 report(error)
-        # Destroying waits for what is in flight, and that for peers which may do the same.
+        # Abort first: destroying waits for pending collectives, and these wait for peers that may be destroying, too.
         world_group = dist.group.WORLD
         if world_group is not None:
             with suppress(Exception):
                 world_group.abort()
-        with suppress(Exception):  # which would take the place of what the block has raised
+        with suppress(Exception):  # it would replace the block's exception
             dist.destroy_process_group()
         raise
     if dist.is_initialized():  # a callback may have closed it
@@ -115,7 +115,7 @@ def process_group(
 
 
 def set_up_error(error: BaseException) -> ClusterError | None:
-    """Returns why NCCL cannot be set up, in the user's terms; `None` for what a lost rank does to the others.
+    """Returns a user-facing error if NCCL cannot be set up; `None` for other errors, such as a lost peer.
 
     The codes are those of `ncclResult_t` as torch spells them in `getNcclErrorDetailStr`
     (torch/csrc/distributed/c10d/NCCLUtils.cpp).
@@ -129,14 +129,14 @@ def set_up_error(error: BaseException) -> ClusterError | None:
 
 
 def collectives_begun() -> int | None:
-    """Returns how many collectives this rank has begun, `None` without a process group.
+    """Returns how many collectives this rank has started, `None` without a process group.
 
-    A rank that has begun fewer than the others is the one that they wait for.
+    The other ranks wait for the rank that has started the fewest.
     """
     group: Any = dist.group.WORLD
     if group is None:
         return None
-    try:  # an accelerator's group has a backend for tensors on the CPU besides
+    try:  # an accelerator's group also has a backend for CPU tensors
         backends = {id(found): found for found in (group._get_backend(kind) for kind in group._device_types)}
         return sum(int(backend._get_sequence_number_for_group()) for backend in backends.values())
     except RuntimeError:  # the group is being closed
@@ -148,7 +148,7 @@ def sum_over_ranks(values: torch.Tensor, world: World) -> torch.Tensor:
 
     Args:
         values: A float64 tensor, of the same shape on every rank.
-        world: This rank's place; alone, nothing is sent.
+        world: This rank's place; a single rank sends nothing.
     """
     return _reduced(values, world, dist.ReduceOp.SUM)
 
@@ -166,18 +166,18 @@ def _reduced(values: torch.Tensor, world: World, operation: dist.ReduceOp.RedOpT
 
 
 def attach(resource: AbstractContextManager[Any]) -> None:
-    """Enters a context, to be left just before the process group closes, with the error if there is one."""
+    """Enters a context that is left just before the process group closes, with the block's exception if any."""
     _attached.enter_context(resource)
 
 
 @contextmanager
 def opening(address: str) -> Iterator[None]:
-    """Sets variables that Gloo and NCCL read while a group is opened; what the user has set stands.
+    """Context with the environment variables that Gloo and NCCL read on opening a group; keeps the user's own values.
 
-    Both are to use the interface with that address, instead of guessing by host name, or taking the first one. torch's
-    threads beside NCCL are not to end the process, for a collective's error, for CUDA's, or because one of them stands
-    still: they would before the rank could say what it met (torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp has these
-    variables, and `ErrorHandlingMode`). Ranks that stand still are found by the driver.
+    Gloo and NCCL use the network interface that has `address`, instead of guessing by host name or taking the first
+    one. torch's NCCL watchdog threads do not end the process on an error of a collective or of CUDA, or on a hang: they
+    would do so before the rank could report it. The monitor on the driver finds stalled ranks. The variables and
+    `ErrorHandlingMode` are in torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp.
     """
     name = _interface_of(address) if address else None
     wanted = {"TORCH_NCCL_RETHROW_CUDA_ERRORS": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
@@ -197,9 +197,9 @@ def opening(address: str) -> Iterator[None]:
 def _calm_gloo() -> None:
     """Keeps Gloo's event loop from preempting the threads that compute and send.
 
-    Where another thread holds a connection's lock, the loop spins until it is free. If it has just
-    preempted that very thread, it spins until its time slice is over, which is several steps of a
-    small model. As a batch thread it wakes up as fast on an idle core and preempts nobody.
+    The loop spins while another thread holds a connection's lock. If it has preempted that very thread, it spins for
+    its whole time slice, which is several steps of a small model. Under `SCHED_BATCH` it wakes up as fast on an idle
+    core, but does not preempt other threads.
     """
     for task in Path("/proc/self/task").glob("*"):
         with suppress(OSError):  # the thread has ended, or this system has no batch threads

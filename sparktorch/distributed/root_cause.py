@@ -1,4 +1,4 @@
-"""Why a job failed: what a rank reported, who died without a word, or what Spark says."""
+"""Finds the root cause of a failed job: a rank's report, a rank that died silently, or Spark's message."""
 
 from __future__ import annotations
 
@@ -8,25 +8,21 @@ from typing import Any
 from sparktorch.distributed.monitor import Monitor
 from sparktorch.distributed.os_memory import out_of_memory_kills
 from sparktorch.distributed.server import ControlServer
+from sparktorch.distributed.store import UNREACHED_HINT
 from sparktorch.errors import ClusterError, RankError, RankLostError, SparkTorchError, failure_in
 
-__all__ = ["UNREACHED_HINT", "ChainError", "RootCause"]
-
-UNREACHED_HINT = (
-    "open the ephemeral ports of its host to the executors, set spark.driver.host to an address they reach, or let a "
-    "rank host it with rendezvous='rank0'"
-)
+__all__ = ["ChainError", "RootCause"]
 
 _DEATH = (
     r"exited unexpectedly|ExecutorLostFailure|Executor heartbeat timed out|exit code|worker crashed|Connection reset"
     r"|FetchFailed"
 )
-_FIRST = r"barrier task \w+\(\d+, (\d+)\) finished unsuccessfully"  # stage, and partition: the rank
+_FIRST = r"barrier task \w+\(\d+, (\d+)\) finished unsuccessfully"  # stage and partition, which is the rank
 _MEMORY = r"OOMKilled|exceeding (?:physical |virtual )?memory limits"
 _EXECUTOR = r"ExecutorLostFailure \(executor (\S+) (.*)\)(?: Reason: (.*))?"
-_CHAIN = "SPARK-24820"  # which Spark names when it refuses a barrier job over partitions of other partitions
+_CHAIN = "SPARK-24820"  # in Spark's message when it refuses a barrier job after coalesce(), union() or the like
 _GIB = 1 << 30
-_ALIVE_SECONDS = 1.2  # more than two beats
+_ALIVE_SECONDS = 1.2  # more than two heartbeats
 _MORE_MEMORY = (
     "give the executors more memory outside of the JVM (spark.executor.memoryOverhead), or lower batchSize, or set "
     "microBatchSize"
@@ -34,21 +30,21 @@ _MORE_MEMORY = (
 
 
 class ChainError(ClusterError):
-    """Spark runs no barrier job there: `coalesce`, `union` or the like, and no shuffle behind it."""
+    """Spark refuses the barrier job: `coalesce`, `union` or the like without a shuffle after it."""
 
 
 class RootCause:
-    """Finds out why the job of one attempt failed."""
+    """Finds the root cause of an attempt's failed job."""
 
     def __init__(self, watch: Monitor) -> None:
-        """Notes what has been killed before."""
+        """Takes the attempt's monitor; out-of-memory kills on this host are counted from now on."""
         self._watch = watch
         self._kills = out_of_memory_kills()
 
     def of(self, error: Exception) -> SparkTorchError:
-        """Returns what `fit` is to raise for an exception of Spark's.
+        """Returns the error that `fit` raises for an exception of Spark.
 
-        What ranks report because another one has gone is a consequence: the one that has gone is the cause.
+        Errors that ranks report because a peer is lost are consequences: the lost peer is the root cause.
         """
         message, server = str(error), self._watch.server
         failure, primary = server.first_failure() if server else (None, False)
@@ -69,10 +65,10 @@ class RootCause:
                 "by coalesce() and union()",
                 hint=f"repartition({self._watch.world_size}) behind it",
             )
-        # Where a session is stopped, pyspark may fail once more while it handles Spark's own error.
+        # When the session is stopped, pyspark may raise another error while it handles Spark's: check both.
         if re.search("SparkContext (was shut down|is stopped)", f"{message} {error.__context__}"):
             return ClusterError("the Spark session was stopped during the fit", hint="fit again, in a new session")
-        # A rank that died is known by what it left: peers that lost it, or a worker process that was gone.
+        # A rank has died if peers lost it, or if Spark found its worker process gone.
         if server is not None and (failure is not None or re.search(_DEATH, message)):
             dead = self._dead(server, message, failure.where if failure is not None else {})
             if dead is not None:
@@ -87,12 +83,12 @@ class RootCause:
         return _from_message(message)
 
     def _dead(self, server: ControlServer, message: str, peer: dict[str, Any]) -> SparkTorchError | None:
-        """Returns an error for the rank that had arrived, reported nothing, and beats no more.
+        """Returns an error for a dead rank: one that had started, reported no failure, and sends no heartbeats.
 
-        As soon as one rank has ended, Spark ends the others, so that several may be quiet. Whichever Spark saw end
-        first has died, or it has reported who fell silent before. Without either, it is whoever is silent now.
+        Spark kills all tasks once one ends, so several ranks look dead. Blame the task Spark saw end first. If that one
+        reported a lost peer, blame the peer whose heartbeat stopped. Otherwise, blame a rank that is silent now.
         """
-        self._watch.listen(server)  # for its last lines
+        self._watch.listen(server)  # reads its last lines
         quiet = server.quiet(self._watch.world_size)
         named = re.search(_FIRST, message)
         first = {int(named[1])} if named else set[int]()
@@ -104,7 +100,7 @@ class RootCause:
             return None
         rank = min(dead, key=lambda one: float(quiet[one]["time"]))
         beat = quiet[rank]
-        # The last beat may be half a second old. Where ranks train in step, it is at the step of the peer that lost it.
+        # The last heartbeat may be half a second old. With collectives, the dead rank was at the step of its peer.
         if beat["collectives"] is not None and peer.get("epoch") is not None:
             beat |= {name: peer.get(name) for name in ("epoch", "step")}
         executor = re.search(_EXECUTOR, message) if not first or rank in first else None
@@ -128,13 +124,13 @@ class RootCause:
         return RankLostError(what, hint=hint, trace=server.last_lines(rank), rank=rank, **place)
 
     def _out_of_memory(self, server: ControlServer, host: str) -> bool:
-        """Whether the out-of-memory killer has been at work on a host meanwhile, as this process or its ranks saw."""
+        """Returns whether the out-of-memory killer ran on a host, as seen by this process or reported by its ranks."""
         here = out_of_memory_kills() - self._kills if host == server.rendezvous.host else 0
         return here + server.out_of_memory_kills(host) > 0
 
 
 def _from_message(message: str) -> SparkTorchError:
-    """Returns the error of a job whose ranks could not report: the Python part of Spark's message."""
+    """Returns an error from the Python traceback in Spark's message, for ranks that could not report."""
     raised = re.search(r"Traceback \(most recent call last\):\n(?:.*\n)*?(\w[\w.]*: .*)\n", message)
     if raised is None and re.search(_EXECUTOR + "|exited unexpectedly|FetchFailed", message):
         return RankLostError(

@@ -1,4 +1,4 @@
-"""The driver's end of the line: it hosts the store and reads what the ranks say on it."""
+"""The driver's server: hosts the store and reads what the ranks write to it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ControlServer:
     """The store of one attempt, seen from the driver."""
 
     def __init__(self, bind: str, advertise: str) -> None:
-        """Starts the store, and a thread in which the driver's own heart beats.
+        """Starts the store, and a thread that sends the driver's heartbeat.
 
         Args:
             bind: The local address to listen on.
@@ -36,7 +36,7 @@ class ControlServer:
         self._server, port = host_store(bind)
         self.rendezvous = Rendezvous(advertise, port, secrets.token_hex(16))
         self._store = SealedStore(self.rendezvous.prefix, self._server)
-        self._forged = False  # whether a stranger has been noticed
+        self._forged = False  # whether a value without a valid signature was found
         self._epochs_seen = 0
         self._warnings_seen: dict[int, int] = defaultdict(int)
         self._lines_seen: dict[int, int] = defaultdict(int)
@@ -59,11 +59,11 @@ class ControlServer:
             return []
         numbers = range(self._epochs_seen + 1, done + 1)
         self._epochs_seen = done
-        # A training that goes on from a checkpoint begins with a later one.
+        # A training that resumes from a checkpoint starts with a later epoch.
         return [record for record in (self._read(f"epoch/{number}") for number in numbers) if record is not None]
 
     def new_warnings(self, world_size: int) -> list[dict[str, Any]]:
-        """Returns what ranks have warned of since the last call: rank, host and text."""
+        """Returns the ranks' warnings since the last call, each with rank, host and text."""
         return [
             warning
             for rank in range(world_size)
@@ -72,7 +72,7 @@ class ControlServer:
         ]
 
     def new_lines(self, world_size: int) -> list[tuple[int, int, str]]:
-        """Returns what the ranks have logged and printed since the last call: rank, level and line."""
+        """Returns the lines that ranks have logged and printed since the last call, each with rank and level."""
         new: list[tuple[int, int, str]] = []
         for rank in range(world_size):
             for parcel in self._new(f"lines/{rank}", self._lines_seen, rank):
@@ -85,31 +85,31 @@ class ControlServer:
         return new
 
     def last_lines(self, rank: int) -> str:
-        """Returns the last lines that a rank has sent, under a heading; see `new_lines`."""
+        """Returns a rank's last lines under a heading, as far as `new_lines` has read them."""
         return last_lines(rank, list(self._last_lines[rank]))
 
     def beats(self, world_size: int) -> list[dict[str, Any] | None]:
-        """Returns each rank's last heartbeat; `None` for a rank that has not arrived."""
+        """Returns each rank's last heartbeat, in rank order; `None` for a rank that has not started."""
         return [self.beat(rank) for rank in range(world_size)]
 
     def beat(self, rank: int) -> dict[str, Any] | None:
-        """Returns a rank's last heartbeat; `None` where it has not arrived."""
+        """Returns a rank's last heartbeat; `None` if it has not started."""
         record: dict[str, Any] | None = self._read(f"beat/{rank}")
         return record
 
     def ask_for_stacks(self) -> None:
-        """Asks every rank at which line it is; see `stack`."""
+        """Asks every rank for its Python stack; see `stack`."""
         self._store.set("stacks wanted", "1")
 
     def stack(self, rank: int) -> str | None:
-        """Returns the Python stack of a rank that has answered `ask_for_stacks`."""
+        """Returns a rank's answer to `ask_for_stacks`, its Python stack; `None` before it answers."""
         record = self._read(f"stack/{rank}")
         return None if record is None else record["stack"]
 
     def first_failure(self) -> tuple[SparkTorchError | None, bool]:
-        """Returns the failure that came first, and whether it is a cause.
+        """Returns the first reported failure, if any, and whether it may be the root cause.
 
-        What ranks report because another one has gone is a consequence, and comes after any cause.
+        Failures that ranks report because a peer is lost are consequences, and rank after all others.
         """
         forms = self._failures()
         if not forms:
@@ -118,22 +118,22 @@ class ControlServer:
         return SparkTorchError.from_dict(first), not first["secondary"]
 
     def silent(self) -> set[int]:
-        """Returns the ranks that the first one to report a failure has seen fall silent before it ended itself."""
+        """Returns the ranks whose heartbeats had stopped when the first failed rank looked, before it ended."""
         found = self._read("silent")
         return set() if found is None else set(found["ranks"])
 
     def quiet(self, world_size: int) -> dict[int, dict[str, Any]]:
-        """Returns the last beats of the ranks that have arrived, and reported no failure."""
+        """Returns the last heartbeats, by rank, of ranks that have started and reported no failure."""
         reported = {form["where"].get("rank") for form in self._failures()}
         beats = enumerate(self.beats(world_size))
         return {rank: beat for rank, beat in beats if beat is not None and rank not in reported}
 
     def ended(self, rank: int) -> bool:
-        """Whether a rank has come to the end of its work, or of its try."""
+        """Returns whether a rank has ended without an error."""
         return bool(self._store.check([f"ended/{rank}"]))
 
     def out_of_memory_kills(self, host: str) -> int:
-        """Returns how many processes the out-of-memory killer has ended on a host, as far as its ranks have told."""
+        """Returns how many processes the out-of-memory killer has killed on a host, as its failed ranks reported."""
         there = [form for form in self._failures() if form["where"].get("host") == host]
         return max((form["out_of_memory_kills"] for form in there), default=0)
 
@@ -154,14 +154,14 @@ class ControlServer:
         return [form for form in found if form is not None]
 
     def _new(self, topic: str, seen: dict[int, int], rank: int) -> Iterator[dict[str, Any] | None]:
-        """Takes what a rank has laid down under a topic since the last call; `None` for what a stranger has forged."""
+        """Yields and deletes a rank's new records under a topic; `None` for one without a valid signature."""
         while self._store.check([key := f"{topic}/{seen[rank]}"]):
             yield self._read(key)
             self._store.delete_key(key)
             seen[rank] += 1
 
     def _read(self, key: str) -> Any:
-        """Returns what a rank has laid down; `None` where there is nothing, or a stranger has overwritten it."""
+        """Returns the JSON value of a key; `None` if it is missing or has no valid signature."""
         if not self._store.check([key]):
             return None
         try:
@@ -174,7 +174,7 @@ class ControlServer:
 
 
 def _beat(store: dist.Store, closed: threading.Event) -> None:
-    """Shows the ranks that the driver lives."""
+    """Sends the driver's heartbeat until `closed` is set."""
     count = 0
     while True:
         count += 1

@@ -1,4 +1,4 @@
-"""Values in a store that others may reach: what is read was written by somebody who knows the attempt's token."""
+"""A store with signed values: a reader knows that the writer had the attempt's token."""
 
 from __future__ import annotations
 
@@ -13,32 +13,37 @@ import torch.distributed as dist
 
 from sparktorch.errors import ClusterError
 
-__all__ = ["Rendezvous", "SealedStore", "connect", "host_store"]
+__all__ = ["UNREACHED_HINT", "Rendezvous", "SealedStore", "connect", "host_store"]
+
+UNREACHED_HINT = (
+    "open the ephemeral ports of its host to the executors, set spark.driver.host to an address they reach, or let a "
+    "rank host it with rendezvous='rank0'"
+)
 
 _SEAL_LENGTH = 32
 
 
 class SealedStore(dist.PrefixStore):
-    """A store whose values carry a seal over key and value.
+    """A store whose values are signed: each carries an HMAC over key and value.
 
-    The keys lie under a prefix that follows from the token and does not show it: whoever reaches a `TCPStore` can have
-    all keys listed, and overwrite them. Counters, and what torch itself lays down through the store, carry no seal.
+    Any process that reaches a `TCPStore` can list and overwrite its keys. Keys therefore have a prefix that is derived
+    from the token and does not reveal it. Counters, and values that torch itself writes, are not signed.
     """
 
     def __init__(self, token: str, store: dist.Store) -> None:
-        """Takes the token that the ranks of the attempt have been given, and the store."""
+        """Takes the attempt's token, which its ranks know, and the store to wrap."""
         super().__init__(hashlib.sha256(token.encode()).hexdigest()[:_SEAL_LENGTH], store)
         self._token = token.encode()
 
     def set(self, key: str, value: str) -> None:
-        """Lays down a value."""
+        """Signs and writes a value."""
         super().set(key, self._seal(key, value.encode()).decode() + value)
 
     def get(self, key: str) -> bytes:
-        """Returns a value.
+        """Returns a value after checking its signature.
 
         Raises:
-            ClusterError: Somebody else has written it.
+            ClusterError: The value was written without the attempt's token.
         """
         return self._opened(key, super().get(key))
 
@@ -62,13 +67,13 @@ class SealedStore(dist.PrefixStore):
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the ranks of one attempt meet.
+    """Address and token of one attempt's store.
 
     Attributes:
         host: Name or address of the store's host, as the ranks reach it.
         port: Its TCP port.
-        prefix: Random token from which prefix and seal of the attempt's keys follow, so that ranks of another
-            attempt, and strangers, cannot meddle.
+        prefix: The attempt's random token. Key prefix and signatures are derived from it, which keeps out ranks of
+            other attempts and strangers.
     """
 
     host: str
@@ -79,8 +84,8 @@ class Rendezvous:
 def host_store(bind: str) -> tuple[dist.TCPStore, int]:
     """Hosts a store on one address and a free port; returns the store and the port.
 
-    The socket is bound here and handed over, so there is no moment in which somebody else could
-    take the port, and it listens on this one address instead of on all.
+    The socket is bound here and handed over to torch. No other process can take the port in between, and the store
+    listens on this address only.
     """
     family, _, _, _, address = socket.getaddrinfo(bind, 0, type=socket.SOCK_STREAM)[0]
     listener = socket.create_server(address[:2], family=family, backlog=1024)
@@ -97,6 +102,6 @@ def host_store(bind: str) -> tuple[dist.TCPStore, int]:
 
 
 def connect(host: str, port: int, token: str, *, timeout: timedelta = timedelta(seconds=60)) -> dist.Store:
-    """Connects to the store of a job attempt; keys live under the attempt's own prefix, which follows from `token`."""
+    """Connects to the store of an attempt; keys get the attempt's prefix, which is derived from `token`."""
     store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
     return SealedStore(token, store)

@@ -1,1 +1,1 @@
-"""The Spark ML interface: estimators, models and their Params. Camel case is used here and nowhere below."""
+"""The Spark ML interface: estimators, models and their Params. Only this package uses camelCase names."""

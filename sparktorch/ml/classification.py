@@ -1,4 +1,4 @@
-"""Classification: scores, probabilities and predicted classes, as Spark ML's own classifiers give them."""
+"""The classifier and its model. Outputs are those of Spark ML's own classifiers: scores, probabilities, classes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TorchClassificationModel(TorchModelBase, ClassificationModelParams):
     """A classifier fitted by `TorchClassifier`.
 
     `transform` adds `rawPredictionCol` and `probabilityCol` (vectors, one entry per class) and
-    `predictionCol` (double). An empty name leaves a column out.
+    `predictionCol` (double). An empty name omits a column.
     """
 
     @property
@@ -34,20 +34,20 @@ class TorchClassificationModel(TorchModelBase, ClassificationModelParams):
 
     @property
     def labels(self) -> list[str]:
-        """What the classes are called, where `StringIndexer` had noted it in the labels of the fit; else `[]`."""
+        """The labels that `StringIndexer` wrote to the metadata of the label column; else `[]`."""
         return list(self.trained.labels)
 
     def predict(self, value: Any) -> float | None:
-        """Predicts the class of one row, in this process: no Spark job runs.
+        """Predicts the class of one row in this process, without a Spark job.
 
         Args:
-            value: The input, a vector or a (nested) list; for several input columns a `Row` or dict that has them.
+            value: The input: a vector or a (nested) list; for several input columns, a `Row` or dict.
 
         Returns:
-            The class; `None` for a row with a null in it, if `handleInvalid` is "keep".
+            The class; `None` if the row has a null and `handleInvalid` is "keep".
 
         Raises:
-            ColumnError: The row lacks an input, or has one of another type or shape than the model was fitted on.
+            ColumnError: An input is missing, or has another type or shape than in the fit.
         """
         predicted: float | None = self._score_row(value, "prediction")
         return predicted
@@ -61,14 +61,14 @@ class TorchClassificationModel(TorchModelBase, ClassificationModelParams):
         return _dense(self._score_row(value, "probability"))
 
     def evaluate(self, dataset: DataFrame) -> ClassificationSummary:
-        """Scores rows whose classes are known, in `labelCol`, and weighs them by `weightCol`, if that is set.
+        """Scores rows and compares with `labelCol`, weighted by `weightCol` if that is set.
 
         Returns:
-            The figures of Spark's own summaries; of two classes, a `BinaryClassificationSummary`.
+            The metrics of Spark's own summaries; for two classes, a `BinaryClassificationSummary`.
 
         Raises:
-            ColumnError: A column is missing or no number, or a row has no weight, no prediction or no class of the
-                model.
+            ColumnError: A column is missing or not numeric, or a row has no weight, no prediction, or a label that
+                is not a class of the model.
         """
         columns = (self.rawPredictionCol, self.probabilityCol, self.predictionCol)
         unnamed = {param: f"{self.uid}_{param.name}" for param in columns if not self.getOrDefault(param)}
@@ -97,10 +97,10 @@ def _dense(values: list[float] | None) -> DenseVector | None:
 
 
 class TorchClassifier(TorchEstimatorBase[TorchClassificationModel], ClassifierParams):
-    """Trains a PyTorch module to tell classes apart.
+    """Trains a PyTorch classifier.
 
-    The module returns one score (logit) per class, shape `(rows, classes)`, or a single one for two
-    classes with `loss="BCEWithLogitsLoss"`. Labels are whole numbers `0 ... classes - 1`.
+    The module returns one score (logit) per class, shape `(rows, classes)`. For two classes it may return a single
+    score with `loss="BCEWithLogitsLoss"`. Labels are whole numbers `0 ... classes - 1`.
 
     Example:
         >>> from pyspark.ml.linalg import Vectors

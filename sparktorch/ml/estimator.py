@@ -1,4 +1,4 @@
-"""The estimators: Params in, a fitted model out."""
+"""The base class of the estimators, and `TorchEstimator`."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ M = TypeVar("M", bound=TorchModelBase)
 
 
 class TorchEstimatorBase(Estimator[M], EstimatorParams, MLReadable[Any], MLWritable, Generic[M]):
-    """What all the estimators share."""
+    """Base class of all estimators."""
 
     _task: Task
     _model_class: type[M]
     _callers: dict[str, Any] = {}
 
     if not TYPE_CHECKING:
-        # MLflow's autologging replaces `Estimator.fit`, to log what our listener logs already.
+        # Undoes the patch of MLflow's autologging: our listener logs the fit already.
         fit = inspect.unwrap(Estimator.fit)
 
     def setParams(self, **params: Any) -> Self:
-        """Sets several Params, by the names that the constructor has for them; `None` takes one back to its default.
+        """Sets several Params by name; `None` resets a Param to its default.
 
         Raises:
-            ConfigError: There is no such Param; the hint names the nearest.
+            ConfigError: A Param is unknown; the hint suggests the nearest name.
             TypeError: A value has the wrong type.
         """
         check_param_names(self, params)
@@ -69,14 +69,18 @@ class TorchEstimatorBase(Estimator[M], EstimatorParams, MLReadable[Any], MLWrita
     def copy(self, extra: ParamMap | None = None) -> Self:
         """Copies the estimator, with the Params in `extra` set.
 
-        Fits of the copy belong where it was made: cross-validation copies its estimator in the
-        caller's thread, and fits in others, which know nothing of the caller's MLflow run.
+        The copy remembers the MLflow run that is active in this thread. Cross-validation copies its
+        estimator in the caller's thread, and fits the copies in threads without an active run.
         """
         that = super().copy(extra)
         for values in (that._paramMap, that._defaultParamMap):
             values.update({param: own(value) for param, value in values.items()})
         that._callers = {**self._callers, **callers()}
         return that
+
+    def _setDefault(self, **values: Any) -> Self:
+        """Sets copies of lists and dicts as defaults: who appends to one changes no other estimator."""
+        return super()._setDefault(**{name: own(value) for name, value in values.items()})
 
     def _fit(self, dataset: DataFrame) -> M:
         if not hasattr(dataset, "sparkSession"):
@@ -97,7 +101,7 @@ class TorchEstimatorBase(Estimator[M], EstimatorParams, MLReadable[Any], MLWrita
         return model
 
     def _prepared(self, dataset: DataFrame, report: FitReport) -> tuple[Request, Frame, DryRunResult]:
-        """Returns what the job needs, after every check that can be made before it."""
+        """Runs all checks that need no training job; returns what the job needs."""
         request = translate(self, self._task)
         spark = dataset.sparkSession
         profile = gpu_profile(spark, request.launch.device, request.launch.world_size)
@@ -113,7 +117,7 @@ class TorchEstimatorBase(Estimator[M], EstimatorParams, MLReadable[Any], MLWrita
         return request, frame, trial
 
     def _labels(self, dataset: DataFrame, classes: int | None) -> tuple[str, ...]:
-        """Returns what the classes are called, `()` where the label column does not say it of every class."""
+        """Returns the label of each class, or `()` if the column metadata does not have all of them."""
         known = () if classes is None else labels_of(dataset, self.getLabelCol())[:classes]
         return known if len(known) == classes else ()
 
@@ -144,21 +148,21 @@ class TorchEstimatorBase(Estimator[M], EstimatorParams, MLReadable[Any], MLWrita
         return self._copyValues(model)
 
     def write(self) -> EstimatorWriter:
-        """Returns a writer; `option("allowPickle", "true")` admits Params that have no import path."""
+        """Returns a writer; `option("allowPickle", "true")` allows Params without an import path."""
         return EstimatorWriter(self)
 
     def save(self, path: str) -> None:
-        """Saves the estimator, a shortcut of `write().save(path)`."""
+        """Saves the estimator; a shortcut for `write().save(path)`."""
         self.write().save(path)
 
     @classmethod
     def read(cls) -> EstimatorReader[Any]:
-        """Returns a reader; `option("allowPickle", "true")` admits pickled Params."""
+        """Returns a reader; `option("allowPickle", "true")` allows pickled Params."""
         return EstimatorReader(cls)
 
     @classmethod
     def load(cls, path: str) -> Any:
-        """Loads an estimator, a shortcut of `read().load(path)`."""
+        """Loads an estimator; a shortcut for `read().load(path)`."""
         return cls.read().load(path)
 
 

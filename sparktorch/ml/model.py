@@ -41,16 +41,16 @@ __all__ = ["TorchModel", "TorchModelBase", "output_fields"]
 
 
 class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
-    """What all the fitted models share.
+    """Base class of all fitted models.
 
-    A model comes from `fit` or `load`; one that is constructed by hand holds no module.
+    Models come from `fit` or `load`. A model constructed by hand has no module.
     """
 
     _trained: TrainedModule | None = None
     _summary: TrainingSummary | None = None
 
     def __repr__(self) -> str:
-        """As of Spark's own models: the type, the uid and the sizes."""
+        """Returns type, uid and sizes, in the format of Spark's own models."""
         if self._trained is None:
             return str(super().__repr__())
         sizes = {name: getattr(self, name) for name in ("numClasses", "numFeatures") if hasattr(self, name)}
@@ -63,7 +63,7 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
 
     @property
     def trained(self) -> TrainedModule:
-        """The trained module as a value: code, weights, inputs and outputs.
+        """The trained module: code, weights, inputs and outputs.
 
         Raises:
             ConfigError: The model was constructed by hand.
@@ -74,26 +74,26 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
 
     @property
     def module(self) -> nn.Module:
-        """The plain `nn.Module` with its trained weights, in evaluation mode, on the CPU; a fresh copy."""
+        """A new copy of the trained `nn.Module`, in evaluation mode, on the CPU."""
         return self.trained.build()
 
     @property
     def numFeatures(self) -> int:
-        """Number of values in the inputs of one row; -1 where rows differ, or only a callable knows."""
+        """Number of input values per row; -1 if rows differ in length, or `preprocess` determines it."""
         widths = [-1 if spec.ragged or spec.kind == "any" else spec.width for spec in self.trained.inputs]
         return -1 if -1 in widths else sum(widths)
 
     @property
     def hasSummary(self) -> bool:
-        """Whether the course of the training is known."""
+        """Whether the model has a training summary."""
         return self._summary is not None
 
     @property
     def summary(self) -> TrainingSummary:
-        """The course of the training.
+        """The training summary.
 
         Raises:
-            ConfigError: It is not known.
+            ConfigError: The model has none.
         """
         if self._summary is None:
             raise ConfigError("this model has no training summary")
@@ -129,23 +129,22 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
         rows = rows_for_udf(dataset, [names.column(name) for name in taken])
         if self.getHandleInvalid() == "skip":
             rows = without_invalid(rows, columns, inputs)
-        # The user's columns go along as they are, of equal names too, which cannot be selected by name.
+        # select("*") keeps the user's columns, including duplicate names, which cannot be selected by name.
         return rows.select("*", struct.alias(scored)).select("*", *results).drop(scored)
 
     def registerUDF(self, name: str, outputCol: str | None = None, spark: SparkSession | None = None) -> None:
         """Registers the model with a session as an SQL function, `SELECT name(features) FROM ...`.
 
         It takes one argument per input column, of any type that the model could have been fitted on,
-        and returns what `transform` adds as `outputCol`, vectors as arrays.
+        and returns the values of `outputCol`, vectors as arrays.
 
-        Spark 4.2 and newer fail on ML vectors that a Python UDF meets in files. So where
-        `spark.sql.execution.arrow.pythonUDF.columnarInput.enabled` has not been set, this sets it to false for the
-        session.
+        In Spark 4.2 and newer, Python UDFs fail on ML vectors from columnar files. To avoid this, the method sets
+        `spark.sql.execution.arrow.pythonUDF.columnarInput.enabled` to false for the session, unless it is set already.
 
         Args:
             name: The function's name.
             outputCol: One of the model's output columns; by default `predictionCol`, or the first one.
-            spark: The session; by default the thread's active one, or what `SparkSession.builder` gives.
+            spark: The session; by default the thread's active one, or that of `SparkSession.builder`.
 
         Raises:
             ConfigError: The model has no such output column, or `handleInvalid` is "skip".
@@ -171,10 +170,10 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
         take_rows_in_sql(spark)
 
     def _scoring(self) -> Scoring:
-        """Returns the Params that say how to score.
+        """Returns the Params of scoring.
 
         Raises:
-            ConfigError: One of them is out of range.
+            ConfigError: A Param is out of range.
         """
         check_scoring(self)
         return Scoring(
@@ -186,7 +185,7 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
         )
 
     def _inputs(self) -> list[Any]:
-        """Returns the input specs under the columns that the Params name now."""
+        """Returns the input specs, renamed to the columns that the Params name now."""
         specs = self.trained.inputs
         names = input_names(self)
         count = sum(len(spec.sources) or 1 for spec in specs)
@@ -200,15 +199,15 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
         return found
 
     def _fields(self) -> tuple[dict[str, str], dict[str, str]]:
-        """Returns the type of each field to score, as SQL or "vector", and the field of each output column."""
+        """Returns the type of each field of the scores (SQL or "vector"), and the field of each output column."""
         raise NotImplementedError
 
     def _attribute(self, field: str, kind: str) -> dict[str, Any]:
-        """Returns the ML attribute of an output column, which tells the stages behind what its numbers are.
+        """Returns the ML attribute of an output column, for the stages that follow.
 
         Args:
-            field: What is scored.
-            kind: Its type, as SQL or "vector".
+            field: The field of the scores.
+            kind: Its type: SQL or "vector".
         """
         return numeric() if kind in ("float", "double") else {}
 
@@ -216,48 +215,48 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
         return score_row(self, self.trained, self._inputs(), self._scoring(), row, fields)
 
     def _score_row(self, row: Any, field: str) -> Any:
-        """Returns one result of one row, scored in this process."""
+        """Scores one row in this process; returns one field."""
         return self._score(row, [field])[0]
 
     def write(self) -> ModelWriter:
-        """Returns a writer; `option("allowPickle", "true")` admits a module without import path."""
+        """Returns a writer; `option("allowPickle", "true")` allows a module without an import path."""
         return ModelWriter(self)
 
     def save(self, path: str) -> None:
-        """Saves the model, a shortcut of `write().save(path)`."""
+        """Saves the model; a shortcut for `write().save(path)`."""
         self.write().save(path)
 
     @classmethod
     def read(cls) -> ModelReader[Any]:
-        """Returns a reader; `option("allowPickle", "true")` admits a pickled module."""
+        """Returns a reader; `option("allowPickle", "true")` allows a pickled module."""
         return ModelReader(cls)
 
     @classmethod
     def load(cls, path: str) -> Any:
-        """Loads a model, a shortcut of `read().load(path)`."""
+        """Loads a model; a shortcut for `read().load(path)`."""
         return cls.read().load(path)
 
 
 class TorchModel(TorchModelBase, GenericModelParams):
     """A module fitted by `TorchEstimator`.
 
-    `transform` adds its output as `predictionCol`: float for one value a row, (nested) arrays of
-    float otherwise; several outputs go under `outputCols`, in the order `forward` returns them. So does a
-    single one where `outputCols` is set.
+    `transform` adds the output as `predictionCol`: float for one value per row, (nested) arrays of
+    float otherwise. Several outputs go to `outputCols`, in the order in which `forward` returns them. So does
+    a single output if `outputCols` is set.
     """
 
     def predict(self, value: Any) -> Any:
-        """Scores one row, in this process: no Spark job runs.
+        """Scores one row in this process, without a Spark job.
 
         Args:
-            value: The input, a vector or a (nested) list; for several input columns a `Row` or dict that has them.
+            value: The input: a vector or a (nested) list; for several input columns, a `Row` or dict.
 
         Returns:
-            A number or (nested) lists of numbers; of several outputs, a dict by the names in `outputCols`. `None` in
-            place of each for a row with a null in it, if `handleInvalid` is "keep".
+            A number or (nested) lists of numbers; for several outputs, a dict by the names in `outputCols`. Each is
+            `None` if the row has a null and `handleInvalid` is "keep".
 
         Raises:
-            ColumnError: The row lacks an input, or has one of another type or shape than the model was fitted on.
+            ColumnError: An input is missing, or has another type or shape than in the fit.
         """
         if len(self.trained.outputs) == 1:
             return self._score_row(value, "prediction")
@@ -283,10 +282,10 @@ class TorchModel(TorchModelBase, GenericModelParams):
 
 
 def output_fields(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Returns the field of each output column, of pairs of both; columns without a name are left out.
+    """Returns pairs of column and field as a dict, without columns that have an empty name.
 
     Raises:
-        ConfigError: Two columns have one name.
+        ConfigError: Two columns have the same name.
     """
     outputs: dict[str, str] = {}
     for name, field in pairs:

@@ -1,16 +1,18 @@
-"""Saving and loading through Spark: JSON metadata as Spark ML writes it, and files in a Parquet data set.
+"""Saving and loading through Spark: JSON metadata in Spark ML's format, and files in a Parquet data set.
 
-`<path>/metadata` is what `Pipeline` and `CrossValidator` read of any stage. `<path>/data` holds the
-files of the artifact as rows `(batch, name, part, content)`: a DataFrame can be written wherever Spark
-can write, on Connect too, where there is no other way to a remote file system. It is written and read a
-batch at a time, so that a model may be larger than what a job may bring to the driver.
+`Pipeline` and `CrossValidator` read `<path>/metadata` of any stage. `<path>/data` holds the files of the
+artifact as rows `(batch, name, part, content)`. Spark can write a DataFrame to every file system it
+supports, also on Connect, where the client cannot reach them otherwise. Data is written and read in
+batches, so a model may be larger than the result of a job.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
+import pickle
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +30,7 @@ from sparktorch.base.imports import import_path, load_object
 from sparktorch.errors import PersistenceError
 from sparktorch.ml.params.mixins import ModelParams
 from sparktorch.ml.summary import TrainingSummary
-from sparktorch.model.trained_module import TrainedModule, is_json
+from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.compat import frame_of, ml_session
 from sparktorch.spark.session import switched_on
 
@@ -39,18 +41,24 @@ __all__ = ["EstimatorReader", "EstimatorWriter", "ModelReader", "ModelWriter", "
 
 R = TypeVar("R", bound=Any)
 
-# Pipelines and cross-validators hand options on neither to the writers nor to the readers of their stages.
+# Pipelines and cross-validators do not pass options to the writers and readers of their stages.
 _FOR_ALL = "spark.sparktorch.allowPickle"
 _PART_BYTES = 16 << 20
 _BATCH_BYTES = 128 << 20
 _PICKLED = "params.pkl"
+_MOVED = {
+    "sparktorch.artifact": "sparktorch.model.trained_module",
+    "sparktorch.config": "sparktorch.base.config",
+    "sparktorch.program": "sparktorch.model.export",
+    "sparktorch.train.dryrun": "sparktorch.train.recipe.dry_run",
+}
 
 
 class _Writer(MLWriter):
-    """Common to estimators and models."""
+    """Base class of the writers."""
 
     def __init__(self, instance: Params) -> None:
-        """Takes what is to be saved."""
+        """Stores the instance to save."""
         super().__init__()
         self._instance = instance
 
@@ -60,7 +68,7 @@ class _Writer(MLWriter):
         return str(asked).lower() == "true" if asked else switched_on(self.sparkSession, _FOR_ALL)
 
     def save(self, path: str) -> None:
-        """Saves to a path that Spark can write; refuses one that is taken unless `overwrite()` was called."""
+        """Saves to a path that Spark can write; fails if it exists, unless `overwrite()` was called."""
         self.saveImpl(path)
 
     def _write_metadata(self, path: str, values: dict[str, Any], extra: dict[str, Any]) -> None:
@@ -89,16 +97,16 @@ class _Writer(MLWriter):
 
 
 class _Reader(MLReader[R]):
-    """Common to estimators and models."""
+    """Base class of the readers."""
 
     def __init__(self, cls: type[R]) -> None:
-        """Takes the class that is expected."""
+        """Stores the expected class."""
         super().__init__()
         self._cls = cls
         self._option: str | None = None
 
     def option(self, key: str, value: Any) -> Self:
-        """Sets an option: `allowPickle` = `true` runs pickled code, from sources you trust."""
+        """Sets an option. `allowPickle` = `true` runs pickled code; use it only for trusted sources."""
         if key.lower() != "allowpickle":
             raise PersistenceError(f"unknown option {key!r}", hint="did you mean 'allowPickle'?")
         self._option = str(value)
@@ -120,7 +128,7 @@ class _Reader(MLReader[R]):
 
 
 def _grouped(directory: Path) -> Iterator[list[tuple[str, int, bytes]]]:
-    """Yields the files of a directory as `(name, part, content)`, in lists that memory holds with ease."""
+    """Yields the files of a directory as lists of `(name, part, content)` of about `_BATCH_BYTES` each."""
     group: list[tuple[str, int, bytes]] = []
     for path in sorted(directory.iterdir()):
         with path.open("rb") as file:
@@ -140,21 +148,21 @@ def read_files(spark: SparkSession, path: str, directory: Path) -> None:
     for batch in range(0 if last is None else last[0] + 1):
         parts = data.where(F.col("batch") == batch).orderBy("name", "part").select("name", "content")
         for name, content in parts.collect():
-            # Names come from a file somebody else may have written: none may leave the directory.
+            # The names may come from an attacker: `.name` keeps the file inside the directory.
             with (directory / Path(name).name).open("ab") as file:
                 file.write(content)
 
 
 def write_local(model: Any, directory: Path, *, allow_pickle: bool) -> None:
-    """Writes a model, Params and summary included, as plain files into a local directory.
+    """Writes a model with Params and summary as plain files into a local directory.
 
     Args:
         model: A `TorchModelBase`.
-        directory: An empty one.
-        allow_pickle: Whether a module without import path may be pickled.
+        directory: An empty directory.
+        allow_pickle: Whether code may be pickled if it cannot be saved otherwise.
 
     Raises:
-        PersistenceError: The module has no import path and `allow_pickle` is not set.
+        PersistenceError: Code could only be pickled, and `allow_pickle` is not set.
     """
     model.trained.save(directory, allow_pickle=allow_pickle)
     form = {
@@ -170,12 +178,12 @@ def read_local(directory: Path, *, allow_pickle: bool, cls: type[Any] | None = N
     """Reads a model that `write_local` wrote.
 
     Args:
-        directory: Where it lies.
+        directory: The directory of the model.
         allow_pickle: Whether pickled code may be run.
-        cls: The class that is expected; `None` for the one that was saved.
+        cls: The expected class; `None` for the saved one.
 
     Raises:
-        PersistenceError: It is no such model, of a newer format, or pickled.
+        PersistenceError: The model is not one of sparktorch, has a newer format, or is pickled.
     """
     form = json.loads((directory / "model.json").read_text())
     cls = cls or load_object(form["class"])
@@ -209,7 +217,7 @@ class ModelReader(_Reader[R]):
         """Loads the model saved under `path`.
 
         Raises:
-            PersistenceError: It is another class, of a newer format, or pickled.
+            PersistenceError: The model has another class or a newer format, or is pickled.
         """
         self._check_class(path)
         with tempfile.TemporaryDirectory() as temporary:
@@ -230,7 +238,7 @@ class EstimatorWriter(_Writer):
         values: dict[str, Any] = {}
         pickled: dict[str, Any] = {}
         for param, value in self._instance._paramMap.items():
-            if is_json(value):
+            if _is_json(value):
                 values[param.name] = value
             elif (target := import_path(value)) is not None:
                 values[param.name] = {"$import": target}
@@ -258,7 +266,7 @@ class EstimatorReader(_Reader[R]):
         """Loads the estimator saved under `path`.
 
         Raises:
-            PersistenceError: It is another class, or holds pickled Params.
+            PersistenceError: The estimator has another class, or pickled Params.
         """
         metadata = self._check_class(path)
         instance = self._cls()
@@ -277,7 +285,28 @@ class EstimatorReader(_Reader[R]):
                 )
             with tempfile.TemporaryDirectory() as temporary:
                 read_files(self.sparkSession, path, Path(temporary))
-                pickled = cloudpickle.loads((Path(temporary) / _PICKLED).read_bytes())
+                pickled = _unpickled((Path(temporary) / _PICKLED).read_bytes())
             instance._set(**pickled)
         loaded: R = instance
         return loaded
+
+
+def _is_json(value: Any) -> bool:
+    """Whether JSON gives the very value back: of tuples it makes lists."""
+    try:
+        return bool(json.loads(json.dumps(value)) == value)
+    except (TypeError, ValueError):
+        return False
+
+
+def _unpickled(content: bytes) -> Any:
+    """Returns what was pickled, by this version or by one whose modules had other names."""
+    return _Unpickler(io.BytesIO(content)).load()
+
+
+class _Unpickler(pickle.Unpickler):
+    """Finds classes that have moved since 0.1.0."""
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        """Returns what a pickle names."""
+        return super().find_class(_MOVED.get(module_name, module_name), global_name)

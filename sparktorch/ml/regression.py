@@ -1,4 +1,4 @@
-"""Regression: one number a row, or a row of numbers."""
+"""The regressor and its model: one or several values per row."""
 
 from __future__ import annotations
 
@@ -18,30 +18,29 @@ __all__ = ["TorchRegressionModel", "TorchRegressor"]
 class TorchRegressionModel(TorchModelBase, RegressionModelParams):
     """A module fitted by `TorchRegressor`.
 
-    `transform` adds `predictionCol`: double for one value a row, an array of double for several. An empty name leaves
-    it out.
+    `transform` adds `predictionCol`: double for one value per row, array of double for several. An empty name omits it.
     """
 
     def predict(self, value: Any) -> Any:
-        """Predicts for one row, in this process: no Spark job runs.
+        """Predicts one row in this process, without a Spark job.
 
         Args:
-            value: The input, a vector or a (nested) list; for several input columns a `Row` or dict that has them.
+            value: The input: a vector or a (nested) list; for several input columns, a `Row` or dict.
 
         Returns:
-            A number, or a list of several; `None` for a row with a null in it, if `handleInvalid` is "keep".
+            A number, or a list for several values; `None` if the row has a null and `handleInvalid` is "keep".
 
         Raises:
-            ColumnError: The row lacks an input, or has one of another type or shape than the model was fitted on.
+            ColumnError: An input is missing, or has another type or shape than in the fit.
         """
         return self._score_row(value, "prediction")
 
     def evaluate(self, dataset: DataFrame) -> RegressionSummary:
-        """Scores rows whose values are known, in `labelCol`, and weighs them by `weightCol`, if that is set.
+        """Scores rows and compares with `labelCol`, weighted by `weightCol` if that is set.
 
         Raises:
-            ColumnError: A column is missing or no number, or a row has no weight, no prediction or no true value.
-            ConfigError: The model predicts several values a row.
+            ColumnError: A column is missing or not numeric, or a row has no weight, prediction or label.
+            ConfigError: The model predicts several values per row.
         """
         if self._kind != "double":
             raise ConfigError(
@@ -64,8 +63,7 @@ class TorchRegressionModel(TorchModelBase, RegressionModelParams):
 class TorchRegressor(TorchEstimatorBase[TorchRegressionModel], RegressorParams):
     """Trains a PyTorch module to predict numbers.
 
-    The module returns shape `(rows,)` or `(rows, 1)` for a number as label, `(rows, values)` for
-    an array.
+    The module returns shape `(rows,)` or `(rows, 1)` for a scalar label, `(rows, values)` for an array.
 
     Example:
         >>> rows = [([float(i % 7), float(i % 5)], float(2 * (i % 7) - i % 5)) for i in range(70)]

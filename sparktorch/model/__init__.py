@@ -1,1 +1,1 @@
-"""A trained module as a value: to save, to load, to score with. Spark is not needed for it."""
+"""A trained module as a value: saving, loading and scoring, without Spark."""

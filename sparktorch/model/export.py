@@ -1,9 +1,9 @@
-"""A module as a `torch.export` program: its graph, for code that has no import path.
+"""Exports a module as a `torch.export` program: its graph, for code without an import path.
 
-The program takes the weights as an input, so the archive holds none: they stay in safetensors. It is
-the graph in evaluation mode. Reading a `.pt2` archive is as safe as what is in it: `torch.export.load`
-unpickles sample inputs and custom objects, resolves names, and evaluates symbolic expressions. What is
-written here has nothing to unpickle, and `check_archive` refuses anything else before torch sees it.
+The program is the graph in evaluation mode. Weights are an input of it: the archive holds none, they stay in
+safetensors. A `.pt2` archive can run code when it is loaded: `torch.export.load` unpickles sample inputs and
+custom objects, resolves names, and evaluates symbolic expressions. Archives written here have nothing to
+unpickle, and `check_archive` refuses all others before torch reads them.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ class ExportError(Exception):
 
 @dataclass(frozen=True)
 class Program:
-    """An exported module, to be called like its class.
+    """An exported module; called like a module class, it returns the module.
 
     Attributes:
         archive: The `.pt2` archive.
-        parameters: Names of the state's entries that are parameters; the others are buffers.
+        parameters: Names of the parameters in the state dict; the other entries are buffers.
     """
 
     archive: bytes
     parameters: tuple[str, ...]
 
     def __call__(self, **state: torch.Tensor) -> nn.Module:
-        """Returns the module over the weights `state`."""
+        """Returns the module with the weights `state`."""
         return _ExportedModule(self, state)
 
 
@@ -68,10 +68,10 @@ def export_program(module: nn.Module, inputs: Inputs) -> Program:
 
     Args:
         module: The module, on the CPU.
-        inputs: What `forward` takes.
+        inputs: Specs of the arguments of `forward`.
 
     Raises:
-        ExportError: Its graph cannot be captured, or gives other results than the module.
+        ExportError: The graph cannot be captured, or gives other results than the module.
     """
     state = _sorted(module.state_dict())
     arguments = example_inputs(inputs)
@@ -88,14 +88,14 @@ def export_program(module: nn.Module, inputs: Inputs) -> Program:
 
 
 def export_whole(module: nn.Module, inputs: Inputs) -> bytes:
-    """Returns the `.pt2` archive of a module with its weights, to be called with its inputs alone.
+    """Returns the `.pt2` archive of a module with its weights; the program takes the inputs only.
 
     Args:
         module: The module in evaluation mode, on the CPU.
-        inputs: What `forward` takes.
+        inputs: Specs of the arguments of `forward`.
 
     Raises:
-        ExportError: Its graph cannot be captured.
+        ExportError: The graph cannot be captured.
     """
     arguments = example_inputs(inputs)
     shapes: Any = _any_rows(inputs)
@@ -111,7 +111,12 @@ def export_whole(module: nn.Module, inputs: Inputs) -> bytes:
 def example_inputs(
     inputs: Inputs, rows: int = _EXAMPLE_ROWS, longest: int = _EXAMPLE_LONGEST
 ) -> tuple[torch.Tensor, ...]:
-    """Returns the arguments of `forward` for some rows: noise, or zeros for integers, which may be indices.
+    """Returns example arguments of `forward`: noise for floats, zeros for integers (which may be indices).
+
+    Args:
+        inputs: Specs of the arguments.
+        rows: Number of rows.
+        longest: Length of padded rows.
 
     Raises:
         ExportError: An input is jagged or sparse, which `torch.export` cannot capture.
@@ -136,11 +141,11 @@ def example_inputs(
 
 
 def _any_rows(inputs: Inputs) -> tuple[Any, ...]:
-    """Returns the dynamic shapes of inputs of any number of rows, and any length where they are padded."""
+    """Returns dynamic shapes for `torch.export`: any number of rows, and any length of padded rows."""
     dynamic = torch.export.Dim.DYNAMIC
     shapes: list[Any] = []
     for spec in inputs:
-        if isinstance(spec, ArgumentSpec):  # made by a callable, which may give other lengths another time
+        if isinstance(spec, ArgumentSpec):  # made by `preprocess`: other axes may vary, too
             shapes.append({0: dynamic, **dict.fromkeys(range(1, len(spec.shape) + 1), torch.export.Dim.AUTO)})
             continue
         shapes += [{0: dynamic, 1: dynamic}] * 2 if spec.layout == "padded" else [{0: dynamic}]
@@ -149,7 +154,7 @@ def _any_rows(inputs: Inputs) -> tuple[Any, ...]:
 
 @contextmanager
 def _quiet_export() -> Iterator[None]:
-    """Turns every way in which an export fails into `ExportError`, without torch's printed reports."""
+    """Raises every failure of an export as `ExportError`, and suppresses torch's printed reports."""
     logger = logging.getLogger("torch")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -163,10 +168,10 @@ def _quiet_export() -> Iterator[None]:
 
 
 def check_archive(archive: bytes) -> None:
-    """Refuses an archive that is more than a graph of torch's own operators.
+    """Checks that an archive is nothing but a graph of torch's own operators.
 
     Raises:
-        ExportError: Something in it would be unpickled or evaluated when it is loaded.
+        ExportError: Loading it would unpickle something, or evaluate something else.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(archive)) as records:
@@ -196,7 +201,7 @@ def _check_record(path: str, content: bytes) -> None:
 
 
 def _strings(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yields every string in a JSON value with the key that it stands under."""
+    """Yields every string in a JSON value, with its key."""
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, Mapping):
@@ -208,12 +213,12 @@ def _strings(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _sorted(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns the weights in the order of their names, which is part of what a program takes."""
+    """Returns the weights sorted by name, the order in which a program expects them."""
     return {name: state[name].detach() for name in sorted(state)}
 
 
 def _compare(module: nn.Module, exported: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-    """Refuses a graph that does not compute what the module computes."""
+    """Checks that a graph computes the same as the module."""
     with torch.inference_mode():
         try:
             torch.testing.assert_close(exported(*inputs), module(*inputs), rtol=1e-4, atol=1e-5)
@@ -226,14 +231,14 @@ class _OverState(nn.Module):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self._module = [module]  # out of sight of nn.Module: the weights come as an argument
+        self._module = [module]  # hidden from nn.Module: the weights are an argument
 
     def forward(self, state: dict[str, torch.Tensor], inputs: tuple[torch.Tensor, ...]) -> Any:
         return torch.func.functional_call(self._module[0], state, inputs, tie_weights=False)
 
 
 class _ExportedModule(nn.Module):
-    """A program with its weights under the names they had in the module."""
+    """A program with its weights, under their names in the original module."""
 
     def __init__(self, program: Program, state: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
@@ -255,7 +260,11 @@ class _ExportedModule(nn.Module):
         return self._run[0](_sorted(self.state_dict()), inputs)
 
     def train(self, mode: bool = True) -> _ExportedModule:
-        """Refuses the training mode, which the graph does not have."""
+        """Refuses training mode: the graph is that of evaluation mode.
+
+        Raises:
+            ModuleError: `mode` is true.
+        """
         if mode:
             raise ModuleError(
                 "this module was loaded from its exported graph, which is that of evaluation mode",

@@ -1,4 +1,4 @@
-"""Scores Arrow columns with a trained module: in Spark's workers, on the driver, and in MLflow."""
+"""Scores Arrow columns with a trained module: in Spark's Python workers, on the driver, and in MLflow."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ class Scorer:
         """Builds the module.
 
         Args:
-            trained: What scores.
-            device: Where, as torch names it.
-            batch_size: The most rows that go through the module at a time.
+            trained: The trained module.
+            device: Torch device.
+            batch_size: Most rows per call of the module.
             precision: "bf16" and "fp16" run the module under autocast.
-            compiled: Whether the module goes through `torch.compile`.
-            thresholds: One per class of a classifier: the class with the largest probability / threshold is
-                predicted. `None` for the one with the largest score.
-            weights: The state dict to use in place of that in `trained`.
+            compiled: Whether to compile the module with `torch.compile`.
+            thresholds: One per class of a classifier: predicts the class with the largest probability / threshold.
+                `None` predicts the class with the largest score.
+            weights: State dict to use in place of that in `trained`.
         """
         self._trained = trained
         self._device = torch.device(device)
@@ -74,16 +74,15 @@ class Scorer:
         """Scores one Arrow array per input.
 
         Args:
-            columns: One array per input, of equal length; in place of an input that is packed of
-                several columns, those columns.
-            names: Which results to return, as `score` names them.
-            keep_null: Whether a row with a null in it gets a null result, and is no error.
+            columns: One array per input, of equal length; or one per source column, where inputs are packed.
+            names: Names of the results to return, as in `score`.
+            keep_null: Whether a row with a null gets a null result; otherwise it is an error.
 
         Returns:
             One array per name.
 
         Raises:
-            ColumnError: A row is null or has another shape than the model was fitted on.
+            ColumnError: A row is null, or has another shape than the model was fitted on.
         """
         inputs = self._inputs(columns)
         rows = present(inputs, self._trained.inputs) if keep_null else None
@@ -93,7 +92,7 @@ class Scorer:
         scored = [to_arrow(results[name]) for name in names]
         if rows is None:
             return scored
-        # Spread the results over the rows that had any.
+        # The other rows get null results.
         places = pc.if_else(rows, pc.subtract(pc.cumulative_sum(rows.cast(pa.int64())), 1), None)
         return [column.take(places) for column in scored]
 
@@ -101,21 +100,21 @@ class Scorer:
         """Scores one Arrow array per input.
 
         Returns:
-            For a classifier `scores` and `probability` of shape `(rows, classes)` and `prediction`
-            of shape `(rows,)`, all float64, the latter NaN where a score is; for a regressor `prediction`,
-            float64; otherwise one array per output by its name, `prediction` if there is just one.
+            For a classifier, `scores` and `probability` of shape `(rows, classes)` and `prediction` of shape
+            `(rows,)`, all float64; `prediction` is NaN if a score is NaN. For a regressor, `prediction`, float64.
+            Otherwise one array per output name, or `prediction` for a single output.
 
         Raises:
-            ColumnError: A row is null or has another shape than the model was fitted on.
+            ColumnError: A row is null, or has another shape than the model was fitted on.
         """
         return self._score(self._inputs(columns))
 
     def score_arrays(self, arrays: Sequence[Array]) -> dict[str, Array]:
-        """Scores one array of shape `(rows, ...)` per input; returns as `score`."""
+        """Scores one array of shape `(rows, ...)` per input; returns the same as `score`."""
         return self.score([to_arrow(array) for array in arrays])
 
     def _inputs(self, columns: Sequence[pa.Array]) -> list[pa.Array]:
-        """Returns one array per input, of one per input or of one per column that they are packed of."""
+        """Returns one array per input, given one per input or one per source column."""
         specs = self._trained.inputs
         names = [name for spec in specs for name in spec.sources or (spec.column,)]
         if len(columns) not in (len(specs), len(names)):
@@ -143,7 +142,7 @@ class Scorer:
                 field.to(self._device)
             fields.append(field)
         pieces = max(1, math.ceil(rows / self._batch_size))
-        size = max(1, math.ceil(rows / pieces))  # of equal size, so that none is a tiny rest
+        size = max(1, math.ceil(rows / pieces))  # equal sizes avoid a tiny last batch
         parts = [
             self._forward(self._arguments(fields, start, min(rows, start + size)))
             for start in range(0, max(1, rows), size)
@@ -153,7 +152,7 @@ class Scorer:
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     def _arguments(self, fields: Sequence[Field], start: int, stop: int) -> tuple[torch.Tensor, ...]:
-        """Returns what the rows from `start` to `stop` are to `forward`."""
+        """Returns the arguments of `forward` for the rows from `start` to `stop`."""
         columns = [field.part(start, stop) for field in fields]
         if self._preprocess is None:
             return tuple(argument for column in columns for argument in column)
@@ -183,9 +182,9 @@ def _classify(scores: torch.Tensor, thresholds: torch.Tensor | None) -> dict[str
         probability = torch.softmax(scores, dim=1)
     if thresholds is None:
         prediction = scores.argmax(1).double()
-    else:  # 0 / 0 does not count, as in Spark
+    else:  # 0 / 0 is never predicted, as in Spark
         prediction = (probability / thresholds).nan_to_num(nan=-math.inf, posinf=math.inf).argmax(1).double()
-    prediction[scores.isnan().any(1)] = math.nan  # of no class
+    prediction[scores.isnan().any(1)] = math.nan  # no class
     return {
         "scores": scores.numpy(),
         "probability": probability.numpy(),

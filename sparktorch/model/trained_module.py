@@ -1,12 +1,12 @@
-"""A trained module as a value: its code, its weights, the tensors it takes and gives. No pyspark.
+"""A trained module as a value: code, weights, inputs and outputs, without pyspark.
 
-It scores Arrow columns, and it is a directory of plain files:
+It is saved as a directory of plain files:
 
     weights.safetensors   the weights
-    module.json           how to make the module, and its inputs and outputs
-    module.pt2            the module's graph, where its code has no import path
-    module.pkl            the module's code, pickled, where it has neither
-    preprocess.pkl        a callable that makes its inputs, pickled, where it has no import path
+    module.json           how to build the module, and its inputs and outputs
+    module.pt2            the exported graph, if the module's code has no import path
+    module.pkl            the pickled code, if there is neither an import path nor a graph
+    preprocess.pkl        the pickled `preprocess`, if it has no import path
 """
 
 from __future__ import annotations
@@ -49,20 +49,19 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedModule:
-    """A module's code and weights, and what goes in and comes out.
+    """A module's code and weights, its inputs and its outputs.
 
     Attributes:
-        source: The module class, factory, import path or instance, or its exported graph.
-        params: Keyword arguments of the factory.
+        source: The module's class, factory, import path or instance, or its exported graph.
+        params: Keyword arguments of the class or factory.
         weights: The state dict as a safetensors file.
-        inputs: One spec per argument of `forward`.
-        outputs: What `forward` returns.
-        task: What the outputs mean.
-        preprocess: Makes the arguments of `forward` of the inputs, or its import path; `None` where they
-            are the arguments.
-        arguments: What `forward` gets from it.
-        returned: By what names, in the order of `arguments`.
-        labels: What the classes are called; `()` where that is not known.
+        inputs: One spec per input column.
+        outputs: Specs of what `forward` returns.
+        task: Meaning of the outputs.
+        preprocess: Makes the arguments of `forward` from the inputs; `None` if the inputs are the arguments.
+        arguments: Specs of the arguments of `forward` that `preprocess` makes; `None` without it.
+        returned: Names under which `preprocess` returns them, in the order of `arguments`.
+        labels: Names of the classes; `()` if unknown.
     """
 
     source: ModuleSource | Program
@@ -78,7 +77,7 @@ class TrainedModule:
 
     @property
     def takes(self) -> tuple[TensorSpec, ...] | tuple[ArgumentSpec, ...]:
-        """What `forward` gets."""
+        """Specs of the arguments of `forward`."""
         return self.inputs if self.arguments is None else self.arguments
 
     def build(self, state: Mapping[str, torch.Tensor] | None = None) -> nn.Module:
@@ -94,8 +93,8 @@ class TrainedModule:
         """Writes the module into an existing directory.
 
         Raises:
-            PersistenceError: The code has no import path, or parameters that are not JSON; its
-                graph cannot be exported; and `allow_pickle` is not set.
+            PersistenceError: `allow_pickle` is not set, and the code needs it: the module has no import path or
+                parameters that are not JSON, and its graph cannot be exported; or `preprocess` has no import path.
         """
         (directory / _WEIGHTS).write_bytes(self.weights)
         form = {**self._describe(), "module": self._save_code(directory, allow_pickle)}
@@ -104,13 +103,13 @@ class TrainedModule:
         (directory / "module.json").write_text(json.dumps(form, indent=1))
 
     def _save_code(self, directory: Path, allow_pickle: bool) -> dict[str, Any]:
-        """Writes the code where it needs a file; returns how `load` finds it."""
+        """Writes the module's code to a file if it needs one; returns its entry in `module.json`."""
         if isinstance(self.source, Program):
             return _write_program(self.source, directory)
         path, params = self._path, dict(self.params)
         if path is None:
             why = f"the module {_named(self.source)} has no import path that works outside this session"
-        elif is_json(params):
+        elif _is_json(params):
             return {"path": path, "params": params}
         else:
             why = f"the parameters of {path} are not all numbers, strings, lists and dicts"
@@ -118,7 +117,7 @@ class TrainedModule:
             return _write_program(export_program(self.build(), self.takes), directory)
         except ExportError as error:
             if allow_pickle:
-                import cloudpickle  # here, so that to score takes one package less
+                import cloudpickle  # imported here: scoring does not need it
 
                 (directory / _PICKLE).write_bytes(cloudpickle.dumps((self.source, params)))
                 return {"pickle": _PICKLE}
@@ -129,7 +128,7 @@ class TrainedModule:
             ) from error
 
     def _save_preprocess(self, directory: Path, allow_pickle: bool) -> dict[str, str]:
-        """Writes the callable where it needs a file; returns how `load` finds it."""
+        """Writes the callable to a file if it needs one; returns its entry in `module.json`."""
         path = import_path(self.preprocess)
         if path is not None:
             return {"path": path}
@@ -149,8 +148,9 @@ class TrainedModule:
         """Reads a module from a directory that `save` wrote.
 
         Raises:
-            PersistenceError: The directory holds no module, one of a newer format, or pickled
-                code and `allow_pickle` is not set.
+            PersistenceError: The directory holds no module, or one of a newer format. Or `allow_pickle` is not set, and
+                loading could run arbitrary code: pickled code, a factory that is no `nn.Module` class, or a graph with
+                other operators than torch's own.
         """
         try:
             form = json.loads((directory / "module.json").read_text())
@@ -199,7 +199,7 @@ def _write_program(program: Program, directory: Path) -> dict[str, Any]:
 
 
 def _load_code(directory: Path, how: Mapping[str, Any], allow_pickle: bool) -> tuple[Any, Mapping[str, Any]]:
-    """Returns source and parameters as `_save_code` wrote them."""
+    """Returns the source and parameters that `_save_code` wrote."""
     if "path" in how:
         made_by = load_object(how["path"])
         if not (allow_pickle or (isinstance(made_by, type) and issubclass(made_by, nn.Module))):
@@ -229,12 +229,12 @@ def _load_code(directory: Path, how: Mapping[str, Any], allow_pickle: bool) -> t
 
 
 def _load_preprocess(directory: Path, how: Mapping[str, str] | None, allow_pickle: bool) -> Function | None:
-    """Returns the callable as `_save_preprocess` wrote it."""
+    """Returns the callable that `_save_preprocess` wrote."""
     if how is None:
         return None
     if "path" in how:
         function = load_object(how["path"])
-        check_signature(function)  # what is called in scoring must have been made for it
+        check_signature(function)  # scoring calls it: refuse functions that are no `preprocess`
     elif allow_pickle:
         function = pickle.loads((directory / _PREPROCESS).read_bytes())
     else:
@@ -252,8 +252,8 @@ def _arguments(forms: Sequence[Mapping[str, Any]] | None) -> tuple[ArgumentSpec,
     return tuple(ArgumentSpec(f["name"], f["dtype"], tuple(f["shape"]), f["layout"]) for f in forms)
 
 
-def is_json(value: Any) -> bool:
-    """Whether JSON gives the value back, tuples as lists at most."""
+def _is_json(value: Any) -> bool:
+    """Whether a value survives a round trip through JSON, apart from tuples, which become lists."""
     try:
         return bool(json.loads(json.dumps(value)) == _listed(value))
     except (TypeError, ValueError):
@@ -261,7 +261,7 @@ def is_json(value: Any) -> bool:
 
 
 def _listed(value: Any) -> Any:
-    """Returns a value with its tuples as lists, which is all that JSON may change about it."""
+    """Returns a value with tuples as lists, as JSON returns it."""
     if isinstance(value, Mapping):
         return {key: _listed(item) for key, item in value.items()}
     return [_listed(item) for item in value] if isinstance(value, tuple | list) else value

@@ -1,1 +1,1 @@
-"""The engine: sessions, DataFrames, barrier jobs and scoring. No training code is imported here."""
+"""The Spark engine: sessions, DataFrames, barrier jobs and scoring. Imports no training code."""

@@ -1,4 +1,4 @@
-"""How a user's name for a column is understood: one rule, Spark's, for whatever takes such a name."""
+"""Resolves the user's column names by Spark's rules, for every Param and function that accepts one."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _PART = re.compile(r"`((?:[^`]|``)+)`|([^`.]+)")
 
 
 class ColumnNames:
-    """The columns of a DataFrame, by the names that a user gives them.
+    """The columns of a DataFrame, by the user's names.
 
-    A name is that of a top-level column, dots and backticks and all. If there is none, it is a path into structs,
-    `a.b`, whose parts may stand in backticks. Case counts only where `spark.sql.caseSensitive` is true.
+    A name is first looked up as a top-level column, including any dots and backticks. If there is none, it is a path
+    into structs, `a.b`, whose parts may be in backticks. Case matters only if `spark.sql.caseSensitive` is true.
     """
 
     def __init__(self, schema: T.StructType, case_sensitive: Callable[[], bool]) -> None:
-        """Takes the columns.
+        """Sets the columns.
 
         Args:
-            schema: What they are.
-            case_sensitive: Whether names that differ in case alone are different; asked only where it matters.
+            schema: Schema of the DataFrame.
+            case_sensitive: Returns whether names that differ only in case are different; called only if needed.
         """
         self.schema = schema
         self._case_sensitive = cache(case_sensitive)
@@ -42,16 +42,16 @@ class ColumnNames:
 
     @classmethod
     def of(cls, dataset: DataFrame) -> Self:
-        """Returns the columns of a DataFrame, whose schema is read once."""
+        """Returns the columns of a DataFrame; reads its schema once."""
         session = dataset.sparkSession
         return cls(dataset.schema, lambda: switched_on(session, "spark.sql.caseSensitive"))
 
     def called(self, name: str) -> list[str]:
-        """Returns the top-level columns that Spark takes for that name; it refuses more than one."""
+        """Returns the top-level columns to which Spark resolves a name; more than one are ambiguous to Spark."""
         return [field.name for field in self._alike(name, self._top)]
 
     def alike(self, names: Iterable[str]) -> tuple[str, str] | None:
-        """Returns two of some names, each given once, that Spark would take for one; `None` if there are none."""
+        """Returns two of the names that are equal to Spark although spelled differently; `None` if there are none."""
         seen: dict[str, str] = {}
         for name in names:
             before = seen.setdefault(name.lower(), name)
@@ -63,7 +63,7 @@ class ColumnNames:
         """Returns the type of a column.
 
         Raises:
-            ColumnError: There is none of that name, or more than one.
+            ColumnError: No column has this name, or more than one.
         """
         return self._resolved(name)[1]
 
@@ -71,7 +71,7 @@ class ColumnNames:
         """Returns the expression for a column.
 
         Raises:
-            ColumnError: There is none of that name, or more than one.
+            ColumnError: No column has this name, or more than one.
         """
         (top, *fields), _ = self._resolved(name)
         column = quoted(top)
@@ -80,22 +80,22 @@ class ColumnNames:
         return column
 
     def sql(self, name: str) -> str:
-        """Returns a column as SQL names it.
+        """Returns the quoted name of a column in SQL.
 
         Raises:
-            ColumnError: There is none of that name, or more than one.
+            ColumnError: No column has this name, or more than one.
         """
         return ".".join(map(quoted_name, self._resolved(name)[0]))
 
     def _resolved(self, name: str) -> tuple[list[str], T.DataType]:
-        """Returns the way to a column, from the top-level column down, and its type."""
+        """Returns the path to a column, from the top-level column down, and its type."""
         if self._alike(name, self._top):
             field = self._one(name, [], self.schema, name)
             return [field.name], field.dataType
         path: list[str] = []
         kind: T.DataType = self.schema
         for part in _parts(name):
-            # To Spark, a field of an array of structs is the array of theirs; arrays of such arrays have no fields.
+            # In Spark, a field of an array of structs is an array of that field; deeper arrays have no fields.
             inner = kind.elementType if isinstance(kind, T.ArrayType) else None
             field = self._one(part, path, inner if isinstance(inner, T.StructType) else kind, name)
             path.append(field.name)
@@ -103,7 +103,7 @@ class ColumnNames:
         return path, kind
 
     def _one(self, part: str, path: list[str], kind: T.DataType, name: str) -> T.StructField:
-        """Returns the field of a struct, or the top-level column, that a part of a name stands for."""
+        """Returns the struct field or top-level column that a part of a name refers to."""
         if not isinstance(kind, T.StructType):
             raise ColumnError(
                 f"there is no column {name!r}: {'.'.join(path)!r} is {kind.simpleString()}, which has no fields",
@@ -132,7 +132,7 @@ def _by_lower(kind: T.StructType) -> dict[str, list[T.StructField]]:
 
 
 def _parts(name: str) -> list[str]:
-    """Returns the parts of a path as Spark reads it; a name that is no path is one part."""
+    """Returns the parts of a path, parsed as by Spark; a name that is no path is one part."""
     parts: list[str] = []
     at = 0
     while found := _PART.match(name, at):
@@ -157,10 +157,10 @@ def _ambiguous(name: str, found: list[str]) -> ColumnError:
 
 
 def quoted(name: str) -> Column:
-    """Returns the top-level column of that very name, dots and all."""
+    """Returns the top-level column of exactly that name, including any dots."""
     return F.col(quoted_name(name))
 
 
 def quoted_name(name: str) -> str:
-    """Returns a name as SQL takes it, whatever characters it has."""
+    """Returns a name in backticks for SQL, whatever characters it has."""
     return "`" + name.replace("`", "``") + "`"

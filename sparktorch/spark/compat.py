@@ -1,4 +1,4 @@
-"""What the versions of pyspark do differently, from 3.5 on: each difference in one function, and nowhere else."""
+"""Differences between versions of pyspark, from 3.5 on: each one in one function here, and nowhere else."""
 
 from __future__ import annotations
 
@@ -53,20 +53,20 @@ def gives_profiles() -> bool:
 
 
 def on_barrier(data: DataFrame, function: Batches, schema: str, profile: ResourceProfile | None) -> Collect:
-    """Returns what runs a function once per partition, in tasks that start together, and collects what they yield.
+    """Returns a callable that runs a function in one barrier task per partition, and collects the resulting rows.
 
     Args:
-        data: As many partitions as there are to be tasks.
-        function: From the record batches of a partition to those of its result.
-        schema: Of the result.
-        profile: The resources of a task, `None` for the session's own.
+        data: DataFrame with one partition per task.
+        function: Maps the record batches of a partition to those of its result.
+        schema: Schema of the result, as a DDL string.
+        profile: Resource profile of the tasks, `None` for the session's default.
     """
     resources: dict[str, Any] = {} if profile is None else {"profile": profile}
     return data.mapInArrow(function, schema, barrier=True, **resources).collect
 
 
 def inheriting(spark: SparkSession, target: Callable[[], None]) -> Callable[[], None]:
-    """Returns the target of a thread that has the caller's job group, pool and tags."""
+    """Returns a thread target that inherits the caller's job group, pool and tags."""
     wrap: Any = inheritable_thread_target
     found: Callable[[], None] = wrap(target) if _BEFORE_4_0 else wrap(spark)(target)
     return found
@@ -81,7 +81,7 @@ def add_pyfile(spark: SparkSession, path: str) -> None:
 
 
 def ml_session(spark: SparkSession) -> Any:
-    """Returns what pyspark's helpers for the metadata of ML instances take for the session."""
+    """Returns the session, or the SparkContext, as pyspark's helpers for ML metadata expect it in this version."""
     return spark.sparkContext if _BEFORE_4_0 and not is_connect(spark) else spark
 
 
@@ -89,7 +89,7 @@ def to_vector(column: Column) -> Column:
     """Returns an array column as ML vectors.
 
     Raises:
-        ConfigError: This session makes none.
+        ConfigError: The session cannot make ML vectors: Spark Connect before 4.0.
     """
     if _BEFORE_4_0 and type(column).__module__.startswith("pyspark.sql.connect"):
         raise ConfigError(
@@ -101,7 +101,10 @@ def to_vector(column: Column) -> Column:
 
 
 def frame_of(spark: SparkSession, table: pa.Table) -> DataFrame:
-    """Returns a table as a DataFrame to be written: a file, or where tasks carry the rows, one for each."""
+    """Returns a table as a DataFrame to be written to one file; on classic Spark before 4.0, to one file per row.
+
+    There, tasks carry the rows, so each row gets a task of its own.
+    """
     if not _BEFORE_4_0:
         return spark.createDataFrame(table).coalesce(1)
     rows = [tuple(row.values()) for row in table.to_pylist()]
@@ -112,16 +115,16 @@ def frame_of(spark: SparkSession, table: pa.Table) -> DataFrame:
 
 
 def repartition_by_id(data: DataFrame, parts: int, part: Column) -> DataFrame:
-    """Sends every row to the partition with the number that a column of int says."""
+    """Moves every row to the partition whose number is in an int column."""
     by_id: Any = getattr(data, "repartitionById", None) if hasattr(DataFrame, "repartitionById") else None
     return split_by_hash(data, parts, part) if by_id is None else by_id(parts, part)  # pyspark >= 4.1
 
 
 def split_by_hash(data: DataFrame, parts: int, part: Column) -> DataFrame:
-    """Sends rows to partition `part` through Spark's hash partitioning.
+    """Moves rows to partition `part` with Spark's hash partitioning.
 
-    Spark puts a row into partition `pmod(hash(x), parts)`: one `x` is found for each partition
-    that hashes to it.
+    Spark puts a row into partition `pmod(hash(x), parts)`: for each partition, an `x` that hashes to it
+    is looked up first.
     """
     candidates = data.sparkSession.range(parts * 64).select(F.col("id").cast("int").alias("x"))
     found = candidates.groupBy(F.pmod(F.hash("x"), F.lit(parts)).alias("part")).agg(F.min("x").alias("x")).collect()
@@ -131,22 +134,22 @@ def split_by_hash(data: DataFrame, parts: int, part: Column) -> DataFrame:
 
 
 def uses_pandas() -> bool:
-    """Whether scoring goes through pandas, in the executors too: pyspark 4.1 has the first UDFs of Arrow arrays."""
+    """Whether scoring UDFs use pandas, which executors then need: UDFs on Arrow arrays exist since pyspark 4.1."""
     return not hasattr(F, "arrow_udf")
 
 
 def arrow_udf(
     score: Callable[[Iterator[tuple[pa.Array, ...]]], Iterator[pa.Array]], kind: str, inputs: Sequence[TensorSpec]
 ) -> Any:
-    """Returns a UDF of a function from the batches of all columns to those of the result.
+    """Returns a UDF that maps batches of columns to batches of results.
 
     Args:
-        score: The function.
-        kind: The type of its result, as SQL says it.
-        inputs: What the columns are; a packed input may come as its columns.
+        score: The function, from Arrow arrays, one per column, to an Arrow array.
+        kind: SQL type of the result.
+        inputs: Specs of the columns; a packed input may be given as its source columns.
     """
 
-    # Spark reads the kind of UDF from these annotations; with one input it passes bare arrays.
+    # Spark reads the kind of UDF from these annotations; with one input, it passes arrays instead of tuples.
     def arrays(batches: Iterator[tuple[pa.Array, ...]]) -> Iterator[pa.Array]:
         return score(batch if isinstance(batch, tuple) else (batch,) for batch in batches)
 
@@ -164,9 +167,9 @@ def arrow_udf(
 
 
 def for_pandas(column: Column, kind: T.DataType) -> Column:
-    """Returns a column as pandas keeps it whole: it has timestamps in local time, as nanoseconds, within 600 years.
+    """Returns a column with timestamps as microseconds, if scoring uses pandas; `arrow_udf` converts them back.
 
-    `arrow_udf` makes timestamps of the microseconds again.
+    pandas has timestamps in local time, and in nanoseconds, which span only 600 years.
     """
     if not uses_pandas() or "timestamp" not in kind.simpleString().replace("timestamp_ntz", ""):
         return column
@@ -179,19 +182,19 @@ def for_pandas(column: Column, kind: T.DataType) -> Column:
 
 
 def from_pandas(batch: Any, inputs: Sequence[TensorSpec]) -> tuple[pa.Array, ...]:
-    """Returns the columns of a batch as the Arrow arrays that pyspark made its series and frames of."""
+    """Returns the columns of a batch as Arrow arrays, as they were before pyspark converted them to pandas."""
     columns = batch if isinstance(batch, tuple) else (batch,)
     if len(columns) == len(inputs):
         kinds = [_kind(spec) for spec in inputs]
     else:
         kinds = [kind for spec in inputs for kind in [None if spec.sources else _kind(spec)] * (len(spec.sources) or 1)]
-    if len(columns) != len(kinds):  # which the scorer refuses
+    if len(columns) != len(kinds):  # the scorer raises an error
         kinds = [None] * len(columns)
     return tuple(_array(column, kind) for column, kind in zip(columns, kinds, strict=True))
 
 
 def _kind(spec: TensorSpec) -> pa.DataType | None:
-    """Returns the type of an input, as far as it is known: SQL functions get columns of other ones, too."""
+    """Returns the Arrow type of an input, `None` if unknown; columns passed to SQL functions may have another type."""
     if spec.kind == "any":
         return arrow_type(spec.sql)
     if spec.kind != "number":
@@ -203,14 +206,14 @@ def _kind(spec: TensorSpec) -> pa.DataType | None:
 
 
 def _array(column: Any, kind: pa.DataType | None) -> pa.Array:
-    """Converts a series; structs come as a frame of their fields, a null row as nulls in all of them."""
+    """Converts a pandas series, or the frame of a struct's fields, where a row of nulls is a null struct."""
     if column.ndim == 1:
         for wanted in () if kind is None else (kind, _in_microseconds(kind)):
             with suppress(pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
                 return pa.Array.from_pandas(column, type=wanted).cast(kind)
         return pa.Array.from_pandas(column)
     names = list(column.columns)
-    known = _FIELDS  # it may be an ML vector where the model was fitted on arrays
+    known = _FIELDS  # may be an ML vector although the model was fitted on arrays
     if kind is not None and pa.types.is_struct(kind):
         known = {field.name: field.type for field in kind}
     fields = [_array(column[name], known.get(name)) for name in names]

@@ -1,4 +1,4 @@
-"""Data sets that Petastorm has written, as DataFrames."""
+"""Reads Petastorm data sets as DataFrames."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sparktorch.spark.session import is_connect
 
 __all__ = ["read_petastorm"]
 
-# What the scalar fields become. The types that are missing stay as the files have them.
+# Spark types of scalar fields, by dtype. Fields of other dtypes keep the type that they have in the files.
 _SCALAR_TYPES: dict[str, T.DataType] = {
     "bool": T.BooleanType(),
     "int8": T.ByteType(),
@@ -50,32 +50,31 @@ def read_petastorm(
 ) -> DataFrame:
     """Reads a data set that Petastorm has written, as a DataFrame of ordinary columns.
 
-    Petastorm is not needed. The executors decode, batch by batch; images take Pillow there. The schema is
-    read from the pickle in `_common_metadata` without running anything that the pickle asks for.
+    Petastorm is not needed. The executors decode batch by batch; images need Pillow there. The schema is read
+    from the pickle in `_common_metadata` without running code from it.
 
     Args:
         spark: The session, classic or Connect.
-        path: The data set's folder, as Spark would read it. A Connect client has the file `_common_metadata` in it
-            read by fsspec in a task, which takes fsspec's package for the scheme there.
-        columns: The fields to read, `None` for all. What is not named is neither read nor decoded; a
-            `select` on the result comes too late for that.
-        where: Which rows to read, a condition on undecoded fields: scalars and those that the data set is
-            partitioned by. Applied before anything is decoded.
-        layout: How arrays and images become columns. `nested`: arrays as deep as the shape is long.
-            `flat`: one array of all values in C order; fields whose shape has a `None` beside other
-            dimensions get a column `NAME_shape` of `array<int>`. Flat is the faster one for images.
-        undecoded: Fields that stay as they are stored, as binary: `.npy` or `.npz` files, PNG or JPEG images.
+        path: The data set's folder, as for `spark.read`. On Connect, a task reads its file `_common_metadata` with
+            fsspec, and executors need fsspec's package for the URL scheme.
+        columns: Names of the fields to read, `None` for all. Other fields are neither read nor decoded; a `select`
+            on the result would not avoid decoding.
+        where: Condition on the rows to read, by scalar fields and partition columns. It is applied before decoding.
+        layout: How arrays and images become columns. `nested`: arrays, nested once per dimension. `flat`: one array
+            of all values in C order; a shape of several dimensions, one of them `None`, adds a column `NAME_shape`
+            of `array<int>`. `flat` is faster for images.
+        undecoded: Names of fields to keep as binary: `.npy` or `.npz` files, PNG or JPEG images.
 
     Returns:
         One column per field, in the order of the schema. bool, int8 … int64, float32, float64 and str become
-        Spark's types of the same kind; uint8, uint16 and uint32 the next wider signed ones; uint64 becomes
+        the corresponding Spark types; uint8, uint16 and uint32 the next wider signed types; uint64 becomes
         bigint, float16 float. Decimals, dates and times stay as stored. Every column is nullable.
 
     Raises:
-        DatasetError: There is no data set of Petastorm's there, its schema is refused, or a field cannot become
-            a column. What only a row can show, a broken image for example, fails the query that reads it.
-        ConfigError: A name in `columns` or `undecoded`, or the layout, is none; or there are images to decode,
-            and no Pillow.
+        DatasetError: There is no Petastorm data set at `path`, its schema is refused, or a field cannot become a
+            column. Errors in rows, such as a corrupt image, fail the query that reads them.
+        ConfigError: A name in `columns` or `undecoded`, or the layout, is unknown; or there are images to decode
+            but no Pillow.
     """
     if layout not in ("nested", "flat"):
         raise ConfigError(f"layout={layout!r} is none", hint="use 'nested' or 'flat'", param="layout")
@@ -89,7 +88,7 @@ def read_petastorm(
     )
     decoder.check()
     if any(field.codec == "image" for field in decoder.encoded) and not is_connect(spark):
-        pillow()  # on a cluster of the same packages, it is there or missing everywhere
+        pillow()  # fails early, if driver and executors have the same packages
     data = _read(spark, path, fields, stored, needed=chosen)
     if where is not None:
         data = data.where(where)
@@ -98,7 +97,7 @@ def read_petastorm(
 
 
 def _common_metadata(spark: SparkSession, path: str) -> bytes:
-    """Returns the content of the file. Spark's own sources cannot read it, for them its name is a hidden one."""
+    """Returns the content of `_common_metadata`, which Spark's own sources ignore because of its leading underscore."""
     file = path.rstrip("/") + "/_common_metadata"
     content = _through_executor(spark, file) if is_connect(spark) else _through_hadoop(spark, file)
     if content is None:
@@ -110,7 +109,7 @@ def _common_metadata(spark: SparkSession, path: str) -> bytes:
 
 
 def _through_hadoop(spark: SparkSession, file: str) -> bytes | None:
-    """Reads a file as Spark reads data: by Hadoop, with the session's settings."""
+    """Reads a file through Hadoop, with the session's settings; `None` if it does not exist."""
     session: Any = spark
     path = session._jvm.org.apache.hadoop.fs.Path(file)
     system = path.getFileSystem(session._jsparkSession.sessionState().newHadoopConf())
@@ -124,7 +123,7 @@ def _through_hadoop(spark: SparkSession, file: str) -> bytes | None:
 
 
 def _through_executor(spark: SparkSession, file: str) -> bytes | None:
-    """Reads a file in a task, with fsspec: a Connect client has no Hadoop, and may not reach the file itself."""
+    """Reads a file in a task, with fsspec: a Connect client has no Hadoop and may not reach the file."""
     rows = spark.range(1).coalesce(1).mapInArrow(partial(_fetch, file=file), "content binary").collect()
     return None if rows[0][0] is None else bytes(rows[0][0])
 
@@ -147,7 +146,7 @@ def _read(
     *,
     needed: Sequence[UnischemaField],
 ) -> DataFrame:
-    """Reads the Parquet columns, and of the folders' names what are strings as strings."""
+    """Reads the Parquet files; partition columns of dtype str are read as strings."""
     data = spark.read.parquet(path)
     missing = [field.name for field in needed if field.name not in data.columns]
     if missing:
@@ -156,7 +155,7 @@ def _read(
             hint="leave it out with columns=[...]",
             field=missing[0],
         )
-    # Spark guesses the types of folders' names, and takes "007" for a number.
+    # Spark infers the types of partition columns, and reads "007" as a number.
     guessed = {
         field.name
         for field in fields

@@ -1,4 +1,4 @@
-"""Scoring as a column: only the inputs travel to Python, the module is built once per process."""
+"""Scoring as a UDF: Spark sends only the inputs to Python, and each process builds the module once."""
 
 from __future__ import annotations
 
@@ -35,26 +35,27 @@ __all__ = [
 
 _LOG = logging.getLogger(__name__)
 
-# Whether Spark, from 4.2 on, hands a Python UDF the batches of a columnar source as they are.
+# Whether Spark, from 4.2 on, passes the batches of a columnar source unchanged to Python UDFs.
 _COLUMNAR = "spark.sql.execution.arrow.pythonUDF.columnarInput.enabled"
 _KEPT_SCORERS = 4
 _scorers: OrderedDict[tuple[str, Scoring, str], Scorer] = OrderedDict()
 
-# What a chunk of rows may take in Arrow's arrays, but for a row that is larger by itself.
+# Most bytes of a chunk of rows in Arrow, unless a single row is larger.
 CHUNK_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scoring:
-    """How a module scores.
+    """Options of scoring.
 
     Attributes:
-        batch_size: The most rows that go through the module at a time.
-        device: "cpu"; an accelerator's type, such as "cuda", for the one that Spark assigned to the task, or else one
-            of the machine's; "auto" for the former, in local mode the latter, and the CPU where there is none.
+        batch_size: Most rows per call of the module.
+        device: "cpu"; or an accelerator's type, such as "cuda": the device that Spark assigned to the task, otherwise
+            one of the machine's; or "auto": the device that Spark assigned, in local mode otherwise one of the
+            machine's, otherwise the CPU.
         precision: As for `Scorer`.
         compiled: As for `Scorer`.
-        keep_null: Whether a row with a null in it gets a null result, and is no error.
+        keep_null: Whether a row with a null gets a null result; otherwise it is an error.
         thresholds: As for `Scorer`.
     """
 
@@ -78,13 +79,13 @@ def scoring_udf(
     """Returns a UDF over the module's inputs.
 
     Args:
-        spark: The session that it is for: the module is sent to its executors.
-        trained: What scores.
-        results: Type by name of a result of `Scorer.score`: SQL's, or "vector".
-        scoring: How.
-        struct: Whether it returns a struct with a field per result, to be read with `result_column`;
-            otherwise it returns the only one. Vectors come as arrays.
-        stream: Whether it scores a stream.
+        spark: The session that uses the UDF; the module is sent to its executors.
+        trained: The trained module.
+        results: For each result of `Scorer.score` to return, by name, its SQL type, or "vector".
+        scoring: Options of scoring.
+        struct: Whether the UDF returns a struct with a field per result, to be read with `result_column`; otherwise it
+            returns the only result. Vectors are returned as arrays.
+        stream: Whether the UDF scores a stream.
     """
     names = list(results)
     sent, local = send(spark, trained, stream=stream), is_local(spark)
@@ -102,38 +103,38 @@ def scoring_udf(
 
 
 def result_column(scored: Column, name: str, kind: str) -> Column:
-    """Returns one result out of the struct that a scoring UDF returned."""
+    """Returns one result from the struct that a scoring UDF returned."""
     column = scored[name]
-    # Spark's function fails on null.
+    # `array_to_vector` fails on null.
     return F.when(column.isNotNull(), to_vector(column)) if kind == "vector" else column
 
 
 def rows_for_udf(dataset: DataFrame, columns: Sequence[Column]) -> DataFrame:
-    """Returns the rows as a Python UDF can take them.
+    """Returns the DataFrame in a form that Python UDFs accept; adds a filter that is always true if needed.
 
-    From 4.2 on, Spark hands a Python UDF the batches of a columnar source as they are. It has no Arrow
-    type for ML vectors and for strings with a collation, and fails with UNSUPPORTED_DATATYPE if one goes
-    past the UDF. A filter makes rows of the batches. This one holds for every row.
+    From 4.2 on, Spark passes the batches of a columnar source unchanged to Python UDFs. It has no Arrow type
+    for ML vectors and strings with a collation, and fails with UNSUPPORTED_DATATYPE if the DataFrame has
+    such columns. A filter converts the batches to rows.
 
     Args:
         dataset: The user's DataFrame.
-        columns: Those that the UDF takes something of.
+        columns: The columns that the UDF uses.
     """
     schema = dataset.schema.json()
     if not ('"type":"udt"' in schema or "__COLLATIONS" in schema):
         return dataset
     if not switched_on(dataset.sparkSession, _COLUMNAR):
         return dataset
-    # The optimizer must not see through it, whatever it knows of nulls. With all columns of the UDF in it,
-    # it seldom turns into a filter of partitions, which leaves the batches as they are.
+    # The optimizer must not recognise the filter as always true. With all columns of the UDF in it, it is rarely
+    # turned into a partition filter, which would leave the batches unchanged.
     return dataset.where(F.size(F.array_repeat(F.struct(*columns), 1)) > 0)
 
 
 def take_rows_in_sql(spark: SparkSession) -> None:
-    """Has Spark hand the Python UDFs of a session rows, where it would fail as `rows_for_udf` says.
+    """Makes Spark pass rows to the Python UDFs of a session, for the reason given in `rows_for_udf`.
 
-    A function in SQL sees neither its query nor the source, so nothing less than the session's setting helps. Where
-    the user has set it, it stays.
+    An SQL function knows neither its query nor the source, so only the session's setting helps. A value set by the
+    user is kept.
     """
     if spark.conf.get(_COLUMNAR, None) is None and switched_on(spark, _COLUMNAR):
         spark.conf.set(_COLUMNAR, "false")
@@ -141,12 +142,12 @@ def take_rows_in_sql(spark: SparkSession) -> None:
 
 
 def without_invalid(dataset: DataFrame, columns: Sequence[Column], specs: Sequence[TensorSpec]) -> DataFrame:
-    """Returns the rows whose inputs neither are nor hold null, NaN or infinity; what a model fills counts as there.
+    """Returns the rows whose inputs neither are nor hold null, NaN or infinity; inputs that the model fills are exempt.
 
     Args:
         dataset: The user's DataFrame.
-        columns: Its inputs, as they are sent.
-        specs: What they are.
+        columns: Expressions that encode the inputs.
+        specs: Specs of the inputs.
     """
     kinds = [field.dataType for field in dataset.select(*columns).schema]
     for column, kind, spec in zip(columns, kinds, specs, strict=True):
@@ -158,9 +159,9 @@ def without_invalid(dataset: DataFrame, columns: Sequence[Column], specs: Sequen
 def rechunk(
     batches: Iterable[tuple[pa.Array, ...]], size: int, limit: int = CHUNK_BYTES
 ) -> Iterator[tuple[pa.Array, ...]]:
-    """Joins batches until the next one would make them more than `size` rows or `limit` bytes; cuts larger ones.
+    """Yields batches joined to at most `size` rows and `limit` bytes; splits batches of more than `limit` bytes.
 
-    A batch of more than `size` rows stays whole: the scorer cuts it evenly.
+    A batch of more than `size` rows is not split: the scorer splits it evenly.
     """
     pending: list[tuple[pa.Array, ...]] = []
     rows = held = 0
@@ -177,7 +178,7 @@ def rechunk(
 
 
 def _cut(batch: tuple[pa.Array, ...], limit: int) -> Iterator[tuple[tuple[pa.Array, ...], int]]:
-    """Yields a batch, halved until each part has one row or no more than `limit` bytes, with the bytes of each."""
+    """Yields a batch, halved until each part has one row or at most `limit` bytes, with the size of each in bytes."""
     rows, taken = len(batch[0]), sum(column.nbytes for column in batch)
     if taken <= limit or rows < 2:
         yield batch, taken
@@ -193,21 +194,21 @@ def _joined(batches: list[tuple[pa.Array, ...]]) -> tuple[pa.Array, ...]:
 
 
 def _scorer(sent: Sent, scoring: Scoring, local: bool) -> Scorer:
-    """Returns this process's scorer for the module, built the first time it is asked for."""
+    """Returns this process's scorer for the module; builds it on first use."""
     context = TaskContext.get()
     torch.set_num_threads(max(1, context.cpus()) if context else 1)
     device = device_of(context, scoring.device, local)
     key = (sent.key, scoring, device)
     left = [known for known in _scorers if known[2] != device and not is_host(known[2])]
-    if left and not is_host(device):  # Spark has given this worker another device: those are another task's
-        gc.unfreeze()  # or a module that refers to itself stays
+    if left and not is_host(device):  # the old devices may belong to other tasks now
+        gc.unfreeze()  # otherwise modules in reference cycles are never freed
         for other in left:
             del _scorers[other]
             let_go(other[2])
     if key not in _scorers:
         trained: TrainedModule = sent.load()
         _scorers[key] = Scorer(
-            replace(trained, weights=b""),  # they need not stay in memory beside the module's own
+            replace(trained, weights=b""),  # free them: the module has its own copy
             device=device,
             batch_size=scoring.batch_size,
             precision=scoring.precision,
@@ -217,21 +218,21 @@ def _scorer(sent: Sent, scoring: Scoring, local: bool) -> Scorer:
         )
         if len(_scorers) > _KEPT_SCORERS:
             _scorers.popitem(last=False)
-        # pyspark collects garbage after every task of a reused worker. To look at all that torch has
-        # imported takes longer than many a task.
+        # pyspark collects garbage after every task of a reused worker. Without `freeze`, scanning torch's
+        # objects takes longer than many tasks.
         gc.freeze()
     _scorers.move_to_end(key)
     return _scorers[key]
 
 
 def device_of(context: TaskContext | None, device: Device, local: bool) -> str:
-    """Returns the torch device of this task: the GPU that Spark assigned, or one of the machine's by process.
+    """Returns the torch device of this task: the GPU that Spark assigned, or one of the machine's, by process id.
 
     Args:
-        context: The task's.
-        device: What was asked for.
-        local: Whether the machine is the user's own. Elsewhere "auto" takes no GPU that Spark has not assigned: others
-            may have it, and every process on it takes memory for a CUDA context and a copy of the module.
+        context: Context of the task.
+        device: The requested device.
+        local: Whether Spark runs in local mode. Otherwise "auto" uses no GPU that Spark has not assigned: other jobs
+            may use it, and each process on it needs memory for a CUDA context and a copy of the module.
     """
     gpus = context.resources().get("gpu") if context else None
     if device == "auto" and gpus is None and not local:

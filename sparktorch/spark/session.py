@@ -1,4 +1,4 @@
-"""What can be asked of a session, classic or Connect, without touching the SparkContext where it is closed."""
+"""Queries to a session, classic or Connect; on Connect, without the SparkContext."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def setting(spark: SparkSession, name: str, default: str = "") -> str:
     Args:
         spark: The session.
         name: The setting's name.
-        default: What to return where it is not shown, or not set and Spark registers no default that a session can see:
-            it does for the names of Spark SQL, and not for those of the core.
+        default: Returned if the setting is hidden, or is not set and has no default that a session can see. Spark SQL's
+            settings have such defaults, those of Spark core have not.
     """
     try:
-        value = spark.conf.get(name, None)  # without `None`, a Connect server logs a name that is not set as an error
+        value = spark.conf.get(name, None)  # without `None`, a Connect server logs unset names as errors
         if value is None and name.startswith("spark.sql."):
             value = spark.conf.get(name)
-    except Exception:  # the service does not show it, or Spark does not know it: 3.5 says so by an exception of Py4J
+    except Exception:  # hidden by the service, or unknown to Spark; 3.5 raises Py4J's exception
         return default
     return default if value is None else str(value)
 
@@ -48,7 +48,7 @@ def switched_on(spark: SparkSession, name: str) -> bool:
 
 
 def java_version(spark: SparkSession) -> str | None:
-    """Returns the driver's version of Java; `None` on Connect, where it cannot be asked without a query."""
+    """Returns the driver's Java version; `None` on Connect, where it would need a query."""
     if is_connect(spark):
         return None
     jvm: Any = spark.sparkContext._jvm
@@ -56,14 +56,14 @@ def java_version(spark: SparkSession) -> str | None:
 
 
 def slots(spark: SparkSession, profile: Any = None) -> int | None:
-    """Returns how many tasks can run at once, as Spark's own barrier check counts them.
+    """Returns how many tasks can run at once, counted as in Spark's own check of barrier stages.
 
     Args:
         spark: The session.
-        profile: The resource profile the tasks will have, `None` for the default one.
+        profile: Java resource profile of the tasks, `None` for the default one.
 
     Returns:
-        The number, or `None` where the session does not let it be known (remote Connect).
+        The number of slots, or `None` if the session does not tell (Connect, unless the master is `local[n]`).
     """
     if is_connect(spark):
         local = re.fullmatch(r"local\[(\d+)(?:,\d+)?\]", setting(spark, "spark.master"))
@@ -73,12 +73,12 @@ def slots(spark: SparkSession, profile: Any = None) -> int | None:
     if profile is None:
         profile = manager.defaultResourceProfile()
     else:
-        manager.addResourceProfile(profile)  # Spark counts for profiles it knows; knowing one twice is fine
+        manager.addResourceProfile(profile)  # Spark counts only for known profiles; adding one twice is fine
     return int(context.maxNumConcurrentTasks(profile))
 
 
 def tag_tasks(spark: SparkSession, tag: str) -> None:
-    """Gives the jobs that this thread is to start a tag, by which `cancel_tasks` and `running_tasks` know them."""
+    """Adds a tag to the jobs that this thread will start, for `cancel_tasks` and `running_tasks`."""
     if is_connect(spark):
         spark.addTag(tag)
     else:
@@ -86,7 +86,7 @@ def tag_tasks(spark: SparkSession, tag: str) -> None:
 
 
 def cancel_tasks(spark: SparkSession, tag: str) -> None:
-    """Cancels the jobs with a tag, those that wait for slots among them, which a session's own interrupt may miss."""
+    """Cancels the jobs with a tag, including those that wait for slots, which a session's interrupt may miss."""
     if is_connect(spark):
         spark.interruptTag(tag)
     else:
@@ -94,11 +94,11 @@ def cancel_tasks(spark: SparkSession, tag: str) -> None:
 
 
 def running_tasks(spark: SparkSession, tag: str) -> int | None:
-    """Returns how many tasks are running of the jobs with a tag; `None` where there is no job yet, or on Connect.
+    """Returns the number of running tasks of the jobs with a tag; `None` if there is no job yet, or on Connect.
 
     Args:
         spark: The session.
-        tag: As given to `tag_tasks` where the jobs were started.
+        tag: The tag, as given to `tag_tasks`.
     """
     if is_connect(spark):
         return None
@@ -110,11 +110,11 @@ def running_tasks(spark: SparkSession, tag: str) -> int | None:
 
 
 def driver_address(spark: SparkSession) -> tuple[str, str] | None:
-    """Returns the address to bind on this process's machine and the name executors reach it by.
+    """Returns the address to bind on this machine, and the name or address at which executors reach it.
 
     Returns:
-        `(bind, advertise)`, or `None` where this process is a Connect client on another machine
-        than the driver, which executors may not be able to reach.
+        `(bind, advertise)`, or `None` if this process is a Connect client on another machine than the driver,
+        which executors may not reach.
     """
     if is_connect(spark) and not _is_loopback(str(spark.client.host)):
         return None

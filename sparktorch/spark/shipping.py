@@ -1,4 +1,4 @@
-"""What executors get besides rows: values too large to travel with every task, and code that came with a model."""
+"""Ships values and code to executors: values too large for every task, and code that was saved with a model."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from sparktorch.spark.session import is_connect
 
 __all__ = ["INLINE_BYTES", "Sent", "ShippingError", "add_code", "send"]
 
-# Values beyond this size travel once per executor, not with every task.
+# Larger values are sent once per executor, not with every task.
 INLINE_BYTES = 1 << 20
-_PIECE = 64 << 20  # bytes that the driver's JVM holds at a time
+_PIECE = 64 << 20  # bytes per broadcast: bounds the memory of the driver's JVM
 
 _lock = RLock()
 _sent: WeakKeyDictionary[SparkSession | SparkContext, dict[int, Sent]] = WeakKeyDictionary()
@@ -41,13 +41,13 @@ class ShippingError(pickle.PicklingError):
 
 @dataclass(frozen=True, kw_only=True)
 class Sent:
-    """A value on its way to the tasks, to be named in the function that they run.
+    """A handle to a value that was sent to the executors; tasks load the value with it.
 
     Attributes:
-        key: Identifies what was sent, and how.
-        inline: The pickled value, where it is small.
-        pieces: The pickled value in a classic session, where it is large.
-        file: The name of the file that holds it, on Connect.
+        key: Identifies the content, and how it was sent.
+        inline: The pickled value, if small.
+        pieces: Broadcasts of the pickled value, if large, in a classic session.
+        file: Name of the file with the pickled value, if large, on Connect.
     """
 
     key: str
@@ -63,7 +63,7 @@ class Sent:
             return pickle.loads(Path(SparkFiles.get(self.file)).read_bytes())
         content = b"".join(piece.value for piece in self.pieces)
         for piece in self.pieces:
-            if getattr(piece, "_path", None):  # it can be read again, and need not stay in memory
+            if getattr(piece, "_path", None):  # free the memory: it can be read from its file again
                 vars(piece).pop("_value", None)
         return pickle.loads(content)
 
@@ -71,19 +71,20 @@ class Sent:
 def send(spark: SparkSession, value: object, *, stream: bool = False) -> Sent:
     """Sends a value to the executors: with the tasks if it is small, otherwise once to each executor.
 
-    The files of a Connect session do not reach the tasks of its streams: with these, it goes at any size.
+    The files of a Connect session do not reach the tasks of its streams: those get values of any size with the
+    tasks.
 
-    A Connect session, or a SparkContext, is sent a value once, as long as the value lives and can be referenced
-    weakly. A SparkContext lets go of it, on the driver and on the executors, once the value is gone and so are the
-    DataFrames, SQL functions and jobs whose tasks load it. A Connect server keeps it until the session ends.
+    A value is sent once per Connect session or SparkContext, if it supports weak references. A SparkContext frees it,
+    on the driver and on the executors, once the value and all DataFrames, SQL functions and jobs that load it are
+    gone. A Connect server keeps it until the session ends.
 
     Args:
-        spark: The session whose tasks will load it.
-        value: What can be pickled, functions and classes of a notebook too. Changes after it was sent go unseen.
+        spark: The session whose tasks load the value.
+        value: Any value that cloudpickle can pickle. Later changes to it are not sent.
         stream: Whether the tasks are those of a stream.
 
     Returns:
-        What the tasks' function must hold, to call `load` on. Keep it until Spark has that function.
+        The handle that the tasks call `load` on. Keep a reference to it until Spark has pickled the tasks' function.
 
     Raises:
         ShippingError: The value cannot be pickled.
@@ -106,7 +107,7 @@ def send(spark: SparkSession, value: object, *, stream: bool = False) -> Sent:
 
 
 def add_code(folder: Path) -> None:
-    """Puts the modules and packages in a folder on the Python path of the executors, with the next value sent."""
+    """Adds the modules and packages in a folder to the Python path of the executors, with the next value sent."""
     with _lock:
         if folder not in _code:
             _code.append(folder)
@@ -121,7 +122,7 @@ def _pickled(value: object) -> bytes:
 
 
 def _place(spark: SparkSession) -> SparkSession | SparkContext:
-    """Returns what keeps what was sent: each micro-batch of a classic stream has a session of its own."""
+    """Returns the key of the caches: on classic Spark the SparkContext, since each micro-batch has its own session."""
     return spark if is_connect(spark) else spark.sparkContext
 
 
@@ -142,9 +143,9 @@ def _send(spark: SparkSession, content: bytes) -> Sent:
 
 
 def _broadcast(context: SparkContext, content: bytes) -> Iterator[Broadcast[bytes]]:
-    """Broadcasts bytes piece by piece; removes the files of earlier ones that nothing in the JVM refers to any more.
+    """Broadcasts bytes in pieces; removes the files of earlier broadcasts that the JVM no longer references.
 
-    Spark cleans up after a broadcast, but for the file that Python handed to the JVM.
+    Spark frees unused broadcasts, except for the file through which Python passed the bytes to the JVM.
     """
     jvm: Any = context._jvm
     kept = []
@@ -166,7 +167,7 @@ def _send_code(spark: SparkSession, folder: Path) -> None:
         return
     content = _archive(folder)
     name = f"sparktorch-code-{hashlib.sha256(content).hexdigest()[:32]}.zip"
-    if name not in there:  # several models may have come with the same code
+    if name not in there:  # several models may share the same code
         file = Path(_folder().name, name)
         partial = file.with_suffix(".partial")
         partial.write_bytes(content)
@@ -176,9 +177,9 @@ def _send_code(spark: SparkSession, folder: Path) -> None:
 
 
 def _archive(folder: Path) -> bytes:
-    """Returns the modules and packages in a folder as a zip: the same bytes for the same code, whenever it was written.
+    """Returns the modules and packages in a folder as a zip file, with the same bytes for the same code.
 
-    Spark refuses another file of a name that it has.
+    Spark refuses a different file under a name that it already has.
     """
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
@@ -189,5 +190,5 @@ def _archive(folder: Path) -> bytes:
 
 @cache
 def _folder() -> tempfile.TemporaryDirectory[str]:
-    """The folder from which executors fetch code while the session lives; gone with this process."""
+    """Returns the folder from which executors fetch code during the session; removed when this process ends."""
     return tempfile.TemporaryDirectory(prefix="sparktorch-")

@@ -1,4 +1,4 @@
-"""What a fit has to tell MLflow, delivered in order by a thread of its own: the fit never waits for MLflow."""
+"""A queue of log entries and a thread that sends them to MLflow in order, so that the fit never waits for MLflow."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 __all__ = ["Outbox", "Sample", "Send"]
 
 _LOG = logging.getLogger(__name__)
-_PACE_SECONDS = 1.0  # between two batches of metrics
+_PACE_SECONDS = 1.0  # pause between two batches of metrics
 _CLOSE_SECONDS = 10.0
 _PROBE_SECONDS = 5.0
-_MOST_METRICS = 1000  # that MLflow takes at once
-_MOST_REFUSALS = 10  # of one delivery, by a server that can be reached
+_MOST_METRICS = 1000  # per request, MLflow's limit
+_MOST_REFUSALS = 10  # of one request, by a reachable server, before it is dropped
 
 Send = Callable[["MlflowClient", str], object]
 T = TypeVar("T")
@@ -41,10 +41,10 @@ class Sample(NamedTuple):
 
 
 class Outbox:
-    """Takes what there is to log and returns at once; delivers it one by one, as often as it must be tried.
+    """Queues log entries without blocking; a thread sends them in order and retries.
 
-    While MLflow cannot be reached, what is queued is kept, and metrics that have come together meanwhile
-    go in batches. A delivery that MLflow refuses for good is warned about and left out.
+    While MLflow is unreachable, entries stay queued; queued metrics are sent in batches. An entry that
+    MLflow rejects permanently is dropped with a warning.
     """
 
     def __init__(self, connect: Callable[[], MlflowClient], open_run: Callable[[MlflowClient], str | None]) -> None:
@@ -52,7 +52,7 @@ class Outbox:
 
         Args:
             connect: Makes the client.
-            open_run: Returns the id of the run to log to, `None` if there is nothing to log after all.
+            open_run: Returns the id of the run to log to; `None` to log nothing.
         """
         self.run_id: str | None = None
         self._connect = connect
@@ -70,7 +70,7 @@ class Outbox:
         threading.Thread(target=self._work, name="sparktorch-mlflow", daemon=True).start()
 
     def send(self, delivery: Send) -> None:
-        """Queues a call, which gets the client and the id of the run."""
+        """Queues a call with the client and the id of the run."""
         self._put([delivery])
 
     def metrics(self, samples: Iterable[Sample]) -> None:
@@ -78,22 +78,22 @@ class Outbox:
         self._put(samples)
 
     def close(self, seconds: float = _CLOSE_SECONDS) -> bool:
-        """Ends the queue and waits until all is delivered, or until a further attempt has failed.
+        """Closes the queue, and waits until all is sent or MLflow turns out to be unreachable.
 
-        What is left then is still tried in the background.
+        The thread goes on sending the rest in the background.
 
         Args:
-            seconds: The longest it may take.
+            seconds: The longest wait.
 
         Returns:
-            Whether all is delivered.
+            Whether all entries have been sent.
         """
         with self._changed:
             tried = self._attempts
             self._closing = True
             self._changed.notify_all()
             self._urged.set()
-            # One failure may be a hiccup; the attempt after it comes within a second.
+            # One failure may be transient; the next attempt follows within a second.
             self._changed.wait_for(
                 lambda: self._done or (self._attempts > tried and self._failures > 1), timeout=seconds
             )
@@ -138,14 +138,14 @@ class Outbox:
             _open.discard(self)
 
     def _take(self) -> list[Send | Sample]:
-        """Waits for the next delivery, a call or as many metrics as have come; none when all are out."""
+        """Waits for the next request: one call, or all queued metrics; empty when the queue is closed and empty."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closing)
             metrics = list(takewhile(lambda item: isinstance(item, Sample), self._queue))
             return metrics[:_MOST_METRICS] or list(self._queue)[:1]
 
     def _deliver(self, send: Callable[[], T]) -> T:
-        """Tries until it works; raises what trying again does not help."""
+        """Retries until success; raises errors that a retry does not fix."""
         refusals = 0
         for pause in chain((1.0, 2.0, 4.0, 8.0, 16.0), repeat(30.0)):
             reached = False
@@ -173,7 +173,7 @@ class Outbox:
             self._changed.notify_all()
 
     def _warn(self, message: str, error: Exception, *, of: str = "") -> None:
-        """Warns, once of the same thing; for what each error is a thing of its own, `of` tells them apart."""
+        """Logs a warning once per message and `of`, which distinguishes errors with the same message."""
         if (message, of) not in self._warned:
             self._warned.add((message, of))
             _LOG.warning(message, self._uri, type(error).__name__, error)
@@ -189,16 +189,16 @@ def _send(items: list[Send | Sample], client: MlflowClient, run_id: str) -> None
 
 
 def _probe(uri: str) -> None:
-    """Fails within seconds where nobody answers; MLflow's own retries, set for the process, take minutes."""
+    """Fails within seconds if the server does not answer; MLflow's own retries would take minutes."""
     import requests
 
     if uri.startswith(("http:", "https:")):
-        with suppress(requests.exceptions.SSLError):  # somebody has answered
+        with suppress(requests.exceptions.SSLError):  # the server has answered
             requests.head(uri, timeout=_PROBE_SECONDS, allow_redirects=False)
 
 
 def _may_pass(error: Exception) -> bool:
-    """Whether trying again may help: nobody answers, or the server has a trouble of its own."""
+    """Whether a retry may help: the server does not answer, or has an internal error."""
     import requests
     from mlflow.exceptions import MlflowException
 
@@ -210,7 +210,7 @@ def _may_pass(error: Exception) -> bool:
 
 @atexit.register
 def _last_attempt() -> None:
-    """Gives what is still queued when the interpreter exits one more chance."""
+    """Tries once more to send queued entries when the interpreter exits."""
     deadline = time.monotonic() + _CLOSE_SECONDS
     for outbox in list(_open):
         if not outbox.close(max(0.0, deadline - time.monotonic())):

@@ -1,4 +1,4 @@
-"""What a person looks at first: the course of the loss, and which classes are taken for which."""
+"""The figures of a run: loss curve and confusion matrix."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ if TYPE_CHECKING:
 
 __all__ = ["confusion_matrix", "loss_curve", "preload"]
 
-_MOST_NUMBERS = 20  # classes whose counts can be read in a cell
+_MOST_NUMBERS = 20  # classes up to which the counts in cells are legible
 
 
 def preload(*, classes: bool) -> None:
-    """Imports what drawing takes: seconds, the first time, best spent while the ranks train."""
+    """Imports the drawing libraries. The first import takes seconds, so do it while the ranks train."""
     importlib.import_module("matplotlib.figure")
     if classes:
         importlib.import_module("sklearn.metrics")

@@ -1,8 +1,8 @@
-"""The MLflow flavour: `log_model`, `save_model`, `load_model`, and a `python_function` beside it.
+"""The MLflow flavour: `log_model`, `save_model`, `load_model`, and a `python_function`.
 
-In the model's directory, `sparktorch/` holds the plain files of the artifact and two more:
-`model.json` (class, uid and Params of the Spark model) and `columns.json` (for the pyfunc). Where
-`torch.export` captures the module's graph, `data/model.pt2` holds it for MLflow's own `pytorch` flavour.
+In the model's directory, `sparktorch/` holds the plain files of the saved model, with `model.json` (class, uid
+and Params of the Spark model), and `columns.json` (for the pyfunc). If `torch.export` can capture the module's
+graph, `data/model.pt2` holds it for MLflow's own `pytorch` flavour.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ def log_model(
         model: What `fit` returned.
         name: The model's name in the run.
         registered_model_name: Registers the model under this name.
-        code_paths: Files and folders of code to keep beside the model; by default the file or
-            package that the module comes from, if it is not an installed one.
-        allow_pickle: Whether a module may be pickled that has no import path nor a graph to export.
-        pytorch: Whether to add the `pytorch` flavour, where the graph exports; it holds the weights
+        code_paths: Files and folders of code to save with the model; by default the file or
+            package of the module, unless it is installed.
+        allow_pickle: Whether to pickle a module that has neither an import path nor an exportable graph.
+        pytorch: Whether to add the `pytorch` flavour if the graph can be exported; it stores the weights
             a second time.
         kwargs: Passed to `save_model` (`signature=`, `input_example=`, `conda_env=`, `pip_requirements=`,
             `extra_pip_requirements=`) and to `mlflow.models.Model.log`: `step=`, `model_id=`, `metadata=`, ...
 
     Raises:
         PersistenceError: The module could only be pickled, and `allow_pickle` is not set.
-        TypeError: `model` is something else, or neither of the two takes one of `kwargs`.
+        TypeError: `model` is not a fitted model, or a keyword argument is unknown.
         ValueError: Several of `conda_env`, `pip_requirements` and `extra_pip_requirements` are given.
     """
     from mlflow.models import Model
@@ -77,7 +77,7 @@ def log_model(
             f"log_model() takes a fitted model of sparktorch's, and got {type(model).__name__}; "
             "mlflow.spark.log_model logs a whole pipeline"
         )
-    # Before MLflow makes a model that would stay behind without files.
+    # Check first: an error inside `Model.log` would leave a model without files in MLflow.
     known = inspect.signature(save_model).parameters.keys() | inspect.signature(Model.log).parameters.keys()
     for argument in kwargs:
         if argument not in known:
@@ -121,12 +121,12 @@ def save_model(
         code_paths: As for `log_model`.
         allow_pickle: As for `log_model`.
         pytorch: As for `log_model`.
-        signature: Replaces the one made of the model's columns; `False` for none.
+        signature: Replaces the signature from the model's columns; `False` for none.
         input_example: A pandas DataFrame with the input columns; by default two rows of zeros.
         conda_env: Replaces the environment, as a dict or the path of a YAML file.
         pip_requirements: Replaces the pinned requirements; a list, or the path of a requirements file.
         extra_pip_requirements: Added to the pinned requirements.
-        metadata: What MLflow is to keep with the model.
+        metadata: Metadata that MLflow saves with the model.
 
     Raises:
         PersistenceError: The module could only be pickled, and `allow_pickle` is not set.
@@ -146,10 +146,10 @@ def save_model(
         "extra_pip_requirements": extra_pip_requirements,
     }
     _check_environment(environment)
-    _validate_and_prepare_target_save_path(path)
     trained = sparktorch_model.trained
     with _code_of(trained.source, trained.preprocess) as own:
-        _check_place(path, code_paths or own)
+        _check_place(path, own if code_paths is None else code_paths)
+        _validate_and_prepare_target_save_path(path)
         code = _validate_and_copy_code_paths(code_paths or own, path)
     data = Path(path) / _DATA
     data.mkdir()
@@ -163,7 +163,7 @@ def save_model(
         mlflow_model.metadata = metadata
     _save_example(mlflow_model, zeros_for(sparktorch_model) if input_example is None else input_example, path)
     files = {"conda_env": "conda.yaml", "python_env": "python_env.yaml"}
-    # Where it is served need not be like where it was trained: the Param `device` does not hold there.
+    # The serving machine may differ from the cluster, so the Param `device` does not apply there.
     pyfunc.add_to_model(
         mlflow_model,
         loader_module="sparktorch.tracking.pyfunc",
@@ -180,7 +180,7 @@ def save_model(
 
 
 def _write_columns(model: TorchModelBase, data: Path) -> dict[str, str]:
-    """Writes what the Params say of columns beside the model; returns the field of each output column."""
+    """Writes the columns and scoring Params to `columns.json`; returns the field of each output column."""
     inputs = [name for spec in model._inputs() for name in spec.sources or (spec.column,)]
     _, outputs = model._fields()
     columns = {
@@ -194,12 +194,12 @@ def _write_columns(model: TorchModelBase, data: Path) -> dict[str, str]:
 
 
 def _check_place(path: str, code: Iterable[str]) -> None:
-    """Refuses a directory within the code that is to be kept in it.
+    """Checks that the target directory is not inside the code that is copied into it.
 
     Raises:
-        PersistenceError: It is one.
+        PersistenceError: It is.
     """
-    for root in code:
+    for root in code if isinstance(code, list) else ():  # MLflow refuses anything else
         if Path(path).resolve().is_relative_to(Path(root).resolve()):
             raise PersistenceError(
                 f"{path} lies within {root}, whose code the model keeps a copy of",
@@ -210,7 +210,7 @@ def _check_place(path: str, code: Iterable[str]) -> None:
 def load_model(model_uri: str, *, allow_pickle: bool = False) -> Any:
     """Loads a model from MLflow as the Spark model that was logged.
 
-    The code that was kept beside it goes to the executors, too, of each session that uses the model.
+    The code that was saved with it is also added to the executors of each session that uses the model.
 
     Args:
         model_uri: `models:/name/1`, `models:/name@alias`, `runs:/<run_id>/model`, or a path.
@@ -240,7 +240,7 @@ def load_model(model_uri: str, *, allow_pickle: bool = False) -> Any:
 def _code_of(*sources: Any) -> Iterator[list[str]]:
     """Yields the files and package folders that the sources come from, unless they are installed.
 
-    What was imported out of a zip, as with --py-files, is there as files inside the block.
+    Code imported from a zip, as with --py-files, is unpacked until the block ends.
     """
     with tempfile.TemporaryDirectory(prefix="sparktorch-code-") as unpacked:
         found = [_own_code(source, Path(unpacked)) for source in sources if source is not None]
@@ -248,12 +248,12 @@ def _code_of(*sources: Any) -> Iterator[list[str]]:
 
 
 def _own_code(source: Any, unpacked: Path) -> Path | None:
-    """Returns the file or package folder of one source; `None` where it is installed, or has no file."""
+    """Returns the file or package folder of one source; `None` if it is installed or has no file."""
     name = source.partition(":")[0] if isinstance(source, str) else getattr(source, "__module__", "__main__")
     if name in ("__main__", "builtins"):
         return None
     top = importlib.import_module(name.partition(".")[0])
-    folders = list(getattr(top, "__path__", ()))  # of a package, one without __init__.py included
+    folders = list(getattr(top, "__path__", ()))  # of a package, including namespace packages
     place = Path(folders[0] if folders else getattr(top, "__file__", None) or "")
     if place == Path() or _is_installed(place):
         return None
@@ -270,7 +270,7 @@ def _own_code(source: Any, unpacked: Path) -> Path | None:
 
 
 def _is_installed(place: Path) -> bool:
-    """Whether a requirement stands for the code there: a library of any environment, Python's own, or this one."""
+    """Whether the requirements cover the code there: an installed library, the standard library, or sparktorch."""
     place = place.resolve()
     own = [*map(sysconfig.get_path, ("stdlib", "platstdlib")), str(Path(sparktorch.__file__).parent)]
     if any(place.is_relative_to(Path(folder).resolve()) for folder in own):
@@ -291,7 +291,7 @@ def _add_pytorch(mlflow_model: Model, model: TorchModelBase, path: Path, code: s
 
 
 def _check_environment(arguments: Mapping[str, Any]) -> None:
-    """Refuses several answers to what the model needs."""
+    """Refuses more than one of the arguments that set the environment."""
     from mlflow.utils.environment import _validate_env_arguments
 
     names = ("conda_env", "pip_requirements", "extra_pip_requirements")
@@ -306,7 +306,7 @@ def _write_environment(
     pip_requirements: list[str] | str | None,
     extra_pip_requirements: list[str] | str | None,
 ) -> None:
-    """Writes what the model needs, in the files that MLflow's own flavours write."""
+    """Writes the environment files of MLflow's own flavours."""
     import yaml
     from mlflow.utils.environment import _process_conda_env, _process_pip_requirements, _PythonEnv
 
@@ -323,7 +323,7 @@ def _write_environment(
 
 
 def _requirements() -> list[str]:
-    """Pins what scoring needs beside MLflow, which pins itself; neither pyspark nor Java is among it."""
+    """Returns the pinned requirements of scoring, without pyspark. MLflow adds itself."""
     from importlib.metadata import version
 
     names = ("numpy", "pandas", "pyarrow", "safetensors", "torch")

@@ -1,4 +1,4 @@
-"""Logs a fit to MLflow while it runs, from the driver: the executors hold no credentials."""
+"""Logs a fit to MLflow while it runs, from the driver, so that executors need no credentials."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ _ERROR_TAG = "sparktorch.error"
 
 
 def caller() -> ActiveRun | None:
-    """Returns the run that is active in this thread; fits in other threads are told."""
+    """Returns the active run of this thread, for fits in other threads."""
     return active_run()
 
 
 def listener_for(fit: Fit) -> MLflowListener | None:
-    """Returns a listener for a fit that belongs to a run or asks for one, `None` for any other."""
+    """Returns a listener if the fit belongs to a run or asks for one, else `None`."""
     autologs = autologging()
     target = choose(fit.estimator, fit.callers.get(__name__), autologs)
     return MLflowListener(fit, target, autologs) if target is not None else None
 
 
 class MLflowListener:
-    """Logs one fit. Everything goes through an outbox, so nothing here waits for MLflow but the end."""
+    """Logs one fit. Everything goes through an `Outbox`, so only the end waits for MLflow."""
 
     def __init__(self, fit: Fit, target: Target, autologs: Autologging | None) -> None:
-        """Logs the Params to a run of the fit's own; to the caller's once the fit has passed its checks."""
+        """Starts logging: at once to the fit's own run, to the caller's run only after the checks (`prepared`)."""
         self._fit = fit
         self._target = target
         self._autologs = autologs
@@ -54,9 +54,9 @@ class MLflowListener:
             self._begin()
 
     def prepared(self) -> None:
-        """Logs the estimator's Params, where that has not been done."""
+        """Logs the Params to the caller's run."""
         if not self._target.own:
-            self._outbox.send(_forget_error)  # of a fit that was refused before
+            self._outbox.send(_forget_error)  # of an earlier fit that was refused
             self._begin()
 
     def _begin(self) -> None:
@@ -68,11 +68,11 @@ class MLflowListener:
         self._outbox.send(lambda client, run: figures.preload(classes=classes))
 
     def progress(self, record: dict[str, Any]) -> None:
-        """Logs the loss of a step, its number among all optimizer steps as step."""
+        """Logs the loss of a step, with the optimizer step as MLflow's step."""
         self._log({"step_loss": record["loss"]}, (record["epoch"] - 1) * record["steps"] + record["step"])
 
     def epoch(self, record: dict[str, Any]) -> None:
-        """Logs the epoch's metrics, the number of the epoch as step, and validations by step at theirs."""
+        """Logs the epoch's metrics with the epoch as MLflow's step, and validations by step with their step."""
         for validation in record.get("validations", ()):
             self._log(
                 {f"step_{name}": value for name, value in validation.items() if name != "step"}, validation["step"]
@@ -81,7 +81,7 @@ class MLflowListener:
         self._log(by_epoch, record["epoch"])
 
     def finished(self, model: Model, summary: TrainingSummary) -> None:
-        """Logs what is known at the end: data set, figures, environment, where the time went."""
+        """Logs data set, figures, environment and phase times."""
         self._log({f"seconds.{name}": value for name, value in summary.seconds.items()}, 0)
         self._tag(
             {
@@ -105,22 +105,22 @@ class MLflowListener:
         self._environment["devices"] = [rank["device"] for rank in summary.ranks]
         self._end("FINISHED")
         if autologs is not None:
-            # Autologging adds to this run what evaluators find of the model.
+            # Autologging adds the metrics of evaluators to this run.
             model._mlflow_run_id = self._outbox.run_id  # type: ignore[attr-defined]
 
     def failed(self, error: BaseException) -> None:
-        """Notes why the fit failed."""
+        """Logs the error."""
         self._tag({_ERROR_TAG: (str(error) or type(error).__name__)[:_LONGEST_ERROR]})
         if self._target.own or self._fit.columns is not None:
             self._end("FAILED")
-        else:  # the run is as good as before for the fit that comes next
+        else:  # the refused fit leaves the caller's run to the next one
             self._system.finish()
             self._outbox.close()
             self._target.give_back()
 
     def _connect(self) -> MlflowClient:
         client = self._target.connect()
-        # Started here, behind the import of MLflow: two threads importing it at once can meet half of it.
+        # Start after importing MLflow: two threads that import it at once may see a partial module.
         self._system.start()
         return client
 
@@ -135,7 +135,7 @@ class MLflowListener:
     def _end(self, status: str) -> None:
         self._system.finish()
         self._outbox.send(lambda client, run: client.log_dict(run, self._environment, "environment.json"))
-        if self._target.own:  # the caller ends the run that the caller began
+        if self._target.own:  # the caller ends its own run
             now = _milliseconds()
             self._outbox.send(lambda client, run: client.set_terminated(run, status, now))
         self._outbox.close()
@@ -146,7 +146,7 @@ def _milliseconds() -> int:
 
 
 def _log_params(values: dict[str, str], client: MlflowClient, run_id: str) -> None:
-    """Logs Params; those that the run has with another value, which MLflow would refuse all for, keep it."""
+    """Logs the Params that the run does not have; MLflow would reject all if one had another value."""
     from mlflow.entities import Param
 
     known = client.get_run(run_id).data.params

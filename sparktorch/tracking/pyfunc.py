@@ -28,8 +28,8 @@ def _load_pyfunc(path: str, model_config: Mapping[str, Any] | None = None) -> Py
 
     Args:
         path: The folder with the model's files.
-        model_config: As given to `mlflow.pyfunc.load_model`; `device` says where to score, as torch names it. "auto"
-            is what MLFLOW_DEFAULT_PREDICTION_DEVICE says, or else a GPU where there is one.
+        model_config: The argument of `mlflow.pyfunc.load_model`; `device` is a torch device or "auto", which means
+            MLFLOW_DEFAULT_PREDICTION_DEVICE if set, else a GPU if there is one, else the CPU.
     """
     from mlflow.environment_variables import MLFLOW_ALLOW_PICKLE_DESERIALIZATION, MLFLOW_DEFAULT_PREDICTION_DEVICE
 
@@ -42,23 +42,23 @@ def _load_pyfunc(path: str, model_config: Mapping[str, Any] | None = None) -> Py
             or (accelerator() if torch.accelerator.is_available() else None)
             or "cpu"
         )
-    # MLflow's own switch for its pyfuncs, on by default; here somebody must have switched it on.
+    # This is on by default in MLflow; sparktorch requires it to be set explicitly.
     allowed = MLFLOW_ALLOW_PICKLE_DESERIALIZATION.is_set() and bool(MLFLOW_ALLOW_PICKLE_DESERIALIZATION.get())
     return PyFuncModel(TrainedModule.load(directory, allow_pickle=allowed), settings, device)
 
 
 class PyFuncModel:
-    """What `mlflow.pyfunc.load_model(...).predict` calls."""
+    """The model that `mlflow.pyfunc.load_model(...).predict` calls."""
 
     def __init__(self, trained: TrainedModule, settings: dict[str, Any], device: str) -> None:
         """Builds the module.
 
         Args:
             trained: The module.
-            settings: `inputs`, the input columns in order; `outputs`, the name of each output
-                column by what `Scorer.score` calls it; `keep_null`, whether a row with a null in it gets
-                null results; `thresholds`, where classes have some.
-            device: Where to score, as torch names it.
+            settings: `inputs`, the input columns in order; `outputs`, the output column of each field
+                of `Scorer.score`; `keep_null`, whether a row with a null gets null results; `thresholds`
+                of the classes, if set.
+            device: The torch device to score on.
         """
         self._trained = trained
         self._inputs: list[str] = settings["inputs"]
@@ -70,15 +70,15 @@ class PyFuncModel:
         """Scores rows.
 
         Args:
-            model_input: A pandas DataFrame with the input columns, a dict of arrays by column, or
-                for a model with one input a bare array of shape `(rows, ...)`.
+            model_input: A pandas DataFrame with the input columns, a dict of arrays by column, or,
+                for a model with one input, an array of shape `(rows, ...)`.
             params: Not used.
 
         Returns:
             A DataFrame with the columns that `transform` adds.
 
         Raises:
-            ColumnError: An input column is missing or has another shape than the model was fitted on.
+            ColumnError: An input column is missing, or has another shape than in the fit.
         """
         arrays = self._columns(model_input)
         if self._keep_null:
@@ -108,7 +108,10 @@ class PyFuncModel:
 
 
 def _with_nulls(values: Any, spec: TensorSpec, name: str) -> pa.Array:
-    """Returns a column as Spark would send it; a row that pandas takes for missing, or that holds `None`, is null."""
+    """Converts a column to Arrow as Spark would send it.
+
+    A row is null if pandas counts it as missing, or if it contains `None`.
+    """
     if spec.kind in ("any", "binary"):
         return _arrow(values, spec, name)
     rows = list(values)
@@ -129,10 +132,10 @@ def _holds_none(row: Any) -> bool:
 
 
 def _arrow(values: Any, spec: TensorSpec, name: str) -> pa.Array:
-    """Returns a column of pandas, or an array of NumPy, as Spark would send it.
+    """Converts a pandas column or NumPy array to Arrow as Spark would send it.
 
     Raises:
-        ColumnError: Its rows have another shape than the model was fitted on.
+        ColumnError: The rows have another shape than in the fit.
     """
     if spec.kind == "any":
         return pa.array(list(values), arrow_type(spec.sql), from_pandas=True)
@@ -154,6 +157,6 @@ def _arrow(values: Any, spec: TensorSpec, name: str) -> pa.Array:
             f"column {name!r} has rows of shape {stacked.shape[1:]}, the model takes {shape}", column=name
         )
     levels = () if spec.sources else spec.levels
-    # The scorer makes whole numbers: it knows which ones an integer dtype cannot hold.
+    # The scorer converts to integers, because it handles values that the integer dtype cannot hold.
     dtype = stacked.dtype if np.dtype(spec.dtype).kind == "i" and stacked.dtype.kind in "if" else spec.dtype
     return to_arrow(np.ascontiguousarray(stacked, dtype=dtype).reshape(len(stacked), *levels))

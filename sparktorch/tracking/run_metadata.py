@@ -1,4 +1,4 @@
-"""What MLflow is told of a fit besides its metrics: Params, data set, environment."""
+"""What a fit logs besides metrics: Params, data set, environment."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 __all__ = ["data_set", "environment", "params"]
 
-_LONGEST = 500  # what every MLflow store takes as a Param's value
+_LONGEST = 500  # characters of a Param's value that every MLflow store accepts
 _PACKAGES = ("torch", "pyspark", "pyarrow", "numpy", "mlflow")
 
 
 def params(estimator: Estimator[Any]) -> dict[str, str]:
-    """Returns the Params that are set or have a default, as a person would write them."""
+    """Returns the Params that are set or have a default, as readable text."""
     values = {param.name: _shown(value)[:_LONGEST] for param, value in estimator.extractParamMap().items()}
     return dict(sorted(values.items()))
 
 
 def environment(fit: Fit) -> dict[str, Any]:
-    """Returns what the fit runs on, JSON-ready."""
+    """Returns versions and cluster of the fit, JSON-serializable."""
     return {
         "python": platform.python_version(),
         "sparktorch": sparktorch.__version__,
@@ -45,7 +45,7 @@ def environment(fit: Fit) -> dict[str, Any]:
 
 
 def data_set(columns: Columns, summary: TrainingSummary) -> DatasetInput:
-    """Returns the training rows as the input of a run. All of it is known: no job is run for it."""
+    """Returns the training set as the input of a run; needs no Spark job."""
     from mlflow.data.code_dataset_source import CodeDatasetSource
     from mlflow.entities import Dataset, DatasetInput, InputTag
     from mlflow.tracking.context.registry import resolve_tags
@@ -71,7 +71,7 @@ def data_set(columns: Columns, summary: TrainingSummary) -> DatasetInput:
 def _version(name: str) -> str | None:
     try:
         return version(name)
-    except PackageNotFoundError:  # mlflow-skinny, for one
+    except PackageNotFoundError:  # e.g. with mlflow-skinny
         return None
 
 

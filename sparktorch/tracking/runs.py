@@ -1,4 +1,4 @@
-"""Which MLflow run a fit is logged to: the active one, a nested one, or one of its own."""
+"""Chooses the MLflow run of a fit: the active run, a nested run, or a new one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ID_TAG = "sparktorch.fit"
 _AUTOLOG = "pyspark.ml"
 
 _lock = threading.Lock()
-_taken: set[str] = set()  # runs that hold a fit, or the fits of a cross-validation under them
+_taken: set[str] = set()  # runs that a fit, or the fits of a cross-validation, log to
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class ActiveRun:
         uri: The tracking URI of its store.
         experiment_id: Its experiment.
         run_id: The run.
-        taken: Whether something else has logged its Params to it.
+        taken: Whether another fit or autologging has logged its Params to it.
     """
 
     uri: str
@@ -42,7 +42,7 @@ class ActiveRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Autologging:
-    """What `mlflow.pyspark.ml.autolog` was asked for."""
+    """The arguments of `mlflow.pyspark.ml.autolog`."""
 
     log_models: bool
     log_datasets: bool
@@ -55,14 +55,14 @@ class Target:
     """The run of one fit.
 
     Attributes:
-        name: Name of a run of its own.
-        uri: The tracking URI, `None` for the one that holds for the process.
-        experiment: Name of the experiment, `None` for the parent's or the one that holds for the process.
-        parent: The run it is nested under.
-        own: Whether the fit gets a run of its own, or logs to `parent`.
-        elsewhere: Whether `parent` was active in another thread, and may have ended before the fit began.
+        name: Name of a new run.
+        uri: The tracking URI; `None` for that of the process.
+        experiment: Name of the experiment; `None` for that of the parent or the process.
+        parent: The run to log to, or to nest a new run under.
+        own: Whether the fit gets a new run; otherwise it logs to `parent`.
+        elsewhere: Whether `parent` was active in another thread; it may have ended before the fit began.
         asked: Whether Params or autologging ask for a run, even without `parent`.
-        tags: Tags of a run of its own.
+        tags: Tags of a new run.
     """
 
     name: str
@@ -79,11 +79,11 @@ class Target:
 
     @property
     def known_run(self) -> str | None:
-        """The run, if it was there before the fit."""
+        """The id of the run, if it existed before the fit."""
         return None if self.own or self.parent is None else self.parent.run_id
 
     def give_back(self) -> None:
-        """Lets the next fit have the run that was there before this one, which was refused."""
+        """Releases the existing run for the next fit, because this one was refused."""
         with _lock:
             _taken.discard(self.known_run or "")
 
@@ -94,7 +94,10 @@ class Target:
         return MlflowClient(self.uri)
 
     def open(self, client: MlflowClient) -> str | None:
-        """Returns the run's id, having made it if need be; `None` if the fit belongs to no run after all."""
+        """Returns the run's id, and creates the run if needed.
+
+        It is `None` if `parent` ended before the fit, and nothing else asks for a run.
+        """
         if self.known_run:
             return self.known_run
         if self.elsewhere and self.parent:
@@ -104,7 +107,7 @@ class Target:
                     return None
                 self.parent = None
         experiment = self._experiment(client)
-        if self._requested:  # and MLflow may have made the run, though its answer got lost
+        if self._requested:  # a retry: MLflow may have created the run although the response was lost
             found = client.search_runs([experiment], f"tags.`{_ID_TAG}` = '{self._id}'", max_results=1)
             if found:
                 return str(found[0].info.run_id)
@@ -115,7 +118,7 @@ class Target:
 
     def _experiment(self, client: MlflowClient) -> str:
         from mlflow.exceptions import MlflowException
-        from mlflow.tracking.fluent import _get_experiment_id  # what `start_run` asks; nothing public does
+        from mlflow.tracking.fluent import _get_experiment_id  # used by `start_run`; no public equivalent
 
         if self.experiment is None:
             return self.parent.experiment_id if self.parent else _get_experiment_id() or "0"  # MLflow's "Default"
@@ -123,7 +126,7 @@ class Target:
         if found is None:
             try:
                 return str(client.create_experiment(self.experiment))
-            except MlflowException:  # another fit may just have made it
+            except MlflowException:  # another fit may have created it meanwhile
                 found = client.get_experiment_by_name(self.experiment)
                 if found is None:
                     raise
@@ -141,7 +144,7 @@ class Target:
 def active_run() -> ActiveRun | None:
     """Returns the run that is active in this thread."""
     mlflow: Any = sys.modules.get("mlflow")
-    # A run can only be active where mlflow has been imported already; nobody else pays for it.
+    # No run can be active unless mlflow has been imported; so do not import it here.
     run = mlflow.active_run() if mlflow is not None and hasattr(mlflow, "active_run") else None
     if run is None:
         return None
@@ -156,7 +159,7 @@ def active_run() -> ActiveRun | None:
 
 
 def autologging() -> Autologging | None:
-    """Returns how autologging of pyspark.ml is set, `None` where it is off."""
+    """Returns the settings of pyspark.ml autologging; `None` if it is off."""
     if "mlflow.pyspark.ml" not in sys.modules:
         return None
     from mlflow.utils.autologging_utils import autologging_is_disabled, get_autologging_config
@@ -175,12 +178,12 @@ def choose(estimator: Estimator[Any], caller: ActiveRun | None, autologs: Autolo
     """Decides where a fit in this thread is logged.
 
     Args:
-        estimator: Whose Params hold.
-        caller: The run that was active where the estimator was copied.
-        autologs: How autologging is set.
+        estimator: The estimator.
+        caller: The run that was active in the thread that copied the estimator.
+        autologs: The settings of autologging.
 
     Returns:
-        The run, `None` if nothing was asked for.
+        The run; `None` if the fit is not logged.
     """
     experiment, name = (
         estimator.getOrDefault(param) if estimator.isDefined(param) else None
@@ -205,7 +208,7 @@ def choose(estimator: Estimator[Any], caller: ActiveRun | None, autologs: Autolo
 
 
 def _take(run: ActiveRun) -> bool:
-    """Returns whether the run holds no fit so far; from now on it does."""
+    """Marks the run as taken; returns whether it was free."""
     with _lock:
         free = not run.taken and run.run_id not in _taken
         _taken.add(run.run_id)

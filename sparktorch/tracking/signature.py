@@ -1,4 +1,4 @@
-"""What MLflow is told of a model's columns: its signature, and two rows of nothing as an example."""
+"""The MLflow signature of a model, and its input example: two rows of zeros."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ __all__ = ["column_type", "signature_of", "zeros_for"]
 
 
 def signature_of(model: TorchModelBase, outputs: dict[str, str]) -> ModelSignature:
-    """Returns inputs as named tensors, which MLflow makes of columns, arrays and JSON alike; outputs as columns.
+    """Returns inputs as named tensors and outputs as columns. MLflow makes tensors from columns, arrays and JSON.
 
-    Where rows differ in length, are bytes, go to a callable, or may be null, inputs are columns, too: MLflow has no
-    tensors for them. What may be null is of any type: a whole number beside a null is a float to pandas.
+    Inputs are columns if an input is ragged, binary, nullable or for `preprocess`, because MLflow has no tensors for
+    these. Nullable columns have any type, because pandas turns integers beside a null into floats.
     """
     from mlflow import types
     from mlflow.models import ModelSignature
@@ -53,7 +53,7 @@ def signature_of(model: TorchModelBase, outputs: dict[str, str]) -> ModelSignatu
 
 
 def zeros_for(model: TorchModelBase) -> pd.DataFrame:
-    """Returns two rows as the model takes them: of zeros, because a row of the training set may be secret."""
+    """Returns two input rows of zeros; training rows may be confidential."""
     import pandas as pd
 
     specs = model._inputs()
@@ -73,14 +73,14 @@ def column_type(spec: TensorSpec) -> Any:
 
 
 def _mlflow_type(kind: pa.DataType, *, wide: bool = False) -> Any:
-    """Returns MLflow's type of one of Arrow's; whole numbers narrower than its own are integers.
+    """Returns MLflow's type for an Arrow type; integers narrower than 32 bits become `integer`.
 
     Args:
-        kind: Arrow's.
-        wide: Whether numbers have 64 bits, as those of Python, of which MLflow takes nothing less.
+        kind: The Arrow type.
+        wide: Whether to use 64-bit types for all numbers: inside structs the values are Python numbers.
 
     Raises:
-        ValueError: MLflow has none for it.
+        ValueError: MLflow has no such type.
     """
     from mlflow.types.schema import Array, DataType, Object, Property
 
@@ -118,7 +118,7 @@ def _zeros(spec: TensorSpec) -> Any:
 
 
 def _nothing(kind: pa.DataType) -> Any:
-    """Returns a value of a type that says nothing: 0, an empty text or list."""
+    """Returns the empty value of a type: 0, an empty string or list."""
     if pa.types.is_struct(kind):
         return {field.name: _nothing(field.type) for field in kind}
     if pa.types.is_list(kind):

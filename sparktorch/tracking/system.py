@@ -16,17 +16,16 @@ _LONGEST_FINISH = 1.0
 class SystemMetrics:
     """Measures at MLflow's interval and once more at the end.
 
-    It does so with MLflow's monitor, which could also send by itself; but the fit's outbox
-    survives an outage. Nothing is measured without psutil, or where system metrics were switched
-    off, or in a run that MLflow measures already.
+    MLflow's monitor measures, and the fit's `Outbox` sends, because it survives an outage. Nothing is
+    measured without psutil, if system metrics are switched off, or if MLflow measures the run already.
     """
 
     def __init__(self, run_id: str | None, log: Callable[[dict[str, float], int], None]) -> None:
         """Prepares to measure.
 
         Args:
-            run_id: A run that was there before the fit, `None` for a new one.
-            log: Gets each measurement by name, and its number.
+            run_id: The run, if it existed before the fit; `None` for a new one.
+            log: Called with the values of each measurement by name, and its number.
         """
         self._run_id = run_id
         self._log = log
@@ -34,7 +33,7 @@ class SystemMetrics:
         self._thread = threading.Thread(target=self._work, name="sparktorch-system-metrics", daemon=True)
 
     def start(self) -> None:
-        """Measures from now on, in a thread, unless the fit is over already."""
+        """Starts measuring in a thread, unless the fit has already ended."""
         self._thread.start()
 
     def finish(self) -> None:

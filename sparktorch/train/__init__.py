@@ -1,1 +1,1 @@
-"""Training in one rank: the loop, and all it is made of. Neither Spark nor rows are known here."""
+"""Training in one rank: the loop and its parts. Nothing here depends on Spark or on row formats."""

@@ -1,4 +1,4 @@
-"""Hooks: code of the user's that runs as the training goes on, in the ranks and on the driver."""
+"""Callbacks: user code that runs during training, in the ranks and on the driver."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __all__ = ["Callback", "Callbacks", "FitContext", "check_callback"]
 
 @dataclass
 class FitContext:
-    """Where a rank's training stands; every hook in a rank gets it.
+    """The state of a rank's training, which every hook in the rank receives.
 
     Attributes:
-        module: The module itself, not what the strategy wraps it in. With strategies that divide the
-            model, its parameters are this rank's parts.
-        optimizer: Of this rank.
+        module: The user's module, unwrapped. With strategies that shard the model, its parameters are this rank's
+            shards.
+        optimizer: This rank's optimizer.
         world: The rank's place.
         epoch: Number of the epoch, from 1; 0 before the first.
         step: Optimizer steps taken so far, over all epochs.
@@ -40,20 +40,20 @@ class FitContext:
     _asked_to_stop: bool = field(default=False, repr=False)
 
     def stop(self) -> None:
-        """Asks the training to end with this epoch; where one rank asks, all of them end."""
+        """Requests that training stops after this epoch; a request of one rank stops all ranks."""
         self._asked_to_stop = True
 
 
 class Callback:
     """Base class of callbacks; a hook that is not overridden does nothing and costs nothing.
 
-    The hooks `on_driver_...` run in the process that called `fit`, on the instance itself. All
-    others run in the ranks, each on a copy of its own that was pickled before the training: what they
-    write into themselves does not come back. What they raise ends the fit.
+    The hooks `on_driver_...` run in the process that called `fit`, on the instance itself. All other hooks run in the
+    ranks, each on a copy that was pickled before the training. Changes to a copy are not sent back to the driver. An
+    exception in a rank ends the fit.
 
     Attributes:
-        ranks: Whether the hooks in the ranks run in the "main" one alone, rank 0, or in "all". A hook
-            that uses a collective of `torch.distributed` needs "all".
+        ranks: Where the hooks of the ranks run: "main" means rank 0 only, "all" means every rank. A hook that uses a
+            collective of `torch.distributed` needs "all".
     """
 
     ranks: Literal["main", "all"] = "main"
@@ -71,43 +71,43 @@ class Callback:
         """Is called after each validation, with its metrics; they are the same in every rank."""
 
     def on_epoch_end(self, context: FitContext, record: dict[str, Any]) -> None:
-        """Is called with the record of the epoch, which is the same in every rank but for the seconds.
+        """Is called with the record of the epoch, which is the same in every rank except for times.
 
-        Numbers that rank 0 adds to it become part of `summary.history` and of what is logged.
+        Numbers that rank 0 adds to the record also appear in `summary.history`, and are logged.
         """
 
     def on_fit_end(self, context: FitContext) -> None:
-        """Is called after the last epoch of a training that has not failed.
+        """Is called after the last epoch, if the training has not failed.
 
-        `context.module` has the weights of the last step, also where the model gets others.
+        `context.module` has the weights of the last step, even if the fitted model gets other weights.
         """
 
     def on_driver_progress(self, record: dict[str, Any]) -> None:
         """Is called on the driver a few times a second, with epoch, epochs, step, steps and loss of rank 0."""
 
     def on_driver_epoch(self, record: dict[str, Any]) -> None:
-        """Is called on the driver with the record of each epoch, as soon as it is over.
+        """Is called on the driver with the record of each epoch, as soon as the epoch is over.
 
-        Here and in `on_driver_progress`, an error is warned about and the callback is called no more
-        on the driver; the fit goes on.
+        If this hook or `on_driver_progress` raises, the driver logs a warning and stops calling the callback; the fit
+        goes on.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what the callback needs to go on after a restart; nothing by default."""
+        """Returns the state that checkpoints save for the callback; empty by default."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` returned."""
+        """Restores the state that `state_dict` returned."""
 
 
 _HOOKS = ("on_fit_start", "on_epoch_start", "on_step_end", "on_validation_end", "on_epoch_end", "on_fit_end")
 
 
 def check_callback(callback: Any) -> None:
-    """Refuses what is no callback.
+    """Checks that a value is a callback.
 
     Raises:
-        ConfigError: It is no instance of `Callback`, or its `ranks` is unknown.
+        ConfigError: It is not an instance of `Callback`, or its `ranks` is unknown.
     """
     if not isinstance(callback, Callback):
         given = f"the class {callback.__qualname__}" if isinstance(callback, type) else f"a {type(callback).__name__}"
@@ -126,23 +126,22 @@ class Callbacks:
         self._all = callbacks
         here = [callback for callback in callbacks if callback.ranks == "all" or context.world.is_main]
         self._hooks = {name: [callback for callback in here if _overridden(callback, name)] for name in _HOOKS}
-        self.watch_steps = bool(self._hooks["on_step_end"])
 
     def call(self, hook: str, *arguments: Any) -> None:
         """Calls a hook of every callback, in their order.
 
         Raises:
-            RankError: One of them raised; names the hook.
+            RankError: A callback raised; names the hook.
         """
         for callback in self._hooks[hook]:
             self._call(callback, hook, arguments)
 
     def add_to(self, record: dict[str, Any]) -> None:
-        """Calls `on_epoch_end`.
+        """Calls `on_epoch_end`, which may add numbers to the epoch's record.
 
         Raises:
             RankError: A callback raised.
-            ConfigError: A callback has put something into it that is not a number.
+            ConfigError: A callback put a value into the record that is not a number.
         """
         before = dict(record)
         self.call("on_epoch_end", record)
@@ -160,7 +159,7 @@ class Callbacks:
         return [(type(callback).__qualname__, callback.state_dict()) for callback in self._all]
 
     def load_state_dict(self, state: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
-        """Has every callback go on from its state; one that was not there before begins anew."""
+        """Restores the state of every callback; a callback without saved state starts fresh."""
         for callback, (name, values) in zip(self._all, state, strict=False):
             if name == type(callback).__qualname__:
                 callback.load_state_dict(values)
@@ -175,7 +174,7 @@ class Callbacks:
             ) from error
 
     def ask_to_stop(self) -> bool:
-        """Returns whether a callback in any rank has asked the training to end; costs nothing without callbacks."""
+        """Returns whether a callback in any rank has requested a stop; a collective, unless there are no callbacks."""
         if not self._all:
             return False
         asked = torch.tensor([float(self._context._asked_to_stop)], dtype=torch.float64)

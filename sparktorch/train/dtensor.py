@@ -1,4 +1,4 @@
-"""Parameters that are divided among ranks (torch's `DTensor`), beside those that are not."""
+"""Functions for tensors that may be sharded among ranks (torch's `DTensor`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["divided_like", "local", "local_part", "whole"]
 
 
 def divided_like(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's part of something as the whole of it, where the parameter is divided among ranks."""
+    """Returns this rank's shard as a `DTensor` sharded like `parameter`, or as it is if that is not sharded."""
     if not hasattr(parameter, "to_local"):
         return part
     from torch.distributed.tensor import DTensor
@@ -21,19 +21,19 @@ def divided_like(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's part of a tensor, which is all of it unless it is divided among ranks."""
+    """Returns this rank's shard of a tensor, or the tensor itself if it is not sharded."""
     part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor that may be divided among ranks as one that is not; where it is, all of them call it."""
+    """Returns the whole tensor. For a sharded one this is a collective, which every rank must call."""
     found: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return found
 
 
 def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-    """Returns this rank's part of a tensor, and where in the whole tensor it begins."""
+    """Returns this rank's shard of a tensor, and its offset along each axis of the whole tensor."""
     part = local(tensor)
     if part is tensor:
         return tensor, [0] * tensor.dim()

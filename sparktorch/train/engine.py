@@ -1,4 +1,4 @@
-"""A module with all that trains it, one optimizer step at a time, in one rank."""
+"""The optimizer step in one rank, with the module, loss, optimizer and schedule that it needs."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ __all__ = ["Engine"]
 
 
 class Engine:
-    """Module, loss, optimizer and schedule of a rank, under the strategy that joins it to the others.
+    """Module, loss, optimizer and schedule of a rank, under the strategy that connects the ranks.
 
     Attributes:
         strategy: How the ranks share the work.
-        module: What the strategy made of the user's module.
-        plain: The user's module.
-        optimizer: Over this rank's parameters.
-        schedule: Of the learning rate.
-        scaler: Of the loss, in fp16.
-        training_step: The user's own, `None` where the loss counts.
-        watch: Over losses that are not finite, `None` where their steps are skipped.
-        min_rows: The fewest rows of a batch that the module takes in training.
-        means: Of the training step's metrics, over the steps since they were last cleared.
-        padding: Places of the padded inputs of this rank's last step, and elements in them.
-        gradient_norm: Of this rank's last step before clipping, a scalar tensor; `None` where it was not looked at.
+        module: The module as the strategy has wrapped it.
+        unwrapped: The user's module.
+        optimizer: Optimizer of this rank's parameters.
+        schedule: Learning-rate schedule.
+        scaler: Loss scaler, enabled in fp16 only.
+        training_step: The user's training step, `None` if the recipe has a loss instead.
+        watch: Raises on losses that are not finite; `None` if their steps are skipped.
+        min_rows: Minimum rows of a batch in training.
+        means: Means of the training step's metrics over the steps since they were cleared.
+        padding: Positions in the padded inputs of this rank's last step, and how many of them hold data.
+        gradient_norm: Gradient norm of the last step before clipping, a scalar tensor; `None` if it was not measured.
     """
 
     def __init__(self, recipe: Recipe, config: TrainConfig, world: World, *, steps: int) -> None:
@@ -56,8 +56,8 @@ class Engine:
         device = torch.device(world.device)
         self.strategy: Strategy[Any] = build_strategy(config, world)
         plain = recipe.build_module(config.seed)
-        # A rank joins every all-reduce, with a row of weight zero where it has none; batch
-        # normalisation in training refuses a single row, unless it looks at those of all ranks.
+        # A rank without rows joins every all-reduce with placeholder rows. Batch normalisation
+        # refuses a single row in training, unless it is synchronised over the ranks.
         self.min_rows = 2 if has_batch_norm(plain) else 1
         self._presence: Presence | None = None
         if config.sync_batch_norm and world.world_size > 1:
@@ -74,7 +74,7 @@ class Engine:
         self.training_step = recipe.build_training_step()
         self._loss = None if self.training_step else recipe.build_loss().to(world.device)
         self._autocast = autocast(device, config.precision)
-        # Small gradients of float16 vanish unless the loss is scaled up; bfloat16 reaches as far as float32.
+        # Small float16 gradients underflow unless the loss is scaled up; bfloat16 has the exponent range of float32.
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
         at_once = True if self.strategy.waits_for_device else None
         self.watch = LossWatch(world, at_once=at_once) if config.non_finite == "error" else None
@@ -87,12 +87,12 @@ class Engine:
 
         Args:
             batch: This rank's part of the global batch.
-            scale: What the sum of its losses is multiplied by.
+            scale: Factor of the batch's loss sum, as from `step_scales`.
             parts: Number of micro-batches.
-            measured: Whether to find the norm of the gradient also where that is a pass of its own.
+            measured: Whether to measure the gradient norm even if that needs an extra pass over the gradients.
 
         Returns:
-            The sum of this rank's weighted losses, a scalar tensor; `None` if the step was left out on all ranks.
+            The sum of this rank's weighted losses, a scalar tensor; `None` if all ranks have skipped the step.
         """
         config = self._config
         self.optimizer.zero_grad()
@@ -103,7 +103,7 @@ class Engine:
         *first, last = split = micro_batches(batch, parts, min_rows=self.min_rows)
         self.padding = padding(split)
         found = []
-        for part in first:  # gradients add up in the rank; the last part's backward sends the sum
+        for part in first:  # gradients accumulate in the rank; the backward of the last part reduces the sum
             with self.strategy.no_sync(self.module):
                 found.append(self._backward(part, scale))
         found.append(self._backward(last, scale))
@@ -131,10 +131,10 @@ class Engine:
         return loss_sum
 
     def warm_up(self, batch: Batch) -> None:
-        """Goes through the steps after which a strategy sums gradients in its final order, without a trace.
+        """Warms up the strategy's reducer, and restores generators, buffers and strategy state.
 
-        A training that goes on from a checkpoint would otherwise sum its first steps in another order
-        than the one that was not interrupted, and end with other last bits.
+        The reducer sums gradients in its final order only after a few passes. A resumed training that is not warmed up
+        would sum them in another order than an uninterrupted one, and differ in the last bits.
         """
         with untouched_generators(torch.device(self._world.device)):
             buffers = [buffer.clone() for buffer in self.module.buffers()]
@@ -153,7 +153,7 @@ class Engine:
             with self._autocast:
                 return self.training_step(module, batch)
         output = self.forward(module, batch)
-        if 0 < batch.rows < self.min_rows:  # filled up for the module's sake alone
+        if 0 < batch.rows < self.min_rows:  # drops the rows added to reach the minimum rows
             output = first_rows(output, batch.rows)
         assert self._loss is not None
         return self._loss(*align(self._config.task, output, batch.label), batch.loss_weight), {}
@@ -165,16 +165,16 @@ class Engine:
         return self.widened(output)
 
     def widened(self, output: Any) -> Any:
-        """Returns what the module returned under autocast as `forward` does."""
+        """Converts a module's output under autocast to float32, as `forward` does."""
         return full_precision(output) if self._config.precision in ("bf16", "fp16") else output
 
     def loss_of(self, output: Any, label: torch.Tensor | None, weight: torch.Tensor | None) -> torch.Tensor:
-        """Returns the sum of the weighted losses of an output; only without a training step."""
+        """Returns the sum of the weighted losses of an output, a scalar tensor; not for use with a training step."""
         assert self._loss is not None
         return self._loss(output, label, weight)
 
     def _backward(self, batch: Batch, scale: float) -> tuple[torch.Tensor, Sums]:
-        """Adds the gradients of a batch to those that are there; returns its loss sum and metrics."""
+        """Accumulates the gradients of a batch; returns its loss sum and metric sums."""
         loss, metrics = self.losses_of(self.module, batch)
         if self.watch is not None:
             self.watch.check(loss)
@@ -186,10 +186,10 @@ class Engine:
         self.scaler.update()
 
     def _skip(self, buffers: list[torch.Tensor]) -> None:
-        """Leaves out a step, which schedule and strategy count nevertheless, and puts the buffers back."""
+        """Skips a step: restores the buffers, while schedule and strategy still count the step."""
         for buffer, before in zip(self.module.buffers(), buffers, strict=True):
             buffer.copy_(before)
-        if self.scaler.is_enabled():  # it may have scaled too far
+        if self.scaler.is_enabled():  # its scale may be too large
             self.scaler.unscale_(self.optimizer)
             self.scaler.update()
         self.schedule.step(lambda: None)

@@ -32,19 +32,19 @@ from sparktorch.train.validation import Validation
 __all__ = ["Outcome", "train"]
 
 _PROGRESS_SECONDS = 0.2
-_NORM_STEPS = 32  # from one gradient whose norm takes a pass of its own to the next
+_NORM_STEPS = 32  # between measurements of the gradient norm that need an extra pass over the gradients
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank brings back from training.
+    """A rank's result of training.
 
     Attributes:
-        state: The whole model's state on the CPU.
+        state: The whole model's state dict on the CPU; may be empty on ranks other than 0.
         history: One record per epoch: loss, validation metrics, throughput, times in seconds.
-        confusion: Validation rows by class (row) and predicted class (column), of these weights;
+        confusion: Confusion matrix of these weights: validation rows by class (row) and predicted class (column).
             `None` without validation rows or classes, or with too many classes.
-        data_wait_share: What part of the training's time this rank waited for rows, since it was started last.
+        data_wait_share: Share of the training time since the last start that this rank waited for rows.
     """
 
     state: dict[str, torch.Tensor]
@@ -77,11 +77,17 @@ def train(
         recipe: What is trained.
         config: How it is trained.
         world: This rank's place; with more than one rank, the process group is open.
-        client: Told how far the training is.
+        client: Receives the training's progress.
         steps: Number of steps in an epoch.
-        validation_rows: The most validation rows of any rank; without any, nothing is validated.
+        validation_rows: The most validation rows of any rank; 0 turns validation off.
         classes: Number of classes the labels index, `None` when labels are not classes.
-        checkpointer: Saves checkpoints, and knows the one to go on from; `None` for neither.
+        checkpointer: Saves checkpoints, and knows the one to resume from; `None` for neither.
+
+    Raises:
+        ColumnError: All rows have the weight 0.
+        ModuleError: A loss is not finite, or an operation cannot be deterministic.
+        RankError: A callback raised.
+        PeerFailure: Another rank's loss is not finite.
     """
     with reproducible(config, torch.device(world.device)), explained(config):
         run = _Run(dataset, recipe, config, world, client, steps, validation_rows, classes or 0, checkpointer)
@@ -94,11 +100,13 @@ def train(
                     loss = engine.step(batch, current.scales[step], current.parts[step], measured=run.measures(step))
                     run.count(step, batch.rows, loss)
                     run.show(current, step, loss)
+                    del batch, loss  # no memory of theirs is held in validation, or after the epoch
                     callbacks.call("on_step_end")
                     if run.validates_now:
-                        run.validate_within(epoch, step)
+                        run.validate_within()
                         if progress.best.out_of_patience:
                             break
+                        run.train_on(epoch, step)
                     run.save_within(current)
             record = run.record(current)
             if epoch + 1 == config.epochs or run.validates_after(epoch):
@@ -106,7 +114,7 @@ def train(
             run.note_validations(record)
             engine.schedule.epoch_done(record, validated=run.validation is not None)
             callbacks.add_to(record)
-            # Every rank has the same losses and hears of every request, and stops at the same epoch.
+            # All ranks see the same losses and stop requests, so they stop after the same epoch.
             asked = callbacks.ask_to_stop()
             if asked:
                 run.validate()
@@ -123,14 +131,14 @@ def train(
 
 @dataclass(frozen=True)
 class _Epoch:
-    """An epoch that a rank is in.
+    """The current epoch of a rank.
 
     Attributes:
-        number: From 0.
+        number: Number of the epoch, from 0.
         weights: Weight of every step over all ranks, float64 of shape `(steps,)`.
-        scales: What the sum of a rank's losses of each step is multiplied by.
+        scales: Factor of a rank's loss sum in each step.
         parts: Number of micro-batches of each step.
-        started: When it began, by `time.perf_counter`, had it not been interrupted.
+        started: Start by `time.perf_counter`; in a resumed epoch, earlier by the seconds before its checkpoint.
     """
 
     number: int
@@ -141,14 +149,14 @@ class _Epoch:
 
 
 class _Run:
-    """What a training in one rank is made of, and the parts of its loop.
+    """The objects of a training in one rank, and the parts of its loop.
 
     Attributes:
         engine: Module, optimizer and schedule.
-        context: What callbacks see.
-        callbacks: Of this rank.
-        validation: `None` without validation rows.
-        progress: What has come of the training so far.
+        context: The context that is passed to callbacks.
+        callbacks: This rank's callbacks.
+        validation: Evaluates the model; `None` without validation rows.
+        progress: Epoch counters and results.
     """
 
     def __init__(
@@ -183,25 +191,25 @@ class _Run:
         seed_all(config.seed + world.rank + 1)
 
     def start(self) -> int:
-        """Prepares checkpoints, and loads the one to go on from; returns the epoch to begin with."""
+        """Warms up for checkpoints and loads the one to resume from; returns the first epoch, from 0."""
         if self._checkpointer is None:
             return 0
         with closing(self._dataset.epoch(0, min_rows=self.engine.min_rows)) as batches:
             self.engine.warm_up(next(batches))
-        self._state.check()  # now, and not hours later
+        self._state.check()  # fails now instead of hours later
         manifest = self._checkpointer.start
         if manifest is None:
             return 0
         self._state.load(self._checkpointer.store, manifest)
         self.context.step = manifest.step
         if self._world.is_main:
-            for record in self.progress.history:  # the driver may be another one
+            for record in self.progress.history:  # the driver may have been restarted
                 self._client.epoch_done(record["epoch"], record)
         return manifest.epoch
 
     @contextmanager
     def begin(self, epoch: int) -> Iterator[tuple[_Epoch, Iterator[tuple[int, Batch]]]]:
-        """A block that trains what is left of an epoch; yields it, and its steps with this rank's part of each.
+        """Context for the remaining steps of an epoch; yields the epoch, and its steps with this rank's batches.
 
         Raises:
             ColumnError: All rows have the weight 0.
@@ -226,28 +234,28 @@ class _Run:
         self._seconds += time.perf_counter() - counters.validating - entered
 
     def _steps_left(self, batches: Iterator[Batch], steps: int) -> Iterator[tuple[int, Batch]]:
-        """Yields each step that is left with this rank's part of its batch, and counts the time that it waits."""
+        """Yields each remaining step with this rank's part of its batch, and measures the waiting time."""
         counters = self.progress.tally
         for step in range(counters.taken, steps):
             self._client.at_step(step + 1)
             asked = time.perf_counter()
-            batch = next(batches)
+            held = [next(batches)]
             counters.waited += time.perf_counter() - asked
-            yield step, batch
+            yield step, held.pop()  # this generator does not keep it
 
     def measures(self, step: int) -> bool:
-        """Whether to find the norm of this step's gradient where that is a pass of its own."""
+        """Returns whether to measure this step's gradient norm even if that needs an extra pass over the gradients."""
         return self.context.step % _NORM_STEPS == 0 or step + 1 == self._steps
 
     def count(self, step: int, rows: int, loss: torch.Tensor | None) -> None:
-        """Adds a step to what is known of the epoch; `loss` is `None` for one that was left out."""
+        """Adds a step to the epoch counters; `loss` is `None` for a skipped step."""
         counters, engine = self.progress.tally, self.engine
         counters.places += engine.padding[0]
         counters.elements += engine.padding[1]
         self.context.step += 1
         counters.taken += 1
         counters.rows += rows
-        if loss is None:  # the weights are what they were
+        if loss is None:  # the weights have not changed
             counters.skipped.append(step)
             return
         counters.losses[step] = loss
@@ -258,7 +266,7 @@ class _Run:
             self._average.update()
 
     def show(self, epoch: _Epoch, step: int, loss: torch.Tensor | None) -> None:
-        """Publishes how far the training is, a few times a second: reading the loss waits for the device."""
+        """Publishes the progress at most a few times a second, because reading the loss waits for the device."""
         now = time.perf_counter()
         if loss is None or now < self._next_progress:
             return
@@ -270,7 +278,7 @@ class _Run:
 
     @property
     def validates_now(self) -> bool:
-        """Whether a validation is due after the step that was taken last."""
+        """Whether a validation is due after the last step."""
         config = self._config
         return (
             self.validation is not None
@@ -284,7 +292,7 @@ class _Run:
         return config.validation_unit == "epoch" and (epoch + 1) % config.validation_interval == 0
 
     def validate(self) -> None:
-        """Validates, unless that has been done after this very step, and keeps what is best."""
+        """Validates and keeps the best weights; does nothing if this step has been validated already."""
         progress = self.progress
         if self.validation is None or progress.validated_step == self.context.step:
             return
@@ -296,19 +304,22 @@ class _Run:
         progress.tally.validations.append({"step": self.context.step, **metrics})
         if progress.best.offer(metrics["val_loss"], self._weights):
             progress.confusion = counts
-        self.callbacks.call("on_validation_end", dict(metrics))  # a copy, for it decides the same in every rank
+        self.callbacks.call("on_validation_end", dict(metrics))  # a copy, so that callbacks cannot change it
         progress.tally.validating += time.perf_counter() - started
 
-    def validate_within(self, epoch: int, step: int) -> None:
-        """Validates after a step within an epoch, and goes back to training."""
+    def validate_within(self) -> None:
+        """Validates after a step within an epoch."""
         self._look_back(now=True)
-        self.progress.tally.losses.sum().item()  # waits for the device: what it has still to do is not validation
+        self.progress.tally.losses.sum().item()  # waits for the device, so that its pending work is not counted
         self.validate()
+
+    def train_on(self, epoch: int, step: int) -> None:
+        """Goes back to training after a validation within an epoch."""
         self._client.enter("training", epoch=epoch + 1, step=step + 1)
         self.engine.module.train()
 
     def note_validations(self, record: dict[str, Any]) -> None:
-        """Adds the epoch's last validation to its record, and all of them where they go by step."""
+        """Adds the epoch's last validation to its record, and all of them if they run by step."""
         validations = self.progress.tally.validations
         if validations:
             record |= {name: value for name, value in validations[-1].items() if name != "step"}
@@ -316,11 +327,11 @@ class _Run:
             record["validations"] = validations
 
     def record(self, epoch: _Epoch) -> dict[str, Any]:
-        """Returns the record of the epoch's training, the same on every rank but for the seconds."""
+        """Returns the record of the epoch's training, the same on every rank except for what depends on time."""
         counters, engine, world = self.progress.tally, self.engine, self._world
         sums = sum_over_ranks(counters.sums(), world)
         norm = float(max_over_ranks(counters.largest_norm(), world))
-        # Of the slowest rank: others need not keep pace with it.
+        # Read after the all-reduces, so that it is the slowest rank's time.
         seconds = time.perf_counter() - epoch.started - counters.validating
         record = self.progress.record(
             sums,
@@ -342,7 +353,7 @@ class _Run:
         return record | engine.strategy.metrics()
 
     def save_within(self, epoch: _Epoch) -> None:
-        """Saves a checkpoint, if one is due, unless this was the last step: after that comes the epoch's end."""
+        """Saves a checkpoint if one is due; after the last step, the end of the epoch saves it instead."""
         counters = self.progress.tally
         if self._checkpointer is not None and counters.taken < self._steps:
             counters.seconds = time.perf_counter() - epoch.started
@@ -356,7 +367,7 @@ class _Run:
         self._checkpointer.save(position, self._state.share(), self.progress.last_validation().get("val_loss"))
 
     def finish(self, epoch: int) -> Outcome:
-        """Ends checkpoints, and returns what the training has come to; `epoch` is the number of those trained."""
+        """Closes the checkpointer and returns the outcome; `epoch` is the number of trained epochs."""
         if self._checkpointer is not None:
             self._client.enter("saving")
             self._checkpointer.close(Position(self.context.step, epoch))
@@ -367,7 +378,7 @@ class _Run:
         return Outcome(weights, progress.history, confusion, self._waited / max(self._seconds, 1e-9))
 
     def _look_back(self, *, now: bool = False) -> None:
-        """Stops the training if a loss was not finite; `now` before something is made of the weights."""
+        """Raises if a loss was not finite; `now` is set before the weights are used."""
         counters = self.progress.tally
         if self.engine.watch is not None and counters.taken:
             self.engine.watch.look_back(counters.losses, counters.taken, now=now)
@@ -385,10 +396,10 @@ class _Run:
         return parts.tolist()
 
     def _weights(self, *, copy: bool = True) -> dict[str, torch.Tensor]:
-        """Returns the whole model's state on the CPU, a copy of it where the module will have other weights."""
+        """Returns the whole model's state dict on the CPU; with a moving average, it is always a copy."""
         with self._averaged():
             return self.engine.strategy.state_dict(self.engine.module, copy=copy or self._average is not None)
 
     def _averaged(self) -> AbstractContextManager[None]:
-        """A block in which the module has the weights that training would now return."""
+        """Context in which the module has the weights that the training would return now."""
         return nullcontext() if self._average is None else self._average.swapped_in()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Metrics", "try_metrics"]
 
 _HOMES = ("torchmetrics", "torchmetrics.classification", "torchmetrics.regression")
-_TAKEN = {"loss", "accuracy"}  # what validation reports anyway
+_TAKEN = {"loss", "accuracy"}  # names that validation reports itself
 _MOST_AXES = 8
 _DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
@@ -34,16 +34,16 @@ _DTYPES = (
 
 
 class Metrics:
-    """The further metrics of a validation, in one rank."""
+    """The additional metrics of a validation, in one rank."""
 
     def __init__(self, metrics: Mapping[str, Any], task: Task, device: str) -> None:
         """Builds the metrics.
 
         Args:
-            metrics: By name: the name of a class in torchmetrics, a factory or an import path, one of
-                these under "name" in a mapping with its parameters, or an instance.
+            metrics: Metrics by name. A value is a class name in torchmetrics, a factory, an import path, a mapping
+                with one of these under "name" and its parameters, or an instance.
             task: What the labels mean.
-            device: Where they are computed.
+            device: The device that computes them.
 
         Raises:
             ConfigError: torchmetrics is missing, or a metric is unknown or does not take its parameters.
@@ -55,18 +55,18 @@ class Metrics:
                 part.dist_sync_fn = partial(_gather, device=device)
 
     def update(self, output: Any, label: torch.Tensor | None) -> None:
-        """Takes the next validation rows; `output` and `label` as from `align`."""
+        """Adds validation rows; `output` and `label` are as from `align`."""
         if not self._metrics:
             return
         if self._task == "classification" and label is not None:
-            # torchmetrics guesses from the rows at hand whether scores are probabilities; these always are.
+            # torchmetrics guesses from each batch whether scores are probabilities: always pass probabilities.
             output = output.sigmoid() if output.dim() == label.dim() else output.softmax(1)
             label = label.long()
         for metric in self._metrics.values():
             metric.update(output) if label is None else metric.update(output, label)
 
     def compute(self) -> dict[str, float]:
-        """Returns the values over the rows of all ranks, and starts anew; every rank calls it."""
+        """Returns the values over the rows of all ranks and resets the metrics; a collective, called by every rank."""
         found: dict[str, float] = {}
         for name, metric in self._metrics.items():
             with _quiet():  # a rank without rows has not called update
@@ -75,10 +75,10 @@ class Metrics:
         return found
 
     def check(self) -> None:
-        """Refuses metrics whose parts, one of each rank, do not make up the whole.
+        """Checks that the states of all metrics can be reduced over ranks.
 
         Raises:
-            ConfigError: Names the metric and its state.
+            ConfigError: A state cannot be reduced; names the metric and the state.
         """
         from torchmetrics.utilities import dim_zero_cat, dim_zero_mean
 
@@ -103,15 +103,15 @@ def try_metrics(
     Args:
         metrics: As for `Metrics`.
         task: What the labels mean.
-        classes: Number of classes a classifier tells apart.
+        classes: Number of a classifier's classes, `None` for other tasks.
         output: What the module returned, as from `align`.
         label: As from `align`.
 
     Returns:
-        The metrics, with `task` and `num_classes` filled in where they ask for them and are known.
+        The metrics; a classifier's have `task` and `num_classes` filled in if they take these parameters.
 
     Raises:
-        ConfigError: One of them cannot be built or computed; names it.
+        ConfigError: A metric cannot be built or computed; names the metric.
     """
     complete = {}
     for name, value in metrics.items():
@@ -170,7 +170,7 @@ def _build(name: str, value: Any) -> Metric:
 
 
 def _resolve(name: str, value: Any) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """Returns the factory and the parameters of a metric that is no instance."""
+    """Returns the factory and the parameters of a metric that is not an instance."""
     params = dict(value) if isinstance(value, Mapping) else {"name": value}
     named = params.pop("name", None)
     if callable(named):
@@ -218,7 +218,7 @@ def _parts(metric: Metric) -> Iterator[Metric]:
 
 
 def _numbers(name: str, value: Any) -> dict[str, float]:
-    """Returns a metric's result as numbers: of a vector by index, of a mapping by key."""
+    """Returns a metric's result as named numbers; elements of vectors and mappings add index or key to the name."""
     if isinstance(value, Mapping):
         return {key: number for part in value for key, number in _numbers(f"{name}_{part}", value[part]).items()}
     values = torch.as_tensor(value)
@@ -234,10 +234,10 @@ def _numbers(name: str, value: Any) -> dict[str, float]:
 
 
 def _gather(values: torch.Tensor, group: Any = None, *, device: str) -> list[torch.Tensor]:
-    """Returns the tensors of all ranks, in their order, without those that hold nothing if any does.
+    """Returns the tensors of all ranks in rank order, without empty ones unless all are empty.
 
-    torchmetrics' own function takes ranks with tensors of equal type and number of axes only, and a
-    rank without rows has none to look at.
+    torchmetrics' own function needs tensors of equal dtype and number of axes on all ranks, which a rank without rows
+    does not know.
     """
     header = torch.zeros(_MOST_AXES + 2, dtype=torch.int64)
     header[: values.dim() + 2] = torch.tensor([_DTYPES.index(values.dtype), values.dim(), *values.shape])
@@ -259,7 +259,7 @@ def _gather(values: torch.Tensor, group: Any = None, *, device: str) -> list[tor
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """A block without the warnings of metrics that have seen too little."""
+    """Context without torchmetrics' warnings, such as those of metrics that got no rows."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="torchmetrics")
         warnings.filterwarnings("ignore", message="The ``compute`` method of metric")

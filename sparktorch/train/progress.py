@@ -1,4 +1,4 @@
-"""What has come of a training so far: this rank's sums over the epoch it is in, and what all ranks know."""
+"""Progress of a training: this rank's epoch counters, and the results that all ranks share."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ __all__ = ["EpochCounters", "Progress"]
 
 @dataclass
 class EpochCounters:
-    """What adds up over the steps of an epoch in this rank.
+    """Counters of one rank over the steps of an epoch.
 
     Attributes:
-        losses: This rank's weighted losses of each step, float64 of shape `(steps,)`.
-        norms: Of the gradient of each step before clipping, float32 of shape `(steps,)`; NaN where it was not looked
-            at. Checkpoints of earlier versions hold none.
-        taken: Number of steps.
-        rows: Number of rows.
-        waited: Seconds waited for rows.
-        seconds: Seconds of the steps that were taken before the training was interrupted.
-        validating: Seconds in validation.
-        skipped: Steps that were left out.
-        validations: What each validation found.
-        places: Of the padded inputs.
-        elements: In these places.
+        losses: Sum of this rank's weighted losses in each step, float64 of shape `(steps,)`.
+        norms: Gradient norm of each step before clipping, float32 of shape `(steps,)`; NaN if it was not measured.
+            `None` in checkpoints of earlier versions.
+        taken: Steps taken, skipped ones included.
+        rows: Rows in these steps.
+        waited: Seconds spent waiting for rows.
+        seconds: Seconds that the epoch had taken when its last checkpoint was saved.
+        validating: Seconds spent in validation.
+        skipped: Indices of the steps that were skipped.
+        validations: Metrics of each validation.
+        places: Positions in padded inputs, padding included.
+        elements: Positions that hold data.
     """
 
     losses: torch.Tensor
@@ -47,24 +47,24 @@ class EpochCounters:
     norms: torch.Tensor | None = None
 
     def sums(self) -> torch.Tensor:
-        """Returns what adds up over ranks, for `Progress.record`."""
+        """Returns the counters to sum over ranks for `Progress.record`, float64 of shape `(7,)`."""
         norms = self._norms()
         sums = [float(self.losses.sum()), self.rows, self.waited, self.places, self.elements]
         return torch.tensor([*sums, float(norms.sum()), len(norms)], dtype=torch.float64)
 
     def largest_norm(self) -> torch.Tensor:
-        """Returns the largest norm of a gradient, float64 of shape `(1,)`; 0 where none was looked at."""
+        """Returns the largest gradient norm, float64 of shape `(1,)`; 0 if none was measured."""
         return torch.cat([self._norms(), torch.zeros(1, dtype=torch.float64)]).max().reshape(1)
 
     def _norms(self) -> torch.Tensor:
-        """Returns the norms that were looked at and are finite, float64 on the CPU."""
+        """Returns the measured norms that are finite, float64 on the CPU."""
         if self.norms is None:
             return torch.zeros(0, dtype=torch.float64)
         norms = self.norms.double().cpu()
         return norms[norms.isfinite()]
 
     def add(self, other: EpochCounters) -> None:
-        """Adds the tally of another rank over the same steps."""
+        """Adds the counters of another rank over the same steps."""
         self.losses += other.losses.to(self.losses.device)
         if self.norms is not None and other.norms is not None:
             self.norms = torch.fmax(self.norms, other.norms.to(self.norms.device))
@@ -75,19 +75,19 @@ class EpochCounters:
 
 
 class Progress:
-    """What a training has come to, in one rank.
+    """Counters and results of a training, in one rank.
 
     Attributes:
-        tally: Of the epoch that the training is in.
-        history: The records of the epochs before it.
-        best: The best validation, and how many came after it.
-        confusion: Of the weights that the model would have now, where there is one.
-        validated_step: The last after which the training was validated, 0 before any.
-        ended: Whether it is over before its last epoch.
+        tally: Counters of the current epoch.
+        history: Records of the finished epochs.
+        best: The best validation, and how many have followed it.
+        confusion: Confusion matrix of the weights that the training would return now, `None` without one.
+        validated_step: The step after which the last validation ran, 0 before the first one.
+        ended: Whether training stops before its last epoch.
     """
 
     def __init__(self, steps: int, patience: int | None, device: torch.device) -> None:
-        """Begins at nothing; `steps` are those of an epoch, `patience` that of `Best`."""
+        """Starts with empty counters; `steps` is the number of steps in an epoch, `patience` is passed to `Best`."""
         self._steps, self._device = steps, device
         self.best = Best(patience)
         self.history: list[dict[str, Any]] = []
@@ -97,12 +97,12 @@ class Progress:
         self.tally = self._nothing()
 
     def end_epoch(self, record: dict[str, Any]) -> None:
-        """Adds the record of an epoch to the history, and begins to count anew."""
+        """Adds an epoch's record to the history, and resets the epoch counters."""
         self.history.append(record)
         self.tally = self._nothing()
 
     def last_validation(self) -> dict[str, Any]:
-        """Returns a record with the metrics of the last validation, if this epoch or the one before was validated."""
+        """Returns the last validation of this epoch, or else the previous epoch's record; empty without either."""
         return (self.tally.validations or self.history or [{}])[-1]
 
     def record(
@@ -116,16 +116,16 @@ class Progress:
         learning_rate: float,
         largest_norm: float = 0.0,
     ) -> dict[str, Any]:
-        """Returns the record of the epoch, the same on every rank but for the seconds.
+        """Returns the epoch's record, the same on every rank except for what depends on `seconds`.
 
         Args:
-            sums: `EpochCounters.sums`, added over all ranks.
-            weights: Of each step, over all ranks.
-            seconds: That the steps have taken.
+            sums: `EpochCounters.sums`, summed over all ranks.
+            weights: Weight of each step over all ranks, float64 of shape `(steps,)`.
+            seconds: Duration of the steps.
             ranks: Number of ranks.
-            number: Of the epoch, from 1.
-            learning_rate: Of the last step.
-            largest_norm: Of a gradient of any rank, where `sums` counts some.
+            number: Number of the epoch, from 1.
+            learning_rate: Learning rate of the last step.
+            largest_norm: Largest gradient norm of any rank; not used if `sums` counts no norms.
         """
         loss_sum, rows, waited, places, elements, norm_sum, norms = sums.tolist()
         weights = weights.clone()
@@ -146,7 +146,7 @@ class Progress:
         return record
 
     def state(self) -> dict[str, Any]:
-        """Returns all of it but the best weights, for `merge`, on the CPU."""
+        """Returns the progress without the best weights, on the CPU, for `merge`."""
         tally = self.tally
         held = {"losses": tally.losses} | ({} if tally.norms is None else {"norms": tally.norms})
         own: dict[str, Any] = download(held)
@@ -162,14 +162,14 @@ class Progress:
     def merge(
         self, main: Mapping[str, Any], states: Iterable[Mapping[str, Any]], weights: dict[str, torch.Tensor]
     ) -> None:
-        """Goes on from the states of ranks, of which there may have been another number.
+        """Restores the progress from the states of ranks, whose number may have changed.
 
-        Each old rank's sums go to one of those that there are now.
+        The counters of each old rank go to one new rank.
 
         Args:
-            main: What `state` returned in rank 0, among other things.
-            states: What it returned in those ranks whose sums go to this one.
-            weights: The best ones.
+            main: Result of `state` in the old rank 0; may have further keys.
+            states: Results of `state` in the old ranks whose counters go to this rank.
+            weights: The best weights.
         """
         self.best.load_state_dict(main["best"], weights)
         self.confusion, self.validated_step = main["confusion"], main["validated_step"]

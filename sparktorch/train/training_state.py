@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a training, and how ranks go on from it, of which there may be another number."""
+"""The state that a checkpoint holds, and how a training resumes from it, with any number of ranks."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from sparktorch.train.progress import Progress
 __all__ = ["TrainingState"]
 
 _BEST = "best."
-_OWN = "rank"  # before a number: of what one rank alone has
+_OWN = "rank"  # with the rank's number, prefixes tensors that only one rank has
 _BUFFER = "buffer."
 _STRATEGY = "strategy."
 
 
 class TrainingState:
-    """All that a rank's training needs to go on, but for the place where it is: that is in the manifest."""
+    """All that a rank's training needs to resume, except its position, which is in the manifest."""
 
     def __init__(
         self,
@@ -54,16 +54,16 @@ class TrainingState:
         self._callbacks, self._progress, self._device = callbacks, progress, torch.device(world.device)
 
     def check(self) -> None:
-        """Refuses values that no checkpoint can hold.
+        """Checks that a checkpoint can store all values of the state.
 
         Raises:
-            PersistenceError: Schedule, optimizer or a callback has one; names its path.
+            PersistenceError: The schedule, the optimizer or a callback holds another value; names its path.
         """
         for name, value in self._rest().items():
             storable(value, name)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """Returns all tensors of the training but the best weights, by name; they share memory with it."""
+        """Returns all tensors of the training except the best weights, by name, without copying them."""
         engine = self._engine
         tensors = named_tensors(engine.unwrapped, engine.optimizer)
         if self._average is not None:
@@ -72,7 +72,7 @@ class TrainingState:
         return tensors
 
     def share(self) -> Share:
-        """Returns a copy of this rank's share of all that the training needs to go on."""
+        """Returns a copy of this rank's share of the state."""
         engine, own = self._engine, f"{_OWN}{self._world.rank}."
         best = {f"{_BEST}{name}": value for name, value in (self._progress.best.state or {}).items()}
         buffers = own_buffers(engine.unwrapped, main=self._world.is_main)
@@ -85,7 +85,7 @@ class TrainingState:
         return snapshot(self._tensors() | best | state, self._rest(), saves)
 
     def _rest(self) -> dict[str, Any]:
-        """Returns what the training needs to go on besides tensors by name."""
+        """Returns the state other than named tensors."""
         engine = self._engine
         return {
             "strategy": self._config.strategy,
@@ -99,14 +99,14 @@ class TrainingState:
         }
 
     def load(self, store: CheckpointStore, manifest: Manifest) -> None:
-        """Goes on from a checkpoint, which another number of ranks may have written."""
+        """Loads a checkpoint, which another number of ranks may have written."""
         engine, rank, size = self._engine, self._world.rank, self._world.world_size
         rests = self._read_rests(store, manifest)
         source = rank if manifest.world_size == size else 0
         main, own = rests[0], rests[rank if rank < manifest.world_size else 0]
         create_optimizer_state(engine.optimizer)
         best = self._load_tensors(store, manifest, f"{_OWN}{source}.")
-        # Under "zero1" each rank has values for its own share alone.
+        # Under "zero1", each rank has the values of its own share only.
         values = {
             name: found for _, rest in sorted(rests.items(), reverse=True) for name, found in rest["optimizer"].items()
         }
@@ -125,12 +125,12 @@ class TrainingState:
             seed_all(self._config.seed + rank + 1 + manifest.step)
 
     def _load_tensors(self, store: CheckpointStore, manifest: Manifest, own: str) -> dict[str, torch.Tensor]:
-        """Fills the tensors of the training, of which it fetches what this rank needs; returns the best weights.
+        """Loads the parts of tensors that this rank needs; returns the best weights, which only rank 0 needs.
 
         Args:
-            store: Of the checkpoints.
-            manifest: Of the one to read.
-            own: What the names begin with of tensors that one rank alone has and that this one goes on from.
+            store: Holds the checkpoint.
+            manifest: Manifest of the checkpoint.
+            own: Name prefix of the rank-specific tensors that this rank resumes from.
         """
         engine, wanted = self._engine, self._tensors()
         part_needed, main = needed_parts(wanted), self._world.is_main
@@ -149,7 +149,7 @@ class TrainingState:
         return {name: value.view(shapes[name]) for name, value in best.items()}
 
     def _read_rests(self, store: CheckpointStore, manifest: Manifest) -> dict[int, dict[str, Any]]:
-        """Returns what ranks kept besides tensors, by rank: of all, if not each one goes on from its own."""
+        """Reads the ranks' other state, by rank: rank 0's and this rank's, or all if world size or strategy differ."""
         rank, before = self._world.rank, range(manifest.world_size)
         same = manifest.world_size == self._world.world_size
         rests = {old: store.read_rest(manifest, old) for old in ({0, rank} if same else before)}
@@ -159,5 +159,5 @@ class TrainingState:
 
 
 def _under(prefix: str, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns the values whose names begin with a prefix, by the rest of their names."""
+    """Returns the values whose names start with a prefix, by their names without it."""
     return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}

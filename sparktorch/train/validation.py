@@ -1,4 +1,4 @@
-"""What the validation rows of all ranks say of a module."""
+"""Evaluates a module on the validation rows of all ranks."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Best", "Validation", "rows_at_a_time"]
 
-_MOST_ROWS = 4096  # at a time, unless the user says otherwise: more make it no faster
-_FEW_ROWS = 64  # of fewer, a forward pass costs more than the rows do
+_MOST_ROWS = 4096  # per forward pass by default: more rows are no faster
+_FEW_ROWS = 64  # with fewer rows, the overhead of a forward pass dominates
 _MOST_CLASSES = 100  # of a confusion matrix
 
 
@@ -51,10 +51,10 @@ class Validation:
         Args:
             shard: This rank's rows.
             engine: Calls the module.
-            recipe: Says which metrics are computed besides.
+            recipe: Names the additional metrics.
             config: Says what the labels mean.
             world: This rank's place.
-            reporter: Told of every batch.
+            reporter: Counts every batch as progress.
             rows: The most validation rows of any rank.
             classes: Number of classes the labels index, 0 when labels are not classes.
         """
@@ -62,25 +62,26 @@ class Validation:
         self._reporter = reporter
         self._size = rows_at_a_time(config, world.world_size)
         self._shows_output = config.task == "classification" or bool(recipe.metrics)
-        # Whether the output of a training step's own call can serve. Where ranks go through the module together, all of
-        # them must call it once more, or none.
+        # Whether to capture the output from the training step's own call of the module. Not with collective forwards:
+        # either all ranks call the module once more, or none does.
         self._listens = not (
             config.compile or engine.strategy.collective_forward or isinstance(engine.unwrapped, torch.jit.ScriptModule)
         )
         self._metrics = Metrics(recipe.metrics, config.task, world.device)
-        # Where each forward pass waits for those of the other ranks, all take equally many.
+        # With collective forwards, all ranks need the same number of batches.
         self._batches = math.ceil(rows / self._size) if engine.strategy.collective_forward else 0
         self._shown = classes if classes <= _MOST_CLASSES else 0
 
     @torch.no_grad()
     def run(self, module: nn.Module) -> tuple[dict[str, float], torch.Tensor | None]:
-        """Evaluates the module; sums and states, not means, travel between the ranks.
+        """Evaluates the module; the ranks exchange sums and metric states, not means.
 
         Returns:
-            The metrics, and the confusion matrix, int64 of shape `(classes, classes)`.
+            The metrics, and the confusion matrix, int64 of shape `(classes, classes)`; `None` without classes, or with
+            too many.
         """
         module.eval()
-        # Of losses and weights, on the device: to read one of them waits for all its work, which no batch may do.
+        # Sums of losses and weights stay on the device: reading one in each batch would wait for the device's work.
         totals = torch.zeros(4, dtype=torch.float64, device=self._world.device)
         counts = torch.zeros(self._shown**2, dtype=torch.float64, device=self._world.device)
         means = Means()
@@ -113,7 +114,7 @@ class Validation:
     ) -> Generator[tuple[Batch, Any, torch.Tensor | None, torch.Tensor]]:
         """Yields each batch of this rank with output and label as from `align`, and its loss sum.
 
-        A training step calls the module itself: its output is taken from there, or left out where nothing asks for it.
+        A training step calls the module itself. The output is captured from that call, or omitted if nothing needs it.
         """
         engine = self._engine
         with closing(self._shard.validation(self._size, batches=self._batches)) as batches:
@@ -134,7 +135,7 @@ class Validation:
                 yield batch, output, label, engine.loss_of(output, label, batch.loss_weight) if loss is None else loss
 
     def _output(self, module: nn.Module, batch: Batch, calls: list[tuple[Any, ...]]) -> Any:
-        """Returns the module's output for a batch of a training step; `None` where nothing asks for it."""
+        """Returns the module's output for a batch of a training step; `None` if nothing needs it."""
         if not self._shows_output:
             return None
         if len(calls) == 1:
@@ -147,7 +148,7 @@ class Validation:
 
 @contextmanager
 def _calls(module: nn.Module, *, listen: bool) -> Iterator[list[tuple[Any, ...]]]:
-    """A block that notes each call of the module: the output's versions, arguments, those by name, and output."""
+    """Context that records each call of the module: output versions, positional and keyword arguments, output."""
     found: list[tuple[Any, ...]] = []
     if not listen:
         yield found
@@ -160,23 +161,23 @@ def _calls(module: nn.Module, *, listen: bool) -> Iterator[list[tuple[Any, ...]]
 
 
 def _versions(output: Any) -> list[int] | None:
-    """Returns how often each tensor of an output has been changed in place; `None` where torch does not count."""
+    """Returns the in-place version counters of an output's tensors; `None` if the output cannot be reused."""
     parts = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else [output]
     if not all(isinstance(part, torch.Tensor) for part in parts):
         return None
-    if any(part.is_inference() or part.requires_grad for part in parts):  # the latter would keep its graph
+    if any(part.is_inference() or part.requires_grad for part in parts):  # the latter keeps its graph alive
         return None
     return [part._version for part in parts]
 
 
 def rows_at_a_time(config: TrainConfig, ranks: int) -> int:
-    """Returns how many validation rows a rank takes through the module together, the same in every rank.
+    """Returns the number of validation rows in a forward pass of a rank, the same in every rank.
 
-    Training keeps the activations of every layer, and validation those of one: as many rows fit as training takes, and
-    of small batches that nobody has cut for the sake of memory up to eight times as many.
+    Validation keeps the activations of one layer, training those of all layers. Rows that fit in training therefore fit
+    in validation. Small batches without micro-batches are enlarged up to eight times, to 64 rows at most.
 
     Args:
-        config: Says how many, or how many rows training takes at a time.
+        config: Sets the number, or the training batch that it is derived from.
         ranks: Number of ranks that share a batch.
     """
     if config.validation_batch_size is not None:
@@ -188,15 +189,14 @@ def rows_at_a_time(config: TrainConfig, ranks: int) -> int:
 
 
 class Best:
-    """The weights of the validation with the smallest loss, and how many have come since without a smaller one.
+    """The weights with the smallest validation loss, and the number of validations since then.
 
     Attributes:
-        state: These weights, `None` as long as there are none. Ranks other than rank 0 may hold none of
-            them, and yet know that there are some.
+        state: These weights, `None` before the first validation. On ranks other than 0 it may be an empty dict.
     """
 
     def __init__(self, patience: int | None) -> None:
-        """Takes the number of validations after which it is enough; `None` keeps no weights at all."""
+        """Takes the number of validations without a smaller loss that ends training; `None` keeps no weights."""
         self._patience = patience
         self._loss = math.inf
         self._waited = 0
@@ -208,10 +208,10 @@ class Best:
         return self._patience is not None and self._waited >= self._patience
 
     def offer(self, loss: float, state: Callable[[], dict[str, torch.Tensor]]) -> bool:
-        """Returns whether the model would now have these weights: the best so far, or the last where none are kept.
+        """Returns whether training would return the current weights now: the best, or without patience the last.
 
         Args:
-            loss: Of the validation.
+            loss: Loss of the validation.
             state: Returns a copy of the weights; called in all ranks or in none.
         """
         if self._patience is None:
@@ -228,6 +228,6 @@ class Best:
         return {"loss": self._loss, "waited": self._waited}
 
     def load_state_dict(self, state: Mapping[str, Any], weights: dict[str, torch.Tensor]) -> None:
-        """Goes on from such counters, and from the weights of that validation, if there was one."""
+        """Restores the counters, and the best weights if there was a validation."""
         self._loss, self._waited = state["loss"], state["waited"]
         self.state = weights if self._loss < math.inf else None

@@ -83,6 +83,11 @@ def main() -> None:
             **NET, **quick, loss="tests.support.nets:mean_output_error", metrics={"r2": "R2Score"}, maxRestarts=2
         )
         Pipeline(stages=[estimator, checkpointed("checkpoints")]).save(str(SAVED / "pipeline"))
+        first = TorchRegressor(
+            module=NET["module"], moduleParams={"in_features": 3, "out_features": 1}, labelCol="target", **quick
+        ).fit(data)
+        pickled = TorchRegressor(module=first, optimizerParams={"betas": (0.9, 0.95)}, labelCol="target", **quick)
+        pickled.write().option("allowPickle", "true").save(str(SAVED / "pickled"))
         fitted = checkpointed(SAVED / "checkpoint").fit(data)
         (SAVED / "history.json").write_text(json.dumps(fitted.summary.history))
         for path in sorted((SAVED / "checkpoint").glob("step-*"))[2:]:  # as if it had been killed in the third epoch

@@ -33,6 +33,19 @@ def test_the_core_imports_neither_pyspark_nor_mlflow() -> None:
     assert run(f"import sys, {names}; print({foreign} & set(sys.modules))") == "set()"
 
 
+def test_a_rank_starts_with_torch_numpy_pyarrow_and_safetensors_alone() -> None:
+    code = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"tqdm", "rich", "yaml", "fsspec", "mlflow", "psutil", "pandas", "sklearn"}:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Blocked())
+import sparktorch.spark.launch.rank_task, sparktorch.worker, sparktorch.spark.scoring_udf
+"""
+    assert run(code) == ""
+
+
 def test_the_package_alone_imports_next_to_nothing() -> None:
     assert run("import sys, sparktorch; print({'torch', 'pyspark', 'numpy'} & set(sys.modules))") == "set()"
 

@@ -1,1 +1,1 @@
-"""Arrow columns to NumPy arrays, the checks on the way, and the `preprocess` of a user."""
+"""Converts Arrow columns to NumPy arrays, and checks their rows."""

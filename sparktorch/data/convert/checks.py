@@ -1,4 +1,4 @@
-"""What makes a row unfit for training: nulls, NaN, lengths, labels that are no classes."""
+"""Checks that rows can be trained on: nulls, NaN, infinity, list lengths, labels and weights."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ _FLOATS = ("float16", "float32", "float64")
 
 
 class RowFilter:
-    """Lets through the rows that can be trained on, and counts the others.
+    """Removes rows that cannot be trained on, and counts them.
 
     Attributes:
-        dropped: Number of rows left out so far.
+        dropped: Number of rows removed so far.
     """
 
     def __init__(self, columns: Columns) -> None:
-        """Takes what the columns are, and whether unfit rows are left out or are an error in the end."""
+        """Sets the columns; their `drop_nulls` says whether `close` raises for unfit rows."""
         self._columns = columns
         self._found: dict[tuple[str, str], tuple[int, list[int]]] = {}
-        self._through: npt.NDArray[np.intp] | None = None  # the last batch's, where it was not the whole of it
+        self._through: npt.NDArray[np.intp] | None = None  # rows kept of the last batch; `None`: all
         self.dropped = 0
 
     def rows_of(self, batch: pa.RecordBatch, *, first_row: int) -> pa.RecordBatch:
-        """Returns the rows of a batch that hold no null, NaN or infinity, and say whether they are held out.
+        """Returns the rows of a batch that hold no null, NaN or infinity, nor a null in the validation column.
 
         Args:
-            batch: Rows under their wire names.
-            first_row: Number of the first one, for messages.
+            batch: Record batch of encoded columns.
+            first_row: Row number of its first row, for messages.
         """
         unfit: Mask | None = None
         for spec in self._columns.tensors:
@@ -71,11 +71,11 @@ class RowFilter:
         return batch.filter(pa.array(~unfit))
 
     def placed(self, error: ColumnError, *, first_row: int) -> ColumnError:
-        """Returns an error of a row that `rows_of` last let through with its number among the rows that arrived.
+        """Returns an error whose row number counts removed rows, too.
 
         Args:
-            error: Its `row` counts from `first_row` on what was let through.
-            first_row: Number of the batch's first row.
+            error: Error about the batch that `rows_of` returned last; its `row` counts kept rows from `first_row` on.
+            first_row: Row number of that batch's first row.
         """
         where = dict(error.where)
         if self._through is not None and "row" in where:
@@ -83,10 +83,10 @@ class RowFilter:
         return ColumnError(error.what, hint=error.hint, **where)
 
     def close(self) -> None:
-        """Ends the rows of a rank.
+        """Reports unfit rows, after the last batch.
 
         Raises:
-            ColumnError: Some were unfit and are not to be left out; with column, number and first rows.
+            ColumnError: Rows were unfit, and `drop_nulls` is not set; with column, count and first rows.
         """
         if self._columns.drop_nulls or not self._found:
             return
@@ -104,7 +104,7 @@ class RowFilter:
 
     def _hint(self, column: str, what: str) -> str:
         spec = next((spec for spec in self._columns.tensors if column in (spec.column, *spec.sources)), None)
-        if spec is None:  # whether rows are held out
+        if spec is None:  # the validation column
             return "; 'fill' is for inputs"
         if what == "null":
             return null_hint(spec)
@@ -120,7 +120,10 @@ class RowFilter:
 
 
 def _unfit(column: pa.Array, spec: TensorSpec) -> Iterator[tuple[str, Mask]]:
-    """Yields which rows of a column hold a null, and which hold NaN or infinity, where any do."""
+    """Yields the masks of rows that hold a null, and of rows that hold NaN or infinity, each with a label for messages.
+
+    Empty masks are skipped.
+    """
     nulls = None if spec.fill is not None else null_mask(column, spec)
     if nulls is not None:
         yield "null", nulls
@@ -132,7 +135,7 @@ def _unfit(column: pa.Array, spec: TensorSpec) -> Iterator[tuple[str, Mask]]:
 def _by_source(
     column: pa.Array, spec: TensorSpec, what: str, rows: npt.NDArray[np.intp]
 ) -> Iterator[tuple[str, npt.NDArray[np.intp]]]:
-    """Yields the user's column and those of its rows that are unfit, one by one where columns are packed."""
+    """Yields the user's column and its unfit rows; for packed columns, each column of the user with its own."""
     if not spec.sources:
         yield spec.column, rows
         return
@@ -145,7 +148,7 @@ def _by_source(
 
 
 def present(columns: Sequence[pa.Array], specs: Sequence[TensorSpec]) -> pa.BooleanArray | None:
-    """Returns which rows have no null in any of the columns; `None` where that is every row."""
+    """Returns the mask of rows without a null in any column; `None` if no row has one."""
     found: Mask | None = None
     for column, spec in zip(columns, specs, strict=True):
         mask = None if spec.fill is not None else null_mask(column, spec)
@@ -155,12 +158,12 @@ def present(columns: Sequence[pa.Array], specs: Sequence[TensorSpec]) -> pa.Bool
 
 
 def null_mask(column: pa.Array, spec: TensorSpec) -> Mask | None:
-    """Returns which rows are null or hold a null, on any level of lists and structs; `None` where none is."""
+    """Returns the mask of rows that are or hold a null, at any depth of lists and structs; `None` if no row does."""
     return _marked(_looked_at(column, spec), _nulls)
 
 
 def non_finite_mask(column: pa.Array, spec: TensorSpec, *, nan: bool = True) -> Mask | None:
-    """Returns which rows are or hold infinity, or NaN if that counts; `None` where none does."""
+    """Returns the mask of rows that are or hold infinity or, with `nan`, NaN; `None` if no row does."""
     array = _looked_at(column, spec)
     if spec.layout == "raw" and np.dtype(spec.dtype).kind == "f":
         array = _as_lists(array, np.dtype(spec.dtype))
@@ -168,21 +171,21 @@ def non_finite_mask(column: pa.Array, spec: TensorSpec, *, nan: bool = True) -> 
 
 
 def null_hint(spec: TensorSpec) -> str:
-    """Returns what else counts as a null in a column, for a hint."""
+    """Returns the part of a hint that says which other values of a column count as null."""
     narrow = spec.kind == "number" and np.dtype(spec.dtype).kind == "i"
     return f"; what {spec.dtype} cannot hold, as NaN in a column of floats, counts as null" if narrow else ""
 
 
 def _looked_at(column: pa.Array, spec: TensorSpec) -> pa.Array:
-    """Returns the part of a column that can be unfit: a dense vector has no size, an image needs no origin."""
+    """Returns the part of a column to check: the values of vectors, whose size is null if dense; the data of images."""
     if pa.types.is_struct(column.type) and spec.kind != "any":
-        vector = column.type.get_field_index("values") >= 0  # which may score where arrays were fitted
+        vector = column.type.get_field_index("values") >= 0  # scoring accepts vectors where arrays were fitted
         return pc.struct_field(column, "values" if vector else "data")  # null where the struct is
     return column
 
 
 def _as_lists(column: pa.Array, dtype: np.dtype[Any]) -> pa.Array:
-    """Returns bytes as lists of the numbers that they are; those of another length than whole numbers have are none."""
+    """Returns bytes as lists of numbers; the list is empty if the length is no multiple of the item size."""
     if not len(column):
         return pa.array([], pa.list_(pa.from_numpy_dtype(dtype)))
     column = column.cast(pa.large_binary()).fill_null(b"")
@@ -202,7 +205,7 @@ def _nulls(array: pa.Array) -> Mask | None:
 def _infinite(array: pa.Array, *, nan: bool) -> Mask | None:
     if not pa.types.is_floating(array.type):
         return None
-    every = array.to_numpy(zero_copy_only=False)  # null is NaN in it
+    every = array.to_numpy(zero_copy_only=False)  # nulls become NaN
     if np.isfinite(every).all():
         return None
     bad: Mask = np.isinf(every) if not nan else ~np.isfinite(every) & array.is_valid().to_numpy(zero_copy_only=False)
@@ -210,7 +213,7 @@ def _infinite(array: pa.Array, *, nan: bool) -> Mask | None:
 
 
 def _marked(array: pa.Array, mask_of: Callable[[pa.Array], Mask | None]) -> Mask | None:
-    """Returns which values are marked, or hold something that is, in lists and structs; `None` where none does."""
+    """Returns the mask of values that are or hold, in lists and structs, a value in `mask_of`; `None` if none does."""
     found = mask_of(array)
     inner: Iterable[tuple[Any, pa.Array]] = ()
     if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
@@ -226,10 +229,16 @@ def _marked(array: pa.Array, mask_of: Callable[[pa.Array], Mask | None]) -> Mask
 
 
 def refuse_nulls(array: pa.Array, spec: TensorSpec, first_row: int, per_row: int = 1) -> None:
-    """Refuses nulls in a column, or among the elements of its rows, `per_row` of them in each.
+    """Checks that a column has no nulls.
+
+    Args:
+        array: The column, or the elements of its rows.
+        spec: Spec of the column.
+        first_row: Row number of the first row.
+        per_row: Number of elements in a row.
 
     Raises:
-        ColumnError: With their number and the first row.
+        ColumnError: There are nulls; with their count and the first row.
     """
     if not array.null_count:
         return
@@ -253,19 +262,19 @@ def refuse_lengths(
     unit: str = "values",
     among: npt.NDArray[np.bool_] | None = None,
 ) -> None:
-    """Refuses lists that do not hold `length` values.
+    """Checks that all lists hold `length` values.
 
     Args:
-        lengths: What they hold, `per_row` lists to a row.
-        spec: The column.
-        length: What they should hold.
-        first_row: Number of the first row.
+        lengths: Length of each list.
+        spec: Spec of the column.
+        length: Expected length.
+        first_row: Row number of the first row.
         per_row: Number of lists in a row.
-        unit: What they hold.
-        among: The rows that count.
+        unit: What a list holds, for the message.
+        among: Mask of the lists to check; `None` for all.
 
     Raises:
-        ColumnError: With the number of such rows and the first of them.
+        ColumnError: Lists have another length; with the number of such rows and the first of them.
     """
     differs = lengths != length
     wrong = np.flatnonzero(differs if among is None else differs & among)
@@ -289,10 +298,10 @@ def refuse_lengths(
 
 
 def check_finite(values: npt.NDArray[Any], spec: TensorSpec) -> None:
-    """Refuses NaN and infinity.
+    """Checks that values are finite.
 
     Raises:
-        ColumnError: With the number of such rows.
+        ColumnError: Values are NaN or infinite; with the number of such rows.
     """
     if values.dtype.kind != "f" or np.isfinite(values).all():
         return
@@ -329,10 +338,10 @@ def check_labels(values: npt.NDArray[Any], columns: Columns) -> npt.NDArray[Any]
 
 
 def check_weights(values: npt.NDArray[Any], spec: TensorSpec) -> None:
-    """Refuses weights that are negative, NaN or infinite.
+    """Checks sample weights.
 
     Raises:
-        ColumnError: With the number of such rows.
+        ColumnError: Weights are negative, NaN or infinite; with the number of such rows.
     """
     check_finite(values, spec)
     if (values < 0).any():

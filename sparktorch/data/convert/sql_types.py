@@ -1,4 +1,4 @@
-"""Types in Spark's words, as the specs of columns for a callable keep them, where there is no Spark."""
+"""Converts Spark SQL types, as in `TensorSpec.sql`, to Arrow types without Spark."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _PLAIN = {
 
 
 class _NoTypeError(Exception):
-    """Something else stands where a type should."""
+    """The text is not a supported type."""
 
 
 def arrow_type(sql: str) -> pa.DataType:
-    """Returns Arrow's type for one of Spark's, such as `array<struct<a:int,b:string>>`.
+    """Returns the Arrow type of a Spark SQL type, such as `array<struct<a:int,b:string>>`.
 
     Raises:
-        ValueError: It is none that a column for a callable can have.
+        ValueError: `preprocess` does not support columns of this type.
     """
     try:
         kind, rest = _first(sql)
@@ -46,7 +46,7 @@ def arrow_type(sql: str) -> pa.DataType:
 
 
 def _first(sql: str) -> tuple[pa.DataType, str]:
-    """Returns the type that a text begins with, and what comes behind it."""
+    """Returns the type at the start of a text, and the rest of the text."""
     word, rest = _taken(_WORD, sql)
     if word in _PLAIN:
         return _PLAIN[word], rest
@@ -67,7 +67,7 @@ def _first(sql: str) -> tuple[pa.DataType, str]:
 
 
 def _taken(pattern: re.Pattern[str], sql: str) -> tuple[str, str]:
-    """Returns what a text begins with, and what comes behind it."""
+    """Returns the match at the start of a text, and the rest of the text."""
     found = pattern.match(sql)
     if found is None:
         raise _NoTypeError
@@ -75,7 +75,7 @@ def _taken(pattern: re.Pattern[str], sql: str) -> tuple[str, str]:
 
 
 def _closed(sql: str) -> str:
-    """Returns what comes behind the bracket that a text begins with."""
+    """Returns the text after its leading `>`."""
     if not sql.startswith(">"):
         raise _NoTypeError
     return sql[1:]

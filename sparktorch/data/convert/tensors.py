@@ -1,4 +1,4 @@
-"""Arrow columns to NumPy arrays and torch tensors, vectorised, zero-copy where the layout allows."""
+"""Converts Arrow columns to NumPy arrays, vectorised, and zero-copy where the memory layout allows."""
 
 from __future__ import annotations
 
@@ -37,14 +37,13 @@ def to_numpy(array: pa.Array, spec: TensorSpec, *, first_row: int = 0) -> Array:
     The result may share the Arrow buffer and be read-only.
 
     Args:
-        array: A primitive column; a column of lists, nested as deep as `spec.levels`, each with as many
-            values as it says; ML vectors, structs of size, indices and values; or bytes.
-        spec: What the column is to become.
-        first_row: Number of the batch's first row, for messages.
+        array: A primitive column; nested lists of the lengths `spec.levels`; ML vectors as structs of size,
+            indices and values; or bytes.
+        spec: Spec of the column.
+        first_row: Row number of the batch's first row, for messages.
 
     Raises:
-        ColumnError: A row has another shape than the spec says; or, without `spec.fill`, a row is null
-            or holds a null.
+        ColumnError: A row has another shape than the spec; or, without `spec.fill`, a row is or holds a null.
     """
     if spec.fill is None:
         refuse_nulls(array, spec, first_row)
@@ -57,15 +56,15 @@ def to_numpy(array: pa.Array, spec: TensorSpec, *, first_row: int = 0) -> Array:
 
 
 def numbers(values: pa.Array, spec: TensorSpec, first_row: int) -> Array:
-    """Converts elements of rows to `spec.dtype`; nulls and NaN become `spec.fill`, if there is one.
+    """Converts elements of rows to `spec.dtype`; nulls and NaN become `spec.fill`, if it is set.
 
     Args:
-        values: Primitive values, `spec.width` of them to a row.
-        spec: What they are to become.
-        first_row: Number of the first row, for messages.
+        values: Primitive values, `spec.width` per row.
+        spec: Spec of the column.
+        first_row: Row number of the first row, for messages.
 
     Raises:
-        ColumnError: One is null, and nothing stands for it.
+        ColumnError: A value is null, and `spec.fill` is not set.
     """
     if spec.fill is None:
         refuse_nulls(values, spec, first_row, max(1, spec.width))
@@ -76,14 +75,14 @@ def numbers(values: pa.Array, spec: TensorSpec, first_row: int) -> Array:
 
 
 def _filled(values: Array, spec: TensorSpec) -> Array:
-    """Returns values with what stands for NaN in its place, if anything does."""
+    """Returns values with NaN replaced by `spec.fill`, if it is set."""
     if spec.fill is None or values.dtype.kind != "f" or not np.isnan(values).any():
         return values
     return np.where(np.isnan(values), np.array(spec.fill, values.dtype), values)
 
 
 def held(array: pa.Array, spec: TensorSpec) -> pa.Array:
-    """Returns a column with nulls for the numbers that an integer dtype cannot hold, as Spark's `try_cast` has them."""
+    """Returns a column whose numbers are null if the integer `spec.dtype` cannot hold them, like Spark's `try_cast`."""
     if spec.kind != "number" or np.dtype(spec.dtype).kind != "i":
         return array
     return _held(array, np.iinfo(spec.dtype))
@@ -108,7 +107,7 @@ def _held(array: pa.Array, limits: np.iinfo[Any]) -> pa.Array:
         return array
     numbers = array.to_numpy(zero_copy_only=False)
     if numbers.dtype.kind == "f":
-        whole_part = np.trunc(numbers.astype(np.float64))  # NaN fits nowhere
+        whole_part = np.trunc(numbers.astype(np.float64))  # NaN compares as false
         fits = (whole_part >= float(limits.min)) & (whole_part < float(limits.max + 1))
     else:
         fits = (numbers >= limits.min) & (numbers <= limits.max)
@@ -123,21 +122,20 @@ def ragged(array: pa.Array, spec: TensorSpec, *, first_row: int = 0) -> tuple[Ar
     """Converts lists of unequal length.
 
     Returns:
-        The elements of all rows, one after the other, of shape `(elements, *spec.shape)`, and the number
-        of elements of each row, int64 of shape `(rows,)`. Under `spec.fill` a null row is an empty one.
+        The concatenated elements of all rows, of shape `(elements, *spec.shape)`, and the number of elements
+        of each row, int64 of shape `(rows,)`. With `spec.fill`, a null row is empty.
 
     Raises:
-        ColumnError: A row is null or holds a null, or a list of the inner levels has another length than
-            the spec says.
+        ColumnError: An inner list has another length than the spec; or, without `spec.fill`, a row is or holds a null.
     """
     if spec.fill is None:
         refuse_nulls(array, spec, first_row)
     lengths = array.value_lengths().fill_null(0).to_numpy().astype(np.int64)
-    # Unlike `values`, `flatten` respects slices and leaves out what null rows may hide.
+    # Unlike `values`, `flatten` respects slices and skips values behind null rows.
     elements = array.flatten()
     try:
         values = numbers(_elements(elements, spec, spec.levels, 0), spec, 0)
-    except ColumnError as error:  # which counts elements
+    except ColumnError as error:  # its row number counts elements
         row = int(np.repeat(np.arange(len(lengths)), lengths)[error.where["row"]])
         raise ColumnError(error.what, hint=error.hint, column=spec.column, row=first_row + row) from None
     values = values.reshape(len(elements), *spec.shape)
@@ -149,10 +147,10 @@ def ragged(array: pa.Array, spec: TensorSpec, *, first_row: int = 0) -> tuple[Ar
 
 
 def vector_rows(array: pa.StructArray, spec: TensorSpec, *, first_row: int = 0) -> VectorRows:
-    """Takes ML vectors apart, dense and sparse.
+    """Returns the values, indices and lengths of ML vectors, dense or sparse.
 
     Raises:
-        ColumnError: A row is null or of another size than `spec.width`.
+        ColumnError: A row has another size than `spec.width`; or, without `spec.fill`, is null.
     """
     if spec.fill is None:
         refuse_nulls(array, spec, first_row)
@@ -173,11 +171,11 @@ def vector_rows(array: pa.StructArray, spec: TensorSpec, *, first_row: int = 0) 
 
 @dataclass(frozen=True)
 class VectorRows:
-    """ML vectors, taken apart.
+    """Values, indices and lengths of ML vectors.
 
     Attributes:
-        values: What the rows hold, one after the other, of shape `(values,)`.
-        indices: The places of the values of sparse rows, int32.
+        values: Concatenated values of all rows, of shape `(values,)`.
+        indices: Concatenated indices of the sparse rows, int32.
         lengths: Number of values of each row, int64 of shape `(rows,)`.
         sparse: Whether a row is sparse, bool of shape `(rows,)`.
     """
@@ -188,7 +186,7 @@ class VectorRows:
     sparse: npt.NDArray[np.bool_]
 
     def places(self) -> npt.NDArray[np.int64]:
-        """Returns the place of each value in its row, int64 of shape `(values,)`."""
+        """Returns the index of each value in its row, int64 of shape `(values,)`."""
         of_sparse = np.repeat(self.sparse, self.lengths)
         found = np.empty(len(self.values), np.int64)
         found[of_sparse] = self.indices
@@ -198,10 +196,10 @@ class VectorRows:
 
 
 def fitting(column: pa.Array, spec: TensorSpec) -> pa.Array:
-    """Returns a column that has the type of an input; an SQL function may be called with any.
+    """Returns a column after a check of its type: SQL functions can be called with columns of any type.
 
     Raises:
-        ColumnError: It has another.
+        ColumnError: The type does not fit the input.
     """
     kind = column.type
     while pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
@@ -219,9 +217,9 @@ def fitting(column: pa.Array, spec: TensorSpec) -> pa.Array:
 
 
 def _elements(array: pa.Array, spec: TensorSpec, levels: tuple[int, ...], first_row: int) -> pa.Array:
-    """Returns the innermost values of nested lists, having checked the length of every list.
+    """Returns the innermost values of nested lists, after a check of the length of every list.
 
-    Where there is a filling, the values of a list that is null are null.
+    With `spec.fill`, the values of a null list are null.
     """
     per_row = 1
     for length in levels:
@@ -240,7 +238,7 @@ def _elements(array: pa.Array, spec: TensorSpec, levels: tuple[int, ...], first_
 
 
 def _flattened(lists: pa.Array, rows: npt.NDArray[np.bool_]) -> pa.Array:
-    """Returns the elements of the lists of some rows, one after the other."""
+    """Returns the concatenated elements of the lists in `rows`."""
     return (lists if rows.all() else lists.filter(pa.array(rows))).flatten()
 
 
@@ -255,7 +253,7 @@ def _densified(array: pa.StructArray, spec: TensorSpec, first_row: int) -> Array
 
 
 def _from_bytes(array: pa.Array, spec: TensorSpec, first_row: int) -> Array:
-    """Reads rows of raw bytes as the elements they are, in little-endian order."""
+    """Converts rows of raw bytes, little-endian elements of `spec.dtype`."""
     dtype = np.dtype(spec.dtype).newbyteorder("<")
     if array.null_count:
         array = array.fill_null(np.full(spec.shape, spec.fill, dtype).tobytes())
@@ -265,10 +263,10 @@ def _from_bytes(array: pa.Array, spec: TensorSpec, first_row: int) -> Array:
 
 
 def byte_rows(array: pa.Array) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
-    """Returns the bytes of all rows, one after the other, and where each row begins and the last one ends.
+    """Returns the offsets of rows, int64 of shape `(rows + 1,)`, and their concatenated bytes.
 
     Args:
-        array: Binary or string values without nulls.
+        array: Binary or string column without nulls.
     """
     wide = pa.types.is_large_binary(array.type) or pa.types.is_large_string(array.type)
     _, places, content = array.buffers()
@@ -280,7 +278,7 @@ def byte_rows(array: pa.Array) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.ui
 
 
 def packed(columns: Sequence[pa.Array], spec: TensorSpec) -> pa.ListArray:
-    """Returns scalar columns of equal length as one column of lists, as the JVM packs them."""
+    """Packs scalar columns of equal length into one column of lists, as the encoding does in Spark."""
     rows, width = len(columns[0]), len(columns)
     kind = pa.from_numpy_dtype(spec.dtype)
     values = pa.concat_arrays([held(column, spec).cast(kind, safe=False) for column in columns])
@@ -289,7 +287,7 @@ def packed(columns: Sequence[pa.Array], spec: TensorSpec) -> pa.ListArray:
 
 
 def to_arrow(values: npt.NDArray[Any]) -> pa.Array:
-    """Converts an array of shape `(rows, ...)` to an Arrow column, nested lists for further axes."""
+    """Converts an array of shape `(rows, ...)` to an Arrow column; further axes become nested lists."""
     column: pa.Array = pa.array(np.ascontiguousarray(values).reshape(-1))
     for axis in range(values.ndim - 1, 0, -1):
         outer = int(np.prod(values.shape[:axis]))

@@ -1,1 +1,1 @@
-"""The rows of one rank as a data set: its batches, from memory or disk, and their way to the device."""
+"""The rows of one rank as a data set: batches from memory or disk, and their transfer to the device."""

@@ -20,19 +20,19 @@ __all__ = ["Int64", "RowNumbers", "Schedule", "Shard", "at"]
 Int64 = npt.NDArray[np.int64]
 RowNumbers = Numbers | range
 
-_AHEAD_ROWS = 1 << 15  # from here on, ordering an epoch takes longer than to start a thread
+_AHEAD_ROWS = 1 << 15  # from this size on, ordering an epoch takes longer than starting a thread
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What a rank trains when.
+    """The steps in which a rank trains its rows.
 
     Attributes:
-        plan: The order of all rows.
-        first: The position of the rank's first row.
+        plan: Sampling plan of all ranks.
+        first: Position of the rank's first row.
         rows: Number of the rank's rows.
-        epochs: How many epochs are trained.
-        seeded: Whether something random is done to the rows of a step, for which it has a seed of its own.
+        epochs: Number of epochs.
+        seeded: Whether each step has a seed of its own, for `preprocess`.
     """
 
     plan: SamplingPlan
@@ -46,14 +46,14 @@ class Schedule:
         return RankOrder(self.plan, self.first, self.first + self.rows, epoch)
 
     def contexts(self, epoch: int, start: int, stop: int) -> list[StepContext]:
-        """Returns when the steps from `start` to `stop` are, with the seed of this rank's part of each."""
+        """Returns the contexts of the steps from `start` to `stop`; seeds differ between steps and between ranks."""
         if not self.seeded:
             return [StepContext(epoch, 0)] * (stop - start)
         seeds = mix_words(self.plan.seed, epoch, np.arange(start, stop, dtype=np.int64), self.first) >> np.uint64(1)
         return [StepContext(epoch, seed) for seed in seeds.tolist()]
 
     def worth_ahead(self, epoch: int) -> bool:
-        """Whether that epoch will be trained, and has so many rows that it is worth a thread to order them."""
+        """Whether an epoch will be trained and has enough rows to order them in a thread."""
         return epoch < self.epochs and self.rows >= _AHEAD_ROWS
 
 
@@ -63,14 +63,14 @@ class Shard(RankDataset):
     Attributes:
         rows: Number of training rows.
         validation_rows: Number of validation rows.
-        dropped: Number of rows that were left out because they hold nulls.
-        fingerprint: Of all rows, whatever their order.
-        bytes: Size of the rows.
-        storage: Where rows are: on "disk", in "memory", or on the "device".
+        dropped: Number of rows dropped because of a null, NaN or infinity.
+        fingerprint: Sum of the keys of the training rows, modulo 2**64; independent of their order.
+        bytes: Size of the rows in bytes.
+        storage: Where the rows are: "disk", "memory" or "device".
     """
 
     def __init__(self, stored: StoredRows, row_keys: RowKeys, *, dropped: int) -> None:
-        """Takes rows, the order in which they arrived, and the number of those that were left out."""
+        """Sets the rows, their keys in order of arrival, and the number of dropped rows."""
         self.rows, self.validation_rows = row_keys.count - row_keys.held_out, row_keys.held_out
         self.fingerprint, self.dropped, self.bytes = row_keys.fingerprint, dropped, stored.bytes
         self.storage = "disk" if stored.on_disk else "memory"
@@ -83,13 +83,13 @@ class Shard(RankDataset):
         return self._stored.on_disk
 
     def place(self, first: int, plan: SamplingPlan, *, epochs: int = 1) -> None:
-        """Sets the position of the first row, the plan of the training, and its number of epochs."""
+        """Sets the position of the first row, the sampling plan and the number of epochs."""
         seeded = self._stored.columns.preprocess is not None
         self._schedule = Schedule(plan, first, self.rows, epochs, seeded=seeded)
 
     @abstractmethod
     def to(self, device: str) -> None:
-        """Has batches come on a device."""
+        """Sets the device of the batches."""
 
     @abstractmethod
     def weight_by_class(self, classes: int) -> list[float]:
@@ -97,13 +97,13 @@ class Shard(RankDataset):
 
     @abstractmethod
     def weigh_classes(self, weights: Sequence[float]) -> None:
-        """Makes each row count in the loss for its weight times that of its class."""
+        """Sets the loss weight of each row to its weight times the weight of its class, one per class."""
 
     def close(self) -> None:
-        """Ends threads and frees what is on disk; closing twice is fine."""
+        """Ends threads and frees rows on disk; can be called twice."""
         self._stored.close()
 
 
 def at(order: RowNumbers, places: Numbers) -> Numbers:
-    """Returns the rows at those places of an order."""
+    """Returns the row numbers at some positions of an order."""
     return places + order.start if isinstance(order, range) else order[places]

@@ -1,4 +1,4 @@
-"""Copies batches to the device ahead of the training, beside its own stream."""
+"""Device transfer: copies batches to the device in advance, on a stream of its own."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from sparktorch.data.dataset.prefetch import ahead
 
 __all__ = ["moved"]
 
-_COPIED_AHEAD = 2  # batches: one that is being copied while another one waits
+_COPIED_AHEAD = 2  # batches: one is copied while another one waits
 
 
 def moved(batches: Generator[Batch], device: torch.device) -> Generator[Batch]:
-    """Returns batches of the CPU on a device; those on the way there are two at most, however many wait on the CPU.
+    """Returns CPU batches on a device, at most two of them in advance.
 
-    They are copied from pinned memory by a thread, in a stream beside that of the training, which waits for its batch
-    there: the host does not.
+    A thread copies them from pinned memory on a stream of its own. The training's stream waits for its batch; the host
+    does not.
 
     Args:
-        batches: Closed with what is returned, in the thread.
-        device: Theirs, in which case they pass, or an accelerator.
+        batches: Batches on the CPU; closed in the thread when the returned generator is closed.
+        device: Device of the returned batches; for the CPU, `batches` is returned.
     """
     return batches if device.type == "cpu" else _moved(batches, device)
 
@@ -47,18 +47,18 @@ def _moved(batches: Generator[Batch], device: torch.device) -> Generator[Batch]:
             training.wait_event(copied_then)
             for tensor in batch.tensors:
                 for part in components(tensor):
-                    part.record_stream(training)  # its memory is not reused before the training has read it
+                    part.record_stream(training)  # its memory is not reused before the training's stream has read it
             yield batch
 
 
 @cache
 def _stream_beside(device: torch.device) -> Any:
-    """Returns the one stream for copies: memory that was allocated in a stream is used again in the same one only."""
+    """Returns the device's one stream for copies: torch reuses memory only on the stream that allocated it."""
     return module_of(device).Stream(device)
 
 
 def _on_device(batch: Batch, device: torch.device) -> Batch:
-    """Returns a copy of a batch, begun in the current stream."""
+    """Returns a copy of a batch on the device, made asynchronously on the current stream."""
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
         return upload(tensor, device)

@@ -1,4 +1,4 @@
-"""Rows in memory, the host's or the device's: each batch is taken from them when it is asked for."""
+"""A shard in host or device memory: each batch is taken on request."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["InMemoryShard"]
 
 _DEVICE_SHARE = 0.25  # of an accelerator's free memory, for rows
 _CHUNK_ROWS = 1 << 16
-_AHEAD_BATCHES = 4  # that are decoded
+_AHEAD_BATCHES = 4  # decoded in advance
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class _Order:
     """The order of a rank's rows in one epoch.
 
     Attributes:
-        index: The rows in the order of their steps, those of a step in the order of their positions.
-        ends: Where in it each step ends.
+        index: Row numbers sorted by step, those of a step by position; of shape `(rows,)`.
+        ends: End of each step in `index`, int64 of shape `(steps,)`.
     """
 
     index: torch.Tensor
@@ -41,7 +41,7 @@ class InMemoryShard(Shard):
     """The rows of a rank, all of them in memory."""
 
     def __init__(self, stored: StoredRows, row_keys: RowKeys, *, dropped: int, budget: int) -> None:
-        """Takes the rows; batches that are decoded ahead may take half of `budget` bytes, but one at least."""
+        """Loads the rows; batches decoded in advance use at most half of `budget` bytes, or one batch if larger."""
         super().__init__(stored, row_keys, dropped=dropped)
         self._rows, self._budget = stored.finish(), budget
         self._validation_index = _index(self._validation_order)
@@ -49,11 +49,11 @@ class InMemoryShard(Shard):
         self._device = self._rows.device
 
     def to(self, device: str) -> None:
-        """Has batches come on a device.
+        """Sets the device of the batches.
 
-        The rows move to an accelerator where they take no more than a quarter of what is free there, validation
-        rows included: most of it is for the module and its activations. Otherwise, and where they are decoded or given
-        to a `preprocess`, they stay, and each batch is copied while the one before is trained.
+        The rows, validation rows included, move to an accelerator if they need at most a quarter of its free memory:
+        the rest is for the module and its activations. Otherwise, and if rows are decoded or passed to `preprocess`,
+        they stay on the host, and each batch is copied while the previous one is trained.
         """
         self._device = torch.device(device)
         if is_host(device) or self._stored.decodes or self.bytes > free_bytes(device) * _DEVICE_SHARE:
@@ -68,14 +68,14 @@ class InMemoryShard(Shard):
         return sums
 
     def weigh_classes(self, weights: Sequence[float]) -> None:
-        """Makes each row count in the loss for its weight times that of its class."""
+        """Sets the loss weight of each row to its weight times the weight of its class, one per class."""
         self._rows.weigh_classes(weights)
 
     def step_weights(self, epoch: int) -> torch.Tensor:
         """Returns this rank's weight in each step of the epoch, float64 of shape `(steps,)`."""
         order, rows = self._orders[epoch], self.step_rows(epoch).numpy()
         found = np.empty(len(rows))
-        some = max(1, _CHUNK_ROWS * len(rows) // max(1, len(order.index)))  # a bounded number of rows at a time
+        some = max(1, _CHUNK_ROWS * len(rows) // max(1, len(order.index)))  # bounds the rows at a time
         for start in range(0, len(rows), some):
             stop = min(start + some, len(rows))
             index = order.index[order.ends[start] - rows[start] : order.ends[stop - 1]]
@@ -102,19 +102,19 @@ class InMemoryShard(Shard):
         return self._coming(batches, _AHEAD_BATCHES)
 
     def validation(self, size: int, *, batches: int = 0) -> Generator[Batch]:
-        """Yields the validation rows, at most `size` at a time, in at least so many batches."""
+        """Yields the validation rows in at least `batches` batches of at most `size` rows."""
         index = self._validation_index
         starts = range(0, max(len(index), batches * size), size)
         taken = (self._rows.take(index[s : s + size], min_rows=1 if batches else 0) for s in starts)
         return self._coming(taken, 1)
 
     def close(self) -> None:
-        """Ends its threads; closing twice is fine."""
+        """Ends threads; can be called twice."""
         self._orders.close()
         super().close()
 
     def _coming(self, batches: Generator[Batch], depth: int) -> Generator[Batch]:
-        """Returns batches on the device: by a thread, where that is more than to take them."""
+        """Returns batches on the device; threads decode and copy them, where that is needed."""
         if self._stored.decodes:
             batches = ahead(batches, depth, size=_size, most=self._budget // 2)
         return batches if self._rows.device == self._device else moved(batches, self._device)

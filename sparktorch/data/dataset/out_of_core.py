@@ -1,4 +1,4 @@
-"""Rows on disk: those of some steps in a row are read at once, in a thread, before they are asked for."""
+"""A shard on disk: a thread reads the rows of several consecutive steps, a window, before they are needed."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from sparktorch.data.sampling.row_keys import RowKeys
 __all__ = ["OutOfCoreShard"]
 
 _CHUNK_ROWS = 1 << 16
-_AHEAD_BATCHES = 4  # that are decoded
+_AHEAD_BATCHES = 4  # decoded in advance
 
 
 class OutOfCoreShard(Shard):
     """The rows of a rank, all of them on disk."""
 
     def __init__(self, stored: StoredRows, row_keys: RowKeys, *, dropped: int, budget: int) -> None:
-        """Takes what is on disk, and the bytes that rows may take in memory.
+        """Sets the rows on disk, and the budget for rows in memory, in bytes.
 
-        One window of rows waits and another one is read: each may have half of `budget`, but has one step at least.
-        What is decoded ahead may have as much as a window.
+        One window waits while the next one is read: each uses at most half of `budget`, but holds at least one step.
+        Batches decoded in advance use as much as a window.
         """
         super().__init__(stored, row_keys, dropped=dropped)
         self._budget = budget
@@ -41,11 +41,11 @@ class OutOfCoreShard(Shard):
         self._weights = ByEpoch(self._make_weights)
 
     def to(self, device: str) -> None:
-        """Has batches come on a device; the rows stay on disk."""
+        """Sets the device of the batches; the rows stay on disk."""
         self._device = torch.device(device)
 
     def place(self, first: int, plan: SamplingPlan, *, epochs: int = 1) -> None:
-        """Sets the position of the first row, the plan of the training, and its number of epochs."""
+        """Sets the position of the first row, the sampling plan and the number of epochs."""
         super().place(first, plan, epochs=epochs)
         step_bytes = self.bytes / self._stored.count * self.rows / plan.steps
         self._window = min(plan.block, max(1, int(self._budget / 2 // max(step_bytes, 1))))
@@ -60,7 +60,7 @@ class OutOfCoreShard(Shard):
         return found
 
     def weigh_classes(self, weights: Sequence[float]) -> None:
-        """Makes each row count in the loss for its weight times that of its class."""
+        """Sets the loss weight of each row to its weight times the weight of its class, one per class."""
         self._class_weights = weights
 
     def step_weights(self, epoch: int) -> torch.Tensor:
@@ -81,25 +81,25 @@ class OutOfCoreShard(Shard):
         return self._ahead(self._batches(order, min_rows, first), self._window)
 
     def validation(self, size: int, *, batches: int = 0) -> Generator[Batch]:
-        """Yields the validation rows, at most `size` at a time, in at least so many batches."""
+        """Yields the validation rows in at least `batches` batches of at most `size` rows."""
         return self._ahead(self._validation_batches(size, batches), 1)
 
     def close(self) -> None:
-        """Ends threads and frees what is on disk; closing twice is fine."""
+        """Ends threads and frees rows on disk; can be called twice."""
         self._weights.close()
         self._orders.close()
         super().close()
 
     def _ahead(self, batches: Generator[Batch], depth: int) -> Generator[Batch]:
         """Returns batches on the device, read in a thread."""
-        if self._stored.decodes:  # to more bytes than the window that they are taken from
+        if self._stored.decodes:  # decoded batches are larger than their window
             coming = ahead(batches, min(depth, _AHEAD_BATCHES), size=_size, most=self._budget // 2)
         else:
             coming = ahead(batches, depth)
         return moved(coming, self._device)
 
     def _batches(self, order: RankOrder, min_rows: int, first: int) -> Generator[Batch]:
-        """Reads window by window; of a block that is too large, a part of its steps at a time."""
+        """Yields batches block by block; a block that exceeds the budget is read in windows of fewer steps."""
         plan = self._schedule.plan
         for number in range(first // plan.block, order.windows):
             begin, end = number * plan.block, min((number + 1) * plan.block, plan.steps)
@@ -111,7 +111,7 @@ class OutOfCoreShard(Shard):
                 yield from self._steps(position[now], step[now] - start, contexts, min_rows)
 
     def _steps(self, position: Int64, step: Int64, contexts: list[StepContext], min_rows: int) -> Generator[Batch]:
-        """Reads the rows of some steps, and yields those of each."""
+        """Reads the rows of several steps at once, and yields a batch per step."""
         rows = self._load(self._order, position - self._schedule.first)
         index = torch.from_numpy(np.argsort(step, kind="stable"))
         ends = np.cumsum(np.bincount(step, minlength=len(contexts))).tolist()
@@ -126,7 +126,7 @@ class OutOfCoreShard(Shard):
             yield rows.take(torch.arange(len(taken)), min_rows=1 if batches else 0)
 
     def _load(self, order: RowNumbers, places: Int64) -> Rows:
-        """Reads rows, and behind them the last of all, to fill up with, as from memory."""
+        """Reads rows, followed by the shard's last row, with which `Rows.take` fills up batches as in memory."""
         rows = self._stored.load(Runs.of(np.append(at(order, places), self._stored.count - 1)))
         if self._class_weights is not None:
             rows.weigh_classes(self._class_weights)

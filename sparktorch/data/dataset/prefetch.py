@@ -1,4 +1,4 @@
-"""What the training will ask for next, made in a thread meanwhile."""
+"""Makes in a thread what the training needs next."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ T = TypeVar("T")
 
 
 def ahead(items: Generator[T], depth: int, *, size: Callable[[T], int] = lambda _: 0, most: int = 0) -> Generator[T]:
-    """Yields what `items` yields, made in a thread that is at most so many items ahead.
+    """Yields the items of a generator that runs in a thread, at most `depth` items ahead.
 
-    The thread begins with the first item that is asked for. It has ended when the generator has: exhausted,
-    closed, or with the exception that making an item ended with.
+    The thread starts when the first item is requested. It has ended when this generator ends: exhausted, closed, or
+    by an exception of `items`, which is raised again here.
 
     Args:
         items: Runs in the thread, and is closed there.
-        depth: The most items that are made and not yet taken.
+        depth: Most items that wait to be taken.
         size: Returns the size of an item.
-        most: The sizes of items that are made and not yet taken sum up to no more than this, supposing that the
-            next one has the size of the last; but one item is always made.
+        most: Limit of the total size of waiting items, assuming that the next one is as large as the last; one item is
+            always made.
     """
     made: deque[tuple[T, int]] = deque()
     changed = threading.Condition()
@@ -78,17 +78,17 @@ def ahead(items: Generator[T], depth: int, *, size: Callable[[T], int] = lambda 
 
 
 class ByEpoch(Generic[T]):
-    """Something that each epoch needs when it begins, made while the one before is trained; for several threads."""
+    """A value per epoch, made in a thread while the previous epoch is trained; thread-safe."""
 
     def __init__(self, make: Callable[[int], T]) -> None:
-        """Takes what makes it for the epoch with that number."""
+        """Sets the function that makes the value of an epoch."""
         self._make = make
         self._known: dict[int, T] = {}
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def __getitem__(self, epoch: int) -> T:
-        """Returns it for that epoch."""
+        """Returns the value of an epoch; makes it if there is none."""
         if not self._knows(epoch):
             self.close()
         with self._lock:
@@ -97,24 +97,24 @@ class ByEpoch(Generic[T]):
         return self._keep(epoch, self._make(epoch))
 
     def forget(self, before: int) -> None:
-        """Forgets it for the epochs before that one, which is trained now."""
+        """Drops the values of the epochs before `before`."""
         with self._lock:
             self._known = {epoch: made for epoch, made in self._known.items() if epoch >= before}
 
     def begin(self, epoch: int) -> None:
-        """Begins to make it in a thread, unless that is done or something is being made."""
+        """Starts to make a value in a thread, unless it exists or the thread is still making another."""
         if self._knows(epoch) or (self._thread is not None and self._thread.is_alive()):
             return
 
         def work() -> None:
-            with suppress(Exception):  # which whoever asks for it will meet himself
+            with suppress(Exception):  # `__getitem__` makes it again, and raises
                 self._keep(epoch, self._make(epoch))
 
         self._thread = threading.Thread(target=work, name="sparktorch-order")
         self._thread.start()
 
     def close(self) -> None:
-        """Waits for what is being made."""
+        """Waits for the thread to end."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

@@ -1,4 +1,4 @@
-"""Reads the record batches of a partition into the data set of a rank, and checks every row."""
+"""Reads the record batches of a partition into the shard of a rank, and checks every row."""
 
 from __future__ import annotations
 
@@ -35,23 +35,24 @@ def read_shard(
     by_key: bool = True,
     by_length: bool = False,
 ) -> Shard:
-    """Reads the batches of one partition and checks every row.
+    """Reads the record batches of one partition and checks every row.
 
     Args:
-        batches: Record batches with the wire names of `columns` and an int64 column `k`, which `keyed` says may
-            be missing.
+        batches: Record batches of the encoded columns and the int64 row key `k`, which may be missing unless
+            `columns.keyed`.
         columns: Which columns become which tensors.
         placeholder: The placeholder row of a rank without rows; zeros by default.
-        storage: Where the rows are kept; by default in memory.
-        budget: Bytes that rows from disk may take in memory.
-        by_key: Whether the positions of the rows are those of their keys. Otherwise they are the
-            rows' places. On disk, rows that arrive in the order of their positions, validation
-            rows last, are read in runs; others one by one, and cost 4 bytes of memory each.
-        by_length: Whether the rows of a step come in the order of the lengths of the first ragged input.
+        storage: Row storage; by default in memory.
+        budget: Memory for rows from disk, in bytes.
+        by_key: Whether the positions of the rows follow their keys; otherwise, their order of arrival. On disk, rows
+            that arrive in the order of their positions, validation rows last, are read in runs. Other rows are read
+            one by one and need 4 bytes of memory each.
+        by_length: Whether the rows of a step are sorted by the length of the first ragged input.
 
     Raises:
-        ColumnError: A row cannot be trained on; says column, count and first row.
-        ClusterError: There is no room on disk.
+        ColumnError: A row cannot be trained on; names column, count and first row.
+        ClusterError: There is no space on disk.
+        ConfigError: A row on disk is larger than `budget`.
     """
     storage = storage or InMemory()
     fields = {spec.name: _field(spec, columns, storage) for spec in columns.tensors}
@@ -99,7 +100,7 @@ def _read(
         if storage.on_disk and grown > budget * rows.num_rows:
             raise _too_large(grown / rows.num_rows, budget, row)
         if columns.validation:
-            # Null ones are an error in the end.
+            # The row filter has removed rows with null here; `close` raises for them.
             held_out = rows.column(VALIDATION).fill_null(False).to_numpy(zero_copy_only=False)
         else:
             held_out = np.zeros(rows.num_rows, np.bool_)
@@ -110,7 +111,7 @@ def _read(
 
 
 def _digests(rows: pa.RecordBatch, columns: Columns) -> RowDigests | None:
-    """Returns what the columns of some rows are to add to; `None` where their keys are there already."""
+    """Returns the row digests that the columns of a batch are added to; `None` if its keys cover all columns."""
     if columns.keyed:
         return None
     keys = rows.column(KEY).to_numpy() if KEY in rows.schema.names else np.zeros(rows.num_rows, np.int64)
@@ -118,18 +119,18 @@ def _digests(rows: pa.RecordBatch, columns: Columns) -> RowDigests | None:
 
 
 def balanced(sums: Sequence[float]) -> list[float]:
-    """Returns the weights that make all classes count the same: `rows / (classes * rows of the class)`.
+    """Returns the class weights that balance the classes: `rows / (classes * rows of the class)`.
 
     Args:
-        sums: Rows, or the sum of their weights, by class. Classes without any are not counted; their
-            weight is 1, the mean over all rows.
+        sums: Number of rows, or sum of their weights, by class. Classes without rows are not counted; their weight
+            is 1, the mean over all rows.
     """
     present = sum(1 for count in sums if count)
     return [sum(sums) / (present * count) if count else 1.0 for count in sums]
 
 
 def _field(spec: TensorSpec, columns: Columns, storage: RowStorage) -> Field:
-    """Returns an empty field for a column, which checks its rows for what they are to be."""
+    """Returns an empty field for a column; label and weight fields check their values."""
 
     def label(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         return check_labels(values, columns)

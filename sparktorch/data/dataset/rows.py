@@ -1,4 +1,4 @@
-"""The rows of a rank by row number: in memory, where batches are taken from them, and in storage."""
+"""The rows of a rank, by row number: in memory, for taking batches, and in row storage."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ class Rows:
     """Tensors of equal length, addressed by row number.
 
     Attributes:
-        device: Where they are, and what is taken of them.
+        device: Device of the rows and of the batches.
         count: Number of rows.
     """
 
     def __init__(self, fields: Mapping[str, Field], columns: Columns, count: int, *, by_length: bool = False) -> None:
-        """Takes the rows.
+        """Sets the rows.
 
         Args:
-            fields: Finished, by wire name, on the CPU.
-            columns: What they are.
+            fields: Finished fields on the CPU, by encoded column name.
+            columns: Which columns became which tensors.
             count: Number of rows.
-            by_length: Whether rows that are taken at a time come in the order of their lengths.
+            by_length: Whether the rows of a batch are sorted by the length of the first ragged input.
         """
         ragged = [found for found in (fields[spec.name] for spec in columns.inputs) if isinstance(found, Ragged)]
         self._sorted_by = ragged[0] if ragged and by_length else None
@@ -44,7 +44,7 @@ class Rows:
         self._weight = _tensor(fields, columns.weight)
         self._loss_weight = self._weight
         self._preprocess = columns.preprocess
-        self._uneven: dict[int, Field] = {}  # by the places of their arguments
+        self._uneven: dict[int, Field] = {}  # by position among the arguments
         place = 0
         for column in self._inputs if self._preprocess is None else ():
             if column.uneven:
@@ -55,7 +55,7 @@ class Rows:
         self._copy()
 
     def to(self, device: torch.device) -> None:
-        """Moves what batches are taken of; label and weights stay on the CPU, too."""
+        """Moves the rows to a device; the CPU keeps a copy of label and weights."""
         for taken in self._inputs:
             taken.to(device)
         self.device = device
@@ -70,12 +70,12 @@ class Rows:
         self._here = label, weight, weight if self._loss_weight is self._weight else loss_weight
 
     def take(self, index: torch.Tensor, *, min_rows: int = 0, context: StepContext = EVALUATION) -> Batch:
-        """Returns the rows with those numbers.
+        """Returns a batch of rows.
 
         Args:
-            index: Row numbers of shape `(rows,)`, on the CPU.
-            min_rows: Fill the inputs up to this many rows.
-            context: When that is.
+            index: Row numbers, int64 of shape `(rows,)`, on the CPU.
+            min_rows: Fewest rows of the inputs; smaller batches are filled up with the last row.
+            context: Epoch and seed of the step.
         """
         rows = len(index)
         if self._sorted_by is not None:  # so that micro-batches hold rows of about the same length
@@ -85,7 +85,7 @@ class Rows:
         here = upload(index, self.device)
         shown = here[:rows] if 0 < rows < min_rows else here
         label, weight, loss_weight = self._here
-        if not rows and min_rows:  # what fills up is shown, at no weight
+        if not rows and min_rows:  # placeholder rows, of weight zero
             weight = loss_weight = torch.zeros(min_rows, device=self.device)
         else:
             same, weight = loss_weight is weight, None if weight is None else weight.index_select(0, shown)
@@ -97,7 +97,7 @@ class Rows:
     def _arguments(
         self, index: torch.Tensor, here: torch.Tensor, context: StepContext
     ) -> tuple[tuple[torch.Tensor, ...], dict[int, torch.Tensor]]:
-        """Returns what the rows with those numbers are to `forward`, and `Batch.lengths`."""
+        """Returns the arguments of `forward` for the rows in `index`, and `Batch.lengths`."""
         if self._preprocess is not None:
             taken = [column.take(index, here) for column in self._inputs]
             return tuple(self._preprocess(taken, len(index), context).values()), {}
@@ -105,20 +105,20 @@ class Rows:
         return arguments, {place: column.lengths(index) for place, column in self._uneven.items()}
 
     def weigh_classes(self, weights: Sequence[float]) -> None:
-        """Makes each row count in the loss for its weight times that of its class."""
+        """Sets the loss weight of each row to its weight times the weight of its class, one per class."""
         assert self._label is not None
         of_class = torch.tensor(weights, dtype=torch.float32)[self._label]
         self._loss_weight = of_class if self._weight is None else of_class * self._weight
         self._copy()
 
     def weight_by_class(self, index: torch.Tensor, classes: int) -> npt.NDArray[np.float64]:
-        """Returns the sum of the weights of those rows by class, of shape `(classes,)`."""
+        """Returns the sum of the weights of the rows in `index` by class, float64 of shape `(classes,)`."""
         assert self._label is not None
         weights = None if self._weight is None else self._weight.double()[index].numpy()
         return np.bincount(self._label[index].numpy(), weights, classes).astype(np.float64)
 
     def loss_weights(self, index: torch.Tensor | None = None) -> npt.NDArray[np.float64] | None:
-        """Returns what rows count for in the loss, all of them or those of an index; `None` means all ones."""
+        """Returns the loss weights of all rows, or of those in `index`, float64; `None` means all ones."""
         if self._loss_weight is None:
             return None
         weights = self._loss_weight if index is None else self._loss_weight[index]
@@ -126,12 +126,12 @@ class Rows:
 
 
 class StoredRows:
-    """All rows of a rank, as they were read.
+    """All rows of a rank, in row storage.
 
     Attributes:
-        count: Number of rows; at least one, since a rank without rows has a placeholder.
-        bytes: Size of the rows; 0 for a placeholder.
-        decodes: Whether to take a row is more than to copy it.
+        count: Number of rows; at least one, since a rank without rows has a placeholder row.
+        bytes: Size of the rows in bytes, without the placeholder row.
+        decodes: Whether taking rows decodes them or runs `preprocess`, instead of only copying them.
         on_disk: Whether the rows are on disk.
     """
 
@@ -145,15 +145,15 @@ class StoredRows:
         size: int,
         by_length: bool,
     ) -> None:
-        """Takes the rows.
+        """Sets the rows.
 
         Args:
-            fields: By wire name.
+            fields: Filled fields, by encoded column name.
             columns: Which columns became which tensors.
-            storage: Where the fields keep their rows.
-            count: Number of rows, the placeholder included.
-            size: Bytes of the rows, without the placeholder.
-            by_length: Whether rows that are taken at a time come in the order of their lengths.
+            storage: Row storage of the fields.
+            count: Number of rows, the placeholder row included.
+            size: Size of the rows in bytes, without the placeholder row.
+            by_length: Whether the rows of a batch are sorted by the length of the first ragged input.
         """
         self.columns, self.count, self.bytes = columns, count, size
         self.decodes = columns.preprocess is not None or any(fields[spec.name].decodes for spec in columns.inputs)
@@ -161,25 +161,25 @@ class StoredRows:
         self._fields, self._storage, self._by_length = fields, storage, by_length
 
     def load(self, runs: Runs, *, inputs: bool = True) -> Rows:
-        """Returns a copy in memory of the rows with those numbers; without inputs, only their label and weight."""
+        """Returns the rows in `runs`, copied into memory; without `inputs`, only label and weight."""
         specs = [spec for spec in (self.columns.label, self.columns.weight) if spec is not None]
         columns = self.columns if inputs else replace(self.columns, inputs=())
         fields = {spec.name: self._fields[spec.name].read(runs) for spec in (self.columns.tensors if inputs else specs)}
         return Rows(fields, columns, runs.count, by_length=self._by_length)
 
     def finish(self) -> Rows:
-        """Returns all rows, which are in memory."""
+        """Ends appending, and returns all rows; for rows in memory."""
         for column in self._fields.values():
             column.finish()
         return Rows(self._fields, self.columns, self.count, by_length=self._by_length)
 
     def close(self) -> None:
-        """Frees what is on disk."""
+        """Frees rows on disk."""
         self._storage.close()
 
 
 def _tensor(fields: Mapping[str, Field], spec: TensorSpec | None) -> torch.Tensor | None:
-    """Returns all rows of a label or of weights."""
+    """Returns the values of the label or weight column."""
     if spec is None:
         return None
     field = fields[spec.name]

@@ -1,1 +1,1 @@
-"""The kinds of columns: how a rank stores one, and what it passes to `forward`."""
+"""The kinds of columns: how a rank stores each, and what it passes to `forward`."""

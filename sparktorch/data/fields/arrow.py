@@ -1,4 +1,4 @@
-"""Columns as Arrow has them, for a callable that makes tensors of them."""
+"""Columns stored as Arrow arrays, for a `preprocess` that makes tensors of them."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _OF_BYTES = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, p
 
 
 class ArrowColumn(Field):
-    """A column as it is: NumPy for numbers, booleans, dates and timestamps, Arrow for all else."""
+    """An unconverted column: taken as NumPy if it holds numbers, booleans, dates or timestamps, otherwise as Arrow."""
 
     decodes = True
 
     def __init__(self, spec: TensorSpec, storage: RowStorage) -> None:
-        """Begins without rows; their type is that of the first batch."""
+        """Creates an empty field; the first batch sets its type."""
         self._spec, self._storage = spec, storage
         self._node: _Node | None = None
         self._rows: pa.Array = None
@@ -50,7 +50,7 @@ class ArrowColumn(Field):
         return 0 if self._node is None else self._node.nbytes
 
     def append(self, column: pa.Array, *, first_row: int = 0, digests: RowDigests | None = None) -> None:
-        """Keeps the rows of a batch; see `Field.append`."""
+        """Checks and stores the rows of a batch; see `Field.append`."""
         fill = self._spec.fill
         if fill is None:
             refuse_nulls(column, self._spec, first_row)
@@ -63,7 +63,7 @@ class ArrowColumn(Field):
         self._node.append(column)
 
     def stand_in(self) -> None:
-        """Appends an empty row."""
+        """Appends an empty value as the placeholder row."""
         if self._node is None:
             self._node = _node(pa.string(), self._spec, self._storage)
         self._node.append(pa.array([_empty(self._node.type)], self._node.type))
@@ -73,20 +73,20 @@ class ArrowColumn(Field):
         self._rows = self._held.finish()
 
     def read(self, runs: Runs) -> Self:
-        """Returns a finished field of those rows, copied into memory."""
+        """Returns a finished field of the rows in `runs`, copied into memory."""
         found = copy.copy(self)
         found._rows = self._held.read(runs)
         return found
 
     def take(self, index: torch.Tensor, here: torch.Tensor | None = None) -> tuple[Any, ...]:
-        """Returns one array, of NumPy or Arrow as their type says; a date or timestamp that is null is `NaT`.
+        """Returns one array, NumPy or Arrow depending on the type; null dates and timestamps are `NaT`.
 
-        Text, bytes and elements of lists beyond 2 GiB are of Arrow's large types, whatever the column is.
+        It has one of Arrow's large types, with 64-bit offsets, where 32-bit offsets do not suffice.
         """
         column = self._rows.take(pa.array(index.numpy()))
         if pa.types.is_primitive(column.type):
             return (column.to_numpy(zero_copy_only=False),)
-        with suppress(pa.ArrowInvalid):  # there are too many for offsets of 32 bits
+        with suppress(pa.ArrowInvalid):  # too long for 32-bit offsets
             column = column.cast(self._held.type)
         return (column,)
 
@@ -97,7 +97,7 @@ class ArrowColumn(Field):
 
 
 class _Node(ABC):
-    """Rows of one Arrow type, kept as the buffers of one array, whose offsets have 64 bits."""
+    """Rows of one Arrow type, stored as the buffers of one array with 64-bit offsets."""
 
     def __init__(self, kind: pa.DataType, storage: RowStorage) -> None:
         self.type = kind
@@ -109,20 +109,20 @@ class _Node(ABC):
         return self._valid.nbytes
 
     def append(self, column: pa.Array) -> None:
-        """Keeps the rows of a batch."""
+        """Stores the rows of a batch."""
         self._valid.append(column.is_valid().to_numpy(zero_copy_only=False))
 
     def finish(self) -> pa.Array:
-        """Ends appending; returns all rows."""
+        """Ends appending, and returns all rows."""
         return self._array(self._valid.finish(), None)
 
     def read(self, runs: Runs) -> pa.Array:
-        """Returns a copy of those rows; in place of `finish`, any number of times."""
+        """Returns a copy of the rows in `runs`; can be called repeatedly, but not after `finish`."""
         return self._array(self._valid.read(runs), runs)
 
     @abstractmethod
     def _array(self, valid: Mask, runs: Runs | None) -> pa.Array:
-        """Returns some rows, or all; `valid` says which are not null."""
+        """Returns the rows in `runs`, or all if `None`; `valid` is their mask of non-null rows."""
 
 
 class _Fixed(_Node):
@@ -178,7 +178,7 @@ class _Bytes(_Node):
 
 
 class _Lists(_Node):
-    """Lists, of lists too."""
+    """Lists, also nested."""
 
     def __init__(self, kind: pa.ListType | pa.LargeListType, spec: TensorSpec, storage: RowStorage) -> None:
         super().__init__(kind, storage)
@@ -202,7 +202,7 @@ class _Lists(_Node):
 
 
 class _Structs(_Node):
-    """Structs, whose fields are columns."""
+    """Structs, with a node per field."""
 
     def __init__(self, kind: pa.StructType, spec: TensorSpec, storage: RowStorage) -> None:
         super().__init__(kind, storage)
@@ -224,12 +224,12 @@ class _Structs(_Node):
 
 
 def _borders(borders: Offsets, runs: Runs | None) -> tuple[npt.NDArray[np.int64], Runs | None]:
-    """Returns where rows begin and the last one ends, some or all; and where the elements of some are."""
+    """Returns the offsets of all rows and `None`, or of the rows in `runs` and the runs of their elements."""
     return (borders.finish(), None) if runs is None else borders.read(runs)
 
 
 def _bitmap(valid: Mask) -> pa.Buffer | None:
-    """Returns which rows are not null, as Arrow has it."""
+    """Returns the Arrow validity bitmap of a mask; `None` if no row is null."""
     return None if valid.all() else pa.py_buffer(np.packbits(valid, bitorder="little"))
 
 
@@ -237,7 +237,7 @@ def _node(kind: pa.DataType, spec: TensorSpec, storage: RowStorage) -> _Node:
     """Returns an empty node for a type.
 
     Raises:
-        ColumnError: There is none for it.
+        ColumnError: The type is not supported.
     """
     if pa.types.is_struct(kind):
         return _Structs(kind, spec, storage)
@@ -259,7 +259,7 @@ def _is_list(kind: pa.DataType) -> bool:
 
 
 def _empty(kind: pa.DataType) -> Any:
-    """Returns what says nothing in a type: 0, an empty text or list, or null."""
+    """Returns an empty value of a type: 0, an empty string or list, or null for dates and timestamps."""
     if pa.types.is_primitive(kind):
         return pa.scalar(0).cast(kind).as_py() if not pa.types.is_temporal(kind) else None
     if pa.types.is_struct(kind):

@@ -1,4 +1,4 @@
-"""The columns of a rank's rows, one class for each way of keeping them: Arrow in, arguments of `forward` out."""
+"""The columns of a rank's rows, one class per storage layout: Arrow in, arguments of `forward` out."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Field(ABC):
     """One column of a rank's rows: filled batch by batch, then read by row number.
 
     Attributes:
-        decodes: Whether to take rows is more than to copy them, and is worth a thread.
-        arguments: Of `forward`, how many it becomes.
-        uneven: Whether what is taken can be cut into parts only by who knows the `lengths` of its rows.
+        decodes: Whether `take` decodes rows instead of only copying them, so that a thread pays off.
+        arguments: Number of arguments of `forward` that the column becomes.
+        uneven: Whether splitting a batch needs the `lengths` of its rows.
     """
 
     decodes: bool = False
@@ -50,48 +50,52 @@ class Field(ABC):
 
     @abstractmethod
     def append(self, column: pa.Array, *, first_row: int = 0, digests: RowDigests | None = None) -> None:
-        """Checks and keeps the rows of a batch.
+        """Checks and stores the rows of a batch.
 
         Args:
             column: The batch's column.
-            first_row: Number of its first row, for messages.
-            digests: What to add the column to, if it is one that `TensorSpec.digestible` says can be.
+            first_row: Row number of its first row, for messages.
+            digests: Row digests of the batch to add the column to; only for a column that is
+                `TensorSpec.digestible`.
 
         Raises:
-            ColumnError: A row cannot be trained on; says column, count and first row.
+            ColumnError: A row cannot be trained on; names column, count and first row.
         """
 
     @abstractmethod
     def stand_in(self) -> None:
-        """Appends a row of zeros, for a rank without rows to join the others with."""
+        """Appends a placeholder row of zeros, with which a rank without rows joins collectives."""
 
     @abstractmethod
     def finish(self) -> None:
         """Ends appending."""
 
     def to(self, device: torch.device) -> None:
-        """Moves finished rows that are kept as tensors to a device, where what is taken is then, too."""
+        """Moves finished rows to a device if they are tensors; `take` then returns its tensors there."""
         self._device = device
 
     @abstractmethod
     def read(self, runs: Runs) -> Self:
-        """Returns a finished field of those rows, copied into memory; in place of `finish`, any number of times."""
+        """Returns a finished field of the rows in `runs`, copied into memory.
+
+        It can be called repeatedly, but not after `finish`.
+        """
 
     def lengths(self, index: torch.Tensor) -> torch.Tensor:
-        """Returns how many elements each of some rows has, int64 of shape `(rows,)` on the CPU; of `uneven` ones."""
+        """Returns the number of elements of rows, int64 of shape `(rows,)` on the CPU; only for `uneven` fields."""
         raise NotImplementedError
 
     @abstractmethod
     def take(self, index: torch.Tensor, here: torch.Tensor | None = None) -> tuple[Any, ...]:
-        """Returns what some rows are to `forward`, or to a callable; the host does not wait for a device.
+        """Returns rows as `forward` or `preprocess` gets them, without synchronising host and device.
 
         Args:
-            index: Their numbers, int64 of shape `(rows,)`, on the CPU.
-            here: The same on the device of the rows, where there is a copy already.
+            index: Row numbers, int64 of shape `(rows,)`, on the CPU.
+            here: Copy of `index` on the device of the rows, if there is one.
         """
 
     def part(self, start: int, stop: int) -> tuple[Any, ...]:
-        """Returns the same of the rows from `start` to `stop`."""
+        """Returns the rows from `start` to `stop`, as `take` does."""
         return self.take(torch.arange(start, stop), torch.arange(start, stop, device=self._device))
 
 
@@ -99,7 +103,7 @@ class Dense(Field):
     """Rows of equal shape: one tensor of shape `(rows, *spec.shape)`.
 
     Attributes:
-        values: All rows, once finished.
+        values: All rows, after `finish`.
     """
 
     values: torch.Tensor
@@ -112,13 +116,13 @@ class Dense(Field):
         *,
         dtype: npt.DTypeLike | None = None,
     ) -> None:
-        """Begins without rows.
+        """Creates an empty field.
 
         Args:
-            spec: The column.
-            storage: Where the rows are kept.
-            check: Refuses rows that cannot be used; returns them as they are to be kept.
-            dtype: What they are kept as, if not as `spec.dtype`.
+            spec: Spec of the column.
+            storage: Storage of the rows.
+            check: Validates values, and returns them as they are to be stored.
+            dtype: Dtype of the stored rows; by default `spec.dtype`.
         """
         self._spec, self._check = spec, check
         self._dtype = np.dtype(dtype or spec.dtype)
@@ -130,14 +134,14 @@ class Dense(Field):
         return self._spool.nbytes
 
     def append(self, column: pa.Array, *, first_row: int = 0, digests: RowDigests | None = None) -> None:
-        """Checks and keeps the rows of a batch; see `Field.append`."""
+        """Checks and stores the rows of a batch; see `Field.append`."""
         values = to_numpy(column, self._spec, first_row=first_row)
         if digests is not None:
             digests.add(self._spec.name, values)
         self._spool.append(values if self._check is None else self._check(values))
 
     def stand_in(self) -> None:
-        """Appends a row of zeros."""
+        """Appends a placeholder row of zeros."""
         self._spool.append(np.zeros((1, *self._spec.shape), self._dtype))
 
     def finish(self) -> None:
@@ -145,12 +149,12 @@ class Dense(Field):
         self.values = torch.from_numpy(self._spool.finish())
 
     def to(self, device: torch.device) -> None:
-        """Moves the rows."""
+        """Moves the rows to a device."""
         super().to(device)
         self.values = self.values.to(device)
 
     def read(self, runs: Runs) -> Self:
-        """Returns a finished field of those rows, copied into memory."""
+        """Returns a finished field of the rows in `runs`, copied into memory."""
         found = copy.copy(self)
         found.values = torch.from_numpy(self._spool.read(runs))
         return found
@@ -160,18 +164,18 @@ class Dense(Field):
         return (self.values.index_select(0, upload(index, self._device) if here is None else here),)
 
     def part(self, start: int, stop: int) -> tuple[torch.Tensor, ...]:
-        """Returns the rows from `start` to `stop`, in place."""
+        """Returns the rows from `start` to `stop`, as a view."""
         return (self.values[start:stop],)
 
 
 class Vectors(Field):
-    """ML vectors, each row kept as it came, dense or sparse: one tensor, dense or `torch.sparse_csr`."""
+    """ML vectors, stored dense or sparse as each row arrives: one tensor, dense or `torch.sparse_csr`."""
 
     def __init__(self, spec: TensorSpec, storage: RowStorage) -> None:
-        """Begins without rows."""
+        """Creates an empty field."""
         self._spec = spec
         self._values = Elements(spec.dtype, storage)
-        self._indices = Elements(np.int32, storage)  # none of a dense row
+        self._indices = Elements(np.int32, storage)  # a dense row has none
         self.uneven = spec.layout == "sparse_csr"
         if self.uneven:
             _hush_sparse_csr()
@@ -182,7 +186,7 @@ class Vectors(Field):
         return self._values.nbytes + self._indices.nbytes
 
     def append(self, column: pa.Array, *, first_row: int = 0, digests: RowDigests | None = None) -> None:
-        """Checks and keeps the rows of a batch, vectors or lists; see `Field.append`."""
+        """Checks and stores the rows of a batch, vectors or lists; see `Field.append`."""
         if pa.types.is_struct(column.type):
             rows = vector_rows(column, self._spec, first_row=first_row)
             self._values.append(rows.values, rows.lengths)
@@ -198,7 +202,7 @@ class Vectors(Field):
             self._append_dense(values)
 
     def stand_in(self) -> None:
-        """Appends a row of zeros."""
+        """Appends a placeholder row of zeros."""
         self._append_dense(np.zeros((1, self._spec.width), self._spec.dtype))
 
     def finish(self) -> None:
@@ -207,23 +211,23 @@ class Vectors(Field):
         self._indices.finish()
 
     def to(self, device: torch.device) -> None:
-        """Moves the rows."""
+        """Moves the rows to a device."""
         super().to(device)
         self._values.to(device)
         self._indices.to(device)
 
     def read(self, runs: Runs) -> Self:
-        """Returns a finished field of those rows, copied into memory."""
+        """Returns a finished field of the rows in `runs`, copied into memory."""
         found = copy.copy(self)
         found._values, found._indices = self._values.read(runs), self._indices.read(runs)
         return found
 
     def lengths(self, index: torch.Tensor) -> torch.Tensor:
-        """Returns how many values of each row a sparse tensor of those rows holds."""
+        """Returns the number of stored values of each row, int64 of shape `(rows,)` on the CPU."""
         return self._values.lengths[index]
 
     def take(self, index: torch.Tensor, here: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
-        """Returns one tensor of shape `(rows, *spec.shape)`, or `(rows, width)` if `torch.sparse_csr`."""
+        """Returns one tensor of shape `(rows, *spec.shape)`, or a `torch.sparse_csr` one of shape `(rows, width)`."""
         width, shape = self._spec.width, (len(index), *self._spec.shape)
         if not len(self._indices.values) and self._spec.layout == "dense" and self._whole:
             here = upload(index, self._device) if here is None else here
@@ -232,7 +236,7 @@ class Vectors(Field):
         values = self._values.values[where]
         if len(self._indices.values) == len(self._values.values):  # all rows are sparse
             place = self._indices.values[where].long()
-        elif len(self._indices.values):  # places in sparse rows are stored, those in dense rows are their own
+        elif len(self._indices.values):  # mixed: overwrite the positions of sparse rows by their stored indices
             places, row_of_place, at, _ = self._indices.take(index)
             place[(lengths.cumsum(0) - lengths)[row_of_place] + at] = places.long()
         if self._spec.layout == "sparse_csr":
@@ -257,11 +261,11 @@ class Ragged(Field):
     """Rows of unequal length: padded with a mask, or one jagged nested tensor.
 
     Attributes:
-        padded: Whether they are padded.
+        padded: Whether rows are padded; otherwise they are jagged.
     """
 
     def __init__(self, spec: TensorSpec, storage: RowStorage) -> None:
-        """Begins without rows."""
+        """Creates an empty field."""
         self._spec = spec
         self._elements = Elements(spec.dtype, storage, spec.shape)
         self.padded = spec.layout == "padded"
@@ -273,11 +277,11 @@ class Ragged(Field):
         return self._elements.nbytes
 
     def append(self, column: pa.Array, *, first_row: int = 0, digests: RowDigests | None = None) -> None:
-        """Checks and keeps the rows of a batch; see `Field.append`."""
+        """Checks and stores the rows of a batch; see `Field.append`."""
         self._elements.append(*ragged(column, self._spec, first_row=first_row))
 
     def stand_in(self) -> None:
-        """Appends a row of one zero."""
+        """Appends a placeholder row of one zero."""
         self._elements.append(np.zeros((1, *self._spec.shape), self._spec.dtype), np.ones(1, np.int64))
 
     def finish(self) -> None:
@@ -285,22 +289,22 @@ class Ragged(Field):
         self._elements.finish()
 
     def to(self, device: torch.device) -> None:
-        """Moves the rows."""
+        """Moves the rows to a device."""
         super().to(device)
         self._elements.to(device)
 
     def read(self, runs: Runs) -> Self:
-        """Returns a finished field of those rows, copied into memory."""
+        """Returns a finished field of the rows in `runs`, copied into memory."""
         found = copy.copy(self)
         found._elements = self._elements.read(runs)
         return found
 
     def take(self, index: torch.Tensor, here: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
-        """Returns the rows, with a mask where they are padded.
+        """Returns the rows, with a mask if they are padded.
 
         Returns:
-            Padded: the elements of shape `(rows, longest, *spec.shape)`, and bool of shape
-            `(rows, longest)`, true where there is one. Jagged: a nested tensor of shape
+            Padded: the elements, of shape `(rows, longest, *spec.shape)`, and the mask, bool of shape
+            `(rows, longest)`, true at positions that hold data. Jagged: a nested tensor of shape
             `(rows, j, *spec.shape)`.
         """
         on_host = self.lengths(index)
@@ -314,17 +318,17 @@ class Ragged(Field):
         return padded, mask
 
     def lengths(self, index: torch.Tensor) -> torch.Tensor:
-        """Returns the number of elements of the rows with those numbers, int64 of shape `(rows,)`, on the CPU."""
+        """Returns the number of elements of each row, int64 of shape `(rows,)`, on the CPU."""
         return self._elements.lengths[index]
 
 
 def _ends(lengths: torch.Tensor) -> torch.Tensor:
-    """Returns where rows of those lengths end, and before them 0."""
+    """Returns the offsets of rows of those lengths, int64 of shape `(rows + 1,)`."""
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
 
 
 def _hush_sparse_csr() -> None:
-    """Makes torch say once, here, that the layout is in beta, which is for docs and not for every log."""
+    """Suppresses torch's beta warning for the layout: torch warns once per process, here unseen."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.eye(1).to_sparse_csr()

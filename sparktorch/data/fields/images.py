@@ -1,4 +1,4 @@
-"""Images: kept as the bytes they came as, decoded by Pillow when their rows are taken."""
+"""Images: stored as the bytes that arrive, decoded by Pillow when rows are taken."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = ["Images", "black_image", "image_size"]
 _FORMATS = ("JPEG", "PNG")
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 _DEEP = ("I", "F")  # modes of more than 8 bits a channel begin with these
-_ENCODED, _NULL = 0, -1  # in place of the size of an image that is there in pixels
+_ENCODED, _NULL = 0, -1  # in place of the size, which only decoded images have
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -41,18 +41,18 @@ Pixels = npt.NDArray[np.uint8]
 class Images(Field):
     """Encoded images, and images of Spark's `image` source: one tensor of shape `(rows, *spec.shape)`.
 
-    The axis of `spec.shape` that is 1, 3 or 4 holds the channels, the first one if there are two of them.
+    The channels are the first axis of `spec.shape` if its size is 1, 3 or 4, otherwise the last.
     """
 
     decodes = True
 
     def __init__(self, spec: TensorSpec, storage: RowStorage) -> None:
-        """Begins without rows."""
+        """Creates an empty field."""
         self._spec = spec
         self._bytes = Elements(np.uint8, storage)
         self._sizes = storage.spool(np.int32, (3,))
         self._channels_first, self._shape = _axes(spec)
-        # Its threads begin with the first step, and end with this field and what is read of it.
+        # Its threads start with the first step, and end with this field and the fields that `read` returned.
         self._pool = ThreadPoolExecutor(max(1, torch.get_num_threads()), "sparktorch-decode")
 
     @property
@@ -61,11 +61,11 @@ class Images(Field):
         return self._bytes.nbytes + self._sizes.nbytes
 
     def append(self, column: pa.Array, *, first_row: int = 0, digests: RowDigests | None = None) -> None:
-        """Keeps the rows of a batch, having looked at the size of each; see `Field.append`."""
+        """Checks the size of each image and stores the rows; see `Field.append`."""
         sizes = np.full((len(column), 3), _ENCODED, np.int32)
         content = column
         if pa.types.is_struct(column.type):
-            content = pc.struct_field(column, "data")  # null where the struct is, too
+            content = pc.struct_field(column, "data")  # also null where the struct is
             for axis, name in enumerate(("height", "width", "nChannels")):
                 sizes[:, axis] = column.field(name).fill_null(_ENCODED).to_numpy()
         if self._spec.fill is None:
@@ -80,7 +80,7 @@ class Images(Field):
         self._sizes.append(sizes)
 
     def stand_in(self) -> None:
-        """Appends a black image."""
+        """Appends a black image as the placeholder row."""
         self._bytes.append(np.zeros(int(np.prod(self._shape)), np.uint8), np.array([np.prod(self._shape)]))
         self._sizes.append(np.array([self._shape], np.int32))
 
@@ -90,7 +90,7 @@ class Images(Field):
         self._dims = self._sizes.finish()
 
     def read(self, runs: Runs) -> Self:
-        """Returns a finished field of those rows, copied into memory."""
+        """Returns a finished field of the rows in `runs`, copied into memory."""
         found = copy.copy(self)
         found._bytes, found._dims = self._bytes.read(runs), self._sizes.read(runs)
         return found
@@ -98,7 +98,10 @@ class Images(Field):
     def take(self, index: torch.Tensor, here: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         """Returns one tensor of shape `(rows, *spec.shape)`: uint8, or float32 between 0 and 1.
 
-        Images are decoded on the CPU, and move to the device as bytes.
+        Images are decoded on the CPU and copied to the device as uint8.
+
+        Raises:
+            ColumnError: An image cannot be decoded.
         """
         rows = index.tolist()
         pixels = np.empty((len(rows), *self._shape), np.uint8)
@@ -108,7 +111,7 @@ class Images(Field):
             pixels[place] = 0 if null[place] else self._pixels(rows[place])
 
         threads = min(torch.get_num_threads(), len(rows))
-        if threads > 1:  # Pillow lets go of Python's lock while it decodes
+        if threads > 1:  # Pillow releases the GIL while it decodes
             list(self._pool.map(decode, range(len(rows))))
         else:
             for place in range(len(rows)):
@@ -124,18 +127,18 @@ class Images(Field):
         return (images,)
 
     def _pixels(self, row: int) -> Any:
-        """Returns a row decoded, of shape `(height, width, channels)`."""
+        """Returns the decoded image of a row, uint8 of shape `(height, width, channels)`."""
         start, length = int(self._bytes.starts[row]), int(self._bytes.lengths[row])
         data: Pixels = self._bytes.values.numpy()[start : start + length]
         height, width, channels = self._shape
         try:
             image = _opened(data, self._dims[row])
             if self._spec.resize and image.format == "JPEG":
-                image.draft(None, (width, height))  # decodes no more pixels than are needed
+                image.draft(None, (width, height))  # the JPEG decoder scales down, which is faster
             image = image.convert(_MODES[channels])
             if image.size != (width, height):
                 image = image.resize((width, height), pillow().Resampling.BILINEAR)
-        except Exception as error:  # whatever a broken file makes of Pillow
+        except Exception as error:  # Pillow raises many types for corrupt files
             raise ColumnError(
                 f"an image of column {self._spec.column!r} cannot be decoded: {error}",
                 hint="leave broken files out: open them in a UDF before fit",
@@ -144,7 +147,7 @@ class Images(Field):
         return np.asarray(image).reshape(self._shape)
 
     def _check(self, data: Pixels, size: npt.NDArray[np.int32], row: int) -> None:
-        """Refuses what is no image, or has another size than it should."""
+        """Checks that the bytes of a row are an image of the right size."""
         if not size.any():
             found = image_size(data, self._spec, row=row)
         elif size.prod() != len(data) or int(size[2]) not in _MODES:
@@ -164,15 +167,15 @@ class Images(Field):
 
 
 def image_size(data: bytes | Pixels, spec: TensorSpec, *, row: int = 0) -> tuple[int, int]:
-    """Returns height and width of an encoded image, from its header.
+    """Returns height and width of an encoded image in pixels, from its header.
 
     Args:
         data: A JPEG or PNG file.
-        spec: Its column, for messages.
-        row: Its row.
+        spec: Spec of its column, for messages.
+        row: Its row number, for messages.
 
     Raises:
-        ColumnError: It is no such file.
+        ColumnError: The data is neither JPEG nor PNG, or has more than 8 bits per channel.
         ConfigError: Pillow is not installed.
     """
     try:
@@ -186,7 +189,7 @@ def image_size(data: bytes | Pixels, spec: TensorSpec, *, row: int = 0) -> tuple
 
 
 def black_image(spec: TensorSpec) -> bytes:
-    """Returns a PNG file of the size that a column's images have."""
+    """Returns a black PNG file of the size of a column's images."""
     height, width, channels = _axes(spec)[1]
     file = io.BytesIO()
     pillow().new(_MODES[channels], (width, height)).save(file, "PNG")
@@ -203,7 +206,7 @@ def _axes(spec: TensorSpec) -> tuple[bool, tuple[int, int, int]]:
 
 
 def _opened(data: Pixels, size: npt.NDArray[np.int32]) -> Any:
-    """Returns an image of Pillow's, of a file or of the pixels that Spark's `image` source has decoded."""
+    """Returns the Pillow image of a file, or of the pixels that Spark's `image` source decoded."""
     if not size.any():
         return pillow().open(_file(data), formats=_FORMATS)
     pixels = data.reshape(size)
@@ -214,7 +217,7 @@ def _opened(data: Pixels, size: npt.NDArray[np.int32]) -> Any:
 
 
 def _file(data: bytes | Pixels) -> Any:
-    """Returns bytes as an open file, without a copy of them."""
+    """Returns bytes as a file object, without a copy."""
     return pa.BufferReader(pa.py_buffer(data))
 
 

@@ -1,4 +1,4 @@
-"""Rows of unequal length, kept one after the other, with where each of them begins."""
+"""Rows of unequal length, stored as concatenated elements and offsets."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Int64 = npt.NDArray[np.int64]
 
 
 class Offsets:
-    """Where rows that lie one after the other begin and end."""
+    """The offsets of concatenated rows: where each row begins and the last one ends."""
 
     def __init__(self, storage: RowStorage) -> None:
-        """Begins without rows."""
+        """Creates offsets without rows."""
         self._spool = storage.spool(np.int64)
         self._spool.append(np.zeros(1, np.int64))
         self._end = 0
@@ -36,20 +36,20 @@ class Offsets:
         return self._spool.nbytes - 8
 
     def append(self, lengths: Int64) -> None:
-        """Adds rows of those lengths."""
+        """Appends rows of those lengths, int64 of shape `(rows,)`."""
         if len(lengths):
             ends = self._end + np.cumsum(lengths, dtype=np.int64)
             self._spool.append(ends)
             self._end = int(ends[-1])
 
     def finish(self) -> Int64:
-        """Returns where each row begins and the last one ends, of shape `(rows + 1,)`."""
+        """Returns the offsets, int64 of shape `(rows + 1,)`."""
         return self._spool.finish()
 
     def read(self, runs: Runs) -> tuple[Int64, Runs]:
-        """Returns the same of some rows, as they will lie when only they are read, and where they lie now."""
+        """Returns the offsets of the rows in `runs` among themselves, and the runs of their elements in storage."""
         borders = self._spool.read(Runs(runs.starts, runs.stops + 1))
-        first = np.cumsum(runs.lengths + 1) - (runs.lengths + 1)  # where the borders of each run begin
+        first = np.cumsum(runs.lengths + 1) - (runs.lengths + 1)  # index of each run's first offset
         last = first + runs.lengths
         lengths = np.delete(np.diff(borders, append=0), last)
         return np.concatenate([[0], np.cumsum(lengths)]), Runs(borders[first], borders[last])
@@ -59,10 +59,11 @@ class Elements:
     """The elements of all rows of a column.
 
     Attributes:
-        values: All of them, of shape `(elements, *shape)`, once finished or read; on the device of the rows.
-        starts: The first element of each row, int64 of shape `(rows,)`, on the CPU.
-        lengths: Number of elements of each row, int64 of shape `(rows,)`, on the CPU: how large tensors become is
-            decided there, without waiting for a device.
+        values: Concatenated elements of all rows, of shape `(elements, *shape)`, after `finish` or `read`; on the
+            device of the rows.
+        starts: First element of each row, int64 of shape `(rows,)`, on the CPU.
+        lengths: Number of elements of each row, int64 of shape `(rows,)`; on the CPU, so that tensor sizes are known
+            without synchronising with a device.
     """
 
     values: torch.Tensor
@@ -70,12 +71,12 @@ class Elements:
     lengths: torch.Tensor
 
     def __init__(self, dtype: npt.DTypeLike, storage: RowStorage, shape: tuple[int, ...] = ()) -> None:
-        """Begins without rows.
+        """Creates storage without rows.
 
         Args:
-            dtype: Of an element.
-            storage: Where the rows are kept.
-            shape: Of an element.
+            dtype: Dtype of the elements.
+            storage: Storage of the rows.
+            shape: Shape of one element.
         """
         self._values = storage.spool(dtype, shape)
         self._offsets = Offsets(storage)
@@ -86,11 +87,11 @@ class Elements:
         return self._values.nbytes + self._offsets.nbytes
 
     def append(self, values: npt.NDArray[Any], lengths: npt.NDArray[np.int64]) -> None:
-        """Adds rows.
+        """Appends rows.
 
         Args:
-            values: Their elements, of shape `(elements, *shape)`.
-            lengths: Number of elements of each row.
+            values: Concatenated elements of the rows, of shape `(elements, *shape)`.
+            lengths: Number of elements of each row, int64 of shape `(rows,)`.
         """
         self._values.append(values)
         self._offsets.append(lengths)
@@ -101,11 +102,11 @@ class Elements:
         self._place(self._offsets.finish())
 
     def to(self, device: torch.device) -> None:
-        """Moves the elements, once finished."""
+        """Moves the elements to a device, after `finish`."""
         self.values = self.values.to(device)
 
     def read(self, runs: Runs) -> Self:
-        """Returns those rows, copied into memory; in place of `finish`, any number of times."""
+        """Returns the rows in `runs`, copied into memory; can be called repeatedly, but not after `finish`."""
         found = copy.copy(self)
         borders, held = self._offsets.read(runs)
         found.values = torch.from_numpy(self._values.read(held))
@@ -117,21 +118,21 @@ class Elements:
         self.lengths = torch.from_numpy(np.diff(borders))
 
     def take(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns the elements of the rows with those numbers.
+        """Returns the elements of rows.
 
         Args:
-            index: Row numbers of shape `(rows,)`, on the CPU.
+            index: Row numbers, int64 of shape `(rows,)`, on the CPU.
 
         Returns:
-            The elements, of shape `(elements, *shape)`; int64 of shape `(elements,)`, the place in `index` of
-            the row that each belongs to, and its own place in the row; int64 of shape `(rows,)`, how many each
-            row has. All of them on the device of the rows.
+            The elements, of shape `(elements, *shape)`; for each element the position of its row in `index`, and its
+            position in the row, int64 of shape `(elements,)`; and the number of elements of each row, int64 of shape
+            `(rows,)`. All are on the device of the rows.
         """
         where, row, place, lengths = self.locate(index)
         return self.values[where], row, place, lengths
 
     def locate(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns what `take` does, but for the elements their numbers, int64 of shape `(elements,)`."""
+        """Returns the same as `take`, but indices into `values`, int64 of shape `(elements,)`, instead of elements."""
         device, held = self.values.device, torch.stack([self.starts[index], self.lengths[index]])
         count = int(held[1].sum())
         starts, lengths = upload(held, device)

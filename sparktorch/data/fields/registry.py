@@ -1,4 +1,4 @@
-"""Which way each input column is kept."""
+"""Chooses the field that stores an input column."""
 
 from __future__ import annotations
 

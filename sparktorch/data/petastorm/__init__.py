@@ -1,4 +1,4 @@
-"""Data sets of Petastorm, read without it."""
+"""Reads Petastorm data sets without the petastorm package."""
 
 from sparktorch.data.petastorm.decoder import reader_batches
 

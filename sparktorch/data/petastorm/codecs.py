@@ -1,6 +1,6 @@
-"""Petastorm's codecs: the binary values of a column as NumPy arrays, decoded together where they are alike.
+"""Decodes the binary columns of Petastorm's codecs to NumPy arrays.
 
-Nothing is unpickled: arrays of Python objects are refused.
+It unpickles nothing: arrays of Python objects are refused.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["ARROW_TYPES", "DECODE", "Blobs", "Place", "Values", "native"]
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 
-# What decoded values become. Spark has no unsigned and no half-precision numbers.
+# Arrow types of decoded values. Spark has no unsigned integers and no float16: those become wider, uint64 int64.
 ARROW_TYPES = {
     "bool": pa.bool_(),
     "int8": pa.int8(),
@@ -47,20 +47,30 @@ ARROW_TYPES = {
 
 
 class Values(NamedTuple):
-    """The values of the rows that are not null: all in one, in C order; and one row of `shapes` for each."""
+    """The decoded values of the non-null rows.
+
+    Attributes:
+        flat: All elements, row after row, in C order; of shape `(elements,)`.
+        shapes: Shape of each row's array, int64 of shape `(rows, dimensions)`.
+    """
 
     flat: Array
     shapes: npt.NDArray[np.int64]
 
 
 class Place(NamedTuple):
-    """Where values come from, for checks and messages: their field, and their rows' numbers."""
+    """The source of values, for checks and messages.
+
+    Attributes:
+        field: Field of the values.
+        rows: Row number of each value in the partition, int64.
+    """
 
     field: UnischemaField
     rows: npt.NDArray[np.int64]
 
     def error(self, index: int, what: str) -> ColumnError:
-        """Returns the error of the value with that index."""
+        """Returns the error for the value at `index`; `what` describes the problem."""
         return ColumnError(
             f"{self.field.describe()} has a row that cannot be decoded: {what}",
             column=self.field.name,
@@ -68,7 +78,11 @@ class Place(NamedTuple):
         )
 
     def check(self, index: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
-        """Refuses a value of another type or shape than the field's."""
+        """Checks the dtype and shape of one value.
+
+        Raises:
+            ColumnError: They are not those of the field.
+        """
         wanted = self.field.shape
         fits = len(shape) == len(wanted) and all(
             size in (None, found) for size, found in zip(wanted, shape, strict=True)
@@ -87,7 +101,7 @@ class Blobs:
 
     @classmethod
     def of(cls, column: pa.Array, present: npt.NDArray[np.bool_]) -> Blobs:
-        """Returns the values of a binary column, without a copy where none is null."""
+        """Returns the non-null values of a binary column; copies their bytes only if there are nulls."""
         if column.null_count:
             column = column.filter(pa.array(present))
         if not len(column):
@@ -99,7 +113,7 @@ class Blobs:
 
     @classmethod
     def joined(cls, parts: Sequence[bytes]) -> Blobs:
-        """Puts values together."""
+        """Returns values concatenated."""
         return cls(np.frombuffer(b"".join(parts), np.uint8), np.cumsum([0, *map(len, parts)]))
 
     def __len__(self) -> int:
@@ -110,7 +124,14 @@ class Blobs:
 
 
 class _Header(NamedTuple):
-    """The beginning of a `.npy` file: its length in bytes, and what it says of the array behind it."""
+    """The header of a `.npy` file.
+
+    Attributes:
+        size: Length of the header in bytes.
+        shape: Shape of the array.
+        fortran: Whether the array is stored in Fortran order.
+        dtype: Dtype of the array.
+    """
 
     size: int
     shape: tuple[int, ...]
@@ -118,7 +139,7 @@ class _Header(NamedTuple):
     dtype: np.dtype[Any]
 
     def array(self, data: Bytes, rows: int) -> Array:
-        """Returns that many arrays of contiguous values, in C order."""
+        """Returns the contiguous contents of `rows` files as one array of shape `(rows, *shape)`."""
         if not self.dtype.itemsize:  # empty strings
             return np.zeros((rows, *self.shape), self.dtype)
         shape = self.shape[::-1] if self.fortran else self.shape
@@ -135,7 +156,7 @@ def _header(head: bytes) -> _Header:
 
 
 def _decode_ndarrays(blobs: Blobs, place: Place) -> Values:
-    """Decodes `.npy` files; those that begin with the same header, all at once."""
+    """Decodes `.npy` files: all at once if they have the same header and length, otherwise one by one."""
     if not len(blobs):
         return _nothing(place.field)
     head = _head(blobs, 0, place)
@@ -156,7 +177,11 @@ def _decode_ndarrays(blobs: Blobs, place: Place) -> Values:
 
 
 def _head(blobs: Blobs, index: int, place: Place) -> _Header:
-    """Returns the header of one `.npy` file, checked against the file and the field."""
+    """Returns the header of one `.npy` file.
+
+    Raises:
+        ColumnError: The header is corrupt, or does not match the field or the length of the file.
+    """
     start, end = blobs.bounds[index : index + 2]
     lead = blobs.data[start : min(start + 10, end)].tobytes()
     if len(lead) < 10 or lead[:7] != b"\x93NUMPY\x01":
@@ -181,7 +206,7 @@ def _inflated(blob: bytes, index: int, place: Place) -> bytes:
     try:
         with zipfile.ZipFile(io.BytesIO(blob)) as archive:
             return archive.read("arr.npy")
-    except Exception as error:  # zipfile and zlib have many names for broken bytes
+    except Exception as error:  # zipfile and zlib raise many types for corrupt data
         raise place.error(index, f"{type(error).__name__}: {error}") from None
 
 
@@ -194,7 +219,7 @@ def _decode_images(blobs: Blobs, place: Place) -> Values:
 
 
 def _pixels(blob: bytes, index: int, place: Place) -> Array:
-    """Decodes an image: RGB or greys of 8 bits, or greys of 16."""
+    """Decodes an image: 8-bit RGB, 8-bit grayscale or 16-bit grayscale."""
     images = pillow()
     try:
         with images.open(io.BytesIO(blob), formats=(place.field.image_format,)) as image:
@@ -227,7 +252,11 @@ def _sizes(shape: tuple[int, ...]) -> npt.NDArray[np.int64]:
 
 
 def native(values: Array, place: Place) -> Array:
-    """Returns the values as Arrow takes them: this machine's byte order, no unsigned 64 bits, no float16."""
+    """Returns the values in the dtype of their Arrow type: native byte order, uint64 as int64, float16 as float32.
+
+    Raises:
+        ColumnError: A uint64 value is larger than 2**63 - 1.
+    """
     if values.dtype.kind == "u" and values.dtype.itemsize == 8:
         if (values > np.uint64(2**63 - 1)).any():
             raise ColumnError(

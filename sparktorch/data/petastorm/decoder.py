@@ -1,4 +1,4 @@
-"""Data sets that Petastorm has written, without Petastorm: encoded Arrow columns in, ordinary columns out."""
+"""Decodes Petastorm data sets without the petastorm package: encoded Arrow columns in, ordinary columns out."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _INT32_MAX = 2**31 - 1
 
 
 def schema_in(common_metadata: bytes) -> tuple[tuple[UnischemaField, ...], frozenset[str]]:
-    """Reads the fields of a data set, and which of them are columns of its files.
+    """Returns the fields of a data set, and which of them are columns of its files.
 
     Args:
         common_metadata: The content of the file `_common_metadata`.
 
     Returns:
-        All fields, in the order of the Unischema, and the names of the files' columns. A field that is no
-        column is one that the data set is partitioned by.
+        All fields, in the order of the Unischema, and the names of the files' columns. A field without such a
+        column is a partition column.
 
     Raises:
-        DatasetError: The file is no Parquet file, holds no schema of Petastorm's, or one that is refused.
+        DatasetError: The file is not Parquet, holds no Unischema, or holds one that `read_unischema` refuses.
     """
     try:
         found = pq.read_metadata(pa.BufferReader(common_metadata))
@@ -56,13 +56,13 @@ def schema_in(common_metadata: bytes) -> tuple[tuple[UnischemaField, ...], froze
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """Decodes the record batches of a data set: what `mapInArrow` calls in the executors.
+    """Decodes the record batches of a data set; `mapInArrow` calls it on the executors.
 
     Attributes:
-        encoded: The fields to decode. Further columns pass as they are.
-        layout: `nested` makes lists of lists, as deep as the shape is long. `flat` makes one list of all
-            values in C order, and where the shape has a `None` beside others, a column `NAME_shape`.
-        batch_bytes: About how many bytes a decoded batch holds, one row at least.
+        encoded: Fields to decode; other columns pass unchanged.
+        layout: `nested` makes lists, nested once per dimension. `flat` makes one list of all values in C order;
+            a shape of several dimensions, one of them `None`, adds a column `NAME_shape`.
+        batch_bytes: Approximate size of a decoded batch in bytes; a batch has at least one row.
     """
 
     encoded: tuple[UnischemaField, ...]
@@ -70,10 +70,11 @@ class Decoder:
     batch_bytes: int = 32 << 20
 
     def check(self) -> None:
-        """Checks the fields without a row.
+        """Checks that every field can be decoded; reads no rows.
 
         Raises:
-            DatasetError: A field is of a type that no column can hold, or that Pillow reads with a loss.
+            DatasetError: A field has a dtype without a column type, is no valid image, or would lose precision in
+                Pillow.
         """
         for field in self.encoded:
             if field.dtype not in ARROW_TYPES:
@@ -92,7 +93,7 @@ class Decoder:
                 )
 
     def columns(self, field: UnischemaField) -> dict[str, pa.DataType]:
-        """Returns the columns that a field becomes, and their types."""
+        """Returns the Arrow types of the columns that a field becomes, by column name."""
         kind = ARROW_TYPES[field.dtype]
         if not field.shape:
             return {field.name: kind}
@@ -105,10 +106,10 @@ class Decoder:
         )
 
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Yields the batches decoded, cut to about `batch_bytes` each.
+        """Yields decoded record batches of about `batch_bytes` each.
 
         Raises:
-            ColumnError: A value is broken, or not what the schema says; names column and row.
+            ColumnError: A value is corrupt or does not match the schema; names column and row.
         """
         first_row, rows = 0, _FIRST_ROWS
         for batch in batches:
@@ -149,7 +150,7 @@ class Decoder:
 
 
 def _lists(values: pa.Array, lengths: npt.NDArray[np.int64], present: npt.NDArray[np.bool_] | None) -> pa.ListArray:
-    """Cuts values into lists: one of `lengths` for each row that is present, and nulls for the rest."""
+    """Returns lists of `lengths` values where `present` is true (`None`: everywhere), and nulls elsewhere."""
     if present is not None:
         spread = np.zeros(len(present), np.int64)
         spread[present] = lengths
@@ -162,14 +163,14 @@ def _lists(values: pa.Array, lengths: npt.NDArray[np.int64], present: npt.NDArra
 
 
 def reader_batches(reader: Iterable[Any], columns: Columns, *, key: str) -> Iterator[pa.RecordBatch]:
-    """Turns what Petastorm's readers and loaders yield into record batches for `worker.train_partition`.
+    """Converts the batches of Petastorm's readers and loaders to record batches for `worker.train_partition`.
 
     Args:
-        reader: Yields columns of several rows: the named tuples of `make_batch_reader`, or the dictionaries of
+        reader: Iterable of batches by column: the named tuples of `make_batch_reader`, or the dictionaries of
             the loader that `SparkDatasetConverter.make_torch_dataloader` opens.
-        columns: Which of them become which tensors.
-        key: A column of int64 that tells rows apart, in whose order they are placed, for example
-            Spark's `xxhash64` of the others.
+        columns: Which columns become which tensors.
+        key: Name of the int64 column with the row keys, which identify and order rows, for example Spark's
+            `xxhash64` of the other columns.
 
     Raises:
         ColumnError: A column is missing.

@@ -1,8 +1,7 @@
-"""The schema that Petastorm pickles into a data set, read without running what the pickle asks for.
+"""Reads the schema that Petastorm pickles into a data set, without running code from the pickle.
 
-The unpickler admits the classes of a schema by name and makes passive records of them: what they are
-called, with which arguments, in which state. Nothing of petastorm, pyspark or NumPy is imported or called
-on a pickle's behalf.
+The unpickler accepts only the classes of a schema, by name. It replaces each object by a passive record of
+its class, arguments and state, and never imports or calls petastorm, pyspark or NumPy for a pickle.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ _CODECS: dict[str, Codec] = {
 _UNISCHEMA = "petastorm.unischema.Unischema"
 _FIELD = "petastorm.unischema.UnischemaField"
 _NUMPY_DTYPE = "numpy.dtype"
-# What Python 2 and pyspark before 3.3 pickle in place of an instance and of a named tuple.
+# Functions that old pickles call: Python 2 for an instance, pyspark before 3.3 for a named tuple.
 _RECONSTRUCTOR = "copyreg._reconstructor"
 _RESTORE = "pyspark.serializers._restore"
 _SPARK_TYPES = tuple(
@@ -74,16 +73,16 @@ _FORMATS = {"png": "PNG", "jpg": "JPEG", "jpeg": "JPEG"}
 
 @dataclass(frozen=True, kw_only=True)
 class UnischemaField:
-    """One field of a data set, a column of its Parquet files or of their folders' names.
+    """One field of a data set: a column of its Parquet files, or a partition column.
 
     Attributes:
-        name: Its name.
-        dtype: NumPy's name of the values' type, or one of `bool`, `str`, `bytes`, `datetime64`, `Decimal`,
+        name: Name of the field.
+        dtype: NumPy dtype name of the values, or one of `bool`, `str`, `bytes`, `datetime64`, `Decimal`,
             `object`.
-        shape: Of one row's value, `None` for a dimension that differs from row to row.
-        codec: How values are stored: `plain` as Parquet has them, `ndarray` as `.npy` files, `compressed`
-            as `.npz` files, `image` as image files.
-        image_format: `PNG` or `JPEG`, Pillow's names; empty where the codec is another one.
+        shape: Shape of one row's value; `None` for a dimension that varies between rows.
+        codec: Storage format of values: `plain` for Parquet values, `ndarray` for `.npy` files, `compressed`
+            for `.npz` files, `image` for image files.
+        image_format: `PNG` or `JPEG`, as Pillow names them; empty for other codecs.
     """
 
     name: str
@@ -98,14 +97,13 @@ class UnischemaField:
 
 
 def read_unischema(pickled: bytes) -> tuple[UnischemaField, ...]:
-    """Reads the fields of a pickled Unischema, in its order.
+    """Returns the fields of a pickled Unischema, in its order.
 
     Args:
-        pickled: What petastorm 0.4 or newer has written, of any pickle protocol.
+        pickled: A Unischema as petastorm 0.4 or newer pickles it, in any pickle protocol.
 
     Raises:
-        DatasetError: The pickle names anything that is no part of a schema (a codec of the user's own,
-            code to run), or is no schema.
+        DatasetError: The pickle is no Unischema, or names anything else, such as a custom codec or code to run.
     """
     try:
         root = _Unpickler(io.BytesIO(pickled), encoding="utf-8").load()
@@ -120,7 +118,7 @@ def read_unischema(pickled: bytes) -> tuple[UnischemaField, ...]:
 
 
 class _Record:
-    """What a pickle says of an object: the arguments it is made with, and its state."""
+    """A passive record of a pickled object: its constructor arguments and its state."""
 
     path = ""
     args: tuple[Any, ...]
@@ -137,7 +135,7 @@ class _Record:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes records of the classes of a schema, and refuses to know any other."""
+    """Replaces the classes of a schema by `_Record` classes, and refuses all others."""
 
     def find_class(self, module: str, name: str) -> Any:
         path = f"{_OLD_NAME.sub('petastorm.', _PYTHON_2.get(module, module))}.{name}"
@@ -179,7 +177,7 @@ def _field(record: Any) -> UnischemaField:
 
 
 def _opened(record: Any) -> tuple[str, tuple[Any, ...], Any]:
-    """Returns path, arguments and state of an object, whichever way it was pickled."""
+    """Returns class path, arguments and state of an object, however it was pickled."""
     if not isinstance(record, _Record):
         raise ValueError(f"there is a {type(record).__name__} in the place of an object")
     if record.path == _RECONSTRUCTOR:
@@ -200,7 +198,7 @@ def _dtype(found: Any, field: str) -> str:
 
 
 def _is_code(text: Any) -> bool:
-    """Whether it is NumPy's code of a type without parts, such as `f4`."""
+    """Whether a value is the NumPy code of a simple dtype, such as `f4`."""
     return isinstance(text, str) and re.fullmatch(r"[a-zA-Z]\d*", text) is not None
 
 

@@ -1,1 +1,1 @@
-"""Which row is trained at which step, from row keys alone."""
+"""Sampling: which row is trained at which step, computed from row keys."""

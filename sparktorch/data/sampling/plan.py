@@ -2,10 +2,10 @@
 
 Every row has a position `p` in `0 ... n - 1`, its rank among the row keys. The positions are cut
 into `V = min(B, n)` strata of equal size, every global batch takes one row of each stratum, and the
-step at which a position is trained is its place in a pseudo-random order of its stratum. All of it
-depends on the keys, the seed, the epoch and the batch size, and on nothing else: any number of
-ranks trains the same batches. Out of core, the order is one of blocks of consecutive positions, so
-that steps in a row read the same few places. `docs/sampling.md` explains and measures it.
+step at which a position is trained is its index in a pseudo-random order of its stratum. The order
+depends only on the keys, the seed, the epoch and the batch size: any number of ranks trains the
+same batches. Out of core, blocks of consecutive positions are ordered first, so that consecutive
+steps read the same few regions of the file. `docs/sampling.md` explains and measures it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
 Numbers = npt.NDArray[np.integer[Any]]
 
-_CHUNK_ROWS = 1 << 15  # are ordered at a time: what is made of them stays in a core's cache
+_CHUNK_ROWS = 1 << 15  # ordered at a time: intermediate arrays stay in a core's cache
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
@@ -56,12 +56,12 @@ def mix(value: UInt64) -> UInt64:
 
 
 def mix_places(base: np.uint64, place: npt.NDArray[np.integer[Any]]) -> UInt64:
-    """Returns one pseudo-random 64-bit word for each place: the splitmix64 generator that begins at `base`."""
+    """Returns a pseudo-random 64-bit word for each position: the output of splitmix64 with seed `base`."""
     return mix(place.astype(np.uint64) * np.uint64(_GOLDEN) + base)
 
 
 def mix_words(*words: int | Int64) -> UInt64:
-    """Folds integers into one 64-bit word; where some are arrays, for each of their places."""
+    """Hashes integers to one 64-bit word, uint64 of shape `(1,)`; with arrays of equal shape, one per element."""
     state = np.zeros(1, np.uint64)
     for word in words:
         if isinstance(word, int):
@@ -72,15 +72,15 @@ def mix_words(*words: int | Int64) -> UInt64:
 
 
 def mix_scalar(*words: int) -> int:
-    """Folds integers into one 64-bit word."""
+    """Hashes integers to one 64-bit word."""
     return int(mix_words(*words)[0])
 
 
 def argsort(keys: UInt64) -> Int64:
-    """Returns what `np.argsort(keys, kind="stable")` does, for random keys in a fifth of the time.
+    """Returns the same as `np.argsort(keys, kind="stable")`; random keys take a fifth of the time.
 
-    Words are sorted faster than places: the place of each key takes that of its last bits. Where
-    those decide, a few keys are sorted once more.
+    Sorting values is faster than sorting indices, so the index of each key replaces its low bits.
+    The few keys that are equal in all other bits are sorted once more.
     """
     bits = np.uint64(max(0, len(keys) - 1).bit_length())
     places = (np.uint64(1) << bits) - np.uint64(1)
@@ -96,19 +96,22 @@ def argsort(keys: UInt64) -> Int64:
 
 
 def by_step(steps: Numbers, count: int) -> tuple[Numbers, Int64]:
-    """Returns the places of steps by their numbers, equal ones in ascending order, and where each step ends.
+    """Returns the stable order that sorts `steps`, and where each step ends in it.
 
     Args:
-        steps: Each less than `count`.
+        steps: Step numbers less than `count`.
         count: Number of steps.
+
+    Returns:
+        Indices into `steps`, and int64 ends of shape `(count,)`.
     """
     size = max(_CHUNK_ROWS, count)
     parts = [steps[start : start + size] for start in range(0, len(steps), size)]
     ends = np.cumsum(sum((np.bincount(part, minlength=count) for part in parts), np.zeros(count, np.int64)))
-    following = np.concatenate([[0], ends[:-1]])  # where the next place of each step goes
+    following = np.concatenate([[0], ends[:-1]])  # where the next index of each step goes
     found = np.empty_like(steps)
     for number, part in enumerate(parts):
-        order = np.argsort(part.astype(np.uint16) if count <= 1 << 16 else part, kind="stable")  # 16 bits: by radix
+        order = np.argsort(part.astype(np.uint16) if count <= 1 << 16 else part, kind="stable")  # radix sort
         rows = np.bincount(part, minlength=count)
         found[np.arange(len(part)) + np.repeat(following - np.cumsum(rows) + rows, rows)] = order + number * size
         following += rows
@@ -118,7 +121,7 @@ def by_step(steps: Numbers, count: int) -> tuple[Numbers, Int64]:
 def rank_of_key(key: Int64, world_size: int) -> Int64:
     """Returns the rank that holds each row: the key space cut into equal parts.
 
-    The same expression is evaluated in the JVM when the rows are split.
+    Spark evaluates the same expression when it repartitions the rows.
 
     Args:
         key: int64 row keys of shape `(rows,)`, read as unsigned.
@@ -140,8 +143,8 @@ class SamplingPlan:
         batch_size: Rows of a global batch, `B`.
         seed: Seed of the order.
         shuffle: Whether every epoch has its own order; otherwise batches follow the positions.
-        block: Number of consecutive positions that are trained within as many steps, `k`. The blocks of
-            a stratum are put in a pseudo-random order, and then the rows of each block; 1 orders rows.
+        block: Number of consecutive positions trained within as many steps, `k`. The blocks of a stratum are
+            put in a pseudo-random order, then the rows within each block; 1 orders single rows.
     """
 
     rows: int
@@ -161,14 +164,14 @@ class SamplingPlan:
 
     @property
     def _dtype(self) -> np.dtype[np.integer[Any]]:
-        """What holds a position."""
+        """The dtype of positions: int32 if that suffices, otherwise int64."""
         return np.dtype(np.int32 if self.rows < 1 << 31 else np.int64)
 
     def steps_of(self, lo: int, hi: int, epoch: int) -> Numbers:
         """Returns the step at which each of the positions `[lo, hi)` is trained in that epoch.
 
-        Nothing but the arguments goes in, so that a rank computes its own part, the strata that
-        it shares with its neighbours included, without asking anybody.
+        The result depends only on the plan and the arguments: a rank computes its own part, strata
+        shared with its neighbours included, without communication.
 
         Args:
             lo: First position.
@@ -176,7 +179,7 @@ class SamplingPlan:
             epoch: Number of the epoch, from 0.
 
         Returns:
-            Steps of shape `(hi - lo,)`, int32 where that holds them.
+            Steps of shape `(hi - lo,)`, int32 if that suffices, otherwise int64.
         """
         if lo >= hi:
             return np.empty(0, self._dtype)
@@ -193,18 +196,18 @@ class SamplingPlan:
         return np.uint64(max(1, (min(self.batch_size, self.rows) - 1).bit_length()))
 
     def _offset(self, epoch: int) -> int:
-        """By how much the strata turn in that epoch, so that no two rows are kept apart for ever."""
+        """The cyclic shift of the strata in an epoch; without it, rows of one stratum would never share a batch."""
         return mix_scalar(self.seed, epoch, 1) % self.rows
 
     def _turned(self, lo: int, hi: int, epoch: int) -> list[tuple[int, int]]:
-        """Returns the positions `[lo, hi)` in coordinates turned by the epoch's offset: one interval, or two."""
+        """Returns the positions `[lo, hi)`, shifted cyclically by the epoch's offset: one interval, or two."""
         n = self.rows
         start, stop = lo + self._offset(epoch), hi + self._offset(epoch)
         pieces = ((min(start, n), min(stop, n)), (max(start, n) - n, max(stop, n) - n))
         return [(first, last) for first, last in pieces if first < last]
 
     def _steps_of_turned(self, lo: int, hi: int, epoch: int) -> Numbers:
-        """`steps_of` in coordinates already turned by the epoch's offset, `0 <= lo < hi <= rows`."""
+        """`steps_of` for positions already shifted by the epoch's offset, `0 <= lo < hi <= rows`."""
         n, strata = self.rows, min(self.batch_size, self.rows)
         base, bits = np.uint64(mix_scalar(self.seed, epoch, 0)), self._stratum_bits
         first, last = lo * strata // n, (hi - 1) * strata // n + 1
@@ -224,17 +227,17 @@ class SamplingPlan:
 
 
 class RankOrder:
-    """The order of one rank's rows in one epoch, in windows: as many steps as a block has rows.
+    """The order of one rank's rows in one epoch, in windows of `plan.block` steps.
 
-    A window reads one block of each stratum. What is kept is the order of the blocks, 4 bytes for each,
-    and nothing for each row; the rows of a window are ordered when it is asked for.
+    A window reads one block of each stratum. Only the order of the blocks is kept in memory, 4 bytes for each;
+    the rows of a window are ordered on request.
     """
 
     def __init__(self, plan: SamplingPlan, lo: int, hi: int, epoch: int) -> None:
         """Orders the blocks.
 
         Args:
-            plan: Of the training.
+            plan: Sampling plan.
             lo: First position of the rank.
             hi: One past its last position.
             epoch: Number of the epoch, from 0.
@@ -261,10 +264,10 @@ class RankOrder:
         self._blocks = self._order_blocks(np.uint64(mix_scalar(plan.seed, epoch, 0)))
 
     def _order_blocks(self, base: np.uint64) -> npt.NDArray[np.int32]:
-        """Returns for each stratum the number of the block at each place, of shape `(strata, most blocks)`.
+        """Returns the blocks of each stratum in order, int32 block numbers of shape `(strata, most blocks)`.
 
-        A block that is cut off by the end of its stratum comes last, so that every stratum is done
-        with a block at the same step.
+        A block cut off by the end of its stratum comes last, so that all strata finish a block at the
+        same step.
         """
         block = self._plan.block
         whole = (self._end - self._start) // block
@@ -278,10 +281,10 @@ class RankOrder:
         """Returns the rank's rows in steps `[number * block, (number + 1) * block)`.
 
         Args:
-            number: Of the window, from 0.
+            number: Number of the window, from 0.
 
         Returns:
-            int64 positions of shape `(rows,)`, each block's in ascending order, and the step of each.
+            int64 positions of shape `(rows,)`, ascending within each block, and their int64 steps.
         """
         plan, block = self._plan, self._plan.block
         if self._lo >= self._hi:
@@ -293,14 +296,14 @@ class RankOrder:
         return self._ordered(number, slice(None))
 
     def _ordered(self, number: int, strata: slice | npt.NDArray[np.bool_]) -> tuple[Int64, Int64]:
-        """`window` of those strata only."""
+        """`window`, for some strata only."""
         block, start, end = self._plan.block, self._start[strata], self._end[strata]
         whole = (end - start) // block
         at = np.where(number < whole, self._blocks[strata, number], whole) if number < self._blocks.shape[1] else whole
         place = (start + at * block)[:, None] + np.arange(block, dtype=np.int64)
         there = (place < end[:, None]) & (number <= whole)[:, None]
         draw = mix_places(self._base, place)
-        draw[~there] = _MASK  # behind all that is there; ties keep the order of their positions
+        draw[~there] = _MASK  # sorted last; ties keep the order of their positions
         step = np.empty_like(place)
         np.put_along_axis(step, np.argsort(draw, axis=1, kind="stable"), np.arange(block)[None, :], axis=1)
         own = there & (place >= self._first[strata][:, None]) & (place < self._last[strata][:, None])
@@ -316,7 +319,7 @@ class RankOrder:
         return found
 
     def step_rows(self) -> Int64:
-        """Returns how many of the rank's rows each step takes, of shape `(steps,)`, without ordering them all."""
+        """Returns the number of the rank's rows in each step, int64 of shape `(steps,)`, without ordering all rows."""
         plan = self._plan
         if self._lo >= self._hi:
             return np.zeros(plan.steps, np.int64)
@@ -325,7 +328,7 @@ class RankOrder:
             return np.diff(ends)
         shared = (self._first > self._start) | (self._last < self._end)
         sizes = np.bincount((self._end - self._start)[~shared], minlength=plan.steps + 1)
-        rows = sizes[::-1].cumsum()[::-1][1:].astype(np.int64)  # every step has a row of each stratum that is longer
+        rows = sizes[::-1].cumsum()[::-1][1:].astype(np.int64)  # each step has a row of every stratum that is longer
         for number in range(self.windows if shared.any() else 0):
             np.add.at(rows, self._ordered(number, shared)[1], 1)
         return rows

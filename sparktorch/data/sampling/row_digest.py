@@ -1,4 +1,4 @@
-"""A 64-bit digest of each row, made of its tensors, where the JVM has made no key of its contents."""
+"""64-bit row digests, computed by the ranks for the columns that the row key does not cover."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ UInt64 = npt.NDArray[np.uint64]
 
 
 class RowDigests:
-    """The digests of the rows of a batch, to which every column adds.
+    """The row digests of a batch; columns are added one by one.
 
-    A column adds the sum of its 32-bit words, each times a 64-bit weight of its own, modulo 2^64. Two rows that
-    differ have the same sum for one choice of weights in 2^32 or fewer.
+    A column adds the sum of its 32-bit words, each multiplied by a 64-bit weight of its position, modulo 2^64. Two
+    different rows have the same sum for at most one in 2^32 choices of weights.
 
     Source: Lemire and Kaser, "Strongly universal string hashing is fast", The Computer Journal 57 (2014).
     """
 
     def __init__(self, keys: UInt64) -> None:
-        """Begins with what stands for the columns that are not added, of shape `(rows,)`."""
+        """Starts from keys that cover the columns that are not added, uint64 of shape `(rows,)`."""
         self._sums = keys.copy()
 
     def add(self, name: str, values: npt.NDArray[Any]) -> None:
         """Adds a column of numbers.
 
         Args:
-            name: The column's, on which the weights depend.
-            values: Of shape `(rows, *shape)`.
+            name: Name of the column, which determines the weights.
+            values: Values of shape `(rows, *shape)`.
         """
         words = _words(values)
         weights = _weights(name, np.arange(words.shape[1]))
@@ -42,13 +42,13 @@ class RowDigests:
     def add_elements(
         self, name: str, values: npt.NDArray[Any], places: npt.NDArray[np.integer[Any]], lengths: npt.NDArray[np.int64]
     ) -> None:
-        """Adds a column of rows that hold some elements each; zeros count as if they were not there.
+        """Adds a column of sparse rows; explicit zeros do not change the digest.
 
         Args:
-            name: The column's, on which the weights depend.
-            values: The elements of all rows, of shape `(elements, *shape)`.
-            places: The place of each element in its row.
-            lengths: Number of elements of each row.
+            name: Name of the column, which determines the weights.
+            values: Concatenated elements of all rows, of shape `(elements, *shape)`.
+            places: Position of each element in its row, of shape `(elements,)`.
+            lengths: Number of elements of each row, int64 of shape `(rows,)`.
         """
         words = _words(values)
         count = words.shape[1]
@@ -58,7 +58,7 @@ class RowDigests:
         self._sums += sums[ends] - sums[ends - lengths]
 
     def finish(self) -> npt.NDArray[np.int64]:
-        """Returns the digests, of shape `(rows,)`."""
+        """Returns the digests, int64 of shape `(rows,)`."""
         return mix(self._sums).view(np.int64)
 
 
@@ -67,6 +67,6 @@ def _weights(name: str, places: npt.NDArray[np.integer[Any]]) -> UInt64:
 
 
 def _words(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Returns the bits of each row as unsigned words of 32 bits, or fewer, of shape `(rows, words)`."""
+    """Returns the bits of each row as unsigned words of at most 32 bits, of shape `(rows, words)`."""
     rows = np.ascontiguousarray(values).reshape(len(values), math.prod(values.shape[1:]))
     return rows.view(np.uint32 if rows.dtype.itemsize >= 4 else f"u{rows.dtype.itemsize}")

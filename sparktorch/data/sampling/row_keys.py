@@ -1,4 +1,4 @@
-"""In which order the rows of a rank are trained, and what identifies them."""
+"""Row keys: they identify the rows of a rank and define their positions."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _TOP_BIT = torch.iinfo(torch.int64).min
 
 
 class RowKeys:
-    """The keys of the rows as they arrive, and which rows are held out for validation."""
+    """The keys of the rows in order of arrival, and which rows are held out for validation."""
 
     def __init__(self, storage: RowStorage, *, by_key: bool) -> None:
-        """Begins without rows.
+        """Starts without rows.
 
         Args:
-            storage: Where the keys are kept.
-            by_key: Whether positions follow the keys, or the places of the rows.
+            storage: Storage of the keys.
+            by_key: Whether positions follow the keys; otherwise they follow the order of arrival.
         """
         self._keys, self._marks = storage.spool(np.int64), storage.spool(np.bool_)
         self._by_key = by_key
@@ -31,7 +31,7 @@ class RowKeys:
         self.count = self.held_out = self.fingerprint = 0
 
     def append(self, keys: npt.NDArray[np.int64], held_out: npt.NDArray[np.bool_]) -> None:
-        """Adds the rows of a batch: their keys, and the mask of those held out."""
+        """Appends the keys of a batch, and the mask of its rows held out for validation."""
         if not len(keys):
             return
         key = keys.view(np.uint64)
@@ -45,7 +45,7 @@ class RowKeys:
         self.fingerprint = (self.fingerprint + int(key[~held_out].sum(dtype=np.uint64))) % 2**64
 
     def _follow(self, key: npt.NDArray[np.uint64], held_out: npt.NDArray[np.bool_]) -> bool:
-        """Whether these rows are in order, and behind those before."""
+        """Whether these rows are in the order of positions, and follow those before."""
         marks = np.concatenate([[self._last[0]], held_out])
         keys = np.concatenate([np.array([self._last[1]], np.uint64), key])
         later = marks[1:] > marks[:-1]
@@ -53,17 +53,17 @@ class RowKeys:
         return bool((later | (same & (keys[1:] >= keys[:-1]) if self._by_key else later | same)).all())
 
     def orders(self) -> tuple[Numbers | range, Numbers | range]:
-        """Returns the numbers of the training and of the validation rows, in the order of their positions.
+        """Returns the row numbers of the training and of the validation rows, in the order of their positions.
 
-        They are int32 where that holds them.
+        They are ranges if the rows arrived in that order, otherwise int32, or int64 for 2^31 rows and more.
         """
         trained = self.count - self.held_out
         if self._in_order:
             return range(trained), range(trained, self.count)
-        # Positions are the ranks of the keys read as unsigned: the order of the ranks' key ranges.
+        # Positions order the keys as unsigned integers, as `rank_of_key` does.
         order = np.arange(self.count)
         if self._by_key:
-            # torch sorts int64 in a third of the time of NumPy; with the top bit flipped, as if unsigned.
+            # torch sorts int64 three times as fast as NumPy; flipping the top bit gives the unsigned order.
             keys = torch.from_numpy(self._keys.finish()) ^ _TOP_BIT
             order = keys.sort(stable=True).indices.numpy()
         order = order.astype(np.int32 if self.count < 1 << 31 else np.int64)

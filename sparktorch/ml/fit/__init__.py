@@ -1,1 +1,1 @@
-"""From the Params of an estimator to the barrier job, and who is told of its progress."""
+"""The steps of `fit`: from the Params to the barrier job, and its listeners."""

@@ -1,4 +1,4 @@
-"""The barrier job of a fit: its partitioning, and its attempts after lost ranks."""
+"""The barrier job of a fit: its partitioning, and its restarts after lost ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pyspark.sql import SparkSession
 
@@ -26,12 +26,9 @@ from sparktorch.train.recipe.dry_run import DryRunResult
 from sparktorch.train.strategies.registry import strategy_options, strategy_type
 from sparktorch.worker import TrainJob, train_partition
 
-if TYPE_CHECKING:
-    pass
-
 __all__ = ["train_with_restarts"]
 
-Results = list[tuple[dict[str, Any], bytes]]  # of every rank
+Results = list[tuple[dict[str, Any], bytes]]  # of all ranks: metadata, and the weights or nothing
 
 _LOG = logging.getLogger(__name__)
 _LONGEST_PAUSE = 30.0  # before a restart, in seconds
@@ -40,7 +37,7 @@ _COLLECTIVE_SECONDS = 1800.0
 
 
 def train_with_restarts(frame: Frame, trial: DryRunResult, request: Request, report: FitReport) -> Results:
-    """Runs the barrier job; again, from its last checkpoint, where it has lost a rank."""
+    """Runs the barrier job. If a rank is lost, runs it again from the last checkpoint."""
     job = TrainJob(
         columns=replace(frame.columns, classes=trial.classes),
         recipe=replace(request.recipe, metrics=trial.metrics),
@@ -48,7 +45,7 @@ def train_with_restarts(frame: Frame, trial: DryRunResult, request: Request, rep
         checkpoint=request.checkpoint,
         placeholder=frame.sample,
         storage=request.storage,
-        # Those that stand still are to be told by name, before the others have waited for too long.
+        # The monitor must name a stalled rank before the collectives of its peers time out.
         collective_seconds=max(_COLLECTIVE_SECONDS, 2 * request.launch.patience.stall),
     )
     try:
@@ -62,7 +59,7 @@ def train_with_restarts(frame: Frame, trial: DryRunResult, request: Request, rep
         return _run(frame, _restarted(job, request.max_restarts), now, report)
     finally:
         if request.checkpoint is not None:
-            with suppress(Exception):  # if only ranks reach the directory, the claim ends by itself
+            with suppress(Exception):  # if only ranks reach the directory, the lease expires by itself
                 CheckpointStore(request.checkpoint.directory).release(request.checkpoint.owner)
 
 
@@ -71,7 +68,7 @@ def _restarted(job: TrainJob, times: int) -> TrainJob:
 
 
 def _unless_lost(run: Callable[[], Results], number: int, request: Request) -> Results | None:
-    """Returns what the ranks hand back; `None`, after a pause, where one of them was lost."""
+    """Returns the results of the ranks. If a rank was lost, pauses and returns `None`."""
     try:
         return run()
     except RankLostError as error:
@@ -83,15 +80,15 @@ def _unless_lost(run: Callable[[], Results], number: int, request: Request) -> R
 
 
 def _with_slots_left(spark: SparkSession, request: Request, lost: list[str]) -> Request:
-    """Returns the request for as many of its ranks as there are slots, once lost executors had time to come back.
+    """Waits for lost executors to come back; returns the request for as many ranks as there are slots.
 
     Args:
         spark: The session.
-        request: As it was first.
-        lost: Tags of the attempts that have failed.
+        request: The original request.
+        lost: Tags of the failed attempts.
 
     Raises:
-        ClusterError: There are fewer slots than the fewest ranks it may go on with.
+        ClusterError: There are fewer slots than `min_workers`.
     """
     launch, least = replace(request.launch, tag=new_tag()), request.min_workers
     found = settled_slots(spark, launch.world_size, launch.profile, settle=_COMEBACK_SECONDS, lost=lost)
@@ -107,9 +104,9 @@ def _with_slots_left(spark: SparkSession, request: Request, lost: list[str]) -> 
 
 
 def _run(frame: Frame, job: TrainJob, request: Request, report: FitReport) -> Results:
-    """Runs the barrier job; once more, split by place, if equal rows have crowded into one rank."""
+    """Runs the barrier job. If equal rows make the ranks too uneven, runs it again, split by position."""
     ranks = request.launch.world_size
-    in_order = job.storage.kind != "memory"  # rows on disk are read in runs where they lie as they are trained
+    in_order = job.storage.kind != "memory"  # sorted rows on disk can be read sequentially in training order
     config = request.config
     options = strategy_options(config.strategy, config.strategy_params)
     if strategy_type(config.strategy).makes_validation(options):

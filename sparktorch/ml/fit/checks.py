@@ -1,4 +1,4 @@
-"""What is refused of Params before anything else is looked at."""
+"""Checks of the Params, before any other step of a fit."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 def check_params(estimator: EstimatorParams, p: Values) -> None:
-    """Checks the Params of an estimator, each by itself and those that depend on each other.
+    """Checks the Params of an estimator, one by one and in combination.
 
     Raises:
-        ConfigError: A Param is missing or out of range, or two do not go together.
+        ConfigError: A Param is missing or out of range, or two Params exclude each other.
     """
     for name in ("module", "loss"):
         if p[name] is None and (name == "module" or p["trainingStep"] is None):
@@ -53,7 +53,7 @@ def check_params(estimator: EstimatorParams, p: Values) -> None:
 
 
 def check_scoring(instance: EstimatorParams | ModelParams) -> None:
-    """Checks the Params that say how to score.
+    """Checks the Params of scoring.
 
     Raises:
         ConfigError: One of them is out of range.
@@ -79,10 +79,10 @@ def check_scoring(instance: EstimatorParams | ModelParams) -> None:
 
 
 def check_thresholds(instance: Params, classes: int | None) -> None:
-    """Checks that there is a threshold for each class, if there are any.
+    """Checks that `thresholds`, if set, has one value per class.
 
     Raises:
-        ConfigError: There are more or fewer.
+        ConfigError: It has more or fewer.
     """
     if classes is None or not instance.hasParam("thresholds") or not instance.isDefined("thresholds"):
         return
@@ -99,7 +99,7 @@ def check_param_names(instance: Params, names: Iterable[str]) -> None:
     """Refuses names that are not Params of the instance.
 
     Raises:
-        ConfigError: The hint names the nearest Param.
+        ConfigError: A name is unknown; the hint suggests the nearest Param.
     """
     valid = [param.name for param in instance.params]
     for name in names:
@@ -108,10 +108,10 @@ def check_param_names(instance: Params, names: Iterable[str]) -> None:
 
 
 def check_restarts(p: Values, config: TrainConfig) -> None:
-    """Checks what checkpoints and restarts ask of the strategy.
+    """Checks that the strategy supports the checkpoints and restarts that the Params ask for.
 
     Raises:
-        ConfigError: The strategy cannot go on from a checkpoint, or with fewer workers.
+        ConfigError: The strategy cannot resume from a checkpoint, or with fewer workers; or `minWorkers` is invalid.
     """
     if p["checkpointDir"] is not None and not strategy_type(config.strategy).resumable:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The first row through module and loss before the job starts, on the driver or in a worker of its own."""
+"""The dry run on the first row before the job, on the driver or in a barrier job of one rank."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ __all__ = ["try_out"]
 
 
 def try_out(frame: Frame, request: Request, observer: Observer) -> tuple[Frame, DryRunResult]:
-    """Runs module and loss on the first row; returns the frame with what it has shown of `preprocess`.
+    """Runs module and loss on the first row; returns the result, and the frame with the tensor names of `preprocess`.
 
     Args:
         frame: Holds the first row.
-        request: Says what is trained, and where it is tried.
-        observer: Of the barrier job with one rank, where a worker tries it.
+        request: The recipe, and whether to run on the driver or in a worker.
+        observer: Observes the barrier job of a dry run in a worker.
 
     Raises:
         ModuleError: The module, loss or optimizer cannot be built or does not fit the columns.
-        ConfigError: Names of parameters, options of the optimizer or metrics do not fit.
+        ConfigError: Parameter names, optimizer options or metrics are invalid.
     """
     screen = RowFilter(replace(frame.columns, drop_nulls=False))
     screen.rows_of(frame.sample, first_row=0)
@@ -80,28 +80,28 @@ def _on_driver(frame: Frame, request: Request, run: partial[DryRunResult]) -> Dr
 
 
 def _in_worker(frame: Frame, request: Request, run: partial[DryRunResult], observer: Observer) -> DryRunResult:
-    """Runs it in a barrier job of one rank, on the device that a rank will have."""
+    """Runs the dry run in a barrier job of one rank, on the device that a rank will have."""
     spark = frame.data.sparkSession
     launch = replace(request.launch, world_size=1, tag=new_tag())
     if launch.device == "auto" and is_local(spark) and device_count() < request.launch.world_size:
-        launch = replace(launch, device="cpu")  # there are not enough devices for all ranks, which take none then
+        launch = replace(launch, device="cpu")  # with fewer devices than ranks, all ranks use the CPU
     body = partial(try_in_rank, run=run, config=request.config)
     ((meta, payload),) = run_ranks(spark.range(0, 1, 1, 1), body, launch, observer)
     return DryRunResult.unpacked(meta, payload)
 
 
 def _twice(field: Field, column: pa.Array) -> tuple[Any, ...]:
-    """Returns what the first row is to `forward`, two times, so that rows show in every shape."""
+    """Returns the tensors of the first row, repeated to two rows, so that each shape has a row dimension."""
     field.append(column)
     field.finish()
     return field.take(torch.zeros(2, dtype=torch.int64))
 
 
 def _preprocessed(preprocess: Preprocess, columns: list[tuple[Any, ...]]) -> dict[str, torch.Tensor]:
-    """Returns what the callable makes of the first row, as in training, having tried it as in scoring, too.
+    """Calls `preprocess` on the first row, as in scoring and then as in training; returns the latter's tensors.
 
     Raises:
-        ModuleError: It fails, or returns other tensors in training than in scoring.
+        ModuleError: The callable fails, or returns other tensors in training than in scoring.
     """
     try:
         return preprocess.returning(preprocess(columns, 2))(columns, 2, StepContext(0, 0))

@@ -17,11 +17,11 @@ __all__ = ["check_ships", "input_names", "input_options", "preprocess_of"]
 
 
 def preprocess_of(params: EstimatorParams) -> Any:
-    """Returns the callable, `None` where none is set.
+    """Returns the `preprocess` callable, or `None` if it is not set.
 
     Raises:
-        ConfigError: It is none that can be called as it should be, or cannot be shipped to the ranks.
-        ModuleError: There is nothing under its import path.
+        ConfigError: Its signature is wrong, or it cannot be shipped to the ranks.
+        ModuleError: Its import path does not exist.
     """
     if not params.isSet("preprocess"):
         return None
@@ -34,16 +34,16 @@ def preprocess_of(params: EstimatorParams) -> Any:
 
 
 def check_ships(value: Any, name: str, *, param: str, hint: str) -> None:
-    """Refuses what cannot be sent to the ranks.
+    """Checks that a value can be sent to the ranks, with Spark's cloudpickle.
 
     Args:
-        value: What is sent, by the cloudpickle that Spark brings to its executors.
-        name: Names it in the message.
-        param: Where it comes from.
-        hint: What to do about it.
+        value: The value.
+        name: Its name in the message.
+        param: The Param that it comes from.
+        hint: The advice in the message.
 
     Raises:
-        ConfigError: It cannot be pickled.
+        ConfigError: The value cannot be pickled.
     """
     try:
         cloudpickle.dumps(value)  # type: ignore[no-untyped-call]  # pyspark's is untyped
@@ -52,10 +52,10 @@ def check_ships(value: Any, name: str, *, param: str, hint: str) -> None:
 
 
 def input_options(params: EstimatorParams) -> InputOptions:
-    """Translates the Params.
+    """Translates the Params of input columns.
 
     Raises:
-        ConfigError: One of them is out of range.
+        ConfigError: A Param is out of range.
     """
     policy = params.getNullPolicy()
     one_of("nullPolicy", policy, ("error", "drop", "fill"))
@@ -80,7 +80,7 @@ def input_names(instance: Any) -> list[str]:
     """Returns the input columns: `inputCols` where it is set, else `featuresCol`.
 
     Raises:
-        ConfigError: Both were set, or `inputCols` is empty.
+        ConfigError: Both are set, or `inputCols` is empty.
     """
     if not instance.isSet("inputCols"):
         return [instance.getFeaturesCol()]

@@ -1,4 +1,4 @@
-"""Who hears of a fit, on the driver: the progress bar, and listeners named by import path."""
+"""Reports a fit on the driver: to the progress bar, and to listeners named by import path."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ __all__ = ["LISTENERS", "Fit", "FitListener", "FitReport", "callers"]
 
 _LOG = logging.getLogger(__name__)
 
-# Modules with two functions: `listener_for(fit) -> FitListener | None`, asked at the start of each
-# fit, and `caller() -> Any`, asked in the thread that copies an estimator.
-# They are named, not imported: this floor does not depend on the ones above it.
+# Modules with two functions: `listener_for(fit) -> FitListener | None`, called at the start of each
+# fit, and `caller() -> Any`, called in the thread that copies an estimator.
+# They are import paths, because this layer must not import the layers above it.
 LISTENERS = ["sparktorch.tracking.listener"]
 
 
 @dataclass(kw_only=True)
 class Fit:
-    """A fit that begins.
+    """A fit, as listeners see it.
 
     Attributes:
-        estimator: Whose Params hold.
+        estimator: The estimator.
         spark: The session.
-        callers: What `callers` returned where the estimator was copied.
-        columns: What is trained on, once the DataFrame has been looked at.
+        callers: What `callers` returned when the estimator was copied.
+        columns: The training columns, once the DataFrame has been checked.
     """
 
     estimator: Estimator[Any]
@@ -45,13 +45,13 @@ class Fit:
 
 
 class FitListener(Protocol):
-    """Hears of one fit, in its thread, and must not block it.
+    """Receives the events of one fit. It is called in the thread of the fit, and must not block.
 
-    A listener that raises is warned about and heard no more; the fit goes on.
+    If a listener raises, a warning is logged, it is not called again, and the fit continues.
     """
 
     def prepared(self) -> None:
-        """Hears that the Params and the DataFrame have passed all checks that need no job."""
+        """Called when the Params and the DataFrame have passed all checks before the job."""
         ...
 
     def progress(self, record: dict[str, Any]) -> None:
@@ -59,7 +59,7 @@ class FitListener(Protocol):
         ...
 
     def epoch(self, record: dict[str, Any]) -> None:
-        """Receives an epoch's record as soon as the epoch is over."""
+        """Receives an epoch's record when the epoch ends."""
         ...
 
     def finished(self, model: Model, summary: TrainingSummary) -> None:
@@ -72,10 +72,10 @@ class FitListener(Protocol):
 
 
 class FitReport:
-    """Passes what happens in one fit to the progress bar and to the listeners."""
+    """Passes the events of one fit to the progress bar and the listeners."""
 
     def __init__(self, fit: Fit, *, rows_per_step: int, show: bool) -> None:
-        """Prepares the report; the listeners are asked when its block is entered."""
+        """Creates the report; entering its block creates the listeners."""
         self._fit = fit
         self._rows_per_step = rows_per_step
         self._show = show
@@ -92,7 +92,7 @@ class FitReport:
         return self
 
     def prepared(self, columns: Columns) -> None:
-        """Says that the Params and the DataFrame have been looked at; from now on callbacks hear, too."""
+        """Reports that all checks before the job have passed; from now on, callbacks receive events too."""
         self._fit.columns = columns
         self._tell("prepared")
         self._listeners += [_CallbackListener(callback) for callback in self._fit.estimator.getOrDefault("callbacks")]
@@ -104,12 +104,12 @@ class FitReport:
             self._tell("failed", error)
 
     def progress(self, record: dict[str, Any]) -> None:
-        """Moves the bar to where rank 0 is, and tells the listeners of each place once."""
+        """Moves the bar to rank 0's position, and reports each position to the listeners once."""
         place = (record["epoch"], record["step"])
         if place == self._place:
             return
         self._place = place
-        if place > self._furthest:  # a training that goes on from a checkpoint takes some steps again
+        if place > self._furthest:  # a resumed training repeats some steps
             self._furthest = place
             self._tell("progress", record)
         if not self._show:
@@ -123,18 +123,18 @@ class FitReport:
         self._move(done, record["epoch"], record["epochs"], record["loss"], per_second * self._rows_per_step)
 
     def epoch(self, record: dict[str, Any]) -> None:
-        """Tells the listeners of a finished epoch, once: a training that goes on from a checkpoint says it again."""
+        """Reports a finished epoch to the listeners once; a resumed training repeats some."""
         if record["epoch"] <= self._epochs_told:
             return
         self._epochs_told = record["epoch"]
         self._tell("epoch", record)
 
     def finished(self, model: Model, summary: TrainingSummary) -> None:
-        """Tells the listeners of the fitted model, and fills the bar."""
+        """Completes the bar, and passes the fitted model to the listeners."""
         if self._bar is not None:
             last, epochs = summary.history[-1], len(summary.history)
             self._move(summary.totalIterations, epochs, epochs, last["loss"], last["rows_per_second"])
-        for record in summary.history[self._epochs_told :]:  # all of them where rank 0 hosts the store
+        for record in summary.history[self._epochs_told :]:  # all epochs if rank 0 hosts the store
             self.epoch(record)
         self._tell("finished", model, summary)
 
@@ -148,7 +148,7 @@ class FitReport:
 
 
 class _CallbackListener:
-    """Lets a callback hear of a fit as listeners do."""
+    """Adapts a callback to the listener interface."""
 
     def __init__(self, callback: Callback) -> None:
         self._callback = callback
@@ -169,7 +169,7 @@ class _CallbackListener:
 
 
 def callers() -> dict[str, Any]:
-    """Returns what the listeners say of the thread this is called in, by listener."""
+    """Returns each listener module's `caller()` of the current thread, by module."""
     found = {module: _ask(module, "caller") for module in LISTENERS}
     return {module: caller for module, caller in found.items() if caller is not None}
 

@@ -1,4 +1,4 @@
-"""The one place where camelCase Params become configuration."""
+"""Translates the camelCase Params into configuration objects; nothing else does."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from sparktorch.train.strategies.registry import check_strategy
 __all__ = ["Request", "translate"]
 
 _EVERY = {spec.name: spec for spec in (*GENERIC, *CLASSIFIER)}
-_SHUFFLE_BLOCK = 32  # of rows that may be on disk
+_SHUFFLE_BLOCK = 32  # for storage on disk
 
 
 @dataclass(frozen=True)
 class Request:
-    """What an estimator's Params ask for.
+    """The configuration of a fit.
 
     Attributes:
         recipe: What is trained.
-        config: How.
-        launch: Where.
-        split: Whether rows are split over the workers by "key", or "keep" their partitions.
+        config: How it is trained.
+        launch: The barrier job: ranks, devices, timeouts.
+        split: "key" to split rows by key, "keep" to keep the partitions.
         storage: Where each worker keeps its rows.
-        checkpoint: Where and how often its state is saved; `None` for nowhere.
-        max_restarts: How often it is started again after the loss of a rank.
-        min_workers: The fewest ranks to start it again with; `None` for as many as there were.
-        dry_run: Where the first row is tried, on the "driver" or in a "worker".
+        checkpoint: Where and how often to save the training state; `None` for no checkpoints.
+        max_restarts: The most restarts after a lost rank.
+        min_workers: The fewest ranks for a restart; `None` for all.
+        dry_run: Where the dry run happens, on the "driver" or in a "worker".
         columns: Column names by role, the arguments of `spark.frame.prepare`.
     """
 
@@ -93,7 +93,7 @@ def translate(estimator: EstimatorParams, task: Task) -> Request:
 
 
 def _fields(p: Values, configuration: str) -> dict[str, Any]:
-    """Returns the values of the Params that become fields of a configuration, by field."""
+    """Returns the Param values for one configuration class, by field."""
     named = ((spec.field.partition("."), p[name]) for name, spec in _EVERY.items())
     found = {field: value for (of, _, field), value in named if of == configuration}
     return {field: tuple(value) if isinstance(value, list) else value for field, value in found.items()}
@@ -112,12 +112,12 @@ def _label(estimator: EstimatorParams, p: Values) -> str | list[str] | None:
 def _checkpoint(p: Values) -> CheckpointConfig | None:
     if p["checkpointDir"] is None:
         return None
-    CheckpointStore(p["checkpointDir"])  # refuses a file system that is unknown
+    CheckpointStore(p["checkpointDir"])  # raises if the file system is unknown
     return CheckpointConfig(owner=secrets.token_hex(16), job=_identity(p), **_fields(p, "checkpoint"))
 
 
 def _identity(p: Values) -> dict[str, str]:
-    """Returns what must be the same for a training to go on from another's checkpoint."""
+    """Returns the values that must be equal to resume from a checkpoint."""
     values = {name: p[name] for name, spec in _EVERY.items() if spec.compared} | {"shuffleBlock": _shuffle_block(p)}
     return {name: _described(value) for name, value in values.items()}
 
@@ -134,14 +134,14 @@ def _described(value: Any) -> str:
 
 
 def _shuffle_block(p: Values) -> int:
-    """Returns the block to shuffle by: it must not depend on whether "auto" finds room in memory."""
+    """Returns the shuffle block. It must not depend on whether "auto" uses memory or disk."""
     if p["shuffleBlock"] is not None:
         return int(p["shuffleBlock"])
     return 1 if p["storage"] == "memory" else _SHUFFLE_BLOCK
 
 
 def _module(module: Any, params: dict[str, Any]) -> dict[str, Any]:
-    """Returns the recipe's arguments for a module; a fitted model gives its code and its weights."""
+    """Returns the recipe's arguments for a module; for a fitted model, its code and weights."""
     trained = getattr(module, "trained", None)
     if not isinstance(trained, TrainedModule):
         return {"module": module, "module_params": params}

@@ -10,7 +10,7 @@ __all__ = ["Values"]
 
 
 class Values:
-    """An estimator's Param values by name; `None` where there is no such Param, no value and no default."""
+    """Param values by name; `None` if the Param does not exist, or has neither value nor default."""
 
     def __init__(self, instance: Params) -> None:
         self._instance = instance

@@ -1,1 +1,1 @@
-"""The Params: `tables` declares them, `mixins` has them as base classes, `declare` makes one of the other."""
+"""The Params: `tables` declares them; `declare` turns the tables into the base classes in `mixins`."""

@@ -1,4 +1,4 @@
-"""Params declared once: a line of a table becomes the Param, its accessors and an argument of the constructor."""
+"""Makes Params from tables: each entry becomes a Param, its accessors and a constructor argument."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class ParamSpec:
     """One Param.
 
     Attributes:
-        name: As users write it.
-        type: Annotation of its value; decides how values are converted.
-        default: `None` where there is none.
-        doc: What it means.
-        compared: Whether a fit that goes on from a checkpoint must have the same value.
-        field: The field of the configuration that gets the value, such as "config.batch_size"; empty where
-            `ml/fit/translate.py` reads it by name.
-        shared: Spark's mixin that declares the Param, if one does.
+        name: The camelCase name.
+        type: Annotation of its value; selects the converter.
+        default: The default, or `None`.
+        doc: The description.
+        compared: Whether resuming from a checkpoint requires the same value.
+        field: The configuration field that gets the value, such as "config.batch_size"; empty if
+            `ml/fit/translate.py` reads the Param by name.
+        shared: Spark's mixin that declares the Param, if there is one.
     """
 
     name: str
@@ -43,12 +43,12 @@ class ParamSpec:
 
     @property
     def accessor(self) -> str:
-        """The name behind `get` and `set`."""
+        """The name after `get` and `set`."""
         return self.name[0].upper() + self.name[1:]
 
     @property
     def shown_default(self) -> Any:
-        """The default as a signature can show it: `None` for lists and dicts."""
+        """The default in signatures: `None` for lists and dicts."""
         return None if isinstance(self.default, _MUTABLE) else self.default
 
 
@@ -56,9 +56,9 @@ def params_class(name: str, table: Sequence[ParamSpec], doc: str, *bases: type[P
     """Makes a mixin that declares the Params of a table, with getters, setters and defaults.
 
     Args:
-        name: Of the class.
-        table: What it declares; what a base declares already is left out.
-        doc: Of the class.
+        name: Name of the class.
+        table: The Params to declare, except those that a base declares already.
+        doc: Docstring of the class.
         bases: Further bases.
     """
     known = {spec for base in bases for spec in dir(base)}
@@ -70,6 +70,9 @@ def params_class(name: str, table: Sequence[ParamSpec], doc: str, *bases: type[P
             members[spec.name] = Param(Params._dummy(), spec.name, spec.doc, _converter(spec.type))
             members[f"get{spec.accessor}"] = _getter(spec)
         members[f"set{spec.accessor}"] = _setter(spec)
+    for member in members.values():
+        if callable(member):  # so that it can be pickled by name
+            member.__module__, member.__qualname__ = members["__module__"], f"{name}.{member.__name__}"
     return types.new_class(name, (*bases, *shared) or (Params,), {}, lambda namespace: namespace.update(members))
 
 
@@ -79,22 +82,28 @@ def with_constructor(kind: type[Params], table: Sequence[ParamSpec], *, argument
     Args:
         kind: The class.
         table: All its Params.
-        arguments: Whether the constructor takes their values, by name.
+        arguments: Whether the constructor takes the Params as keyword arguments.
     """
     defaults = {spec.name: spec.default for spec in table if spec.default is not None}
 
-    def __init__(self: Any, **values: Any) -> None:
-        for name in values.keys() - signature.parameters.keys():
-            hint = nearest(name, [spec.name for spec in taken])
-            raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {name!r}: {hint}")
+    def __init__(self: Any, *refused: Any, **values: Any) -> None:
+        if refused:
+            raise TypeError(f"{type(self).__name__}() takes keyword arguments only")
+        for name in values:
+            if name not in names:
+                hint = f": {nearest(name, names)}" if names else ""
+                raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {name!r}{hint}")
+        self._input_kwargs = values  # as pyspark's `keyword_only` leaves them
         super(kind, self).__init__()
-        self._setDefault(**{name: own(value) for name, value in defaults.items()})
+        self._setDefault(**defaults)
         self._set(**{name: value for name, value in values.items() if value is not None})
 
     keyword, itself = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     taken = table if arguments else ()
     named = [inspect.Parameter(s.name, keyword, default=s.shown_default, annotation=optional(s)) for s in taken]
     signature = inspect.Signature([itself, *named], return_annotation="None")
+    names = [spec.name for spec in taken]
+    __init__.__annotations__ = {**{spec.name: optional(spec) for spec in taken}, "return": None}
     __init__.__signature__ = signature  # type: ignore[attr-defined]
     __init__.__qualname__ = f"{kind.__name__}.__init__"
     __init__.__doc__ = described(taken)
@@ -116,7 +125,7 @@ def optional(spec: ParamSpec) -> str:
 
 
 def own(value: Any) -> Any:
-    """Returns a list or dict as a copy, so that who appends to a default changes no other instance."""
+    """Returns a copy of a list or dict, so that changing a default affects no other instance."""
     return copy.copy(value) if isinstance(value, _MUTABLE) else value
 
 
@@ -125,6 +134,7 @@ def _getter(spec: ParamSpec) -> Any:
         return self.getOrDefault(spec.name)
 
     end = "." if spec.default is None else " or its default."
+    get.__annotations__ = {"return": spec.type}
     return _named(get, f"get{spec.accessor}", f"Gets the value of `{spec.name}`{end}")
 
 
@@ -132,6 +142,7 @@ def _setter(spec: ParamSpec) -> Any:
     def set_value(self: Any, value: Any) -> Any:
         return self._set(**{spec.name: value})
 
+    set_value.__annotations__ = {"value": spec.type}
     return _named(set_value, f"set{spec.accessor}", f"Sets the value of `{spec.name}`: {spec.doc}.")
 
 

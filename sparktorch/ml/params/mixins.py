@@ -1,4 +1,4 @@
-"""The Params of each estimator and model as a base class; `mixins.pyi`, which is generated, shows them to editors."""
+"""Base classes with the Params of each estimator and model. Editors read them in the generated `mixins.pyi`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""All Params, a table per subject. From these lines come accessors, constructors, `help`, stubs and docs/params.md.
+"""All Params, in one table per subject. Accessors, constructors, `help`, stubs and docs/params.md come from them.
 
-To add a Param, add a line, run `python scripts/params.py`, and read the value in the code: `field` names the field of
-the configuration that gets it, "config" being `TrainConfig`, "recipe" `Recipe`, and so on (`ml/fit/translate.py`).
+To add a Param, add an entry, run `python scripts/params.py`, and use the value in the code. `field` names the
+configuration field that gets it: "config" is `TrainConfig`, "recipe" is `Recipe`, and so on (`ml/fit/translate.py`).
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What models offer besides `transform`: evaluation, single rows, metadata of output columns."""
+"""Scoring besides `transform`: evaluation, single rows, metadata of the output columns."""

@@ -1,7 +1,7 @@
-"""What a fitted model is worth on some rows: the figures of Spark's own summaries, under their names.
+"""Evaluates a fitted model: the metrics of Spark's own summaries, under the same names.
 
-The rows are scored once. A classifier's figures come from its confusion matrix, which one aggregation gives;
-the areas under curves and those of regression are computed by Spark's evaluators.
+The rows are scored once. A classifier's metrics come from its confusion matrix, which one aggregation counts.
+Spark's evaluators compute the areas under curves and the metrics of regression.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ Transform = Callable[[DataFrame], DataFrame]
 
 @dataclass(frozen=True, kw_only=True)
 class _Summary:
-    """What all the evaluations have.
+    """Base class of the summaries.
 
     Attributes:
-        predictions: What `transform` makes of the rows; not kept, so that an action on it scores them again.
-        predictionCol: The column of predictions in it.
-        labelCol: The column of true values in it.
-        weightCol: The column of weights in it, which all figures heed; "" where every row counts the same.
+        predictions: The output of `transform`; not cached, so each action on it scores again.
+        predictionCol: Its column of predictions.
+        labelCol: Its column of true values.
+        weightCol: Its column of weights, used by all metrics; "" for equal weights.
         numInstances: Number of rows.
     """
 
@@ -58,7 +58,7 @@ class _Summary:
 
 @dataclass(frozen=True, kw_only=True)
 class ClassificationSummary(_Summary):
-    """A classifier's figures. Those by label are in the order of `labels`.
+    """A classifier's metrics. Metrics by label are in the order of `labels`.
 
     Attributes:
         numClasses: Number of classes of the model.
@@ -82,55 +82,55 @@ class ClassificationSummary(_Summary):
 
     @property
     def accuracy(self) -> float:
-        """The share of the rows that are predicted right."""
+        """The share of rows that are predicted correctly."""
         return float(self._counts.hits.sum() / self._counts.true.sum())
 
     @property
     def truePositiveRateByLabel(self) -> list[float]:
-        """Of each class, the share of its rows that are predicted as it."""
+        """For each class: the share of its rows that are predicted as this class."""
         return list(map(float, self._recall))
 
     @property
     def falsePositiveRateByLabel(self) -> list[float]:
-        """Of each class, the share of the other rows that are predicted as it; NaN where there are no others."""
+        """For each class: the share of other rows that are predicted as this class; NaN if there are none."""
         return list(map(float, self._false_positives))
 
     @property
     def precisionByLabel(self) -> list[float]:
-        """Of each class, the share of what is predicted as it that is right; 0 where nothing is."""
+        """For each class: the share of its predictions that are correct; 0 if it is never predicted."""
         return list(map(float, self._precision))
 
     @property
     def recallByLabel(self) -> list[float]:
-        """As `truePositiveRateByLabel`."""
+        """Same as `truePositiveRateByLabel`."""
         return list(map(float, self._recall))
 
     def fMeasureByLabel(self, beta: float = 1.0) -> list[float]:
-        """Of each class, the harmonic mean of precision and recall; `beta` is how much more recall counts."""
+        """For each class: the harmonic mean of precision and recall; `beta` is the weight of recall."""
         return list(map(float, self._f_measure(beta)))
 
     @property
     def weightedTruePositiveRate(self) -> float:
-        """The mean over all rows of the rate of their class."""
+        """The mean of the true positive rates, weighted by class frequency."""
         return self._mean(self._recall)
 
     @property
     def weightedFalsePositiveRate(self) -> float:
-        """The mean over all rows of the rate of their class."""
+        """The mean of the false positive rates, weighted by class frequency."""
         return self._mean(self._false_positives)
 
     @property
     def weightedPrecision(self) -> float:
-        """The mean over all rows of the precision of their class."""
+        """The mean of the precisions, weighted by class frequency."""
         return self._mean(self._precision)
 
     @property
     def weightedRecall(self) -> float:
-        """The mean over all rows of the recall of their class."""
+        """The mean of the recalls, weighted by class frequency."""
         return self._mean(self._recall)
 
     def weightedFMeasure(self, beta: float = 1.0) -> float:
-        """The mean over all rows of the F-measure of their class."""
+        """The mean of the F-measures, weighted by class frequency."""
         return self._mean(self._f_measure(beta))
 
     @cached_property
@@ -165,7 +165,7 @@ class ClassificationSummary(_Summary):
 
 @dataclass(frozen=True)
 class _Counts:
-    """The weight of the rows of each class that occurs: of those that are of it, predicted as it, and both."""
+    """For each class that occurs as a label: the weight of rows with this label, this prediction, and both."""
 
     true: Floats
     predicted: Floats
@@ -179,7 +179,7 @@ def _ratio(part: Floats, whole: Floats) -> Floats:
 
 @dataclass(frozen=True, kw_only=True)
 class BinaryClassificationSummary(ClassificationSummary):
-    """The figures of a classifier of two classes.
+    """The metrics of a binary classifier.
 
     Attributes:
         scoreCol: The column of probabilities in `predictions`.
@@ -195,7 +195,7 @@ class BinaryClassificationSummary(ClassificationSummary):
 
 @dataclass(frozen=True, kw_only=True)
 class RegressionSummary(_Summary):
-    """The figures of a regression, as `RegressionEvaluator` computes them.
+    """The metrics of a regressor, as `RegressionEvaluator` computes them.
 
     Attributes:
         meanSquaredError: The mean of the squared differences.
@@ -224,16 +224,17 @@ class RegressionSummary(_Summary):
 def evaluate_classifier(
     model: ClassificationModelParams, transform: Transform, dataset: DataFrame, *, classes: int
 ) -> ClassificationSummary:
-    """Scores the rows and compares.
+    """Scores the rows and compares with the labels.
 
     Args:
         model: The Params of the model; all its output columns have names.
-        transform: That of the model.
+        transform: The model's `transform`.
         dataset: The rows, with a column of true classes.
         classes: Number of classes of the model.
 
     Raises:
-        ColumnError: A column is missing or no number, or a row has no weight, no prediction or no class of the model.
+        ColumnError: A column is missing or not numeric, or a row has no weight, no prediction, or a label that is not a
+            class of the model.
     """
     binary = classes == 2
     score = [quoted(model.getProbabilityCol()).alias("score")] if binary else []
@@ -255,15 +256,15 @@ def evaluate_classifier(
 
 
 def evaluate_regressor(model: RegressionModelParams, transform: Transform, dataset: DataFrame) -> RegressionSummary:
-    """Scores the rows and compares.
+    """Scores the rows and compares with the labels.
 
     Args:
         model: The Params of the model; its output column has a name, and is a number.
-        transform: That of the model.
+        transform: The model's `transform`.
         dataset: The rows, with a column of true values.
 
     Raises:
-        ColumnError: A column is missing or no number, or a row has no weight, no prediction or no true value.
+        ColumnError: A column is missing or not numeric, or a row has no weight, prediction or label.
     """
     with _compared(model, transform, dataset, kept=True) as (predictions, rows):
         found = _described(model, predictions, rows.agg(*_totals()).collect())
@@ -278,7 +279,7 @@ def evaluate_regressor(model: RegressionModelParams, transform: Transform, datas
 
 
 def _totals() -> list[Column]:
-    """Returns how many rows there are, and how many of them have what it takes to compare."""
+    """Returns aggregates: the weight, all rows, and the rows with a label, a prediction and a valid weight."""
     return [
         F.sum("weight").alias("weight"),
         F.count(F.lit(1)).alias("rows"),
@@ -296,14 +297,14 @@ def _compared(
     *more: Column,
     kept: bool,
 ) -> Iterator[tuple[DataFrame, DataFrame]]:
-    """Yields the rows as `transform` gives them, and `label`, `prediction` and `weight` alone, as double.
+    """Yields two DataFrames: the output of `transform`, and its `label`, `prediction` and `weight` as double.
 
     Args:
-        model: The Params of what scores.
-        transform: What scores.
+        model: The Params of the model.
+        transform: The model's `transform`.
         dataset: The rows.
-        more: Columns of `transform` besides.
-        kept: Whether Spark keeps the latter until the block ends, so that several jobs score them once.
+        more: Further columns of the second DataFrame.
+        kept: Whether to persist the second DataFrame until the block ends, so that several jobs score once.
     """
     names, weight = ColumnNames.of(dataset), _weight_column(model)
     for name in (model.getLabelCol(), *([weight] if weight else [])):
@@ -328,7 +329,7 @@ def _compared(
 
 
 def _there(column: Column) -> Column:
-    """Returns a number as double, null in place of NaN."""
+    """Casts a number to double, and NaN to null."""
     return F.nanvl(column.cast("double"), F.lit(None).cast("double"))
 
 
@@ -339,10 +340,10 @@ def _weight_column(model: ClassificationModelParams | RegressionModelParams) -> 
 def _described(
     model: ClassificationModelParams | RegressionModelParams, predictions: DataFrame, totals: list[Row]
 ) -> dict[str, Any]:
-    """Returns the fields that all summaries have.
+    """Returns the fields of all summaries.
 
     Raises:
-        ColumnError: There are no rows, or some lack what it takes to compare.
+        ColumnError: There are no rows, or a row has no label, valid weight or prediction.
     """
     label, weight = model.getLabelCol(), _weight_column(model)
     rows = sum(row["rows"] for row in totals)
@@ -367,10 +368,10 @@ def _described(
 
 
 def _check_classes(labels: Floats, classes: int, column: str) -> None:
-    """Refuses labels that are no classes of the model.
+    """Checks that all labels are classes of the model.
 
     Raises:
-        ColumnError: With one of them.
+        ColumnError: One is not; the message names it.
     """
     bad = labels[~np.isin(labels, np.arange(classes))]
     if bad.size:

@@ -1,4 +1,4 @@
-"""One row, scored in this process, without a Spark job."""
+"""Scores one row in this process, without a Spark job."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sparktorch.spark.scoring_udf import Scoring
 
 __all__ = ["score_row"]
 
-# Each with what it was built for. Beside the models, which are pickled where a user's function holds one.
+# By model, with the settings of the scorer. Not an attribute of the model, because user functions may pickle a model.
 _scorers: WeakKeyDictionary[Any, tuple[Scoring, Scorer]] = WeakKeyDictionary()
 
 
@@ -31,18 +31,18 @@ def score_row(
     """Scores one row.
 
     Args:
-        model: Its scorer is kept as long as it lives.
-        trained: What scores.
-        inputs: Of the model, under the columns that its Params name.
-        scoring: How; on the CPU unless the device is an accelerator, such as "cuda".
-        row: The value of the only input column, or a `Row` or mapping that has the input columns.
+        model: The model; its scorer is cached as long as it lives.
+        trained: The trained module.
+        inputs: The input specs of the model, with the column names of its Params.
+        scoring: Scoring options; device "auto" means the CPU here.
+        row: The value of the only input column, or a `Row` or mapping with the input columns.
         names: Which results to return, as `Scorer.score` names them.
 
     Returns:
-        A number, or (nested) lists of numbers, per name; `None` for a row with a null in it, if that is kept.
+        A number, or (nested) lists of numbers, per name; `None` if the row has a null and `scoring.keep_null` is set.
 
     Raises:
-        ColumnError: The row lacks an input, or has one of another type or shape than the model was fitted on.
+        ColumnError: An input is missing, or has another type or shape than in the fit.
     """
     columns = _columns(row, inputs)
     known = _scorers.get(model)
@@ -58,7 +58,7 @@ def score_row(
 
 
 def _columns(row: Any, specs: Sequence[TensorSpec]) -> list[pa.Array]:
-    """Returns a row as columns of one row, as Spark would send them."""
+    """Returns a row as Arrow arrays of length one, as Spark would send them."""
     single = specs[0] if len(specs) == 1 else None
     given = row.asDict() if isinstance(row, Row) else row
     takes_structs = single is not None and (single.kind == "any" or single.layout == "image")
@@ -73,7 +73,7 @@ def _columns(row: Any, specs: Sequence[TensorSpec]) -> list[pa.Array]:
 
 
 def _named(row: Mapping[str, Any], name: str) -> Any:
-    """Returns what a row has under a name: that of a column, or a path into structs."""
+    """Returns the value of a column name, or of a path into structs."""
     found, rest = row, [name] if _key(row, name) is not None else name.split(".")
     for part in rest:
         fields = found.asDict() if isinstance(found, Row) else found
@@ -85,17 +85,17 @@ def _named(row: Mapping[str, Any], name: str) -> Any:
 
 
 def _key(fields: Mapping[str, Any], name: str) -> str | None:
-    """Returns the very name, or else one that differs in case alone."""
+    """Returns the exact name, or else one that differs only in case."""
     return name if name in fields else next((key for key in fields if key.lower() == name.lower()), None)
 
 
 def _column(value: Any, spec: TensorSpec, name: str) -> pa.Array:
-    """Returns a value as a column of one row.
+    """Returns a value as an Arrow array of length one.
 
     Args:
         value: The value.
-        spec: The input that it is, or is part of.
-        name: The column it comes from.
+        spec: The input that the value belongs to.
+        name: The column of the value.
     """
     if isinstance(value, Vector):
         return _vector(value, spec)
@@ -112,7 +112,7 @@ def _column(value: Any, spec: TensorSpec, name: str) -> pa.Array:
         one_of_packed = spec.sources and not isinstance(value, Sequence)
         for _ in range(0 if one_of_packed else len(spec.levels) + spec.ragged):
             kind = pa.list_(kind)
-        # By way of the type that the value has: whole numbers, booleans and decimals are cast, as Spark casts them.
+        # First the value's own type, then a cast as in Spark: for integers, booleans and decimals.
         return held(pa.array([value]), spec).cast(kind, safe=False)
     except pa.ArrowException as error:
         raise ColumnError(
@@ -133,7 +133,7 @@ def _vector(value: Any, spec: TensorSpec) -> pa.Array:
 
 
 def _binary(value: Any) -> pa.Array:
-    """Returns bytes, or what Spark's `binaryFile` and `image` sources give."""
+    """Returns bytes, or a row of Spark's `binaryFile` or `image` source, as an Arrow array of length one."""
     if isinstance(value, Mapping) and "content" in value:
         value = value["content"]
     if not isinstance(value, Mapping):

@@ -1,1 +1,1 @@
-"""Whether the cluster can run a fit: settings, slots, GPUs, and what executors have installed."""
+"""Checks whether the cluster can run a fit: settings, slots, GPUs, networks, and packages on executors."""

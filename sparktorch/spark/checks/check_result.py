@@ -1,4 +1,4 @@
-"""What a check of the cluster found: a value to print, to log, or to raise."""
+"""The check result: a value to print, to log, or to raise as an error."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Finding:
     """The outcome of one check in one place.
 
     Attributes:
-        check: Name of the check, the same in every version.
-        status: `"failure"` for what would end a fit, `"warning"` for what might, or would slow it.
-        found: What is there, one sentence without its full stop, the same wherever it is found.
-        where: `host`, `executor`, `rank` or `param`; empty for what holds for the session.
-        setting: What to set; empty where nothing needs to be.
-        value: What to set it to: a value, or what it must be in words.
-        hint: What to do, where that is more than to set `setting`.
+        check: Name of the check, stable between versions.
+        status: `"failure"` if it would end a fit, `"warning"` if it might end or slow it, otherwise `"ok"`.
+        found: The observation: one sentence without a full stop, the same text in every place.
+        where: `host`, `executor`, `rank` or `param`; empty if it concerns the session.
+        setting: The setting to change; empty if none.
+        value: Its new value, or a description of it.
+        hint: What to do, if more than changing `setting`.
     """
 
     check: str
@@ -40,7 +40,7 @@ class Finding:
 
     @property
     def advice(self) -> str:
-        """What to do about it, for a person; empty where all is well."""
+        """What the user should do; empty if nothing."""
         return self.hint or (f"set {self.setting}={self.value}" if self.setting else "")
 
     def error(self) -> ClusterError:
@@ -48,12 +48,12 @@ class Finding:
         return ClusterError(self.found, hint=self.advice, **self.where)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns a JSON-ready form; every key is always there."""
+        """Returns a JSON-ready form, always with all keys."""
         return asdict(self)
 
 
 def worst(findings: Iterable[Finding]) -> Status:
-    """Returns the gravest status; `"ok"` of none."""
+    """Returns the worst status; `"ok"` without findings."""
     found = {finding.status for finding in findings}
     return "failure" if "failure" in found else "warning" if "warning" in found else "ok"
 

@@ -1,4 +1,4 @@
-"""What the executors' answers mean: arithmetic on facts, without a session."""
+"""Turns executor reports into check results, without a session."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sparktorch.spark.launch.gpus import AMOUNT, device_index
 
 __all__ = ["FLOORS", "diagnose"]
 
-# The oldest releases that a rank works with, as pyproject.toml has them.
+# The oldest releases that ranks support, as in pyproject.toml.
 FLOORS = {"torch": "2.10", "numpy": "1.26", "pyarrow": "14.0.1", "safetensors": "0.4"}
 
 _COMPARED = {"torch": 2, "numpy": 1, "pyarrow": 1, "safetensors": 1, "pandas": 1}  # leading numbers of a version
@@ -21,13 +21,13 @@ _SCRIPT = "spark.executor.resource.gpu.discoveryScript"
 _PYTHON = "spark.pyspark.python"
 _PORTS = "net.ipv4.ip_local_port_range, on Linux usually 32768 to 60999"
 
-_LITTLE_SHARED_MEMORY = 128 << 20  # containers get 64 MiB unless they are told otherwise
+_LITTLE_SHARED_MEMORY = 128 << 20  # the default of containers is 64 MiB
 _LITTLE_DISK = 1 << 30
 _NO_DISK = 64 << 20
 
 
 def diagnose(answers: Sequence[ExecutorReport], expected: Expected) -> list[Finding]:
-    """Returns what is wrong, place by place, and of each check that finds nothing that it is well."""
+    """Returns a finding per problem and place, and an "ok" finding for each check without problems."""
     executors = list({answer.executor: answer for answer in answers}.values())
     findings = [
         *_packages(executors, expected),
@@ -152,7 +152,7 @@ def _peers(answers: Sequence[ExecutorReport]) -> list[Finding]:
 
 
 def _names(executors: Sequence[ExecutorReport], expected: Expected) -> list[Finding]:
-    """Looks for names that mean the machine itself there, and another one everywhere else."""
+    """Finds host names that resolve to a loopback address on a machine, so that others cannot reach it by that name."""
     check = "host-names"
     if len({answer.host for answer in executors}) == 1:
         return [Finding(check=check, status="ok", found="one machine")]
@@ -161,7 +161,7 @@ def _names(executors: Sequence[ExecutorReport], expected: Expected) -> list[Find
         for name, address in sorted(answer.names.items()):
             if not address.startswith("127.") or name in (address, "localhost"):
                 continue
-            used = name in expected.executors  # Spark listens for fetched blocks under this name
+            used = name in expected.executors  # executors fetch shuffle blocks from this name
             its_own = name == answer.hostname or any(other.names.get(name) == host for other in executors)
             line = f"{host} {name}" if its_own else f"the address of {name} in the network"
             problems.append(
@@ -195,7 +195,7 @@ def _gpus(answers: Sequence[ExecutorReport], expected: Expected) -> list[Finding
 
 
 def _gpu(answer: ExecutorReport) -> Finding | None:
-    """Looks whether the address that Spark gave a task is a device that torch sees."""
+    """Returns a finding if the GPU address that Spark gave a task is no device that torch sees."""
     if not answer.gpus or answer.cuda is None:
         return None
     where = {**answer.place, "rank": answer.rank}
@@ -227,7 +227,7 @@ def _gpu(answer: ExecutorReport) -> Finding | None:
 
 
 def _shared_gpus(answers: Sequence[ExecutorReport]) -> list[Finding]:
-    """Looks for one GPU in the hands of two tasks, which NCCL refuses."""
+    """Finds GPUs that were given to several tasks, which NCCL refuses."""
     devices: dict[str, list[ExecutorReport]] = {}
     for answer in answers:
         address = answer.gpus[0] if answer.gpus else ""
@@ -252,7 +252,7 @@ def _shared_gpus(answers: Sequence[ExecutorReport]) -> list[Finding]:
 
 
 def _too_few_gpus(answers: Sequence[ExecutorReport], expected: Expected) -> list[Finding]:
-    """Looks for GPUs that stay idle because a machine has more ranks than GPUs."""
+    """Finds machines with fewer GPUs than ranks, whose GPUs stay idle."""
     if len(answers) != expected.world_size:
         return []
     ranks = Counter(answer.host for answer in answers)

@@ -1,4 +1,4 @@
-"""All that is checked of a cluster: on the driver, and by one short job on the executors."""
+"""Runs all checks of a cluster: on the driver, and on the executors by one short barrier job."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def check_all(
 
     Args:
         spark: The session.
-        launch: How a fit would launch its ranks; its `profile` is found out here.
-        checkpoint_dir: Where a fit would keep its checkpoints.
-        seconds: How long the executors get to answer.
+        launch: How a fit would launch its ranks; its `profile` is determined here.
+        checkpoint_dir: Checkpoint directory of a fit, `None` for none.
+        seconds: Timeout for the executors' reports, in seconds.
     """
     found = [dynamic_allocation(spark), speculation(spark)]
     profile, finding = gpus(spark, launch.device, launch.world_size)
@@ -62,19 +62,19 @@ def check_all(
 def check_executors(
     spark: SparkSession, launch: Launch, checkpoint_dir: str | None = None, seconds: float = _SECONDS
 ) -> list[Finding]:
-    """Checks the executors by one short barrier job, as the ranks of a fit would find them.
+    """Checks the executors with one short barrier job, under the conditions of a fit.
 
-    The job has a task for every slot, so that it sees every executor; where other jobs run, or
-    slots cannot be counted, it has a task for every rank.
+    The job has one task per slot, to reach every executor. If other jobs run or slots cannot be counted, it
+    has one task per rank.
 
     Args:
         spark: The session.
         launch: How a fit would launch its ranks, with their profile.
-        checkpoint_dir: Where a fit would keep its checkpoints; a file is written there, and removed.
-        seconds: How long the executors get to answer.
+        checkpoint_dir: Checkpoint directory of a fit, `None` for none; a file is written there, and removed.
+        seconds: Timeout for the executors' reports, in seconds.
 
     Returns:
-        What is wrong, place by place, and of each check that finds nothing that it is well.
+        A finding per problem and place, and an "ok" finding for each check without problems.
     """
     token, names = secrets.token_hex(16), _executor_hosts(spark)
     with ExitStack() as stack:
@@ -118,16 +118,16 @@ def check_executors(
 
 
 def _executor_hosts(spark: SparkSession) -> frozenset[str]:
-    """Returns what Spark calls the hosts of the executors; nothing on Connect, which does not tell."""
+    """Returns the host names of the executors in Spark; empty in local mode, and on Connect, where they are unknown."""
     if is_connect(spark) or is_local(spark):
         return frozenset()
     context: Any = spark.sparkContext._jsc.sc()
     hosts = {str(info.host()) for info in context.statusTracker().getExecutorInfos()}
-    return frozenset(hosts - {setting(spark, "spark.driver.host")})  # the driver is on that list, too
+    return frozenset(hosts - {setting(spark, "spark.driver.host")})  # the list includes the driver
 
 
 def _listen(spark: SparkSession, launch: Launch, token: str, stack: ExitStack) -> tuple[str, int] | None:
-    """Listens as a fit's store does; returns where, or `None` where rank 0 would host the store."""
+    """Listens like a fit's store; returns host and port, or `None` if rank 0 would host the store."""
     address = driver_address(spark)
     if launch.rendezvous == "rank0" or address is None:
         return None
@@ -136,12 +136,12 @@ def _listen(spark: SparkSession, launch: Launch, token: str, stack: ExitStack) -
         return advertise, stack.enter_context(probe.greeting(bind, token))
     except OSError:
         if launch.rendezvous == "auto" and is_connect(spark):
-            return None  # the server's address, seen through a tunnel, is none of this machine's
+            return None  # through a tunnel, the server's address is not one of this machine
         raise
 
 
 def _plan(spark: SparkSession, launch: Launch, **question: Any) -> Collect:
-    """Returns what collects the answers, one a row; its code needs nothing but pyspark and pyarrow there."""
+    """Returns a callable that collects the reports, one per row; on executors it needs only pyspark and pyarrow."""
     tasks = _tasks(spark, launch)
     ask = partial(probe.answer, meet=tasks > 1 and not is_local(spark), **question)
     packed = cloudpickle.dumps(ask)  # type: ignore[no-untyped-call]
@@ -155,7 +155,7 @@ def _plan(spark: SparkSession, launch: Launch, **question: Any) -> Collect:
 
 
 def _tasks(spark: SparkSession, launch: Launch) -> int:
-    """Returns how many tasks to ask: one for every slot, unless that means to wait for other jobs."""
+    """Returns the number of tasks: one per slot; at most one per rank if slots are unknown or other jobs run."""
     profile = None if launch.profile is None else launch.profile._java_resource_profile
     found = slots(spark, profile)
     if found is None or (not is_connect(spark) and spark.sparkContext.statusTracker().getActiveStageIds()):
@@ -164,11 +164,11 @@ def _tasks(spark: SparkSession, launch: Launch) -> int:
 
 
 def _collect(spark: SparkSession, plan: Collect, seconds: float) -> list[Row]:
-    """Collects the rows, and cancels the job if that takes too long or is interrupted.
+    """Collects the rows; cancels the job after `seconds` or on an interrupt.
 
     Raises:
-        TimeoutError: It took longer.
-        Exception: What Spark raises.
+        TimeoutError: The job took longer.
+        Exception: The job failed; Spark's exception.
     """
     job = Job(spark, plan, new_tag())
     job.start()
@@ -204,7 +204,7 @@ def _about_listening(error: OSError) -> Finding:
 
 
 def _about_failure(message: str) -> Finding:
-    """Returns what a job that could not start its tasks' Python says of it."""
+    """Returns the finding for a failed job, such as one whose tasks could not start Python."""
     versions = re.search(r"worker has different version: ([\d.]+) than that in driver: ([\d.]+)", message)
     if versions is not None:
         return _about_python("python", f"Python is {versions[1]}, on the driver {versions[2]}", versions[2])

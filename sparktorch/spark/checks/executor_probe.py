@@ -1,8 +1,8 @@
-"""What an executor says of itself and of what it reaches.
+"""Makes the executor report: what a task finds out about its executor and what that can reach.
 
-`answer` runs in the tasks of a job, and its code travels by value: it must not need this package, nor
-torch, on the executors, because that they are there is among the questions. Hence the standard library
-alone, and imports where they are used. What cannot be found out is part of the answer, never an error.
+`answer` runs in tasks, and its code is pickled by value: it must not need this package or torch on the
+executors, since whether they are installed is part of the report. So it imports only the standard library, and
+other packages where they are used. Facts that cannot be found out are reported as such, never raised.
 """
 
 from __future__ import annotations
@@ -58,21 +58,21 @@ def answer(
     cuda: bool,
     meet: bool,
 ) -> Iterator[Any]:
-    """Yields a record batch of one row, the facts about this task as JSON.
+    """Yields a record batch of one row: the executor report of this task, as JSON.
 
     Args:
-        batches: Not looked at.
-        token: What driver and peers of this job say to those who connect.
-        driver: Where the driver listens, as executors reach it; `None` where rank 0 hosts the store.
-        checkpoint_dir: A directory to try to write in.
-        names: Names of hosts to resolve, besides this one's.
+        batches: Ignored.
+        token: Token that the driver and the other tasks send to every connection.
+        driver: Host and port at which executors reach the driver; `None` if rank 0 hosts the store.
+        checkpoint_dir: Directory to write to, `None` for none.
+        names: Host names to resolve, besides this host's own.
         cuda: Whether to ask torch for GPUs.
-        meet: Whether to try the other tasks' sockets and files too; takes two seconds.
+        meet: Whether to check the other tasks' sockets and files, too; adds two barriers of about one second each.
     """
     import pyarrow as pa
     from pyspark import BarrierTaskContext
 
-    for _ in batches:  # a worker that leaves input unread is not used again
+    for _ in batches:  # Spark does not reuse a worker that leaves input unread
         pass
     context: Any = BarrierTaskContext.get()
     rank = context.partitionId()
@@ -107,9 +107,9 @@ def answer(
 
 
 def packages() -> dict[str, dict[str, str]]:
-    """Returns what `package` says of each one that a rank uses, of sparktorch also `code`, a digest of its files."""
+    """Returns the result of `package` for each package that ranks use; for sparktorch also `code`, a digest."""
     found = {name: package(name) for name in _IMPORTED}
-    with suppress(importlib.metadata.PackageNotFoundError):  # half a second to import, for Spark 4.0 only
+    with suppress(importlib.metadata.PackageNotFoundError):  # importing it takes half a second
         found["pandas"] = {"version": importlib.metadata.version("pandas")}
     if "version" in found["sparktorch"]:
         found["sparktorch"]["code"] = digest_of("sparktorch")
@@ -120,12 +120,12 @@ def package(name: str) -> dict[str, str]:
     """Returns the `version` of a package, or the `error` of importing it."""
     try:
         return {"version": str(importlib.import_module(name).__version__)}
-    except Exception as error:  # whatever an import may raise
+    except Exception as error:  # an import may raise anything
         return {"error": f"{type(error).__name__}: {error}"}
 
 
 def digest_of(package: str) -> str:
-    """Returns a digest of the source files of a package, be they in a folder or in an archive."""
+    """Returns a digest of the source files of a package, in a folder or an archive."""
     digest = hashlib.sha256()
 
     def add(folder: Any, place: str) -> None:
@@ -140,10 +140,10 @@ def digest_of(package: str) -> str:
 
 
 def within(seconds: float, call: Callable[[], Any]) -> Any:
-    """Returns what `call` returns; gives up waiting for it, in a thread of its own, after a time.
+    """Runs `call` in a thread and returns its result, or raises its exception.
 
     Raises:
-        TimeoutError: It took longer.
+        TimeoutError: The call took longer than `seconds`; it goes on in its thread.
     """
     outcome: dict[str, Any] = {}
 
@@ -164,7 +164,7 @@ def within(seconds: float, call: Callable[[], Any]) -> Any:
 
 
 def resolved(names: Iterable[str]) -> dict[str, str]:
-    """Returns the addresses of those names that have one; a name server that is away ends the search."""
+    """Returns the addresses of the names that resolve; stops at a timeout, for example without a name server."""
     found: dict[str, str] = {}
 
     def resolve() -> None:
@@ -179,7 +179,7 @@ def resolved(names: Iterable[str]) -> dict[str, str]:
 
 @contextmanager
 def greeting(bind: str, token: str) -> Iterator[int]:
-    """Listens on a free port of one address, yields it, and tells the token to all who connect."""
+    """Listens on a free port of an address, yields the port, and sends the token to every connection."""
     family, _, _, _, address = socket.getaddrinfo(bind, 0, type=socket.SOCK_STREAM)[0]
     with socket.create_server(address[:2], family=family, backlog=1024) as listener:
 
@@ -197,12 +197,12 @@ def greeting(bind: str, token: str) -> Iterator[int]:
         try:
             yield listener.getsockname()[1]
         finally:
-            listener.shutdown(socket.SHUT_RDWR)  # which wakes the thread; to close alone does not
+            listener.shutdown(socket.SHUT_RDWR)  # wakes the thread; `close` alone does not
             thread.join()
 
 
 def failure_to_reach(host: str, port: int, token: str) -> str | None:
-    """Returns why the greeting of `host` cannot be heard; `None` if it can."""
+    """Returns why the token cannot be received from `host`; `None` if it can."""
     try:
         with socket.create_connection((host, port), timeout=_SECONDS) as line, line.makefile("rb") as words:
             said = words.read(len(token))
@@ -212,20 +212,20 @@ def failure_to_reach(host: str, port: int, token: str) -> str | None:
 
 
 def _free(path: str) -> int | None:
-    """Returns the bytes free under a path; `None` where it does not exist."""
+    """Returns the free bytes under a path; `None` if it does not exist."""
     with suppress(OSError):
         return shutil.disk_usage(path).free
     return None
 
 
 def _local_directories() -> list[str]:
-    """Returns where this executor keeps shuffled rows and temporary files."""
+    """Returns the executor's directories for shuffled rows and temporary files."""
     directories = [path for path in os.environ.get("SPARK_LOCAL_DIRS", "").split(",") if path]
     return list(dict.fromkeys([*directories, tempfile.gettempdir()]))
 
 
 def _visible() -> str | None:
-    """Returns the value of the variable that hides accelerators, as a rank reads it."""
+    """Returns the value of the variable that hides accelerators, as in `base.devices.visible_devices`."""
     names = ["CUDA_VISIBLE_DEVICES"]
     with suppress(Exception):
         import torch
@@ -239,7 +239,7 @@ def _visible() -> str | None:
 
 
 def _devices() -> int | None:
-    """Returns how many accelerators torch sees; `None` where torch cannot say."""
+    """Returns the number of accelerators that torch sees; `None` if torch cannot say."""
     with suppress(Exception):
         import torch
 
@@ -249,7 +249,7 @@ def _devices() -> int | None:
 
 
 def _gpu_uuids() -> list[str]:
-    """Returns the UUIDs of this machine's GPUs by index, as the driver's own tool counts them."""
+    """Returns the UUIDs of this machine's GPUs, in the order of `nvidia-smi`."""
     with suppress(OSError, subprocess.SubprocessError):
         command = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
         listed = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True)
@@ -258,19 +258,19 @@ def _gpu_uuids() -> list[str]:
 
 
 def problem(call: Callable[[], Any]) -> str | None:
-    """Returns why a call to a file system fails; `None` if it does not."""
+    """Runs a call to a file system; returns why it fails, or `None` if it does not."""
     try:
         within(_STORAGE_SECONDS, call)
-    except Exception as error:  # whatever a file system may raise
+    except Exception as error:  # a file system may raise anything
         return f"{type(error).__name__}: {error}"
     return None
 
 
 class WriteTrial:
-    """A file of this task's own in the directory for checkpoints, or above it while it does not exist."""
+    """A test file of this task in the checkpoint directory, or in its nearest existing parent directory."""
 
     def __init__(self, url: str, name: str, rank: int) -> None:
-        """Writes nothing yet."""
+        """Sets the checkpoint directory, the prefix of the file name and the rank; writes nothing."""
         self._url = url
         self._name = name
         self._rank = rank
@@ -278,15 +278,19 @@ class WriteTrial:
         self._root = ""
 
     def write(self) -> None:
-        """Writes the file and reads it again."""
+        """Writes the file and reads it back.
+
+        Raises:
+            OSError: The content differs.
+        """
         import fsspec
         from fsspec.implementations.local import LocalFileSystem
 
         self._fs, root = fsspec.core.url_to_fs(self._url)
         self._root = root.rstrip("/")
-        if isinstance(self._fs, LocalFileSystem):  # others need no directories to be made
+        if isinstance(self._fs, LocalFileSystem):  # other file systems need no directories
             while self._root and not os.path.exists(self._root):
-                self._root = os.path.dirname(self._root)  # a directory can be made where a file can
+                self._root = os.path.dirname(self._root)  # where a file can be written, so can a directory
         content = uuid.uuid4().bytes
         self._fs.pipe_file(self._path, content)
         self._fs.invalidate_cache()
@@ -294,7 +298,7 @@ class WriteTrial:
             raise OSError("what was read is not what was written")
 
     def ranks(self) -> list[int]:
-        """Returns the ranks whose files are there."""
+        """Returns the ranks whose test files are visible."""
         self._fs.invalidate_cache()
         names = [entry.rstrip("/").rpartition("/")[2] for entry in self._fs.ls(self._root, detail=False)]
         return [int(name.rpartition("-")[2]) for name in names if name.startswith(f"{self._name}-")]
@@ -312,7 +316,7 @@ class WriteTrial:
 def _met(
     context: Any, host: str, token: str, driver: tuple[str, int] | None, trial: WriteTrial | None
 ) -> dict[str, Any]:
-    """Returns which other tasks this one does not reach (`peers`), and whose files it sees (`files`)."""
+    """Returns which other tasks cannot be reached (`peers`), and which ranks' files are visible (`files`)."""
     rank, bind = context.partitionId(), address_towards(driver[0]) if driver else host
     failed: dict[str, str] = {}
     files: list[int] | None = None
@@ -326,7 +330,7 @@ def _met(
         wanted = {(rank + 1) % len(places), 0 if driver is None else rank} - {rank}
         for peer in sorted(wanted):
             address, number = places[peer]
-            failure = failure_to_reach(address, number, token) if number else None  # that task tells of it
+            failure = failure_to_reach(address, number, token) if number else None  # otherwise that task reports it
             if failure is not None:
                 failed[f"rank {peer} at {address}"] = failure
         with suppress(Exception):

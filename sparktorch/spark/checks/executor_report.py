@@ -1,4 +1,4 @@
-"""What an executor says of itself, and what that is measured against: two values."""
+"""The executor report, and the expectations it is compared with."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ __all__ = ["ExecutorReport", "Expected"]
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutorReport:
-    """What one task says; see `sparktorch.spark.checks.executor_probe.answer`.
+    """The report of one task; see `sparktorch.spark.checks.executor_probe.answer`.
 
     Attributes:
-        rank: The task's number.
-        host: Its host, as Spark names it.
-        executor: Its executor, as host and port.
+        rank: Number of the task.
+        host: Host of the task, as Spark names it.
+        executor: Executor of the task, as `host:port`.
         python: Version of its Python.
         executable: Path of its Python.
-        packages: `version`, or the `error` of importing it, by package.
-        hostname: What it calls itself.
-        names: What names of hosts resolve to there, its own among them; without those that do not.
-        driver: Why it does not reach the driver; `None` if it does, or was not to try.
-        shared_memory: Bytes free in /dev/shm; `None` where there is none.
-        disks: Bytes free under each local directory; `None` where it does not exist.
-        gpus: The addresses of the GPUs that Spark gave it.
-        cuda_visible_devices: That variable; `None` where it is not set.
-        cuda: How many accelerators torch sees; `None` if it was not asked or cannot say.
-        gpu_uuids: UUIDs of the machine's GPUs, by index; empty where they are not known.
-        checkpoint: Why it cannot keep a file in the directory for checkpoints; `None` if it can.
-        peers: Why it does not reach other tasks, by what they are; `None` if it did not try.
-        files: Ranks whose files it sees in that directory; `None` if it did not look.
+        packages: By package, its `version`, or the `error` of importing it.
+        hostname: Host name of the machine, as it reports it.
+        names: Addresses to which host names resolve there, its own included; without names that do not resolve.
+        driver: Why it cannot reach the driver; `None` if it can, or did not try.
+        shared_memory: Free bytes in /dev/shm; `None` if that does not exist.
+        disks: Free bytes under each local directory; `None` if that does not exist.
+        gpus: Addresses of the GPUs that Spark gave the task.
+        cuda_visible_devices: Value of the variable that hides accelerators; `None` if not set.
+        cuda: Number of accelerators that torch sees; `None` if torch was not asked or cannot say.
+        gpu_uuids: UUIDs of the machine's GPUs, by index; empty if unknown.
+        checkpoint: Why it cannot write a file to the checkpoint directory; `None` if it can.
+        peers: Why it cannot reach other tasks, by a label of the task; `None` if it did not try.
+        files: Ranks whose files it sees in the checkpoint directory; `None` if it did not look.
     """
 
     rank: int
@@ -57,23 +57,23 @@ class ExecutorReport:
 
     @property
     def place(self) -> dict[str, Any]:
-        """The executor, for what all of its tasks share."""
+        """Host and executor, for findings that concern all tasks of the executor."""
         return {"host": self.host, "executor": self.executor}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """What the answers are measured against.
+    """What executor reports are compared with.
 
     Attributes:
-        packages: The driver's, in the form of `ExecutorReport.packages`.
-        pandas: Whether tasks need pandas, as they do before Spark 4.1.
-        driver: Name or address by which the driver is reached; `None` where rank 0 hosts the store.
-        executors: Names of the executors' hosts, as Spark knows them.
-        towards: Returns the driver's address on the way to a host.
-        device: What the ranks are to train on.
+        packages: Packages of the driver, in the form of `ExecutorReport.packages`.
+        pandas: Whether tasks need pandas, as before Spark 4.1.
+        driver: Name or address at which executors reach the driver; `None` if rank 0 hosts the store.
+        executors: Host names of the executors, as Spark knows them.
+        towards: Returns the driver's local address on the route to a host.
+        device: Device to train on.
         world_size: Number of ranks.
-        checkpoint_dir: Where checkpoints are to go.
+        checkpoint_dir: Directory for checkpoints, `None` for none.
     """
 
     packages: dict[str, dict[str, str]]

@@ -1,4 +1,4 @@
-"""Whether the cluster can run a barrier job of this size, before one is submitted."""
+"""Checks before a barrier job is submitted whether the cluster can run it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ __all__ = [
 ]
 
 _SETTLE_SECONDS = 2.0
-_STARTING_SECONDS = 60.0  # in which a session gets its executors, where nothing says how many it is to have
-_PROMISED_SECONDS = 600.0  # as long as Spark itself waits for the slots of a barrier job
+_STARTING_SECONDS = 60.0  # wait for the first executors, if no setting says how many there will be
+_PROMISED_SECONDS = 600.0  # as long as Spark waits for the slots of a barrier job
 _WARN_SECONDS = 5.0
 
 _LOG = logging.getLogger(__name__)
@@ -35,25 +35,25 @@ _LOG = logging.getLogger(__name__)
 def check_cluster(
     spark: SparkSession, world_size: int, profile: ResourceProfile | None = None, *, longest: float = _PROMISED_SECONDS
 ) -> None:
-    """Refuses what Spark would refuse late, hang on, or run wrongly.
+    """Checks for conditions under which Spark would refuse the job late, hang, or run it incorrectly.
 
-    A cluster that is still starting is waited for, as `settled_slots` says.
+    It waits for a cluster that is still starting, see `settled_slots`.
 
     Args:
         spark: The session.
         world_size: Number of barrier tasks.
-        profile: The resource profile the tasks will have.
-        longest: Seconds to wait for slots at most.
+        profile: Resource profile of the tasks.
+        longest: Most seconds to wait for slots.
 
     Raises:
-        ClusterError: With the setting to change.
+        ClusterError: A check failed; with the setting to change.
     """
     refuse([dynamic_allocation(spark), speculation(spark)])
     refuse([enough_slots(spark, world_size, profile, longest=longest)[0]])
 
 
 def dynamic_allocation(spark: SparkSession) -> Finding:
-    """Looks whether executors come and go."""
+    """Checks that dynamic allocation is off."""
     return _must_be_off(
         spark,
         "spark.dynamicAllocation.enabled",
@@ -64,7 +64,7 @@ def dynamic_allocation(spark: SparkSession) -> Finding:
 
 
 def speculation(spark: SparkSession) -> Finding:
-    """Looks whether Spark would start second copies of tasks."""
+    """Checks that speculation is off."""
     return _must_be_off(
         spark,
         "spark.speculation",
@@ -91,7 +91,7 @@ def _must_be_off(spark: SparkSession, name: str, what: str, why: str, instead: s
 
 
 def gpus(spark: SparkSession, device: Device, world_size: int) -> tuple[ResourceProfile | None, Finding]:
-    """Looks whether the executors were given the GPUs that are wanted; returns the tasks' profile, too."""
+    """Checks that executors have the requested GPUs; returns the tasks' resource profile and the finding."""
     try:
         profile = gpu_profile(spark, device, world_size)
     except ClusterError as error:
@@ -118,17 +118,17 @@ def enough_slots(
     all_of_them: bool = False,
     longest: float = _PROMISED_SECONDS,
 ) -> tuple[Finding, int | None]:
-    """Looks whether all ranks can run at once.
+    """Checks that all ranks can run at once.
 
     Args:
         spark: The session.
         world_size: Number of ranks.
-        profile: The resource profile of their tasks.
-        all_of_them: Whether to wait until no more slots appear, although there are enough.
-        longest: Seconds to wait for enough of them at most.
+        profile: Resource profile of the tasks.
+        all_of_them: Whether to wait until no more slots appear, even if there are enough.
+        longest: Most seconds to wait for enough slots.
 
     Returns:
-        What it finds, and the number of slots, `None` if unknown.
+        The finding, and the number of slots, `None` if unknown.
     """
     found = settled_slots(spark, world_size, profile, longest=longest)
     if all_of_them and found is not None and found >= world_size:
@@ -181,7 +181,7 @@ def _why_no_executor(spark: SparkSession) -> str:
 
 
 def _more_slots(spark: SparkSession, wanted: int) -> tuple[str, str]:
-    """Returns the setting that makes for enough slots, and its value."""
+    """Returns the setting that provides enough slots, and its value."""
     cpus = int(setting(spark, "spark.task.cpus", "1"))
     if is_local(spark):
         return "spark.master", f"local[{wanted * cpus}]"
@@ -190,14 +190,14 @@ def _more_slots(spark: SparkSession, wanted: int) -> tuple[str, str]:
 
 
 def check_result_size(spark: SparkSession, model_bytes: int) -> None:
-    """Refuses a model that the driver would not take as the result of a job.
+    """Checks that the driver accepts a model of this size as the result of a job.
 
     Args:
         spark: The session.
-        model_bytes: Size of the model's parameters and buffers.
+        model_bytes: Size of the model's parameters and buffers in bytes.
 
     Raises:
-        ClusterError: With the setting to change.
+        ClusterError: The model is larger than `spark.driver.maxResultSize`.
     """
     given = re.fullmatch(r"(\d+)([kmgtp]?)b?", setting(spark, "spark.driver.maxResultSize", "1g").strip().lower())
     limit = int(given[1]) << 10 * " kmgtp".index(given[2] or " ") if given else 0
@@ -219,18 +219,18 @@ def settled_slots(
     longest: float = _PROMISED_SECONDS,
     lost: Sequence[str] = (),
 ) -> int | None:
-    """Returns the number of slots once it is enough or no more are to be expected; `None` if unknown.
+    """Returns the number of slots once there are enough or no more are expected; `None` if unknown.
 
     Args:
         spark: The session.
-        wanted: How many are enough.
-        profile: The resource profile the tasks will have.
-        settle: Seconds in which no slot has appeared, after which no further one is expected. Unless given: ten
-            minutes, where the session's settings promise enough; two, where they promise too few; and where they say
-            nothing, two once the session is a minute old. The first slot gets a minute at least.
-        longest: Seconds to wait at most.
-        lost: Tags of jobs that are over. A task of theirs that does not end, because its host is cut off or its
-            process stopped, holds its slot until Spark gives its executor up.
+        wanted: Number of slots that is enough.
+        profile: Resource profile of the tasks.
+        settle: Seconds without a new slot after which no more are expected. Default: ten minutes if the session's
+            settings promise enough slots, two seconds if they promise too few. If they say nothing, two seconds once
+            the session is a minute old. The first slot gets at least a minute.
+        longest: Most seconds to wait.
+        lost: Tags of jobs that have ended. Their tasks may still hold slots, if a host is cut off or a process is
+            stopped, until Spark gives up the executor; such slots do not count.
     """
     java_profile = None
     if profile is not None and profile._java_resource_profile is not None:
@@ -262,7 +262,7 @@ def settled_slots(
 
 
 def _patience(spark: SparkSession, wanted: int, found: int, promised: int | None) -> float:
-    """Returns for how many seconds after the last slot has appeared more of them are to be expected."""
+    """Returns for how many seconds after the last new slot more are expected."""
     if promised is not None and promised >= wanted:
         return _PROMISED_SECONDS
     if found <= 0:
@@ -274,16 +274,16 @@ def _patience(spark: SparkSession, wanted: int, found: int, promised: int | None
 
 
 def _promised_slots(spark: SparkSession, wanted: int, *, gpu_each: bool) -> int | None:
-    """Returns how many slots the session's settings ask the cluster for; `None` where they do not say.
+    """Returns the number of slots that the session's settings request; `None` if they do not say.
 
     Args:
         spark: The session.
-        wanted: How many would be enough.
-        gpu_each: Whether each task will have a GPU of its own.
+        wanted: Number of slots that is enough.
+        gpu_each: Whether each task gets a GPU of its own.
     """
     master, cpus = setting(spark, "spark.master"), int(setting(spark, "spark.task.cpus", "1"))
     local = re.fullmatch(r"local-cluster\[\s*(\d+)\s*,\s*(\d+)\s*,.*\]", master)
-    if master.startswith("spark:"):  # gives what it has, up to a number of cores
+    if master.startswith("spark:"):  # Standalone: all free cores, up to spark.cores.max
         most = setting(spark, "spark.cores.max")
         return int(most) // cpus if most and int(most) // cpus < wanted else None
     executors = local[1] if local else setting(spark, "spark.executor.instances")

@@ -1,1 +1,1 @@
-"""A DataFrame prepared for training: columns checked and encoded, rows keyed and partitioned by rank."""
+"""Prepares a DataFrame for training: checks and encodes columns, adds row keys, and partitions rows by rank."""

@@ -1,4 +1,4 @@
-"""How a column of the user's travels: what becomes of each type of Spark, and the expression that sends it."""
+"""The encoding of the user's columns: the spec for each Spark type, and the expression that encodes a column."""
 
 from __future__ import annotations
 
@@ -50,17 +50,17 @@ _LAYOUTS: dict[str, tuple[Layout, ...]] = {
     "binary": ("raw", "image"),
     "file": ("image",),
 }
-# Fields of what Spark's `image` and `binaryFile` sources give.
+# Fields of structs as Spark's `image` and `binaryFile` sources make them.
 _IMAGE_FIELDS = ("height", "width", "nChannels", "data")
 _FILE_FIELDS = ("path", "modificationTime", "length", "content")
 _CHANNELS = (1, 3, 4)
 _FLOAT_EXACT = 1 << 24  # float32 holds every whole number up to here
-# What a callable may get as it is, beside numbers, lists and structs.
+# Types passed unchanged to `preprocess`, besides numbers, lists and structs.
 _PLAIN = (T.StringType, T.BinaryType, T.DateType, T.TimestampType, T.TimestampNTZType)
 
 
 def plan_inputs(columns: ColumnNames, names: Sequence[str], options: InputOptions) -> list[TensorSpec]:
-    """Returns one spec per argument of `forward`; lengths that only a row can tell are 0.
+    """Returns one spec per input; lengths and sizes that only the sample row shows are 0.
 
     Raises:
         ColumnError: A column is missing or has a type that cannot become a tensor.
@@ -118,7 +118,7 @@ def _spec(columns: ColumnNames, name: str, wire: str, options: InputOptions) -> 
 
 
 def _as_it_is(kind: T.DataType, name: str, wire: str, options: InputOptions) -> TensorSpec:
-    """Returns the spec of a column that a callable makes something of."""
+    """Returns the spec of a column that is passed unchanged to `preprocess`."""
     sql = kept_as(kind)
     if sql is None:
         raise no_tensor(kind, name)
@@ -128,7 +128,7 @@ def _as_it_is(kind: T.DataType, name: str, wire: str, options: InputOptions) -> 
 
 
 def kept_as(kind: T.DataType) -> str | None:
-    """Returns a type as SQL says it, doubles in place of decimals; `None` if Arrow columns of it are not kept."""
+    """Returns the SQL type of an unconverted column, with double for decimals; `None` if the type is not supported."""
     if isinstance(kind, T.ArrayType):
         inner = kept_as(kind.elementType)
         return None if inner is None else f"array<{inner}>"
@@ -147,7 +147,7 @@ def kept_as(kind: T.DataType) -> str | None:
 
 
 def _packed(columns: ColumnNames, names: list[str], wire: str, options: InputOptions) -> TensorSpec:
-    """Returns the spec of scalar columns that travel as one array."""
+    """Returns the spec of scalar columns packed into one array."""
     for name in names:
         if given := options.given_for(name):
             raise ConfigError(
@@ -168,7 +168,7 @@ def _packed(columns: ColumnNames, names: list[str], wire: str, options: InputOpt
 
 
 def _check_fill(name: str, fill: float | None, dtype: str, *, hint: str) -> None:
-    """Refuses a filling that a dtype cannot hold."""
+    """Checks that a dtype can hold `fillValue`."""
     if fill is None:
         return
     with np.errstate(over="ignore", invalid="ignore"):
@@ -183,7 +183,7 @@ def _check_fill(name: str, fill: float | None, dtype: str, *, hint: str) -> None
 
 
 def _check_options(name: str, kind: T.DataType, sort: str, layout: str, dtype: str, options: InputOptions) -> None:
-    """Refuses layouts, dtypes and lengths that a type cannot have."""
+    """Checks that layout, dtype, lengths and shape suit the column's type."""
     said = f"column {name!r} is {kind.simpleString()}"
     if layout not in _LAYOUTS[sort]:
         raise ConfigError(
@@ -220,7 +220,7 @@ def _check_options(name: str, kind: T.DataType, sort: str, layout: str, dtype: s
 
 
 def _element(kind: T.DataType) -> tuple[T.DataType, int]:
-    """Returns what arrays hold in the end, and how deep they are nested."""
+    """Returns the innermost element type of nested arrays, and their depth."""
     depth = 0
     while isinstance(kind, T.ArrayType):
         kind, depth = kind.elementType, depth + 1
@@ -245,12 +245,12 @@ def _either(names: Iterable[str]) -> str:
 
 
 def exact(columns: ColumnNames, spec: TensorSpec, wire: Column) -> Column:
-    """Returns a wire column that fails on a whole number that packing with floats would make another one.
+    """Returns an encoded column that raises an error for whole numbers that packing as float32 would round.
 
     Args:
-        columns: The DataFrame's columns.
-        spec: The wire column.
-        wire: The expression for it.
+        columns: Columns of the DataFrame.
+        spec: Spec of the encoded column.
+        wire: Expression of the encoded column.
     """
     wide = [name for name in spec.sources if isinstance(columns.type_of(name), (T.IntegerType, T.LongType))]
     if spec.dtype != "float32" or not wide:
@@ -268,7 +268,7 @@ def exact(columns: ColumnNames, spec: TensorSpec, wire: Column) -> Column:
 
 
 def column_of(columns: ColumnNames, spec: TensorSpec) -> Column:
-    """Returns the expression that sends a column as the ranks and the scorers expect it."""
+    """Returns the expression that encodes a column for the ranks and the scorer."""
     if spec.sources:
         return F.array(*[columns.column(name).cast(_SQL_TYPES[spec.dtype]) for name in spec.sources]).alias(spec.name)
     kind = columns.type_of(spec.column)
@@ -283,11 +283,11 @@ def column_of(columns: ColumnNames, spec: TensorSpec) -> Column:
         return column["content"].alias(spec.name)
     if _is_image(kind):
         fields = F.struct(*[column[name].alias(name) for name in _IMAGE_FIELDS])
-        readable = column["data"].isNotNull() & (column["height"] >= 0)  # to Spark's image source
+        readable = column["data"].isNotNull() & (column["height"] >= 0)  # unreadable images have height -1
         return F.when(readable, fields).alias(spec.name)
     element, depth = _element(kind)
     if np.dtype(spec.dtype).kind == "i" and not _held(element, spec.dtype):
-        # What does not fit is null, for the null policy to judge: a cast would raise, or wrap, as ANSI mode says.
+        # Out-of-range values become null, for `nullPolicy`; a cast would raise or wrap, depending on ANSI mode.
         return F.expr(f"try_cast({columns.sql(spec.column)} as {_listed(spec.dtype, depth)})").alias(spec.name)
     return column.cast(_listed(spec.dtype, depth)).alias(spec.name)
 
@@ -301,15 +301,14 @@ def _held(kind: T.DataType, dtype: str) -> bool:
 
 
 def _listed(dtype: str, depth: int) -> str:
-    """Returns the SQL type of lists of a dtype, nested so deep."""
+    """Returns the SQL type of lists of a dtype, nested `depth` times."""
     return "array<" * depth + _SQL_TYPES[dtype] + ">" * depth
 
 
 def _vector(column: Column, dtype: str) -> Column:
     """Returns an ML vector as a struct of size (null if it is dense), indices and values.
 
-    Spark writes a null array to Arrow 15 times as slowly as an empty one, and dense vectors hold one
-    in place of their indices.
+    Dense vectors have null indices. They become an empty array, which Spark writes to Arrow 15 times as fast.
     """
     fields = F.unwrap_udt(column)
     indices = F.coalesce(fields["indices"], F.array().cast("array<int>"))
@@ -322,7 +321,7 @@ def _vector(column: Column, dtype: str) -> Column:
 
 
 def input_columns(dataset: DataFrame, specs: Sequence[TensorSpec]) -> list[Column]:
-    """Returns the columns of a DataFrame as the specs of a fitted model ask for them.
+    """Returns the encoded input columns of a fitted model, one per spec.
 
     Raises:
         ColumnError: A column is missing or has another type than the model was fitted on.
@@ -341,7 +340,7 @@ def input_columns(dataset: DataFrame, specs: Sequence[TensorSpec]) -> list[Colum
 
 
 def _fits(kind: T.DataType, spec: TensorSpec) -> bool:
-    """Whether columns of that type can be scored by a model with that input."""
+    """Whether a model with that input can score columns of that type."""
     element, depth = _element(kind)
     if spec.kind == "any":
         return kept_as(kind) == spec.sql or (isinstance(kind, NUMERIC) and spec.sql in _NUMBERS)

@@ -1,4 +1,4 @@
-"""The first row that is fit to be looked at, and the lengths that only a row can tell."""
+"""The sample row, and the lengths and sizes that it shows."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ _LOOKED_AT = (1, 64, 4096)
 
 
 def first_row(data: DataFrame, columns: Columns, *, filled: bool) -> pa.RecordBatch:
-    """Returns the first row that shows what there is to see, as a record batch.
+    """Returns the sample row, the first usable row, as a record batch.
 
     Args:
-        data: The wire columns.
-        columns: What they are.
+        data: Encoded columns.
+        columns: Specs of the columns.
         filled: Whether the ranks fill nulls in the inputs.
 
     Raises:
-        ColumnError: There is no such row.
+        ColumnError: There is no usable row.
     """
     schema = data.schema
     conditions = []
-    for spec in columns.tensors:  # what is never filled, labels and weights, must be there
+    for spec in columns.tensors:  # labels and weights are never filled
         drop = columns.drop_nulls or (filled and spec not in columns.inputs)
         condition = _unfit(spec, schema[spec.name].dataType, drop=drop)
         if condition is not None:
@@ -51,7 +51,7 @@ def first_row(data: DataFrame, columns: Columns, *, filled: bool) -> pa.RecordBa
     rows = data.where(~reduce(or_, conditions)) if conditions else data
     for count in _LOOKED_AT:
         found = _head(rows, count, schema)
-        # What Spark cannot see into, bytes, may still be a reason to leave rows out.
+        # Bytes, which Spark cannot check, may still hold NaN or infinity.
         fit = RowFilter(columns).rows_of(found, first_row=0) if columns.drop_nulls else found
         if fit.num_rows:
             return fit.slice(0, 1)
@@ -62,10 +62,10 @@ def first_row(data: DataFrame, columns: Columns, *, filled: bool) -> pa.RecordBa
 
 
 def _head(rows: DataFrame, count: int, schema: T.StructType) -> pa.RecordBatch:
-    """Returns the first rows as a record batch, as the ranks get it but for the time zone of timestamps, UTC."""
+    """Returns the first rows as a record batch, as the ranks get it, except that timestamps are in UTC."""
     try:
         found = rows.head(count)  # reads one partition; `limit(1).toArrow()` would run a task on every one
-    except (PySparkException, Py4JError) as error:  # pyspark 3.5 lets the latter through
+    except (PySparkException, Py4JError) as error:  # pyspark 3.5 does not convert the latter
         failure = failure_in(str(error))
         if failure is None:
             raise
@@ -76,7 +76,7 @@ def _head(rows: DataFrame, count: int, schema: T.StructType) -> pa.RecordBatch:
 
 
 def _instants(value: Any, kind: T.DataType) -> Any:
-    """Returns a value with its timestamps, which Spark hands out in the time zone of this process, in UTC."""
+    """Returns a value with its timestamps in UTC; Spark returns them in the time zone of this process."""
     if value is None:
         return None
     if isinstance(kind, T.StructType):
@@ -91,18 +91,17 @@ def _timed(kind: T.DataType) -> bool:
 
 
 def _unfit(spec: TensorSpec, kind: T.DataType, *, drop: bool) -> Column | None:
-    """Returns whether the first row that is looked at cannot be one with this in a wire column.
+    """Returns a condition that is true for values unusable in the sample row.
 
-    It cannot be one that the ranks leave out or refuse whatever the null policy, nor one that does not show a shape
-    that only a row can tell.
+    They are those that the ranks drop or reject, and those that do not show the column's shape.
 
     Args:
-        spec: The column.
-        kind: Its type.
-        drop: Whether the ranks leave out rows with a null, NaN or infinity.
+        spec: Spec of the column.
+        kind: Spark type of the encoded column.
+        drop: Whether the ranks drop or reject rows with a null, NaN or infinity.
 
     Returns:
-        A condition that is never null; `None` where any row will do.
+        A condition that is never null; `None` if every value is usable.
     """
     column = F.col(spec.name)
     shapeless = 0 in spec.levels
@@ -117,18 +116,18 @@ def _unfit(spec: TensorSpec, kind: T.DataType, *, drop: bool) -> Column | None:
 
 
 def _without_lists(column: Column, kind: T.DataType) -> Column:
-    """Returns whether a value is null, or holds a list that is."""
+    """Returns a condition that is true for values that are null or hold a null list."""
     if isinstance(kind, T.ArrayType) and isinstance(kind.elementType, T.ArrayType):
         return column.isNull() | F.exists(column, lambda inner: _without_lists(inner, kind.elementType))
     return column.isNull()
 
 
 def measured(spec: TensorSpec, sample: pa.RecordBatch) -> TensorSpec:
-    """Fills in the lengths that the first row shows; the ranks check every row.
+    """Returns the spec with the lengths and sizes that the sample row shows; the ranks check every row.
 
     Raises:
-        ColumnError: The first row is null or empty, where it is to show the lengths, or holds another number of
-            values than its shape.
+        ColumnError: The sample row is null or empty but needed for lengths, or does not hold as many values as
+            `inputShapes` says.
     """
     if spec.sources or not spec.levels:
         return _shaped(spec, ())
@@ -156,7 +155,7 @@ def measured(spec: TensorSpec, sample: pa.RecordBatch) -> TensorSpec:
 
 
 def _shaped(spec: TensorSpec, levels: tuple[int, ...]) -> TensorSpec:
-    """Returns the spec for lists of those lengths, in the shape that was asked for or else in theirs."""
+    """Returns the spec for lists of those lengths; its shape is that of `inputShapes`, or else of the lists."""
     if spec.sources:
         return spec
     if spec.lists is None:
@@ -173,7 +172,7 @@ def _shaped(spec: TensorSpec, levels: tuple[int, ...]) -> TensorSpec:
 
 
 def _lengths(value: Any, depth: int) -> tuple[int, ...]:
-    """Returns the length of the first list of each level, as far down as there is one."""
+    """Returns the length of the first list on each level, as deep as there are lists, at most `depth`."""
     found = []
     for _ in range(depth):
         if not isinstance(value, list):

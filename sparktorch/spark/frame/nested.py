@@ -1,4 +1,4 @@
-"""What a value holds through structs and lists: for the key of its row, and for what makes a row unfit."""
+"""Expressions that descend into structs and lists: the inputs of the row key, and the check for unfit rows."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Within = Callable[[Column], list[Column]]
 
 
 def hashed(spec: TensorSpec, kind: T.DataType) -> list[Column]:
-    """Returns what of a wire column goes into the key of a row.
+    """Returns the expressions of an encoded column that the row key hashes.
 
-    Spark's hash knows neither where one list ends and the next begins, nor nulls: where rows could be told
-    apart by nothing else, lengths and places of nulls go in, too.
+    Spark's hash ignores list boundaries and nulls. Where only those distinguish rows, list sizes and null
+    flags are hashed, too.
 
     Args:
-        spec: The column.
-        kind: Its type on the wire.
+        spec: Spec of the column.
+        kind: Spark type of the encoded column.
     """
     column = F.col(spec.name)
     free = spec.kind == "any"  # its lists may have any lengths, on any level
@@ -45,15 +45,15 @@ def hashed(spec: TensorSpec, kind: T.DataType) -> list[Column]:
 
 
 def unfit(spec: TensorSpec, kind: T.DataType, column: Column | None = None) -> Column:
-    """Returns whether a wire column is null, or is or holds a null, NaN or infinity; it is never null itself.
+    """Returns a condition that is true for values that are or hold a null, NaN or infinity; it is never null.
 
     Args:
-        spec: The column.
-        kind: Its type on the wire.
-        column: The expression that sends it; by default the column of its wire name.
+        spec: Spec of the column.
+        kind: Spark type of the encoded column.
+        column: Expression that encodes the column; by default the column named `spec.name`.
     """
     column = F.col(spec.name) if column is None else column
-    if spec.kind in ("number", "vector") and isinstance(kind, T.StructType):  # the size of a dense one is null
+    if spec.kind in ("number", "vector") and isinstance(kind, T.StructType):  # dense vectors have a null size
         column, kind = column["values"], kind["values"].dataType
 
     def bad(value: Column, of: T.DataType) -> list[Column]:
@@ -70,13 +70,13 @@ def _within(
     found: Callable[[Column, T.DataType], list[Column]],
     joined: Callable[[Column, Within], Column],
 ) -> list[Column]:
-    """Returns what is found of a value, and then of what it holds.
+    """Returns the columns that `found` gives for a value, and then for its fields or elements, recursively.
 
     Args:
         value: The value.
-        kind: Its type.
-        found: Returns what there is to say of a value itself.
-        joined: Makes one column of what is found of the elements of a list.
+        kind: Spark type of the value.
+        found: Returns the columns for one value, without its fields or elements.
+        joined: Combines the columns for the elements of a list into one column.
     """
     columns = found(value, kind)
     if isinstance(kind, T.StructType):

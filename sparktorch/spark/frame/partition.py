@@ -1,4 +1,4 @@
-"""The rows before the job, so that partition r holds those of rank r."""
+"""Repartitions the rows before the job, so that partition r holds the rows of rank r."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ _PLACE = "place"
 
 
 def split(data: DataFrame, parts: int, *, by_place: bool = False, in_order: bool = False) -> DataFrame:
-    """Splits the rows so that partition r holds the r-th part of the key space.
+    """Repartitions the rows so that partition r holds the r-th part of the key space.
 
     Args:
-        data: Wire columns, among them the key.
+        data: Encoded columns, including the row key.
         parts: Number of partitions, the world size.
-        by_place: Mixes each row's place in the source into its key first, for data with so many
-            equal rows that their contents cannot tell them apart. The split then depends on the
-            partitioning of the source.
-        in_order: Sorts the rows of each partition by key, those held out for validation last.
+        by_place: Whether to mix each row's position in the source into its key first, for data with many equal
+            rows, which have equal keys. The split then depends on the partitioning of the source.
+        in_order: Whether to sort the rows of each partition by key, validation rows last.
     """
     if by_place:
         data = data.withColumn(KEY, F.xxhash64(F.col(KEY), F.monotonically_increasing_id()))
@@ -37,12 +36,12 @@ def split(data: DataFrame, parts: int, *, by_place: bool = False, in_order: bool
 
 
 def split_into_folds(data: DataFrame, parts: int, *, in_order: bool = False) -> DataFrame:
-    """Sends every row to every partition, marked for validation in the one that `split` would send it to.
+    """Copies every row to every partition, marked for validation in the one that `split` would put it into.
 
     Args:
-        data: Wire columns, among them the key.
+        data: Encoded columns, including the row key.
         parts: Number of partitions, the world size.
-        in_order: Sorts as `split` does.
+        in_order: Whether to sort the rows of each partition, as `split` does.
     """
     part = _part(parts)
     copies = data.withColumn(_COPY, F.explode(F.sequence(F.lit(0), F.lit(parts - 1)))).withColumn(
@@ -53,16 +52,16 @@ def split_into_folds(data: DataFrame, parts: int, *, in_order: bool = False) -> 
 
 
 def keep(data: DataFrame, parts: int) -> DataFrame:
-    """Returns the rows in the partitions they are in.
+    """Returns the rows in their present partitions, after a check of the number of partitions.
 
-    Counting the partitions runs the shuffles before them, and reads no rows.
+    Counting partitions runs the shuffles that produce them, but reads no rows.
 
     Args:
-        data: Wire columns.
-        parts: Number of partitions there must be, the world size.
+        data: Encoded columns.
+        parts: Required number of partitions, the world size.
 
     Raises:
-        ConfigError: There are more or fewer.
+        ConfigError: The DataFrame has more or fewer partitions.
     """
     found = _partitions(data)
     if found != parts:
@@ -77,11 +76,11 @@ def keep(data: DataFrame, parts: int) -> DataFrame:
 
 
 def moved_as_they_are(data: DataFrame, parts: int) -> DataFrame:
-    """Sends the rows of each partition, in their order, to one of the same number: the same rows behind a shuffle.
+    """Shuffles the rows of each partition, in their order, to the partition of the same number.
 
     Args:
-        data: Wire columns.
-        parts: Its number of partitions.
+        data: Encoded columns.
+        parts: Number of partitions of `data`.
     """
     return repartition_by_id(data.withColumn(_PLACE, F.spark_partition_id()), parts, F.col(_PLACE)).drop(_PLACE)
 
@@ -90,7 +89,7 @@ def _partitions(data: DataFrame) -> int:
     """Returns the number of partitions."""
     if not is_connect(data.sparkSession):
         return data.rdd.getNumPartitions()
-    # A Python worker that leaves rows unread ends, and the next imports torch anew: only where nothing else can ask.
+    # Only on Connect: a Python worker that leaves rows unread ends, and the next one imports torch again.
     return len(data.mapInArrow(_one_row, "found int").collect())
 
 
@@ -99,12 +98,12 @@ def _one_row(_: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 
 
 def _part(parts: int) -> Column:
-    """Returns the partition that a row's key belongs to; see `data.plan.rank_of_key`."""
+    """Returns the partition of a row by its key; see `sparktorch.data.sampling.plan.rank_of_key`."""
     return F.shiftright(F.shiftrightunsigned(F.col(KEY), 33) * F.lit(parts), 31).cast("int")
 
 
 def _in_order(data: DataFrame) -> DataFrame:
-    """Sorts each partition by key, read as unsigned; Spark spills to disk what does not fit into its memory."""
+    """Sorts each partition by key, read as unsigned; Spark spills to disk if needed."""
     order = [F.col(KEY).bitwiseXOR(F.lit(-(2**63)))]
     if VALIDATION in data.columns:
         order.insert(0, F.coalesce(F.col(VALIDATION), F.lit(False)))

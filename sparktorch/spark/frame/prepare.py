@@ -1,4 +1,4 @@
-"""The DataFrame before the job: validated, cast and keyed."""
+"""Prepares the DataFrame before the job: checks and encodes columns, adds row keys, reads the sample row."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _NOTHING_ASKED = InputOptions()
 
 @dataclass(frozen=True)
 class Frame:
-    """A DataFrame under its wire names, with its first row.
+    """An encoded DataFrame, with its sample row.
 
     Attributes:
-        data: The wire columns.
-        columns: What they are; list widths as in the first row.
-        sample: The first row as a record batch.
+        data: Encoded columns.
+        columns: Specs of the columns, with lengths and sizes from the sample row.
+        sample: The sample row as a record batch.
     """
 
     data: DataFrame
@@ -52,23 +52,22 @@ def prepare(
     preprocess: Function | None = None,
     keyed: bool = True,
 ) -> Frame:
-    """Selects, casts and names the training columns and reads the first row.
+    """Selects and encodes the training columns, and reads the sample row.
 
     Args:
         dataset: The user's DataFrame.
-        task: What the labels mean.
-        inputs: The input columns, in the order of the arguments of `forward`.
-        label: The label column, several scalar ones, or `None`.
-        weight: The column of sample weights.
-        validation: The boolean column that marks validation rows.
-        key: A column whose value identifies a row in place of its contents.
-        options: What is asked of the inputs besides.
-        preprocess: Makes the arguments of `forward` of them.
-        keyed: Whether rows get a key of all their contents; otherwise it leaves out what the ranks can make a digest
-            of, as `Columns.keyed` says.
+        task: Meaning of the labels.
+        inputs: Names of the input columns, in the order of the arguments of `forward`.
+        label: Name of the label column, of several scalar ones, or `None`.
+        weight: Name of the column of sample weights.
+        validation: Name of the boolean column that marks validation rows.
+        key: Name of a column whose value identifies a row, in place of the row's contents.
+        options: Options for the inputs.
+        preprocess: Makes the arguments of `forward` from the inputs.
+        keyed: Whether row keys cover all columns; otherwise they leave out digestible ones, see `Columns.keyed`.
 
     Raises:
-        ColumnError: A column is missing or has a type that cannot be trained on, or there are no rows.
+        ColumnError: A column is missing or has a type that cannot be trained on, or there is no usable row.
         ConfigError: An option does not fit its column's type.
     """
     names = ColumnNames.of(dataset)
@@ -115,7 +114,7 @@ def prepare(
 def _label(columns: ColumnNames, name: str | Sequence[str], task: Task) -> TensorSpec:
     """Returns the spec of the label.
 
-    Classes travel uncut as double, so that 1.5 or NaN can be refused instead of becoming 1 or 0.
+    Classes are encoded as double, so that ranks can reject 1.5 or NaN; a cast would make 1 or 0 of them.
     """
     if task == "classification":
         assert isinstance(name, str)

@@ -1,4 +1,4 @@
-"""What a user is told of a column whose type does not fit, and what to do about it."""
+"""Errors for columns of unsuitable types, with hints on what to do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TIME = (
     "take what matters as a number: a difference, timestampdiff(second, earlier, {0}), or a part, hour({0}); seconds "
     "since 1970, {1}, want inputDtypes={{{2!r}: 'float64'}}, for float32 rounds them to 128 s; or " + _PREPROCESS
 )
-# What to do with types that have no numbers in them: {0} is the column in SQL, {2} its name.
+# Hints for types without numbers: {0} is the column in SQL, {2} its name.
 _INSTEAD: tuple[tuple[type[T.DataType], str], ...] = (
     (
         T.StringType,
@@ -64,7 +64,7 @@ def no_tensor(kind: T.DataType, name: str) -> ColumnError:
 
 
 def no_label(kind: T.DataType, name: str, *, classes: bool) -> ColumnError:
-    """Returns the error for a label that is no number, or no array of them."""
+    """Returns the error for a label that is not a number or, unless `classes`, an array of numbers."""
     if classes:
         hint = "labels are the numbers 0, 1, ... of their classes"
         if isinstance(kind, T.StringType):
@@ -83,18 +83,18 @@ def no_label(kind: T.DataType, name: str, *, classes: bool) -> ColumnError:
 
 
 def no_number(kind: T.DataType, name: str) -> ColumnError:
-    """Returns the error for a column that is no number, where one is needed."""
+    """Returns the error for a column that must be a number."""
     hint = f"cast it: cast({_sql(name)} as double)" if isinstance(kind, T.StringType) else ""
     return ColumnError(f"column {name!r} must be a number, but is {kind.simpleString()}", hint=hint, column=name)
 
 
 def no_boolean(kind: T.DataType, name: str) -> ColumnError:
-    """Returns the error for a column that is not boolean, where it should be."""
+    """Returns the error for a column that must be boolean."""
     castable: tuple[Any, ...] = (T.NumericType, T.StringType)
     hint = f"cast it: cast({_sql(name)} as boolean)" if isinstance(kind, castable) else "true marks validation rows"
     return ColumnError(f"column {name!r} must be boolean, but is {kind.simpleString()}", hint=hint, column=name)
 
 
 def _sql(name: str) -> str:
-    """Returns a name as it stands in SQL, quoted where it must be."""
+    """Returns a column name in SQL, quoted if needed."""
     return name if name.replace(".", "_").isidentifier() else quoted_name(name)

@@ -1,1 +1,1 @@
-"""The barrier job and its tasks."""
+"""The barrier job and its tasks, the ranks."""

@@ -1,4 +1,4 @@
-"""Runs a function as the tasks of one barrier job: the tasks are the ranks."""
+"""Runs a function in the tasks of one barrier job: each task is a rank."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class Launch:
 
     Attributes:
         world_size: Number of ranks.
-        device: What the ranks are to train on.
-        rendezvous: Who hosts the store: the driver, rank 0, or the driver wherever executors can
-            reach it.
-        profile: The resource profile of the tasks, `None` for the session's own.
-        patience: How long the driver waits for ranks.
-        log_level: From which level on the driver shows what ranks log and print.
-        tag: Spark's tag of the job, of its own in each attempt.
+        device: Device to train on.
+        rendezvous: Host of the store: the driver, rank 0, or "auto": the driver if executors can reach it, otherwise
+            rank 0.
+        profile: Resource profile of the tasks, `None` for the session's default.
+        patience: Timeouts of the driver for ranks.
+        log_level: Lowest level at which the driver shows the ranks' logs and output.
+        tag: Spark job tag, a new one in each attempt.
     """
 
     world_size: int
@@ -56,20 +56,20 @@ class Launch:
 
 
 def run_ranks(data: DataFrame, body: Body, launch: Launch, observer: Observer) -> list[tuple[dict[str, Any], bytes]]:
-    """Runs `body` once per partition, all at the same time, and returns what the ranks hand back.
+    """Runs `body` once per partition, in barrier tasks, and returns the results of the ranks.
 
     Args:
-        data: As many partitions as there are ranks.
+        data: DataFrame with one partition per rank.
         body: Called in each rank with its record batches, its `World` and its `Client`.
         launch: How the ranks are launched.
-        observer: Told about progress while the job runs.
+        observer: Notified of progress while the job runs.
 
     Returns:
-        `(meta, payload)` of every rank, by rank.
+        `(meta, payload)` of each rank, in the order of ranks.
 
     Raises:
-        SparkTorchError: A rank failed; the first cause, with rank, host and the rank's traceback.
-        KeyboardInterrupt: Passed on after the job has been cancelled.
+        SparkTorchError: A rank failed: the root cause, with rank, host and the rank's traceback.
+        KeyboardInterrupt: Raised again after the job was cancelled.
     """
     spark = data.sparkSession
     with ExitStack() as stack:
@@ -91,7 +91,7 @@ def run_ranks(data: DataFrame, body: Body, launch: Launch, observer: Observer) -
             while not job.wait(_POLL_SECONDS):
                 watch.look()
             watch.look()
-        except BaseException:  # an interrupt, or ranks that stand still
+        except BaseException:  # an interrupt, or stalled ranks
             if server is not None:
                 server.cancel()
             job.cancel()
@@ -117,7 +117,7 @@ def _control_server(spark: SparkSession, launch: Launch) -> ControlServer | None
         return ControlServer(*address)
     except OSError as error:
         if launch.rendezvous == "auto" and is_connect(spark):
-            return None  # the server's address, seen through a tunnel, is none of this machine's
+            return None  # through a tunnel, the server's address is not one of this machine
         raise ClusterError(
             f"cannot listen on {address[0]!r}: {error}",
             hint="set spark.driver.bindAddress to an address of this machine that executors reach",
@@ -137,8 +137,8 @@ def _plan(data: DataFrame, body: Body, launch: Launch, rendezvous: Rendezvous | 
         import gc
         import pickle
 
-        # The first thing a rank does is to import torch: objects by the hundred thousand, none of
-        # them garbage. To look for some meanwhile takes a good part of the time.
+        # Unpickling imports torch, which creates hundreds of thousands of objects and no garbage. Garbage
+        # collection would take a large part of the import time.
         gc.disable()
         try:
             rank_task: RankTask = pickle.loads(task)

@@ -1,4 +1,4 @@
-"""Which device a rank trains on: GPU addresses from Spark, one rank per GPU."""
+"""Chooses the device of each rank: one rank per GPU, by Spark's GPU addresses."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ TASK_AMOUNT = "spark.task.resource.gpu.amount"
 
 
 def gpu_profile(spark: SparkSession, device: Device, world_size: int) -> ResourceProfile | None:
-    """Returns the resource profile that gives every rank one whole GPU, where one is needed.
+    """Returns the resource profile that gives every rank one whole GPU, if one is needed.
 
     Args:
         spark: The session.
-        device: What the user asked for.
+        device: The requested device.
         world_size: Number of ranks.
 
     Returns:
-        A profile of task resources, or `None` where the session's own task resources already
-        give one GPU a task, or where no GPU is wanted.
+        A profile of task resources, or `None` if the session's task resources already give each task a GPU, if no
+        GPU is used, or in local mode.
 
     Raises:
-        ClusterError: A GPU was asked for and there is none; or this session cannot ask Spark for one a rank.
+        ClusterError: A GPU was requested but there is none, or pyspark is too old for resource profiles of DataFrames.
     """
     if device == "cpu":
         return None
-    if is_local(spark):  # resource profiles are refused there
+    if is_local(spark):  # Spark refuses resource profiles there
         if device != "auto" and (count := device_count(device)) < world_size:
             advice = f"set numWorkers={count}, or device='cpu' or 'auto'"
             if not count:
@@ -70,7 +70,7 @@ def gpu_profile(spark: SparkSession, device: Device, world_size: int) -> Resourc
 
 
 def has_gpus(spark: SparkSession, device: Device) -> bool:
-    """Whether ranks are given accelerators, as far as the driver can tell."""
+    """Whether ranks will have accelerators, as far as the driver knows."""
     if device in ("auto", "cpu"):
         return device == "auto" and (device_count() > 0 if is_local(spark) else float(setting(spark, AMOUNT, "0")) >= 1)
     return True
@@ -80,13 +80,13 @@ def choose_device(device: Device, addresses: Sequence[str], *, local_rank: int, 
     """Returns the torch device of one rank; runs in the rank.
 
     Args:
-        device: What the user asked for.
-        addresses: The GPU addresses Spark gave this task; empty where it gives none.
-        local_rank: This rank's index among the ranks on its host.
+        device: The requested device.
+        addresses: GPU addresses that Spark gave this task; empty if none.
+        local_rank: Index of this rank on its host.
         local_size: Number of ranks on its host.
 
     Raises:
-        ClusterError: A GPU was asked for, or assigned, that torch cannot use.
+        ClusterError: torch cannot use the requested or assigned GPU.
     """
     kind = accelerator() if device == "auto" else device
     count = device_count(kind)
@@ -104,17 +104,17 @@ def choose_device(device: Device, addresses: Sequence[str], *, local_rank: int, 
 
 
 def device_index(address: str, visible: str | None) -> int:
-    """Returns the index by which torch knows the device at a GPU address from Spark.
+    """Returns torch's index of the device at one of Spark's GPU addresses.
 
-    Spark's addresses are those of the machine; where a variable such as `CUDA_VISIBLE_DEVICES` hides some devices,
-    torch counts only the visible ones.
+    Spark counts all devices of the machine. If a variable such as `CUDA_VISIBLE_DEVICES` hides some, torch counts only
+    the visible ones.
 
     Args:
         address: A device index or UUID, as the discovery script printed it.
-        visible: The value of that variable, `None` where it is not set.
+        visible: Value of that variable, `None` if not set.
 
     Raises:
-        ClusterError: The address is not visible.
+        ClusterError: The address is hidden, or is no index although the variable is not set.
     """
     if not visible:
         if address.isdigit():

@@ -1,4 +1,4 @@
-"""The rank's side of a barrier job: a task finds its place, opens its line, runs the body, reports."""
+"""The rank's side of a barrier job: a task determines its rank, connects to the store, runs the body and reports."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from sparktorch.base.world import World
 from sparktorch.distributed.addresses import address_towards, host_of
 from sparktorch.distributed.client import Client
 from sparktorch.distributed.log_capture import LogCapture
-from sparktorch.distributed.root_cause import UNREACHED_HINT
-from sparktorch.distributed.store import Rendezvous, connect, host_store
+from sparktorch.distributed.store import UNREACHED_HINT, Rendezvous, connect, host_store
 from sparktorch.errors import ClusterError, RankError, RankLostError, SparkTorchError, told
 from sparktorch.spark.launch.gpus import choose_device
 from sparktorch.spark.shipping import Sent
@@ -37,37 +36,37 @@ _REACH_SECONDS = 10.0
 
 
 class Result(Protocol):
-    """What a rank hands back; see `sparktorch.worker.RankResult`."""
+    """The result of a rank; see `sparktorch.worker.RankResult`."""
 
     meta: dict[str, Any]
     payload: bytes
 
 
 class Body(Protocol):
-    """What a rank runs; see `sparktorch.worker.train_partition`."""
+    """The function that a rank runs; see `sparktorch.worker.train_partition`."""
 
     def __call__(self, batches: Iterator[pa.RecordBatch], *, world: World, client: Client) -> Result:
-        """Turns the rank's record batches into its result."""
+        """Computes the rank's result from its record batches."""
         ...
 
 
 class RankTask:
-    """One barrier task: finds its place, opens its line, runs the body, reports or returns."""
+    """One barrier task: determines its rank, connects to the store, runs the body, and returns or reports a failure."""
 
     def __init__(self, world_size: int, device: Device, rendezvous: Rendezvous | None, log_level: int) -> None:
-        """Takes what all ranks have in common."""
+        """Sets what all ranks share; without `rendezvous`, rank 0 hosts the store."""
         self._world_size = world_size
         self._device = device
         self._rendezvous = rendezvous
         self._log_level = log_level
 
     def __call__(self, batches: Iterator[pa.RecordBatch], sent: Sent) -> Iterator[pa.RecordBatch]:
-        """Runs the body that was sent, a `Body`, on the task's batches and yields its result as record batches.
+        """Runs the `Body` in `sent` on the task's record batches, and yields its result as record batches.
 
-        The body is unpickled where a failure to can be reported.
+        The body is unpickled after the client has connected, so that a failure to unpickle is reported.
         """
         started = time.perf_counter()
-        gc.freeze()  # what is imported, out of the collection that pyspark runs after every task
+        gc.freeze()  # exempts imported objects from the collection that pyspark runs after every task
         context = BarrierTaskContext.get()
         assert isinstance(context, BarrierTaskContext)
         world = _world(context, self._world_size)
@@ -112,7 +111,7 @@ def _world(context: BarrierTaskContext, world_size: int) -> World:
 
 
 def _meet_at_rank0(context: BarrierTaskContext, world: World) -> tuple[Rendezvous, Any]:
-    """Lets rank 0 host the store; its address travels by `allGather`, which costs a second."""
+    """Hosts the store on rank 0, and shares its address by `allGather`, which takes about a second."""
     store = None
     offer = ""
     if world.is_main:
@@ -124,23 +123,27 @@ def _meet_at_rank0(context: BarrierTaskContext, world: World) -> tuple[Rendezvou
 
 
 def _reach(rendezvous: Rendezvous, world: World) -> None:
-    """Refuses a store that is out of reach: torch tries for a minute, whatever the reason."""
+    """Checks that the store can be reached; torch alone would retry for a minute, whatever the reason.
+
+    Raises:
+        RankError: The store cannot be reached.
+    """
     try:
         socket.create_connection((rendezvous.host, rendezvous.port), timeout=_REACH_SECONDS).close()
     except OSError as error:
-        wrong = isinstance(error, socket.gaierror | ConnectionRefusedError)  # else, the network may come back
+        wrong = isinstance(error, socket.gaierror | ConnectionRefusedError)  # other errors may be temporary
         what = f"a rank does not reach the store at which the ranks meet, {rendezvous.host}:{rendezvous.port}: {error}"
         kind = ClusterError if wrong else RankLostError
         raise _marked(kind(what, hint=UNREACHED_HINT, rank=world.rank, host=world.host)) from None
 
 
 def _marked(failure: SparkTorchError) -> RankError:
-    """Returns the failure as an exception from whose message the driver can read it; see `failure_in`."""
+    """Returns the failure as an exception that carries it in its message, for `failure_in` on the driver."""
     return RankError(failure.what, **failure.where, trace=told(failure))
 
 
 def _chunks(rank: int, result: Result) -> Iterator[pa.RecordBatch]:
-    """Yields the result as record batches of one row, small enough for Arrow and for gRPC."""
+    """Yields the result as record batches of one row each, small enough for Arrow and gRPC."""
     payload = memoryview(result.payload)
     meta = json.dumps(result.meta)
     for start in range(0, max(1, len(payload)), _CHUNK_BYTES):
@@ -154,7 +157,7 @@ def _chunks(rank: int, result: Result) -> Iterator[pa.RecordBatch]:
 
 
 def assemble(rows: Iterable[Row], world_size: int) -> list[tuple[dict[str, Any], bytes]]:
-    """Puts the chunks of all ranks together again; returns `(meta, payload)` by rank."""
+    """Joins the chunks of all ranks; returns `(meta, payload)` of each rank, in the order of ranks."""
     metas: dict[int, dict[str, Any]] = {}
     parts: dict[int, list[bytearray]] = {rank: [] for rank in range(world_size)}
     for rank, meta, payload in rows:

@@ -1,4 +1,4 @@
-"""A Spark job that its caller can watch, interrupt and cancel, also while it waits for slots."""
+"""A Spark job that the caller can monitor and cancel, even while it waits for slots."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _lock = threading.Lock()
 
 
 def new_tag() -> str:
-    """Returns a tag that no other job has."""
+    """Returns a new, unique job tag."""
     return f"sparktorch-{secrets.token_hex(8)}"
 
 
@@ -28,12 +28,12 @@ class Job:
     """A Spark job, run in a thread of its own.
 
     Attributes:
-        rows: What it has collected, once it is done.
-        error: What it ended with in place of rows.
+        rows: The collected rows, once the job is done.
+        error: The exception of a failed job.
     """
 
     def __init__(self, spark: SparkSession, collect: Collect, tag: str) -> None:
-        """Takes what runs it and returns its rows, and a tag of its own (`new_tag`)."""
+        """Sets the callable that runs the job and returns its rows, and a unique tag from `new_tag`."""
         self.rows: list[Row] = []
         self.error: Exception | None = None
         self._spark = spark
@@ -43,7 +43,7 @@ class Job:
         def run() -> None:
             try:
                 tag_tasks(spark, self._tag)
-                self.rows = collect()  # toArrow() would make one vector of all, which ends at 2 GiB
+                self.rows = collect()  # toArrow() would make one vector of all rows, limited to 2 GiB
             except Exception as error:  # handed to the thread that waits
                 self.error = error
             finally:
@@ -51,7 +51,7 @@ class Job:
                     _jobs.discard(self)
                 self._done.set()
 
-        # The caller's job group, pool and tags hold for this job too.
+        # The job inherits the caller's job group, pool and tags.
         self._thread = threading.Thread(target=inheriting(spark, run), name="sparktorch-job", daemon=True)
 
     def start(self) -> None:
@@ -61,11 +61,11 @@ class Job:
         self._thread.start()
 
     def running_tasks(self) -> int | None:
-        """Returns how many of its tasks run, `None` where Spark does not tell."""
+        """Returns the number of its running tasks; `None` if Spark does not tell."""
         return running_tasks(self._spark, self._tag)
 
     def is_starved(self) -> bool:
-        """Whether none of its tasks runs, and none of another `Job` of this process, whose end will leave it slots."""
+        """Whether none of its tasks runs, nor one of another `Job` of this process, which would free its slots."""
         if self.running_tasks() != 0:
             return False
         with _lock:
@@ -73,11 +73,11 @@ class Job:
         return not any(job.running_tasks() for job in others)
 
     def wait(self, seconds: float) -> bool:
-        """Waits for its end, at most so long; returns whether it has come."""
+        """Waits at most `seconds` for the end of the job; returns whether it has ended."""
         return self._done.wait(seconds)
 
     def cancel(self) -> None:
-        """Cancels what of it is not done, and waits a while for its end."""
+        """Cancels the job unless it is done, and waits at most 10 s for its end."""
         if self._done.is_set():
             return
         with suppress(Exception):  # the session itself may be gone

@@ -1,7 +1,8 @@
-"""Saves a training while it goes on: the loop waits for a copy in host memory, not for the file system."""
+"""Saves checkpoints in the background: the loop waits for a copy to host memory, not for the file system."""
 
 from __future__ import annotations
 
+import math
 import secrets
 import threading
 import time
@@ -19,7 +20,7 @@ from sparktorch.train.checkpoint.store import CheckpointStore, Manifest, Share
 
 __all__ = ["Checkpointer", "Position"]
 
-_LEAVING_SECONDS = 5.0  # for a claim that is being renewed
+_LEAVING_SECONDS = 5.0  # for a lease that is being renewed
 _LOOK_SECONDS = 1.0
 _PATIENCE = 10.0  # seconds without a heartbeat of a rank whose share is missing
 
@@ -40,15 +41,15 @@ class Position:
 
 
 class Checkpointer:
-    """Writes this rank's shares in a thread; rank 0 makes checkpoints of those that all ranks have written.
+    """Writes this rank's shares in a thread; rank 0 completes a checkpoint once all ranks have written theirs.
 
-    A share that cannot be written is warned about, and the training goes on without that checkpoint.
+    If a share cannot be written, the driver logs a warning, and the training goes on without that checkpoint.
 
     Attributes:
         store: The checkpoints.
-        start: The one that the training goes on from, `None` for the beginning.
-        seconds: How long this rank has copied shares and waited for one to be written before the next, while its
-            training stood still; and how long it has written them, beside the training.
+        start: Manifest of the checkpoint to resume from; `None` starts from the beginning.
+        seconds: Seconds by activity. `checkpoint_copy` (copying shares) and `checkpoint_wait` (waiting for the previous
+            share) block the training; `checkpoint_write` (writing shares) runs in parallel to it.
     """
 
     def __init__(
@@ -61,30 +62,30 @@ class Checkpointer:
         claim_seconds: float = 10.0,
         seen_seconds: float = 5.0,
     ) -> None:
-        """Claims the directory, and looks for the checkpoint to go on from; every rank does it.
+        """Finds the checkpoint to resume from, with the directory's lease held by rank 0; every rank calls it.
 
-        The checkpoints of a training that has come to its end are removed.
+        Checkpoints of another fit's finished training are removed.
 
         Args:
-            config: Where and how often.
-            job: What identifies the training.
+            config: Where and how often to save.
+            job: Settings that identify the training.
             world: This rank's place.
-            client: By which ranks say what they have written.
-            claim_seconds: Between two renewals of the claim on the directory.
-            seen_seconds: After which a network file system shows what another host has written.
+            client: Sends the ranks' reports of what they have written.
+            claim_seconds: Seconds between renewals of the lease.
+            seen_seconds: Seconds until a network file system shows what another host has written.
 
         Raises:
-            PersistenceError: Another fit writes there, the checkpoints are of another training, or the directory
-                cannot be written, or is another one on this rank's host than on that of rank 0.
+            PersistenceError: Another fit writes there, the checkpoints belong to another training, or the directory
+                cannot be written or is not the same on this rank's host as on rank 0's.
             ClusterError: The directory cannot be reached.
         """
         self._config, self._job, self._world, self._client = config, job, world, client
         self._claim_seconds, self._seen_seconds = claim_seconds, seen_seconds
-        self._kept: dict[int, float | None] = {}  # in rank 0: the checkpoints that are whole, with their losses
+        self._kept: dict[int, float | None] = {}  # in rank 0: losses of complete checkpoints by step
         self.seconds = dict.fromkeys(("checkpoint_copy", "checkpoint_wait", "checkpoint_write"), 0.0)
         self._failing = False
         self._step = -1  # of the last save
-        self._attempts: set[str] = set()  # in rank 0: this one, and those before it
+        self._attempts: set[str] = set()  # in rank 0: this attempt and earlier ones
         self._thread: threading.Thread | None = None
         self._collecting = False
         self._lost: PersistenceError | None = None
@@ -101,10 +102,10 @@ class Checkpointer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stop_claiming()  # a process that is used again must not hold on to the directory
+        self._stop_claiming()  # a reused process must not keep the lease
 
     def _find_start(self) -> tuple[CheckpointStore, Manifest | None]:
-        """Returns the store, and the checkpoint to go on from, the same in every rank; `None` for the beginning."""
+        """Returns the store and the manifest to resume from, the same in every rank; `None` to start afresh."""
         found = self._clear_up() if self._world.is_main else {}
         found = self._client.agree("start", found)[0]
         store = CheckpointStore(self._config.directory, found["attempt"], self._client.moved)
@@ -114,7 +115,7 @@ class Checkpointer:
         return store, store.read_manifest(found["step"], found["written_by"])
 
     def _clear_up(self) -> dict[str, Any]:
-        """Takes the directory, removes what nobody will go on from, and returns what all ranks must know."""
+        """Acquires the lease, removes unusable checkpoints, and returns what all ranks must know."""
         attempt = secrets.token_hex(4)
         store = CheckpointStore(self._config.directory, attempt, self._client.moved)
         try:
@@ -124,9 +125,9 @@ class Checkpointer:
         except Exception as error:
             reason, hint = cannot_write(self._config.directory, error)
             raise PersistenceError(f"checkpointDir {reason}", hint=hint, param="checkpointDir") from error
-        self._claims.start()  # to read all that is there may take longer than a claim has force
+        self._claims.start()  # reading all checkpoints may take longer than a lease lasts
         if store.finished_by(self._config.owner):
-            store.reopen()  # but the fit was not: it has lost a rank that was about to hand back its result
+            store.reopen()  # the training had finished, but a rank was lost before it returned its result
         elif store.finished:
             store.clear()
         manifest, problems = store.usable()
@@ -144,7 +145,7 @@ class Checkpointer:
         return {**found, "step": manifest.step, "written_by": manifest.attempt}
 
     def _check_shared(self, store: CheckpointStore, host: str) -> None:
-        """Refuses a directory that is none of rank 0's: of what each rank writes at home nobody could go on."""
+        """Checks that the directory is the same as rank 0's: nobody can resume from files on separate disks."""
         deadline = time.monotonic() + self._seen_seconds
         while not store.claimed_by(self._config.owner):
             if time.monotonic() > deadline:
@@ -156,23 +157,23 @@ class Checkpointer:
             time.sleep(0.1)
 
     def due(self, position: Position) -> bool:
-        """Whether the state at this position is to be saved; `step_in_epoch` 0 is the end of an epoch."""
+        """Returns whether a checkpoint is due at this position; `step_in_epoch` 0 is the end of an epoch."""
         if self._config.unit == "epoch":
             return position.step_in_epoch == 0 and position.epoch % self._config.interval == 0
         return position.step % self._config.interval == 0
 
     def save(self, position: Position, share: Share, loss: float | None) -> None:
-        """Begins to write a share, as soon as the one before is written.
+        """Starts to write a share, after waiting for the previous one to be written.
 
         Args:
             position: How far the training is.
-            share: Of the state, nobody else's.
-            loss: Of the last validation.
+            share: This rank's share of the state; nobody else may change it.
+            loss: Loss of the last validation, `None` without one.
 
         Raises:
-            PersistenceError: Another fit has taken the directory.
+            PersistenceError: Another fit, or a later attempt of this one, has taken over the lease.
         """
-        # Only ranks' main threads keep step: a second share of the same step could get under the first one's manifest.
+        # Only the main threads of ranks are in step: a step's first manifest could cover a second share of the step.
         assert position.step > self._step, f"step {position.step} is saved after step {self._step}"
         self._step = position.step
         self.seconds["checkpoint_copy"] += share.seconds
@@ -185,11 +186,11 @@ class Checkpointer:
         self._thread.start()
 
     def close(self, position: Position) -> None:
-        """Waits for what is being written, and notes that the training has come to its end."""
+        """Waits for pending writes, and marks the training as finished."""
         self._wait()
         if self._claim is None:
             return
-        self._stop_claiming()  # or the directory would be claimed once more after it has been given back
+        self._stop_claiming()  # or the lease could be renewed after its release
         try:
             self._hold()
             self.store.keep(set(self._kept), attempts=self._attempts)
@@ -199,7 +200,7 @@ class Checkpointer:
             self._client.warn(f"the end of the training could not be noted in {self._config.directory}: {error}")
 
     def _wait(self) -> None:
-        """Waits for what is being written; this rank moves with it, and does not stand still where others have to."""
+        """Waits for pending writes; while rank 0 collects the other ranks' reports, it counts as making progress."""
         started = time.perf_counter()
         while self._thread is not None and self._thread.is_alive():
             self._thread.join(_LOOK_SECONDS)
@@ -211,15 +212,15 @@ class Checkpointer:
         step, topic, started = position.step, f"saved/{position.step}", time.perf_counter()
         try:
             written: dict[str, Any] = {"files": self.store.write_share(step, self._world.rank, share)}
-            self._failing &= self._world.is_main  # which has a manifest still to write
-        except Exception as error:  # file systems have errors of their own
+            self._failing &= self._world.is_main  # rank 0 has still to write the manifest
+        except Exception as error:  # file systems raise various exceptions
             written = {"error": str(error)}
             self._failed(step, error)
         self.seconds["checkpoint_write"] += time.perf_counter() - started
         try:
             self._client.post(topic, written)
             found = self._collect(topic) if self._world.is_main else []
-        except Exception as error:  # a rank is lost, or the driver: the loop meets that, too
+        except Exception as error:  # a rank or the driver is lost; the loop will fail, too
             self._client.warn(f"no checkpoint at step {step}: {type(error).__name__}: {error}")
             return
         if self._world.is_main:
@@ -233,7 +234,7 @@ class Checkpointer:
             self._collecting = False
 
     def _failed(self, step: int, error: Exception) -> None:
-        """Warns of a checkpoint that cannot be written, unless the one before could not be either."""
+        """Warns that a checkpoint cannot be written, unless the previous one could not be written either."""
         if not self._failing:
             self._failing = True
             reason, hint = cannot_write(self._config.directory, error)
@@ -243,9 +244,9 @@ class Checkpointer:
             )
 
     def _complete(self, position: Position, written: list[dict[str, Any]], loss: float | None) -> None:
-        """Makes a checkpoint of what all ranks have written, and removes those that are not to be kept."""
+        """Completes a checkpoint from the shares of all ranks, and removes old ones."""
         if any("error" in share for share in written) or not self._seal(position, written, loss):
-            with suppress(Exception):  # or it goes with those that are not kept
+            with suppress(Exception):  # otherwise, it is removed later, with old checkpoints
                 self.store.drop(position.step)
             return
         try:
@@ -267,7 +268,7 @@ class Checkpointer:
         try:
             self._hold()
             self.store.write_manifest(manifest)
-        except PersistenceError:  # the directory is lost, which ends the training at its next checkpoint
+        except PersistenceError:  # the lease is lost, so the next `save` raises
             return False
         except Exception as error:
             self._failed(position.step, error)
@@ -277,9 +278,9 @@ class Checkpointer:
         return True
 
     def _forget_old(self, step: int) -> None:
-        """Removes the checkpoints that are not to be kept, now that there is a new one."""
+        """Removes old checkpoints after a new one is complete."""
         kept = set(sorted(self._kept)[-self._config.keep :])
-        losses = {step: loss for step, loss in self._kept.items() if loss is not None}
+        losses = {step: loss for step, loss in self._kept.items() if loss is not None and not math.isnan(loss)}
         if losses:
             kept.add(min(losses, key=lambda step: losses[step]))
         self._kept = {step: loss for step, loss in self._kept.items() if step in kept}
@@ -287,7 +288,7 @@ class Checkpointer:
         self.store.keep(kept, before=step, attempts=self._attempts)
 
     def _renew(self) -> None:
-        """Renews the claim for as long as the training goes on, or until somebody else has it."""
+        """Renews the lease until the training ends or somebody else holds the lease."""
         while self._lost is None and not self._done.wait(self._claim_seconds):
             self._renew_once()
 
@@ -297,7 +298,7 @@ class Checkpointer:
             self._claims.join(_LEAVING_SECONDS)
 
     def _hold(self) -> None:
-        """Raises if somebody else has, or ever had, the directory."""
+        """Raises if somebody else holds the lease, or has been seen to hold it."""
         assert self._claim is not None
         try:
             if self._lost is None:
@@ -313,7 +314,7 @@ class Checkpointer:
             self._claim.renew()
         except PersistenceError as error:
             self._lost = error
-        except Exception as error:  # it may pass
+        except Exception as error:  # may be temporary
             self._client.warn(f"the claim on {self._config.directory} could not be renewed: {error}")
 
 

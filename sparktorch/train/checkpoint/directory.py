@@ -1,4 +1,4 @@
-"""A directory on any file system that fsspec knows, and files in it that are there as a whole or not at all."""
+"""A directory on any file system that fsspec supports, with files that are written atomically."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sparktorch.errors import ClusterError, PersistenceError
 
 __all__ = ["Directory", "cannot_write"]
 
-# A file that is not there, or of which the disk has lost a part: the file is to blame, not the way to it.
+# Errors of a missing or unreadable file, as opposed to those of an unreachable directory.
 _GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _CLOSED = (errno.EROFS, errno.EACCES, errno.EPERM)
@@ -24,24 +24,24 @@ _WRITE_BYTES = 64 << 20
 
 
 class Directory:
-    """Files by their names under one URL; a name may have a folder in it, and leads nowhere else.
+    """Files by name under one URL; a name may contain a folder, but cannot lead out of the directory.
 
     Attributes:
-        url: As the user gave it.
-        is_local: Whether its files are local ones.
+        url: The URL as the user gave it.
+        is_local: Whether it is on a local file system.
     """
 
     def __init__(self, url: str, moved: Callable[[], object] = lambda: None) -> None:
         """Opens the directory, which need not exist.
 
         Args:
-            url: Of the directory.
-            moved: Called for every few MB of a file that have been read or written.
+            url: URL of the directory.
+            moved: Called for every few MB read or written, which count as progress.
 
         Raises:
             PersistenceError: The file system is unknown, or its package is not installed.
         """
-        import fsspec  # which only those who save have to wait for
+        import fsspec  # slow to import, and needed for checkpoints only
         from fsspec.implementations.local import LocalFileSystem
 
         self.url, self._moved = url, moved
@@ -53,24 +53,24 @@ class Directory:
         self._root = root.rstrip("/")
 
     def put(self, name: str, content: bytes, *, new: bool = False) -> None:
-        """Writes a file that is there as a whole or not at all, in place of the one of that name.
+        """Writes a file atomically; replaces a file of the same name.
 
-        A file of more than 64 MB may be cut off where writing it fails on another file system than the local one.
+        On remote file systems, a file of more than 64 MB may be truncated if writing fails.
 
         Args:
-            name: Of the file; its folder is made.
-            content: Of the file.
-            new: Refuse to replace one. Where a file system cannot promise that, it may be replaced all the same.
+            name: Name of the file; its folder is created.
+            content: Content of the file.
+            new: Refuse to replace a file. A file system that cannot guarantee this may replace it nevertheless.
 
         Raises:
-            FileExistsError: There is one, and `new` is set.
-            OSError: It cannot be written; file systems have errors of their own besides.
+            FileExistsError: The file exists, and `new` is set.
+            OSError: The file cannot be written; some file systems raise other exceptions.
         """
         path = self._path(name)
         if self.is_local:
             _put_local(Path(path), content, self._moved, new=new)
         elif len(content) > _WRITE_BYTES:
-            # Cut off where it fails, which a manifest tells: those are small, and not written in parts.
+            # May be truncated on failure, which readers detect by the manifest. That is small and written in one piece.
             with self._fs.open(path, "wb") as file:
                 for block in _blocks(content):
                     file.write(block)
@@ -82,7 +82,7 @@ class Directory:
         """Returns the content of a file.
 
         Raises:
-            FileNotFoundError: There is none.
+            FileNotFoundError: The file does not exist.
             ClusterError: The directory cannot be reached.
         """
         with self._reaching():
@@ -125,7 +125,7 @@ class Directory:
             return [path.rstrip("/").rsplit("/", 1)[-1] for path in self._fs.ls(self._root, detail=False)]
 
     def remove(self, name: str) -> None:
-        """Removes a file, or a folder with all that is in it; of a link, the link."""
+        """Removes a file, a folder with its content, or a link without its target."""
         folder, _, last = name.rpartition("/")
         with suppress(FileNotFoundError):
             path = f"{self._path(folder) if folder else self._root}/{last}"
@@ -135,7 +135,7 @@ class Directory:
                 self._fs.rm(path, recursive=True)
 
     def fetch(self, name: str, target: Path) -> None:
-        """Makes a file available under a local path, where there is nothing yet; raises what `read` does."""
+        """Links or copies a file to a local path that does not exist yet; raises what `read` does."""
         from fsspec.callbacks import Callback
 
         path = self._path(name)
@@ -146,12 +146,12 @@ class Directory:
                 self._fs.get_file(path, str(target), callback=Callback(hooks={"moved": lambda *_: self._moved()}))
 
     def _create(self, path: str, content: bytes) -> bool:
-        """Writes a file that is not there yet; returns whether the file system knows how to make sure of that."""
+        """Writes a file that must not exist yet; returns whether the file system could guarantee that."""
         try:
             self._fs.pipe_file(path, content, mode="create")
         except FileExistsError:
             raise
-        except Exception:  # whatever else is wrong is wrong with writing it plainly, too
+        except Exception:  # any other problem shows again in the plain write
             return False
         return True
 
@@ -159,7 +159,7 @@ class Directory:
         """Returns the path of a file.
 
         Raises:
-            FileNotFoundError: A link in the directory leads elsewhere: what it leads to is none of its files.
+            FileNotFoundError: A link, or the name itself, leads out of the directory.
         """
         path = f"{self._root}/{name}"
         if self.is_local and os.path.realpath(path) != f"{os.path.realpath(self._root)}/{name}":
@@ -168,9 +168,10 @@ class Directory:
 
     @contextmanager
     def _reaching(self) -> Iterator[None]:
-        """Tells files that are missing from a directory that cannot be reached.
+        """Context that raises `FileNotFoundError` for a missing file, `ClusterError` for an unreachable directory.
 
-        Whatever file systems raise besides: of the latter nothing follows for the files, which must not be given up.
+        File systems raise various errors. The distinction matters: files of an unreachable directory may be intact, and
+        must not be given up.
         """
         try:
             yield
@@ -186,7 +187,7 @@ class Directory:
 
 
 def cannot_write(url: str, error: BaseException) -> tuple[str, str]:
-    """Returns why nothing can be written to a directory, and what to do about it."""
+    """Returns why a directory cannot be written, and a hint on what to do."""
     number = error.errno if isinstance(error, OSError) else None
     reason = os.strerror(number) if number in (*_FULL, *_CLOSED) else f"{type(error).__name__}: {error}"
     if number in _FULL:
@@ -206,14 +207,14 @@ def _blocks(content: bytes) -> Iterator[memoryview]:
 
 def _put_local(target: Path, content: bytes, moved: Callable[[], object], *, new: bool) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    # A name that nobody can have foreseen, and no link planted at.
+    # An unpredictable name, so that nobody can have placed a link there.
     partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
         with partial.open("xb") as file:
             for block in _blocks(content):
                 file.write(block)
                 file.flush()
-                os.fsync(file.fileno())  # or all that is in the page cache is waited for at the end
+                os.fsync(file.fileno())  # or one sync at the end would block for long
                 moved()
         if new:
             os.link(partial, target)
@@ -221,10 +222,10 @@ def _put_local(target: Path, content: bytes, moved: Callable[[], object], *, new
         else:
             partial.replace(target)
     except BaseException:
-        partial.unlink(missing_ok=True)  # on a full disk above all
+        partial.unlink(missing_ok=True)  # frees space on a full disk
         raise
     directory = os.open(target.parent, os.O_RDONLY)
     try:
-        os.fsync(directory)  # the new name, too, outlives a power cut
+        os.fsync(directory)  # makes the new name survive a power failure, too
     finally:
         os.close(directory)

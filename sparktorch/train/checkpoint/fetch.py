@@ -1,4 +1,4 @@
-"""Files of a checkpoint as local ones, of which only those bytes are fetched that somebody asks for."""
+"""Makes checkpoint files available locally, and fetches only the bytes that are needed."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ Needs = Callable[[str, list[int], list[int]], bool]
 """Whether a part of a tensor is needed: its name, where in the whole tensor it begins, and its shape."""
 
 _BLOCK_BYTES = 16 << 20
-_GAP_BYTES = 1 << 20  # that cost less to read than to ask twice
+_GAP_BYTES = 1 << 20  # reading a gap of this size costs less than a second request
 
 
 def fetch_tensors(directory: Directory, name: str, target: Path, size: int, needs: Needs) -> None:
-    """Makes a safetensors file available under a local path, with all of its header and the needed tensors.
+    """Makes a safetensors file available under a local path, with its header and the needed tensors.
 
-    The rest are holes, which take no room. On a local file system it is a link, for the file is mapped in any case.
+    Other tensors are holes of a sparse file, which take no space. A file that is local already is linked, because
+    readers map it into memory and read only what they need.
 
     Args:
-        directory: Where the file is.
-        name: Of the file.
+        directory: The directory that has the file.
+        name: Name of the file.
         target: The local path.
-        size: Of the file in bytes.
-        needs: Which tensors are needed.
+        size: Size of the file in bytes.
+        needs: Returns whether a part of a tensor is needed.
 
     Raises:
-        PersistenceError: It is no such file.
-        FileNotFoundError: There is none.
+        PersistenceError: It is not a safetensors file.
+        FileNotFoundError: The file does not exist.
         ClusterError: The directory cannot be reached.
     """
     if directory.is_local:
@@ -46,7 +47,7 @@ def fetch_tensors(directory: Directory, name: str, target: Path, size: int, need
     with target.open("wb") as file:
         file.write(length + header)
         file.truncate(size)
-        _check_header(target)  # from here on, all that the header names lies within the file
+        _check_header(target)  # afterwards, all ranges in the header lie within the file
         for first, end in _joined(_needed(json.loads(header), needs)):
             file.seek(start + first)
             for block in range(first, end, _BLOCK_BYTES):
@@ -54,7 +55,7 @@ def fetch_tensors(directory: Directory, name: str, target: Path, size: int, need
 
 
 def foreign(name: str, reason: str) -> PersistenceError:
-    """Returns the refusal of a file that cannot be one of a checkpoint."""
+    """Returns the error for a checkpoint file that sparktorch cannot have written."""
     return PersistenceError(
         f"{name} of the checkpoint is refused: it is none that sparktorch writes ({reason})",
         hint="somebody else has written into checkpointDir: find out who before you go on",
@@ -63,7 +64,7 @@ def foreign(name: str, reason: str) -> PersistenceError:
 
 
 def _needed(header: dict[str, Any], needs: Needs) -> Iterator[tuple[int, int]]:
-    """Yields where the bytes of the needed tensors are, after the header."""
+    """Yields the byte ranges of the needed tensors, counted from the end of the header."""
     from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
 
     places = json.loads(header.pop("__metadata__", {}).get(CUSTOM_METADATA_KEY, "{}"))
@@ -75,7 +76,7 @@ def _needed(header: dict[str, Any], needs: Needs) -> Iterator[tuple[int, int]]:
 
 
 def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Returns ranges in their order, those that are next to each other as one."""
+    """Returns sorted ranges; ranges with small gaps are merged."""
     found: list[tuple[int, int]] = []
     for first, end in sorted(ranges):
         if found and first - found[-1][1] <= _GAP_BYTES:
@@ -86,7 +87,7 @@ def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _check_header(path: Path) -> None:
-    """Refuses a file whose header is longer than the file, than safetensors allows, or says what cannot be."""
+    """Checks that safetensors accepts a file's header: its length, and the ranges in it."""
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -1,4 +1,4 @@
-"""Who may write into a directory: one attempt of one fit at a time."""
+"""Leases on directories: one attempt of one fit may write at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sparktorch.train.checkpoint.directory import Directory
 
 __all__ = ["CLAIM_SECONDS", "Lease", "holds", "release"]
 
-CLAIM_SECONDS = 30.0  # after which a claim that was not renewed has no force
+CLAIM_SECONDS = 30.0  # after which a lease expires if it is not renewed
 
 _FILE = "claim.json"
 
@@ -21,23 +21,23 @@ _FILE = "claim.json"
 class Lease:
     """The right to write into a directory; its holder renews it every few seconds.
 
-    A later attempt of the same fit takes it from an earlier one, whose processes may still be about, and takes it back
-    where that one, which had looked before, has written its claim once more.
+    A later attempt of the same fit takes the lease over from an earlier one, whose processes may still run. If the
+    earlier one has checked before that and then renews, the later one takes the lease over again.
     """
 
     def __init__(self, directory: Directory, owner: str, attempt: str = "", restart: int = 0) -> None:
-        """Takes the directory.
+        """Acquires the lease.
 
         Args:
-            directory: What is claimed.
+            directory: The directory to write into.
             owner: Identifies the fit.
-            attempt: Identifies its attempt.
-            restart: How often the fit was started before. Of attempts with the same number, the last to come has it.
+            attempt: Identifies the fit's attempt.
+            restart: Number of earlier starts of the fit. Of attempts with the same number, the latest gets the lease.
 
         Raises:
-            PersistenceError: Another fit has claimed it, and not long ago, or a later attempt of this one.
+            PersistenceError: Another fit holds a lease that has not expired, or a later attempt of this fit holds one.
             ClusterError: The directory cannot be reached.
-            OSError: It cannot be written; file systems have errors of their own besides.
+            OSError: The lease cannot be written; some file systems raise other exceptions.
         """
         self._directory, self._owner, self._attempt, self._restart = directory, owner, attempt, restart
         there = _read(self._directory)
@@ -45,7 +45,7 @@ class Lease:
             with suppress(FileExistsError):
                 self._write(new=True)
                 return
-            there = _read(self._directory) or {}  # another fit began at the same moment
+            there = _read(self._directory) or {}  # another fit has acquired it meanwhile
         if there.get("owner") == owner and there["restart"] > restart:
             raise self._lost(there)
         age = time.time() - there.get("time", 0)
@@ -59,22 +59,22 @@ class Lease:
         self._write()
 
     def renew(self) -> None:
-        """Renews the claim.
+        """Renews the lease.
 
         Raises:
-            PersistenceError: Another fit has it now, or a later attempt of this one.
+            PersistenceError: Another fit, or a later attempt of this one, holds the lease.
             ClusterError: The directory cannot be reached.
-            OSError: It cannot be written; file systems have errors of their own besides.
+            OSError: The lease cannot be written; some file systems raise other exceptions.
         """
         self.check()
         self._write()
 
     def check(self) -> None:
-        """Looks whether nobody else has the directory.
+        """Checks that nobody else holds the lease.
 
         Raises:
-            PersistenceError: Another fit has it now, or a later attempt of this one.
-            ClusterError: It cannot be reached.
+            PersistenceError: Another fit, or a later attempt of this one, holds the lease.
+            ClusterError: The directory cannot be reached.
         """
         there = _read(self._directory)
         if not there or (there["owner"], there["attempt"]) == (self._owner, self._attempt):
@@ -102,20 +102,20 @@ class Lease:
 
 
 def holds(directory: Directory, owner: str, attempt: str) -> bool:
-    """Whether a directory holds the claim of that attempt of that fit."""
+    """Returns whether the given attempt of the given fit holds the lease on a directory."""
     there = _read(directory)
     return (there.get("owner"), there.get("attempt")) == (owner, attempt) if there else False
 
 
 def release(directory: Directory, owner: str) -> None:
-    """Gives a directory back, if it is this fit's."""
+    """Deletes the lease on a directory if the given fit holds it."""
     there = _read(directory)
     if there and there["owner"] == owner:
         directory.remove(_FILE)
 
 
 def _read(directory: Directory) -> dict[str, Any] | None:
-    """Returns the claim on a directory; `None` where there is none, nothing in it where it cannot be read."""
+    """Returns the lease on a directory; `None` if there is none, an empty dict if it cannot be read."""
     try:
         there = json.loads(directory.read(_FILE))
         numbers = {"restart": int(there["restart"]), "time": float(there["time"])}

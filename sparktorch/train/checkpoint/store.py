@@ -1,9 +1,9 @@
-"""Checkpoints: every rank writes its share of the training's state, any number of ranks reads it.
+"""Checkpoints: every rank writes its share of the training's state, and any number of ranks can read it.
 
 A checkpoint is a directory of plain files:
 
 - `rank-N.safetensors`: rank N's share of the tensors, in the layout of `torch.distributed.checkpoint`;
-- `rank-N.pt`: what else that rank needs, read with `weights_only=True`;
+- `rank-N.pt`: the rest of that rank's state, read with `weights_only=True`;
 - `manifest.json`: written last, atomically. It says how far the training was, and size and SHA-256
   of the other files. A directory without it is no checkpoint.
 """
@@ -46,13 +46,13 @@ _FILE = re.compile(r"rank-\d{5}\.(safetensors|pt)")
 
 @dataclass(frozen=True)
 class Share:
-    """One rank's share of the state at one moment, on the CPU and nobody else's.
+    """A copy of one rank's share of the state, on the CPU.
 
     Attributes:
-        tensors: By name.
-        offsets: Where each begins in the whole tensor.
-        rest: What else there is, as `torch.save` writes it: the loop goes on changing it.
-        seconds: That the copy took.
+        tensors: Tensors by name.
+        offsets: Offset of each tensor along each axis of the whole tensor.
+        rest: The rest of the state as `torch.save` bytes, because the loop goes on changing it.
+        seconds: Seconds that the copy took.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -65,12 +65,12 @@ def snapshot(tensors: Mapping[str, torch.Tensor], rest: dict[str, Any], saves: C
     """Copies a rank's share of the state, so that it can be written while the training goes on.
 
     Args:
-        tensors: By name; of those divided among ranks, the part of this rank is kept.
-        rest: What else to keep: numbers, strings, tensors, and lists and dicts of them.
-        saves: Whether this rank keeps a tensor that is not divided.
+        tensors: Tensors by name; of sharded tensors, this rank's shards are copied.
+        rest: The rest of the state: numbers, strings, tensors, and lists and dicts of them.
+        saves: Returns whether this rank saves the unsharded tensor of a name.
 
     Raises:
-        PersistenceError: Something else is in `rest`.
+        PersistenceError: `rest` contains another type.
     """
     started = time.perf_counter()
     kept: dict[str, torch.Tensor] = {}
@@ -88,18 +88,18 @@ def snapshot(tensors: Mapping[str, torch.Tensor], rest: dict[str, Any], saves: C
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint says of itself.
+    """Metadata of a checkpoint.
 
     Attributes:
         step: Optimizer steps taken since the training began.
         epoch: The epoch it is in, from 0.
         step_in_epoch: Steps taken in that epoch.
         world_size: Number of ranks that wrote it.
-        job: What identifies the training; one with another may not go on from it.
-        loss: Of the last validation; `None` without any.
-        files: Size in bytes and SHA-256 of each file.
-        attempt: Of the training, that wrote it.
-        format: Of the files.
+        job: Settings that identify the training; a training with other settings may not resume from it.
+        loss: Loss of the last validation; `None` without one.
+        files: Size in bytes and SHA-256 of each file, by name.
+        attempt: The attempt that wrote it.
+        format: Version of the file format.
     """
 
     step: int
@@ -114,19 +114,19 @@ class Manifest:
 
 
 class CheckpointStore:
-    """The checkpoints of one training, under a directory of any file system that fsspec knows.
+    """The checkpoints of one training, in a directory on any file system that fsspec supports.
 
-    Each attempt at the training writes into folders of its own: ranks of an earlier one, which may outlive it by
-    seconds, write into none that is read later.
+    Each attempt writes into its own folders. Ranks of an earlier attempt, which may run on for seconds, therefore never
+    write into folders that are read later.
     """
 
     def __init__(self, url: str, attempt: str = "", moved: Callable[[], object] = lambda: None) -> None:
         """Opens the directory, which need not exist.
 
         Args:
-            url: Of the directory.
-            attempt: What tells the folders of this attempt from those of others, in hexadecimal.
-            moved: Called for every few MB that have been read or written.
+            url: URL of the directory.
+            attempt: Identifies this attempt in the names of its folders, in hexadecimal.
+            moved: Called for every few MB read or written, which count as progress.
 
         Raises:
             PersistenceError: The file system is unknown, or its package is not installed.
@@ -135,7 +135,7 @@ class CheckpointStore:
         self._attempt = attempt
 
     def write_share(self, step: int, rank: int, share: Share) -> dict[str, dict[str, Any]]:
-        """Writes a rank's files; returns size and SHA-256 of each."""
+        """Writes a rank's files; returns size in bytes and SHA-256 of each."""
         from safetensors.torch import save
         from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
 
@@ -151,41 +151,41 @@ class CheckpointStore:
         }
 
     def write_manifest(self, manifest: Manifest) -> None:
-        """Makes a checkpoint of the files that all ranks have written."""
+        """Writes the manifest, which turns the files of all ranks into a checkpoint."""
         values = asdict(manifest) | {"attempt": self._attempt}
         content = json.dumps({"manifest": values, "sha256": _digest(values)}, indent=1).encode()
         self.directory.put(f"{_folder(manifest.step, self._attempt)}/{_MANIFEST}", content)
 
     def claim(self, owner: str, restart: int = 0) -> Lease:
-        """Takes the directory for an attempt of a fit; raises what `Lease` does."""
+        """Acquires the directory's lease for this attempt of a fit; raises what `Lease` does."""
         return Lease(self.directory, owner, self._attempt, restart)
 
     def claimed_by(self, owner: str) -> bool:
-        """Whether the directory holds the claim of this attempt of a fit, as every rank of it must see."""
+        """Returns whether this attempt of a fit holds the lease, which every rank must be able to see."""
         return holds(self.directory, owner, self._attempt)
 
     def release(self, owner: str) -> None:
-        """Gives the directory back, if it is this fit's."""
+        """Releases the lease if this fit holds it."""
         release(self.directory, owner)
 
     def finish(self, step: int, owner: str = "") -> None:
-        """Notes that a fit's training has come to its end, so that no other fit goes on from its checkpoints."""
+        """Marks a fit's training as finished, so that no other fit resumes from its checkpoints."""
         self.directory.put(_FINISHED, json.dumps({"step": step, "owner": owner}).encode())
 
     @property
     def finished(self) -> bool:
-        """Whether the training that these checkpoints belong to has come to its end."""
+        """Whether the training of these checkpoints is marked as finished."""
         return self.directory.exists(_FINISHED)
 
     def finished_by(self, owner: str) -> bool:
-        """Whether that was the training of this very fit, as far as can be read."""
+        """Returns whether the finished training is this fit's; false if the mark cannot be read."""
         try:
             return bool(json.loads(self.directory.read(_FINISHED))["owner"] == owner)
         except (FileNotFoundError, ValueError, TypeError, KeyError):
             return False
 
     def reopen(self) -> None:
-        """Takes back that the training has come to its end."""
+        """Removes the mark of a finished training."""
         self.directory.remove(_FINISHED)
 
     def clear(self) -> None:
@@ -194,38 +194,38 @@ class CheckpointStore:
         self.reopen()
 
     def attempts(self) -> set[str]:
-        """Returns the attempts of which there are folders."""
+        """Returns the attempts that have folders."""
         return {attempt for _, attempt in self._found()}
 
     def keep(self, steps: set[int], *, before: int | None = None, attempts: set[str] | None = None) -> None:
-        """Removes all checkpoints but those of the given steps, and what unfinished ones have left behind.
+        """Removes incomplete checkpoints, and all that are not of the given steps.
 
         Args:
-            steps: What is kept.
-            before: Where ranks may be writing later ones, remove only those of earlier steps.
-            attempts: Where another attempt may have begun, remove only those of these.
+            steps: The steps to keep.
+            before: Remove only checkpoints of earlier steps, because ranks may be writing later ones.
+            attempts: Remove only checkpoints of these attempts, because a newer one may have started.
         """
         for step, attempt in self._found():
             if (before is not None and step >= before) or (attempts is not None and attempt not in attempts):
                 continue
             folder = _folder(step, attempt)
             if step not in steps:
-                # First, so that no half-removed checkpoint looks whole.
+                # The manifest first, so that a half-removed checkpoint does not look complete.
                 self.directory.remove(f"{folder}/{_MANIFEST}")
                 self.directory.remove(folder)
             elif not self.directory.exists(f"{folder}/{_MANIFEST}"):
                 self.directory.remove(folder)
 
     def drop(self, step: int) -> None:
-        """Removes what this attempt has written of a checkpoint that will not be finished."""
+        """Removes this attempt's files of a checkpoint that will not be completed."""
         self.directory.remove(_folder(step, self._attempt))
 
     def steps(self) -> list[int]:
-        """Returns the steps for which there are files, latest first."""
+        """Returns the steps that have folders, latest first."""
         return sorted({step for step, _ in self._found()}, reverse=True)
 
     def _found(self) -> list[tuple[int, str]]:
-        """Returns step and attempt of every folder, the latest step first."""
+        """Returns step and attempt of every folder, latest step first."""
         matches = (_NAME.fullmatch(name) for name in self.directory.names())
         return sorted(((int(match[1]), match[2] or "") for match in matches if match), reverse=True)
 
@@ -259,14 +259,14 @@ class CheckpointStore:
 
     @contextmanager
     def local(self, manifest: Manifest, needs: Needs = lambda *_: True) -> Iterator[Path]:
-        """A local directory with the files of tensors of a checkpoint that has been checked, and no others.
+        """Context with a local directory that has the tensor files of a checked checkpoint, and no others.
 
         Args:
-            manifest: Of the checkpoint.
-            needs: Which tensors are read there.
+            manifest: Manifest of the checkpoint.
+            needs: Returns whether a part of a tensor will be read.
 
         Raises:
-            PersistenceError: A file holds no tensors that can be read.
+            PersistenceError: A file is not a safetensors file.
             ClusterError: The directory cannot be reached.
         """
         with tempfile.TemporaryDirectory(prefix="sparktorch-") as folder:
@@ -277,10 +277,10 @@ class CheckpointStore:
             yield Path(folder)
 
     def read_rest(self, manifest: Manifest, rank: int) -> dict[str, Any]:
-        """Returns what a rank kept besides tensors.
+        """Returns the rest of a rank's state, besides named tensors.
 
         Raises:
-            PersistenceError: The file holds more than numbers, strings, tensors, and lists and dicts of them.
+            PersistenceError: The file contains other types than numbers, strings, tensors, and lists and dicts of them.
             ClusterError: The directory cannot be reached.
         """
         name = f"rank-{rank:05d}.pt"
@@ -311,7 +311,7 @@ class CheckpointStore:
                 )
 
     def usable(self) -> tuple[Manifest | None, list[PersistenceError]]:
-        """Returns the latest checkpoint whose files are whole, and why later ones are not."""
+        """Returns the latest intact checkpoint, `None` without one, and the errors of later ones."""
         problems: list[PersistenceError] = []
         for step, attempt in self._found():
             with _kept(PersistenceError, problems):
@@ -321,7 +321,7 @@ class CheckpointStore:
         return None, problems
 
     def manifests(self) -> list[Manifest]:
-        """Returns the manifests that can be read, the latest first, whatever has become of the files they name."""
+        """Returns the readable manifests, latest first, without checking the files they name."""
         found = []
         for step, attempt in self._found():
             with suppress(PersistenceError):
@@ -330,7 +330,7 @@ class CheckpointStore:
 
 
 def read_tensors(directory: Path, rank: int, prefix: str) -> dict[str, torch.Tensor]:
-    """Returns the whole tensors that a rank kept under names with a prefix, by the rest of their names."""
+    """Returns a rank's unsharded tensors whose names start with a prefix, by their names without it."""
     from safetensors import safe_open
 
     path = directory / f"rank-{rank:05d}.safetensors"
@@ -343,7 +343,7 @@ def read_tensors(directory: Path, rank: int, prefix: str) -> dict[str, torch.Ten
 
 @contextmanager
 def _kept(kind: type[E], kept: list[E]) -> Iterator[None]:
-    """Keeps errors of a kind in a list in place of raising them."""
+    """Context that collects errors of a type in a list instead of raising them."""
     try:
         yield
     except kind as error:

@@ -1,4 +1,4 @@
-"""Module and optimizer as named tensors: what a checkpoint holds of them, whoever keeps which part."""
+"""Module and optimizer as named tensors, as checkpoints hold them, however they are sharded."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ __all__ = [
 
 _OPTIMIZER = "optimizer."
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-_WRAPPER = "_checkpoint_wrapped_module."  # torch's, around a part whose activations are computed twice
+_WRAPPER = "_checkpoint_wrapped_module."  # torch's wrapper for activation checkpointing
 
 
 def named_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Returns the tensors of module and optimizer by name; they share memory with them.
+    """Returns the tensors of module and optimizer by name, without copying them.
 
     Args:
-        module: The user's module; its parameters may be divided among ranks.
-        optimizer: Over its parameters. Of a `ZeroRedundancyOptimizer`, this rank's share is meant.
+        module: The user's module; its parameters may be sharded.
+        optimizer: The optimizer of its parameters; of a `ZeroRedundancyOptimizer`, only this rank's share counts.
     """
     found = {f"module.{name}": value.detach() for name, value in module.state_dict().items()}
     names = parameter_names(module)
@@ -52,14 +52,14 @@ def named_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
 
 
 def own_buffers(module: nn.Module, *, main: bool) -> dict[str, torch.Tensor]:
-    """Returns the buffers that `named_tensors` of rank 0 does not speak for, by name; they share memory.
+    """Returns the buffers of this rank that rank 0's `named_tensors` does not cover, by name, without copying them.
 
-    Those that no state dict holds and no file takes, sparse, quantised and complex128 ones, are left out: the module's
-    constructor has made them.
+    These are the non-persistent buffers and, on ranks other than 0, the persistent ones. Non-persistent buffers that no
+    file can hold (sparse, quantised, complex128) are left out: the module's constructor makes them again.
 
     Args:
-        module: The user's module. Each rank's buffers are its own: running statistics are of its rows alone.
-        main: Whether this is rank 0, of which only those are meant that no state dict holds.
+        module: The user's module. Each rank has its own buffers, such as running statistics of its rows.
+        main: Whether this is rank 0.
     """
     persistent = module.state_dict().keys()
     return {
@@ -74,7 +74,7 @@ def _fits_a_file(value: torch.Tensor) -> bool:
 
 
 def load_buffers(module: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
-    """Sets buffers to values by name; one whose shape has changed since the module was built is replaced."""
+    """Sets buffers to values by name; a buffer whose shape differs from its value's is replaced."""
     for path, part in module.named_modules():
         for name, buffer in list(part.named_buffers(recurse=False)):
             value = values.get(f"{path}.{name}".removeprefix(".").replace(_WRAPPER, ""))
@@ -87,10 +87,10 @@ def load_buffers(module: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
 
 
 def needed_parts(wanted: Mapping[str, torch.Tensor]) -> Callable[[str, list[int], list[int]], bool]:
-    """Returns a function that says of a part of a tensor whether this rank needs it to fill its own.
+    """Returns a function that tells whether a saved part of a tensor overlaps this rank's part.
 
     Args:
-        wanted: What is to be filled, whole or divided among ranks.
+        wanted: The tensors to fill, by name, sharded or not.
     """
     parts = {name: local_part(tensor) for name, tensor in wanted.items()}
 
@@ -98,14 +98,14 @@ def needed_parts(wanted: Mapping[str, torch.Tensor]) -> Callable[[str, list[int]
         if name not in parts:
             return False
         part, begin = parts[name]
-        own = zip(begin, part.shape, first, shape, strict=False)  # a number has no axis here, and one in the file
+        own = zip(begin, part.shape, first, shape, strict=False)  # a scalar has no axis here, but one in the file
         return all(a < d + n and d < a + m for a, m, d, n in own)
 
     return needs
 
 
 def parameter_names(module: nn.Module) -> dict[torch.Tensor, str]:
-    """Returns the name of each parameter, as `state_dict` has it."""
+    """Returns the name of each parameter, as in `state_dict`."""
     return {parameter: name.replace(_WRAPPER, "") for name, parameter in module.named_parameters()}
 
 
@@ -116,7 +116,7 @@ def own_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def optimizer_values(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
-    """Returns what the optimizer keeps besides tensors, by the name of the parameter it is kept for."""
+    """Returns the optimizer's non-tensor state, by parameter name."""
     names = parameter_names(module)
     found = {}
     for parameter, state in own_optimizer(optimizer).state.items():
@@ -129,20 +129,20 @@ def optimizer_values(module: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 def load_optimizer_values(
     module: nn.Module, optimizer: torch.optim.Optimizer, values: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """Puts back what `optimizer_values` returned."""
+    """Restores what `optimizer_values` returned."""
     names = parameter_names(module)
     for parameter, state in own_optimizer(optimizer).state.items():
         state.update(values.get(names[parameter], {}))
 
 
 def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Makes the optimizer keep a state for every parameter, as most do from their first step on.
+    """Creates the optimizer's state for every parameter by a step with zero gradients.
 
-    The parameters may change by it: load them afterwards.
+    The step may change the parameters: load them afterwards.
     """
     own = own_optimizer(optimizer)
     parameters = [p for group in own.param_groups for p in group["params"]]
-    layout = torch.sparse_coo if isinstance(own, torch.optim.SparseAdam) else None  # it refuses dense gradients
+    layout = torch.sparse_coo if isinstance(own, torch.optim.SparseAdam) else None  # SparseAdam refuses dense gradients
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter, layout=layout)
     own.step()
@@ -150,7 +150,7 @@ def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def forget_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer, known: set[str]) -> None:
-    """Takes away the state of parameters of which a checkpoint holds none: they have had no gradient yet."""
+    """Deletes the state of parameters that have none in the checkpoint, because they had no gradient yet."""
     names, state = parameter_names(module), own_optimizer(optimizer).state
     for parameter, values in list(state.items()):
         tensors = [f"{_OPTIMIZER}{names[parameter]}.{key}" for key in values if isinstance(values[key], torch.Tensor)]
@@ -159,14 +159,14 @@ def forget_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer, 
 
 
 def storable(value: Any, path: str) -> Any:
-    """Returns a value as a checkpoint can hold it and give it back: NumPy's numbers become Python's.
+    """Returns a value in a form that a checkpoint can store: NumPy's numbers become Python's.
 
     Args:
         value: Numbers, strings, bytes, tensors, and lists, tuples, sets and dicts of them.
-        path: Where the value is, for the message.
+        path: Path of the value in the state, for the message.
 
     Raises:
-        PersistenceError: Something else is among them; names its path.
+        PersistenceError: The value contains another type; names its path.
     """
     kind = type(value)
     if isinstance(value, np.generic):
@@ -189,19 +189,20 @@ def storable(value: Any, path: str) -> Any:
 
 
 def load_tensors(directory: Path, wanted: Mapping[str, torch.Tensor]) -> set[str]:
-    """Fills tensors, whole or divided among ranks, with what the files of a directory hold under their names.
+    """Fills tensors, sharded or not, from the files of a directory.
 
-    Every rank reads by itself, and only the parts it needs.
+    Every rank reads independently, and only the parts it needs.
 
     Args:
-        directory: With safetensors files in the layout of `torch.distributed.checkpoint`.
-        wanted: The tensors to fill.
+        directory: Has safetensors files in the layout of `torch.distributed.checkpoint`.
+        wanted: The tensors to fill, by name.
 
     Returns:
-        The names that the files hold.
+        The names of the tensors in the files.
 
     Raises:
-        PersistenceError: A tensor has another shape than the one in the files, or the files lack one of the module.
+        PersistenceError: A tensor's shape differs from the saved one, or the files lack a tensor that is not the
+            optimizer's.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -222,11 +223,11 @@ def load_tensors(directory: Path, wanted: Mapping[str, torch.Tensor]) -> set[str
             f"the checkpoint lacks {', '.join(lacking[:3])}", hint="is the module the same as when it was saved?"
         )
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is not asked to talk
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # intended, by `no_dist`
         dcp.load(dict(flat), storage_reader=reader, no_dist=True)
     return set(known)
 
 
 def _with_axis(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a view with one axis at least: the readers of slices take no scalars."""
+    """Returns a view with at least one axis, because torch's reader cannot slice scalars."""
     return tensor if tensor.dim() else tensor.view(1)

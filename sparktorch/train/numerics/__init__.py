@@ -1,1 +1,1 @@
-"""What changes the numbers of a training: averages, batch normalisation, memory formats, determinism."""
+"""Numerical options of a training: weight averages, batch normalisation, memory formats, determinism."""

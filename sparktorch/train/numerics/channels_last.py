@@ -1,4 +1,4 @@
-"""Images with their channels last in memory, which convolutions are fastest on."""
+"""The channels-last memory format, in which convolutions are fastest."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["channels_last"]
 
 
 def channels_last(module: nn.Module) -> None:
-    """Lays out the module's weights of four axes with the channels last, and every such input it is called with."""
+    """Converts the module's 4-D weights, and the 4-D inputs of every call, to `torch.channels_last`."""
     module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     module.register_forward_pre_hook(_lay_out, with_kwargs=True)
 

@@ -1,4 +1,4 @@
-"""What a fit changes about its process, generators and switches of torch, and puts back."""
+"""Sets the process's random generators and torch's global switches for a fit, and restores them afterwards."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ __all__ = [
     "untouched_generators",
 ]
 
-_CUDNN: Any = torch.backends.cudnn  # whose parts torch's own types leave out
+_CUDNN: Any = torch.backends.cudnn  # torch's types lack some of its attributes
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 @contextmanager
 def reproducible(config: TrainConfig, device: torch.device) -> Iterator[None]:
-    """A block with the generators and the switches of one fit; a reused process has its own back afterwards.
+    """Context with the generators and switches of a fit; restores those of the process, which may be reused.
 
     All generators start from the configuration's seed, the same in every rank.
     """
@@ -41,7 +41,7 @@ def reproducible(config: TrainConfig, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def switched(config: TrainConfig, device: torch.device) -> Iterator[None]:
-    """A block in which torch computes as `deterministic` and the precision "tf32" ask for."""
+    """Context that applies `deterministic` and the precision "tf32" to torch."""
     with ExitStack() as stack:
         if config.deterministic:
             stack.enter_context(_deterministic())
@@ -52,12 +52,12 @@ def switched(config: TrainConfig, device: torch.device) -> Iterator[None]:
 def seed_all(seed: int) -> None:
     """Seeds the generators of Python, NumPy and torch, those of GPUs included."""
     random.seed(seed)
-    np.random.seed(seed % 2**32)  # all that NumPy takes
+    np.random.seed(seed % 2**32)  # NumPy takes 32 bits
     torch.manual_seed(seed)
 
 
 def generators_state(device: torch.device) -> dict[str, Any]:
-    """Returns where the generators stand, of plain values and tensors."""
+    """Returns the state of the generators of Python, NumPy, torch and the device, as plain values and tensors."""
     version, of_python, gauss = random.getstate()
     kind, of_numpy, *rest = np.random.get_state(legacy=True)
     return {
@@ -69,7 +69,7 @@ def generators_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_generators_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Puts the generators where `generators_state` found them."""
+    """Restores a state that `generators_state` returned."""
     version, of_python, gauss = state["python"]
     random.setstate((version, tuple(of_python), gauss))
     kind, of_numpy, *rest = state["numpy"]
@@ -81,7 +81,7 @@ def set_generators_state(state: Mapping[str, Any], device: torch.device) -> None
 
 @contextmanager
 def untouched_generators(device: torch.device) -> Iterator[None]:
-    """A block after which the generators stand where they stood before it."""
+    """Context that restores the state of the generators at its end."""
     of_python, of_numpy = random.getstate(), np.random.get_state()
     try:
         devices, kind = ([], "cuda") if is_host(device) else ([device], device.type)
@@ -110,24 +110,24 @@ def _deterministic() -> Iterator[None]:
 
 @contextmanager
 def tf32_allowed(allowed: bool, device: torch.device) -> Iterator[None]:
-    """A block in which CUDA may multiply float32 in TF32, or may not: torch lets convolutions by itself."""
+    """Context that allows or forbids TF32 on CUDA; by default, torch allows it in convolutions only."""
     if device.type != "cuda":
         yield
         return
 
-    # The older switches set the newer ones, too. Set by the newer ones alone, to read an older one is an error, and
-    # torch.compile does (aten/src/ATen/Context.cpp, `allowTF32CuBLAS`).
+    # The older switches set the newer ones, too. If only the newer ones are set, reading an older one raises, and
+    # torch.compile reads one (aten/src/ATen/Context.cpp, `allowTF32CuBLAS`).
     def switch(products: bool, convolutions: bool) -> None:
         torch.set_float32_matmul_precision("high" if products else "highest")
         torch.backends.cudnn.allow_tf32 = convolutions
-        for kind in (_CUDNN.conv, _CUDNN.rnn):  # or one for all backends would hold
+        for kind in (_CUDNN.conv, _CUDNN.rnn):  # otherwise a switch for all backends would apply
             kind.fp32_precision = "tf32" if convolutions else "ieee"
 
-    mkldnn: Any = torch.backends.mkldnn  # whose products the first switch sets, too
+    mkldnn: Any = torch.backends.mkldnn  # the first switch also sets its matmul
     kinds: tuple[Any, ...] = (torch.backends.cuda.matmul, _CUDNN.conv, _CUDNN.rnn, mkldnn.matmul)
     before = [kind.fp32_precision for kind in kinds]
     older = "high" if before[0] == "tf32" else "highest"
-    with suppress(RuntimeError):  # the user has set the newer ones alone
+    with suppress(RuntimeError):  # the user has set only the newer ones
         older = torch.get_float32_matmul_precision()
     switch(allowed, allowed)
     try:

@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, swapped in where the model is looked at."""
+"""An exponential moving average of the weights, swapped in for validation and for the result."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ __all__ = ["MovingAverage"]
 
 
 class MovingAverage:
-    """The average of a module's trainable parameters, each rank's part of them where they are divided.
+    """The average of a module's trainable parameters; of sharded parameters, the average of this rank's shards.
 
-    It is what `torch.optim.swa_utils.AveragedModel` keeps: the weights after the first step, and from
-    then on `decay * average + (1 - decay) * weights`. Buffers are left as they are.
+    It equals that of `torch.optim.swa_utils.AveragedModel`: the weights after the first step, and from
+    then on `decay * average + (1 - decay) * weights`. Buffers are not averaged.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], decay: float) -> None:
-        """Takes the parameters as the optimizer has them, and the share of the average that stays."""
+        """Takes the parameters as the optimizer has them, and the decay of the average."""
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._update = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
         self._averages: list[torch.Tensor] = []
 
     @torch.no_grad()
     def update(self) -> None:
-        """Moves the average towards the weights; to be called after each step of the optimizer."""
+        """Moves the average towards the weights; call it after each optimizer step."""
         weights = self._weights()
         if self._averages:
             self._update(self._averages, weights, 0)
@@ -38,7 +38,7 @@ class MovingAverage:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """A block in which the module has the averages for weights."""
+        """Context in which the module has the averages as its weights."""
         self._swap()
         try:
             yield
@@ -46,16 +46,16 @@ class MovingAverage:
             self._swap()
 
     def named_tensors(self, names: Mapping[torch.Tensor, str]) -> dict[str, torch.Tensor]:
-        """Returns the averages by the names of their parameters, divided as these are; they share memory.
+        """Returns the averages by parameter name, without copying them, sharded like the parameters.
 
-        Before the first `update`, which would make them, they are made.
+        Before the first `update`, it creates the averages from the weights.
         """
         self._averages = self._averages or [weight.clone() for weight in self._weights()]
         pairs = zip(self._parameters, self._averages, strict=True)
         return {names[parameter]: divided_like(average, parameter) for parameter, average in pairs}
 
     def _weights(self) -> list[torch.Tensor]:
-        # A parameter that is divided among the ranks is a DTensor; arithmetic is with this rank's part.
+        # Sharded parameters are DTensors; the average is computed on this rank's shards.
         return [local(parameter.detach()) for parameter in self._parameters]
 
     @torch.no_grad()
@@ -63,6 +63,6 @@ class MovingAverage:
         if not self._averages:
             return
         for average, weight in zip(self._averages, self._weights(), strict=True):
-            held = weight.clone()  # one at a time: the peak is that of one parameter
+            held = weight.clone()  # one at a time, so that memory holds a single extra copy
             weight.copy_(average)
             average.copy_(held)

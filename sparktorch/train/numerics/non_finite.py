@@ -1,4 +1,4 @@
-"""A loss that is NaN or infinite: where it was, and whether a step is fit to be taken."""
+"""Finds NaN and infinite losses and gradients."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ _NOWHERE = torch.iinfo(torch.int64).max
 class LossWatch:
     """Stops the training at the first loss that is not finite, in the rank that computed it.
 
-    Its gradients make NaNs of the weights of all ranks, whose next losses are NaN too: what counts is
-    who was first. On CPUs each loss is looked at before its gradients are sent. Reading one from a GPU
-    waits for all its work, so there the ranks look together at the losses of a few dozen steps.
+    Its gradients turn the weights of all ranks into NaN, and then all later losses, so only the first one is the root
+    cause. On CPUs, each loss is checked before its gradients are sent. Reading a loss from a GPU waits for all of the
+    GPU's work, so there the ranks check the losses of a few dozen steps together.
     """
 
     def __init__(self, world: World, *, at_once: bool | None = None) -> None:
-        """Takes the rank's place, and whether it may read every loss; the device decides by default."""
+        """Takes the rank's world, and whether to check every loss at once; by default, only on CPUs."""
         self._world = world
         self._at_once = torch.device(world.device).type == "cpu" if at_once is None else at_once
 
     def check(self, loss: torch.Tensor) -> None:
-        """Looks at one loss, where that is for free.
+        """Checks a loss at once if that does not wait for a device.
 
         Raises:
-            ModuleError: It is not finite.
+            ModuleError: The loss is not finite.
         """
         if self._at_once and not math.isfinite(value := loss.item()):
             raise _stopped(value)
 
     def look_back(self, losses: torch.Tensor, steps: int, *, now: bool = False) -> None:
-        """Looks at the losses since it last did; every rank calls it after each step.
+        """Checks the losses since the last check, every few dozen steps; every rank calls it after each step.
 
         Args:
             losses: This rank's losses of the epoch, shape `(steps of the epoch,)`.
             steps: Number of steps of the epoch that were taken.
-            now: Whether it must not be put off, on all ranks or on none.
+            now: Whether to check now; the same on all ranks.
 
         Raises:
-            ModuleError: This rank's was the first that is not finite.
-            PeerFailure: That of another rank was.
+            ModuleError: The first loss that is not finite is this rank's.
+            PeerFailure: The first loss that is not finite is another rank's.
         """
         if self._at_once or (steps % _LOOK_STEPS and steps < len(losses) and not now):
             return
@@ -82,16 +82,16 @@ def _stopped(loss: float, *, step: int | None = None) -> ModuleError:
 
 
 def all_finite(loss: torch.Tensor, module: nn.Module, world: World) -> bool:
-    """Returns whether loss and gradients are finite in every rank; all of them call it.
+    """Returns whether loss and gradients are finite in every rank; a collective, called by every rank.
 
     Args:
         loss: This rank's loss, a scalar.
-        module: Holds the gradients of a step; of sharded ones each rank looks at its own.
+        module: Holds the gradients of a step; each rank checks its own shards of sharded ones.
         world: This rank's place.
     """
     gradients = [local(p.grad) for p in module.parameters() if p.grad is not None]
     dense = [part._values() if part.is_sparse else part for part in gradients]
-    # The largest element: no sum that could overflow. An empty share has none.
+    # The largest element, because a sum could overflow. Empty shards have none.
     largest = nn.utils.get_total_norm([part for part in dense if part.numel()], math.inf)
     finite = (loss.isfinite() & largest.isfinite()).float()
     if world.world_size > 1:

@@ -1,6 +1,6 @@
 """Batch normalisation with the statistics of the rows of all ranks.
 
-`torch.nn.SyncBatchNorm` runs on GPUs alone, and would count the stand-in rows of a rank that has none.
+`torch.nn.SyncBatchNorm` runs on GPUs only, and would count the placeholder rows of ranks without rows.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ __all__ = ["Presence", "has_batch_norm", "synchronise"]
 
 @dataclass
 class Presence:
-    """Whether this rank's part of the step that is trained holds rows, and not only stand-ins for them."""
+    """Whether this rank has real rows in the current step, and not only placeholder rows."""
 
     rows: bool = True
 
 
 def has_batch_norm(module: nn.Module) -> bool:
-    """Whether a part of the module normalises over its batch, and so takes two rows at least."""
+    """Returns whether the module has batch normalisation, which needs at least two rows in training."""
     return any(isinstance(part, _BatchNorm) for part in module.modules())
 
 
 def synchronise(module: nn.Module, presence: Presence, *, compiled: bool = False) -> None:
-    """Lets the module's batch normalisation train on the statistics of all ranks' rows.
+    """Makes the module's batch normalisation use the statistics of all ranks' rows in training.
 
-    Only `forward` is another one. Class, parameters, buffers and their names stay.
+    It replaces only `forward`; class, parameters, buffers and their names stay.
 
     Args:
-        module: Whose parts are changed.
-        presence: What the training loop keeps up to date.
-        compiled: Whether the module will be compiled, which takes a break at each collective.
+        module: The module to change in place.
+        presence: The engine updates it before each step.
+        compiled: Whether the module will be compiled, which needs a graph break at each collective.
 
     Raises:
-        ModuleError: A part computes batch normalisation in a way of its own.
+        ModuleError: A batch normalisation has its own `forward`.
     """
     forward = torch.compiler.disable(_forward) if compiled else _forward  # type: ignore[no-untyped-call]
     for name, part in module.named_modules():
@@ -70,7 +70,8 @@ def _forward(norm: Any, presence: Presence, x: torch.Tensor) -> torch.Tensor:
     def real(values: torch.Tensor) -> torch.Tensor:
         return values if presence.rows else values[:0]
 
-    # Two passes, first the mean, then the squares around it: sums of squares alone lose what is small beside the mean.
+    # Two passes, first the mean, then the squared deviations: plain sums of squares lose a variance much smaller than
+    # the mean.
     count = wide.new_full([1], real(wide).numel() // wide.shape[1])
     sums = _sum_over_ranks(torch.cat([real(wide).sum(axes), count]))
     mean, count = sums[:-1] / sums[-1], sums[-1].detach()
@@ -87,7 +88,7 @@ def _forward(norm: Any, presence: Presence, x: torch.Tensor) -> torch.Tensor:
 
 
 def _track(norm: Any, mean: torch.Tensor, variance: torch.Tensor) -> None:
-    """Moves the running statistics, by `momentum` or, without one, to the mean of all batches."""
+    """Updates the running statistics by `momentum`; without one, to the mean over all batches."""
     if not norm.track_running_stats or norm.running_mean is None:
         return
     norm.num_batches_tracked.add_(1)
@@ -97,9 +98,9 @@ def _track(norm: Any, mean: torch.Tensor, variance: torch.Tensor) -> None:
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """A sum that every rank goes on from: its gradient is the sum of all ranks' gradients.
+    """An all-reduce sum with a gradient, which is the sum of all ranks' gradients.
 
-    The one in `torch.distributed.nn` is deprecated, in favour of a private one.
+    The one in `torch.distributed.nn` is deprecated in favour of a private one.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""What torch says where a Param asks for more than a worker or a module can do, in the user's terms."""
+"""Replaces torch's errors that a Param has caused by errors that name the Param."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NO_COMPILER = ("InvalidCxxCompiler", "No working C++ compiler", "Failed to find
 
 @contextmanager
 def explained(config: TrainConfig) -> Iterator[None]:
-    """A block in which errors that a Param has brought about name it.
+    """Context that replaces errors that a Param has caused by errors that name the Param.
 
     Raises:
         ModuleError: The module has an operation that cannot be deterministic.
@@ -63,7 +63,7 @@ def explained(config: TrainConfig) -> Iterator[None]:
 
 
 def _less_memory(config: TrainConfig) -> str:
-    """Returns what of a device's memory a configuration could save, the cheapest first."""
+    """Returns a hint with ways to save device memory, the cheapest first."""
     ways = ["a smaller microBatchSize takes fewer rows through the module at a time, with the same result"]
     if config.precision in ("fp32", "tf32"):
         ways.append("precision='bf16' halves its activations")

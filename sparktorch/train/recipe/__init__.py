@@ -1,1 +1,1 @@
-"""How module, loss, optimizer and schedule are made, and tried on one row."""
+"""Builds module, loss, optimizer and schedule, and tries them on one row."""

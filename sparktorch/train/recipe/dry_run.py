@@ -42,9 +42,9 @@ class ArgumentSpec:
     """One tensor that `forward` gets.
 
     Attributes:
-        name: Who knows it by what name.
+        name: Label for messages, such as `column 'x'`.
         dtype: Its dtype.
-        shape: One row's shape, where rows may differ that of the first.
+        shape: One row's shape; if rows differ, that of the first, and empty for jagged tensors.
         layout: Its layout, "strided", "sparse_csr" or "jagged".
     """
 
@@ -56,16 +56,16 @@ class ArgumentSpec:
 
 @dataclass(frozen=True)
 class DryRunResult:
-    """What the dry run found out.
+    """The result of the dry run.
 
     Attributes:
-        outputs: What `forward` returns.
-        classes: Number of classes a classifier tells apart, `None` for other tasks.
+        outputs: One spec per tensor that `forward` returned.
+        classes: Number of a classifier's classes, `None` for other tasks.
         unused_parameters: Whether a trainable parameter got no gradient.
-        state_bytes: That the module's state dict takes.
-        aligned: Output and label as from `align`, until the metrics are tried on them.
-        metrics: The recipe's metrics, with what they ask for and the dry run knows filled in; see `complete`.
-        arguments: What `forward` got.
+        state_bytes: Size of the module's state dict in bytes.
+        aligned: Output and label as from `align`; removed once the metrics have been tried on them.
+        metrics: The recipe's metrics, with `task` and `num_classes` filled in; see `complete`.
+        arguments: One spec per argument that `forward` got.
     """
 
     outputs: tuple[OutputSpec, ...]
@@ -77,14 +77,14 @@ class DryRunResult:
     arguments: tuple[ArgumentSpec, ...] = ()
 
     def packed(self) -> tuple[dict[str, Any], bytes]:
-        """Returns it, without metrics, as JSON-ready values, and output and label as `torch.save` writes them."""
+        """Returns the result without metrics as JSON-ready values, and output and label as `torch.save` bytes."""
         content = io.BytesIO()
         torch.save(_on_host(self.aligned), content)
         return asdict(replace(self, aligned=(None, None), metrics={})), content.getvalue()
 
     @classmethod
     def unpacked(cls, meta: Mapping[str, Any], content: bytes) -> DryRunResult:
-        """Returns what `packed` was called on; nothing is unpickled but tensors in plain containers."""
+        """Rebuilds a result from `packed`; unpickles only tensors in plain containers."""
         return cls(
             outputs=tuple(OutputSpec(found["name"], tuple(found["shape"])) for found in meta["outputs"]),
             classes=meta["classes"],
@@ -111,15 +111,15 @@ def dry_run(
         recipe: What is trained.
         task: What the labels mean.
         seed: Seed of the initial weights.
-        inputs: One tensor of shape `(rows, ...)` per argument of `forward`, keyed by what the
-            user knows it by.
+        inputs: One tensor of shape `(rows, ...)` per argument of `forward`, keyed by its label for
+            messages, such as `column 'x'`.
         label: Labels of shape `(rows, ...)`, or `None`.
         weighted: Whether rows will have weights.
-        device: Where.
+        device: The device to run on.
 
     Raises:
         ModuleError: The module, loss or optimizer cannot be built or does not fit the columns.
-        ConfigError: Patterns of parameter names or options of the optimizer do not fit.
+        ConfigError: Name patterns or options in `freeze` or `parameter_groups` do not fit the module or optimizer.
     """
     module = recipe.build_module(seed).to(device)
     inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
@@ -166,17 +166,17 @@ def dry_run(
 
 
 def complete(trial: DryRunResult, metrics: Mapping[str, Any], task: Task) -> DryRunResult:
-    """Returns what a dry run found with the metrics, tried on what the module returned.
+    """Tries the metrics on the dry run's output; returns its result with the metrics.
 
     Raises:
-        ConfigError: One of them cannot be built or computed; names it.
+        ConfigError: A metric cannot be built or computed; names the metric.
     """
     tried = try_metrics(metrics, task, trial.classes, *trial.aligned)
     return replace(trial, metrics=tried, aligned=(None, None))
 
 
 def _on_host(value: Any) -> Any:
-    """Returns tensors, and those in tuples, lists and mappings, detached and on the CPU."""
+    """Returns tensors, also those in tuples, lists and mappings, detached and on the CPU."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
     if isinstance(value, Mapping):
@@ -191,7 +191,7 @@ def _argument(name: str, tensor: torch.Tensor) -> ArgumentSpec:
 
 
 def _try_loss(loss: Loss, task: Task, output: Any, label: torch.Tensor | None, weight: torch.Tensor | None) -> None:
-    """Runs a loss forward and backward on a few rows, and on the first of them alone."""
+    """Runs a loss forward and backward on a few rows, and forward on the first one and two."""
     got = "" if label is None else f" and labels {_describe(label)}"
     hint = f"the module returned {_describe(output)}{got}"
 
@@ -210,7 +210,7 @@ def _try_step(
     label: torch.Tensor | None,
     weight: torch.Tensor | None,
 ) -> None:
-    """Runs a training step forward and backward on a few rows, and on the first of them alone."""
+    """Runs a training step forward and backward on a few rows, and forward on the first one and two."""
 
     def batch(rows: int) -> Batch:
         first = [None if tensor is None else tensor[:rows] for tensor in (label, weight)]
@@ -227,7 +227,7 @@ def _try_step(
 
 @contextmanager
 def _refusing(what: str, param: str, hint: str) -> Iterator[None]:
-    """Turns what a user's function raises into an error that names the function."""
+    """Context that turns an exception of a user's function into an error that names the function."""
     try:
         yield
     except SparkTorchError:
@@ -239,7 +239,7 @@ def _refusing(what: str, param: str, hint: str) -> Iterator[None]:
 def _check_pairs(per_row: Callable[[int], Any], what: str, param: str, hint: str) -> None:
     """Refuses a loss that pairs every row with every other by broadcasting `(rows, 1)` with `(rows,)`."""
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.filterwarnings("error", message="Using a target size")  # torch's own losses say it so
+        warnings.filterwarnings("error", message="Using a target size")  # how torch's own losses report it
         losses = [per_row(rows) for rows in (1, 2)]
     if all(isinstance(loss, torch.Tensor) for loss in losses) and losses[0].shape[1:] != losses[1].shape[1:]:
         raise ModuleError(
@@ -272,13 +272,13 @@ def describe_outputs(output: Any) -> tuple[OutputSpec, ...]:
 
 
 def _together(inputs: Mapping[str, torch.Tensor]) -> str:
-    """Returns what else there is where several columns of numbers are arguments of their own."""
+    """Returns a hint at `assembleInputs` if several arguments are columns of numbers, else an empty string."""
     numbers = [tensor for tensor in inputs.values() if tensor.dim() == 1]
     return "\n     assembleInputs=True makes one tensor of columns of numbers" if len(numbers) > 1 else ""
 
 
 def _check_classes(task: Task, output: Any, loss: str) -> int | None:
-    """Returns the number of classes of a classifier, having refused outputs that cannot be scores."""
+    """Returns a classifier's number of classes, else `None`; raises if the output cannot be scores or values."""
     if task == "generic":
         return None
     if not isinstance(output, torch.Tensor) or output.dim() > 2:

@@ -1,4 +1,4 @@
-"""What users name: classes of torch, import paths, callables; and how messages call them."""
+"""Resolves class names of torch, import paths and callables, and names them in messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,18 @@ __all__ = ["look_up", "name_of", "parameters_of", "signature_of"]
 
 
 def look_up(value: Any, namespace: Any, base: type, what: str, *, suffix: str = "") -> Any:
-    """Resolves the name of a class in a torch namespace, an import path, or passes a callable on."""
+    """Resolves the name of a class in a torch namespace or an import path; returns a callable as it is.
+
+    Args:
+        value: Name, import path or callable.
+        namespace: The torch module to search.
+        base: Base class of the valid classes.
+        what: The Param, for messages.
+        suffix: End of the valid names.
+
+    Raises:
+        ModuleError: The name is unknown, or the value is neither a name nor a callable.
+    """
     if not isinstance(value, str):
         if callable(value):
             return value
@@ -31,12 +42,12 @@ def look_up(value: Any, namespace: Any, base: type, what: str, *, suffix: str = 
 
 
 def name_of(value: Any) -> str:
-    """Returns how messages call a class, function or instance."""
+    """Returns the name of a class or function, or of an instance's class, for messages."""
     return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
 def parameters_of(factory: Any) -> Mapping[str, inspect.Parameter]:
-    """Returns the parameters of a callable by name; none where its signature is not known."""
+    """Returns the parameters of a callable by name; an empty mapping if its signature is unknown."""
     try:
         return inspect.signature(factory).parameters
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""The reduction of the loss: weighted sums of what is computed per row, their weights, and the means of both.
+"""Loss reduction: weighted sums of per-row losses and metrics, and their means over batches and ranks.
 
 No other file weighs or divides losses.
 """
@@ -26,17 +26,17 @@ Sums = Mapping[str, tuple[torch.Tensor, torch.Tensor | int]]  # weighted sums, a
 
 
 def step_scales(weights: torch.Tensor, divisor: int) -> list[float]:
-    """Returns factors for the sums of a rank's weighted losses, by step: gradients are those of the mean.
+    """Returns the factor of a rank's weighted loss sum, by step, with which gradients are those of the mean loss.
 
     Args:
         weights: Weight of the rows of each step over all ranks, float64 of shape `(steps,)`.
-        divisor: What the strategy divides summed gradients by.
+        divisor: Number by which the strategy divides summed gradients.
     """
     return [divisor / weight if weight > 0 else 0.0 for weight in weights.tolist()]
 
 
 def mean_of(total: float, weight: float) -> float:
-    """Returns a weighted mean, of the weighted sum and the sum of the weights; NaN where nothing has a weight."""
+    """Returns a weighted mean from the weighted sum and the sum of weights; NaN if the weights sum to zero."""
     return total / weight if weight else math.nan
 
 
@@ -56,7 +56,7 @@ def weigh(losses: Any, rows: int, weight: torch.Tensor | None, *, what: str, par
         losses: Shape `(rows, ...)`, or a scalar: their mean.
         rows: Number of rows.
         weight: float32 weights of shape `(rows,)`, or `None` for ones.
-        what: Who computed the losses, for messages.
+        what: The function that computed the losses, for messages.
         param: The Param that named it.
 
     Raises:
@@ -98,13 +98,13 @@ class TrainingStep:
         self._function = function
 
     def __call__(self, module: nn.Module, batch: Batch) -> tuple[torch.Tensor, Sums]:
-        """Returns the weighted sum of the rows' losses, and those of the metrics.
+        """Returns the weighted sum of the rows' losses, a scalar tensor, and the sums of the metrics.
 
         Raises:
-            ModuleError: The callable returned something else than it should.
+            ModuleError: The callable returned an invalid value.
         """
         losses, metrics = self.per_row(module, batch)
-        rows = batch.rows or len(batch.inputs[0])  # stand-ins are complete, and weigh nothing
+        rows = batch.rows or len(batch.inputs[0])  # placeholder rows are complete, with weight zero
         if isinstance(losses, torch.Tensor):
             losses = _without_filler(losses, batch).to(torch.promote_types(losses.dtype, torch.float32))
         total = weigh(losses, rows, batch.loss_weight, what=f"trainingStep {self.name}", param="trainingStep")
@@ -136,7 +136,7 @@ class TrainingStep:
 
 
 def _without_filler(values: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Returns what was computed of a batch without the rows that fill it up."""
+    """Returns a batch's values without those of rows added to reach the minimum rows."""
     filled = 0 < batch.rows < len(batch.inputs[0])
     return values[: batch.rows] if filled and values.dim() and len(values) == len(batch.inputs[0]) else values
 
@@ -164,13 +164,13 @@ class Means:
             self._sums[name] = before[0] + value, before[1] + weight
 
     def clear(self) -> None:
-        """Starts anew."""
+        """Removes all sums."""
         self._sums = {}
 
     def over_ranks(self, world: World) -> dict[str, float]:
-        """Returns each mean, over the rows for which its name was given; every rank calls it."""
+        """Returns the means, each over the rows that have its name; a collective, called by every rank."""
         ours = self.state_dict()
-        # Ranks may have met different names, so that tensors would not line up.
+        # Ranks may have different names, so tensors of sums would not match.
         every: list[Any] = [ours]
         if world.world_size > 1:
             every = [None] * world.world_size
@@ -188,7 +188,7 @@ def _wide(value: torch.Tensor | int) -> torch.Tensor | int:
 
 
 class Loss:
-    """One loss per row, whatever the user's loss returns."""
+    """The user's loss, built to return one loss per row."""
 
     def __init__(self, loss: str | Callable[..., torch.Tensor] | None, params: Mapping[str, Any]) -> None:
         """Resolves a name, class or callable; classes with a `reduction` are made with "none".
@@ -269,7 +269,7 @@ class Loss:
 
 
 def _rows(output: Any) -> int:
-    """Number of rows of an output: of the tensor, or of the first one in a tuple or mapping."""
+    """Returns the number of rows of an output: a tensor, or the first one in a tuple or mapping."""
     while not isinstance(output, torch.Tensor):
         output = next(iter(output.values() if isinstance(output, Mapping) else output))
     return len(output)

@@ -19,9 +19,9 @@ _WARMUP_EPOCHS = 5  # Goyal et al. 2017, section 2.2
 class Schedule:
     """Steps a scheduler after each optimizer step or each epoch, and warms up the first steps.
 
-    With a reference batch size, the optimizer's learning rate is `batch size / reference` times the
-    user's, reached from the user's own, up or down, by a linear warm-up over the first five epochs: the
-    linear scaling rule of Goyal et al. 2017 (https://arxiv.org/abs/1706.02677).
+    With a reference batch size, it applies the linear scaling rule of Goyal et al. 2017
+    (https://arxiv.org/abs/1706.02677): the learning rate moves linearly from the user's to
+    `batch size / reference` times the user's over the first five epochs.
     """
 
     def __init__(self, recipe: Recipe, config: TrainConfig, optimizer: torch.optim.Optimizer, steps: int) -> None:
@@ -30,7 +30,7 @@ class Schedule:
         Args:
             recipe: Names the scheduler.
             config: Says when it steps.
-            optimizer: Whose learning rates it sets.
+            optimizer: The optimizer whose learning rates it sets.
             steps: Number of steps in an epoch.
         """
         self._optimizer = optimizer
@@ -64,7 +64,7 @@ class Schedule:
         groups = self._optimizer.param_groups
         self._last_rate = groups[0]["lr"]
         if self._step <= self._warmup:
-            # The scheduler may compute the next rate from this one: it never sees the warm-up.
+            # A scheduler may compute the next rate from the current one: hide the warm-up's rate from it.
             factor = self._start + (1 - self._start) * self._step / self._warmup
             scheduled = [group["lr"] for group in groups]
             for group in groups:
@@ -79,11 +79,11 @@ class Schedule:
             self._scheduler.step()
 
     def epoch_done(self, record: Mapping[str, Any], *, validated: bool) -> None:
-        """Steps a scheduler that goes by epochs; one that waits for a plateau looks at losses of one kind.
+        """Steps a per-epoch scheduler. `ReduceLROnPlateau` sees validation losses only, or training losses only.
 
         Args:
-            record: Of the epoch.
-            validated: Whether there are validation rows, though not every epoch looks at them.
+            record: Record of the epoch.
+            validated: Whether there are validation rows; an epoch without a validation then has no loss for it.
         """
         if self._scheduler is None or self._by_step:
             return
@@ -95,13 +95,13 @@ class Schedule:
             self._scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns how far the schedule is, the learning rates included, of plain values."""
+        """Returns the schedule's state, with the learning rates, as plain values."""
         groups = [{name: value for name, value in group.items() if name != "params"} for group in self._groups]
         scheduler = None if self._scheduler is None else self._scheduler.state_dict()
         return {"step": self._step, "last_rate": self._last_rate, "groups": groups, "scheduler": scheduler}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from such a state."""
+        """Restores a state that `state_dict` returned."""
         self._step, self._last_rate = state["step"], state["last_rate"]
         if self._scheduler is not None:
             self._scheduler.load_state_dict(state["scheduler"])

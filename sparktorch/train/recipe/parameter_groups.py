@@ -15,14 +15,14 @@ __all__ = ["freeze", "group"]
 
 
 def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
-    """Takes the gradient from parameters whose names match; later patterns win over earlier ones.
+    """Freezes the parameters whose names match; later patterns override earlier ones.
 
     Args:
-        module: Whose parameters.
-        patterns: Globs, in which `*` matches dots too; `!pattern` takes some out again.
+        module: The module to change in place.
+        patterns: Globs, in which `*` matches dots too; `!pattern` excludes parameters from freezing.
 
     Raises:
-        ConfigError: A pattern matches no parameter, or they leave nothing to train.
+        ConfigError: A pattern matches no parameter, or no parameter is left to train.
     """
     if not patterns:
         return
@@ -42,15 +42,15 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def group(module: nn.Module, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the module's trainable parameters as an optimizer's groups: first those of no group.
+    """Returns the module's trainable parameters as an optimizer's groups; those without a group come first.
 
     Args:
-        module: Whose parameters.
-        groups: Globs of names under "params", one or several, and options of the optimizer. The first
-            group that matches a name holds.
+        module: The module that has the parameters.
+        groups: Options of the optimizer, with a glob or a list of globs under "params". A parameter
+            belongs to the first group that matches its name.
 
     Raises:
-        ConfigError: A group has no patterns, or a pattern no parameter, or a group none that is its own.
+        ConfigError: A group has no patterns, a pattern matches no parameter, or a group is left without parameters.
     """
     named = dict(module.named_parameters(remove_duplicate=False))
     rest = {parameter: None for parameter in named.values() if parameter.requires_grad}  # in order, tied ones once
@@ -80,7 +80,7 @@ def group(module: nn.Module, groups: Sequence[Mapping[str, Any]]) -> list[dict[s
 
 
 def _matching(pattern: str, names: Iterable[str], param: str) -> set[str]:
-    """Returns the names that match, having refused a pattern that matches none."""
+    """Returns the names that match a pattern; raises `ConfigError` if there are none."""
     found = {name for name in names if fnmatchcase(name, pattern)}
     if not found:
         known = dict.fromkeys(part for name in names for part in _prefixes(name))
@@ -94,6 +94,6 @@ def _matching(pattern: str, names: Iterable[str], param: str) -> set[str]:
 
 
 def _prefixes(name: str) -> list[str]:
-    """Returns a name and the names of the modules around it."""
+    """Returns a parameter's name and the names of the modules that contain it."""
     parts = name.split(".")
     return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]

@@ -1,4 +1,4 @@
-"""What to train: how module, loss and optimizer are made, as a value that travels to the ranks."""
+"""What to train: the factories of module, loss and optimizer, as a value that is sent to the ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Recipe:
     Attributes:
         module: An `nn.Module` class or factory, its import path `"pkg.mod:Net"`, or an instance.
         module_params: Keyword arguments of the factory.
-        initial: Weights to start from, a safetensors file; empty for those that the factory makes.
+        initial: Initial weights as safetensors bytes; empty for those that the factory makes.
         loss: The name of a class in `torch.nn`, an import path, or a callable `(output, label)`
             that returns one loss per row, or their mean; `None` with a training step.
         loss_params: Keyword arguments of a loss class.
@@ -43,12 +43,12 @@ class Recipe:
             `(optimizer, **params)`; `None` for a constant learning rate.
         scheduler_params: Keyword arguments of the scheduler.
         training_step: A callable `(module, batch)` that returns the loss, or the loss and a mapping of
-            metrics, or its import path; in place of `loss`.
+            metrics, or its import path; used instead of `loss`.
         parameter_groups: Options of the optimizer for parameters whose names match the patterns
-            under "params"; the first group that matches a name holds.
-        freeze: Patterns of names of parameters that are not trained; `"!pattern"` takes some out again.
-        metrics: Further validation metrics by name: names of classes in torchmetrics, factories or instances.
-        callbacks: What is called as the training goes on.
+            under "params". A parameter belongs to the first group that matches its name.
+        freeze: Name patterns of parameters that are not trained; `"!pattern"` excludes parameters from freezing.
+        metrics: Additional validation metrics by name: names of classes in torchmetrics, factories or instances.
+        callbacks: Callbacks to call during training.
     """
 
     module: ModuleSource
@@ -71,8 +71,8 @@ class Recipe:
         """Builds the module; the same seed gives the same initial weights in every process.
 
         Raises:
-            ModuleError: The factory fails, or what it returns is no `nn.Module`.
-            ConfigError: The module has no such parameters to freeze.
+            ModuleError: The factory fails, or its result is not an `nn.Module`.
+            ConfigError: A `freeze` pattern matches no parameter, or no parameter is left to train.
         """
         module = self._make_module(seed)
         freeze(module, self.freeze)
@@ -116,7 +116,7 @@ class Recipe:
         return Loss(self.loss, self.loss_params)
 
     def build_training_step(self) -> TrainingStep | None:
-        """Builds the training step, `None` where there is none and the loss counts.
+        """Builds the training step; returns `None` if the recipe has a loss instead.
 
         Raises:
             ModuleError: It cannot be imported or called.
@@ -129,8 +129,8 @@ class Recipe:
     def build_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
         """Builds the optimizer over the module's trainable parameters.
 
-        It is the fused one where torch has such a kernel, the user has not chosen another, and
-        neither complex parameters nor sparse gradients stand in its way.
+        It uses torch's fused kernel if the optimizer has one, the user has not chosen another, and the
+        parameters and gradients permit it: no complex parameters, no sparse gradients.
 
         Raises:
             ModuleError: The optimizer is unknown or does not take its parameters.
@@ -147,26 +147,26 @@ class Recipe:
         return optimizer
 
     def check_optimizer(self, module: nn.Module) -> None:
-        """Refuses what `build_optimizer` would refuse, mostly without building one.
+        """Raises the errors of `build_optimizer`, mostly without building an optimizer.
 
         The first optimizer of a process imports `torch._dynamo`, which takes a second. torch's own
-        optimizers check their options before they miss the parameters.
+        optimizers check their options before they refuse an empty list of parameters.
 
         Raises:
             ModuleError: The optimizer is unknown or does not take its parameters.
-            ConfigError: It does not take those of a group.
+            ConfigError: It does not take the options of a parameter group.
         """
         factory, _, options = self.optimizer_call(module)
         known: Mapping[str, Any] | None = None
         if not getattr(factory, "__module__", "").startswith("torch.optim."):
             known = self.build_optimizer(module).defaults
         elif _refusal(factory, options):
-            self.build_optimizer(module)  # says why
+            self.build_optimizer(module)  # raises with the reason
         for number, given in enumerate(self.parameter_groups):
             own = {name: value for name, value in given.items() if name != "params"}
             if known is None:
                 reason = _refusal(factory, {**options, **own})
-            else:  # groups keep options that nobody looks at
+            else:  # an optimizer silently keeps unknown options of a group
                 reason = ", ".join(f"unknown option {name!r}" for name in own if name not in known)
             if reason:
                 raise ConfigError(
@@ -176,11 +176,11 @@ class Recipe:
                 )
 
     def build_scheduler(self, optimizer: torch.optim.Optimizer, steps: int) -> Any:
-        """Builds the scheduler, `None` where none is named.
+        """Builds the scheduler; returns `None` if the recipe has none.
 
         Args:
-            optimizer: Whose learning rates it sets.
-            steps: How often it will step: its `T_max` or `total_steps`, unless the user says otherwise.
+            optimizer: The optimizer whose learning rates it sets.
+            steps: Number of scheduler steps in the training, the default of its `T_max` or `total_steps`.
 
         Raises:
             ModuleError: The scheduler is unknown or does not take its parameters.
@@ -194,10 +194,10 @@ class Recipe:
             raise self._wrong_scheduler(factory, error) from error
 
     def check_scheduler(self) -> None:
-        """Refuses a scheduler that is unknown or does not take its parameters, without building it.
+        """Checks the scheduler's name and parameters against its signature, without building it.
 
         Raises:
-            ModuleError: As `build_scheduler`, for all that the signature shows.
+            ModuleError: The scheduler is unknown or its signature does not take its parameters.
         """
         if self.scheduler is None:
             return
@@ -228,7 +228,7 @@ class Recipe:
 
         Raises:
             ModuleError: The optimizer is unknown.
-            ConfigError: The module has no parameters for a group.
+            ConfigError: A parameter group is invalid or without parameters.
         """
         factory = look_up(self.optimizer, torch.optim, torch.optim.Optimizer, "optimizer")
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -237,7 +237,7 @@ class Recipe:
         dense = all(p.is_floating_point() for p in parameters) and not any(
             makes_sparse_gradients(part) for part in module.modules()
         )
-        # Of the fused kernels, these two take parameters that are divided among ranks.
+        # Among the fused kernels, only those of Adam and AdamW take sharded parameters.
         whole = not any(hasattr(p, "to_local") for p in parameters) or factory in (torch.optim.Adam, torch.optim.AdamW)
         if "fused" in parameters_of(factory) and dense and whole and not chosen:
             options["fused"] = True
@@ -245,12 +245,12 @@ class Recipe:
 
 
 def makes_sparse_gradients(part: nn.Module) -> bool:
-    """Whether a part of a module, not one within it, is trained with sparse gradients, as torch's embeddings may be."""
+    """Returns whether a module itself, not a child, has sparse gradients, as torch's embeddings may have."""
     return getattr(part, "sparse", None) is True and any(p.requires_grad for p in part.parameters(recurse=False))
 
 
 def _refusal(factory: Any, options: Mapping[str, Any]) -> str:
-    """Returns why one of torch's optimizers does not take its options, empty where it does."""
+    """Returns why one of torch's optimizers refuses its options; empty if it takes them."""
     try:
         factory([], **options)
     except (TypeError, ValueError, RuntimeError) as error:

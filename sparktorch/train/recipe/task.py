@@ -1,4 +1,4 @@
-"""What the labels mean: how outputs and labels meet in the loss, and what validation counts."""
+"""What the labels mean: matches outputs with labels for the loss and for validation."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def align(task: Task, output: Any, label: torch.Tensor | None) -> tuple[Any, tor
     """Brings output and label into the shapes and dtypes that losses expect.
 
     A trailing axis of one is dropped where the label has none: torch's element-wise losses would
-    broadcast `(rows, 1)` against `(rows,)` to `(rows, rows)` without an error. One score a row is
-    a two-class problem, whose losses want labels of the score's dtype.
+    broadcast `(rows, 1)` against `(rows,)` to `(rows, rows)` without an error. One score per row is
+    a two-class problem, whose losses need labels of the score's dtype.
 
     Args:
         task: What the labels mean.
@@ -35,13 +35,13 @@ def align(task: Task, output: Any, label: torch.Tensor | None) -> tuple[Any, tor
 
 
 def autocast(device: torch.device, precision: Precision) -> AbstractContextManager[Any]:
-    """Returns a block, to be entered as often as one likes, in which modules compute in that precision."""
+    """Returns a reusable context in which modules compute in that precision."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     return torch.autocast(device.type, dtype) if dtype else nullcontext()
 
 
 def classes_in(shape: tuple[int, ...]) -> int:
-    """Number of classes a classifier tells apart, from one row's shape of its output."""
+    """Returns a classifier's number of classes, from the shape of its output for one row."""
     return max(2, shape[0] if shape else 1)
 
 
@@ -51,7 +51,7 @@ def predicted(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
 
 
 def correct(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    """Returns per row whether a classifier is right; `output` and `label` as from `align`."""
+    """Returns per row whether a classifier is right, as bool; `output` and `label` as from `align`."""
     return predicted(output, label) == label
 
 

@@ -1,1 +1,1 @@
-"""How the ranks share the work: one file a strategy, registered in `registry`."""
+"""How the ranks share the work: one file per strategy, registered in `registry`."""

@@ -1,4 +1,4 @@
-"""What the training loop asks of a strategy, and what most strategies answer."""
+"""The interface between the training loop and a strategy, with defaults that suit most strategies."""
 
 from __future__ import annotations
 
@@ -30,27 +30,26 @@ O = TypeVar("O")  # noqa: E741 - the options of a strategy
 class Strategy(ABC, Generic[O]):
     """How the ranks of a process group share the training of one model.
 
-    On the driver, `check` refuses what does not go together with the strategy. In every rank, the engine calls, in
+    On the driver, `check` refuses settings that the strategy does not support. In every rank, the engine calls, in
     this order:
 
     1. `prepare(module)`, which returns the module that is called from then on, and `optimizer(recipe, module)`;
-    2. where checkpoints are kept, `warm_up_passes` forward and backward passes without a step; where training goes on
-       from one, `load_own_state`;
+    2. with checkpoints, `warm_up_passes` forward and backward passes without a step; to resume from a checkpoint,
+       `load_own_state`;
     3. in each step, forward and backward of each micro-batch (all but the last within `no_sync`), `before_step`,
-       `gradient_norm` or `clip_gradients` where they are asked for, the optimizer's step, and `after_step`;
-    4. for each validation, the block of `evaluating`; for each checkpoint, `saves` and `own_state`; after each epoch,
+       `gradient_norm` or `clip_gradients` if needed, the optimizer's step, and `after_step`;
+    4. for each validation, the context of `evaluating`; for each checkpoint, `saves` and `own_state`; after each epoch,
        `metrics`;
-    5. `state_dict`, whenever the whole model is wanted.
+    5. `state_dict`, whenever the whole model is needed.
 
-    Every rank calls every method at the same place, for any of them may be a collective.
+    Every rank calls every method at the same point, because any of them may be a collective.
 
     Attributes:
         options_type: A dataclass of the strategy's options, `strategyParams`.
-        collective_forward: Whether a forward pass waits for the other ranks, so that all must take equally many.
-        waits_for_device: Whether each step waits for the device anyway, so that the ranks look at losses each by
-            itself.
-        warm_up_passes: Number of passes after which gradients are summed in their final order.
-        resumable: Whether `named_tensors` holds all of its state, so that a checkpoint has it.
+        collective_forward: Whether a forward pass is a collective, so that all ranks need the same number of passes.
+        waits_for_device: Whether each step waits for the device anyway, so that each rank can check its losses at once.
+        warm_up_passes: Passes that warm up the reducer, after which it sums gradients in their final order.
+        resumable: Whether a checkpoint can hold all of its state.
         own_batches: Whether each rank trains a model of its own, on batches of its own.
     """
 
@@ -68,19 +67,19 @@ class Strategy(ABC, Generic[O]):
 
     @classmethod
     def check(cls, config: TrainConfig, recipe: Recipe, options: O) -> None:
-        """Refuses, on the driver, what does not go together with this strategy.
+        """Refuses, on the driver, settings that this strategy does not support.
 
         Raises:
-            ConfigError: Names the Params.
+            ConfigError: A setting is not supported; names the Params.
         """
 
     @classmethod
     def needs_group(cls, options: O) -> bool:
-        """Whether even a rank that is alone needs a process group, for what torch does in one only."""
+        """Returns whether even a single rank needs a process group, for options that torch supports only in one."""
         return False
 
     def __init__(self, config: TrainConfig, world: World, options: O) -> None:
-        """Takes the configuration, the rank it works for, and its own options."""
+        """Takes the configuration, the rank's world, and the strategy's options."""
         self._config = config
         self._world = world
         self._options = options
@@ -89,7 +88,7 @@ class Strategy(ABC, Generic[O]):
     @cached_property
     def mesh(self) -> DeviceMesh:
         """The ranks as a mesh of one dimension, named `data`."""
-        # Of the group that is open: init_device_mesh opens another one on hosts with a GPU, for ranks on CPUs.
+        # Uses the open group: for CPU ranks on hosts with a GPU, init_device_mesh would open another one.
         group = dist.group.WORLD
         assert group is not None
         return DeviceMesh.from_group(group, self._device.type, mesh_dim_names=(_DATA,))
@@ -100,27 +99,27 @@ class Strategy(ABC, Generic[O]):
         return self._world.world_size == 1
 
     def saves(self, name: str) -> bool:
-        """Whether it falls to this rank to save a tensor of `state.named_tensors` that is not divided."""
+        """Returns whether this rank saves the unsharded tensor of that name."""
         return self._world.is_main
 
     def own_state(self) -> dict[str, torch.Tensor]:
-        """Returns what a rank keeps from step to step besides module and optimizer, by name, for `load_own_state`."""
+        """Returns the strategy's own state between steps, as tensors by name, for `load_own_state`."""
         return {}
 
     def load_own_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Goes on from what this rank's `own_state` returned; with another number of ranks, from that of rank 0."""
+        """Restores what this rank's `own_state` returned, or rank 0's if the number of ranks has changed."""
 
     @property
     def gradient_divisor(self) -> int:
-        """What the strategy divides summed gradients by; the loop multiplies the loss by it."""
+        """Number by which the strategy divides summed gradients; the loop multiplies the loss by it."""
         return self._world.world_size
 
     @abstractmethod
     def prepare(self, module: nn.Module) -> nn.Module:
-        """Returns the module that the loop calls, on the rank's device, its gradients reduced over the ranks.
+        """Returns the module that the loop calls: on the rank's device, and wrapped as the strategy needs it.
 
         Args:
-            module: The user's, on the CPU.
+            module: The user's module, on the CPU.
         """
 
     def optimizer(self, recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer:
@@ -137,14 +136,14 @@ class Strategy(ABC, Generic[O]):
         return module
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Returns a block in which backward adds to this rank's gradients and sends nothing."""
+        """Returns a context in which backward accumulates this rank's gradients without reducing them."""
         return nullcontext()
 
     def clip_gradients(self, module: nn.Module, *, norm: float | None, value: float | None) -> torch.Tensor | None:
-        """Limits the gradients of the whole model: each element, then the norm of all.
+        """Clips the gradients of the whole model, first each element by value, then all together by norm.
 
         Returns:
-            The norm before it was limited, a scalar tensor that may be divided among ranks; `None` without a limit.
+            The norm before clipping by norm, a scalar tensor that may be sharded; `None` if `norm` is `None`.
         """
         if value is not None:
             nn.utils.clip_grad_value_(module.parameters(), value)
@@ -163,15 +162,15 @@ class Strategy(ABC, Generic[O]):
         """Is called after each step of the optimizer."""
 
     def metrics(self) -> dict[str, float]:
-        """Returns what the strategy measured since the last call, over all ranks: part of an epoch's record."""
+        """Returns the strategy's metrics since the last call, over all ranks, for the epoch's record."""
         return {}
 
     @contextmanager
     def evaluating(self, module: nn.Module) -> Iterator[nn.Module]:
-        """A block in which every rank holds the same model, the one that training would now return.
+        """Context in which every rank holds the model that training would return now.
 
         Yields:
-            The module to call, whose forward waits for no other rank unless `collective_forward`.
+            The module to call; its forward pass is a collective only with `collective_forward`.
         """
         plain = self.unwrap(module)
         if not self.alone:
@@ -180,11 +179,11 @@ class Strategy(ABC, Generic[O]):
         yield plain
 
     def state_dict(self, module: nn.Module, *, copy: bool = False) -> dict[str, torch.Tensor]:
-        """Returns the whole model's state on the CPU; it is rank 0's to have, and empty elsewhere.
+        """Returns the whole model's state dict on the CPU in rank 0, an empty dict in other ranks.
 
         Args:
-            module: The one that `prepare` returned.
-            copy: Whether it must not share memory with the module.
+            module: The module that `prepare` returned.
+            copy: Whether the tensors must not share memory with the module.
         """
         with self.evaluating(module) as plain:
             if not self._world.is_main:
@@ -193,15 +192,15 @@ class Strategy(ABC, Generic[O]):
 
 
 def require_optimizer_class(config: TrainConfig, recipe: Recipe, each: str) -> str | type:
-    """Returns the optimizer's name or class, having refused a factory: a strategy builds several of them.
+    """Returns the optimizer's name or class, for a strategy that builds several optimizers.
 
     Args:
         config: Names the strategy.
         recipe: Names the optimizer.
-        each: For what it builds one each.
+        each: What each optimizer is built for, for the message.
 
     Raises:
-        ConfigError: The optimizer is no class.
+        ConfigError: The optimizer is a factory, not a class.
     """
     optimizer = recipe.optimizer
     if isinstance(optimizer, str) and ":" in optimizer:

@@ -1,10 +1,10 @@
-"""Data parallel: every rank holds the whole model, gradients are all-reduced while they appear.
+"""Data parallel: every rank holds the whole model, and gradients are all-reduced during backward.
 
 Li et al. 2020, PyTorch Distributed: Experiences on Accelerating Data Parallel Training
 (https://arxiv.org/abs/2006.15704).
 """
 
-# No postponed annotations here: torch reads those of a communication hook.
+# No `from __future__ import annotations`: torch inspects the annotations of communication hooks.
 import inspect
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -24,7 +24,7 @@ from sparktorch.train.strategies.base import Strategy
 
 __all__ = ["DDP", "DDPOptions"]
 
-_MEMORIES = ("error_dict", "p_memory_dict", "q_memory_dict")  # of PowerSGD, by the number of the bucket
+_MEMORIES = ("error_dict", "p_memory_dict", "q_memory_dict")  # PowerSGD's state, by bucket index
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -33,16 +33,16 @@ class DDPOptions:
     """Options of `ddp` and `zero1`; see `torch.nn.parallel.DistributedDataParallel`.
 
     Attributes:
-        bucket_cap_mb: Gradients are sent in buckets of this many MB; 0 sends each by itself. `None` is torch's
-            own choice: 25, and 1 for the first, which is sent while most of backward is still to come.
-        gradient_as_bucket_view: Whether gradients live in the buckets, which saves a copy of them.
+        bucket_cap_mb: Size of gradient buckets in MB; 0 sends each gradient by itself. `None` is torch's default: 25,
+            and 1 for the first bucket, so that sending starts early in backward.
+        gradient_as_bucket_view: Whether gradients are views of the buckets, which saves a copy of them.
         static_graph: Whether every step uses the same parameters, in the same order.
-        forward_sync_buffers: Whether rank 0's buffers go to every rank before each forward pass.
+        forward_sync_buffers: Whether rank 0 broadcasts its buffers before each forward pass.
         find_unused_parameters: Whether some parameters may get no gradient in a step; `None` lets the
-            dry run on the driver decide.
+            dry run decide.
         comm_hook: Sends gradients as "fp16" or "bf16", or compressed by "powerSGD".
-        powersgd_rank: Rank of the matrices that PowerSGD sends.
-        powersgd_start_step: Steps that PowerSGD sends whole gradients for, at first.
+        powersgd_rank: Rank of the low-rank matrices that PowerSGD sends.
+        powersgd_start_step: Number of first steps in which PowerSGD sends uncompressed gradients.
     """
 
     bucket_cap_mb: float | None = None
@@ -64,16 +64,16 @@ class DDPOptions:
 
 
 class DDP(Strategy[DDPOptions]):
-    """`DistributedDataParallel`; alone, the plain module."""
+    """`DistributedDataParallel`; a single rank uses the module unwrapped."""
 
     options_type = DDPOptions
-    warm_up_passes = 2  # buckets are built anew after the first backward (pytorch#35137)
+    warm_up_passes = 2  # buckets are rebuilt after the first backward (pytorch#35137)
 
     _compression: Any = None  # PowerSGD's state
 
     @classmethod
     def check(cls, config: TrainConfig, recipe: Recipe, options: DDPOptions) -> None:
-        """Refuses a static graph whose first backward sends nothing, at which torch learns the graph."""
+        """Refuses a static graph with micro-batches: torch records the graph in the first backward, which must sync."""
         if options.static_graph and (config.accumulation_steps > 1 or config.micro_batch_size is not None):
             raise ConfigError(
                 "strategyParams.static_graph does not go together with micro-batches",
@@ -82,7 +82,7 @@ class DDP(Strategy[DDPOptions]):
             )
 
     def prepare(self, module: nn.Module) -> nn.Module:
-        """Wraps the module; rank 0's initial parameters and buffers go to every rank."""
+        """Wraps the module, and broadcasts rank 0's initial parameters and buffers."""
         if "nccl" in backend_of(self._world.device) and not self.alone:
             _refuse_sparse(module)
         module.to(self._device)
@@ -115,10 +115,10 @@ class DDP(Strategy[DDPOptions]):
         return wrapped
 
     def _bucket_cap(self, module: nn.Module) -> float | None:
-        """Returns the size of buckets.
+        """Returns the size of buckets in MB; with PowerSGD over Gloo, one bucket has room for all gradients.
 
-        PowerSGD's hook sends three times for each, the later ones from Gloo's threads as the earlier ones are through:
-        with several buckets their order differs between ranks, which then wait for each other for ever.
+        PowerSGD's hook makes three all-reduces per bucket, the later ones from Gloo's threads when the earlier ones
+        are done. With several buckets, their order would differ between ranks, which is a deadlock.
         """
         options = self._options
         if options.comm_hook != "powerSGD" or backend_of(self._world.device) != "gloo":
@@ -132,7 +132,7 @@ class DDP(Strategy[DDPOptions]):
         return 1 + sum(parameter.nbytes for parameter in module.parameters()) / (1 << 20)
 
     def own_state(self) -> dict[str, torch.Tensor]:
-        """Returns how far PowerSGD is, and for each bucket what it has not sent yet and its matrices."""
+        """Returns PowerSGD's step count and generator, and each bucket's error feedback and low-rank matrices."""
         if self._compression is None:
             return {}
         _, keys, place, *_ = self._compression.rng.get_state()
@@ -146,7 +146,7 @@ class DDP(Strategy[DDPOptions]):
         return found
 
     def load_own_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Goes on from it, without what is left to be sent if the number of ranks or the options have changed."""
+        """Restores PowerSGD's state, without the buckets' tensors if the number of ranks or the options differ."""
         compression = self._compression
         if compression is None or "steps" not in state:
             return
@@ -159,7 +159,7 @@ class DDP(Strategy[DDPOptions]):
             setattr(compression, name, {int(key): value.to(self._world.device) for key, value in values.items()})
 
     def _memory(self, name: str) -> str:
-        """Returns what the names of a memory's tensors begin with: all that their shapes depend on."""
+        """Returns the name prefix of a memory's tensors, which has all settings that their shapes depend on."""
         options = self._options
         return f"{name}.{self._world.world_size}.{options.powersgd_rank}.{options.bucket_cap_mb}."
 
@@ -168,12 +168,12 @@ class DDP(Strategy[DDPOptions]):
         return module.module if isinstance(module, DistributedDataParallel) else module
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Leaves out the all-reduce."""
+        """Returns a context without the all-reduce."""
         return module.no_sync() if isinstance(module, DistributedDataParallel) else nullcontext()
 
 
 def _refuse_sparse(module: nn.Module) -> None:
-    """Refuses gradients that NCCL does not add up (ProcessGroupNCCL.cpp, `allreduce_sparse`)."""
+    """Refuses sparse gradients that NCCL cannot reduce (ProcessGroupNCCL.cpp, `allreduce_sparse`)."""
     for name, part in module.named_modules():
         if makes_sparse_gradients(part):
             raise ModuleError(
@@ -184,7 +184,7 @@ def _refuse_sparse(module: nn.Module) -> None:
 
 
 def _without_buffers(options: DDPOptions) -> dict[str, bool]:
-    """Returns the argument that keeps buffers from being sent around, under its name in this version of torch."""
+    """Returns the argument that turns off the broadcast of buffers, by its name in this version of torch."""
     if options.forward_sync_buffers:
         return {}
     known = inspect.signature(DistributedDataParallel).parameters
@@ -192,7 +192,7 @@ def _without_buffers(options: DDPOptions) -> dict[str, bool]:
 
 
 def _narrow_all_reduce(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Averages a bucket in a narrower type. torch's own hook for bfloat16 takes NCCL only."""
+    """Averages a bucket in a narrower dtype. torch's own hook for bfloat16 supports NCCL only."""
     wide = bucket.buffer()
     narrow = wide.to(dtype).div_(dist.get_world_size())
     work: Any = dist.all_reduce(narrow, async_op=True)

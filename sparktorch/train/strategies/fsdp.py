@@ -1,8 +1,8 @@
-"""ZeRO stages 2 and 3: every rank keeps its share of gradients and optimizer state, and of the parameters.
+"""ZeRO stages 2 and 3: gradients, optimizer state and parameters are sharded among the ranks.
 
 Rajbhandari et al. 2020, ZeRO: Memory Optimizations Toward Training Trillion Parameter Models
 (https://arxiv.org/abs/1910.02054), sections 5.2 and 5.3; Zhao et al. 2023, PyTorch FSDP
-(https://arxiv.org/abs/2304.11277). Both are torch's `fully_shard` (FSDP2), which divides each
+(https://arxiv.org/abs/2304.11277). Both stages use torch's `fully_shard` (FSDP2), which shards each
 parameter along its first axis.
 """
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["ShardingOptions", "Zero2", "Zero3", "units"]
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward, at which parameters could be gathered
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward pass that could gather parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,13 +39,14 @@ class ShardingOptions:
     """Options of `zero2` and `zero3`; see `torch.distributed.fsdp.fully_shard`.
 
     Attributes:
-        min_parameters: Parts of the module with at least so many parameters are gathered, and their
-            gradients reduced, by themselves; what is left goes with the whole module.
-        wrap_classes: Names of the classes of those parts, such as a transformer's layers, in place of the size.
-        activation_checkpointing: Whether those parts keep no activations, and compute them again in backward.
-        param_dtype: Parameters are gathered and used in this type; `None` leaves them as they are.
-        reduce_dtype: Gradients are reduced in this type; `None` takes that of the parameters.
-        cpu_offload: Whether a GPU's share of parameters, gradients and optimizer state lies in host memory.
+        min_parameters: A submodule with at least this many parameters is a unit: its parameters are gathered, and its
+            gradients reduced, separately. The rest belongs to the unit of the whole module.
+        wrap_classes: Class names of the submodules that are units, such as a transformer's layers; replaces
+            `min_parameters`.
+        activation_checkpointing: Whether units recompute their activations in backward instead of keeping them.
+        param_dtype: Dtype in which parameters are gathered and used; `None` keeps their own.
+        reduce_dtype: Dtype in which gradients are reduced; `None` takes that of the parameters.
+        cpu_offload: Whether a GPU rank keeps its shards of parameters, gradients and optimizer state in host memory.
     """
 
     min_parameters: int = 1_000_000
@@ -64,7 +65,7 @@ class ShardingOptions:
 
 
 class Zero3(Strategy[ShardingOptions]):
-    """Parameters are gathered part by part for forward and backward, and let go after each."""
+    """Parameters are gathered unit by unit for forward and backward, and freed after each."""
 
     options_type = ShardingOptions
     collective_forward = True
@@ -72,7 +73,7 @@ class Zero3(Strategy[ShardingOptions]):
 
     @classmethod
     def check(cls, config: TrainConfig, recipe: Recipe, options: ShardingOptions) -> None:
-        """Refuses fp16, whose scaler sees no gradients of other ranks, and weights with the channels last."""
+        """Refuses fp16, whose gradient scaler sees this rank's shards only, and channels-last weights."""
         if config.channels_last:
             raise ConfigError(
                 f"channelsLast lays out weights in a way that strategy {config.strategy!r} cannot divide",
@@ -88,16 +89,16 @@ class Zero3(Strategy[ShardingOptions]):
 
     @classmethod
     def needs_group(cls, options: ShardingOptions) -> bool:
-        """Whether there is something to do for one rank, too: types and places of parameters."""
+        """Returns whether an option has an effect for a single rank, too: dtypes and offloading."""
         return options.cpu_offload or options.param_dtype is not None or options.reduce_dtype is not None
 
     @property
     def alone(self) -> bool:
-        """Whether the module stays as it is."""
+        """Whether this is the only rank, and the module is not wrapped."""
         return super().alone and not self.needs_group(self._options)
 
     def prepare(self, module: nn.Module) -> nn.Module:
-        """Divides the module's parameters among the ranks, in place, each part as it comes to the device."""
+        """Shards the module's parameters in place, unit by unit as they are moved to the device."""
         options = self._options
         parts = units(module, options)
         if options.activation_checkpointing:
@@ -129,7 +130,7 @@ class Zero3(Strategy[ShardingOptions]):
 
     @contextmanager
     def no_sync(self, module: nn.Module) -> Iterator[None]:
-        """Keeps whole gradients in every rank until the block is left."""
+        """Context in which every rank accumulates unsharded gradients without reducing them."""
         if self.alone:
             yield
             return
@@ -141,7 +142,7 @@ class Zero3(Strategy[ShardingOptions]):
             root.set_requires_gradient_sync(True)
 
     def gradient_norm(self, module: nn.Module) -> torch.Tensor:
-        """Returns the norm of the gradients of the whole model, summed up on the device: `cpu_offload` leaves them."""
+        """Returns the norm of the whole model's gradients, reduced on the device even with `cpu_offload`."""
         if self.alone:
             return super().gradient_norm(module)
         own = nn.utils.get_total_norm([local(p.grad) for p in module.parameters() if p.grad is not None])
@@ -151,7 +152,7 @@ class Zero3(Strategy[ShardingOptions]):
 
     @contextmanager
     def evaluating(self, module: nn.Module) -> Iterator[nn.Module]:
-        """A block in which the module's forward gathers its parameters, on all ranks at the same time."""
+        """Context for forward passes, which gather parameters and are therefore collectives."""
         with super().evaluating(module) as same:
             try:
                 yield same
@@ -159,7 +160,7 @@ class Zero3(Strategy[ShardingOptions]):
                 self._let_go(module)
 
     def state_dict(self, module: nn.Module, *, copy: bool = False) -> dict[str, torch.Tensor]:
-        """Gathers the whole model's state on rank 0; elsewhere it is empty."""
+        """Gathers the whole model's state dict in rank 0; returns an empty dict in other ranks."""
         if self.alone:
             return super().state_dict(module, copy=copy)
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -170,7 +171,7 @@ class Zero3(Strategy[ShardingOptions]):
         return download(cast(dict[str, torch.Tensor], whole), copy=copy)
 
     def _let_go(self, module: nn.Module) -> None:
-        """Lets go of gathered parameters: they are kept after a forward pass that no backward follows."""
+        """Frees gathered parameters, which stay after a forward pass without a backward."""
         if self.alone:
             return
         from torch.distributed.fsdp import FSDPModule
@@ -181,16 +182,16 @@ class Zero3(Strategy[ShardingOptions]):
 
 
 class Zero2(Zero3):
-    """Parameters are gathered once a step, and kept from forward to backward."""
+    """Parameters are gathered once per step, and kept from forward to backward."""
 
     _reshard_after_forward = False
 
 
 def units(module: nn.Module, options: ShardingOptions) -> list[nn.Module]:
-    """Returns the parts of a module that are gathered by themselves, inner ones first.
+    """Returns the submodules that are units, inner ones first.
 
     Raises:
-        ModuleError: The module has no part of a class that the options name.
+        ModuleError: The module has no submodule of a class in `wrap_classes`.
     """
     owners = Counter(p for part in module.modules() for p in part.parameters(recurse=False))
     found: list[nn.Module] = []
@@ -203,7 +204,7 @@ def units(module: nn.Module, options: ShardingOptions) -> list[nn.Module]:
                 )
 
     def visit(part: nn.Module) -> tuple[int, bool]:
-        """Returns how many parameters no unit has taken yet, and whether a tied one is among all."""
+        """Returns the number of parameters that are in no unit yet, and whether any of all is tied."""
         own = list(part.parameters(recurse=False))
         count, tied = sum(p.numel() for p in own), any(owners[p] > 1 for p in own)
         for child in part.children():
@@ -212,7 +213,7 @@ def units(module: nn.Module, options: ShardingOptions) -> list[nn.Module]:
         chosen = (
             type(part).__name__ in options.wrap_classes if options.wrap_classes else count >= options.min_parameters
         )
-        # Parameters that several parts share must be gathered with all of them: with the whole module.
+        # Tied parameters must be gathered with all submodules that share them: with the whole module.
         if chosen and count and not tied and part is not module and not isinstance(part, _CONTAINERS):
             found.append(part)
             count = 0

@@ -20,14 +20,14 @@ class IndependentOptions:
 
     Attributes:
         folds: Whether every rank gets all rows, validates on its own part of them and trains on the
-            rest, as in cross-validation; otherwise it gets its own part only.
+            rest, as in cross-validation; otherwise, a rank gets its own part only.
     """
 
     folds: bool = False
 
 
 class Independent(Strategy[IndependentOptions]):
-    """The plain module; the worker runs each rank as if it were the only one."""
+    """Uses the module unwrapped; `worker` runs each rank as if it were the only one."""
 
     resumable = False
     own_batches = True
@@ -49,5 +49,5 @@ class Independent(Strategy[IndependentOptions]):
             )
 
     def prepare(self, module: nn.Module) -> nn.Module:
-        """Returns the module as it is."""
+        """Returns the module on the rank's device, unwrapped."""
         return module.to(self._device)

@@ -1,4 +1,4 @@
-"""Local SGD: every rank trains a copy of the model by itself, and from time to time all take the mean.
+"""Local SGD: every rank trains its own copy of the model, and the copies are averaged every few steps.
 
 Stich 2018, Local SGD Converges Fast and Communicates Little (https://arxiv.org/abs/1805.09767);
 post-local SGD, which begins with synchronous steps: Lin et al. 2018 (https://arxiv.org/abs/1808.07217).
@@ -30,8 +30,8 @@ class LocalSGDOptions:
     """Options of `localSGD`.
 
     Attributes:
-        period: Steps from one averaging to the next.
-        start_step: Steps that all ranks take together, as under `ddp`, before they part.
+        period: Steps between two averagings of the models.
+        start_step: Number of first steps in which gradients are averaged, as under `ddp`.
     """
 
     period: int = 4
@@ -46,7 +46,7 @@ class LocalSGD(Strategy[LocalSGDOptions]):
     """Each rank's gradient is that of its own rows; parameters and buffers are averaged every few steps.
 
     A rank's loss is scaled so that the mean of all ranks' gradients is the gradient of the whole
-    batch, however its rows lie. The optimizer's state is each rank's own.
+    batch, however its rows are distributed. Each rank has its own optimizer state.
     """
 
     resumable = False
@@ -54,7 +54,7 @@ class LocalSGD(Strategy[LocalSGDOptions]):
 
     @classmethod
     def check(cls, config: TrainConfig, recipe: Recipe, options: LocalSGDOptions) -> None:
-        """Refuses what would make the ranks wait for each other in every step."""
+        """Refuses settings that make the ranks wait for each other in every step."""
         if config.sync_batch_norm:
             raise ConfigError(
                 "strategy 'localSGD' lets each worker train by itself, and syncBatchNorm joins them in every step",
@@ -63,12 +63,12 @@ class LocalSGD(Strategy[LocalSGDOptions]):
             )
 
     def __init__(self, config: TrainConfig, world: World, options: LocalSGDOptions) -> None:
-        """Takes the configuration, the rank it works for, and the options."""
+        """Takes the configuration, the rank's world, and the options."""
         super().__init__(config, world, options)
         self._step = 0
 
     def prepare(self, module: nn.Module) -> nn.Module:
-        """Gives every rank the parameters and buffers of rank 0."""
+        """Moves the module to the device, and broadcasts rank 0's parameters and buffers."""
         module.to(self._device)
         if not self.alone:
             for tensor in module.state_dict().values():
@@ -76,7 +76,7 @@ class LocalSGD(Strategy[LocalSGDOptions]):
         return module
 
     def before_step(self, module: nn.Module) -> None:
-        """Averages the gradients, as long as the ranks go together."""
+        """Averages the gradients over the ranks in the first `start_step` steps."""
         self._step += 1
         if not self.alone and self._step <= self._options.start_step:
             _average_gradients([p for p in module.parameters() if p.requires_grad])
@@ -89,7 +89,7 @@ class LocalSGD(Strategy[LocalSGDOptions]):
 
     @contextmanager
     def evaluating(self, module: nn.Module) -> Iterator[nn.Module]:
-        """A block in which every rank holds the mean of all models; training goes on from its own."""
+        """Context in which every rank holds the mean of all models; afterwards, each has its own model again."""
         if self.alone:
             yield module
             return
@@ -104,7 +104,7 @@ class LocalSGD(Strategy[LocalSGDOptions]):
                     tensor.copy_(before)
 
     def state_dict(self, module: nn.Module, *, copy: bool = False) -> dict[str, torch.Tensor]:
-        """Returns the mean of all models on rank 0; elsewhere it is empty."""
+        """Returns the state dict of the mean of all models in rank 0, an empty dict in other ranks."""
         with self.evaluating(module):
             if not self._world.is_main:
                 return {}
@@ -112,14 +112,14 @@ class LocalSGD(Strategy[LocalSGDOptions]):
 
 
 def _averaged(module: nn.Module) -> list[torch.Tensor]:
-    """Returns what of a model has a mean: its real and complex tensors, and no counters."""
+    """Returns the model's floating-point and complex tensors (as real views), without integer counters."""
     tensors = [tensor.detach() for tensor in [*module.parameters(), *module.buffers()]]
     real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
     return [tensor for tensor in real if tensor.is_floating_point()]
 
 
 def _average_gradients(parameters: list[nn.Parameter]) -> None:
-    """Replaces gradients by their means over all ranks; a parameter without one in every rank keeps none."""
+    """Replaces gradients by their means over all ranks; a parameter without a gradient in any rank keeps none."""
     there = torch.tensor([p.grad is not None for p in parameters], dtype=torch.float32)
     dist.all_reduce(there, dist.ReduceOp.MAX)
     met = [p for p, found in zip(parameters, there.tolist(), strict=True) if found]
@@ -133,7 +133,7 @@ def _average_gradients(parameters: list[nn.Parameter]) -> None:
 @torch.no_grad()
 def _average(tensors: list[torch.Tensor]) -> None:
     """Replaces the tensors by their means over all ranks, in one all-reduce for each dtype."""
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):  # a set has no order for the ranks to agree on
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):  # not a set, whose order may differ between ranks
         same = [tensor for tensor in tensors if tensor.dtype == dtype]
         flat = torch.cat([tensor.flatten() for tensor in same]).div_(dist.get_world_size())
         dist.all_reduce(flat)

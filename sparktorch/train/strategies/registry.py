@@ -1,4 +1,4 @@
-"""The strategies by name. A new one is a file beside this one, and a line here."""
+"""The strategies by name. To add one, add a file beside this one and an entry here."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -31,7 +31,7 @@ def strategy_type(name: str) -> type[Strategy[Any]]:
     """Returns the class of a strategy.
 
     Raises:
-        ConfigError: There is none of that name.
+        ConfigError: The name is unknown.
     """
     one_of("strategy", name, tuple(STRATEGIES))
     return STRATEGIES[name]
@@ -47,16 +47,16 @@ def strategy_options(name: str, params: Mapping[str, Any]) -> Any:
 
 
 def resumable() -> str:
-    """Returns the strategies whose training a checkpoint holds, for hints."""
+    """Returns the names of the strategies that support checkpoints, as text for hints."""
     *names, last = (repr(name) for name, kind in STRATEGIES.items() if kind.resumable)
     return f"{', '.join(names)} or {last}"
 
 
 def check_strategy(config: TrainConfig, recipe: Recipe) -> None:
-    """Refuses options that the strategy does not have, and what does not go together with it.
+    """Refuses unknown options of the strategy, and settings that it does not support.
 
     Raises:
-        ConfigError: Names the Params.
+        ConfigError: An option or setting is refused; names the Params.
     """
     options = strategy_options(config.strategy, config.strategy_params)
     strategy_type(config.strategy).check(config, recipe, options)

@@ -1,4 +1,4 @@
-"""ZeRO stage 1: data parallel, but every rank keeps the optimizer's state of its share of the parameters only.
+"""ZeRO stage 1: data parallel, but every rank keeps the optimizer state for its share of the parameters only.
 
 Rajbhandari et al. 2020, ZeRO: Memory Optimizations Toward Training Trillion Parameter Models
 (https://arxiv.org/abs/1910.02054), section 5.1.
@@ -19,7 +19,7 @@ __all__ = ["Zero1"]
 
 
 class Zero1(DDP):
-    """`ZeroRedundancyOptimizer` over `DistributedDataParallel`: each rank updates its share and sends it to all."""
+    """`ZeroRedundancyOptimizer` over `DistributedDataParallel`: each rank updates its share and broadcasts it."""
 
     @classmethod
     def check(cls, config: TrainConfig, recipe: Recipe, options: DDPOptions) -> None:
@@ -28,14 +28,14 @@ class Zero1(DDP):
         require_optimizer_class(config, recipe, "worker's share")
 
     def optimizer(self, recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer:
-        """Builds the optimizer over this rank's share of the trainable parameters; alone, over all of them."""
+        """Builds the optimizer of this rank's share of the trainable parameters; a single rank's has all of them."""
         if self.alone:
             return recipe.build_optimizer(module)
-        from torch.distributed.optim import ZeroRedundancyOptimizer  # it takes a while, and nobody else needs it
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # slow to import
 
         factory, parameters, options = recipe.optimizer_call(module)
-        # A rank's share in one bucket is sent at once, which spares an accelerator a message for each parameter. It
-        # takes one dtype, and lays weights out in the usual order.
+        # A bucket per rank saves an accelerator one message per parameter. It needs a single dtype, and weights in the
+        # contiguous memory format.
         dtypes = {parameter.dtype for parameter in module.parameters() if parameter.requires_grad}
         bucket = not is_host(self._device) and len(dtypes) == 1 and not self._config.channels_last
         optimizer: torch.optim.Optimizer = ZeroRedundancyOptimizer(

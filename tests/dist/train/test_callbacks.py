@@ -95,10 +95,14 @@ def test_hooks_that_are_not_overridden_are_not_called() -> None:
 
     module = Score()
     context = FitContext(module, torch.optim.SGD(module.parameters()), World(rank=0, world_size=1))
-    assert not Callbacks([Adds(1), Callback()], context).watch_steps
-    assert Callbacks([FailsIn("main")], context).watch_steps
+    context.step = 3  # at which it fails
+    Callbacks([Adds(1), Callback()], context).call("on_step_end")
+    with pytest.raises(RankError, match="on_step_end"):
+        Callbacks([FailsIn("main")], context).call("on_step_end")
+    called: list[FitContext] = []
     late = Callback()
-    late.on_step_end = context.stop  # type: ignore[assignment, method-assign]
-    assert Callbacks([late], context).watch_steps
+    late.on_step_end = called.append  # type: ignore[method-assign]
+    Callbacks([late], context).call("on_step_end")
+    assert called == [context]
     elsewhere = replace(context, world=World(rank=1, world_size=2))
-    assert not Callbacks([FailsIn("main")], elsewhere).watch_steps
+    Callbacks([FailsIn("main")], elsewhere).call("on_step_end")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from sparktorch import Callback
+from sparktorch.base.batch import Batch
 from sparktorch.base.config import TrainConfig
+from sparktorch.train.callbacks import FitContext
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.validation import rows_at_a_time
 from sparktorch.worker import TrainJob
@@ -281,3 +285,30 @@ def test_validation_with_a_training_step_whose_output_nothing_asks_for_is_one_pa
     )
     train_on([part.batches() for part in CLASSES.parts(2)], job)
     assert [len(file.read_text().split()) for file in tmp_path.iterdir()] == [1, 1]
+
+
+class LooksAround(Callback):
+    """Refuses batches that are held outside of a step, and a module in training mode after the last validation."""
+
+    def on_validation_end(self, context: FitContext, metrics: dict[str, Any]) -> None:
+        self._check()
+
+    def on_epoch_end(self, context: FitContext, record: dict[str, Any]) -> None:
+        self._check()
+
+    def on_fit_end(self, context: FitContext) -> None:
+        assert not context.module.training  # as the validation has left it that ended the training
+
+    def _check(self) -> None:
+        held = [one for one in gc.get_objects() if isinstance(one, Batch)]
+        assert not held, f"{len(held)} batches are held"
+
+
+@pytest.mark.parametrize("unit", ["step", "epoch"])
+def test_validation_and_what_follows_hold_no_batch_of_the_training(unit: str) -> None:
+    config = replace(JOB.config, validation_unit=unit, validation_interval=1, patience=1)
+    job = replace(JOB, config=config, recipe=replace(JOB.recipe, callbacks=[LooksAround()]))
+    _, metas = train_on([part.batches() for part in TABLE.parts(2)], job)
+    history = metas[0]["history"]
+    if unit == "step":  # the training has ended within an epoch
+        assert history[-1]["steps"] < STEPS

@@ -13,7 +13,7 @@ import pytest
 from pyspark.ml import Pipeline
 from pyspark.sql import DataFrame, SparkSession
 
-from sparktorch import TorchClassificationModel, TorchRegressionModel
+from sparktorch import TorchClassificationModel, TorchRegressionModel, TorchRegressor
 from tests.support.mlflow import QUIET
 from tests.support.saved import SAVED, checkpointed, rows
 
@@ -51,6 +51,16 @@ def test_a_pipeline_of_estimators_has_its_params(spark: SparkSession) -> None:
     assert {param.name: value for param, value in classifier._paramMap.items()} == {
         param.name: value for param, value in now._paramMap.items()
     }
+
+
+def test_a_pickled_estimator_finds_the_model_that_it_goes_on_from(data: DataFrame) -> None:
+    reader = TorchRegressor.read().option("allowPickle", "true")
+    estimator = reader.load(str(SAVED / "pickled"))
+    assert estimator.getOptimizerParams() == {"betas": (0.9, 0.95)}  # as a tuple: JSON would have made a list of it
+    scored = estimator.getModule().transform(data).select("prediction").collect()
+    assert len(scored) == 96
+    fitted = estimator.setOptimizerParams({}).setEpochs(1).fit(data)
+    assert len(fitted.summary.history) == 1
 
 
 def test_a_model_in_mlflows_format_predicts_as_it_did(data: DataFrame) -> None:

@@ -82,8 +82,8 @@ def test_a_server_that_is_not_there_is_a_finding(capsys: pytest.CaptureFixture[s
     ("arguments", "says"),
     [
         ([], "the following arguments are required: COMMAND"),
-        (["doctor", "--num-workers", "0"], "--num-workers must be at least 1"),
-        (["doctor", "--conf", "spark.speculation"], "--conf takes KEY=VALUE, got 'spark.speculation'"),
+        (["doctor", "--num-workers", "0"], "--num-workers: expected a whole number of at least 1"),
+        (["doctor", "--conf", "spark.speculation"], "--conf: expected KEY=VALUE, got 'spark.speculation'"),
         (["doctor", "--device", "gpu"], "invalid choice: 'gpu'"),
         (["doctor", "--master", "local", "--remote", "sc://host"], "not allowed with argument"),
     ],

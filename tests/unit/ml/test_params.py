@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -392,3 +393,34 @@ def test_what_is_appended_to_a_default_is_no_other_estimators() -> None:
     for other in (copied, TorchRegressor(), TorchClassifier()):
         assert other.getCallbacks() == []
         assert other.getModuleParams() == {}
+
+
+def test_a_constructor_takes_known_names_alone_and_says_which_is_wrong() -> None:
+    with pytest.raises(TypeError, match=r"^TorchClassifier\(\) takes keyword arguments only$"):
+        TorchClassifier(Mlp)  # type: ignore[misc]
+    unknown: Any = {"epoch": 3, "batchsize": 4}
+    for names in (["epoch", "batchsize"], ["batchsize", "epoch"]):  # the first as written
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{names[0]}': did you mean"):
+            TorchClassifier(**{name: unknown[name] for name in names})
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'epochs'$"):
+        TorchModel(epochs=3)  # type: ignore[call-arg]
+
+
+def test_a_subclass_may_have_defaults_and_a_constructor_of_its_own() -> None:
+    shared: list[Any] = []
+
+    class Mine(TorchRegressor):
+        def __init__(self, **values: Any) -> None:
+            super().__init__(**values)
+            self._setDefault(epochs=7, callbacks=shared)
+
+    mine = Mine(batchSize=3)
+    mine.getCallbacks().append(object())
+    assert (mine.getEpochs(), mine.getBatchSize(), mine._input_kwargs) == (7, 3, {"batchSize": 3})
+    assert shared == []
+
+
+def test_accessors_have_types_and_can_be_pickled() -> None:
+    assert get_type_hints(TorchClassifier.__init__)["batchSize"] is int
+    assert get_type_hints(TorchClassifier.getMaxLengths)["return"] == dict[str, int]
+    assert pickle.loads(pickle.dumps(TorchClassifier.setEpochs)) is TorchClassifier.setEpochs

@@ -21,7 +21,7 @@ from torch import nn
 from sparktorch import TorchClassificationModel
 from sparktorch.base.state_dict import pack_state
 from sparktorch.data.columns import TensorSpec
-from sparktorch.errors import ColumnError
+from sparktorch.errors import ColumnError, PersistenceError
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.tracking.pyfunc import PyFuncModel
 from sparktorch.train.recipe.dry_run import describe_outputs
@@ -98,6 +98,18 @@ def test_code_out_of_a_zip_travels_with_the_model(importable: Any, tmp_path: Pat
     flavor.save_model(model_of(importable(archive)), str(tmp_path / "model"), pytorch=False)
     assert (tmp_path / "model" / "code" / name).read_text() == NET
     assert not (tmp_path / "model" / "code" / "other.py").exists()
+
+
+def test_a_model_is_not_saved_into_the_code_that_it_keeps_a_copy_of(importable: Any, tmp_path: Path) -> None:
+    package = tmp_path / "users_net"
+    package.mkdir()
+    (package / "__init__.py").write_text(NET)
+    model = model_of(importable(tmp_path))
+    with pytest.raises(PersistenceError, match=f"{package}/model lies within {package}, whose code"):
+        flavor.save_model(model, str(package / "model"), pytorch=False)
+    assert [path.name for path in package.iterdir() if path.name != "__pycache__"] == ["__init__.py"]
+    flavor.save_model(model, str(tmp_path / "model"), pytorch=False)
+    assert (tmp_path / "model" / "code" / "users_net" / "__init__.py").read_text() == NET
 
 
 def test_the_environment_is_the_one_that_was_asked_for(tmp_path: Path) -> None:

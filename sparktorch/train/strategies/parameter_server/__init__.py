@@ -1,1 +1,1 @@
-"""Asynchronous training: ranks push gradients to shares of the parameters over sockets."""
+"""Asynchronous training: ranks push gradients over sockets to servers, each with a share of the parameters."""

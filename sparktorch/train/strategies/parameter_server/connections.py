@@ -1,7 +1,7 @@
 """Connections between ranks for messages whose size both ends know.
 
-Gloo's own `send` and `recv` are not for threads that must end: it tells neither a message half sent nor
-one half received that the connection has closed, and has no other way to wake who waits for them.
+Gloo's own `send` and `recv` do not suit threads that must end: they do not return if the connection closes
+in the middle of a message, and nothing else can wake a thread that waits in them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _CONNECT_SECONDS = 60
 _HELLO_SECONDS = 5
 _TOKEN_BYTES = 16
 _PLACE_BYTES = 256
-# A host that vanishes without a word is given up after a minute and a half.
+# A connection to a host that has vanished fails after a minute and a half.
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
 
 
 class Connection:
-    """One end of a connection, which one thread sends to and receives from and any thread may break."""
+    """One end of a connection. One thread sends and receives; any thread may shut it down."""
 
     def __init__(self, end: socket.socket) -> None:
         """Takes a connected socket."""
@@ -69,12 +69,12 @@ class Connection:
             left = left[count:]
 
     def shut(self) -> None:
-        """Breaks the connection: its thread gets an error, if it waits, and is to close it."""
+        """Shuts the connection down: its thread gets an error if it waits, and must close the connection."""
         with self._closing, suppress(OSError):  # closed already
             self._end.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Lets go of the connection; only this ends a peer's `send` that waits for room."""
+        """Closes the connection; only this ends a peer's `send` that waits for buffer space."""
         with self._closing:
             self._end.close()
 
@@ -84,10 +84,10 @@ def connect(world: World, servers: Sequence[int]) -> tuple[dict[int, Connection]
 
     Args:
         world: This rank's place.
-        servers: The ranks that host one.
+        servers: The ranks that host a server.
 
     Returns:
-        This rank's line to each server, and to each rank that it serves, by rank.
+        This rank's connections to servers, and its connections to the ranks that it serves, each by rank.
     """
     token = secrets.token_bytes(_TOKEN_BYTES)
     listener: socket.socket | None = None
@@ -107,7 +107,7 @@ def connect(world: World, servers: Sequence[int]) -> tuple[dict[int, Connection]
 
 
 def _exchange(text: str, world: World) -> list[str]:
-    """Returns the texts of all ranks."""
+    """Returns the ASCII texts of all ranks, in rank order."""
     mine = torch.zeros(_PLACE_BYTES, dtype=torch.uint8)
     mine[: len(text)] = torch.tensor(list(text.encode("ascii")), dtype=torch.uint8)
     mine = mine.to(world.device)
@@ -124,14 +124,14 @@ def _call(place: str, rank: int) -> Connection:
 
 
 def _accept(listener: socket.socket, token: bytes, count: int) -> dict[int, Connection]:
-    """Returns the lines of so many ranks; whoever does not know the token is turned away."""
+    """Accepts the connections of `count` ranks, by rank; closes connections without the token."""
     lines: dict[int, Connection] = {}
     listener.settimeout(_CONNECT_SECONDS)
     while len(lines) < count:
         end, _ = listener.accept()
         end.settimeout(_HELLO_SECONDS)
         hello = b""
-        with suppress(OSError):  # it has left, or has nothing to say
+        with suppress(OSError):  # the peer has left, or sends nothing
             hello = end.recv(len(token) + 4, socket.MSG_WAITALL)
         if len(hello) == len(token) + 4 and secrets.compare_digest(hello[: len(token)], token):
             lines[int.from_bytes(hello[len(token) :], "big")] = Connection(end)

@@ -1,4 +1,4 @@
-"""A server of parameters: the master copy of whole tensors, their optimizer, and who has pushed how often."""
+"""A parameter server: the master copies of whole tensors, their optimizer, and each rank's number of pushes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CHANGING = ("lr", "weight_decay", "momentum", "betas")  # what schedules and ca
 
 
 def assign(sizes: Sequence[int], servers: int) -> list[int]:
-    """Returns a server for each tensor: the largest first, each to the server that has least so far."""
+    """Returns the index of a server for each tensor: largest tensors first, each to the server with least load."""
     load = [0] * servers
     chosen = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
@@ -37,7 +37,7 @@ def read_numbers(groups: Iterable[dict[str, Any]]) -> list[float]:
 
 
 def write_numbers(groups: Iterable[dict[str, Any]], numbers: Sequence[float]) -> None:
-    """Sets what `read_numbers` returned of groups with the same options."""
+    """Writes numbers from `read_numbers` into groups with the same options."""
     left = iter(numbers)
     for group in groups:
         for name in _CHANGING:
@@ -47,19 +47,19 @@ def write_numbers(groups: Iterable[dict[str, Any]], numbers: Sequence[float]) ->
 
 
 class Message:
-    """One message, there and back: numbers, gradients or parameters, in one stretch of host memory.
+    """A message buffer in host memory: numbers and gradients on the way to a server, parameters on the way back.
 
     Attributes:
-        bytes: What is sent, uint8.
+        bytes: The whole buffer, uint8 of shape `(bytes,)`.
     """
 
     def __init__(self, like: Sequence[torch.Tensor], numbers: int, *, pinned: bool = False) -> None:
-        """Allocates it.
+        """Allocates the buffer.
 
         Args:
-            like: Tensors of the shapes and dtypes that it holds.
-            numbers: How many numbers go with them.
-            pinned: Whether GPUs copy from and to it.
+            like: Tensors with the shapes and dtypes of its tensors.
+            numbers: Number of float64 values besides the tensors.
+            pinned: Whether to pin the memory, for copies from and to a device.
         """
         count = 1 + len(like) + numbers
         end = _round_up(8 * count)
@@ -70,7 +70,7 @@ class Message:
         self.bytes = torch.zeros(end, dtype=torch.uint8)
         if pinned:
             self.bytes = self.bytes.pin_memory()
-        self._head = self.bytes[: 8 * count].view(torch.float64)  # whether it is the last, what is there, numbers
+        self._head = self.bytes[: 8 * count].view(torch.float64)  # last-message flag, gradient flags, numbers
         self._tensors = [
             self.bytes[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             for start, tensor in zip(starts, like, strict=True)
@@ -78,17 +78,17 @@ class Message:
 
     @property
     def last(self) -> bool:
-        """Whether the sender pushes no more."""
+        """Whether this is the sender's last message."""
         return bool(self._head[0])
 
     @property
     def numbers(self) -> list[float]:
-        """The numbers."""
+        """The values from `read_numbers`."""
         return self._head[1 + len(self._tensors) :].tolist()
 
     @property
     def gradients(self) -> list[torch.Tensor | None]:
-        """The gradients, which lie in this frame; `None` where the sender had none."""
+        """The gradients, views of this buffer; `None` where the sender had none."""
         there = self._head[1 : 1 + len(self._tensors)].tolist()
         return [tensor if flag else None for flag, tensor in zip(there, self._tensors, strict=True)]
 
@@ -97,7 +97,7 @@ class Message:
         self._head[0] = 1
 
     def push(self, numbers: Sequence[float], gradients: Sequence[torch.Tensor | None]) -> None:
-        """Fills it with the gradients of a step; those of a device are there once its work is done."""
+        """Fills it with a step's numbers and gradients; copies from a device end with the stream's work."""
         there = [gradient is not None for gradient in gradients]
         self._head.copy_(torch.tensor([False, *there, *numbers], dtype=torch.float64))
         for tensor, gradient in zip(self._tensors, gradients, strict=True):
@@ -113,31 +113,31 @@ class Message:
 
     @torch.no_grad()
     def load(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Sets parameters to what it holds; it must not change before the device has done its work."""
+        """Copies the tensors into `parameters`; the buffer must not change before the device has finished."""
         for tensor, parameter in zip(self._tensors, parameters, strict=True):
             parameter.copy_(tensor, non_blocking=not parameter.is_cpu)
 
 
 class ParameterShare:
-    """The parameters of one server; each rank's pushes come from a thread of their own.
+    """The parameters of one server; each rank's pushes come from a separate thread.
 
-    With staleness 0 a step's gradients wait for those of all ranks, and their mean is one update.
-    Otherwise each push is an update when it arrives, at its share of the learning rate: N small
-    steps of the optimizer for one large, of gradients that are each an estimate of the whole one.
+    With staleness 0, the server waits for the gradients of all ranks and makes one update with their
+    mean. Otherwise, each push is an update at once, with 1/N of the learning rate for N ranks: N small
+    optimizer steps replace a large one. Each gradient is an estimate of the whole batch's.
 
     Attributes:
-        failure: What ended a thread that serves a rank, `None` as long as all is well.
+        failure: The error of a thread that serves a rank, `None` without one.
     """
 
     def __init__(
         self, masters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer, *, ranks: int, staleness: int | None
     ) -> None:
-        """Takes what it serves.
+        """Takes the parameters to serve.
 
         Args:
             masters: The parameters, on the CPU.
-            optimizer: Updates them.
-            ranks: How many push.
+            optimizer: The optimizer that updates them.
+            ranks: Number of ranks that push.
             staleness: Steps that a rank may be ahead of the slowest; `None` does not bound it.
         """
         self.failure: BaseException | None = None
@@ -150,11 +150,11 @@ class ParameterShare:
         self._stale: list[int] = []
 
     def push(self, rank: int, frame: Message) -> None:
-        """Takes a rank's gradients and leaves it the parameters for its next step, once it may take that.
+        """Takes a rank's gradients, waits until the rank may take its next step, and returns the parameters.
 
         Args:
-            rank: Whose they are.
-            frame: Holds the gradients, and then the parameters.
+            rank: The rank that pushes.
+            frame: Contains the gradients, and on return the parameters.
         """
         try:
             with self._changed:
@@ -172,19 +172,19 @@ class ParameterShare:
             raise
 
     def fail(self, error: BaseException) -> None:
-        """Notes why no more replies will come, and wakes whoever waits for one."""
+        """Records why no more replies will come, and wakes the threads that wait for one."""
         with self._changed:
             self.failure = self.failure or error
             self._changed.notify_all()
 
     def read(self, frame: Message) -> None:
-        """Fills a frame with the parameters as every rank will have them, none of which is pushing meanwhile."""
+        """Fills a frame with the parameters, which all ranks get; no rank may push meanwhile."""
         with self._changed:
             frame.store(self._masters)
             self._seen = [self._version] * len(self._seen)
 
     def take_staleness(self) -> list[int]:
-        """Returns, for each push since the last call, how many updates its gradient had not seen."""
+        """Returns the staleness of each push since the last call: the number of updates its gradient had not seen."""
         with self._changed:
             taken, self._stale = self._stale, []
             return taken
@@ -196,7 +196,7 @@ class ParameterShare:
             return
         self._waiting[rank] = frame
         if len(self._waiting) == len(self._clock):
-            frames = [self._waiting[rank] for rank in sorted(self._waiting)]  # sums of the same order are the same
+            frames = [self._waiting[rank] for rank in sorted(self._waiting)]  # a fixed order makes sums reproducible
             self._waiting = {}
             self._update(_mean([frame.gradients for frame in frames]), frame.numbers, share=1)
 

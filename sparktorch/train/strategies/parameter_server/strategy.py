@@ -1,4 +1,4 @@
-"""Parameter server: ranks push gradients and pull parameters each at their own pace, up to a bound.
+"""Parameter server: each rank pushes gradients and pulls parameters at its own pace, up to a bound.
 
 Dean et al. 2012, Large Scale Distributed Deep Networks (asynchronous updates); Li et al. 2014, Scaling
 Distributed Machine Learning with the Parameter Server (a model spread over servers); Ho et al. 2013, More
@@ -37,10 +37,10 @@ class ParameterServerOptions:
     """Options of `parameterServer`.
 
     Attributes:
-        staleness: Steps that a rank may be ahead of the slowest. 0 takes every step together, `None`
-            never waits.
-        servers: Number of ranks that also serve a share of the parameters; `None` and whatever exceeds
-            the number of ranks mean all.
+        staleness: Steps that a rank may be ahead of the slowest rank. With 0, all ranks take each step together; with
+            `None`, no rank waits.
+        servers: Number of ranks that also serve a share of the parameters; `None`, or more than there are ranks, means
+            all.
     """
 
     staleness: int | None = None
@@ -54,11 +54,11 @@ class ParameterServerOptions:
 
 
 class ParameterServer(Strategy[ParameterServerOptions]):
-    """Gradients go to servers, which hold parameters and optimizer; parameters come back.
+    """Ranks push gradients to servers, which hold parameters and optimizer, and pull the parameters.
 
-    The servers' copies lie in the memory of some ranks' hosts, whole tensors each. Traffic with them
-    has connections of its own, so that no collective of the loop meets it. A gradient is scaled to be
-    an estimate of the whole batch's, as in all strategies; `ParameterShare` says what becomes of N of them.
+    Servers run in some of the ranks, and hold whole tensors in host memory. They use separate connections, so that
+    their traffic does not mix with the loop's collectives. As in all strategies, a gradient is scaled to be an estimate
+    of the whole batch's; `ParameterShare` describes the updates.
     """
 
     resumable = False
@@ -69,7 +69,7 @@ class ParameterServer(Strategy[ParameterServerOptions]):
 
     @classmethod
     def check(cls, config: TrainConfig, recipe: Recipe, options: ParameterServerOptions) -> None:
-        """Refuses what needs the ranks in step, unless they are."""
+        """Refuses settings that need all ranks in step; with staleness 0, some of them are supported."""
         optimizer = require_optimizer_class(config, recipe, "server")
         if optimizer in ("SparseAdam", torch.optim.SparseAdam):
             raise ConfigError(
@@ -93,7 +93,7 @@ class ParameterServer(Strategy[ParameterServerOptions]):
                     _refuse(param, reason, hint="use another strategy, or strategyParams={'staleness': 0}")
 
     def prepare(self, module: nn.Module) -> nn.Module:
-        """Returns the module as it is; rank 0's initial parameters and buffers go to every rank."""
+        """Broadcasts rank 0's initial parameters and buffers; returns the module unwrapped."""
         module.to(self._device)
         if not self.alone:
             for tensor in chain(module.parameters(), module.buffers()):
@@ -112,7 +112,7 @@ class ParameterServer(Strategy[ParameterServerOptions]):
         ranks = self._world.world_size
         count = min(self._options.servers or ranks, ranks, len(parameters))
         server = assign([parameter.nbytes for parameter in parameters], count)
-        # Neighbouring ranks tend to share a host: servers lie as far apart as they can.
+        # Neighbouring ranks tend to share a host: spread the servers evenly over the ranks.
         shares = [
             (i * ranks // count, [p for p, s in zip(parameters, server, strict=True) if s == i]) for i in range(count)
         ]
@@ -125,7 +125,7 @@ class ParameterServer(Strategy[ParameterServerOptions]):
     def _share(
         self, recipe: Recipe, module: nn.Module, groups: list[dict[str, Any]], parameters: list[nn.Parameter]
     ) -> ParameterShare:
-        """Returns the server of some parameters, its optimizer built with the options of the whole model's."""
+        """Returns the share that serves some parameters; its optimizer has the options of the whole model's."""
         masters = {p: nn.Parameter(p.detach().to("cpu", copy=True).contiguous()) for p in parameters}
         factory, _, options = recipe.optimizer_call(module)
         optimizer = factory(
@@ -138,14 +138,14 @@ class ParameterServer(Strategy[ParameterServerOptions]):
 
     @contextmanager
     def evaluating(self, module: nn.Module) -> Iterator[nn.Module]:
-        """As the base; ranks out of step wait for the pushes of all, and then have the servers' parameters."""
+        """As in the base class; unless staleness is 0, ranks first wait for all pushes and pull the parameters."""
         if self._exchange is not None and self._options.staleness != 0:
             self._exchange.pull_together()
         with super().evaluating(module) as plain:
             yield plain
 
     def metrics(self) -> dict[str, float]:
-        """Returns how many updates of others the pushes of an epoch had not seen: mean and most."""
+        """Returns the mean and the largest staleness of an epoch's pushes, as from `ParameterShare.take_staleness`."""
         stale = [] if self._exchange is None else self._exchange.take_staleness()
         counts = torch.zeros(2 + self._world.world_size, dtype=torch.float64)
         counts[0], counts[1], counts[2 + self._world.rank] = sum(stale), len(stale), max(stale, default=0)
@@ -160,7 +160,7 @@ def _refuse(what: str, reason: str, *, hint: str) -> None:
 
 
 class _Pushing(torch.optim.Optimizer):
-    """Stands in for the servers' optimizers: has their groups, whose options travel with each push."""
+    """An optimizer whose step is a push; the changing options of its groups are sent with each push."""
 
     def __init__(self, whole: torch.optim.Optimizer, push: Callable[[list[dict[str, Any]]], None]) -> None:
         super().__init__(whole.param_groups, whole.defaults)
@@ -172,7 +172,7 @@ class _Pushing(torch.optim.Optimizer):
 
 
 class _Exchange:
-    """One rank's lines to all servers, and the threads of the server it hosts, if any."""
+    """One rank's connections to all servers, and the threads of the server that it hosts, if any."""
 
     def __init__(
         self,
@@ -182,13 +182,13 @@ class _Exchange:
         *,
         numbers: int,
     ) -> None:
-        """Connects.
+        """Connects to the other servers and to the ranks that this rank serves.
 
         Args:
             world: This rank's place.
-            shares: The rank of each server, and this rank's copies of its parameters.
-            share: What this rank serves.
-            numbers: How many numbers each push carries.
+            shares: The rank of each server, and this rank's copies of that server's parameters.
+            share: The share that this rank serves, `None` if it hosts no server.
+            numbers: Number of float64 values in each push.
         """
         self._world, self._share = world, share
         self._parameters = dict(shares)
@@ -230,18 +230,18 @@ class _Exchange:
         if self._share is not None:
             found = self._share.failure
         if found not in (None, error) and isinstance(error, RuntimeError | None):
-            raise found  # where there is an error, it is that of a collective whose peers left because of this one
+            raise found  # an existing error is of a collective whose peers left because of this one
 
     def step(self, groups: list[dict[str, Any]]) -> None:
         """Pushes the gradients to all servers and sets the parameters to what they reply.
 
         Args:
-            groups: The parameter groups, for their learning rates.
+            groups: The parameter groups, for their changing options.
         """
         numbers = read_numbers(groups)
         for server, frame in self._frames.items():
             frame.push(numbers, [parameter.grad for parameter in self._parameters[server]])
-        wait_for(self._world.device)  # once, for all gradients to be on the host
+        wait_for(self._world.device)  # once for all gradients' copies to the host
         for server, line in self._ups.items():
             line.send(self._frames[server].bytes)
         if self._share is not None:
@@ -252,9 +252,9 @@ class _Exchange:
             frame.load(self._parameters[server])
 
     def pull_together(self) -> None:
-        """Gives every rank the same parameters, after the pushes of all."""
+        """Sets every rank's parameters to those of the servers, after the pushes of all ranks."""
         dist.barrier()
-        wait_for(self._world.device)  # which may still copy from the frames
+        wait_for(self._world.device)  # the device may still copy from the frames
         for server, frame in self._frames.items():
             if server == self._world.rank and self._share is not None:
                 self._share.read(frame)
@@ -262,11 +262,11 @@ class _Exchange:
             frame.load(self._parameters[server])
 
     def take_staleness(self) -> list[int]:
-        """Returns what this rank's server has measured since the last call."""
+        """Returns the staleness of each push to this rank's server since the last call."""
         return [] if self._share is None else self._share.take_staleness()
 
     def _serve(self, peer: int, line: Connection, frame: Message) -> None:
-        """Answers one rank's pushes until its last."""
+        """Answers one rank's pushes until its last message."""
         assert self._share is not None
         try:
             while True:
@@ -281,7 +281,7 @@ class _Exchange:
             line.close()
 
     def _stop(self, error: BaseException) -> None:
-        """Wakes whoever waits for a reply, in this rank and in others, to learn that none will come."""
+        """Wakes the threads that wait for a reply, in this rank and in others, with an error."""
         if self._share is not None:
             self._share.fail(error)
         for line in (*self._ups.values(), *self._downs.values()):
