@@ -214,7 +214,7 @@ class _Run:
         Raises:
             ColumnError: All rows have the weight 0.
         """
-        counters, engine = self.progress.tally, self.engine
+        counters, engine = self.progress.counters, self.engine
         self._client.enter("training", epoch=epoch + 1, step=counters.taken)
         started = time.perf_counter() - counters.seconds
         self.context.epoch = epoch + 1
@@ -235,7 +235,7 @@ class _Run:
 
     def _steps_left(self, batches: Iterator[Batch], steps: int) -> Iterator[tuple[int, Batch]]:
         """Yields each remaining step with this rank's part of its batch, and measures the waiting time."""
-        counters = self.progress.tally
+        counters = self.progress.counters
         for step in range(counters.taken, steps):
             self._client.at_step(step + 1)
             asked = time.perf_counter()
@@ -249,7 +249,7 @@ class _Run:
 
     def count(self, step: int, rows: int, loss: torch.Tensor | None) -> None:
         """Adds a step to the epoch counters; `loss` is `None` for a skipped step."""
-        counters, engine = self.progress.tally, self.engine
+        counters, engine = self.progress.counters, self.engine
         counters.places += engine.padding[0]
         counters.elements += engine.padding[1]
         self.context.step += 1
@@ -301,16 +301,16 @@ class _Run:
         self._client.enter("validating", epoch=self.context.epoch)
         with self._averaged(), self.engine.strategy.evaluating(self.engine.module) as module:
             metrics, counts = self.validation.run(module)
-        progress.tally.validations.append({"step": self.context.step, **metrics})
+        progress.counters.validations.append({"step": self.context.step, **metrics})
         if progress.best.offer(metrics["val_loss"], self._weights):
             progress.confusion = counts
         self.callbacks.call("on_validation_end", dict(metrics))  # a copy, so that callbacks cannot change it
-        progress.tally.validating += time.perf_counter() - started
+        progress.counters.validating += time.perf_counter() - started
 
     def validate_within(self) -> None:
         """Validates after a step within an epoch."""
         self._look_back(now=True)
-        self.progress.tally.losses.sum().item()  # waits for the device, so that its pending work is not counted
+        self.progress.counters.losses.sum().item()  # waits for the device, so that its pending work is not counted
         self.validate()
 
     def train_on(self, epoch: int, step: int) -> None:
@@ -320,7 +320,7 @@ class _Run:
 
     def note_validations(self, record: dict[str, Any]) -> None:
         """Adds the epoch's last validation to its record, and all of them if they run by step."""
-        validations = self.progress.tally.validations
+        validations = self.progress.counters.validations
         if validations:
             record |= {name: value for name, value in validations[-1].items() if name != "step"}
         if self.validation is not None and self._config.validation_unit == "step":
@@ -328,7 +328,7 @@ class _Run:
 
     def record(self, epoch: _Epoch) -> dict[str, Any]:
         """Returns the record of the epoch's training, the same on every rank except for what depends on time."""
-        counters, engine, world = self.progress.tally, self.engine, self._world
+        counters, engine, world = self.progress.counters, self.engine, self._world
         sums = sum_over_ranks(counters.sums(), world)
         norm = float(max_over_ranks(counters.largest_norm(), world))
         # Read after the all-reduces, so that it is the slowest rank's time.
@@ -354,7 +354,7 @@ class _Run:
 
     def save_within(self, epoch: _Epoch) -> None:
         """Saves a checkpoint if one is due; after the last step, the end of the epoch saves it instead."""
-        counters = self.progress.tally
+        counters = self.progress.counters
         if self._checkpointer is not None and counters.taken < self._steps:
             counters.seconds = time.perf_counter() - epoch.started
             self.save(Position(self.context.step, epoch.number, counters.taken))
@@ -379,7 +379,7 @@ class _Run:
 
     def _look_back(self, *, now: bool = False) -> None:
         """Raises if a loss was not finite; `now` is set before the weights are used."""
-        counters = self.progress.tally
+        counters = self.progress.counters
         if self.engine.watch is not None and counters.taken:
             self.engine.watch.look_back(counters.losses, counters.taken, now=now)
 

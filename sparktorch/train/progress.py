@@ -78,7 +78,7 @@ class Progress:
     """Counters and results of a training, in one rank.
 
     Attributes:
-        tally: Counters of the current epoch.
+        counters: Counters of the current epoch.
         history: Records of the finished epochs.
         best: The best validation, and how many have followed it.
         confusion: Confusion matrix of the weights that the training would return now, `None` without one.
@@ -94,16 +94,16 @@ class Progress:
         self.confusion: torch.Tensor | None = None
         self.validated_step = 0
         self.ended = False
-        self.tally = self._nothing()
+        self.counters = self._nothing()
 
     def end_epoch(self, record: dict[str, Any]) -> None:
         """Adds an epoch's record to the history, and resets the epoch counters."""
         self.history.append(record)
-        self.tally = self._nothing()
+        self.counters = self._nothing()
 
     def last_validation(self) -> dict[str, Any]:
         """Returns the last validation of this epoch, or else the previous epoch's record; empty without either."""
-        return (self.tally.validations or self.history or [{}])[-1]
+        return (self.counters.validations or self.history or [{}])[-1]
 
     def record(
         self,
@@ -129,8 +129,8 @@ class Progress:
         """
         loss_sum, rows, waited, places, elements, norm_sum, norms = sums.tolist()
         weights = weights.clone()
-        weights[self.tally.skipped] = 0
-        weight = float(weights[: self.tally.taken].sum())
+        weights[self.counters.skipped] = 0
+        weight = float(weights[: self.counters.taken].sum())
         record = {
             "epoch": number,
             "loss": loss_sum / max(weight, torch.finfo(torch.float64).tiny),
@@ -147,8 +147,8 @@ class Progress:
 
     def state(self) -> dict[str, Any]:
         """Returns the progress without the best weights, on the CPU, for `merge`."""
-        tally = self.tally
-        held = {"losses": tally.losses} | ({} if tally.norms is None else {"norms": tally.norms})
+        counters = self.counters
+        held = {"losses": counters.losses} | ({} if counters.norms is None else {"norms": counters.norms})
         own: dict[str, Any] = download(held)
         return {
             "best": self.best.state_dict(),
@@ -156,7 +156,7 @@ class Progress:
             "validated_step": self.validated_step,
             "history": self.history,
             "ended": self.ended,
-            "tally": asdict(replace(tally, **own)),
+            "tally": asdict(replace(counters, **own)),
         }
 
     def merge(
@@ -176,9 +176,9 @@ class Progress:
         self.history, self.ended = main["history"], main["ended"]
         sums: dict[str, Any] = dict.fromkeys(("rows", "waited", "places", "elements"), 0)
         nothing = self._nothing()
-        self.tally = replace(EpochCounters(**main["tally"]), losses=nothing.losses, norms=nothing.norms, **sums)
+        self.counters = replace(EpochCounters(**main["tally"]), losses=nothing.losses, norms=nothing.norms, **sums)
         for state in states:
-            self.tally.add(EpochCounters(**state["tally"]))
+            self.counters.add(EpochCounters(**state["tally"]))
 
     def _nothing(self) -> EpochCounters:
         losses = torch.zeros(self._steps, dtype=torch.float64, device=self._device)

@@ -35,7 +35,7 @@ ALLOWED = {
         2,
         "DDP orders its buckets anew after its first backward pass, as one rank has seen them",
     ),
-    "tally.losses.sum().item()": (None, "before a validation within an epoch, so that its time is its own"),
+    "counters.losses.sum().item()": (None, "before a validation within an epoch, so that its time is its own"),
     "backward()  # type": (None, "a simulated device's buckets come back from Gloo as the CPU's; NCCL's stay there"),
 }
 

@@ -24,10 +24,10 @@ def in_epoch(ranks: int, taken: int) -> list[Progress]:
         progress.best.offer(0.25, lambda: {"x": torch.ones(2)})
         progress.best.offer(0.75, dict)
         progress.confusion, progress.validated_step = torch.eye(2), STEPS
-        tally = progress.tally
-        tally.losses[:taken] = torch.arange(taken) + 10.0 * rank
-        tally.taken, tally.rows, tally.waited = taken, 3 * taken + rank, 0.5 + rank
-        tally.places, tally.elements, tally.skipped, tally.seconds = 100, 60 + rank, [1], 2.0
+        counters = progress.counters
+        counters.losses[:taken] = torch.arange(taken) + 10.0 * rank
+        counters.taken, counters.rows, counters.waited = taken, 3 * taken + rank, 0.5 + rank
+        counters.places, counters.elements, counters.skipped, counters.seconds = 100, 60 + rank, [1], 2.0
         found.append(progress)
     return found
 
@@ -42,7 +42,7 @@ def resumed(before: list[Progress], ranks: int) -> list[Progress]:
 
 
 def record(ranks: list[Progress]) -> dict[str, Any]:
-    sums = sum((progress.tally.sums() for progress in ranks), torch.zeros(7, dtype=torch.float64))
+    sums = sum((progress.counters.sums() for progress in ranks), torch.zeros(7, dtype=torch.float64))
     return ranks[-1].record(sums, WEIGHTS, 4.0, len(ranks), number=2, learning_rate=0.1)
 
 
@@ -56,8 +56,8 @@ def test_the_record_of_the_epoch_is_that_of_the_ranks_that_began_it(before: int,
     shares = wanted.pop("data_wait_share") * before, found.pop("data_wait_share") * after
     assert shares[1] == pytest.approx(shares[0])
     assert found == pytest.approx(wanted)
-    losses = sum((progress.tally.losses for progress in goes_on), torch.zeros(STEPS, dtype=torch.float64))
-    assert torch.equal(losses, sum(progress.tally.losses for progress in began))
+    losses = sum((progress.counters.losses for progress in goes_on), torch.zeros(STEPS, dtype=torch.float64))
+    assert torch.equal(losses, sum(progress.counters.losses for progress in began))
 
 
 @pytest.mark.parametrize("after", [1, 2, 5])
@@ -65,7 +65,7 @@ def test_every_rank_knows_what_all_knew(after: int) -> None:
     for progress in resumed(in_epoch(2, 4), after):
         assert progress.history == [{"epoch": 1, "loss": 0.5, "val_loss": 0.25}]
         assert (progress.validated_step, progress.ended) == (STEPS, False)
-        assert (progress.tally.taken, progress.tally.skipped, progress.tally.seconds) == (4, [1], 2.0)
+        assert (progress.counters.taken, progress.counters.skipped, progress.counters.seconds) == (4, [1], 2.0)
         assert progress.confusion is not None
         assert progress.last_validation()["val_loss"] == 0.25
         assert progress.best.state is not None, "although only rank 0 holds the weights"
@@ -77,14 +77,14 @@ def test_every_rank_knows_what_all_knew(after: int) -> None:
 
 def test_a_record_leaves_out_skipped_steps_and_those_that_were_not_taken() -> None:
     progress = in_epoch(1, 4)[0]
-    assert record([progress])["loss"] == pytest.approx(float(progress.tally.losses.sum()) / 12)
+    assert record([progress])["loss"] == pytest.approx(float(progress.counters.losses.sum()) / 12)
     assert record([progress])["padding_share"] == pytest.approx(0.4)
     assert torch.equal(WEIGHTS[:2], torch.tensor([4.0, 4.0], dtype=torch.float64)), "and weights are what they were"
 
 
 def test_the_last_validation_is_that_of_this_epoch_where_there_is_one() -> None:
     progress = in_epoch(1, 4)[0]
-    progress.tally.validations.append({"step": 8, "val_loss": 0.125})
+    progress.counters.validations.append({"step": 8, "val_loss": 0.125})
     assert progress.last_validation()["val_loss"] == 0.125
     progress.end_epoch({"epoch": 2, "loss": 0.25})
     assert "val_loss" not in progress.last_validation()
