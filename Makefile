@@ -1,5 +1,6 @@
 # make demo   trains and scores the digits, from a fresh clone
-# make test   runs every check, and all tests but Petastorm's
+# make test   runs every check, and the tests of all parts: what to run while you work
+# make test-all   these, and what users do in sessions of their own, kills, and clocks: before a change lands
 # make test-gpu   runs what a GPU can show, on a machine that has one: docs/gpu.md
 # make test-faults   of these, those that kill, stop and cut off what a fit runs on
 # make test-wheel   builds the wheel, and fits and scores with it in a fresh environment without extras
@@ -19,7 +20,7 @@ export PYSPARK_PYTHON := $(abspath $(BIN)/python)
 # What may run beside other rings.
 UNTIMED := not slow and not clock
 
-.PHONY: setup demo test test-core test-spark test-faults test-paths test-clock test-device test-gpu nvidia test-petastorm \
+.PHONY: setup demo test test-all test-core test-spark test-faults test-paths test-clock test-device test-gpu nvidia test-petastorm \
 	test-petastorm-core test-petastorm-paths test-wheel coverage lint zip mlflow clean
 
 setup: $(VENV)/.done
@@ -54,11 +55,16 @@ lint: setup
 IN_ONE_PIECE := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
 # Two rings at a time, for most of the time ranks wait for each other; what looks at the clock, by itself afterwards.
+PARTS := test-spark test-core test-device
+
 test: setup zip lint
 	@echo "tests: the output of a ring is shown when it has ended"
+	@$(MAKE) --no-print-directory --keep-going --jobs=2 $(IN_ONE_PIECE) $(PARTS)
+
+test-all: setup zip lint
+	@echo "tests: the output of a ring is shown when it has ended"
 	@red=0; \
-	$(MAKE) --no-print-directory --keep-going --jobs=2 $(IN_ONE_PIECE) \
-		test-spark test-core test-faults test-paths test-device || red=1; \
+	$(MAKE) --no-print-directory --keep-going --jobs=2 $(IN_ONE_PIECE) $(PARTS) test-faults test-paths || red=1; \
 	$(MAKE) --no-print-directory test-clock || red=1; \
 	exit $$red
 
