@@ -333,14 +333,9 @@ class _Run:
         norm = float(max_over_ranks(counters.largest_norm(), world))
         # Read after the all-reduces, so that it is the slowest rank's time.
         seconds = time.perf_counter() - epoch.started - counters.validating
+        rate, number = engine.schedule.learning_rate, epoch.number + 1
         record = self.progress.record(
-            sums,
-            epoch.weights,
-            seconds,
-            world.world_size,
-            number=epoch.number + 1,
-            learning_rate=engine.schedule.learning_rate,
-            largest_norm=norm,
+            sums, epoch.weights, seconds, world.world_size, number=number, learning_rate=rate, largest_norm=norm
         )
         if self._config.validation_unit == "step":
             record["steps"] = counters.taken
