@@ -174,7 +174,7 @@ def one_executor_from_now_on(spark: SparkSession) -> Iterator[None]:
 def test_a_restart_goes_on_with_the_workers_that_are_left(
     frame: DataFrame, calm: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sparktorch.ml.estimator._COMEBACK_SECONDS", 1.0)
+    monkeypatch.setattr("sparktorch.ml.fit.attempts._COMEBACK_SECONDS", 1.0)
     fault = Fault("kill executor", tmp_path / "marks", step=13)
     model = regressor(tmp_path, fault, maxRestarts=1, minWorkers=1).fit(frame)
     assert model.summary.numWorkers == 1
