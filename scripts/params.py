@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -99,13 +100,13 @@ def page() -> str:
         "# Params",
         "",
         "Every Param of the estimators. Models have those marked m. A fit that goes on from a checkpoint must have the",
-        "same values of those marked r. `scripts/params.py` writes this page.",
+        "same values of those marked r. Without a default, a Param is not set. `scripts/params.py` writes this page.",
     ]
     loss = {"TorchClassifier": tables.CLASSIFIER, "TorchRegressor": tables.REGRESSOR}
     only = {name: kinds for name, kinds in _only().items() if len(kinds) < 3}
     models = {spec.name for table in (tables.GENERIC_MODEL, tables.CLASSIFICATION_MODEL) for spec in table}
     for subject, found in SUBJECTS.items():
-        lines += ["", f"## {subject}", "", "| Param | default | | |", "|---|---|---|---|"]
+        lines += ["", f"## {subject}", "", "| Param | default | marks | meaning |", "|---|---|---|---|"]
         for spec in (spec for table in found for spec in table):
             default = "" if spec.default is None else f"`{spec.default!r}`"
             if spec.name == "loss":
@@ -129,7 +130,9 @@ def _only() -> dict[str, list[str]]:
 
 def main() -> None:
     """Writes or checks both files."""
-    check, wrong = "--check" in sys.argv[1:], []
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail where a file is stale")
+    check, wrong = parser.parse_args().check, []
     for path, text in ((STUBS, stubs()), (PAGE, page())):
         if not check:
             path.write_text(text)

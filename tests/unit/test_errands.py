@@ -79,6 +79,8 @@ def test_a_param_is_read_somewhere(name: str) -> None:
     spec = PARAMS[name]
     used = text_of("sparktorch/ml/**/*.py", "sparktorch/tracking/*.py")
     used = re.sub(r'P\("\w+"', "", used)  # but for the tables
+    assert not spec.field or spec.field.partition(".")[0] in NAMES
+    assert f"| `{name}` |" in text_of("docs/params.md"), "its table is missing in SUBJECTS of scripts/params.py"
     assert spec.field or re.search(rf'"{name}"|\.get{spec.accessor}\(|self\.{name}\b', used)
 
 
