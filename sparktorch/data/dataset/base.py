@@ -15,11 +15,13 @@ from sparktorch.data.preprocess import StepContext
 from sparktorch.data.sampling.plan import Numbers, RankOrder, SamplingPlan, mix_words
 from sparktorch.data.sampling.row_keys import RowKeys
 
-__all__ = ["Int64", "RowNumbers", "Schedule", "Shard", "at"]
+__all__ = ["AHEAD_BATCHES", "CHUNK_ROWS", "Int64", "RowNumbers", "Schedule", "Shard", "at"]
 
 Int64 = npt.NDArray[np.int64]
 RowNumbers = Numbers | range
 
+AHEAD_BATCHES = 4  # decoded in advance
+CHUNK_ROWS = 1 << 16  # whose weights are read at a time
 _AHEAD_ROWS = 1 << 15  # from this size on, ordering an epoch takes longer than starting a thread
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 import torch
 
 from sparktorch.base.batch import Batch
 from sparktorch.base.devices import free_bytes, is_host
-from sparktorch.data.dataset.base import Int64, RowNumbers, Shard, at
+from sparktorch.data.dataset.base import AHEAD_BATCHES, CHUNK_ROWS, Int64, RowNumbers, Shard, at
 from sparktorch.data.dataset.device_transfer import moved
 from sparktorch.data.dataset.prefetch import ByEpoch, ahead
 from sparktorch.data.dataset.rows import StoredRows
@@ -20,8 +21,6 @@ from sparktorch.data.sampling.row_keys import RowKeys
 __all__ = ["InMemoryShard"]
 
 _DEVICE_SHARE = 0.25  # of an accelerator's free memory, for rows
-_CHUNK_ROWS = 1 << 16
-_AHEAD_BATCHES = 4  # decoded in advance
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ class InMemoryShard(Shard):
         """Returns this rank's weight in each step of the epoch, float64 of shape `(steps,)`."""
         order, rows = self._orders[epoch], self.step_rows(epoch).numpy()
         found = np.empty(len(rows))
-        some = max(1, _CHUNK_ROWS * len(rows) // max(1, len(order.index)))  # bounds the rows at a time
+        some = max(1, CHUNK_ROWS * len(rows) // max(1, len(order.index)))  # bounds the rows at a time
         for start in range(0, len(rows), some):
             stop = min(start + some, len(rows))
             index = order.index[order.ends[start] - rows[start] : order.ends[stop - 1]]
@@ -99,7 +98,7 @@ class InMemoryShard(Shard):
             self._rows.take(index[start:end], min_rows=min_rows, context=context)
             for start, end, context in zip(ends[first:], ends[first + 1 :], contexts, strict=False)
         )
-        return self._coming(batches, _AHEAD_BATCHES)
+        return self._coming(batches, AHEAD_BATCHES)
 
     def validation(self, size: int, *, batches: int = 0) -> Generator[Batch]:
         """Yields the validation rows in at least `batches` batches of at most `size` rows."""
@@ -116,7 +115,7 @@ class InMemoryShard(Shard):
     def _coming(self, batches: Generator[Batch], depth: int) -> Generator[Batch]:
         """Returns batches on the device; threads decode and copy them, where that is needed."""
         if self._stored.decodes:
-            batches = ahead(batches, depth, size=_size, most=self._budget // 2)
+            batches = ahead(batches, depth, size=attrgetter("nbytes"), most=self._budget // 2)
         return batches if self._rows.device == self._device else moved(batches, self._device)
 
     def _make_order(self, epoch: int) -> _Order:
@@ -127,7 +126,3 @@ class InMemoryShard(Shard):
 
 def _index(order: RowNumbers) -> torch.Tensor:
     return torch.arange(order.start, order.stop) if isinstance(order, range) else torch.from_numpy(order)
-
-
-def _size(batch: Batch) -> int:
-    return batch.nbytes

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from sparktorch.base.batch import Batch
-from sparktorch.data.dataset.base import Int64, RowNumbers, Shard, at
+from sparktorch.data.dataset.base import AHEAD_BATCHES, CHUNK_ROWS, Int64, RowNumbers, Shard, at
 from sparktorch.data.dataset.device_transfer import moved
 from sparktorch.data.dataset.prefetch import ByEpoch, ahead
 from sparktorch.data.dataset.rows import Rows, StoredRows
@@ -19,9 +20,6 @@ from sparktorch.data.sampling.plan import RankOrder, SamplingPlan
 from sparktorch.data.sampling.row_keys import RowKeys
 
 __all__ = ["OutOfCoreShard"]
-
-_CHUNK_ROWS = 1 << 16
-_AHEAD_BATCHES = 4  # decoded in advance
 
 
 class OutOfCoreShard(Shard):
@@ -53,8 +51,8 @@ class OutOfCoreShard(Shard):
     def weight_by_class(self, classes: int) -> list[float]:
         """Returns the sum of the weights of this rank's training rows by class."""
         sums = np.zeros(classes)
-        for start in range(0, len(self._order), _CHUNK_ROWS):
-            rows = self._stored.load(_runs(self._order[start : start + _CHUNK_ROWS]), inputs=False)
+        for start in range(0, len(self._order), CHUNK_ROWS):
+            rows = self._stored.load(_runs(self._order[start : start + CHUNK_ROWS]), inputs=False)
             sums += rows.weight_by_class(torch.arange(rows.count), classes)
         found: list[float] = sums.tolist()
         return found
@@ -93,7 +91,7 @@ class OutOfCoreShard(Shard):
     def _ahead(self, batches: Generator[Batch], depth: int) -> Generator[Batch]:
         """Returns batches on the device, read in a thread."""
         if self._stored.decodes:  # decoded batches are larger than their window
-            coming = ahead(batches, min(depth, _AHEAD_BATCHES), size=_size, most=self._budget // 2)
+            coming = ahead(batches, min(depth, AHEAD_BATCHES), size=attrgetter("nbytes"), most=self._budget // 2)
         else:
             coming = ahead(batches, depth)
         return moved(coming, self._device)
@@ -153,7 +151,3 @@ def _runs(rows: RowNumbers) -> Runs:
     if isinstance(rows, range):
         return Runs(np.array([rows.start], np.int64), np.array([rows.stop], np.int64))
     return Runs.of(rows)
-
-
-def _size(batch: Batch) -> int:
-    return batch.nbytes

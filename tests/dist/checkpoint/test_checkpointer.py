@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -83,6 +84,14 @@ def test_an_attempt_that_wakes_up_after_a_later_one_has_begun_removes_and_adds_n
             assert names(tmp_path) == there
             assert not later.store.finished
             assert later.store.claimed_by("mine")
+
+
+def test_a_loss_that_is_nan_is_not_the_best(tmp_path: Path, line: Callable[[], Moves]) -> None:
+    with Checkpointer(config(tmp_path, keep=1), {}, World(), line()) as saver:
+        for step, loss in enumerate((math.nan, 0.5, 0.9, 0.8), start=1):
+            saver.save(Position(step=step), SHARE, loss)
+            wait_for_saves()
+    assert sorted(int(name.split("-")[1]) for name in names(tmp_path)) == [2, 4]
 
 
 def test_only_checkpoints_of_attempts_that_are_named_are_removed(tmp_path: Path) -> None:
