@@ -202,22 +202,26 @@ def units(module: nn.Module, options: ShardingOptions) -> list[nn.Module]:
                 raise ModuleError(
                     f"the module has no part of class {name!r}", hint=nearest(name, present), param="strategyParams"
                 )
-
-    def visit(part: nn.Module) -> tuple[int, bool]:
-        """Returns the number of parameters that are in no unit yet, and whether any of all is tied."""
-        own = list(part.parameters(recurse=False))
-        count, tied = sum(p.numel() for p in own), any(owners[p] > 1 for p in own)
-        for child in part.children():
-            below, tied_below = visit(child)
-            count, tied = count + below, tied or tied_below
-        chosen = (
-            type(part).__name__ in options.wrap_classes if options.wrap_classes else count >= options.min_parameters
-        )
-        # Tied parameters must be gathered with all submodules that share them: with the whole module.
-        if chosen and count and not tied and part is not module and not isinstance(part, _CONTAINERS):
-            found.append(part)
-            count = 0
-        return count, tied
-
-    visit(module)
+    _visit(module, module, options, owners, found)
     return found
+
+
+def _visit(
+    part: nn.Module, module: nn.Module, options: ShardingOptions, owners: Counter[nn.Parameter], found: list[nn.Module]
+) -> tuple[int, bool]:
+    """Appends the units of a part of the module; returns its number of parameters in no unit, and whether any is tied.
+
+    A function in `units` that calls itself would be a reference cycle, which keeps the whole parameters in device
+    memory until the garbage collector finds it.
+    """
+    own = list(part.parameters(recurse=False))
+    count, tied = sum(p.numel() for p in own), any(owners[p] > 1 for p in own)
+    for child in part.children():
+        below, tied_below = _visit(child, module, options, owners, found)
+        count, tied = count + below, tied or tied_below
+    chosen = type(part).__name__ in options.wrap_classes if options.wrap_classes else count >= options.min_parameters
+    # Tied parameters must be gathered with all submodules that share them: with the whole module.
+    if chosen and count and not tied and part is not module and not isinstance(part, _CONTAINERS):
+        found.append(part)
+        count = 0
+    return count, tied
