@@ -15,6 +15,8 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -24,9 +26,10 @@ from sparktorch.distributed.heartbeat import Heart, OpenStore, Pulses, alive
 from sparktorch.distributed.log_capture import LogCapture
 from sparktorch.distributed.os_memory import out_of_memory_kills, resident_bytes
 from sparktorch.distributed.process_group import collectives_begun
+from sparktorch.distributed.store import PIECE_BYTES
 from sparktorch.errors import ClusterError, RankError, SparkTorchError
 
-__all__ = ["Cancelled", "Client", "PeerFailure", "last_lines"]
+__all__ = ["Cancelled", "Client", "Order", "PeerFailure", "last_lines"]
 
 _LONGEST_PAUSE = 0.05
 _SILENT_SECONDS = 1.2  # more than two heartbeats
@@ -40,6 +43,19 @@ class Cancelled(Exception):  # noqa: N818 - control flow between rank and driver
 
 class PeerFailure(Exception):  # noqa: N818 - control flow between ranks, no user meets it
     """Another rank has failed; that rank reports the cause."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """A task for the ranks of a pool.
+
+    Attributes:
+        token: Token under which the task's ranks and the driver meet in the same store.
+        content: The pickled task.
+    """
+
+    token: str
+    content: bytes
 
 
 class Client:
@@ -65,6 +81,7 @@ class Client:
         self._moves, self._waiting, self._owner = 0, False, threading.get_ident()
         self._kills = out_of_memory_kills()
         self._publishes_progress = self._publishes_epochs = True
+        self._judged = False
         self._failure: SparkTorchError | None = None
         # Counted here, not in the store: its counters can be changed without the token.
         self._warnings, self._parcels = itertools.count(), itertools.count()
@@ -139,6 +156,56 @@ class Client:
         keys = [f"{topic}/{rank}" for rank in range(self._world.world_size)]
         self._wait(keys, patience)
         return [json.loads(raw) for raw in self.store.multi_get(keys)]
+
+    def orders(self) -> Iterator[Order]:
+        """Yields the tasks that the driver sends to the ranks of a pool, until it ends the pool.
+
+        Meanwhile this rank counts as waiting: the client of the task tells of its progress.
+
+        Raises:
+            Cancelled: The driver cancelled the pool.
+        """
+        for number in itertools.count():
+            self._wait([f"order/{number}"])
+            order = json.loads(self.store.get(f"order/{number}"))
+            if order["token"] is None:
+                return
+            pieces = self.store.multi_get([f"order/{number}/{piece}" for piece in range(order["pieces"])])
+            self._waiting = True
+            yield Order(order["token"], b"".join(pieces))
+            self._waiting = False
+            self.moved()
+
+    def joined(self, token: str) -> Client:
+        """Returns a client of the same store for a task of a pool, under the task's token."""
+        return Client(partial(self._open_store, token=token), self._world, console=LogCapture(self._console.level))
+
+    def await_verdicts(self) -> None:
+        """Makes `told_to_stop` wait for the driver's verdict on each epoch."""
+        self._judged = True
+
+    def told_to_stop(self, epoch: int) -> bool:
+        """Returns whether the driver ends the training after that epoch, counted from 1.
+
+        Waits for the driver's verdict, which is the same in every rank; without `await_verdicts`, it is no.
+
+        Raises:
+            Cancelled: The driver cancelled while waiting.
+            PeerFailure: A rank failed while waiting.
+        """
+        if not self._judged:
+            return False
+        self._wait([f"verdict/{epoch}"])
+        return bool(json.loads(self.store.get(f"verdict/{epoch}"))["stop"])
+
+    def deliver(self, meta: dict[str, Any], payload: bytes) -> None:
+        """Sends the rank's result of a pool's task to the driver."""
+        key = f"result/{self._world.rank}"
+        pieces = [payload[start : start + PIECE_BYTES] for start in range(0, len(payload), PIECE_BYTES)]
+        for number, piece in enumerate(pieces):
+            self.store.set(f"{key}/{number}", piece)  # type: ignore[arg-type]  # the signed store takes bytes
+            self.moved()
+        self._set(self.store, key, {"meta": meta, "pieces": len(pieces)})
 
     def warn(self, text: str) -> None:
         """Makes the driver log a warning; the fit goes on."""

@@ -22,7 +22,7 @@ __all__ = ["Heart", "OpenStore", "Pulse", "Pulses", "alive", "waited_for"]
 
 _BEAT_SECONDS = 0.5
 _LOOK_SECONDS = 0.05
-_BODY = "sparktorch/worker.py"
+_BODY = "sparktorch/worker/"
 _LEAVING_SECONDS = 2.0  # that a rank whose driver is gone gets to end by itself
 
 R = TypeVar("R")
@@ -31,7 +31,7 @@ R = TypeVar("R")
 class OpenStore(Protocol):
     """Opens a connection to the store; see `connect`."""
 
-    def __call__(self, *, timeout: timedelta = ...) -> dist.Store:
+    def __call__(self, *, token: str = ..., timeout: timedelta = ...) -> dist.Store:
         """Returns a new connection."""
         ...
 
@@ -187,7 +187,7 @@ def waited_for(pulses: Mapping[int, Pulse[dict[str, Any]]]) -> list[int]:
 
 
 def _stack_of(thread: int) -> str:
-    """Returns the Python stack of a thread, without Spark's frames outside `worker.py`."""
+    """Returns the Python stack of a thread, without Spark's frames outside `worker`."""
     frames = traceback.extract_stack(sys._current_frames().get(thread))
     body = [index for index, frame in enumerate(frames) if frame.filename.endswith(_BODY)]
     return "".join(traceback.format_list(frames[body[0] :] if body else frames))

@@ -20,11 +20,15 @@ Line = tuple[int, str]  # level, as in `logging`, and text
 
 
 class LogCapture:
-    """Captures this process's log records and printed lines; printed lines have the level `INFO`."""
+    """Captures this process's log records and printed lines; printed lines have the level `INFO`.
+
+    Attributes:
+        level: Lowest level of the log records that are captured.
+    """
 
     def __init__(self, level: int = logging.WARNING) -> None:
         """Takes the lowest level of log records to capture; `INFO` and above are always captured."""
-        self._level = min(level, logging.INFO)
+        self.level = min(level, logging.INFO)
         self._lock = threading.Lock()
         self._last: deque[str] = deque(maxlen=KEPT_LINES)
         self._new: deque[Line] = deque(maxlen=KEPT_LINES)
@@ -34,13 +38,13 @@ class LogCapture:
     def overhearing(self) -> Iterator[None]:
         """Context that captures logs and prints; they still go where they went before."""
         root = logging.getLogger()
-        before, handler = root.level, _Handler(self, self._level)
+        before, handler = root.level, _Handler(self, self.level)
         aloud = None if root.handlers else logging.StreamHandler(sys.stderr)  # as `logging` does by default
         root.addHandler(handler)
         if aloud is not None:
             aloud.setLevel(before)
             root.addHandler(aloud)
-        root.setLevel(min(before, self._level))
+        root.setLevel(min(before, self.level))
         try:
             with redirect_stdout(_Tee(sys.stdout, self)), redirect_stderr(_Tee(sys.stderr, self)):
                 yield

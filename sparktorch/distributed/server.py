@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from sparktorch.distributed.client import last_lines
 from sparktorch.distributed.log_capture import KEPT_LINES
-from sparktorch.distributed.store import Rendezvous, SealedStore, host_store
+from sparktorch.distributed.store import PIECE_BYTES, Rendezvous, SealedStore, host_store
 from sparktorch.errors import ClusterError, SparkTorchError
 
 __all__ = ["ControlServer"]
@@ -26,18 +26,21 @@ _BEAT_SECONDS = 1.0
 class ControlServer:
     """The store of one attempt, seen from the driver."""
 
-    def __init__(self, bind: str, advertise: str) -> None:
+    def __init__(self, bind: str, advertise: str, *, beside: ControlServer | None = None) -> None:
         """Starts the store, and a thread that sends the driver's heartbeat.
 
         Args:
             bind: The local address to listen on.
             advertise: The name or address by which executors reach it.
+            beside: Shares the store of this server, under another token, instead of starting one.
         """
-        self._server, port = host_store(bind)
-        self.rendezvous = Rendezvous(advertise, port, secrets.token_hex(16))
+        self._shared = beside is not None
+        self._server: dist.TCPStore
+        self._server, port = host_store(bind) if beside is None else (beside._server, beside.rendezvous.port)
+        self.rendezvous: Rendezvous = Rendezvous(advertise, port, secrets.token_hex(16))
         self._store = SealedStore(self.rendezvous.prefix, self._server)
         self._forged = False  # whether a value without a valid signature was found
-        self._epochs_seen = 0
+        self._epochs_seen = self._orders = 0
         self._warnings_seen: dict[int, int] = defaultdict(int)
         self._lines_seen: dict[int, int] = defaultdict(int)
         self._last_lines: dict[int, deque[str]] = defaultdict(lambda: deque(maxlen=KEPT_LINES))
@@ -145,7 +148,62 @@ class ControlServer:
         """Closes the store and its port."""
         self._closed.set()
         self._heart.join()
+        if self._shared:
+            for key in self._store.list_keys():
+                self._store.delete_key(key)
         del self._store, self._server
+
+    def another(self) -> ControlServer:
+        """Returns a server for a task of a pool, which shares the store under another token."""
+        return ControlServer("", self.rendezvous.host, beside=self)
+
+    def send(self, content: bytes, token: str) -> None:
+        """Sends the ranks of a pool their next task, under that token, once the one before is over."""
+        for key in self._store.list_keys():
+            if key.startswith("order/"):
+                self._store.delete_key(key)
+        pieces = [content[start : start + PIECE_BYTES] for start in range(0, len(content), PIECE_BYTES)]
+        for number, piece in enumerate(pieces):
+            self._store.set(f"order/{self._orders}/{number}", piece)
+        self._order({"token": token, "pieces": len(pieces)})
+
+    def end_orders(self) -> None:
+        """Tells the ranks of a pool that there are no more tasks."""
+        self._order({"token": None})
+
+    def _order(self, order: dict[str, Any]) -> None:
+        self._store.set(f"order/{self._orders}", json.dumps(order))
+        self._orders += 1
+
+    def judge(self, epoch: int, *, stop: bool) -> None:
+        """Tells the ranks whether to end the training after that epoch, counted from 1."""
+        self._store.set(f"verdict/{epoch}", json.dumps({"stop": stop}))
+
+    def ready(self, world_size: int) -> list[dict[str, Any]] | None:
+        """Returns what the ranks of a pool tell of their rows, in rank order; `None` until all have read them."""
+        if not self._store.check([f"ready/{rank}" for rank in range(world_size)]):
+            return None
+        return [self._read(f"ready/{rank}") for rank in range(world_size)]
+
+    def over(self, world_size: int) -> bool:
+        """Returns whether every rank has ended a pool's task, with a result or with an error."""
+        return all(self.ended(rank) or self._store.check([f"error/{rank}"]) for rank in range(world_size))
+
+    def results(self, world_size: int) -> list[tuple[dict[str, Any], bytes]]:
+        """Returns and deletes `(meta, payload)` of each rank of a pool's task, in rank order.
+
+        Raises:
+            ClusterError: A value was written without the attempt's token.
+        """
+        found = []
+        for rank in range(world_size):
+            result = json.loads(self._store.get(f"result/{rank}"))
+            pieces = []
+            for number in range(result["pieces"]):
+                pieces.append(self._store.get(f"result/{rank}/{number}"))
+                self._store.delete_key(f"result/{rank}/{number}")
+            found.append((result["meta"], b"".join(pieces)))
+        return found
 
     def _failures(self) -> list[dict[str, Any]]:
         if not self._store.check(["errors"]):

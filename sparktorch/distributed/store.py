@@ -13,7 +13,9 @@ import torch.distributed as dist
 
 from sparktorch.errors import ClusterError
 
-__all__ = ["UNREACHED_HINT", "Rendezvous", "SealedStore", "connect", "host_store"]
+__all__ = ["PIECE_BYTES", "UNREACHED_HINT", "Rendezvous", "SealedStore", "connect", "host_store"]
+
+PIECE_BYTES = 4 << 20  # of a large value; torch's store refuses values of more than 8 MiB
 
 UNREACHED_HINT = (
     "open the ephemeral ports of its host to the executors, set spark.driver.host to an address they reach, or let a "
@@ -35,9 +37,10 @@ class SealedStore(dist.PrefixStore):
         super().__init__(hashlib.sha256(token.encode()).hexdigest()[:_SEAL_LENGTH], store)
         self._token = token.encode()
 
-    def set(self, key: str, value: str) -> None:
+    def set(self, key: str, value: str | bytes) -> None:
         """Signs and writes a value."""
-        super().set(key, self._seal(key, value.encode()).decode() + value)
+        content = value.encode() if isinstance(value, str) else value
+        super().set(key, self._seal(key, content) + content)  # type: ignore[arg-type]  # torch takes bytes as well
 
     def get(self, key: str) -> bytes:
         """Returns a value after checking its signature.

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import inspect
 import time
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pyspark.ml import Estimator
 from pyspark.ml.util import MLReadable, MLWritable
 from pyspark.sql import DataFrame
 
-from sparktorch.base.config import Task
+from sparktorch.base.config import Task, above
 from sparktorch.errors import ConfigError
 from sparktorch.ml.fit.attempts import train_with_restarts
-from sparktorch.ml.fit.checks import check_param_names, check_thresholds
-from sparktorch.ml.fit.first_row_trial import try_out
+from sparktorch.ml.fit.checks import check_param_names
 from sparktorch.ml.fit.listeners import Fit, FitReport, callers
-from sparktorch.ml.fit.translate import Request, translate
+from sparktorch.ml.fit.multiple import fit_multiple
+from sparktorch.ml.fit.prepared_data import FreshData, PreparedData, Source
+from sparktorch.ml.fit.translate import Request
 from sparktorch.ml.model import TorchModel, TorchModelBase
 from sparktorch.ml.params.declare import own
 from sparktorch.ml.params.mixins import EstimatorParams, GenericParams
@@ -25,11 +26,7 @@ from sparktorch.ml.persistence import EstimatorReader, EstimatorWriter
 from sparktorch.ml.scoring.column_metadata import labels_of
 from sparktorch.ml.summary import TrainingSummary
 from sparktorch.model.trained_module import TrainedModule
-from sparktorch.spark.checks.check_result import refuse
-from sparktorch.spark.checks.doctor import check_executors
-from sparktorch.spark.checks.preflight import check_cluster, check_result_size
-from sparktorch.spark.frame.prepare import Frame, prepare
-from sparktorch.spark.launch.gpus import gpu_profile
+from sparktorch.spark.frame.prepare import Frame
 from sparktorch.train.recipe.dry_run import DryRunResult
 
 if TYPE_CHECKING:
@@ -82,39 +79,61 @@ class TorchEstimatorBase(Estimator[M], EstimatorParams, MLReadable[Any], MLWrita
         """Sets copies of lists and dicts as defaults: who appends to one changes no other estimator."""
         return super()._setDefault(**{name: own(value) for name, value in values.items()})
 
-    def _fit(self, dataset: DataFrame) -> M:
-        if not hasattr(dataset, "sparkSession"):
-            kind = f"{type(dataset).__module__.partition('.')[0]}'s {type(dataset).__name__}"
-            raise ConfigError(f"fit takes a DataFrame of Spark's, and got {kind}", hint="spark.createDataFrame(it)")
-        fit = Fit(estimator=self, spark=dataset.sparkSession, callers=self._callers)
-        with FitReport(fit, rows_per_step=self.getBatchSize(), show=self.getProgress()) as report:
+    def _fit(self, dataset: DataFrame | PreparedData) -> M:
+        return self._fit_on(dataset if isinstance(dataset, PreparedData) else FreshData(_checked(dataset)))
+
+    def _fit_on(self, source: Source, judge: Callable[[dict[str, Any]], bool] | None = None) -> M:
+        """Fits on the rows of a source; `judge` may end the training after an epoch, if the rows are prepared."""
+        spark = source.dataset.sparkSession
+        fit = Fit(estimator=self, spark=spark, callers=self._callers)
+        shown: dict[str, Any] = {"rows_per_step": self.getBatchSize(), "show": self.getProgress()}
+        with FitReport(fit, **shown, title=source.title, judge=judge) as report:
             started = time.perf_counter()
-            request, frame, trial = self._prepared(dataset, report)
+            request, frame, trial = source.prepared(self, self._task, report)
             report.prepared(frame.columns)
             prepared = time.perf_counter()
-            results = train_with_restarts(frame, trial, request, report)
+            results = train_with_restarts(frame, trial, request, report, source.attempt)
             seconds = {"prepare": prepared - started, "job": time.perf_counter() - prepared}
             summary = TrainingSummary.of(results, seconds)
             weights = next(payload for _, payload in results if payload)
-            model = self._model(request, frame, trial, weights, summary, self._labels(dataset, trial.classes))
+            labels = self._labels(source.dataset, trial.classes)
+            model = self._model(request, frame, trial, weights, summary, labels)
             report.finished(model, summary)
         return model
 
-    def _prepared(self, dataset: DataFrame, report: FitReport) -> tuple[Request, Frame, DryRunResult]:
-        """Runs all checks that need no training job; returns what the job needs."""
-        request = translate(self, self._task)
-        spark = dataset.sparkSession
-        profile = gpu_profile(spark, request.launch.device, request.launch.world_size)
-        check_cluster(spark, request.launch.world_size, profile, longest=request.launch.patience.start)
-        request = replace(request, launch=replace(request.launch, profile=profile))
-        if self.getPreflight() == "full":
-            checkpoints = request.checkpoint.directory if request.checkpoint else None
-            refuse(check_executors(spark, request.launch, checkpoints))
-        frame = prepare(dataset, self._task, **request.columns)
-        frame, trial = try_out(frame, request, report)
-        check_result_size(spark, trial.state_bytes)
-        check_thresholds(self, trial.classes)
-        return request, frame, trial
+    def prepare(self, dataset: DataFrame, *, idleTimeout: float = 600.0) -> PreparedData:
+        """Lets ranks read a DataFrame once for several fits: `estimator.fit(prepared, params)`.
+
+        The first fit reads the rows. Use it as a context manager, or call `close`.
+
+        Args:
+            dataset: The rows to train on.
+            idleTimeout: Seconds without a fit after which the ranks end and free their slots.
+
+        Raises:
+            ConfigError: A Param is invalid, or ranks cannot hold rows: executors do not reach this process.
+        """
+        above("idleTimeout", idleTimeout, 0)
+        return PreparedData(self, self._task, _checked(dataset), idle_timeout=idleTimeout)
+
+    def fitMultiple(self, dataset: DataFrame | PreparedData, paramMaps: Sequence[ParamMap]) -> Iterator[tuple[int, M]]:
+        """Trains a model for each of several settings of Params, and yields each with its index once it is trained.
+
+        Ranks read the rows once for all settings that need the same rows, and train them one after another in one
+        barrier job. It starts with the first call of `next`, and does not wait for its models to be taken: who scores
+        with one of them waits until the job ends if it holds all slots. The iterator may be used by several threads.
+        `CrossValidator` and `TrainValidationSplit` use it.
+
+        Args:
+            dataset: The rows to train on.
+            paramMaps: The settings.
+
+        Raises:
+            ConfigError: A setting is invalid, or several have the same `checkpointDir`. `next` raises what a fit
+                raises, for the setting whose turn it is; the others train on.
+        """
+        estimators = [self.copy(params) for params in paramMaps]
+        return fit_multiple(estimators, dataset if isinstance(dataset, PreparedData) else _checked(dataset))
 
     def _labels(self, dataset: DataFrame, classes: int | None) -> tuple[str, ...]:
         """Returns the label of each class, or `()` if the column metadata does not have all of them."""
@@ -164,6 +183,19 @@ class TorchEstimatorBase(Estimator[M], EstimatorParams, MLReadable[Any], MLWrita
     def load(cls, path: str) -> Any:
         """Loads an estimator; a shortcut for `read().load(path)`."""
         return cls.read().load(path)
+
+
+def _checked(dataset: Any) -> DataFrame:
+    """Returns the dataset, if it is a DataFrame.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    if not hasattr(dataset, "sparkSession"):
+        kind = f"{type(dataset).__module__.partition('.')[0]}'s {type(dataset).__name__}"
+        raise ConfigError(f"fit takes a DataFrame of Spark's, and got {kind}", hint="spark.createDataFrame(it)")
+    found: DataFrame = dataset
+    return found
 
 
 class TorchEstimator(TorchEstimatorBase[TorchModel], GenericParams):

@@ -122,7 +122,7 @@ def train(
             progress.end_epoch(record)
             if world.is_main:
                 client.epoch_done(epoch + 1, record)
-            progress.ended = asked or progress.best.out_of_patience
+            progress.ended = asked or progress.best.out_of_patience or client.told_to_stop(epoch + 1)
             epoch += 1
             run.save(Position(run.context.step, epoch))
         callbacks.call("on_fit_end")

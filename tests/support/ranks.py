@@ -251,7 +251,7 @@ def _rank(
     """The body of a rank's process: what a barrier task does, without the barrier."""
     os.environ.update(environment)
     faulthandler.dump_traceback_later(0.9 * seconds)  # a rank that hangs says where
-    client = Client(partial(connect, rendezvous.host, rendezvous.port, rendezvous.prefix), world)
+    client = Client(partial(connect, rendezvous.host, rendezvous.port, token=rendezvous.prefix), world)
     with client.beating(), _synchronisations(world.device) as waits:
         try:
             result = train_partition(iter(batches), world=world, job=job, client=client)

@@ -85,7 +85,7 @@ class Shard(RankDataset):
         return self._stored.on_disk
 
     def place(self, first: int, plan: SamplingPlan, *, epochs: int = 1) -> None:
-        """Sets the position of the first row, the sampling plan and the number of epochs."""
+        """Sets the position of the first row, the sampling plan and the number of epochs of the next training."""
         seeded = self._stored.columns.preprocess is not None
         self._schedule = Schedule(plan, first, self.rows, epochs, seeded=seeded)
 
@@ -98,8 +98,8 @@ class Shard(RankDataset):
         """Returns the sum of the weights of this rank's training rows by class."""
 
     @abstractmethod
-    def weigh_classes(self, weights: Sequence[float]) -> None:
-        """Sets the loss weight of each row to its weight times the weight of its class, one per class."""
+    def weigh_classes(self, weights: Sequence[float] | None) -> None:
+        """Sets the loss weight of each row to its weight times that of its class, one per class; `None`: its weight."""
 
     def close(self) -> None:
         """Ends threads and frees rows on disk; can be called twice."""

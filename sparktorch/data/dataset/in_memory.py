@@ -15,7 +15,7 @@ from sparktorch.data.dataset.base import AHEAD_BATCHES, CHUNK_ROWS, Int64, RowNu
 from sparktorch.data.dataset.device_transfer import moved
 from sparktorch.data.dataset.prefetch import ByEpoch, ahead
 from sparktorch.data.dataset.rows import StoredRows
-from sparktorch.data.sampling.plan import by_step
+from sparktorch.data.sampling.plan import SamplingPlan, by_step
 from sparktorch.data.sampling.row_keys import RowKeys
 
 __all__ = ["InMemoryShard"]
@@ -61,13 +61,18 @@ class InMemoryShard(Shard):
             self._rows.to(self._device)
             self.storage = "device"
 
+    def place(self, first: int, plan: SamplingPlan, *, epochs: int = 1) -> None:
+        """Sets the position of the first row, the sampling plan and the number of epochs of the next training."""
+        self._orders.clear()
+        super().place(first, plan, epochs=epochs)
+
     def weight_by_class(self, classes: int) -> list[float]:
         """Returns the sum of the weights of this rank's training rows by class."""
         sums: list[float] = self._rows.weight_by_class(_index(self._order), classes).tolist()
         return sums
 
-    def weigh_classes(self, weights: Sequence[float]) -> None:
-        """Sets the loss weight of each row to its weight times the weight of its class, one per class."""
+    def weigh_classes(self, weights: Sequence[float] | None) -> None:
+        """Sets the loss weight of each row to its weight times that of its class, one per class; `None`: its weight."""
         self._rows.weigh_classes(weights)
 
     def step_weights(self, epoch: int) -> torch.Tensor:

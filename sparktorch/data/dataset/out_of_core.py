@@ -43,7 +43,9 @@ class OutOfCoreShard(Shard):
         self._device = torch.device(device)
 
     def place(self, first: int, plan: SamplingPlan, *, epochs: int = 1) -> None:
-        """Sets the position of the first row, the sampling plan and the number of epochs."""
+        """Sets the position of the first row, the sampling plan and the number of epochs of the next training."""
+        self._weights.clear()
+        self._orders.clear()
         super().place(first, plan, epochs=epochs)
         step_bytes = self.bytes / self._stored.count * self.rows / plan.steps
         self._window = min(plan.block, max(1, int(self._budget / 2 // max(step_bytes, 1))))
@@ -57,8 +59,8 @@ class OutOfCoreShard(Shard):
         found: list[float] = sums.tolist()
         return found
 
-    def weigh_classes(self, weights: Sequence[float]) -> None:
-        """Sets the loss weight of each row to its weight times the weight of its class, one per class."""
+    def weigh_classes(self, weights: Sequence[float] | None) -> None:
+        """Sets the loss weight of each row to its weight times that of its class, one per class; `None`: its weight."""
         self._class_weights = weights
 
     def step_weights(self, epoch: int) -> torch.Tensor:

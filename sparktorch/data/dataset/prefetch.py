@@ -101,6 +101,12 @@ class ByEpoch(Generic[T]):
         with self._lock:
             self._known = {epoch: made for epoch, made in self._known.items() if epoch >= before}
 
+    def clear(self) -> None:
+        """Drops all values, once the thread has ended."""
+        self.close()
+        with self._lock:
+            self._known = {}
+
     def begin(self, epoch: int) -> None:
         """Starts to make a value in a thread, unless it exists or the thread is still making another."""
         if self._knows(epoch) or (self._thread is not None and self._thread.is_alive()):

@@ -104,12 +104,16 @@ class Rows:
         arguments = tuple(argument for column in self._inputs for argument in column.take(index, here))
         return arguments, {place: column.lengths(index) for place, column in self._uneven.items()}
 
-    def weigh_classes(self, weights: Sequence[float]) -> None:
-        """Sets the loss weight of each row to its weight times the weight of its class, one per class."""
-        assert self._label is not None
-        of_class = torch.tensor(weights, dtype=torch.float32)[self._label]
-        self._loss_weight = of_class if self._weight is None else of_class * self._weight
-        self._copy()
+    def weigh_classes(self, weights: Sequence[float] | None) -> None:
+        """Sets the loss weight of each row to its weight times that of its class, one per class; `None`: its weight."""
+        before = self._loss_weight
+        self._loss_weight = self._weight
+        if weights is not None:
+            assert self._label is not None
+            of_class = torch.tensor(weights, dtype=torch.float32)[self._label]
+            self._loss_weight = of_class if self._weight is None else of_class * self._weight
+        if self._loss_weight is not before:
+            self._copy()
 
     def weight_by_class(self, index: torch.Tensor, classes: int) -> npt.NDArray[np.float64]:
         """Returns the sum of the weights of the rows in `index` by class, float64 of shape `(classes,)`."""

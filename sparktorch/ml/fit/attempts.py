@@ -1,4 +1,4 @@
-"""The barrier job of a fit: its partitioning, and its restarts after lost ranks."""
+"""The training of a fit: the partitioning of its rows, and its restarts after lost ranks."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame, SparkSession
 
 from sparktorch.distributed.root_cause import ChainError
 from sparktorch.errors import RankLostError
@@ -20,15 +19,16 @@ from sparktorch.spark.checks.preflight import check_cluster, settled_slots
 from sparktorch.spark.frame.partition import keep, moved_as_they_are, split, split_into_folds
 from sparktorch.spark.frame.prepare import Frame
 from sparktorch.spark.launch.barrier_job import run_ranks
+from sparktorch.spark.launch.rank_pool import Results
 from sparktorch.spark.launch.spark_job import new_tag
 from sparktorch.train.checkpoint.store import CheckpointStore
 from sparktorch.train.recipe.dry_run import DryRunResult
 from sparktorch.train.strategies.registry import strategy_options, strategy_type
 from sparktorch.worker import TrainJob, train_partition
 
-__all__ = ["train_with_restarts"]
+__all__ = ["Attempt", "one_job", "partitioned", "train_with_restarts"]
 
-Results = list[tuple[dict[str, Any], bytes]]  # of all ranks: metadata, and the weights or nothing
+Attempt = Callable[[Frame, TrainJob, Request, FitReport], Results]
 
 _LOG = logging.getLogger(__name__)
 _LONGEST_PAUSE = 30.0  # before a restart, in seconds
@@ -36,8 +36,18 @@ _COMEBACK_SECONDS = 10.0  # for executors that Spark starts again
 _COLLECTIVE_SECONDS = 1800.0
 
 
-def train_with_restarts(frame: Frame, trial: DryRunResult, request: Request, report: FitReport) -> Results:
-    """Runs the barrier job. If a rank is lost, runs it again from the last checkpoint."""
+def train_with_restarts(
+    frame: Frame, trial: DryRunResult, request: Request, report: FitReport, run: Attempt
+) -> Results:
+    """Runs the training. If a rank is lost, runs it again from the last checkpoint.
+
+    Args:
+        frame: The encoded rows.
+        trial: The result of the dry run.
+        request: The configuration of the fit.
+        report: Notified of progress.
+        run: Runs one attempt: `one_job`, or in a pool of ranks.
+    """
     job = TrainJob(
         columns=replace(frame.columns, classes=trial.classes),
         recipe=replace(request.recipe, metrics=trial.metrics),
@@ -51,12 +61,12 @@ def train_with_restarts(frame: Frame, trial: DryRunResult, request: Request, rep
     try:
         now, lost = request, []
         for restart in range(request.max_restarts):
-            results = _unless_lost(partial(_run, frame, _restarted(job, restart), now, report), restart + 1, now)
+            results = _unless_lost(partial(run, frame, _restarted(job, restart), now, report), restart + 1, now)
             if results is not None:
                 return results
             lost.append(now.launch.tag)
             now = _with_slots_left(frame.data.sparkSession, request, lost)
-        return _run(frame, _restarted(job, request.max_restarts), now, report)
+        return run(frame, _restarted(job, request.max_restarts), now, report)
     finally:
         if request.checkpoint is not None:
             with suppress(Exception):  # if only ranks reach the directory, the lease expires by itself
@@ -103,8 +113,26 @@ def _with_slots_left(spark: SparkSession, request: Request, lost: list[str]) -> 
     return replace(request, launch=replace(launch, world_size=found))
 
 
-def _run(frame: Frame, job: TrainJob, request: Request, report: FitReport) -> Results:
-    """Runs the barrier job. If equal rows make the ranks too uneven, runs it again, split by position."""
+def one_job(frame: Frame, job: TrainJob, request: Request, report: FitReport) -> Results:
+    """Trains in a barrier job of its own."""
+
+    def start(data: DataFrame, job: TrainJob) -> Results:
+        return run_ranks(data, partial(train_partition, job=job), request.launch, report)
+
+    return partitioned(frame, job, request, start)
+
+
+def partitioned(
+    frame: Frame, job: TrainJob, request: Request, start: Callable[[DataFrame, TrainJob], Results]
+) -> Results:
+    """Starts a job on the rows, one partition per rank. If equal rows make the ranks too uneven, splits by position.
+
+    Args:
+        frame: The encoded rows.
+        job: What the ranks do.
+        request: The configuration of the fit.
+        start: Starts the job with partitioned rows.
+    """
     ranks = request.launch.world_size
     in_order = job.storage.kind != "memory"  # sorted rows on disk can be read sequentially in training order
     config = request.config
@@ -117,14 +145,14 @@ def _run(frame: Frame, job: TrainJob, request: Request, report: FitReport) -> Re
         job = replace(job, by_key=False, max_imbalance=None)
         data = keep(frame.data, ranks)
         with suppress(ChainError):
-            return run_ranks(data, partial(train_partition, job=job), request.launch, report)
+            return start(data, job)
         _LOG.info("split='keep' behind coalesce() or union(): the rows go through a shuffle, each to its own partition")
         data = moved_as_they_are(data, ranks)
     else:
         data = split(frame.data, ranks, in_order=in_order)
-    results = run_ranks(data, partial(train_partition, job=job), request.launch, report)
+    results = start(data, job)
     if results[0][0].get("imbalanced"):
         data = split(frame.data, ranks, by_place=True, in_order=in_order)
         job = replace(job, max_imbalance=None)
-        results = run_ranks(data, partial(train_partition, job=job), request.launch, report)
+        results = start(data, job)
     return results

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from pyspark.sql import SparkSession
 
 from sparktorch.base.devices import device_count
 from sparktorch.data.convert.checks import RowFilter
@@ -20,6 +22,8 @@ from sparktorch.ml.fit.translate import Request
 from sparktorch.spark.frame.prepare import Frame
 from sparktorch.spark.launch.barrier_job import run_ranks
 from sparktorch.spark.launch.gpus import has_gpus
+from sparktorch.spark.launch.rank_pool import Results
+from sparktorch.spark.launch.rank_task import Body
 from sparktorch.spark.launch.spark_job import new_tag
 from sparktorch.spark.session import is_local
 from sparktorch.train.recipe.dry_run import DryRunResult, complete, dry_run
@@ -28,16 +32,16 @@ from sparktorch.worker import try_in_rank
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["try_out"]
+__all__ = ["one_rank", "try_out"]
 
 
-def try_out(frame: Frame, request: Request, observer: Observer) -> tuple[Frame, DryRunResult]:
+def try_out(frame: Frame, request: Request, in_worker: Callable[..., Results]) -> tuple[Frame, DryRunResult]:
     """Runs module and loss on the first row; returns the result, and the frame with the tensor names of `preprocess`.
 
     Args:
         frame: Holds the first row.
         request: The recipe, and whether to run on the driver or in a worker.
-        observer: Observes the barrier job of a dry run in a worker.
+        in_worker: Runs a body in a worker; see `one_rank`.
 
     Raises:
         ModuleError: The module, loss or optimizer cannot be built or does not fit the columns.
@@ -62,9 +66,7 @@ def try_out(frame: Frame, request: Request, observer: Observer) -> tuple[Frame, 
     config = request.config
     weighted = frame.columns.weight is not None or config.class_weights is not None
     run = partial(dry_run, request.recipe, config.task, config.seed, inputs, label, weighted=weighted)
-    trial = (
-        _on_driver(frame, request, run) if request.dry_run == "driver" else _in_worker(frame, request, run, observer)
-    )
+    trial = _on_driver(frame, request, run) if request.dry_run == "driver" else _in_worker(request, run, in_worker)
     config.check_classes(trial.classes)
     return frame, complete(trial, request.recipe.metrics, config.task)
 
@@ -79,15 +81,18 @@ def _on_driver(frame: Frame, request: Request, run: partial[DryRunResult]) -> Dr
         raise ModuleError(error.what, hint=f"{error.hint}\n     {more}", **error.where) from error
 
 
-def _in_worker(frame: Frame, request: Request, run: partial[DryRunResult], observer: Observer) -> DryRunResult:
-    """Runs the dry run in a barrier job of one rank, on the device that a rank will have."""
-    spark = frame.data.sparkSession
+def _in_worker(request: Request, run: partial[DryRunResult], in_worker: Callable[..., Results]) -> DryRunResult:
+    """Runs the dry run in a worker, on the device that a rank will have."""
+    meta, payload = in_worker(partial(try_in_rank, run=run, config=request.config))[0]
+    return DryRunResult.unpacked(meta, payload)
+
+
+def one_rank(spark: SparkSession, request: Request, observer: Observer, body: Body) -> Results:
+    """Runs a body in a barrier job of one rank, which gets no rows."""
     launch = replace(request.launch, world_size=1, tag=new_tag())
     if launch.device == "auto" and is_local(spark) and device_count() < request.launch.world_size:
         launch = replace(launch, device="cpu")  # with fewer devices than ranks, all ranks use the CPU
-    body = partial(try_in_rank, run=run, config=request.config)
-    ((meta, payload),) = run_ranks(spark.range(0, 1, 1, 1), body, launch, observer)
-    return DryRunResult.unpacked(meta, payload)
+    return run_ranks(spark.range(0, 1, 1, 1), body, launch, observer)
 
 
 def _twice(field: Field, column: pa.Array) -> tuple[Any, ...]:

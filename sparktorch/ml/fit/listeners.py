@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -72,10 +73,32 @@ class FitListener(Protocol):
 
 
 class FitReport:
-    """Passes the events of one fit to the progress bar and the listeners."""
+    """Passes the events of one fit to the progress bar and the listeners.
 
-    def __init__(self, fit: Fit, *, rows_per_step: int, show: bool) -> None:
-        """Creates the report; entering its block creates the listeners."""
+    Attributes:
+        judge: Called with the record of each epoch; returns whether training ends there. `None` trains all epochs. Only
+            ranks that hold their rows ask it.
+    """
+
+    def __init__(
+        self,
+        fit: Fit,
+        *,
+        rows_per_step: int,
+        show: bool,
+        title: str = "fit",
+        judge: Callable[[dict[str, Any]], bool] | None = None,
+    ) -> None:
+        """Creates the report; entering its block creates the listeners.
+
+        Args:
+            fit: The fit.
+            rows_per_step: Rows of a step, for the rate.
+            show: Whether to show a progress bar.
+            title: What the bar says before the figures.
+            judge: See the attribute.
+        """
+        self._title, self.judge = title, judge
         self._fit = fit
         self._rows_per_step = rows_per_step
         self._show = show
@@ -117,7 +140,7 @@ class FitReport:
         done = (record["epoch"] - 1) * record["steps"] + record["step"]
         if self._bar is None:
             total = record["epochs"] * record["steps"]
-            self._bar = tqdm(total=total, unit="step", desc="fit", leave=True, dynamic_ncols=True)
+            self._bar = tqdm(total=total, unit="step", desc=self._title, leave=True, dynamic_ncols=True)
             self._first = (time.monotonic(), done)
         per_second = (done - self._first[1]) / max(time.monotonic() - self._first[0], 1e-9)
         self._move(done, record["epoch"], record["epochs"], record["loss"], per_second * self._rows_per_step)

@@ -26,7 +26,7 @@ from sparktorch.spark.launch.spark_job import Job, new_tag
 from sparktorch.spark.session import driver_address, is_connect
 from sparktorch.spark.shipping import ShippingError, send
 
-__all__ = ["Launch", "run_ranks"]
+__all__ = ["Launch", "control_server", "plan", "run_ranks"]
 
 _POLL_SECONDS = 0.05
 
@@ -73,10 +73,10 @@ def run_ranks(data: DataFrame, body: Body, launch: Launch, observer: Observer) -
     """
     spark = data.sparkSession
     with ExitStack() as stack:
-        server = _control_server(spark, launch)
+        server = control_server(spark, launch)
         if server is not None:
             stack.enter_context(closing(server))
-        job = Job(spark, _plan(data, body, launch, server.rendezvous if server else None), launch.tag)
+        job = Job(spark, plan(data, body, launch, server.rendezvous if server else None), launch.tag)
         watch = Monitor(
             server,
             launch.world_size,
@@ -101,7 +101,13 @@ def run_ranks(data: DataFrame, body: Body, launch: Launch, observer: Observer) -
     return assemble(job.rows, launch.world_size)
 
 
-def _control_server(spark: SparkSession, launch: Launch) -> ControlServer | None:
+def control_server(spark: SparkSession, launch: Launch) -> ControlServer | None:
+    """Returns the driver's store for a job; `None` if rank 0 hosts it.
+
+    Raises:
+        ConfigError: The driver is to host it, and executors do not reach this process.
+        ClusterError: The driver's address is none of this machine.
+    """
     if launch.rendezvous == "rank0":
         return None
     address = driver_address(spark)
@@ -124,7 +130,12 @@ def _control_server(spark: SparkSession, launch: Launch) -> ControlServer | None
         ) from error
 
 
-def _plan(data: DataFrame, body: Body, launch: Launch, rendezvous: Rendezvous | None) -> Collect:
+def plan(data: DataFrame, body: Body, launch: Launch, rendezvous: Rendezvous | None) -> Collect:
+    """Returns a callable that runs `body` in the barrier tasks, and collects their results.
+
+    Raises:
+        ModuleError: The body cannot be pickled.
+    """
     try:
         sent = send(data.sparkSession, body)
     except ShippingError as error:

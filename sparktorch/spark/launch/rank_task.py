@@ -76,7 +76,7 @@ class RankTask:
             rendezvous, _store = _meet_at_rank0(context, world)
         _reach(rendezvous, world)
         world = replace(world, address=address_towards(rendezvous.host))
-        open_store = partial(connect, rendezvous.host, rendezvous.port, rendezvous.prefix)
+        open_store = partial(connect, rendezvous.host, rendezvous.port, token=rendezvous.prefix)
         client = Client(open_store, world, console=LogCapture(self._log_level))
         opened = time.perf_counter() - started
         with client.beating():

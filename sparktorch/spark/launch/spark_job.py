@@ -30,12 +30,14 @@ class Job:
     Attributes:
         rows: The collected rows, once the job is done.
         error: The exception of a failed job.
+        idle: Whether its tasks wait for work: they hold slots that are not freed by waiting.
     """
 
     def __init__(self, spark: SparkSession, collect: Collect, tag: str) -> None:
         """Sets the callable that runs the job and returns its rows, and a unique tag from `new_tag`."""
         self.rows: list[Row] = []
         self.error: Exception | None = None
+        self.idle = False
         self._spark = spark
         self._tag = tag
         self._done = threading.Event()
@@ -65,11 +67,11 @@ class Job:
         return running_tasks(self._spark, self._tag)
 
     def is_starved(self) -> bool:
-        """Whether none of its tasks runs, nor one of another `Job` of this process, which would free its slots."""
+        """Whether none of its tasks runs, nor one of another busy `Job` of this process, which would free its slots."""
         if self.running_tasks() != 0:
             return False
         with _lock:
-            others = _jobs - {self}
+            others = {job for job in _jobs if job is not self and not job.idle}
         return not any(job.running_tasks() for job in others)
 
     def wait(self, seconds: float) -> bool:

@@ -107,7 +107,7 @@ def test_packages_of_other_versions_are_compared_with_the_drivers(
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("__version__ = '2.8.0'\n")
     copy = shutil.copytree(ROOT / "sparktorch", tmp_path / "sparktorch", ignore=shutil.ignore_patterns("__pycache__"))
-    (copy / "worker.py").write_text((copy / "worker.py").read_text() + "# another day\n")
+    (copy / "errors.py").write_text((copy / "errors.py").read_text() + "# another day\n")
     executors_run(python_with(tmp_path, "numpy", "pyarrow", "safetensors"))
     found = [finding for finding in check_executors(spark, Launch(world_size=1)) if finding.status != "ok"]
     assert [(finding.status, finding.found) for finding in found] == [

@@ -71,7 +71,7 @@ def test_a_zip_and_a_folder_of_the_same_code_have_the_same_digest(tmp_path: Path
     copy = tmp_path / "copy" / "sparktorch"
     shutil.copytree(ROOT / "sparktorch", copy, ignore=shutil.ignore_patterns("__pycache__"))
     archive = shutil.make_archive(str(tmp_path / "zipped"), "zip", copy.parent)
-    (copy / "worker.py").write_text((copy / "worker.py").read_text() + "\n")
+    (copy / "errors.py").write_text((copy / "errors.py").read_text() + "\n")
     code = "from sparktorch.spark.checks.executor_probe import digest_of; print(digest_of('sparktorch'))"
     found = [
         subprocess.run(

@@ -1,7 +1,4 @@
-"""The body of a barrier task, without Spark: takes a rank's record batches and returns its `RankResult`.
-
-Tests and GPU machines call `train_partition` directly.
-"""
+"""The rows of one rank, ready for training: read once, trained any number of times."""
 
 from __future__ import annotations
 
@@ -10,21 +7,18 @@ import importlib
 import math
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import pyarrow as pa
-import torch
 
-from sparktorch.base.config import CheckpointConfig, StorageConfig, TrainConfig
-from sparktorch.base.devices import is_host, let_go, select
+from sparktorch.base.config import StorageConfig, TrainConfig
+from sparktorch.base.devices import is_host, select
 from sparktorch.base.state_dict import pack_state
 from sparktorch.base.world import World
-from sparktorch.data.columns import Columns
 from sparktorch.data.dataset.base import Shard
 from sparktorch.data.dataset.reader import balanced, read_shard
 from sparktorch.data.sampling.plan import SamplingPlan
@@ -35,101 +29,73 @@ from sparktorch.distributed.process_group import process_group
 from sparktorch.errors import ColumnError
 from sparktorch.train.checkpoint.checkpointer import Checkpointer
 from sparktorch.train.loop import Outcome, train
-from sparktorch.train.numerics.torch_errors import explained
-from sparktorch.train.recipe.dry_run import DryRunResult
-from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.registry import strategy_options, strategy_type
+from sparktorch.worker.job import RankResult, TrainJob
 
-__all__ = ["RankResult", "TrainJob", "train_partition", "try_in_rank"]
-
-T = TypeVar("T")
+__all__ = ["HeldRows"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainJob:
-    """Everything a rank needs besides its rows and its `World`.
+class HeldRows:
+    """The rows of one rank, read and checked, and known to the other ranks.
 
     Attributes:
-        columns: Which columns become which tensors.
-        recipe: What is trained.
-        config: How it is trained.
-        max_imbalance: Largest share by which a rank's rows may exceed the mean. Above it, the ranks stop and ask for a
-            better split; `None` accepts any split.
-        checkpoint: Where and how often checkpoints are saved; `None` saves none.
-        placeholder: One row of the training set, the placeholder row of ranks without rows.
-        storage: Where a rank keeps its rows.
-        by_key: Whether training orders rows by their row keys; otherwise by their position in the partitions.
-        collective_seconds: Seconds that a rank waits for the others in a collective.
+        imbalanced: Whether the ranks have too different numbers of rows to train.
+        rows: Number of this rank's training rows.
+        world: This rank's place, with its device.
     """
 
-    columns: Columns
-    recipe: Recipe
-    config: TrainConfig
-    max_imbalance: float | None = 0.1
-    checkpoint: CheckpointConfig | None = None
-    placeholder: pa.RecordBatch | None = None
-    storage: StorageConfig = field(default_factory=StorageConfig)
-    by_key: bool = True
-    collective_seconds: float = 1800.0
+    def __init__(self, batches: Iterable[pa.RecordBatch], world: World, job: TrainJob, client: Client) -> None:
+        """Reads the rows, and waits until the other ranks have read theirs.
 
+        Args:
+            batches: The partition's record batches, under the encoded names of `job.columns`.
+            world: This rank's place.
+            job: Which columns become which tensors, and where the rows are kept.
+            client: Connects the rank to the driver and to the other ranks.
 
-@dataclass
-class RankResult:
-    """What a rank returns to the driver.
+        Raises:
+            ColumnError: The rows cannot be trained on.
+            ClusterError: The rows do not fit on disk.
+            PeerFailure: Another rank failed.
+            Cancelled: The driver cancelled.
+        """
+        clock = _Clock()
+        # The first optimizer of a process imports torch._dynamo, which takes most of a second: do it while rows arrive.
+        threading.Thread(target=_import_dynamo, daemon=True).start()
+        client.enter("loading")
+        self._shard = shard = _read(batches, world, job, client)
+        try:
+            clock.lap("load")
+            client.enter("waiting for the other ranks")
+            self._peers = _meet(shard, world, client)
+            clock.lap("wait")
+            self._seconds = clock.laps
+            self.world = world = _on_one_kind(world, self._peers, client)
+            counts = [peer["rows"] for peer in self._peers]
+            self.rows = shard.rows
+            self.imbalanced = job.max_imbalance is not None and _imbalanced(counts, job.max_imbalance)
+            if not self.imbalanced:
+                select(world.device)
+                if not is_host(world.device):
+                    forget_peaks(world.device)
+                shard.to(world.device)
+        except BaseException:
+            self.close()
+            raise
 
-    Attributes:
-        meta: JSON-ready values, such as rows and times in seconds. One rank (rank 0, or the best of independent ones)
-            adds history, confusion matrix and fingerprint.
-        payload: The model's state dict as safetensors bytes from that rank, empty from all others.
-    """
+    def train(self, job: TrainJob, client: Client) -> RankResult:
+        """Trains on the rows.
 
-    meta: dict[str, Any] = field(default_factory=dict)
-    payload: bytes = b""
+        Args:
+            job: What to train and how; what it says of the rows is what they were read with.
+            client: Connects the rank to the driver and to the other ranks.
 
-
-def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: TrainJob, client: Client) -> RankResult:
-    """Trains on one partition as one rank.
-
-    Every rank first reads and checks its shard. Once all ranks have confirmed this through the store, they open the
-    process group. A bad row is therefore an error that names its column, never a hang.
-
-    Args:
-        batches: The partition's record batches, under the wire names of `job.columns`.
-        world: This rank's place.
-        job: What to train and how.
-        client: Connects the rank to the driver and to the other ranks.
-
-    Raises:
-        ColumnError: The rows cannot be trained on.
-        ClusterError: The rows do not fit on disk.
-        PeerFailure: Another rank failed before training began.
-        Cancelled: The driver cancelled the fit.
-    """
-    with _leaving_none_of(world.device):
-        return _train(batches, world, job, client)
-
-
-def _train(batches: Iterable[pa.RecordBatch], world: World, job: TrainJob, client: Client) -> RankResult:
-    torch.set_num_threads(world.threads)
-    clock = _Clock()
-    forget_peaks("cpu")
-    # The first optimizer of a process imports torch._dynamo, which takes most of a second: import it while rows arrive.
-    threading.Thread(target=_import_dynamo, daemon=True).start()
-    client.enter("loading")
-    with closing(_read(batches, world, job, client)) as shard:
-        clock.lap("load")
-        client.enter("waiting for the other ranks")
-        peers = _meet(shard, world, job, client)
-        clock.lap("wait")
-        world = _on_one_kind(world, peers, client)
-        counts = [peer["rows"] for peer in peers]
-        if job.max_imbalance is not None and _imbalanced(counts, job.max_imbalance):
-            return RankResult({"imbalanced": True, "rows": shard.rows})
-        select(world.device)
-        if not is_host(world.device):
-            forget_peaks(world.device)
-        shard.to(world.device)
-        team, config, plan = _place(shard, world, job, peers)
+        Raises:
+            ColumnError: There are no rows to train on.
+        """
+        shard, world, peers = self._shard, self.world, self._peers
+        clock = _Clock()
+        team, config, plan = _place(shard, world, job, peers, client)
         strategy, options = strategy_type(config.strategy), strategy_options(config.strategy, config.strategy_params)
         independent = strategy.own_batches
         if independent:  # the rank whose epochs count is only known at the end
@@ -156,7 +122,8 @@ def _train(batches: Iterable[pa.RecordBatch], world: World, job: TrainJob, clien
                 checkpointer=checkpointer,
             )
         clock.lap("train")
-        seconds = clock.laps | (checkpointer.seconds if checkpointer else {})
+        seconds = self._seconds | clock.laps | (checkpointer.seconds if checkpointer else {})
+        self._seconds = {}  # a later training has not waited for the rows
         meta = _facts(shard, world, outcome, seconds)
         best = 0
         if independent:
@@ -168,55 +135,21 @@ def _train(batches: Iterable[pa.RecordBatch], world: World, job: TrainJob, clien
         meta |= {"steps_per_epoch": plan.steps, "fingerprint": fingerprint}
         return RankResult(meta, pack_state(outcome.state))
 
+    def facts(self) -> dict[str, Any]:
+        """Returns what the driver shows of the rows: their number, bytes and place, and the rank's host and device."""
+        shard, world = self._shard, self.world
+        return {
+            "rows": shard.rows,
+            "validation_rows": shard.validation_rows,
+            "bytes": shard.bytes,
+            "storage": shard.storage,
+            "host": world.host,
+            "device": world.device,
+        }
 
-def try_in_rank(
-    batches: Iterable[pa.RecordBatch],
-    *,
-    world: World,
-    client: Client,
-    run: Callable[..., DryRunResult],
-    config: TrainConfig,
-) -> RankResult:
-    """Runs the dry run in a rank, on its device.
-
-    Args:
-        batches: Read to the end and ignored.
-        world: This rank's place.
-        client: Connects the rank to the driver.
-        run: The dry run, called with `device`.
-        config: The training's configuration, for hints on saving device memory.
-
-    Raises:
-        ClusterError: The device's memory is full.
-    """
-    for _ in batches:  # Spark does not reuse a worker that leaves input unread
-        pass
-    client.enter("trying the first row")
-    select(world.device)
-    with _leaving_none_of(world.device), explained(config):
-        return RankResult(*run(device=world.device).packed())
-
-
-@contextmanager
-def _leaving_none_of(device: str) -> Iterator[None]:
-    """Context that frees the device memory it has used: a reused Python worker would keep it from other processes."""
-    try:
-        yield
-    except BaseException as error:
-        if not is_host(device):
-            _clear_frames(error)
-            with suppress(Exception):  # after some errors, CUDA answers every call with the same one
-                let_go(device)
-        raise
-    let_go(device)
-
-
-def _clear_frames(error: BaseException | None) -> None:
-    """Clears the local variables in the tracebacks of an error and its causes, because the error lives on."""
-    if error is not None:
-        traceback.clear_frames(error.__traceback__)
-        _clear_frames(error.__cause__)
-        _clear_frames(error.__context__ if error.__context__ is not error.__cause__ else None)
+    def close(self) -> None:
+        """Frees the rows; can be called twice."""
+        self._shard.close()
 
 
 def _read(batches: Iterable[pa.RecordBatch], world: World, job: TrainJob, client: Client) -> Shard:
@@ -240,16 +173,14 @@ def _row_storage(storage: StorageConfig, world: World) -> RowStorage:
     return OnDisk(directory) if storage.kind == "disk" else WithinBudget(storage.budget * 10**6, directory)
 
 
-def _meet(shard: Shard, world: World, job: TrainJob, client: Client) -> list[dict[str, Any]]:
+def _meet(shard: Shard, world: World, client: Client) -> list[dict[str, Any]]:
     """Waits until all ranks have read their rows; returns facts about each rank's rows, in rank order."""
-    balances = job.config.class_weights == "balanced"
     return client.agree(
         "shard",
         {
             "rows": shard.rows,
             "validation": shard.validation_rows,
             "fingerprint": shard.fingerprint,
-            "classes": shard.weight_by_class(job.columns.classes or 0) if balances else [],
             "device": world.device,
             "host": world.host,
         },
@@ -257,7 +188,7 @@ def _meet(shard: Shard, world: World, job: TrainJob, client: Client) -> list[dic
 
 
 def _place(
-    shard: Shard, world: World, job: TrainJob, peers: Sequence[Mapping[str, Any]]
+    shard: Shard, world: World, job: TrainJob, peers: Sequence[Mapping[str, Any]], client: Client
 ) -> tuple[World, TrainConfig, SamplingPlan]:
     """Gives this rank's rows their positions in the global order, and applies class weights.
 
@@ -285,7 +216,7 @@ def _place(
         rows=rows, batch_size=config.batch_size, seed=config.seed, shuffle=config.shuffle, block=config.shuffle_block
     )
     shard.place(first, plan, epochs=config.epochs)
-    _weigh_classes(shard, config.class_weights, [peers[world.rank]] if independent else peers)
+    _weigh_classes(shard, config.class_weights, job.columns.classes or 0, None if independent else client)
     return team, config, plan
 
 
@@ -306,12 +237,20 @@ def _facts(shard: Shard, world: World, outcome: Outcome, seconds: dict[str, floa
     }
 
 
-def _weigh_classes(shard: Shard, weights: Sequence[float] | str | None, peers: Sequence[Mapping[str, Any]]) -> None:
-    """Multiplies row weights by class weights; "balanced" gives all classes the same total weight over the peers."""
+def _weigh_classes(shard: Shard, weights: Sequence[float] | str | None, classes: int, client: Client | None) -> None:
+    """Multiplies row weights by class weights; "balanced" gives all classes the same total weight over the ranks.
+
+    Args:
+        shard: This rank's rows.
+        weights: Class weights, "balanced" or `None`.
+        classes: Number of classes.
+        client: Connects the ranks whose rows are balanced together; `None` for this rank alone.
+    """
     if isinstance(weights, str):
-        weights = balanced([sum(of_class) for of_class in zip(*(peer["classes"] for peer in peers), strict=True)])
-    if weights is not None:
-        shard.weigh_classes(weights)
+        own = shard.weight_by_class(classes)
+        all_ranks = [own] if client is None else [peer["sums"] for peer in client.agree("classes", {"sums": own})]
+        weights = balanced([sum(of_class) for of_class in zip(*all_ranks, strict=True)])
+    shard.weigh_classes(weights)
 
 
 def _on_one_kind(world: World, peers: Sequence[Mapping[str, Any]], client: Client) -> World:

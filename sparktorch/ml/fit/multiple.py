@@ -1,0 +1,155 @@
+"""Several fits on the same rows: `fitMultiple`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from weakref import finalize
+
+from pyspark.sql import DataFrame
+
+from sparktorch.base.config import Task
+from sparktorch.errors import ConfigError
+from sparktorch.ml.fit.prepared_data import PreparedData, can_hold, rows_of
+from sparktorch.ml.fit.translate import Request, translate
+from sparktorch.ml.params.mixins import EstimatorParams
+from sparktorch.spark.compat import inheriting
+
+__all__ = ["fit_multiple"]
+
+_IDLE_SECONDS = 600.0
+
+
+def fit_multiple(estimators: Sequence[Any], dataset: DataFrame | PreparedData) -> Iterator[tuple[int, Any]]:
+    """Fits every estimator, those that need the same rows in one barrier job; see `TorchEstimatorBase.fitMultiple`."""
+    requests = [translate(estimator, estimator._task) for estimator in estimators]
+    _check_checkpoints(requests)
+    return _Models(_Work(list(estimators), dataset, requests))
+
+
+class _Models(Iterator[tuple[int, Any]]):
+    """The fitted models with their indices, in order; thread-safe. Garbage collection of it cancels the fits."""
+
+    def __init__(self, work: _Work) -> None:
+        self._work, self._lock, self._taken = work, threading.Lock(), 0
+        finalize(self, work.cancel).atexit = False
+
+    def __next__(self) -> tuple[int, Any]:
+        """Returns the next model once it is trained.
+
+        Raises:
+            SparkTorchError: This fit failed.
+        """
+        with self._lock:
+            index = self._taken
+            if index == self._work.count:
+                raise StopIteration
+            self._taken += 1
+            self._work.begin()
+        try:
+            return index, self._work.result(index)
+        except KeyboardInterrupt:
+            self._work.cancel()
+            raise
+
+
+class _Work:
+    """The fits, in a thread of their own.
+
+    Attributes:
+        count: Number of fits.
+    """
+
+    def __init__(self, estimators: list[Any], dataset: DataFrame | PreparedData, requests: list[Request]) -> None:
+        self.count = len(estimators)
+        self._estimators, self._dataset, self._requests = estimators, dataset, requests
+        self._futures: list[Future[Any]] = [Future() for _ in estimators]
+        self._thread: threading.Thread | None = None
+        self._held: PreparedData | None = None
+        self._cancelled = False
+
+    def begin(self) -> None:
+        """Starts the fits; the caller holds a lock."""
+        if self._thread is None:
+            data = self._dataset.dataset if isinstance(self._dataset, PreparedData) else self._dataset
+            target = inheriting(data.sparkSession, self._fit_all)
+            self._thread = threading.Thread(target=target, name="sparktorch-fits", daemon=True)
+            self._thread.start()
+
+    def result(self, index: int) -> Any:
+        """Waits for a model, and forgets it."""
+        future = self._futures[index]
+        try:
+            return future.result()
+        finally:
+            self._futures[index] = Future()
+
+    def cancel(self) -> None:
+        """Ends the current fit, and begins no other."""
+        self._cancelled = True
+        if self._held is not None:
+            self._held.cancel()
+
+    def _fit_all(self) -> None:
+        futures = list(self._futures)
+        for group in self._groups():
+            with self._source(group) as source:
+                for index in group:
+                    self._fit_one(index, source, futures[index])
+
+    def _fit_one(self, index: int, source: DataFrame | PreparedData, future: Future[Any]) -> None:
+        if self._cancelled:
+            future.set_exception(CancelledError("the other fits were cancelled"))
+            return
+        if isinstance(source, PreparedData):
+            source.title = f"fit {index + 1} of {self.count}"
+        try:
+            model = self._estimators[index]._fit(source)
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(model)
+
+    def _groups(self) -> list[list[int]]:
+        """Returns the indices of the fits that need the same rows, in the order of their first ones."""
+        if isinstance(self._dataset, PreparedData):
+            return [list(range(self.count))]
+        groups: list[list[int]] = []
+        needs = [rows_of(request) for request in self._requests]
+        for index, request in enumerate(self._requests):
+            found = [group for group in groups if needs[group[0]] == needs[index]]
+            if found and can_hold(request, self._dataset.sparkSession):
+                found[0].append(index)
+            else:
+                groups.append([index])
+        return groups
+
+    def _source(self, group: list[int]) -> AbstractContextManager[DataFrame | PreparedData]:
+        """Returns the rows of a group of fits, as a context that frees them."""
+        if isinstance(self._dataset, PreparedData) or len(group) == 1:
+            return nullcontext(self._dataset)
+        first: EstimatorParams = self._estimators[group[0]]
+        task: Task = self._estimators[group[0]]._task
+        self._held = PreparedData(first, task, self._dataset, idle_timeout=_IDLE_SECONDS)
+        return self._held
+
+
+def _check_checkpoints(requests: Sequence[Request]) -> None:
+    """Refuses fits that would write their checkpoints into the same directory.
+
+    Raises:
+        ConfigError: Two fits have the same one.
+    """
+    seen = set()
+    for request in requests:
+        directory = None if request.checkpoint is None else request.checkpoint.directory
+        if directory is not None and directory in seen:
+            raise ConfigError(
+                f"several settings of Params have the checkpointDir {directory!r}, and each is a training of its own",
+                hint="give each a checkpointDir in its param map, or set none",
+                param="checkpointDir",
+            )
+        seen.add(directory)

@@ -1,0 +1,321 @@
+"""Rows that stay with their ranks: read once, fitted on any number of times."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
+
+from pyspark.sql import DataFrame, SparkSession
+
+from sparktorch.base.config import Task
+from sparktorch.distributed.client import Client
+from sparktorch.errors import ConfigError
+from sparktorch.ml.fit.attempts import one_job, partitioned
+from sparktorch.ml.fit.checks import check_thresholds
+from sparktorch.ml.fit.first_row_trial import one_rank, try_out
+from sparktorch.ml.fit.listeners import FitReport
+from sparktorch.ml.fit.translate import Request, translate
+from sparktorch.ml.params.mixins import EstimatorParams
+from sparktorch.spark.checks.check_result import refuse
+from sparktorch.spark.checks.doctor import check_executors
+from sparktorch.spark.checks.preflight import check_cluster, check_result_size
+from sparktorch.spark.frame.prepare import Frame, prepare
+from sparktorch.spark.launch.gpus import gpu_profile
+from sparktorch.spark.launch.rank_pool import RankPool, Results
+from sparktorch.spark.session import driver_address
+from sparktorch.train.recipe.dry_run import DryRunResult
+from sparktorch.train.strategies.registry import strategy_options, strategy_type
+from sparktorch.worker import HeldRows, RankResult, TrainJob, serve
+
+__all__ = ["FreshData", "PreparedData", "Source", "can_hold", "rows_of"]
+
+_LOG = logging.getLogger(__name__)
+
+
+class Source(Protocol):
+    """Where a fit's rows come from.
+
+    Attributes:
+        dataset: The rows.
+        title: What the progress bar says before the figures.
+    """
+
+    dataset: DataFrame
+    title: str
+
+    def prepared(
+        self, estimator: EstimatorParams, task: Task, report: FitReport
+    ) -> tuple[Request, Frame, DryRunResult]:
+        """Runs all checks that need no training job; returns what the training needs."""
+        ...
+
+    def attempt(self, frame: Frame, job: TrainJob, request: Request, report: FitReport) -> Results:
+        """Trains once; see `sparktorch.ml.fit.attempts.train_with_restarts`."""
+        ...
+
+
+class FreshData:
+    """A DataFrame that is read for one fit."""
+
+    def __init__(self, dataset: DataFrame) -> None:
+        self.dataset, self.title = dataset, "fit"
+        self.attempt = one_job
+
+    def prepared(
+        self, estimator: EstimatorParams, task: Task, report: FitReport
+    ) -> tuple[Request, Frame, DryRunResult]:
+        """Runs all checks that need no training job; returns what the job needs."""
+        request = _launchable(estimator, task, self.dataset.sparkSession)
+        frame = prepare(self.dataset, task, **request.columns)
+        return _tried(estimator, request, frame, partial(one_rank, frame.data.sparkSession, request, report))
+
+
+class PreparedData:
+    """Rows that ranks hold, in one barrier job, from the first fit until `close`.
+
+    `estimator.fit(prepared)` trains on them without reading the DataFrame again; so do other estimators that need the
+    same rows. The model is the same, bit for bit, as that of `fit` on the DataFrame. The job holds one slot per worker
+    all the time. It ends after `idleTimeout` seconds without a fit, or if a worker is lost; the next fit then reads the
+    DataFrame again.
+
+    Fits on the same rows from several threads run one after another.
+
+    Example:
+        >>> linear = {"in_features": 1, "out_features": 1}
+        >>> estimator = TorchRegressor(module="torch.nn:Linear", moduleParams=linear, batchSize=5, progress=False)
+        >>> rows = [([float(i)], float(3 * i)) for i in range(20)]
+        >>> data = spark.createDataFrame(rows, "features array<float>, label float")
+        >>> with estimator.prepare(data) as prepared:
+        ...     models = [estimator.fit(prepared, {estimator.learningRate: rate}) for rate in (0.1, 0.01)]
+        >>> len(models)
+        2
+    """
+
+    def __init__(self, estimator: EstimatorParams, task: Task, dataset: DataFrame, *, idle_timeout: float) -> None:
+        """Reads nothing yet; see `TorchEstimatorBase.prepare`."""
+        self.dataset, self.title = dataset, "fit"
+        self._task, self._idle_timeout = task, idle_timeout
+        request = translate(estimator, task)
+        check_holdable(request, dataset.sparkSession)
+        self._needs = rows_of(request)
+        self._frame: Frame | None = None
+        self._pool: RankPool | None = None
+        self._read_with: TrainJob | None = None
+        self._lock = threading.RLock()
+        self._timer: threading.Timer | None = None
+        self._closed = False
+
+    def __enter__(self) -> PreparedData:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        """Says what the ranks hold."""
+        pool = self._pool
+        if pool is None or not pool.is_open:
+            return f"PreparedData({'closed' if self._closed else 'no slots held'})"
+        rows = sum(fact["rows"] + fact["validation_rows"] for fact in pool.facts)
+        held = sum(fact["bytes"] for fact in pool.facts)
+        return f"PreparedData({len(pool.facts)} slots held, {rows:,} rows, {held / 1e6:,.1f} MB)"
+
+    def close(self) -> None:
+        """Ends the ranks, which frees their rows and slots; can be called twice. Waits for a running fit."""
+        with self._lock:
+            self._closed = True
+            self._let_go()
+
+    def cancel(self) -> None:
+        """Ends the ranks at once, in the middle of a fit as well."""
+        self._closed = True
+        pool = self._pool
+        if pool is not None:
+            pool.cancel()
+
+    def prepared(
+        self, estimator: EstimatorParams, task: Task, report: FitReport
+    ) -> tuple[Request, Frame, DryRunResult]:
+        """Runs all checks that need no training job; returns what the training needs.
+
+        Raises:
+            ConfigError: It is closed, or the estimator needs other rows.
+        """
+        with self._lock:
+            if self._closed:
+                raise ConfigError("the prepared rows are closed", hint="prepare the DataFrame again")
+            if self._timer is not None:
+                self._timer.cancel()
+            request = translate(estimator, task)
+            self._check_needs(request, task)
+            spark, pool = self.dataset.sparkSession, self._pool
+            if pool is not None and pool.is_open:
+                request = _with_profile(request, spark)
+                alone = partial(_in_pool, pool, report)
+            else:
+                request = _launchable(estimator, task, spark)
+                alone = partial(one_rank, spark, request, report)
+            if self._frame is None:
+                self._frame = prepare(self.dataset, task, **request.columns)
+            return _tried(estimator, request, self._frame, alone)
+
+    def attempt(self, frame: Frame, job: TrainJob, request: Request, report: FitReport) -> Results:
+        """Trains in the ranks; starts them if they do not run, or hold other rows than the job needs."""
+        with self._lock:
+            try:
+                if self._pool is not None and self._pool.is_open and self._fits(job, request):
+                    return self._run(job, report)
+                self._let_go()
+                self._read_with = job
+
+                def start(data: DataFrame, read_with: TrainJob) -> Results:
+                    self._pool = pool = RankPool(data, partial(serve, job=read_with), request.launch)
+                    ended = pool.start()
+                    if ended is not None:
+                        return ended
+                    self._size = request.launch.world_size
+                    _LOG.info("%r", self)
+                    return self._run(job, report)
+
+                return partitioned(frame, job, request, start)
+            finally:
+                self._wait_for_more()
+
+    def _run(self, job: TrainJob, report: FitReport) -> Results:
+        assert self._pool is not None
+        judge = report.judge
+        return self._pool.run(partial(_train, job=job, judged=judge is not None), report, judge)
+
+    def _fits(self, job: TrainJob, request: Request) -> bool:
+        """Whether the ranks hold what a job needs: a restart may have fewer ranks, a module other classes."""
+        read = self._read_with
+        assert read is not None
+        return self._size == request.launch.world_size and (job.columns, job.storage) == (read.columns, read.storage)
+
+    def _check_needs(self, request: Request, task: Task) -> None:
+        other = [name for name, value in rows_of(request).items() if value != self._needs[name]]
+        if task != self._task:
+            other.append("what the labels mean")
+        if other:
+            raise ConfigError(
+                f"the estimator needs other rows than the prepared ones: it differs in {', '.join(other)}",
+                hint="prepare the DataFrame with this estimator, or fit on the DataFrame",
+                param=other[0],
+            )
+
+    def _wait_for_more(self) -> None:
+        """Starts the time after which ranks without work are ended."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._pool is not None and not self._closed:
+            self._timer = threading.Timer(self._idle_timeout, self._time_out)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _time_out(self) -> None:
+        if self._lock.acquire(blocking=False):  # else a fit has begun
+            try:
+                _LOG.info("no fit for %.0f s: %r lets go of its slots", self._idle_timeout, self)
+                self._let_go()
+            finally:
+                self._lock.release()
+
+    def _let_go(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
+
+
+def _train(rows: HeldRows, *, client: Client, job: TrainJob, judged: bool) -> RankResult:
+    """The task that trains on the rows of a pool's rank; the driver may end it after an epoch."""
+    if judged:
+        client.await_verdicts()
+    return rows.train(job, client)
+
+
+def _try(rows: HeldRows, *, client: Client, body: Callable[..., RankResult]) -> RankResult:
+    """The task that runs the dry run in a pool's ranks."""
+    return body(iter(()), world=rows.world, client=client)
+
+
+def _in_pool(pool: RankPool, report: FitReport, body: Callable[..., RankResult]) -> Results:
+    """Runs the dry run in a pool, whose job may hold all slots."""
+    return pool.run(partial(_try, body=body), report)
+
+
+def rows_of(request: Request) -> dict[str, Any]:
+    """Returns the values, by Param or group of Params, that decide which rows a fit's ranks hold."""
+    config, launch = request.config, request.launch
+    columns = {f"columns ({name})": value for name, value in request.columns.items()}
+    return columns | {
+        "split": request.split,
+        "storage": request.storage,
+        "numWorkers": launch.world_size,
+        "device": launch.device,
+        "rendezvous": launch.rendezvous,
+        "startTimeout": launch.patience.start,
+        "stallTimeout": launch.patience.stall,
+        "logLevel": launch.log_level,
+        "microBatchSize or accumulationSteps": config.micro_batch_size is not None or config.accumulation_steps > 1,
+    }
+
+
+def can_hold(request: Request, spark: SparkSession) -> bool:
+    """Whether ranks can hold rows for several fits: they get the later ones from the driver."""
+    return _obstacle(request, spark) is None
+
+
+def check_holdable(request: Request, spark: SparkSession) -> None:
+    """Refuses fits whose ranks cannot hold rows.
+
+    Raises:
+        ConfigError: Executors do not reach the driver, or the strategy gives every rank all rows.
+    """
+    found = _obstacle(request, spark)
+    if found is not None:
+        what, hint, param = found
+        raise ConfigError(what, hint=hint, param=param)
+
+
+def _obstacle(request: Request, spark: SparkSession) -> tuple[str, str, str] | None:
+    if request.launch.rendezvous == "rank0" or driver_address(spark) is None:
+        return (
+            "ranks that hold rows get each fit from the driver, which they do not reach",
+            "leave rendezvous at 'auto', and run where executors reach this process; or fit on the DataFrame",
+            "rendezvous",
+        )
+    options = strategy_options(request.config.strategy, request.config.strategy_params)
+    if strategy_type(request.config.strategy).makes_validation(options):
+        return "strategyParams.folds gives every worker all rows", "fit on the DataFrame", "strategyParams"
+    return None
+
+
+def _with_profile(request: Request, spark: SparkSession) -> Request:
+    profile = gpu_profile(spark, request.launch.device, request.launch.world_size)
+    return replace(request, launch=replace(request.launch, profile=profile))
+
+
+def _launchable(estimator: EstimatorParams, task: Task, spark: SparkSession) -> Request:
+    """Returns the configuration of a fit, once the cluster has been checked for it."""
+    request = _with_profile(translate(estimator, task), spark)
+    launch = request.launch
+    check_cluster(spark, launch.world_size, launch.profile, longest=launch.patience.start)
+    if estimator.getPreflight() == "full":
+        refuse(check_executors(spark, launch, request.checkpoint.directory if request.checkpoint else None))
+    return request
+
+
+def _tried(
+    estimator: EstimatorParams, request: Request, frame: Frame, in_worker: Callable[..., Results]
+) -> tuple[Request, Frame, DryRunResult]:
+    """Runs the dry run, and the checks that need its result."""
+    frame, trial = try_out(frame, request, in_worker)
+    check_result_size(frame.data.sparkSession, trial.state_bytes)
+    check_thresholds(estimator, trial.classes)
+    return request, frame, trial

@@ -1,0 +1,197 @@
+"""Ranks that hold their rows in one barrier job, and run one task after another on them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from typing import Any
+
+from pyspark import cloudpickle
+from pyspark.sql import DataFrame
+
+from sparktorch.base.imports import SHIPPING_HINT
+from sparktorch.distributed.monitor import Monitor, Observer
+from sparktorch.distributed.root_cause import RootCause
+from sparktorch.distributed.server import ControlServer
+from sparktorch.errors import ClusterError, ModuleError
+from sparktorch.spark.launch.barrier_job import Launch, control_server, plan
+from sparktorch.spark.launch.rank_task import Body, assemble
+from sparktorch.spark.launch.spark_job import Job
+
+__all__ = ["Judge", "RankPool", "Results"]
+
+_LOG = logging.getLogger(__name__)
+_POLL_SECONDS = 0.01
+_END_SECONDS = 10.0
+
+Results = list[tuple[dict[str, Any], bytes]]  # of all ranks: metadata, and the weights or nothing
+
+Judge = Callable[[dict[str, Any]], bool]
+
+
+class _NoObserver:
+    def progress(self, record: dict[str, Any]) -> None:
+        pass
+
+    def epoch(self, record: dict[str, Any]) -> None:
+        pass
+
+
+class _Judged:
+    """An observer that gives a verdict on each epoch."""
+
+    def __init__(self, observer: Observer, judge: Judge, server: ControlServer) -> None:
+        self._observer, self._judge, self._server = observer, judge, server
+        self.progress = observer.progress
+
+    def epoch(self, record: dict[str, Any]) -> None:
+        self._observer.epoch(record)
+        self._server.judge(record["epoch"], stop=self._judge(record))
+
+
+class RankPool:
+    """The driver's side of a pool; the ranks run `sparktorch.worker.serve`.
+
+    Each task has a store of its own, for progress, errors and results: what a rank reports late disturbs no later task.
+    A rank that raises ends its task. A rank that dies or stalls ends the pool.
+
+    Attributes:
+        facts: What each rank tells of its rows, in rank order.
+    """
+
+    def __init__(self, data: DataFrame, body: Body, launch: Launch) -> None:
+        """Opens the store; `start` starts the job.
+
+        Args:
+            data: DataFrame with one partition per rank.
+            body: Reads a rank's rows and carries out what the driver sends.
+            launch: How the ranks are launched.
+
+        Raises:
+            ClusterError: The executors reach no store on the driver.
+        """
+        spark, self._launch = data.sparkSession, launch
+        server = control_server(spark, launch)
+        if server is None:
+            raise ClusterError(
+                "the ranks of a pool get their tasks from the driver, which executors do not reach",
+                hint="run in the driver, or on a machine that the executors reach",
+            )
+        self._server = server
+        self.facts: list[dict[str, Any]] = []
+        self._job = Job(spark, plan(data, body, launch, server.rendezvous), launch.tag)
+        self._monitor = self._watch(server, _NoObserver())
+        self._causes = RootCause(self._monitor)
+        self._stack = ExitStack()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the ranks hold their rows."""
+        return bool(self.facts) and not self._job.wait(0)
+
+    def start(self) -> Results | None:
+        """Starts the job, and waits until all ranks hold their rows.
+
+        Returns:
+            `None`; the ranks' results if the job has ended instead, because the ranks had too different numbers of
+            rows.
+
+        Raises:
+            SparkTorchError: A rank failed, or there were no slots.
+        """
+        self._stack.enter_context(closing(self._server))
+        self._job.start()
+        try:
+            while not self._job.wait(_POLL_SECONDS):
+                self._monitor.look()
+                self.facts = self._server.ready(self._launch.world_size) or []
+                if self.facts:
+                    self._job.idle = True
+                    return None
+            self._monitor.look()
+        except BaseException:
+            self.cancel()
+            raise
+        self._stack.close()
+        if self._job.error is not None:
+            raise self._causes.of(self._job.error)
+        return assemble(self._job.rows, self._launch.world_size)
+
+    def run(self, task: Callable[..., Any], observer: Observer, judge: Judge | None = None) -> Results:
+        """Runs a task in all ranks; returns their results, in rank order.
+
+        Args:
+            task: Called in each rank with its rows and its client; see `sparktorch.worker.Task`.
+            observer: Notified of progress while the task runs.
+            judge: Called with the record of each epoch; returns whether training ends there. The ranks wait for it, if
+                their task asks for verdicts.
+
+        Raises:
+            SparkTorchError: A rank failed: the root cause. After an error other than `RankLostError` and
+                `RankStalledError`, the pool can run other tasks.
+            KeyboardInterrupt: Raised again after the pool was cancelled.
+        """
+        size = self._launch.world_size
+        content = _pickled(task)
+        with closing(self._server.another()) as server:
+            watch = self._watch(server, observer if judge is None else _Judged(observer, judge, server))
+            causes = RootCause(watch)
+            self._job.idle = False
+            try:
+                self._server.send(content, server.rendezvous.prefix)
+                while not server.over(size):
+                    if self._job.wait(_POLL_SECONDS):
+                        break
+                    watch.look()
+                watch.look()
+            except BaseException:  # an interrupt, or a stalled rank
+                server.cancel()
+                self.cancel()
+                raise
+            finally:
+                self._job.idle = True
+            if not server.over(size):
+                lost = causes.of(self._job.error or RuntimeError("the barrier job of the pool has ended"))
+                self._stack.close()
+                raise lost
+            if any(not server.ended(rank) for rank in range(size)):
+                raise causes.of(RuntimeError("a task of the pool failed"))
+            return server.results(size)
+
+    def close(self) -> None:
+        """Ends the job after the current task; frees the rows and the slots. Can be called twice."""
+        if not self._job.wait(0) and self.facts:
+            self._server.end_orders()
+            if not self._job.wait(_END_SECONDS):
+                _LOG.warning("the ranks did not end in %.0f s; their job is cancelled", _END_SECONDS)
+                self._job.cancel()
+        self._stack.close()
+
+    def cancel(self) -> None:
+        """Cancels the job at once."""
+        if not self._job.wait(0):
+            self._server.cancel()
+            self._job.cancel()
+        self._stack.close()
+
+    def _watch(self, server: ControlServer, observer: Observer) -> Monitor:
+        launch = self._launch
+        return Monitor(
+            server,
+            launch.world_size,
+            observer,
+            launch.patience,
+            log_level=launch.log_level,
+            is_starved=self._job.is_starved if server is self._server else lambda: False,
+        )
+
+
+def _pickled(task: Callable[..., Any]) -> bytes:
+    try:
+        content: bytes = cloudpickle.dumps(task)  # type: ignore[no-untyped-call]
+    except Exception as error:
+        raise ModuleError(
+            f"the module, loss or optimizer cannot be shipped to the ranks: {error}", hint=SHIPPING_HINT
+        ) from error
+    return content

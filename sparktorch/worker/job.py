@@ -1,0 +1,56 @@
+"""What a rank is told to do, and what it returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+
+from sparktorch.base.config import CheckpointConfig, StorageConfig, TrainConfig
+from sparktorch.data.columns import Columns
+from sparktorch.train.recipe.recipe import Recipe
+
+__all__ = ["RankResult", "TrainJob"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainJob:
+    """Everything a rank needs besides its rows and its `World`.
+
+    Attributes:
+        columns: Which columns become which tensors.
+        recipe: What is trained.
+        config: How it is trained.
+        max_imbalance: Largest share by which a rank's rows may exceed the mean. Above it, the ranks stop and ask for a
+            better split; `None` accepts any split.
+        checkpoint: Where and how often checkpoints are saved; `None` saves none.
+        placeholder: One row of the training set, the placeholder row of ranks without rows.
+        storage: Where a rank keeps its rows.
+        by_key: Whether training orders rows by their row keys; otherwise by their position in the partitions.
+        collective_seconds: Seconds that a rank waits for the others in a collective.
+    """
+
+    columns: Columns
+    recipe: Recipe
+    config: TrainConfig
+    max_imbalance: float | None = 0.1
+    checkpoint: CheckpointConfig | None = None
+    placeholder: pa.RecordBatch | None = None
+    storage: StorageConfig = field(default_factory=StorageConfig)
+    by_key: bool = True
+    collective_seconds: float = 1800.0
+
+
+@dataclass
+class RankResult:
+    """What a rank returns to the driver.
+
+    Attributes:
+        meta: JSON-ready values, such as rows and times in seconds. One rank (rank 0, or the best of independent ones)
+            adds history, confusion matrix and fingerprint.
+        payload: The model's state dict as safetensors bytes from that rank, empty from all others.
+    """
+
+    meta: dict[str, Any] = field(default_factory=dict)
+    payload: bytes = b""

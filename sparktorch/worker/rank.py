@@ -1,0 +1,161 @@
+"""The body of a barrier task, without Spark: takes a rank's record batches and returns its `RankResult`.
+
+Tests and GPU machines call `train_partition` directly.
+"""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager, suppress
+from typing import Protocol
+
+import pyarrow as pa
+import torch
+
+from sparktorch.base.config import TrainConfig
+from sparktorch.base.devices import is_host, let_go, select
+from sparktorch.base.world import World
+from sparktorch.distributed.client import Client, Order
+from sparktorch.distributed.os_memory import forget_peaks
+from sparktorch.train.numerics.torch_errors import explained
+from sparktorch.train.recipe.dry_run import DryRunResult
+from sparktorch.worker.held_rows import HeldRows
+from sparktorch.worker.job import RankResult, TrainJob
+
+__all__ = ["Task", "serve", "train_partition", "try_in_rank"]
+
+
+class Task(Protocol):
+    """What a rank of a pool is told to do with its rows."""
+
+    def __call__(self, rows: HeldRows, *, client: Client) -> RankResult:
+        """Computes the rank's result from its rows."""
+        ...
+
+
+def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: TrainJob, client: Client) -> RankResult:
+    """Trains on one partition as one rank.
+
+    Every rank first reads and checks its shard. Once all ranks have confirmed this through the store, they open the
+    process group. A bad row is therefore an error that names its column, never a hang.
+
+    Args:
+        batches: The partition's record batches, under the wire names of `job.columns`.
+        world: This rank's place.
+        job: What to train and how.
+        client: Connects the rank to the driver and to the other ranks.
+
+    Raises:
+        ColumnError: The rows cannot be trained on.
+        ClusterError: The rows do not fit on disk.
+        PeerFailure: Another rank failed before training began.
+        Cancelled: The driver cancelled the fit.
+    """
+    with _leaving_none_of(world.device), _held(batches, world, job, client) as rows:
+        if rows.imbalanced:
+            return RankResult({"imbalanced": True, "rows": rows.rows})
+        return rows.train(job, client)
+
+
+def serve(batches: Iterable[pa.RecordBatch], *, world: World, job: TrainJob, client: Client) -> RankResult:
+    """Holds the rows of one partition, and runs one task after another on them until the driver ends the pool.
+
+    Each task has a client, heartbeats and errors of its own. A task that raises ends alone.
+
+    Args:
+        batches: The partition's record batches, under the encoded names of `job.columns`.
+        world: This rank's place.
+        job: Which columns become which tensors, and where the rows are kept.
+        client: Connects the rank to the driver and to the other ranks.
+
+    Raises:
+        ColumnError: The rows cannot be trained on.
+        ClusterError: The rows do not fit on disk.
+        PeerFailure: Another rank failed before all had read their rows.
+        Cancelled: The driver cancelled the pool.
+    """
+    with _leaving_none_of(world.device), _held(batches, world, job, client) as rows:
+        if rows.imbalanced:
+            return RankResult({"imbalanced": True, "rows": rows.rows})
+        client.enter("holding rows")
+        client.post("ready", rows.facts())
+        for order in client.orders():
+            _carry_out(order, rows, world, client)
+    return RankResult()
+
+
+def _carry_out(order: Order, rows: HeldRows, world: World, client: Client) -> None:
+    """Runs a task, and sends its result, or reports its error, to the driver."""
+    own = client.joined(order.token)
+    try:
+        with own.beating(), _leaving_none_of(world.device):
+            try:
+                forget_peaks("cpu")
+                task: Task = pickle.loads(order.content)  # the driver has signed it
+                result = task(rows, client=own)
+                own.deliver(result.meta, result.payload)
+            except Exception as error:
+                own.fail(error)
+                raise
+    except Exception as error:
+        _clear_frames(error)
+
+
+@contextmanager
+def _held(batches: Iterable[pa.RecordBatch], world: World, job: TrainJob, client: Client) -> Iterator[HeldRows]:
+    torch.set_num_threads(world.threads)
+    forget_peaks("cpu")
+    with closing(HeldRows(batches, world, job, client)) as rows:
+        yield rows
+
+
+def try_in_rank(
+    batches: Iterable[pa.RecordBatch],
+    *,
+    world: World,
+    client: Client,
+    run: Callable[..., DryRunResult],
+    config: TrainConfig,
+) -> RankResult:
+    """Runs the dry run in a rank, on its device.
+
+    Args:
+        batches: Read to the end and ignored.
+        world: This rank's place.
+        client: Connects the rank to the driver.
+        run: The dry run, called with `device`.
+        config: The training's configuration, for hints on saving device memory.
+
+    Raises:
+        ClusterError: The device's memory is full.
+    """
+    for _ in batches:  # Spark does not reuse a worker that leaves input unread
+        pass
+    client.enter("trying the first row")
+    select(world.device)
+    with _leaving_none_of(world.device), explained(config):
+        return RankResult(*run(device=world.device).packed())
+
+
+@contextmanager
+def _leaving_none_of(device: str) -> Iterator[None]:
+    """Context that frees the device memory it has used: a reused Python worker would keep it from other processes."""
+    try:
+        yield
+    except BaseException as error:
+        if not is_host(device):
+            _clear_frames(error)
+            with suppress(Exception):  # after some errors, CUDA answers every call with the same one
+                let_go(device)
+        raise
+    let_go(device)
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Clears the local variables in the tracebacks of an error and its causes, because the error lives on."""
+    if error is not None:
+        traceback.clear_frames(error.__traceback__)
+        _clear_frames(error.__cause__)
+        _clear_frames(error.__context__ if error.__context__ is not error.__cause__ else None)
