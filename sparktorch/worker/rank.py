@@ -53,7 +53,12 @@ def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: Tra
         PeerFailure: Another rank failed before training began.
         Cancelled: The driver cancelled the fit.
     """
-    with _leaving_none_of(world.device), _held(batches, world, job, client) as rows:
+    with _leaving_none_of(world.device):
+        return _train(batches, world, job, client)
+
+
+def _train(batches: Iterable[pa.RecordBatch], world: World, job: TrainJob, client: Client) -> RankResult:
+    with _held(batches, world, job, client) as rows:
         if rows.imbalanced:
             return RankResult({"imbalanced": True, "rows": rows.rows})
         return rows.train(job, client)
@@ -76,7 +81,12 @@ def serve(batches: Iterable[pa.RecordBatch], *, world: World, job: TrainJob, cli
         PeerFailure: Another rank failed before all had read their rows.
         Cancelled: The driver cancelled the pool.
     """
-    with _leaving_none_of(world.device), _held(batches, world, job, client) as rows:
+    with _leaving_none_of(world.device):
+        return _serve(batches, world, job, client)
+
+
+def _serve(batches: Iterable[pa.RecordBatch], world: World, job: TrainJob, client: Client) -> RankResult:
+    with _held(batches, world, job, client) as rows:
         if rows.imbalanced:
             return RankResult({"imbalanced": True, "rows": rows.rows})
         client.enter("holding rows")

@@ -35,6 +35,18 @@ __all__ = ["FreshData", "PreparedData", "Source", "can_hold", "rows_of"]
 
 _LOG = logging.getLogger(__name__)
 
+# The Params behind the arguments of `spark.frame.prepare`.
+_COLUMNS = {
+    "inputs": "featuresCol or inputCols",
+    "label": "labelCol or labelCols",
+    "weight": "weightCol",
+    "validation": "validationIndicatorCol",
+    "key": "idCol",
+    "options": "nullPolicy, or how the inputs are described",
+    "preprocess": "preprocess",
+    "keyed": "split",
+}
+
 
 class Source(Protocol):
     """Where a fit's rows come from.
@@ -252,8 +264,7 @@ def _in_pool(pool: RankPool, report: FitReport, body: Callable[..., RankResult])
 def rows_of(request: Request) -> dict[str, Any]:
     """Returns the values, by Param or group of Params, that decide which rows a fit's ranks hold."""
     config, launch = request.config, request.launch
-    columns = {f"columns ({name})": value for name, value in request.columns.items()}
-    return columns | {
+    return {_COLUMNS[name]: value for name, value in request.columns.items()} | {
         "split": request.split,
         "storage": request.storage,
         "numWorkers": launch.world_size,

@@ -1,0 +1,173 @@
+"""Several settings of Params are trained on rows that are read once, and Spark's own tools make use of it."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.ml.evaluation import RegressionEvaluator
+from pyspark.ml.tuning import CrossValidator, CrossValidatorModel, TrainValidationSplit
+from pyspark.sql import DataFrame, SparkSession
+
+from sparktorch import TorchRegressor
+from sparktorch.errors import ConfigError, ModuleError
+from tests.spark.ml.test_prepare import ROWS, regressor, same
+from tests.support.faults import Fault
+from tests.support.waiting import until
+from tests.support.witness import Witness
+
+# pyspark's tuning does not close its pools of threads.
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed running multiprocessing pool:ResourceWarning")
+
+
+@pytest.fixture
+def witness(frame: DataFrame, tmp_path: Path) -> Witness:
+    return Witness(frame, tmp_path / "seen")
+
+
+def rates(estimator: TorchRegressor, *values: float) -> list[dict[Any, Any]]:
+    return [{estimator.learningRate: value} for value in values]
+
+
+def within(seconds: float, call: Callable[[], Any]) -> Any:
+    """Calls a function in a thread, which a deadlock would not end."""
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(call()), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert found, f"not within {seconds} s"
+    return found[0]
+
+
+def test_the_rows_are_read_once_for_all_settings_and_the_models_are_those_of_fits(witness: Witness) -> None:
+    estimator = regressor()
+    maps = rates(estimator, 0.1, 0.01, 0.001)
+    alone = [estimator.fit(witness.rows, values) for values in maps]
+    witness.count()
+    models = dict(estimator.fitMultiple(witness.rows, maps))
+    assert ROWS <= witness.count() < 2 * ROWS  # and those of the partition that the sample row comes from
+    assert all(same(models[index], alone[index]) for index in range(3))
+
+
+def test_settings_that_need_other_rows_get_a_job_of_their_own(witness: Witness) -> None:
+    estimator = regressor()
+    maps = [
+        {estimator.numWorkers: 1},
+        *rates(estimator, 0.1, 0.01),
+        {estimator.weightCol: "weight"},
+        {estimator.numWorkers: 1, estimator.learningRate: 0.5},
+    ]
+    models = dict(estimator.fitMultiple(witness.rows, maps))
+    assert 3 * ROWS <= witness.count() < 6 * ROWS
+    assert all(same(models[index], estimator.fit(witness.rows, values)) for index, values in enumerate(maps))
+    assert [len(models[index].summary.ranks) for index in range(5)] == [1, 2, 2, 2, 1]
+
+
+def test_nothing_runs_until_the_first_model_is_asked_for(witness: Witness) -> None:
+    estimator = regressor()
+    models = estimator.fitMultiple(witness.rows, rates(estimator, 0.1, 0.01))
+    assert witness.count() == 0
+    assert next(models)[0] == 0
+    assert next(models)[0] == 1
+    with pytest.raises(StopIteration):
+        next(models)
+
+
+def test_threads_may_take_the_models(frame: DataFrame) -> None:
+    estimator = regressor()
+    models = estimator.fitMultiple(frame, rates(estimator, *(0.1 / n for n in range(1, 7))))
+    found: list[tuple[int, Any]] = []
+    threads = [threading.Thread(target=lambda: found.extend(models)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(index for index, _ in found) == list(range(6))
+    assert all(same(model, estimator.fit(frame, {estimator.learningRate: 0.1 / (n + 1)})) for n, model in found)
+
+
+def test_a_setting_that_fails_is_told_in_its_turn_and_the_others_are_trained(frame: DataFrame) -> None:
+    estimator = regressor(optimizer="SGD")
+    models = estimator.fitMultiple(frame, rates(estimator, 0.1, 1e30, 0.01))
+    assert next(models)[0] == 0
+    with pytest.raises(ModuleError, match="loss is (nan|inf)"):
+        next(models)
+    assert next(models)[0] == 2
+
+
+def test_models_that_nobody_can_take_are_not_trained(spark: SparkSession, frame: DataFrame, tmp_path: Path) -> None:
+    estimator = regressor(numWorkers=3)
+    slow = Fault("slow", tmp_path / "marks", seconds=1.0)
+    models = estimator.fitMultiple(frame, [{}, {estimator.callbacks: [slow], estimator.epochs: 100}, {}])
+    next(models)
+    until(lambda: (tmp_path / "marks" / "pids").exists(), seconds=20, what="the second fit began")
+    del models
+    gc.collect()
+    assert within(30, lambda: spark.range(3).count()) == 3
+
+
+@pytest.mark.parametrize("parallelism", [1, 3])
+def test_cross_validation_that_scores_with_slots_that_train_ends(frame: DataFrame, parallelism: int) -> None:
+    estimator = regressor(numWorkers=3)  # all slots of the session
+    tool = CrossValidator(
+        estimator=estimator,
+        estimatorParamMaps=rates(estimator, 1e-5, 0.1, 0.01),
+        evaluator=RegressionEvaluator(labelCol="target"),
+        numFolds=2,
+        parallelism=parallelism,
+        collectSubModels=True,
+        seed=3,
+    )
+    model = within(120, lambda: tool.fit(frame))
+    assert model.avgMetrics[1] < model.avgMetrics[0]
+    assert same(model.bestModel, estimator.fit(frame, {estimator.learningRate: 0.1}))
+    assert len(model.subModels) == 2
+    assert len(model.subModels[0]) == 3
+
+
+def test_a_cross_validated_model_is_saved_and_loaded(frame: DataFrame, tmp_path: Path) -> None:
+    estimator = regressor()
+    tool = CrossValidator(
+        estimator=estimator,
+        estimatorParamMaps=rates(estimator, 0.1, 0.01),
+        evaluator=RegressionEvaluator(labelCol="target"),
+        numFolds=2,
+    )
+    model = tool.fit(frame)
+    model.save(str(tmp_path / "model"))
+    loaded = CrossValidatorModel.load(str(tmp_path / "model"))
+    assert loaded.avgMetrics == model.avgMetrics
+    left, right = (found.transform(frame).select("prediction").toPandas() for found in (model, loaded))
+    assert left.equals(right)
+
+
+def test_train_validation_split_reads_once(witness: Witness) -> None:
+    estimator = regressor()
+    tool = TrainValidationSplit(
+        estimator=estimator,
+        estimatorParamMaps=rates(estimator, 0.1, 0.01),
+        evaluator=RegressionEvaluator(labelCol="target"),
+        trainRatio=0.7,
+        seed=1,
+    )
+    model = tool.fit(witness.rows.cache())
+    assert model.validationMetrics[0] < model.validationMetrics[1]
+    assert witness.count() == ROWS
+
+
+def test_what_cannot_work_is_refused_before_any_job(witness: Witness, tmp_path: Path) -> None:
+    estimator = regressor(checkpointDir=str(tmp_path / "checkpoints"))
+    with pytest.raises(ConfigError, match="a training of its own"):
+        estimator.fitMultiple(witness.rows, rates(estimator, 0.1, 0.01))
+    estimator = regressor()
+    with pytest.raises(ConfigError, match="learningRate must be above 0"):
+        estimator.fitMultiple(witness.rows, rates(estimator, 0.1, -1.0))
+    with pytest.raises(ConfigError, match="takes a DataFrame"):
+        estimator.fitMultiple([1, 2], rates(estimator, 0.1))  # type: ignore[arg-type]
+    assert witness.count() == 0
+    own = [{estimator.checkpointDir: str(tmp_path / str(number))} for number in range(2)]
+    assert len(list(estimator.fitMultiple(witness.rows, own))) == 2

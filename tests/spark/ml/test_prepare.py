@@ -1,0 +1,216 @@
+"""Rows that ranks hold: read once, trained as often as one likes, and read again when ranks are lost."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+
+from sparktorch import TorchClassifier, TorchRegressor
+from sparktorch.errors import ConfigError, ModuleError, RankLostError, RankStalledError
+from sparktorch.ml.model import TorchModelBase
+from tests.spark.modules import Dies
+from tests.support.faults import Fault
+from tests.support.nets import Mlp
+from tests.support.waiting import until
+from tests.support.witness import Witness
+
+ROWS = 1001
+
+
+def same(one: TorchModelBase, other: TorchModelBase) -> bool:
+    """Whether two models have the same bits, and the same losses on their way."""
+    left, right = one.module.state_dict(), other.module.state_dict()
+    losses = [[record["loss"] for record in model.summary.history] for model in (one, other)]
+    return losses[0] == losses[1] and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def regressor(**params: Any) -> TorchRegressor:
+    values = {"module": "torch.nn:Linear", "moduleParams": {"in_features": 5, "out_features": 1}, "labelCol": "target"}
+    return TorchRegressor(**{**values, "batchSize": 64, "epochs": 2, "numWorkers": 2, "progress": False, **params})
+
+
+@pytest.fixture
+def witness(frame: DataFrame, tmp_path: Path) -> Witness:
+    return Witness(frame, tmp_path / "seen")
+
+
+def test_the_second_fit_reads_nothing_and_trains_the_same(witness: Witness) -> None:
+    estimator = regressor()
+    alone = [estimator.fit(witness.rows, {estimator.learningRate: rate}) for rate in (0.1, 0.01)]
+    witness.count()
+    with estimator.prepare(witness.rows) as prepared:
+        assert repr(prepared) == "PreparedData(no slots held)"
+        assert witness.count() == 0
+        first = estimator.fit(prepared, {estimator.learningRate: 0.1})
+        assert ROWS <= witness.count() < 2 * ROWS  # and those of the partition that the sample row comes from
+        second = estimator.fit(prepared, {estimator.learningRate: 0.01})
+        assert witness.count() == 0
+        assert repr(prepared).startswith("PreparedData(2 slots held, 1,001 rows, ")
+    assert repr(prepared) == "PreparedData(closed)"
+    assert same(first, alone[0])
+    assert same(second, alone[1])
+
+
+# Whatever a fit changes in ranks, and in their rows, the next one finds as the first did.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "other class weights": {"classWeights": [1.0, 3.0, 0.5]},
+    "balanced": {"classWeights": "balanced"},
+    "none": {},
+    "other module": {"moduleParams": {"hidden": 7}},
+    "other batches": {"batchSize": 100, "seed": 5, "shuffle": False},
+    "longer": {"epochs": 4, "earlyStoppingPatience": 1, "learningRate": 0.5},
+    "shorter": {"epochs": 1, "optimizer": "SGD", "gradientClipNorm": 0.1},
+    "average": {"emaDecay": 0.9, "warmupSteps": 3},
+    "zero1": {"strategy": "zero1"},
+    "zero3": {"strategy": "zero3", "strategyParams": {"min_parameters": 1}},
+    "localSGD": {"strategy": "localSGD", "strategyParams": {"period": 2}},
+    "independent": {"strategy": "independent"},
+    "bf16": {"precision": "bf16", "deterministic": True},
+    "none again": {},
+}
+
+
+@pytest.mark.parametrize("storage", ["memory", "disk"])
+def test_a_fit_leaves_no_trace_in_the_next(frame: DataFrame, storage: str) -> None:
+    marked = frame.withColumn("held_out", F.expr("label = 1 and weight < 1"))
+    estimator = TorchClassifier(
+        module=Mlp,
+        moduleParams={"hidden": 4},
+        batchSize=64,
+        epochs=2,
+        numWorkers=2,
+        weightCol="weight",
+        validationIndicatorCol="held_out",
+        storage=storage,
+        memoryBudget=1 if storage == "disk" else None,
+        progress=False,
+    )
+    maps = [{estimator.getParam(name): value for name, value in values.items()} for values in SETTINGS.values()]
+    with estimator.prepare(marked) as prepared:
+        found = [estimator.fit(prepared, values) for values in maps]
+    different = [
+        name
+        for name, values, model in zip(SETTINGS, maps, found, strict=True)
+        if not same(model, estimator.fit(marked, values))
+    ]
+    assert not different
+
+
+def test_who_needs_other_rows_or_comes_too_late_is_refused(frame: DataFrame) -> None:
+    estimator = regressor()
+    with estimator.prepare(frame) as prepared:
+        with pytest.raises(ConfigError, match=r"differs in numWorkers \["):
+            regressor(numWorkers=1).fit(prepared)
+        with pytest.raises(ConfigError, match=r"differs in weightCol \["):
+            regressor(weightCol="weight").fit(prepared)
+        with pytest.raises(ConfigError, match="what the labels mean"):
+            TorchClassifier(module=Mlp, labelCol="target", numWorkers=2, progress=False).fit(prepared)
+    with pytest.raises(ConfigError, match="prepare the DataFrame again"):
+        estimator.fit(prepared)
+    with pytest.raises(ConfigError, match="which they do not reach"):
+        regressor(rendezvous="rank0").prepare(frame)
+    with pytest.raises(ConfigError, match="idleTimeout must be above 0"):
+        estimator.prepare(frame, idleTimeout=0)
+
+
+def test_a_fit_that_fails_leaves_the_rows_to_the_next(witness: Witness) -> None:
+    estimator = regressor()
+    alone = estimator.fit(witness.rows)
+    with estimator.prepare(witness.rows) as prepared:
+        estimator.fit(prepared)
+        witness.count()
+        with pytest.raises(ModuleError, match="loss is (nan|inf)"):
+            estimator.fit(prepared, {estimator.learningRate: 1e30, estimator.optimizer: "SGD"})
+        assert same(estimator.fit(prepared), alone)
+        assert witness.count() == 0
+
+
+def test_a_module_with_other_classes_reads_again(witness: Witness) -> None:
+    estimator = TorchClassifier(
+        module="torch.nn:Linear", moduleParams={"in_features": 5, "out_features": 3}, numWorkers=2, progress=False
+    )
+    with estimator.prepare(witness.rows) as prepared:
+        estimator.fit(prepared)
+        witness.count()
+        wider = estimator.fit(prepared, {estimator.moduleParams: {"in_features": 5, "out_features": 4}})
+        assert witness.count() == ROWS
+    assert wider.numClasses == 4
+
+
+def test_a_dry_run_in_a_worker_needs_no_slot_besides(frame: DataFrame) -> None:
+    estimator = regressor(numWorkers=3, dryRun="worker", startTimeout=20.0)  # all slots of the session
+    with estimator.prepare(frame) as prepared:
+        models = [estimator.fit(prepared) for _ in range(2)]
+    assert same(*models)
+
+
+def test_idle_ranks_let_go_of_their_slots_and_the_next_fit_reads_again(spark: SparkSession, witness: Witness) -> None:
+    estimator = regressor(numWorkers=3)
+    with estimator.prepare(witness.rows, idleTimeout=1.0) as prepared:
+        first = estimator.fit(prepared)
+        until(lambda: repr(prepared) == "PreparedData(no slots held)", seconds=20, what="the slots are free")
+        assert spark.range(3).count() == 3
+        witness.count()
+        assert same(estimator.fit(prepared), first)
+        assert witness.count() == ROWS
+
+
+def test_a_killed_rank_costs_its_fit_and_the_next_reads_again(witness: Witness, tmp_path: Path) -> None:
+    estimator = regressor()
+    with estimator.prepare(witness.rows) as prepared:
+        first = estimator.fit(prepared)
+        witness.count()
+        with pytest.raises(RankLostError, match="rank 1 died while training"):
+            estimator.fit(prepared, {estimator.callbacks: [Dies(tmp_path / "once", rank=1, step=3)]})
+        assert same(estimator.fit(prepared), first)
+        assert witness.count() == ROWS
+        killer = Dies(tmp_path / "again", rank=0, step=20)
+        restarted = estimator.fit(prepared, {estimator.callbacks: [killer], estimator.maxRestarts: 1})
+        assert same(restarted, first)
+        assert witness.count() == ROWS
+
+
+def test_a_stalled_rank_is_named_and_its_slots_are_freed(frame: DataFrame, tmp_path: Path) -> None:
+    estimator = regressor(numWorkers=3, stallTimeout=2.0)
+    with estimator.prepare(frame) as prepared:
+        first = estimator.fit(prepared)
+        with pytest.raises(RankStalledError, match="rank 1 stands still"):
+            estimator.fit(prepared, {estimator.callbacks: [Fault("hang", tmp_path / "marks", step=3)]})
+        assert same(estimator.fit(prepared), first)
+
+
+@pytest.fixture
+def interrupted() -> Iterator[None]:
+    """Interrupts the main thread after 2 s, as Ctrl-C does."""
+    over = threading.Event()
+
+    def interrupt() -> None:
+        if not over.wait(2.0):
+            signal.raise_signal(signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    yield
+    over.set()
+    thread.join()
+
+
+@pytest.mark.usefixtures("interrupted")
+def test_an_interrupt_ends_the_fit_and_frees_the_slots(spark: SparkSession, frame: DataFrame, tmp_path: Path) -> None:
+    estimator = regressor(numWorkers=3, callbacks=[Fault("slow", tmp_path / "marks", seconds=0.2)], epochs=50)
+    with estimator.prepare(frame) as prepared:
+        with pytest.raises(KeyboardInterrupt):
+            estimator.fit(prepared)
+        started = time.monotonic()
+        assert spark.range(3).count() == 3
+        assert time.monotonic() - started < 20
+        assert repr(prepared) == "PreparedData(no slots held)"
