@@ -94,7 +94,7 @@ def test_a_setting_that_fails_is_told_in_its_turn_and_the_others_are_trained(fra
     estimator = regressor(optimizer="SGD")
     models = estimator.fitMultiple(frame, rates(estimator, 0.1, 1e30, 0.01))
     assert next(models)[0] == 0
-    with pytest.raises(ModuleError, match="loss is (nan|inf)"):
+    with pytest.raises(ModuleError, match=r"loss is (nan|inf)"):
         next(models)
     assert next(models)[0] == 2
 

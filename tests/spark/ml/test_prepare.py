@@ -128,7 +128,7 @@ def test_a_fit_that_fails_leaves_the_rows_to_the_next(witness: Witness) -> None:
     with estimator.prepare(witness.rows) as prepared:
         estimator.fit(prepared)
         witness.count()
-        with pytest.raises(ModuleError, match="loss is (nan|inf)"):
+        with pytest.raises(ModuleError, match=r"loss is (nan|inf)"):
             estimator.fit(prepared, {estimator.learningRate: 1e30, estimator.optimizer: "SGD"})
         assert same(estimator.fit(prepared), alone)
         assert witness.count() == 0
