@@ -11,13 +11,15 @@ from pyspark.sql import SparkSession
 
 import sparktorch
 from sparktorch import TorchClassifier, TorchEstimator, TorchRegressor
+from sparktorch.ml.fit.prepared_data import PreparedData
 
 ESTIMATORS = [TorchClassifier, TorchEstimator, TorchRegressor]
 
 
-@pytest.mark.parametrize("kind", ESTIMATORS)
+@pytest.mark.parametrize("kind", [*ESTIMATORS, PreparedData])
 def test_the_example_runs(spark: SparkSession, kind: Any) -> None:
-    names = {**vars(sparktorch), kind.__name__: kind, "spark": spark}
+    public = {name: getattr(sparktorch, name) for name in sparktorch.__all__}
+    names = {**public, kind.__name__: kind, "spark": spark}
     example = doctest.DocTestParser().get_doctest(kind.__doc__, names, kind.__name__, None, None)
     assert len(example.examples) >= 5
     told: list[str] = []
