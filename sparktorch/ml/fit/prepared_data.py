@@ -167,6 +167,8 @@ class PreparedData:
             spark, pool = self.dataset.sparkSession, self._pool
             if pool is not None and pool.is_open:
                 request = _with_profile(request, spark)
+                # A restart waits for the tasks of this job to end.
+                request = replace(request, launch=replace(request.launch, tag=pool.tag))
                 alone = partial(_in_pool, pool, report)
             else:
                 request = _launchable(estimator, task, spark)

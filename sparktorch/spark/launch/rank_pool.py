@@ -86,6 +86,11 @@ class RankPool:
         self._stack = ExitStack()
 
     @property
+    def tag(self) -> str:
+        """The tag of the Spark job."""
+        return self._launch.tag
+
+    @property
     def is_open(self) -> bool:
         """Whether the ranks hold their rows."""
         return bool(self.facts) and not self._job.wait(0)

@@ -1,0 +1,96 @@
+"""The line between the driver and ranks that hold their rows: tasks, verdicts and results of any size."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from functools import partial
+
+import pytest
+import torch.distributed as dist
+
+from sparktorch.base.world import World
+from sparktorch.distributed.client import Client
+from sparktorch.distributed.server import ControlServer
+from sparktorch.distributed.store import connect
+from sparktorch.errors import ClusterError
+from tests.support.ranks import control_server
+from tests.support.waiting import until
+
+LARGE = os.urandom(9 << 20)  # torch's store takes no value of more than 8 MiB
+
+
+@pytest.fixture
+def server() -> Iterator[ControlServer]:
+    with control_server() as started:
+        yield started
+
+
+@pytest.fixture
+def clients(server: ControlServer) -> list[Client]:
+    """The ends of two ranks."""
+    meeting = server.rendezvous
+    opened = partial(connect, meeting.host, meeting.port, token=meeting.prefix)
+    return [Client(opened, World(rank=rank, world_size=2, host=f"host-{rank}")) for rank in range(2)]
+
+
+def test_tasks_and_results_of_any_size_arrive_as_they_are(server: ControlServer, clients: list[Client]) -> None:
+    def rank(client: Client) -> list[int]:
+        sizes = []
+        for order in client.orders():
+            own = client.joined(order.token)
+            with own.beating():
+                own.deliver({"size": len(order.content)}, order.content)
+            sizes.append(len(order.content))
+        return sizes
+
+    with ThreadPoolExecutor(2) as pool:
+        ended = [pool.submit(rank, client) for client in clients]
+        for content in (LARGE, b"", b"small"):
+            with closing(server.another()) as task:
+                server.send(content, task.rendezvous.prefix)
+                until(lambda task=task: task.over(2), seconds=30, what="both have ended")  # type: ignore[misc]
+                assert task.results(2) == [({"size": len(content)}, content)] * 2
+        server.end_orders()
+        assert [future.result(30) for future in ended] == [[len(LARGE), 0, 5]] * 2
+
+
+def test_a_task_that_is_over_leaves_nothing_in_the_store(server: ControlServer, clients: list[Client]) -> None:
+    meeting = server.rendezvous
+    looking = dist.TCPStore(meeting.host, meeting.port, is_master=False, wait_for_workers=False)
+    tasks = clients[0].orders()
+    counts = []
+    for _ in range(3):
+        with closing(server.another()) as task:
+            server.send(b"work", task.rendezvous.prefix)
+            own = clients[0].joined(next(tasks).token)
+            own.warn("seen")
+            own.progress(epoch=1)
+            own.deliver({}, b"weights")
+        counts.append(len(looking.list_keys()))
+    assert counts[0] == counts[1] == counts[2]
+
+
+def test_a_task_that_somebody_else_has_written_is_not_looked_at(server: ControlServer, clients: list[Client]) -> None:
+    meeting = server.rendezvous
+    server.send(b"work", "token")
+    stranger = dist.TCPStore(meeting.host, meeting.port, is_master=False, wait_for_workers=False)
+    (key,) = [key for key in stranger.list_keys() if key.endswith("order/0/0")]
+    stranger.set(key, "x" * 32 + "harm")
+    with pytest.raises(ClusterError, match="somebody else has written"):
+        next(clients[0].orders())
+
+
+def test_ranks_wait_for_a_verdict_only_if_they_are_to(server: ControlServer, clients: list[Client]) -> None:
+    assert not clients[0].told_to_stop(1)
+    for client in clients:
+        client.await_verdicts()
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(client.told_to_stop, 1) for client in clients]
+        server.judge(1, stop=False)
+        assert [future.result(10) for future in asked] == [False, False]
+        asked = [pool.submit(client.told_to_stop, 2) for client in clients]
+        server.judge(2, stop=True)
+        assert [future.result(10) for future in asked] == [True, True]
