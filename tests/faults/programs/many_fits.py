@@ -18,6 +18,7 @@ import psutil
 from pyspark.sql import DataFrame, SparkSession
 
 from sparktorch import Callback, TorchRegressor
+from sparktorch.ml.fit.prepared_data import PreparedData
 from sparktorch.train.callbacks import FitContext
 from tests.support.nets import Score
 
@@ -45,7 +46,7 @@ class When(Callback):
         (self._folder / f"{what}-{context.world.rank}").write_text(repr(time.monotonic()))
 
 
-def fit(data: DataFrame, seed: int, **params: Any) -> str:
+def fit(data: DataFrame | PreparedData, seed: int, **params: Any) -> str:
     """Fits on one rank, unless `params` say otherwise, and returns a hash of the weights."""
     values = {"module": Score, "batchSize": 64, "numWorkers": 1, "progress": False, "seed": seed, **params}
     model = TorchRegressor(**values).fit(data)
@@ -78,6 +79,19 @@ def holdings(spark: SparkSession) -> dict[str, dict[str, float]]:
     return held
 
 
+def on_held_rows(
+    spark: SparkSession, data: DataFrame, expected: dict[int, str], fits: int
+) -> list[dict[str, dict[str, float]]]:
+    """Fits again and again on rows that one rank holds; returns what is held before and after."""
+    found = []
+    with TorchRegressor(module=Score, numWorkers=1).prepare(data) as rows:
+        for number in range(WARM + fits + 1):
+            if number in (WARM, WARM + fits):
+                found.append(holdings(spark))
+            assert fit(rows, number % SEEDS) == expected[number % SEEDS]
+    return found
+
+
 def main(fits: int, rest: float, folder: Path) -> dict[str, Any]:
     """Fits.
 
@@ -102,6 +116,8 @@ def main(fits: int, rest: float, folder: Path) -> dict[str, Any]:
     fit(data, 0)
     after = holdings(spark)
 
+    held = on_held_rows(spark, data, one_by_one, 5 * fits)
+
     with ThreadPoolExecutor(SEEDS) as pool:
         at_once = list(pool.map(lambda seed: fit(data, seed), range(SEEDS)))
     assert at_once == [one_by_one[seed] for seed in range(SEEDS)]
@@ -119,7 +135,7 @@ def main(fits: int, rest: float, folder: Path) -> dict[str, Any]:
 
     threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("sparktorch")]
     spark.stop()
-    return {"before": before, "after": after, "seconds": round(seconds, 3), "threads": threads}
+    return {"before": before, "after": after, "held": held, "seconds": round(seconds, 3), "threads": threads}
 
 
 if __name__ == "__main__":
