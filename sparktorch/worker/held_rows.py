@@ -83,7 +83,7 @@ class HeldRows:
             self.close()
             raise
 
-    def train(self, job: TrainJob, client: Client) -> RankResult:
+    def fit(self, job: TrainJob, client: Client) -> RankResult:
         """Trains on the rows.
 
         Args:

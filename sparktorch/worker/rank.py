@@ -61,7 +61,7 @@ def _train(batches: Iterable[pa.RecordBatch], world: World, job: TrainJob, clien
     with _held(batches, world, job, client) as rows:
         if rows.imbalanced:
             return RankResult({"imbalanced": True, "rows": rows.rows})
-        return rows.train(job, client)
+        return rows.fit(job, client)
 
 
 def serve(batches: Iterable[pa.RecordBatch], *, world: World, job: TrainJob, client: Client) -> RankResult:

@@ -250,7 +250,7 @@ def _train(rows: HeldRows, *, client: Client, job: TrainJob, judged: bool) -> Ra
     """The task that trains on the rows of a pool's rank; the driver may end it after an epoch."""
     if judged:
         client.await_verdicts()
-    return rows.train(job, client)
+    return rows.fit(job, client)
 
 
 def _try(rows: HeldRows, *, client: Client, body: Callable[..., RankResult]) -> RankResult:
