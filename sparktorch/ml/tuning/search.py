@@ -137,19 +137,22 @@ class Search:
         """
         self._begin(show=show)
         self._hopeless = max(_HOPELESS, 2 * len(groups))
-        threads = [
-            threading.Thread(target=inheriting(spark, self._worker(group)), name=f"sparktorch-search-{i}", daemon=True)
-            for i, group in enumerate(groups)
-        ]
+        ends: list[threading.Event] = []
         try:
-            _run_all(threads)
+            for group in groups:
+                ends.append(end := threading.Event())
+                target = inheriting(spark, self._worker(group, end))
+                threading.Thread(target=target, name="sparktorch-search", daemon=True).start()
+            for end in ends:
+                while not end.wait(_WAIT_SECONDS):  # unlike `join`, it survives an interrupt (bpo-45274)
+                    pass
         except BaseException:  # an interrupt
             self._stopped = True
             for group in groups:
                 group.cancel()
-            for thread in threads:
-                if thread.ident is not None:
-                    thread.join(_END_SECONDS)
+            deadline = time.monotonic() + _END_SECONDS
+            for end in ends:
+                end.wait(max(0.0, deadline - time.monotonic()))
             raise
         finally:
             if self._bar is not None:
@@ -168,7 +171,7 @@ class Search:
                 total=total, initial=total - self.left, desc="search", unit="trial", dynamic_ncols=True, position=0
             )
 
-    def _worker(self, group: PreparedData) -> Callable[[], None]:
+    def _worker(self, group: PreparedData, end: threading.Event) -> Callable[[], None]:
         def work() -> None:
             try:
                 group.bar_stays = False
@@ -177,6 +180,8 @@ class Search:
                         self._run(trial, group)
             except BaseException as error:  # handed to the thread that waits
                 self._stop(error)
+            finally:
+                end.set()
 
         return work
 
@@ -228,8 +233,8 @@ class Search:
             if self._stopped and self._fatal is None:
                 trial.set_user_attr(CAUSE, "the search was interrupted")
             else:
-                trial.set_user_attr(CAUSE, _told(error)[:_LONGEST_CAUSE])
-                _LOG.warning("trial %d failed: %s", trial.number, _told(error))
+                trial.set_user_attr(CAUSE, _described(error)[:_LONGEST_CAUSE])
+                _LOG.warning("trial %d failed: %s", trial.number, _described(error))
             self._failed += 1
             self._cause = self._cause or error
             self._tell(trial, "FAIL", verdicts)
@@ -243,7 +248,7 @@ class Search:
         with self._lock:
             trial.set_user_attr(EPOCHS, 0 if verdicts is None else verdicts.epochs)
             value = None if found is None else found.value
-            self._study.tell(trial, value, state=optuna().trial.TrialState[state])
+            self._told(trial.number, lambda: self._study.tell(trial, value, state=optuna().trial.TrialState[state]))
             self._ended += 1
             if found is not None and (self.best is None or better(found, self.best, minimize=self._goal.minimize)):
                 self.best = found
@@ -252,19 +257,19 @@ class Search:
                     self._bar.set_postfix_str(f"best {self._goal.metric} {self.best.value:.4g}", refresh=False)
                 self._bar.update()
 
+    def _told(self, number: int, tell: Callable[[], Any]) -> None:
+        """Tells the study; a sampler that has tried everything stops it, which Optuna allows in its own loop only."""
+        try:
+            tell()
+        except RuntimeError:
+            if not self._study.get_trials(deepcopy=False)[number].state.is_finished():
+                raise
+            self.left = 0
+
     def _stop(self, error: BaseException) -> None:
         with self._lock:
             self._stopped = True
             self._fatal = self._fatal or error
-
-
-def _run_all(threads: list[threading.Thread]) -> None:
-    """Waits for threads in such a way that an interrupt gets through."""
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        while thread.is_alive():
-            thread.join(_WAIT_SECONDS)
 
 
 def better(one: Any, other: Any, *, minimize: bool) -> bool:
@@ -295,7 +300,7 @@ def _or_last(loss: float | None) -> float:
     return math.inf if loss is None or math.isnan(loss) else loss
 
 
-def _told(error: Exception) -> str:
+def _described(error: Exception) -> str:
     """Returns an error in a line or two, without traces."""
     if not isinstance(error, SparkTorchError):
         return f"{type(error).__name__}: {error}"
