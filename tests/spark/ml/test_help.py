@@ -10,12 +10,12 @@ import pytest
 from pyspark.sql import SparkSession
 
 import sparktorch
-from sparktorch import TorchClassifier, TorchEstimator, TorchRegressor
+from sparktorch import TorchClassifier, TorchEstimator, TorchRegressor, TorchTuner
 
 ESTIMATORS = [TorchClassifier, TorchEstimator, TorchRegressor]
 
 
-@pytest.mark.parametrize("kind", ESTIMATORS)
+@pytest.mark.parametrize("kind", [*ESTIMATORS, TorchTuner])
 def test_the_example_runs(spark: SparkSession, kind: Any) -> None:
     names = {**vars(sparktorch), kind.__name__: kind, "spark": spark}
     example = doctest.DocTestParser().get_doctest(kind.__doc__, names, kind.__name__, None, None)
