@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from sparktorch.ml.estimator import TorchEstimator
     from sparktorch.ml.model import TorchModel
     from sparktorch.ml.regression import TorchRegressionModel, TorchRegressor
+    from sparktorch.ml.tuning.tuner import TorchTuner
     from sparktorch.spark.petastorm import read_petastorm
     from sparktorch.train.callbacks import Callback
 
@@ -30,6 +31,7 @@ __all__ = [
     "TorchModel",
     "TorchRegressionModel",
     "TorchRegressor",
+    "TorchTuner",
     "__version__",
     "read_petastorm",
 ]
@@ -43,6 +45,7 @@ _HOMES = {
     "TorchModel": "sparktorch.ml.model",
     "TorchRegressionModel": "sparktorch.ml.regression",
     "TorchRegressor": "sparktorch.ml.regression",
+    "TorchTuner": "sparktorch.ml.tuning.tuner",
     "read_petastorm": "sparktorch.spark.petastorm",
 }
 

@@ -1,4 +1,4 @@
-"""Pillow, the optional dependency that decodes images."""
+"""Optional dependencies: Pillow decodes images, Optuna chooses the trials of a search."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from sparktorch.errors import ConfigError
 
-__all__ = ["pillow"]
+__all__ = ["optuna", "pillow"]
 
 
 def pillow() -> Any:
@@ -22,4 +22,19 @@ def pillow() -> Any:
         raise ConfigError(
             "images are decoded by Pillow, which is not installed",
             hint="pip install sparktorch-estimator[images], on the executors too",
+        ) from error
+
+
+def optuna() -> Any:
+    """Returns Optuna's module.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
+    try:
+        return importlib.import_module("optuna")
+    except ImportError as error:
+        raise ConfigError(
+            "the trials of a search are chosen by Optuna, which is not installed",
+            hint="pip install sparktorch-estimator[search], on the driver alone",
         ) from error

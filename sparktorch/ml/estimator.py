@@ -87,7 +87,7 @@ class TorchEstimatorBase(Estimator[M], EstimatorParams, MLReadable[Any], MLWrita
         spark = source.dataset.sparkSession
         fit = Fit(estimator=self, spark=spark, callers=self._callers)
         shown: dict[str, Any] = {"rows_per_step": self.getBatchSize(), "show": self.getProgress()}
-        with FitReport(fit, **shown, title=source.title, judge=judge) as report:
+        with FitReport(fit, **shown, title=source.title, stays=source.bar_stays, judge=judge) as report:
             started = time.perf_counter()
             request, frame, trial = source.prepared(self, self._task, report)
             report.prepared(frame.columns)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -93,7 +94,7 @@ class MLflowListener:
         )
         send, autologs, columns = self._outbox.send, self._autologs, self._fit.columns
         if columns is not None and (autologs is None or autologs.log_datasets):
-            send(lambda client, run: client.log_inputs(run, [facts.data_set(columns, summary)]))
+            send(partial(_log_data_set, lambda: facts.data_set(columns, summary)))
         curve = partial(figures.loss_curve, summary.history)
         send(lambda client, run: client.log_figure(run, curve(), "figures/loss.png"))
         if summary.confusionMatrix is not None:
@@ -154,6 +155,16 @@ def _log_params(values: dict[str, str], client: MlflowClient, run_id: str) -> No
     if others:
         _LOG.warning("the MLflow run has other values of %s already, and keeps them", ", ".join(others))
     client.log_batch(run_id, params=[Param(name, value) for name, value in values.items() if name not in known])
+
+
+def _log_data_set(make: Callable[[], Any], client: MlflowClient, run_id: str) -> None:
+    from mlflow.exceptions import MlflowException
+
+    found = make()
+    try:
+        client.log_inputs(run_id, [found])
+    except MlflowException:  # another fit on the same rows may have created the data set meanwhile
+        client.log_inputs(run_id, [found])
 
 
 def _forget_error(client: MlflowClient, run_id: str) -> None:

@@ -87,6 +87,7 @@ class FitReport:
         rows_per_step: int,
         show: bool,
         title: str = "fit",
+        stays: bool = True,
         judge: Callable[[dict[str, Any]], bool] | None = None,
     ) -> None:
         """Creates the report; entering its block creates the listeners.
@@ -96,9 +97,10 @@ class FitReport:
             rows_per_step: Rows of a step, for the rate.
             show: Whether to show a progress bar.
             title: What the bar says before the figures.
+            stays: Whether the bar stays on the screen after the fit.
             judge: See the attribute.
         """
-        self._title, self.judge = title, judge
+        self._title, self._stays, self.judge = title, stays, judge
         self._fit = fit
         self._rows_per_step = rows_per_step
         self._show = show
@@ -140,7 +142,7 @@ class FitReport:
         done = (record["epoch"] - 1) * record["steps"] + record["step"]
         if self._bar is None:
             total = record["epochs"] * record["steps"]
-            self._bar = tqdm(total=total, unit="step", desc=self._title, leave=True, dynamic_ncols=True)
+            self._bar = tqdm(total=total, unit="step", desc=self._title, leave=self._stays, dynamic_ncols=True)
             self._first = (time.monotonic(), done)
         per_second = (done - self._first[1]) / max(time.monotonic() - self._first[0], 1e-9)
         self._move(done, record["epoch"], record["epochs"], record["loss"], per_second * self._rows_per_step)

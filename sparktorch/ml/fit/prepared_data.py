@@ -54,10 +54,12 @@ class Source(Protocol):
     Attributes:
         dataset: The rows.
         title: What the progress bar says before the figures.
+        bar_stays: Whether the bar stays on the screen after the fit.
     """
 
     dataset: DataFrame
     title: str
+    bar_stays: bool
 
     def prepared(
         self, estimator: EstimatorParams, task: Task, report: FitReport
@@ -74,7 +76,7 @@ class FreshData:
     """A DataFrame that is read for one fit."""
 
     def __init__(self, dataset: DataFrame) -> None:
-        self.dataset, self.title = dataset, "fit"
+        self.dataset, self.title, self.bar_stays = dataset, "fit", True
         self.attempt = one_job
 
     def prepared(
@@ -109,7 +111,7 @@ class PreparedData:
 
     def __init__(self, estimator: EstimatorParams, task: Task, dataset: DataFrame, *, idle_timeout: float) -> None:
         """Reads nothing yet; see `TorchEstimatorBase.prepare`."""
-        self.dataset, self.title = dataset, "fit"
+        self.dataset, self.title, self.bar_stays = dataset, "fit", True
         self._task, self._idle_timeout = task, idle_timeout
         request = translate(estimator, task)
         check_holdable(request, dataset.sparkSession)
@@ -158,8 +160,7 @@ class PreparedData:
             ConfigError: It is closed, or the estimator needs other rows.
         """
         with self._lock:
-            if self._closed:
-                raise ConfigError("the prepared rows are closed", hint="prepare the DataFrame again")
+            self._check_open()
             if self._timer is not None:
                 self._timer.cancel()
             request = translate(estimator, task)
@@ -178,9 +179,14 @@ class PreparedData:
             return _tried(estimator, request, self._frame, alone)
 
     def attempt(self, frame: Frame, job: TrainJob, request: Request, report: FitReport) -> Results:
-        """Trains in the ranks; starts them if they do not run, or hold other rows than the job needs."""
+        """Trains in the ranks; starts them if they do not run, or hold other rows than the job needs.
+
+        Raises:
+            ConfigError: It was cancelled meanwhile: what is lost in that way does not start again.
+        """
         with self._lock:
             try:
+                self._check_open()
                 if self._pool is not None and self._pool.is_open and self._fits(job, request):
                     return self._run(job, report)
                 self._let_go()
@@ -188,6 +194,7 @@ class PreparedData:
 
                 def start(data: DataFrame, read_with: TrainJob) -> Results:
                     self._pool = pool = RankPool(data, partial(serve, job=read_with), request.launch)
+                    self._check_open()
                     ended = pool.start()
                     if ended is not None:
                         return ended
@@ -209,6 +216,10 @@ class PreparedData:
         read = self._read_with
         assert read is not None
         return self._size == request.launch.world_size and (job.columns, job.storage) == (read.columns, read.storage)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ConfigError("the prepared rows are closed", hint="prepare the DataFrame again")
 
     def _check_needs(self, request: Request, task: Task) -> None:
         other = [name for name, value in rows_of(request).items() if value != self._needs[name]]

@@ -1,0 +1,172 @@
+"""The space of a search: names of Params, and where their values come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from sparktorch.base.optional import optuna
+from sparktorch.errors import ConfigError
+from sparktorch.ml.fit.checks import check_param_names
+from sparktorch.ml.params.mixins import EstimatorParams
+
+__all__ = ["Space", "applied", "check_names"]
+
+_SIMPLE = (bool, int, float, str, type(None))  # what Optuna keeps in a storage
+_PROBES = 20
+
+
+class Space:
+    """What trials choose from: a dict by name of Param, or a function that asks the trial itself.
+
+    A name is that of a Param, or of an entry in a dict Param: "moduleParams.hidden".
+    """
+
+    def __init__(
+        self, given: Mapping[str, Any] | Callable[[Any], Mapping[str, Any]], estimator: EstimatorParams
+    ) -> None:
+        """Checks the names.
+
+        Args:
+            given: Distributions of Optuna's or lists of choices by name, or a function (trial) -> values by name.
+            estimator: Has the Params.
+
+        Raises:
+            ConfigError: It is empty, a name is no Param, or a value is neither a distribution nor a list.
+        """
+        self._estimator = estimator
+        self._function = given if callable(given) else None
+        self._distributions: dict[str, Any] = {}
+        self._choices: dict[str, dict[str, Any]] = {}  # by name and label, those that Optuna cannot keep
+        if callable(given):
+            return
+        if not isinstance(given, Mapping) or not given:
+            raise ConfigError(
+                "the space is empty" if not given else f"the space is a {type(given).__name__}",
+                hint="give a dict such as {'learningRate': optuna.distributions.FloatDistribution(1e-4, 0.1), "
+                "'batchSize': [32, 64]}, or a function (trial) -> dict",
+                param="space",
+            )
+        check_names(estimator, given)
+        for name, value in given.items():
+            self._distributions[name] = self._distribution(name, value)
+
+    @property
+    def distributions(self) -> dict[str, Any]:
+        """Optuna's distributions by name; empty if a function makes the values."""
+        return self._distributions
+
+    def ask(self, study: Any) -> Any:
+        """Returns a study's next trial."""
+        return study.ask(self._distributions or None)
+
+    def values(self, trial: Any) -> dict[str, Any]:
+        """Returns what a trial sets, by name.
+
+        Args:
+            trial: A running trial, or a finished one whose values are wanted again.
+
+        Raises:
+            ConfigError: The function returned no dict, or a name that is no Param.
+        """
+        if self._function is None:
+            chosen = {name: trial.params[name] for name in self._distributions}
+            return {name: self._choices.get(name, {}).get(value, value) for name, value in chosen.items()}
+        module = optuna()
+        if isinstance(trial, module.trial.FrozenTrial):
+            trial = module.trial.FixedTrial(trial.params, number=trial.number)
+        values = self._function(trial)
+        if not isinstance(values, Mapping) or not values:
+            raise ConfigError(
+                f"the space's function returned {values!r}",
+                hint="it returns the trial's values by name of Param, at least one",
+                param="space",
+            )
+        check_names(self._estimator, values)
+        return dict(values)
+
+    def samples(self) -> Iterator[dict[str, Any]]:
+        """Yields values to check before any trial: the ends of every distribution and all choices, one name at a time.
+
+        A function is called with a few trials that no study keeps.
+        """
+        if self._function is None:
+            for name, distribution in self._distributions.items():
+                for value in _ends(distribution):
+                    yield {name: self._choices.get(name, {}).get(value, value)}
+            return
+        module = optuna()
+        before = module.logging.get_verbosity()
+        module.logging.set_verbosity(module.logging.WARNING)
+        try:
+            study = module.create_study(sampler=module.samplers.RandomSampler(seed=0))
+        finally:
+            module.logging.set_verbosity(before)
+        for _ in range(_PROBES):
+            try:
+                values = self.values(study.ask())
+            except module.TrialPruned:
+                continue
+            yield values
+
+    def _distribution(self, name: str, value: Any) -> Any:
+        distributions = optuna().distributions
+        if isinstance(value, distributions.BaseDistribution):
+            return value
+        if not isinstance(value, list | tuple) or not value:
+            raise ConfigError(
+                f"the space of {name!r} is {value!r}",
+                hint="give a list of choices, at least one, or a distribution: optuna.distributions.FloatDistribution, "
+                "IntDistribution or CategoricalDistribution",
+                param=name,
+            )
+        if all(isinstance(choice, _SIMPLE) for choice in value):
+            return distributions.CategoricalDistribution(value)
+        labels = [_label(choice) for choice in value]
+        if len(set(labels)) < len(labels):
+            raise ConfigError(f"two choices of {name!r} read the same: {', '.join(labels)}", param=name)
+        self._choices[name] = dict(zip(labels, value, strict=True))
+        return distributions.CategoricalDistribution(labels)
+
+
+def check_names(estimator: EstimatorParams, names: Iterable[str]) -> None:
+    """Refuses names that are neither Params nor entries in dict Params.
+
+    Raises:
+        ConfigError: A name is unknown; the hint suggests the nearest Param.
+    """
+    for name in names:
+        param, dot, _ = str(name).partition(".")
+        check_param_names(estimator, [param])
+        if dot and not isinstance(_value(estimator, param), dict):
+            raise ConfigError(f"{name!r} in the space: {param} is no dict", hint=f"call it {param!r}", param=param)
+
+
+def applied(estimator: Any, values: Mapping[str, Any]) -> Any:
+    """Returns a copy of an estimator with values by name.
+
+    Raises:
+        TypeError: A value has the wrong type.
+    """
+    that = estimator.copy()
+    that.setParams(**{name: value for name, value in values.items() if "." not in name})
+    for name, value in values.items():
+        param, dot, entry = name.partition(".")
+        if dot:
+            that.setParams(**{param: {**_value(that, param), entry: value}})
+    return that
+
+
+def _value(estimator: EstimatorParams, param: str) -> Any:
+    return estimator.getOrDefault(param) if estimator.isDefined(param) else None
+
+
+def _ends(distribution: Any) -> list[Any]:
+    if hasattr(distribution, "choices"):
+        return list(distribution.choices)
+    return [distribution.low, distribution.high]
+
+
+def _label(choice: Any) -> str:
+    named = getattr(choice, "__qualname__", None)
+    return f"{choice.__module__}.{named}" if named else repr(choice)

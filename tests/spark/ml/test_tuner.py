@@ -1,0 +1,290 @@
+"""A search trains trials on groups of ranks, prunes them, outlives their failures, and gives the model of the best."""
+
+from __future__ import annotations
+
+import _thread
+import gc
+import math
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import matplotlib as mpl
+import mlflow
+import optuna
+import pytest
+import torch
+from optuna.distributions import FloatDistribution
+from pyspark.ml import Pipeline, PipelineModel
+from pyspark.sql import DataFrame, SparkSession
+
+from sparktorch import Callback, TorchRegressionModel, TorchRegressor, TorchTuner
+from sparktorch.errors import ConfigError, RankError, SparkTorchError
+from sparktorch.train.callbacks import FitContext
+from tests.spark.modules import MLP
+from tests.support.mlflow import QUIET
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+pytestmark = QUIET  # Optuna's storage is SQLAlchemy, too
+
+RAISES, KILLED, BAD = 0.5, 0.25, 1e-9  # learning rates
+
+
+class Marks(Callback):
+    """Notes the process of every epoch; raises or kills itself at some learning rates."""
+
+    ranks = "all"
+
+    def __init__(self, marks: Path) -> None:
+        self._marks = marks
+
+    def on_step_end(self, context: FitContext) -> None:
+        rate = context.optimizer.param_groups[0]["lr"]
+        if rate == RAISES and context.epoch == 2:
+            raise ArithmeticError("planted at this rate")
+        if rate == KILLED and context.epoch == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_epoch_end(self, context: FitContext, record: dict[str, Any]) -> None:
+        with self._marks.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+
+
+class Interrupts(Callback):
+    """Interrupts the main thread once, when two trials have ended an epoch."""
+
+    trials: set[int] = set()
+
+    def on_driver_epoch(self, record: dict[str, Any]) -> None:
+        before = len(self.trials)
+        self.trials.add(threading.get_ident())
+        if (before, len(self.trials)) == (1, 2):
+            _thread.interrupt_main()
+
+
+class Meets(Callback):
+    """Waits on the driver until two trials are in their first epoch at once."""
+
+    both = threading.Barrier(2)
+    met: list[int] = []
+
+    def on_driver_epoch(self, record: dict[str, Any]) -> None:
+        if record["epoch"] == 1:
+            self.met.append(self.both.wait(60))
+
+
+def regressor(**params: Any) -> TorchRegressor:
+    values = {"batchSize": 64, "epochs": 4, "seed": 3, "labelCol": "target", "progress": False} | params
+    return TorchRegressor(module=MLP, **values)
+
+
+def tuner(rates: list[float], *, estimator: TorchRegressor | None = None, **arguments: Any) -> TorchTuner:
+    """Tries each learning rate once."""
+    grid = optuna.samplers.GridSampler({"learningRate": rates}, seed=0)
+    values = {"trials": len(rates), "sampler": grid, "pruner": None, "workersPerTrial": 1} | arguments
+    return TorchTuner(estimator=estimator or regressor(), space={"learningRate": rates}, **values)
+
+
+def states(model: Any) -> dict[float, tuple[str, int]]:
+    """State and number of epochs by learning rate."""
+    table = model.trials
+    return dict(zip(table["params_learningRate"], zip(table["state"], table["epochs"], strict=True), strict=True))
+
+
+def same_bits(one: Any, other: Any) -> bool:
+    pairs = zip(one.module.state_dict().values(), other.module.state_dict().values(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_the_best_model_has_the_bits_of_a_fit_with_its_params_alone(frame: DataFrame) -> None:
+    space = {"learningRate": FloatDistribution(1e-3, 0.1, log=True), "moduleParams.hidden": [8, 16]}
+    base = regressor(epochs=2, moduleParams={"outputs": 1})
+    model = TorchTuner(estimator=base, space=space, trials=4, pruner=None, workersPerTrial=2).fit(frame)
+    table = model.trials
+    assert list(table["state"]) == ["COMPLETE"] * 4
+    best = table.loc[table["value"].idxmin()]
+    assert best["params_learningRate"] == model.bestParams["learningRate"]
+    assert best["value"] == model.bestModel.summary.history[-1]["loss"]
+    hidden = {"outputs": 1, "hidden": model.bestParams["moduleParams.hidden"]}
+    alone = regressor(epochs=2, moduleParams=hidden, learningRate=model.bestParams["learningRate"], numWorkers=2).fit(
+        frame
+    )
+    assert model.bestModel.summary.numWorkers == 2
+    assert same_bits(model.bestModel, alone)
+
+
+def test_a_pruned_trial_trains_no_further_epoch(frame: DataFrame, tmp_path: Path) -> None:
+    pruner = optuna.pruners.ThresholdPruner(upper=12.0, n_warmup_steps=2)  # the bad rate stays above
+    estimator = regressor(callbacks=[Marks(tmp_path / "marks")])
+    model = tuner([BAD, 0.05], estimator=estimator, pruner=pruner, parallelism=1).fit(frame)
+    assert states(model) == {BAD: ("PRUNED", 2), 0.05: ("COMPLETE", 4)}
+    assert len((tmp_path / "marks").read_text().split()) == 6
+
+
+def test_a_trial_that_raises_has_failed_and_the_search_goes_on(frame: DataFrame, tmp_path: Path) -> None:
+    estimator = regressor(callbacks=[Marks(tmp_path / "marks")])
+    model = tuner([RAISES, 0.01, 0.02], estimator=estimator, parallelism=1).fit(frame)
+    assert states(model) == {RAISES: ("FAIL", 1), 0.01: ("COMPLETE", 4), 0.02: ("COMPLETE", 4)}
+    failed = model.trials[model.trials["state"] == "FAIL"].iloc[0]
+    assert failed["cause"].startswith("RankError: ")
+    assert "planted at this rate" in failed["cause"]
+    assert math.isnan(failed["value"])
+
+
+def test_if_all_trials_fail_the_first_cause_is_raised(frame: DataFrame, tmp_path: Path) -> None:
+    estimator = regressor(callbacks=[Marks(tmp_path / "marks")])
+    with pytest.raises(RankError, match="planted at this rate"):
+        tuner([RAISES], estimator=estimator).fit(frame)
+
+
+def test_a_rank_that_dies_costs_its_trial_alone(frame: DataFrame, tmp_path: Path) -> None:
+    estimator = regressor(callbacks=[Marks(tmp_path / "marks")])
+    model = tuner([KILLED, 0.01, 0.02, 0.03], estimator=estimator, parallelism=2).fit(frame)
+    done = dict.fromkeys((0.01, 0.02, 0.03), ("COMPLETE", 4))
+    assert states(model) == {KILLED: ("FAIL", 1), **done}
+    (cause,) = model.trials[model.trials["state"] == "FAIL"]["cause"]
+    assert cause.startswith("RankLostError: ")
+
+
+def test_groups_of_ranks_train_trials_side_by_side(frame: DataFrame, tmp_path: Path) -> None:
+    estimator = regressor(callbacks=[Marks(tmp_path / "marks"), Meets()])
+    model = tuner([0.01, 0.02], estimator=estimator, parallelism=2).fit(frame)
+    assert set(states(model).values()) == {("COMPLETE", 4)}
+    assert len(set((tmp_path / "marks").read_text().split())) == 2
+    assert sorted(Meets.met) == [0, 1]
+
+
+def test_a_study_is_resumed_and_its_best_trial_fitted_again(
+    frame: DataFrame, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stored = {"storage": f"sqlite:///{tmp_path}/study.db", "studyName": "rates"}
+    rates = [0.05, BAD]
+    first = tuner([0.05], **stored, trials=1).fit(frame)
+    with caplog.at_level("INFO", logger="sparktorch"):
+        space = {"learningRate": [0.05]}
+        again = TorchTuner(estimator=regressor(), space=space, trials=1, workersPerTrial=1, **stored).fit(frame)
+    assert "trial 0 of an earlier run is the best" in caplog.text
+    assert again.trials.equals(first.trials)
+    assert same_bits(again.bestModel, first.bestModel)
+    with pytest.raises(ConfigError, match="chose 'learningRate' from another space"):
+        tuner(rates, **stored).fit(frame)
+    with pytest.raises(ConfigError, match="to minimize 'loss', and this search to maximize 'rows_per_second'"):
+        tuner([0.05], **stored, metric="rows_per_second").fit(frame)
+    more = tuner([0.05], **stored, trials=2, sampler=optuna.samplers.RandomSampler()).fit(frame)
+    assert list(more.trials["state"]) == ["COMPLETE"] * 2
+    assert more.study.best_value == first.study.best_value
+
+
+def test_a_function_may_choose_and_choices_may_be_of_any_type(frame: DataFrame) -> None:
+    def space(trial: optuna.Trial) -> dict[str, Any]:
+        optimizer = trial.suggest_categorical("kind", ["SGD", "Adam"])
+        given = {"momentum": trial.suggest_float("momentum", 0, 0.9)} if optimizer == "SGD" else {}
+        return {"optimizer": optimizer, "optimizerParams": given, "learningRate": 0.01}
+
+    model = TorchTuner(estimator=regressor(epochs=1), space=space, trials=3, workersPerTrial=1).fit(frame)
+    assert model.bestParams["optimizer"] == model.study.best_trial.params["kind"]
+    callables = {"optimizer": [torch.optim.SGD, torch.optim.Adam]}
+    model = TorchTuner(estimator=regressor(epochs=1), space=callables, trials=2, workersPerTrial=1).fit(frame)
+    assert model.bestParams["optimizer"] in (torch.optim.SGD, torch.optim.Adam)
+    assert set(model.trials["params_optimizer"]) <= {"torch.optim.sgd.SGD", "torch.optim.adam.Adam"}
+
+
+def test_a_metric_that_no_record_has_ends_the_search(frame: DataFrame, tmp_path: Path) -> None:
+    estimator = regressor(callbacks=[Marks(tmp_path / "marks")])
+    with pytest.raises(ConfigError, match="no metric 'los'") as raised:
+        tuner([0.01, 0.02], estimator=estimator, metric="los", parallelism=1).fit(frame)
+    assert "did you mean 'loss'?" in raised.value.hint
+    assert len((tmp_path / "marks").read_text().split()) == 1
+
+
+def test_an_interrupt_cancels_all_trials_and_frees_their_slots(frame: DataFrame) -> None:
+    storage = optuna.storages.InMemoryStorage()
+    estimator = regressor(epochs=100_000, callbacks=[Interrupts()])
+    search = tuner([0.01, 0.02, 0.03], estimator=estimator, parallelism=2, storage=storage, studyName="it")
+    with pytest.raises(KeyboardInterrupt):
+        search.fit(frame)
+    study = optuna.load_study(study_name="it", storage=storage)
+    assert [trial.state.name for trial in study.trials] == ["FAIL", "FAIL"]
+    assert {trial.user_attrs["sparktorch.cause"] for trial in study.trials} == {"the search was interrupted"}
+    regressor(numWorkers=3, epochs=1).fit(frame)
+
+
+def test_models_that_are_not_the_best_are_let_go_of(frame: DataFrame) -> None:
+    def alive() -> int:
+        gc.collect()
+        return sum(isinstance(found, TorchRegressionModel) for found in gc.get_objects())
+
+    before = alive()
+    model = tuner([0.01, 0.02, 0.03, 0.04], estimator=regressor(epochs=1), parallelism=2).fit(frame)
+    assert model.bestModel.trained
+    assert alive() == before + 1
+
+
+def test_each_trial_is_a_nested_run(frame: DataFrame, store: MlflowClient) -> None:
+    with mlflow.start_run() as run:
+        tuner([0.01, 0.02], estimator=regressor(epochs=1)).fit(frame)
+    (experiment,) = {run.info.experiment_id}
+    trials = store.search_runs([experiment], f"tags.mlflow.parentRunId = '{run.info.run_id}'")
+    assert {trial.info.run_name for trial in trials} == {"trial 0", "trial 1"}
+    assert {trial.data.params["learningRate"] for trial in trials} == {"0.01", "0.02"}
+    assert "loss" not in store.get_run(run.info.run_id).data.metrics
+    before = len(store.search_runs([experiment]))
+    tuner([0.01], estimator=regressor(epochs=1)).fit(frame)
+    assert len(store.search_runs([experiment])) == before
+
+
+def test_a_tuner_is_a_stage_and_its_model_saves_the_best(frame: DataFrame, tmp_path: Path) -> None:
+    mpl.use("Agg")
+    fitted = Pipeline(stages=[tuner([0.01, 0.02], estimator=regressor(epochs=1))]).fit(frame)
+    (model,) = fitted.stages
+    assert model.plotHistory() is not None
+    assert model.plotEpochs() is not None
+    assert model.plotParams() is not None
+    fitted.save(str(tmp_path / "pipeline"))
+    (loaded,) = PipelineModel.load(str(tmp_path / "pipeline")).stages
+    assert isinstance(loaded, TorchRegressionModel)
+    assert same_bits(loaded, model.bestModel)
+    assert loaded.transform(frame).collect() == model.transform(frame).collect()
+
+
+@pytest.mark.parametrize(
+    ("changed", "what", "hint", "param"),
+    [
+        ({"space": {}}, "the space is empty", "optuna.distributions", "space"),
+        ({"space": {"learningrate": [0.1]}}, "no Param 'learningrate'", "'learningRate'", "learningrate"),
+        ({"space": {"epochs.x": [1]}}, "epochs is no dict", "call it 'epochs'", "epochs"),
+        ({"space": {"epochs": 3}}, "the space of 'epochs' is 3", "a list of choices", "epochs"),
+        ({"space": lambda trial: {"lerningRate": 1}}, "no Param 'lerningRate'", "'learningRate'", "lerningRate"),
+        ({"space": {"numWorkers": [1, 2]}}, "gives trials other rows", "workersPerTrial", "numWorkers"),
+        ({"space": {"labelCol": ["target", "label"]}}, "other rows", "read their rows once", "labelCol"),
+        ({"metric": "val_loss"}, "one of validation rows", "validationIndicatorCol", "metric"),
+        ({"direction": "up"}, "direction", "", None),
+        ({"trials": 0}, "trials", "", None),
+        ({"workersPerTrial": 4}, "workersPerTrial is 4, and the cluster has 3 slots", "3 or less", "workersPerTrial"),
+        ({"workersPerTrial": 2, "parallelism": 2}, "parallelism is 2 with 2 workers", "1 or less", "parallelism"),
+        ({"estimator": regressor(checkpointDir="/nowhere")}, "checkpointDir is set", "storage", "checkpointDir"),
+        ({"estimator": Pipeline()}, "the estimator is a Pipeline", "TorchClassifier", "estimator"),
+        ({"pruner": "best"}, "pruner is 'best'", "'asha'", "pruner"),
+        ({"sampler": "best"}, "sampler is 'best'", "optuna.samplers", "sampler"),
+        ({"storage": "sqlite:///x.db"}, "storage is given without studyName", "of that name", "studyName"),
+    ],
+    ids=str,
+)
+def test_what_cannot_work_is_refused_before_any_job(
+    spark: SparkSession, frame: DataFrame, changed: dict[str, Any], what: str, hint: str, param: str | None
+) -> None:
+    given = {"estimator": regressor(), "space": {"learningRate": [0.1]}, "trials": 2} | changed
+    spark.sparkContext.setJobGroup("refused", "")
+    try:
+        with pytest.raises(SparkTorchError, match=what) as raised:
+            TorchTuner(**given).fit(frame)
+        assert isinstance(raised.value, ConfigError)
+        assert hint in raised.value.hint
+        assert param is None or raised.value.where["param"] == param
+        assert not spark.sparkContext.statusTracker().getJobIdsForGroup("refused")
+    finally:
+        spark.sparkContext.setLocalProperty("spark.jobGroup.id", None)

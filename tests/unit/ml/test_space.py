@@ -1,0 +1,125 @@
+"""A space names Params, and says where their values come from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+optuna = pytest.importorskip("optuna")
+
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution  # noqa: E402
+
+from sparktorch import TorchRegressor  # noqa: E402
+from sparktorch.errors import ConfigError  # noqa: E402
+from sparktorch.ml.tuning.checks import direction_of  # noqa: E402
+from sparktorch.ml.tuning.search import value_of  # noqa: E402
+from sparktorch.ml.tuning.space import Space, applied  # noqa: E402
+
+ESTIMATOR = TorchRegressor(module="torch.nn:Linear", moduleParams={"in_features": 1}, optimizerParams={"eps": 1e-6})
+
+
+@pytest.fixture
+def study() -> Any:
+    return optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=1))
+
+
+def test_distributions_and_lists_of_choices_become_values(study: Any) -> None:
+    given = {
+        "learningRate": FloatDistribution(1e-4, 0.1, log=True),
+        "batchSize": [16, 32],
+        "optimizer": CategoricalDistribution(["SGD", "Adam"]),
+        "moduleParams.out_features": IntDistribution(1, 3),
+    }
+    space = Space(given, ESTIMATOR)
+    trial = space.ask(study)
+    values = space.values(trial)
+    assert values == trial.params
+    assert list(values) == list(given)
+    study.tell(trial, 1.0)
+    assert space.values(study.trials[0]) == values
+    assert {name: ESTIMATOR.copy().hasParam(name.partition(".")[0]) for name in values} == dict.fromkeys(values, True)
+
+
+def test_values_are_set_in_a_copy_and_entries_join_their_dict() -> None:
+    values = {"epochs": 7, "moduleParams.out_features": 2, "optimizerParams.eps": 1e-3, "seed": None}
+    changed = applied(ESTIMATOR, values)
+    assert changed.getEpochs() == 7
+    assert changed.getModuleParams() == {"in_features": 1, "out_features": 2}
+    assert changed.getOptimizerParams() == {"eps": 1e-3}
+    assert ESTIMATOR.getModuleParams() == {"in_features": 1}
+    assert ESTIMATOR.getEpochs() != 7
+    whole = applied(ESTIMATOR, {"moduleParams.a": 1, "moduleParams": {"b": 2}})
+    assert whole.getModuleParams() == {"a": 1, "b": 2}
+    with pytest.raises(TypeError):
+        applied(ESTIMATOR, {"epochs": "many"})
+
+
+def test_choices_that_no_storage_keeps_are_chosen_by_their_text(study: Any) -> None:
+    space = Space({"moduleParams.widths": [[8], [8, 4]], "module": [dict, "torch.nn:Linear"]}, ESTIMATOR)
+    trial = space.ask(study)
+    assert trial.params["moduleParams.widths"] in ("[8]", "[8, 4]")
+    values = space.values(trial)
+    assert values["moduleParams.widths"] in ([8], [8, 4])
+    assert values["module"] in (dict, "torch.nn:Linear")
+    with pytest.raises(ConfigError, match="read the same"):
+        Space({"module": [[1], [1]]}, ESTIMATOR)
+
+
+def test_a_function_gives_the_same_values_again_for_a_finished_trial(study: Any) -> None:
+    space = Space(lambda trial: {"epochs": 2 * trial.suggest_int("half", 1, 50)}, ESTIMATOR)
+    trial = space.ask(study)
+    values = space.values(trial)
+    assert values == {"epochs": 2 * trial.params["half"]}
+    study.tell(trial, 0.0)
+    assert space.values(study.trials[0]) == values
+
+
+def test_samples_show_the_ends_and_every_choice() -> None:
+    space = Space({"learningRate": FloatDistribution(0.1, 0.2), "batchSize": [1, 2, 3]}, ESTIMATOR)
+    rates = [{"learningRate": 0.1}, {"learningRate": 0.2}]
+    assert list(space.samples()) == [*rates, *({"batchSize": size} for size in (1, 2, 3))]
+    called = list(Space(lambda trial: {"epochs": trial.suggest_int("epochs", 1, 3)}, ESTIMATOR).samples())
+    assert {sample["epochs"] for sample in called} == {1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ({}, "the space is empty"),
+        ([1], "the space is a list"),
+        ({"batchSize": []}, r"the space of 'batchSize' is \[\]"),
+        ({"batchSize": "many"}, "the space of 'batchSize' is 'many'"),
+        ({"batchsize": [1]}, "no Param 'batchsize'"),
+        ({"moduleparams.a": [1]}, "no Param 'moduleparams'"),
+        ({"epochs.a": [1]}, "epochs is no dict"),
+    ],
+)
+def test_what_is_no_space_is_refused(given: Any, what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        Space(given, ESTIMATOR)
+
+
+def test_a_function_that_returns_no_values_is_refused(study: Any) -> None:
+    for returned in (None, {}, 3):
+        space = Space(lambda trial, returned=returned: returned, ESTIMATOR)
+        with pytest.raises(ConfigError, match="function returned"):
+            space.values(space.ask(study))
+
+
+def test_names_say_whether_smaller_is_better() -> None:
+    assert {direction_of(name, None) for name in ("loss", "val_loss", "val_mae", "val_RMSE")} == {"minimize"}
+    assert {direction_of(name, None) for name in ("val_accuracy", "val_f1", "rows_per_second")} == {"maximize"}
+    assert direction_of("val_loss", "maximize") == "maximize"
+
+
+def test_a_trial_counts_with_the_epoch_whose_weights_it_has() -> None:
+    history = [{"val_loss": 2.0, "val_f1": 0.1}, {"val_loss": 1.0, "val_f1": 0.2}, {"val_loss": 3.0, "val_f1": 0.3}]
+    assert value_of(history, "val_f1", best=False) == 0.3
+    assert value_of(history, "val_f1", best=True) == 0.2
+    assert value_of([{"val_loss": float("nan"), "val_f1": 0.1}, *history], "val_f1", best=True) == 0.2
+    within = [
+        {"loss": 1.0, "val_loss": 3.0, "validations": [{"step": 1, "val_loss": 0.5}, {"step": 2, "val_loss": 3.0}]}
+    ]
+    assert value_of(within, "val_loss", best=True) == 0.5
+    assert value_of(history, "val_auc", best=True) is None
