@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ class StepContext:
 EVALUATION = StepContext(None, 0)
 
 
+@dataclass(frozen=True)
 class Preprocess:
     """Makes the arguments of `forward` from the input columns, by the user's callable.
 
@@ -42,14 +43,16 @@ class Preprocess:
             it has run on the sample row.
     """
 
-    def __init__(self, function: Function, names: Sequence[str], arguments: Sequence[str] | None = None) -> None:
-        """Sets the callable, the names of its input columns, and the names of the tensors that it returns."""
-        self.function, self.names = function, tuple(names)
-        self.arguments = None if arguments is None else tuple(arguments)
+    function: Function
+    names: Sequence[str]
+    arguments: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "names", tuple(self.names))
 
     def returning(self, arguments: Iterable[str]) -> Preprocess:
         """Returns a copy with `arguments` set."""
-        return Preprocess(self.function, self.names, tuple(arguments))
+        return replace(self, arguments=tuple(arguments))
 
     def __call__(
         self, columns: Sequence[tuple[Any, ...]], rows: int, context: StepContext = EVALUATION

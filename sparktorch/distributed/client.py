@@ -2,7 +2,7 @@
 
 The ranks use it to exchange values before a process group exists, to report progress, logs and failures to the
 driver, to learn that the fit was cancelled, and to notice that the driver has died. All values are JSON, signed with
-the attempt's token; no value is ever unpickled.
+the attempt's token. None is unpickled but the tasks of a pool, once their signatures have been checked.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sparktorch.distributed.heartbeat import Heart, OpenStore, Pulses, alive
 from sparktorch.distributed.log_capture import LogCapture
 from sparktorch.distributed.os_memory import out_of_memory_kills, resident_bytes
 from sparktorch.distributed.process_group import collectives_begun
-from sparktorch.distributed.store import PIECE_BYTES
+from sparktorch.distributed.store import PIECE_BYTES, SealedStore
 from sparktorch.errors import ClusterError, RankError, SparkTorchError
 
 __all__ = ["Cancelled", "Client", "Order", "PeerFailure", "last_lines"]
@@ -50,11 +50,11 @@ class Order:
     """A task for the ranks of a pool.
 
     Attributes:
-        token: Token under which the task's ranks and the driver meet in the same store.
+        number: Number of the task in its pool, from 0.
         content: The pickled task.
     """
 
-    token: str
+    number: int
     content: bytes
 
 
@@ -167,17 +167,19 @@ class Client:
         """
         for number in itertools.count():
             self._wait([f"order/{number}"])
-            order = json.loads(self.store.get(f"order/{number}"))
-            if order["token"] is None:
+            pieces = json.loads(self.store.get(f"order/{number}"))["pieces"]
+            if pieces is None:
                 return
-            pieces = self.store.multi_get([f"order/{number}/{piece}" for piece in range(order["pieces"])])
-            self._waiting = True
-            yield Order(order["token"], b"".join(pieces))
-            self._waiting = False
+            content = self.store.multi_get([f"order/{number}/{piece}" for piece in range(pieces)])
+            self._waiting = self._console.paused = True
+            yield Order(number, b"".join(content))
+            self._waiting = self._console.paused = False
             self.moved()
 
-    def joined(self, token: str) -> Client:
-        """Returns a client of the same store for a task of a pool, under the task's token."""
+    def joined(self, order: Order) -> Client:
+        """Returns a client of the same store for a task of a pool, under a token of its own."""
+        assert isinstance(self.store, SealedStore)
+        token = self.store.token_of(order.number)
         return Client(partial(self._open_store, token=token), self._world, console=LogCapture(self._console.level))
 
     def await_verdicts(self) -> None:

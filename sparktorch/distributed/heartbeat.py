@@ -189,5 +189,5 @@ def waited_for(pulses: Mapping[int, Pulse[dict[str, Any]]]) -> list[int]:
 def _stack_of(thread: int) -> str:
     """Returns the Python stack of a thread, without Spark's frames outside `worker`."""
     frames = traceback.extract_stack(sys._current_frames().get(thread))
-    body = [index for index, frame in enumerate(frames) if frame.filename.endswith(_BODY)]
+    body = [index for index, frame in enumerate(frames) if _BODY in frame.filename]
     return "".join(traceback.format_list(frames[body[0] :] if body else frames))

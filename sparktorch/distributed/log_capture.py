@@ -24,11 +24,13 @@ class LogCapture:
 
     Attributes:
         level: Lowest level of the log records that are captured.
+        paused: Whether nothing is captured, because another one does.
     """
 
     def __init__(self, level: int = logging.WARNING) -> None:
         """Takes the lowest level of log records to capture; `INFO` and above are always captured."""
         self.level = min(level, logging.INFO)
+        self.paused = False
         self._lock = threading.Lock()
         self._last: deque[str] = deque(maxlen=KEPT_LINES)
         self._new: deque[Line] = deque(maxlen=KEPT_LINES)
@@ -56,6 +58,8 @@ class LogCapture:
 
     def add(self, level: int, text: str) -> None:
         """Captures the lines of a text."""
+        if self.paused:
+            return
         with self._lock:
             for line in text.splitlines():
                 short = line[:_LONGEST_LINE]

@@ -62,6 +62,7 @@ class Monitor:
         *,
         log_level: int = logging.WARNING,
         is_starved: Callable[[], bool] = lambda: False,
+        running: bool = False,
     ) -> None:
         """Starts the timeouts.
 
@@ -72,6 +73,7 @@ class Monitor:
             patience: How long ranks may take to start, and may make no progress.
             log_level: Lowest level of the ranks' log lines to show.
             is_starved: Returns whether no task of the job runs, and no other job of this process holds slots.
+            running: Whether the ranks' processes run already, as those of a pool do.
         """
         self.server = server
         self.world_size = world_size
@@ -81,7 +83,7 @@ class Monitor:
         self._next_look = self._slots_seen = now
         self._next_warning = now + _WARN_SECONDS
         self._warned: dict[int, float] = {}
-        self._first_arrival: float | None = None
+        self._first_arrival = now if running else None
         self._pulses = Pulses[dict[str, Any]](_moves)
 
     def look(self) -> None:
@@ -130,12 +132,11 @@ class Monitor:
     def _look_for_missing(self, now: float) -> None:
         """Warns of ranks that have not started, and raises after the timeout."""
         missing = [rank for rank in range(self.world_size) if rank not in self._pulses]
-        if self._pulses:
+        if self._pulses or self._first_arrival is not None:
             self._first_arrival = self._first_arrival or now
             if now - self._first_arrival > self._patience.stall:
                 raise RankStalledError(
-                    f"ranks {missing} of {self.world_size} have not started within {self._patience.stall:g} s of "
-                    "the first one",
+                    f"ranks {missing} of {self.world_size} have not started within {self._patience.stall:g} s",
                     hint="see the logs of their executors: does their Python start, and import torch, and do they "
                     "reach the driver? If it takes them so long, set stallTimeout higher",
                     rank=missing[0],

@@ -32,15 +32,17 @@ class ControlServer:
         Args:
             bind: The local address to listen on.
             advertise: The name or address by which executors reach it.
-            beside: Shares the store of this server, under another token, instead of starting one.
+            beside: Shares the store of this server, under the token of its next task, instead of starting one.
         """
-        self._shared = beside is not None
         self._server: dist.TCPStore
         self._server, port = host_store(bind) if beside is None else (beside._server, beside.rendezvous.port)
-        self.rendezvous: Rendezvous = Rendezvous(advertise, port, secrets.token_hex(16))
-        self._store = SealedStore(self.rendezvous.prefix, self._server)
+        token = secrets.token_hex(16) if beside is None else beside._store.token_of(beside._orders)
+        self.rendezvous: Rendezvous = Rendezvous(advertise, port, token)
+        self._store: SealedStore = SealedStore(self.rendezvous.prefix, self._server)
         self._forged = False  # whether a value without a valid signature was found
-        self._epochs_seen = self._orders = 0
+        self._epochs_seen: int = 0
+        self._orders: int = 0
+        self._earlier: list[SealedStore] = []  # of the tasks of a pool whose keys may still be there
         self._warnings_seen: dict[int, int] = defaultdict(int)
         self._lines_seen: dict[int, int] = defaultdict(int)
         self._last_lines: dict[int, deque[str]] = defaultdict(lambda: deque(maxlen=KEPT_LINES))
@@ -148,31 +150,38 @@ class ControlServer:
         """Closes the store and its port."""
         self._closed.set()
         self._heart.join()
-        if self._shared:
-            for key in self._store.list_keys():
-                self._store.delete_key(key)
+        self._earlier.clear()
         del self._store, self._server
 
     def another(self) -> ControlServer:
-        """Returns a server for a task of a pool, which shares the store under another token."""
-        return ControlServer("", self.rendezvous.host, beside=self)
+        """Returns a server for the next task of a pool, which shares the store under a token of its own."""
+        task = ControlServer("", self.rendezvous.host, beside=self)
+        self._earlier.append(task._store)
+        return task
 
-    def send(self, content: bytes, token: str) -> None:
-        """Sends the ranks of a pool their next task, under that token, once the one before is over."""
+    def send(self, content: bytes) -> None:
+        """Sends the ranks of a pool their next task, for which `another` has made a server.
+
+        Every rank has taken the task before. So none still writes what belongs to those before that one: it is deleted.
+        """
         for key in self._store.list_keys():
-            if key.startswith("order/"):
+            if key.startswith("order/") and int(key.split("/")[1]) < self._orders - 1:
                 self._store.delete_key(key)
+        for store in self._earlier[:-2]:
+            for key in store.list_keys():
+                store.delete_key(key)
+        del self._earlier[:-2]
         pieces = [content[start : start + PIECE_BYTES] for start in range(0, len(content), PIECE_BYTES)]
         for number, piece in enumerate(pieces):
             self._store.set(f"order/{self._orders}/{number}", piece)
-        self._order({"token": token, "pieces": len(pieces)})
+        self._order(len(pieces))
 
     def end_orders(self) -> None:
         """Tells the ranks of a pool that there are no more tasks."""
-        self._order({"token": None})
+        self._order(None)
 
-    def _order(self, order: dict[str, Any]) -> None:
-        self._store.set(f"order/{self._orders}", json.dumps(order))
+    def _order(self, pieces: int | None) -> None:
+        self._store.set(f"order/{self._orders}", json.dumps({"pieces": pieces}))
         self._orders += 1
 
     def judge(self, epoch: int, *, stop: bool) -> None:

@@ -54,6 +54,10 @@ class SealedStore(dist.PrefixStore):
         """Returns several values; raises what `get` does."""
         return [self._opened(key, value) for key, value in zip(keys, super().multi_get(list(keys)), strict=True)]
 
+    def token_of(self, task: int) -> str:
+        """Returns the token of a pool's task. Who does not know this store's token cannot derive it."""
+        return hmac.new(self._token, f"task {task}".encode(), hashlib.sha256).hexdigest()[:_SEAL_LENGTH]
+
     def _seal(self, key: str, value: bytes) -> bytes:
         message = key.encode() + b"\0" + value
         return hmac.new(self._token, message, hashlib.sha256).hexdigest()[:_SEAL_LENGTH].encode()

@@ -66,6 +66,7 @@ class Engine:
         if config.channels_last:
             channels_last(plain)
         if config.compile:
+            torch.compiler.reset()  # graphs of an earlier training in this process would change those of this one
             plain.compile()
         self.module = self.strategy.prepare(plain)
         self.unwrapped = self.strategy.unwrap(self.module)

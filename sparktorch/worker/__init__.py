@@ -1,7 +1,18 @@
 """A rank's work, without Spark: it reads its rows, trains on them, and returns the result."""
 
 from sparktorch.worker.held_rows import HeldRows
-from sparktorch.worker.job import RankResult, TrainJob
-from sparktorch.worker.rank import Task, serve, train_partition, try_in_rank
+from sparktorch.worker.job import RankResult, RowsJob, TrainJob
+from sparktorch.worker.rank import Task, run_held, serve, train_held, train_partition, try_in_rank
 
-__all__ = ["HeldRows", "RankResult", "Task", "TrainJob", "serve", "train_partition", "try_in_rank"]
+__all__ = [
+    "HeldRows",
+    "RankResult",
+    "RowsJob",
+    "Task",
+    "TrainJob",
+    "run_held",
+    "serve",
+    "train_held",
+    "train_partition",
+    "try_in_rank",
+]

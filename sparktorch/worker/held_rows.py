@@ -30,7 +30,7 @@ from sparktorch.errors import ColumnError
 from sparktorch.train.checkpoint.checkpointer import Checkpointer
 from sparktorch.train.loop import Outcome, train
 from sparktorch.train.strategies.registry import strategy_options, strategy_type
-from sparktorch.worker.job import RankResult, TrainJob
+from sparktorch.worker.job import RankResult, RowsJob, TrainJob
 
 __all__ = ["HeldRows"]
 
@@ -44,13 +44,13 @@ class HeldRows:
         world: This rank's place, with its device.
     """
 
-    def __init__(self, batches: Iterable[pa.RecordBatch], world: World, job: TrainJob, client: Client) -> None:
+    def __init__(self, batches: Iterable[pa.RecordBatch], world: World, job: RowsJob, client: Client) -> None:
         """Reads the rows, and waits until the other ranks have read theirs.
 
         Args:
             batches: The partition's record batches, under the encoded names of `job.columns`.
             world: This rank's place.
-            job: Which columns become which tensors, and where the rows are kept.
+            job: How the rows are read.
             client: Connects the rank to the driver and to the other ranks.
 
         Raises:
@@ -152,7 +152,7 @@ class HeldRows:
         self._shard.close()
 
 
-def _read(batches: Iterable[pa.RecordBatch], world: World, job: TrainJob, client: Client) -> Shard:
+def _read(batches: Iterable[pa.RecordBatch], world: World, job: RowsJob, client: Client) -> Shard:
     """Returns this rank's rows, checked."""
     return read_shard(
         client.moving(batches),
@@ -161,7 +161,7 @@ def _read(batches: Iterable[pa.RecordBatch], world: World, job: TrainJob, client
         storage=_row_storage(job.storage, world),
         budget=job.storage.budget * 10**6,
         by_key=job.by_key,
-        by_length=job.config.micro_batch_size is not None or job.config.accumulation_steps > 1,
+        by_length=job.by_length,
     )
 
 

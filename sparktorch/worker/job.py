@@ -11,7 +11,28 @@ from sparktorch.base.config import CheckpointConfig, StorageConfig, TrainConfig
 from sparktorch.data.columns import Columns
 from sparktorch.train.recipe.recipe import Recipe
 
-__all__ = ["RankResult", "TrainJob"]
+__all__ = ["RankResult", "RowsJob", "TrainJob"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowsJob:
+    """How a rank reads its rows; see `TrainJob`.
+
+    Attributes:
+        columns: Which columns become which tensors.
+        storage: Where a rank keeps its rows.
+        placeholder: The placeholder row of a rank without rows.
+        by_key: Whether training orders rows by their row keys.
+        by_length: Whether the rows of a step are sorted by the length of the first ragged input.
+        max_imbalance: Largest share by which a rank's rows may exceed the mean.
+    """
+
+    columns: Columns
+    storage: StorageConfig
+    placeholder: pa.RecordBatch | None
+    by_key: bool
+    by_length: bool
+    max_imbalance: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +61,19 @@ class TrainJob:
     storage: StorageConfig = field(default_factory=StorageConfig)
     by_key: bool = True
     collective_seconds: float = 1800.0
+
+    @property
+    def rows(self) -> RowsJob:
+        """How the rank reads its rows."""
+        config = self.config
+        return RowsJob(
+            columns=self.columns,
+            storage=self.storage,
+            placeholder=self.placeholder,
+            by_key=self.by_key,
+            by_length=config.micro_batch_size is not None or config.accumulation_steps > 1,
+            max_imbalance=self.max_imbalance,
+        )
 
 
 @dataclass

@@ -22,9 +22,9 @@ from sparktorch.distributed.os_memory import forget_peaks
 from sparktorch.train.numerics.torch_errors import explained
 from sparktorch.train.recipe.dry_run import DryRunResult
 from sparktorch.worker.held_rows import HeldRows
-from sparktorch.worker.job import RankResult, TrainJob
+from sparktorch.worker.job import RankResult, RowsJob, TrainJob
 
-__all__ = ["Task", "serve", "train_partition", "try_in_rank"]
+__all__ = ["Task", "run_held", "serve", "train_held", "train_partition", "try_in_rank"]
 
 
 class Task(Protocol):
@@ -58,13 +58,13 @@ def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: Tra
 
 
 def _train(batches: Iterable[pa.RecordBatch], world: World, job: TrainJob, client: Client) -> RankResult:
-    with _held(batches, world, job, client) as rows:
+    with _held(batches, world, job.rows, client) as rows:
         if rows.imbalanced:
             return RankResult({"imbalanced": True, "rows": rows.rows})
         return rows.fit(job, client)
 
 
-def serve(batches: Iterable[pa.RecordBatch], *, world: World, job: TrainJob, client: Client) -> RankResult:
+def serve(batches: Iterable[pa.RecordBatch], *, world: World, job: RowsJob, client: Client) -> RankResult:
     """Holds the rows of one partition, and runs one task after another on them until the driver ends the pool.
 
     Each task has a client, heartbeats and errors of its own. A task that raises ends alone.
@@ -72,7 +72,7 @@ def serve(batches: Iterable[pa.RecordBatch], *, world: World, job: TrainJob, cli
     Args:
         batches: The partition's record batches, under the encoded names of `job.columns`.
         world: This rank's place.
-        job: Which columns become which tensors, and where the rows are kept.
+        job: How the rows are read.
         client: Connects the rank to the driver and to the other ranks.
 
     Raises:
@@ -85,24 +85,38 @@ def serve(batches: Iterable[pa.RecordBatch], *, world: World, job: TrainJob, cli
         return _serve(batches, world, job, client)
 
 
-def _serve(batches: Iterable[pa.RecordBatch], world: World, job: TrainJob, client: Client) -> RankResult:
+def _serve(batches: Iterable[pa.RecordBatch], world: World, job: RowsJob, client: Client) -> RankResult:
     with _held(batches, world, job, client) as rows:
         if rows.imbalanced:
             return RankResult({"imbalanced": True, "rows": rows.rows})
         client.enter("holding rows")
         client.post("ready", rows.facts())
         for order in client.orders():
-            _carry_out(order, rows, world, client)
+            _carry_out(order, rows, client)
     return RankResult()
 
 
-def _carry_out(order: Order, rows: HeldRows, world: World, client: Client) -> None:
+def train_held(rows: HeldRows, *, client: Client, job: TrainJob, judged: bool) -> RankResult:
+    """Trains on the rows of a pool's rank; if `judged`, the driver may end the training after any epoch."""
+    if judged:
+        client.await_verdicts()
+    return rows.fit(job, client)
+
+
+def run_held(rows: HeldRows, *, client: Client, body: Callable[..., RankResult]) -> RankResult:
+    """Runs the body of a barrier task that needs no rows in a pool's rank."""
+    return body(iter(()), world=rows.world, client=client)
+
+
+def _carry_out(order: Order, rows: HeldRows, client: Client) -> None:
     """Runs a task, and sends its result, or reports its error, to the driver."""
-    own = client.joined(order.token)
+    own, device = client.joined(order), rows.world.device
     try:
-        with own.beating(), _leaving_none_of(world.device):
+        with own.beating(), _leaving_none_of(device):
             try:
                 forget_peaks("cpu")
+                if not is_host(device):
+                    forget_peaks(device)
                 task: Task = pickle.loads(order.content)  # the driver has signed it
                 result = task(rows, client=own)
                 own.deliver(result.meta, result.payload)
@@ -114,7 +128,7 @@ def _carry_out(order: Order, rows: HeldRows, world: World, client: Client) -> No
 
 
 @contextmanager
-def _held(batches: Iterable[pa.RecordBatch], world: World, job: TrainJob, client: Client) -> Iterator[HeldRows]:
+def _held(batches: Iterable[pa.RecordBatch], world: World, job: RowsJob, client: Client) -> Iterator[HeldRows]:
     torch.set_num_threads(world.threads)
     forget_peaks("cpu")
     with closing(HeldRows(batches, world, job, client)) as rows:

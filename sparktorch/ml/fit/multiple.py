@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 from weakref import finalize
 
@@ -13,7 +13,7 @@ from pyspark.sql import DataFrame
 
 from sparktorch.base.config import Task
 from sparktorch.errors import ConfigError
-from sparktorch.ml.fit.prepared_data import PreparedData, can_hold, rows_of
+from sparktorch.ml.fit.prepared_data import FreshData, PreparedData, can_hold, rows_of
 from sparktorch.ml.fit.translate import Request, translate
 from sparktorch.ml.params.mixins import EstimatorParams
 from sparktorch.spark.compat import inheriting
@@ -68,7 +68,7 @@ class _Work:
         self._estimators, self._dataset, self._requests = estimators, dataset, requests
         self._futures: list[Future[Any]] = [Future() for _ in estimators]
         self._thread: threading.Thread | None = None
-        self._held: PreparedData | None = None
+        self._source: FreshData | PreparedData | None = None
         self._cancelled = False
 
     def begin(self) -> None:
@@ -81,33 +81,41 @@ class _Work:
 
     def result(self, index: int) -> Any:
         """Waits for a model, and forgets it."""
-        future = self._futures[index]
         try:
-            return future.result()
+            return self._futures[index].result()
         finally:
             self._futures[index] = Future()
 
     def cancel(self) -> None:
-        """Ends the current fit, and begins no other."""
+        """Begins no other fit, and ends the current one, but on rows that the caller has prepared."""
         self._cancelled = True
-        if self._held is not None:
-            self._held.cancel()
+        if self._source is not None:
+            # It may be the garbage collector that calls, in any thread.
+            threading.Thread(target=self._source.cancel, name="sparktorch-cancel", daemon=True).start()
 
     def _fit_all(self) -> None:
-        futures = list(self._futures)
-        for group in self._groups():
-            with self._source(group) as source:
-                for index in group:
-                    self._fit_one(index, source, futures[index])
+        left = set(range(self.count))
+        try:
+            for group in self._groups():
+                with self._rows(group) as source:
+                    for index in group:
+                        self._fit_one(index, source)
+                        left.discard(index)
+        except BaseException as error:  # of preparing the rows, or of letting them go
+            for index in left:
+                self._futures[index].set_exception(error)
+        finally:
+            if isinstance(self._dataset, PreparedData):
+                self._dataset.title = "fit"
 
-    def _fit_one(self, index: int, source: DataFrame | PreparedData, future: Future[Any]) -> None:
+    def _fit_one(self, index: int, source: FreshData | PreparedData) -> None:
+        future = self._futures[index]
         if self._cancelled:
             future.set_exception(CancelledError("the other fits were cancelled"))
             return
-        if isinstance(source, PreparedData):
-            source.title = f"fit {index + 1} of {self.count}"
+        source.title = f"fit {index + 1} of {self.count}"
         try:
-            model = self._estimators[index]._fit(source)
+            model = self._estimators[index]._fit_on(source)
         except BaseException as error:
             future.set_exception(error)
         else:
@@ -119,22 +127,30 @@ class _Work:
             return [list(range(self.count))]
         groups: list[list[int]] = []
         needs = [rows_of(request) for request in self._requests]
-        for index, request in enumerate(self._requests):
-            found = [group for group in groups if needs[group[0]] == needs[index]]
-            if found and can_hold(request, self._dataset.sparkSession):
+        holdable = [can_hold(request, self._dataset.sparkSession) for request in self._requests]
+        for index in range(self.count):
+            found = [group for group in groups if holdable[group[0]] and needs[group[0]] == needs[index]]
+            if found and holdable[index]:
                 found[0].append(index)
             else:
                 groups.append([index])
         return groups
 
-    def _source(self, group: list[int]) -> AbstractContextManager[DataFrame | PreparedData]:
-        """Returns the rows of a group of fits, as a context that frees them."""
-        if isinstance(self._dataset, PreparedData) or len(group) == 1:
-            return nullcontext(self._dataset)
+    @contextmanager
+    def _rows(self, group: list[int]) -> Iterator[FreshData | PreparedData]:
+        """Context with the rows of a group of fits, which `cancel` cancels."""
+        if isinstance(self._dataset, PreparedData):
+            yield self._dataset
+            return
+        if len(group) == 1:
+            self._source = FreshData(self._dataset)
+            yield self._source
+            return
         first: EstimatorParams = self._estimators[group[0]]
         task: Task = self._estimators[group[0]]._task
-        self._held = PreparedData(first, task, self._dataset, idle_timeout=_IDLE_SECONDS)
-        return self._held
+        with PreparedData(first, task, self._dataset, idle_timeout=_IDLE_SECONDS) as held:
+            self._source = held
+            yield held
 
 
 def _check_checkpoints(requests: Sequence[Request]) -> None:

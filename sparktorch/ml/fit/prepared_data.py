@@ -12,7 +12,6 @@ from typing import Any, Protocol
 from pyspark.sql import DataFrame, SparkSession
 
 from sparktorch.base.config import Task
-from sparktorch.distributed.client import Client
 from sparktorch.errors import ConfigError
 from sparktorch.ml.fit.attempts import one_job, partitioned
 from sparktorch.ml.fit.checks import check_thresholds
@@ -24,12 +23,14 @@ from sparktorch.spark.checks.check_result import refuse
 from sparktorch.spark.checks.doctor import check_executors
 from sparktorch.spark.checks.preflight import check_cluster, check_result_size
 from sparktorch.spark.frame.prepare import Frame, prepare
+from sparktorch.spark.launch.barrier_job import control_server
 from sparktorch.spark.launch.gpus import gpu_profile
 from sparktorch.spark.launch.rank_pool import RankPool, Results
-from sparktorch.spark.session import driver_address
+from sparktorch.spark.launch.spark_job import new_tag
+from sparktorch.spark.session import cancel_tasks
 from sparktorch.train.recipe.dry_run import DryRunResult
 from sparktorch.train.strategies.registry import strategy_options, strategy_type
-from sparktorch.worker import HeldRows, RankResult, TrainJob, serve
+from sparktorch.worker import RankResult, TrainJob, run_held, serve, train_held
 
 __all__ = ["FreshData", "PreparedData", "Source", "can_hold", "rows_of"]
 
@@ -77,7 +78,7 @@ class FreshData:
 
     def __init__(self, dataset: DataFrame) -> None:
         self.dataset, self.title, self.bar_stays = dataset, "fit", True
-        self.attempt = one_job
+        self._tag = ""
 
     def prepared(
         self, estimator: EstimatorParams, task: Task, report: FitReport
@@ -86,6 +87,16 @@ class FreshData:
         request = _launchable(estimator, task, self.dataset.sparkSession)
         frame = prepare(self.dataset, task, **request.columns)
         return _tried(estimator, request, frame, partial(one_rank, frame.data.sparkSession, request, report))
+
+    def attempt(self, frame: Frame, job: TrainJob, request: Request, report: FitReport) -> Results:
+        """Trains in a barrier job of its own."""
+        self._tag = request.launch.tag
+        return one_job(frame, job, request, report)
+
+    def cancel(self) -> None:
+        """Ends the job, from another thread than that of the fit."""
+        if self._tag:
+            cancel_tasks(self.dataset.sparkSession, self._tag)
 
 
 class PreparedData:
@@ -145,11 +156,11 @@ class PreparedData:
             self._let_go()
 
     def cancel(self) -> None:
-        """Ends the ranks at once, in the middle of a fit as well."""
+        """Ends the ranks at once and for good, also in the middle of a fit of another thread, which then fails."""
         self._closed = True
         pool = self._pool
         if pool is not None:
-            pool.cancel()
+            pool.interrupt()
 
     def prepared(
         self, estimator: EstimatorParams, task: Task, report: FitReport
@@ -160,23 +171,32 @@ class PreparedData:
             ConfigError: It is closed, or the estimator needs other rows.
         """
         with self._lock:
-            self._check_open()
-            if self._timer is not None:
-                self._timer.cancel()
-            request = translate(estimator, task)
-            self._check_needs(request, task)
-            spark, pool = self.dataset.sparkSession, self._pool
-            if pool is not None and pool.is_open:
-                request = _with_profile(request, spark)
-                # A restart waits for the tasks of this job to end.
-                request = replace(request, launch=replace(request.launch, tag=pool.tag))
-                alone = partial(_in_pool, pool, report)
-            else:
-                request = _launchable(estimator, task, spark)
-                alone = partial(one_rank, spark, request, report)
-            if self._frame is None:
-                self._frame = prepare(self.dataset, task, **request.columns)
-            return _tried(estimator, request, self._frame, alone)
+            try:
+                return self._checked(estimator, task, report)
+            except BaseException:
+                self._wait_for_more()
+                raise
+
+    def _checked(
+        self, estimator: EstimatorParams, task: Task, report: FitReport
+    ) -> tuple[Request, Frame, DryRunResult]:
+        self._check_open()
+        if self._timer is not None:
+            self._timer.cancel()
+        request = translate(estimator, task)
+        self._check_needs(request, task, judged=report.judge is not None)
+        spark, pool = self.dataset.sparkSession, self._pool
+        if pool is not None and pool.is_open:
+            request = _with_profile(request, spark)
+            # A restart waits for the tasks of this job to end.
+            request = replace(request, launch=replace(request.launch, tag=pool.tag))
+            alone = partial(_in_pool, pool, report)
+        else:
+            request = _launchable(estimator, task, spark)
+            alone = partial(one_rank, spark, request, report)
+        if self._frame is None:
+            self._frame = prepare(self.dataset, task, **request.columns)
+        return _tried(estimator, request, self._frame, alone)
 
     def attempt(self, frame: Frame, job: TrainJob, request: Request, report: FitReport) -> Results:
         """Trains in the ranks; starts them if they do not run, or hold other rows than the job needs.
@@ -189,11 +209,14 @@ class PreparedData:
                 self._check_open()
                 if self._pool is not None and self._pool.is_open and self._fits(job, request):
                     return self._run(job, report)
+                launch = request.launch
+                if self._pool is not None and self._pool.tag == launch.tag:
+                    launch = replace(launch, tag=new_tag())
                 self._let_go()
                 self._read_with = job
 
                 def start(data: DataFrame, read_with: TrainJob) -> Results:
-                    self._pool = pool = RankPool(data, partial(serve, job=read_with), request.launch)
+                    self._pool = pool = RankPool(data, partial(serve, job=read_with.rows), launch)
                     self._check_open()
                     ended = pool.start()
                     if ended is not None:
@@ -209,7 +232,7 @@ class PreparedData:
     def _run(self, job: TrainJob, report: FitReport) -> Results:
         assert self._pool is not None
         judge = report.judge
-        return self._pool.run(partial(_train, job=job, judged=judge is not None), report, judge)
+        return self._pool.run(partial(train_held, job=job, judged=judge is not None), report, judge)
 
     def _fits(self, job: TrainJob, request: Request) -> bool:
         """Whether the ranks hold what a job needs: a restart may have fewer ranks, a module other classes."""
@@ -221,7 +244,14 @@ class PreparedData:
         if self._closed:
             raise ConfigError("the prepared rows are closed", hint="prepare the DataFrame again")
 
-    def _check_needs(self, request: Request, task: Task) -> None:
+    def _check_needs(self, request: Request, task: Task, *, judged: bool) -> None:
+        check_holdable(request, self.dataset.sparkSession)
+        if judged and strategy_type(request.config.strategy).own_batches:
+            raise ConfigError(
+                f"strategy {request.config.strategy!r} trains a model in each worker, and a trial is pruned as a whole",
+                hint="set pruner=None, or another strategy",
+                param="strategy",
+            )
         other = [name for name, value in rows_of(request).items() if value != self._needs[name]]
         if task != self._task:
             other.append("what the labels mean")
@@ -257,21 +287,9 @@ class PreparedData:
             pool.close()
 
 
-def _train(rows: HeldRows, *, client: Client, job: TrainJob, judged: bool) -> RankResult:
-    """The task that trains on the rows of a pool's rank; the driver may end it after an epoch."""
-    if judged:
-        client.await_verdicts()
-    return rows.fit(job, client)
-
-
-def _try(rows: HeldRows, *, client: Client, body: Callable[..., RankResult]) -> RankResult:
-    """The task that runs the dry run in a pool's ranks."""
-    return body(iter(()), world=rows.world, client=client)
-
-
 def _in_pool(pool: RankPool, report: FitReport, body: Callable[..., RankResult]) -> Results:
     """Runs the dry run in a pool, whose job may hold all slots."""
-    return pool.run(partial(_try, body=body), report)
+    return pool.run(partial(run_held, body=body), report)
 
 
 def rows_of(request: Request) -> dict[str, Any]:
@@ -308,12 +326,14 @@ def check_holdable(request: Request, spark: SparkSession) -> None:
 
 
 def _obstacle(request: Request, spark: SparkSession) -> tuple[str, str, str] | None:
-    if request.launch.rendezvous == "rank0" or driver_address(spark) is None:
+    server = control_server(spark, request.launch)
+    if server is None:
         return (
             "ranks that hold rows get each fit from the driver, which they do not reach",
             "leave rendezvous at 'auto', and run where executors reach this process; or fit on the DataFrame",
             "rendezvous",
         )
+    server.close()
     options = strategy_options(request.config.strategy, request.config.strategy_params)
     if strategy_type(request.config.strategy).makes_validation(options):
         return "strategyParams.folds gives every worker all rows", "fit on the DataFrame", "strategyParams"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from typing import Any
@@ -23,6 +24,7 @@ __all__ = ["Judge", "RankPool", "Results"]
 
 _LOG = logging.getLogger(__name__)
 _POLL_SECONDS = 0.01
+_LOOK_SECONDS = 0.05
 _END_SECONDS = 10.0
 
 Results = list[tuple[dict[str, Any], bytes]]  # of all ranks: metadata, and the weights or nothing
@@ -78,12 +80,14 @@ class RankPool:
                 "the ranks of a pool get their tasks from the driver, which executors do not reach",
                 hint="run in the driver, or on a machine that the executors reach",
             )
-        self._server = server
         self.facts: list[dict[str, Any]] = []
-        self._job = Job(spark, plan(data, body, launch, server.rendezvous), launch.tag)
-        self._monitor = self._watch(server, _NoObserver())
-        self._causes = RootCause(self._monitor)
-        self._stack = ExitStack()
+        self._ended = False
+        with ExitStack() as stack:
+            self._server = stack.enter_context(closing(server))
+            self._job = Job(spark, plan(data, body, launch, server.rendezvous), launch.tag)
+            self._monitor = self._watch(server, _NoObserver())
+            self._causes = RootCause(self._monitor)
+            self._stack = stack.pop_all()
 
     @property
     def tag(self) -> str:
@@ -93,7 +97,7 @@ class RankPool:
     @property
     def is_open(self) -> bool:
         """Whether the ranks hold their rows."""
-        return bool(self.facts) and not self._job.wait(0)
+        return bool(self.facts) and not self._ended and not self._job.wait(0)
 
     def start(self) -> Results | None:
         """Starts the job, and waits until all ranks hold their rows.
@@ -105,7 +109,6 @@ class RankPool:
         Raises:
             SparkTorchError: A rank failed, or there were no slots.
         """
-        self._stack.enter_context(closing(self._server))
         self._job.start()
         try:
             while not self._job.wait(_POLL_SECONDS):
@@ -118,7 +121,7 @@ class RankPool:
         except BaseException:
             self.cancel()
             raise
-        self._stack.close()
+        self._end()
         if self._job.error is not None:
             raise self._causes.of(self._job.error)
         return assemble(self._job.rows, self._launch.world_size)
@@ -139,16 +142,19 @@ class RankPool:
         """
         size = self._launch.world_size
         content = _pickled(task)
+        if not self.is_open:
+            raise ClusterError("the ranks that held the rows have ended", hint="fit again")
         with closing(self._server.another()) as server:
             watch = self._watch(server, observer if judge is None else _Judged(observer, judge, server))
             causes = RootCause(watch)
             self._job.idle = False
             try:
-                self._server.send(content, server.rendezvous.prefix)
-                while not server.over(size):
-                    if self._job.wait(_POLL_SECONDS):
-                        break
-                    watch.look()
+                self._server.send(content)
+                looked = 0.0
+                while not server.over(size) and not self._job.wait(_POLL_SECONDS):
+                    if judge is not None or time.monotonic() - looked > _LOOK_SECONDS:
+                        watch.look()
+                        looked = time.monotonic()
                 watch.look()
             except BaseException:  # an interrupt, or a stalled rank
                 server.cancel()
@@ -157,8 +163,11 @@ class RankPool:
             finally:
                 self._job.idle = True
             if not server.over(size):
-                lost = causes.of(self._job.error or RuntimeError("the barrier job of the pool has ended"))
-                self._stack.close()
+                # A rank that died before it took the task has no heartbeat there.
+                missing = any(server.beat(rank) is None for rank in range(size))
+                error = self._job.error or RuntimeError("the barrier job of the pool has ended")
+                lost = (self._causes if missing else causes).of(error)
+                self._end()
                 raise lost
             if any(not server.ended(rank) for rank in range(size)):
                 raise causes.of(RuntimeError("a task of the pool failed"))
@@ -166,18 +175,26 @@ class RankPool:
 
     def close(self) -> None:
         """Ends the job after the current task; frees the rows and the slots. Can be called twice."""
-        if not self._job.wait(0) and self.facts:
+        if self.is_open:
             self._server.end_orders()
             if not self._job.wait(_END_SECONDS):
                 _LOG.warning("the ranks did not end in %.0f s; their job is cancelled", _END_SECONDS)
                 self._job.cancel()
-        self._stack.close()
+        self._end()
 
     def cancel(self) -> None:
         """Cancels the job at once."""
-        if not self._job.wait(0):
+        self.interrupt()
+        self._end()
+
+    def interrupt(self) -> None:
+        """Cancels the job at once, from another thread than the one that runs a task: there, `run` raises."""
+        if not self._ended and not self._job.wait(0):
             self._server.cancel()
             self._job.cancel()
+
+    def _end(self) -> None:
+        self._ended = True
         self._stack.close()
 
     def _watch(self, server: ControlServer, observer: Observer) -> Monitor:
@@ -188,7 +205,8 @@ class RankPool:
             observer,
             launch.patience,
             log_level=launch.log_level,
-            is_starved=self._job.is_starved if server is self._server else lambda: False,
+            is_starved=self._job.is_starved,
+            running=bool(self.facts),
         )
 
 

@@ -40,7 +40,7 @@ def test_tasks_and_results_of_any_size_arrive_as_they_are(server: ControlServer,
     def rank(client: Client) -> list[int]:
         sizes = []
         for order in client.orders():
-            own = client.joined(order.token)
+            own = client.joined(order)
             with own.beating():
                 own.deliver({"size": len(order.content)}, order.content)
             sizes.append(len(order.content))
@@ -50,32 +50,49 @@ def test_tasks_and_results_of_any_size_arrive_as_they_are(server: ControlServer,
         ended = [pool.submit(rank, client) for client in clients]
         for content in (LARGE, b"", b"small"):
             with closing(server.another()) as task:
-                server.send(content, task.rendezvous.prefix)
+                server.send(content)
                 until(lambda task=task: task.over(2), seconds=30, what="both have ended")  # type: ignore[misc]
                 assert task.results(2) == [({"size": len(content)}, content)] * 2
         server.end_orders()
         assert [future.result(30) for future in ended] == [[len(LARGE), 0, 5]] * 2
 
 
-def test_a_task_that_is_over_leaves_nothing_in_the_store(server: ControlServer, clients: list[Client]) -> None:
+def test_tasks_that_are_over_leave_nothing_in_the_store(server: ControlServer, clients: list[Client]) -> None:
     meeting = server.rendezvous
     looking = dist.TCPStore(meeting.host, meeting.port, is_master=False, wait_for_workers=False)
     tasks = clients[0].orders()
     counts = []
-    for _ in range(3):
-        with closing(server.another()) as task:
-            server.send(b"work", task.rendezvous.prefix)
-            own = clients[0].joined(next(tasks).token)
-            own.warn("seen")
-            own.progress(epoch=1)
-            own.deliver({}, b"weights")
+    for number in range(6):
+        with closing(server.another()):
+            server.send(b"work")
+            own = clients[0].joined(next(tasks))
+            with own.beating():
+                own.warn("seen")
+                own.progress(epoch=1)
+                own.deliver({}, b"weights")
+                print("in a task")
+            if number % 2:
+                own.fail(ValueError("after all"))
+        own.progress(epoch=2)  # late, when the driver has gone on
         counts.append(len(looking.list_keys()))
-    assert counts[0] == counts[1] == counts[2]
+    assert counts[5] == counts[3]
+    assert counts[4] == counts[2]
+
+
+def test_who_can_list_the_keys_cannot_write_the_result_of_a_task(server: ControlServer, clients: list[Client]) -> None:
+    meeting = server.rendezvous
+    with closing(server.another()) as task:
+        server.send(b"work")
+        looking = dist.TCPStore(meeting.host, meeting.port, is_master=False, wait_for_workers=False)
+        read = b"".join(looking.get(key) for key in looking.list_keys() if "/order/" in key)
+        assert read
+        assert task.rendezvous.prefix.encode() not in read
+        assert clients[0].joined(next(clients[0].orders())).store.check(["driver"])
 
 
 def test_a_task_that_somebody_else_has_written_is_not_looked_at(server: ControlServer, clients: list[Client]) -> None:
     meeting = server.rendezvous
-    server.send(b"work", "token")
+    server.send(b"work")
     stranger = dist.TCPStore(meeting.host, meeting.port, is_master=False, wait_for_workers=False)
     (key,) = [key for key in stranger.list_keys() if key.endswith("order/0/0")]
     stranger.set(key, "x" * 32 + "harm")

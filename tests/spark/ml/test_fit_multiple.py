@@ -99,6 +99,28 @@ def test_a_setting_that_fails_is_told_in_its_turn_and_the_others_are_trained(fra
     assert next(models)[0] == 2
 
 
+def test_rows_that_cannot_be_held_are_read_for_each_setting(witness: Witness) -> None:
+    estimator = regressor(validationIndicatorCol=None)
+    folds = {estimator.strategy: "independent", estimator.strategyParams: {"folds": True}}
+    models = dict(within(120, lambda: list(estimator.fitMultiple(witness.rows, [folds, {}, folds, {}]))))
+    assert "val_loss" in models[0].summary.history[0]
+    assert "val_loss" not in models[1].summary.history[0]
+    assert same(models[0], models[2])
+    assert same(models[1], models[3])
+
+
+def test_an_error_beside_the_fits_is_told_in_all_their_turns(frame: DataFrame, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise OSError("no more threads")
+
+    estimator = regressor()
+    models = estimator.fitMultiple(frame, rates(estimator, 0.1, 0.01))
+    monkeypatch.setattr("sparktorch.ml.fit.multiple.rows_of", broken)
+    for _ in range(2):
+        with pytest.raises(OSError, match="no more threads"):
+            next(models)
+
+
 def test_models_that_nobody_can_take_are_not_trained(spark: SparkSession, frame: DataFrame, tmp_path: Path) -> None:
     estimator = regressor(numWorkers=3)
     slow = Fault("slow", tmp_path / "marks", seconds=1.0)

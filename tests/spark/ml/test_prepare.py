@@ -35,6 +35,12 @@ def regressor(**params: Any) -> TorchRegressor:
     return TorchRegressor(**{**values, "batchSize": 64, "epochs": 2, "numWorkers": 2, "progress": False, **params})
 
 
+def doubled(columns: Any, *, epoch: int | None, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    rows = columns["features"]
+    rows = rows if isinstance(rows, torch.Tensor) else torch.tensor(rows.to_pylist())
+    return {"input": 2 * rows.float()}
+
+
 @pytest.fixture
 def witness(frame: DataFrame, tmp_path: Path) -> Witness:
     return Witness(frame, tmp_path / "seen")
@@ -74,6 +80,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "localSGD": {"strategy": "localSGD", "strategyParams": {"period": 2}},
     "independent": {"strategy": "independent"},
     "bf16": {"precision": "bf16", "deterministic": True},
+    "parameterServer": {"strategy": "parameterServer", "strategyParams": {"staleness": 0}},
     "none again": {},
 }
 
@@ -111,6 +118,9 @@ def test_who_needs_other_rows_or_comes_too_late_is_refused(frame: DataFrame) -> 
             regressor(numWorkers=1).fit(prepared)
         with pytest.raises(ConfigError, match=r"differs in weightCol \["):
             regressor(weightCol="weight").fit(prepared)
+        folds = {estimator.strategy: "independent", estimator.strategyParams: {"folds": True}}
+        with pytest.raises(ConfigError, match="gives every worker all rows"):
+            estimator.fit(prepared, folds)
         with pytest.raises(ConfigError, match="what the labels mean"):
             TorchClassifier(module=Mlp, labelCol="target", numWorkers=2, progress=False).fit(prepared)
     with pytest.raises(ConfigError, match="prepare the DataFrame again"):
@@ -119,6 +129,24 @@ def test_who_needs_other_rows_or_comes_too_late_is_refused(frame: DataFrame) -> 
         regressor(rendezvous="rank0").prepare(frame)
     with pytest.raises(ConfigError, match="idleTimeout must be above 0"):
         estimator.prepare(frame, idleTimeout=0)
+
+
+def test_tokenised_rows_are_read_once_as_well(witness: Witness) -> None:
+    estimator = regressor(preprocess=doubled, featuresCol="features")
+    with estimator.prepare(witness.rows) as prepared:
+        first = estimator.fit(prepared)
+        witness.count()
+        assert same(estimator.fit(prepared), first)
+        assert witness.count() == 0
+
+
+def test_a_fit_that_is_refused_leaves_the_idle_time_running(frame: DataFrame) -> None:
+    estimator = regressor()
+    with estimator.prepare(frame, idleTimeout=1.0) as prepared:
+        estimator.fit(prepared)
+        with pytest.raises(ConfigError, match="learningRate"):
+            estimator.fit(prepared, {estimator.learningRate: -1.0})
+        until(lambda: repr(prepared) == "PreparedData(no slots held)", seconds=20, what="the slots are free")
 
 
 def test_a_fit_that_fails_leaves_the_rows_to_the_next(witness: Witness) -> None:
@@ -182,8 +210,9 @@ def test_a_stalled_rank_is_named_and_its_slots_are_freed(frame: DataFrame, tmp_p
     estimator = regressor(numWorkers=3, stallTimeout=2.0)
     with estimator.prepare(frame) as prepared:
         first = estimator.fit(prepared)
-        with pytest.raises(RankStalledError, match="rank 1 stands still"):
+        with pytest.raises(RankStalledError, match="rank 1 stands still") as stalled:
             estimator.fit(prepared, {estimator.callbacks: [Fault("hang", tmp_path / "marks", step=3)]})
+        assert "pyspark/worker" not in str(stalled.value)
         assert same(estimator.fit(prepared), first)
 
 
