@@ -15,7 +15,7 @@ from sparktorch.errors import ConfigError
 from sparktorch.ml.estimator import TorchEstimatorBase
 from sparktorch.ml.fit.listeners import callers
 from sparktorch.ml.tuning.checks import check_numbers, direction_of, groups_of, open_study, valid_one
-from sparktorch.ml.tuning.search import Goal, Search, better
+from sparktorch.ml.tuning.search import Goal, Search, better, value_of
 from sparktorch.ml.tuning.space import Space, applied
 from sparktorch.ml.tuning.tuned_model import TorchTunerModel
 
@@ -168,5 +168,12 @@ class TorchTuner(Estimator[TorchTunerModel]):
             return TorchTunerModel(found.model, found.values, study)
         _LOG.info("trial %d of an earlier run is the best: its Params are fitted again", best.number)
         values = space.values(best)
-        model = applied(base, values).fit(dataset)
+        estimator = applied(base, values)
+        model = estimator.fit(dataset)
+        value = value_of(model.summary.history, goal.metric, best=estimator.isDefined("earlyStoppingPatience"))
+        if value != best.value:
+            _LOG.warning(
+                "trial %d had %s %s, and now has %s: the estimator has other Params than then, or other rows",
+                *(best.number, goal.metric, best.value, value),
+            )
         return TorchTunerModel(model, values, study)
