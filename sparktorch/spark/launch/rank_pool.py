@@ -118,7 +118,7 @@ class RankPool:
             raise self._causes.of(self._job.error)
         return assemble(self._job.rows, self._launch.world_size)
 
-    def run(self, task: Callable[..., Any], observer: Observer, judge: Judge | None = None) -> Results:
+    def run(self, task: Callable[..., Any], observer: Observer | None = None, judge: Judge | None = None) -> Results:
         """Runs a task in all ranks; returns their results, in rank order.
 
         Args:
@@ -133,7 +133,7 @@ class RankPool:
             KeyboardInterrupt: Raised again after the pool was cancelled.
         """
         size = self._launch.world_size
-        content = _pickled(task)
+        content, observer = _pickled(task), observer or _NoObserver()
         with closing(self._server.another()) as server:
             watch = self._watch(server, observer if judge is None else _Judged(observer, judge, server))
             causes = RootCause(watch)
