@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +202,7 @@ def test_the_first_stages_of_a_pipeline_are_fitted_once_per_fold(
     assert fits.count == 3, "one for each fold, and one for the best model"
     np.testing.assert_allclose(found.avgMetrics, stock.avgMetrics, rtol=0, atol=1e-6)
     assert equal(found.bestModel.stages[-1], stock.bestModel.stages[-1])
-    for mine, theirs in zip(sum(found.subModels, []), sum(stock.subModels, []), strict=True):
+    for mine, theirs in zip(chain(*found.subModels), chain(*stock.subModels), strict=True):
         assert equal(mine.stages[-1], theirs.stages[-1])
     assert found.getEstimator() is validator.getEstimator()
 
@@ -226,7 +227,7 @@ class Spread(Evaluator):
     def _evaluate(self, dataset: DataFrame) -> float:
         return float(dataset.select(F.max(F.col("weight") * F.col("prediction"))).head()[0])
 
-    def isLargerBetter(self) -> bool:
+    def isLargerBetter(self) -> bool:  # noqa: N802
         return True
 
 
