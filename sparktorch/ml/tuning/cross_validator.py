@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from pyspark.errors import AnalysisException
 from pyspark.ml import Model, Pipeline
-from pyspark.ml.tuning import CrossValidator, CrossValidatorModel, CrossValidatorReader
+from pyspark.ml.tuning import CrossValidator, CrossValidatorModel, CrossValidatorReader, _ValidatorSharedReadWrite
+from pyspark.ml.util import DefaultParamsReader
 from pyspark.sql import DataFrame
 
 from sparktorch.ml.estimator import TorchEstimatorBase
@@ -19,6 +20,7 @@ from sparktorch.ml.tuning.folded_rows import FoldedRows, NotInOnePass, with_fold
 from sparktorch.ml.tuning.metrics import Metrics, carried_columns, results_for
 from sparktorch.ml.tuning.pipeline import PrefixFittedOnce
 from sparktorch.ml.tuning.refusals import check_search
+from sparktorch.spark.compat import ml_session
 
 if TYPE_CHECKING:
     from pyspark.ml._typing import ParamMap
@@ -137,7 +139,12 @@ class TorchCrossValidator(CrossValidator):
 class _Reader(CrossValidatorReader):
     def load(self, path: str) -> TorchCrossValidator:
         """Loads what `write` has saved."""
-        loaded = super().load(path)
-        found = TorchCrossValidator()
-        found._resetUid(loaded.uid)
-        return loaded._copyValues(found)
+        session = ml_session(self.sparkSession)
+        metadata = DefaultParamsReader.loadMetadata(path, session)
+        # pyspark takes classes outside of its own package for those of Java's writers.
+        known = {**metadata, "class": "pyspark.ml.tuning.CrossValidator"}
+        _, estimator, evaluator, maps = _ValidatorSharedReadWrite.load(path, session, known)
+        found = TorchCrossValidator(estimator=estimator, estimatorParamMaps=maps, evaluator=evaluator)
+        found._resetUid(metadata["uid"])
+        DefaultParamsReader.getAndSetParams(found, metadata, skipParams=["estimatorParamMaps"])
+        return found

@@ -47,7 +47,9 @@ def rates(estimator: Any, *values: float) -> list[Any]:
 
 
 def search(kind: type[CrossValidator], estimator: Any, evaluator: Any, **params: Any) -> CrossValidator:
-    given = {"numFolds": 2, "seed": 7, "estimatorParamMaps": rates(estimator), **params}
+    given = {"numFolds": 2, "seed": 7, **params}
+    if "estimatorParamMaps" not in given:
+        given["estimatorParamMaps"] = rates(estimator)
     return kind(estimator=estimator, evaluator=evaluator, **given)
 
 
