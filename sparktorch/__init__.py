@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from sparktorch.ml.estimator import TorchEstimator
     from sparktorch.ml.model import TorchModel
     from sparktorch.ml.regression import TorchRegressionModel, TorchRegressor
+    from sparktorch.ml.tuning.cross_validator import TorchCrossValidator
     from sparktorch.ml.tuning.tuner import TorchTuner
     from sparktorch.spark.petastorm import read_petastorm
     from sparktorch.train.callbacks import Callback
@@ -27,6 +28,7 @@ __all__ = [
     "SparkTorchError",
     "TorchClassificationModel",
     "TorchClassifier",
+    "TorchCrossValidator",
     "TorchEstimator",
     "TorchModel",
     "TorchRegressionModel",
@@ -41,6 +43,7 @@ _HOMES = {
     "SparkTorchError": "sparktorch.errors",
     "TorchClassificationModel": "sparktorch.ml.classification",
     "TorchClassifier": "sparktorch.ml.classification",
+    "TorchCrossValidator": "sparktorch.ml.tuning.cross_validator",
     "TorchEstimator": "sparktorch.ml.estimator",
     "TorchModel": "sparktorch.ml.model",
     "TorchRegressionModel": "sparktorch.ml.regression",

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from sparktorch.data.preprocess import Preprocess
 
 __all__ = [
+    "FOLD",
     "KEY",
     "LABEL",
     "VALIDATION",
@@ -24,6 +25,7 @@ __all__ = [
     "Kind",
     "Layout",
     "TensorSpec",
+    "carried_name",
     "input_name",
 ]
 
@@ -36,11 +38,17 @@ LABEL = "y"
 WEIGHT = "w"
 VALIDATION = "v"
 KEY = "k"
+FOLD = "f"
 
 
 def input_name(index: int) -> str:
     """Returns the encoded column name of the input at `index`."""
     return f"x{index}"
+
+
+def carried_name(index: int) -> str:
+    """Returns the encoded column name of the carried column at `index`."""
+    return f"c{index}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,6 +214,8 @@ class Columns:
         preprocess: Makes the arguments of `forward` from the inputs; `None` if the inputs are the arguments.
         keyed: Whether row keys cover all columns. Otherwise they cover the columns that are not digestible, if any, and
             the ranks add a digest of the others.
+        folds: Whether an int column has the fold of each row in a cross-validation.
+        carried: The user's numeric columns that evaluators compare with predictions; encoded as doubles.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -216,6 +226,8 @@ class Columns:
     drop_nulls: bool = False
     preprocess: Preprocess | None = None
     keyed: bool = True
+    folds: bool = False
+    carried: tuple[str, ...] = ()
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:

@@ -113,6 +113,10 @@ class Scorer:
         """Scores one array of shape `(rows, ...)` per input; returns the same as `score`."""
         return self.score([to_arrow(array) for array in arrays])
 
+    def score_tensors(self, inputs: Sequence[torch.Tensor]) -> dict[str, Array]:
+        """Scores the arguments of `forward`; returns the same as `score`."""
+        return self._forward(tuple(tensor.to(self._device) for tensor in inputs))
+
     def _inputs(self, columns: Sequence[pa.Array]) -> list[pa.Array]:
         """Returns one array per input, given one per input or one per source column."""
         specs = self._trained.inputs

@@ -25,7 +25,17 @@ from sparktorch.errors import ConfigError
 from sparktorch.spark.session import is_connect
 
 __all__ = [
-    *("Collect", "add_pyfile", "arrow_udf", "for_pandas", "frame_of", "from_pandas", "gives_profiles", "inheriting"),
+    *(
+        "Collect",
+        "add_pyfile",
+        "arrow_udf",
+        "for_pandas",
+        "frame_of",
+        "frame_of_rows",
+        "from_pandas",
+        "gives_profiles",
+        "inheriting",
+    ),
     *("ml_session", "on_barrier", "repartition_by_id", "split_by_hash", "to_vector", "uses_pandas"),
 ]
 
@@ -112,6 +122,11 @@ def frame_of(spark: SparkSession, table: pa.Table) -> DataFrame:
     if is_connect(spark):
         return spark.createDataFrame(rows, schema)
     return spark.createDataFrame(spark.sparkContext.parallelize(rows, len(rows)), schema)
+
+
+def frame_of_rows(spark: SparkSession, table: pa.Table) -> DataFrame:
+    """Returns a table as a DataFrame of several partitions."""
+    return spark.createDataFrame(table if not _BEFORE_4_0 else table.to_pandas())
 
 
 def repartition_by_id(data: DataFrame, parts: int, part: Column) -> DataFrame:

@@ -1,5 +1,6 @@
 """A rank's work, without Spark: it reads its rows, trains on them, and returns the result."""
 
+from sparktorch.worker.held_out import score_fold
 from sparktorch.worker.held_rows import HeldRows
 from sparktorch.worker.job import RankResult, RowsJob, TrainJob
 from sparktorch.worker.rank import Task, run_held, serve, train_held, train_partition, try_in_rank
@@ -11,6 +12,7 @@ __all__ = [
     "Task",
     "TrainJob",
     "run_held",
+    "score_fold",
     "serve",
     "train_held",
     "train_partition",

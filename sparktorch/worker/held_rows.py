@@ -7,19 +7,21 @@ import importlib
 import math
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import pyarrow as pa
+import torch
 
 from sparktorch.base.config import StorageConfig, TrainConfig
 from sparktorch.base.devices import is_host, select
 from sparktorch.base.state_dict import pack_state
 from sparktorch.base.world import World
 from sparktorch.data.dataset.base import Shard
+from sparktorch.data.dataset.in_memory import InMemoryShard
 from sparktorch.data.dataset.reader import balanced, read_shard
 from sparktorch.data.sampling.plan import SamplingPlan
 from sparktorch.data.storage import InMemory, OnDisk, RowStorage, WithinBudget, local_directory
@@ -73,6 +75,7 @@ class HeldRows:
             self.world = world = _on_one_kind(world, self._peers, client)
             counts = [peer["rows"] for peer in self._peers]
             self.rows = shard.rows
+            self._max_imbalance = job.max_imbalance
             self.imbalanced = job.max_imbalance is not None and _imbalanced(counts, job.max_imbalance)
             if not self.imbalanced:
                 select(world.device)
@@ -83,17 +86,19 @@ class HeldRows:
             self.close()
             raise
 
-    def fit(self, job: TrainJob, client: Client) -> RankResult:
+    def fit(self, job: TrainJob, client: Client, *, without: int | None = None) -> RankResult:
         """Trains on the rows.
 
         Args:
             job: What to train and how; what it says of the rows is what they were read with.
             client: Connects the rank to the driver and to the other ranks.
+            without: The fold to leave out; `None` for none.
 
         Raises:
             ColumnError: There are no rows to train on.
         """
-        shard, world, peers = self._shard, self.world, self._peers
+        shard, world, peers = self._shard, self.world, self._peers_without(without)
+        shard.leave_out(without)
         clock = _Clock()
         team, config, plan = _place(shard, world, job, peers, client)
         strategy, options = strategy_type(config.strategy), strategy_options(config.strategy, config.strategy_params)
@@ -145,7 +150,41 @@ class HeldRows:
             "storage": shard.storage,
             "host": world.host,
             "device": world.device,
+            "dropped": shard.dropped,
+            **self._facts_of_folds(),
         }
+
+    def inputs(self, fold: int, size: int) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Yields the inputs of this rank's rows of a fold, at most `size` rows at a time; for rows in memory."""
+        assert isinstance(self._shard, InMemoryShard)
+        return self._shard.inputs(fold, size)
+
+    def carried(self, fold: int) -> dict[str, Any]:
+        """Returns the carried columns of this rank's rows of a fold, float64, in the order of `inputs`."""
+        assert self._shard.folds is not None
+        return self._shard.folds.carried(fold)
+
+    def _facts_of_folds(self) -> dict[str, Any]:
+        """Returns what the driver needs to know of this rank's folds."""
+        folds = self._shard.folds
+        if folds is None:
+            return {}
+        views = [[peer["rows"] for peer in self._peers_without(fold)] for fold in folds.counts if fold >= 0]
+        uneven = self._max_imbalance is not None and any(_imbalanced(view, self._max_imbalance) for view in views)
+        sizes = {str(fold): rows + marked for fold, (rows, marked, _) in folds.counts.items()}
+        return {"folds": sizes, "uneven_folds": uneven, "nulls": folds.nulls}
+
+    def _peers_without(self, fold: int | None) -> list[dict[str, Any]]:
+        """Returns the facts about each rank's rows outside of a fold."""
+        if fold is None:
+            return self._peers
+        found = []
+        for peer in self._peers:
+            rows, marked, keys = peer["folds"].get(str(fold), (0, 0, 0))
+            fingerprint = (peer["fingerprint"] - keys) % 2**64
+            left = {"rows": peer["rows"] - rows, "validation": peer["validation"] - marked}
+            found.append({**peer, **left, "fingerprint": fingerprint})
+        return found
 
     def close(self) -> None:
         """Frees the rows; can be called twice."""
@@ -181,6 +220,7 @@ def _meet(shard: Shard, world: World, client: Client) -> list[dict[str, Any]]:
             "rows": shard.rows,
             "validation": shard.validation_rows,
             "fingerprint": shard.fingerprint,
+            "folds": {} if shard.folds is None else {str(fold): of for fold, of in shard.folds.counts.items()},
             "device": world.device,
             "host": world.host,
         },

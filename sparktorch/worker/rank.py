@@ -96,11 +96,21 @@ def _serve(batches: Iterable[pa.RecordBatch], world: World, job: RowsJob, client
     return RankResult()
 
 
-def train_held(rows: HeldRows, *, client: Client, job: TrainJob, judged: bool) -> RankResult:
-    """Trains on the rows of a pool's rank; if `judged`, the driver may end the training after any epoch."""
+def train_held(
+    rows: HeldRows, *, client: Client, job: TrainJob, judged: bool, without: int | None = None
+) -> RankResult:
+    """Trains on the rows of a pool's rank.
+
+    Args:
+        rows: The rows.
+        client: Connects the rank to the driver and to the other ranks.
+        job: What to train and how.
+        judged: Whether the driver may end the training after an epoch.
+        without: The fold whose rows are left out.
+    """
     if judged:
         client.await_verdicts()
-    return rows.fit(job, client)
+    return rows.fit(job, client, without=without)
 
 
 def run_held(rows: HeldRows, *, client: Client, body: Callable[..., RankResult]) -> RankResult:

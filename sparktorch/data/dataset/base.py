@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sparktorch.base.batch import RankDataset
+from sparktorch.data.dataset.folds import Folds
 from sparktorch.data.dataset.rows import StoredRows
 from sparktorch.data.preprocess import StepContext
 from sparktorch.data.sampling.plan import Numbers, RankOrder, SamplingPlan, mix_words
@@ -69,20 +70,34 @@ class Shard(RankDataset):
         fingerprint: Sum of the keys of the training rows, modulo 2**64; independent of their order.
         bytes: Size of the rows in bytes.
         storage: Where the rows are: "disk", "memory" or "device".
+        folds: The folds of the rows; `None` if they have none.
     """
 
-    def __init__(self, stored: StoredRows, row_keys: RowKeys, *, dropped: int) -> None:
-        """Sets the rows, their keys in order of arrival, and the number of dropped rows."""
+    def __init__(self, stored: StoredRows, row_keys: RowKeys, *, dropped: int, folds: Folds | None = None) -> None:
+        """Sets the rows, their keys in order of arrival, the number of dropped rows, and the folds."""
         self.rows, self.validation_rows = row_keys.count - row_keys.held_out, row_keys.held_out
         self.fingerprint, self.dropped, self.bytes = row_keys.fingerprint, dropped, stored.bytes
         self.storage = "disk" if stored.on_disk else "memory"
         self._stored = stored
-        self._order, self._validation_order = row_keys.orders()
+        self._order, self._validation_order = self._all_orders = row_keys.orders()
+        self._all_keys = row_keys.fingerprint
+        self.folds = folds
 
     @property
     def on_disk(self) -> bool:
         """Whether the rows are on disk."""
         return self._stored.on_disk
+
+    def leave_out(self, fold: int | None) -> None:
+        """Makes the training and validation rows those outside of a fold, in the same order; `None`: all rows."""
+        self._order, self._validation_order = self._all_orders
+        self.fingerprint = self._all_keys
+        if fold is not None:
+            assert self.folds is not None
+            assert not self.on_disk
+            self._order, self._validation_order = (self.folds.without(order, fold) for order in self._all_orders)
+            self.fingerprint = (self._all_keys - self.folds.counts.get(fold, (0, 0, 0))[2]) % 2**64
+        self.rows, self.validation_rows = len(self._order), len(self._validation_order)
 
     def place(self, first: int, plan: SamplingPlan, *, epochs: int = 1) -> None:
         """Sets the position of the first row, the sampling plan and the number of epochs of the next training."""

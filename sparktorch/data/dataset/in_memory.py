@@ -13,6 +13,7 @@ from sparktorch.base.batch import Batch
 from sparktorch.base.devices import free_bytes, is_host
 from sparktorch.data.dataset.base import AHEAD_BATCHES, CHUNK_ROWS, Int64, RowNumbers, Shard, at
 from sparktorch.data.dataset.device_transfer import moved
+from sparktorch.data.dataset.folds import Folds
 from sparktorch.data.dataset.prefetch import ByEpoch, ahead
 from sparktorch.data.dataset.rows import StoredRows
 from sparktorch.data.sampling.plan import SamplingPlan, by_step
@@ -39,9 +40,11 @@ class _Order:
 class InMemoryShard(Shard):
     """The rows of a rank, all of them in memory."""
 
-    def __init__(self, stored: StoredRows, row_keys: RowKeys, *, dropped: int, budget: int) -> None:
+    def __init__(
+        self, stored: StoredRows, row_keys: RowKeys, *, dropped: int, budget: int, folds: Folds | None = None
+    ) -> None:
         """Loads the rows; batches decoded in advance use at most half of `budget` bytes, or one batch if larger."""
-        super().__init__(stored, row_keys, dropped=dropped)
+        super().__init__(stored, row_keys, dropped=dropped, folds=folds)
         self._rows, self._budget = stored.finish(), budget
         self._validation_index = _index(self._validation_order)
         self._orders = ByEpoch(self._make_order)
@@ -60,6 +63,21 @@ class InMemoryShard(Shard):
         else:
             self._rows.to(self._device)
             self.storage = "device"
+
+    def leave_out(self, fold: int | None) -> None:
+        """Makes the training and validation rows those outside of a fold, in the same order; `None`: all rows."""
+        super().leave_out(fold)
+        self._validation_index = _index(self._validation_order)
+        last = None if fold is None or self.folds is None else self.folds.last_without(fold)
+        self._rows.last = self._rows.count - 1 if last is None else last
+
+    def inputs(self, fold: int, size: int) -> Generator[tuple[torch.Tensor, ...]]:
+        """Yields the inputs of the rows of a fold, in the order of `Folds.members`, at most `size` rows at a time."""
+        assert self.folds is not None
+        index = torch.from_numpy(self.folds.members(fold))
+        parts = -(-len(index) // size)
+        for part in index.tensor_split(parts) if parts else ():  # equal sizes avoid a tiny last batch
+            yield self._rows.inputs(part)
 
     def place(self, first: int, plan: SamplingPlan, *, epochs: int = 1) -> None:
         """Sets the position of the first row, the sampling plan and the number of epochs of the next training."""

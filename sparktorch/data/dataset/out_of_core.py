@@ -12,6 +12,7 @@ import torch
 from sparktorch.base.batch import Batch
 from sparktorch.data.dataset.base import AHEAD_BATCHES, CHUNK_ROWS, Int64, RowNumbers, Shard, at
 from sparktorch.data.dataset.device_transfer import moved
+from sparktorch.data.dataset.folds import Folds
 from sparktorch.data.dataset.prefetch import ByEpoch, ahead
 from sparktorch.data.dataset.rows import Rows, StoredRows
 from sparktorch.data.preprocess import StepContext
@@ -25,13 +26,15 @@ __all__ = ["OutOfCoreShard"]
 class OutOfCoreShard(Shard):
     """The rows of a rank, all of them on disk."""
 
-    def __init__(self, stored: StoredRows, row_keys: RowKeys, *, dropped: int, budget: int) -> None:
+    def __init__(
+        self, stored: StoredRows, row_keys: RowKeys, *, dropped: int, budget: int, folds: Folds | None = None
+    ) -> None:
         """Sets the rows on disk, and the budget for rows in memory, in bytes.
 
         One window waits while the next one is read: each uses at most half of `budget`, but holds at least one step.
         Batches decoded in advance use as much as a window.
         """
-        super().__init__(stored, row_keys, dropped=dropped)
+        super().__init__(stored, row_keys, dropped=dropped, folds=folds)
         self._budget = budget
         self._device = torch.device("cpu")
         self._class_weights: Sequence[float] | None = None

@@ -9,9 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from sparktorch.data.columns import KEY, VALIDATION, Columns, TensorSpec
+from sparktorch.data.columns import KEY, VALIDATION, Columns, TensorSpec, carried_name
 from sparktorch.data.convert.checks import RowFilter, check_labels, check_weights
 from sparktorch.data.dataset.base import Shard
+from sparktorch.data.dataset.folds import Folds
 from sparktorch.data.dataset.in_memory import InMemoryShard
 from sparktorch.data.dataset.out_of_core import OutOfCoreShard
 from sparktorch.data.dataset.rows import StoredRows
@@ -58,7 +59,8 @@ def read_shard(
     fields = {spec.name: _field(spec, columns, storage) for spec in columns.tensors}
     try:
         row_keys = RowKeys(storage, by_key=by_key)
-        dropped = _read(batches, columns, fields, row_keys, storage, budget)
+        folds = Folds([carried_name(place) for place in range(len(columns.carried))]) if columns.folds else None
+        dropped = _read(batches, columns, fields, row_keys, folds, storage, budget)
         size = sum(field.nbytes for field in fields.values())
         if not row_keys.count:
             for name, field in fields.items():
@@ -69,7 +71,7 @@ def read_shard(
         count = max(1, row_keys.count)
         stored = StoredRows(fields, columns, storage, count=count, size=size, by_length=by_length)
         kind = OutOfCoreShard if storage.on_disk else InMemoryShard
-        return kind(stored, row_keys, dropped=dropped, budget=budget)
+        return kind(stored, row_keys, dropped=dropped, budget=budget, folds=folds)
     except BaseException:
         storage.close()
         raise
@@ -80,6 +82,7 @@ def _read(
     columns: Columns,
     fields: dict[str, Field],
     row_keys: RowKeys,
+    folds: Folds | None,
     storage: RowStorage,
     budget: int,
 ) -> int:
@@ -104,7 +107,10 @@ def _read(
             held_out = rows.column(VALIDATION).fill_null(False).to_numpy(zero_copy_only=False)
         else:
             held_out = np.zeros(rows.num_rows, np.bool_)
-        row_keys.append(rows.column(KEY).to_numpy() if digests is None else digests.finish(), held_out)
+        keys = rows.column(KEY).to_numpy() if digests is None else digests.finish()
+        row_keys.append(keys, held_out)
+        if folds is not None:
+            folds.append(rows, keys, held_out)
         row += batch.num_rows
     screen.close()
     return screen.dropped

@@ -26,6 +26,7 @@ class Rows:
     Attributes:
         device: Device of the rows and of the batches.
         count: Number of rows.
+        last: Number of the row that fills up batches that are too small.
     """
 
     def __init__(self, fields: Mapping[str, Field], columns: Columns, count: int, *, by_length: bool = False) -> None:
@@ -50,7 +51,7 @@ class Rows:
             if column.uneven:
                 self._uneven[place] = column
             place += column.arguments
-        self.count = count
+        self.count, self.last = count, count - 1
         self.device = torch.device("cpu")
         self._copy()
 
@@ -74,14 +75,14 @@ class Rows:
 
         Args:
             index: Row numbers, int64 of shape `(rows,)`, on the CPU.
-            min_rows: Fewest rows of the inputs; smaller batches are filled up with the last row.
+            min_rows: Fewest rows of the inputs; smaller batches are filled up with row `last`.
             context: Epoch and seed of the step.
         """
         rows = len(index)
         if self._sorted_by is not None:  # so that micro-batches hold rows of about the same length
             index = index[self._sorted_by.lengths(index).argsort(stable=True)]
         if rows < min_rows:
-            index = torch.cat([index, index.new_full((min_rows - rows,), self.count - 1)])
+            index = torch.cat([index, index.new_full((min_rows - rows,), self.last)])
         here = upload(index, self.device)
         shown = here[:rows] if 0 < rows < min_rows else here
         label, weight, loss_weight = self._here
@@ -93,6 +94,10 @@ class Rows:
         inputs, lengths = self._arguments(index, here, context)
         label = None if label is None else label.index_select(0, shown)
         return Batch(inputs, label, weight, rows, loss_weight, lengths)
+
+    def inputs(self, index: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Returns the arguments of `forward` for the rows in `index`, in this order."""
+        return self._arguments(index, upload(index, self.device), EVALUATION)[0]
 
     def _arguments(
         self, index: torch.Tensor, here: torch.Tensor, context: StepContext

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pyspark.sql import DataFrame, SparkSession
 
@@ -31,6 +31,9 @@ from sparktorch.spark.session import cancel_tasks
 from sparktorch.train.recipe.dry_run import DryRunResult
 from sparktorch.train.strategies.registry import strategy_options, strategy_type
 from sparktorch.worker import RankResult, TrainJob, run_held, serve, train_held
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["FreshData", "PreparedData", "Source", "can_hold", "rows_of"]
 
@@ -133,8 +136,10 @@ class PreparedData:
         self._lock = threading.RLock()
         self._timer: threading.Timer | None = None
         self._closed = False
+        self._more_columns: dict[str, Any] = {}
+        self._without: int | None = None
 
-    def __enter__(self) -> PreparedData:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -195,7 +200,7 @@ class PreparedData:
             request = _launchable(estimator, task, spark)
             alone = partial(one_rank, spark, request, report)
         if self._frame is None:
-            self._frame = prepare(self.dataset, task, **request.columns)
+            self._frame = prepare(self.dataset, task, **request.columns, **self._more_columns)
         return _tried(estimator, request, self._frame, alone)
 
     def attempt(self, frame: Frame, job: TrainJob, request: Request, report: FitReport) -> Results:
@@ -223,6 +228,7 @@ class PreparedData:
                         return ended
                     self._size = request.launch.world_size
                     _LOG.info("%r", self)
+                    self._look_at(pool.facts, read_with)
                     return self._run(job, report)
 
                 return partitioned(frame, job, request, start)
@@ -232,7 +238,11 @@ class PreparedData:
     def _run(self, job: TrainJob, report: FitReport) -> Results:
         assert self._pool is not None
         judge = report.judge
-        return self._pool.run(partial(train_held, job=job, judged=judge is not None), report, judge)
+        task = partial(train_held, job=job, judged=judge is not None, without=self._without)
+        return self._pool.run(task, report, judge)
+
+    def _look_at(self, facts: list[dict[str, Any]], read_with: TrainJob) -> None:
+        """Called with what the ranks tell of the rows that they have read."""
 
     def _fits(self, job: TrainJob, request: Request) -> bool:
         """Whether the ranks hold what a job needs: a restart may have fewer ranks, a module other classes."""

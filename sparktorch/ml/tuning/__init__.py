@@ -1,1 +1,1 @@
-"""Searches over settings of Params: the space, the trials on groups of ranks, the best model."""
+"""Searches over Params: folds in the ranks; Optuna's trials on groups of ranks."""

@@ -11,7 +11,17 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 from sparktorch.base.config import Task
-from sparktorch.data.columns import KEY, LABEL, VALIDATION, WEIGHT, Columns, InputOptions, TensorSpec
+from sparktorch.data.columns import (
+    FOLD,
+    KEY,
+    LABEL,
+    VALIDATION,
+    WEIGHT,
+    Columns,
+    InputOptions,
+    TensorSpec,
+    carried_name,
+)
 from sparktorch.data.preprocess import Function, Preprocess
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.frame.encoding import NUMERIC, column_of, exact, is_numeric, plan_inputs
@@ -51,6 +61,8 @@ def prepare(
     options: InputOptions = _NOTHING_ASKED,
     preprocess: Function | None = None,
     keyed: bool = True,
+    fold: str | None = None,
+    carried: Sequence[str] = (),
 ) -> Frame:
     """Selects and encodes the training columns, and reads the sample row.
 
@@ -65,6 +77,8 @@ def prepare(
         options: Options for the inputs.
         preprocess: Makes the arguments of `forward` from the inputs.
         keyed: Whether row keys cover all columns; otherwise they leave out digestible ones, see `Columns.keyed`.
+        fold: Name of an int column with the fold of each row, which is not part of its key.
+        carried: Names of numeric columns that go with the rows, which are not part of their keys.
 
     Raises:
         ColumnError: A column is missing or has a type that cannot be trained on, or there is no usable row.
@@ -79,6 +93,8 @@ def prepare(
         drop_nulls=options.drop,
         preprocess=None if preprocess is None else Preprocess(preprocess, [spec.column for spec in specs]),
         keyed=keyed or key is not None,
+        folds=fold is not None,
+        carried=tuple(carried),
     )
     if weight is not None:
         _require_number(names, weight)
@@ -93,6 +109,9 @@ def prepare(
         wire.append(names.column(validation).alias(VALIDATION))
     if key is not None:
         wire.append(F.xxhash64(names.column(key)).alias(KEY))
+    if fold is not None:
+        wire.append(names.column(fold).alias(FOLD))
+    wire += [names.column(name).cast("double").alias(carried_name(place)) for place, name in enumerate(carried)]
     data = dataset.select(*wire)
     schema = data.schema
     if key is None:

@@ -126,7 +126,7 @@ class RankPool:
             raise self._causes.of(self._job.error)
         return assemble(self._job.rows, self._launch.world_size)
 
-    def run(self, task: Callable[..., Any], observer: Observer, judge: Judge | None = None) -> Results:
+    def run(self, task: Callable[..., Any], observer: Observer | None = None, judge: Judge | None = None) -> Results:
         """Runs a task in all ranks; returns their results, in rank order.
 
         Args:
@@ -141,7 +141,7 @@ class RankPool:
             KeyboardInterrupt: Raised again after the pool was cancelled.
         """
         size = self._launch.world_size
-        content = _pickled(task)
+        content, observer = _pickled(task), observer or _NoObserver()
         if not self.is_open:
             raise ClusterError("the ranks that held the rows have ended", hint="fit again")
         with closing(self._server.another()) as server:

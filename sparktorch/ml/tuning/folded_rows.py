@@ -1,0 +1,157 @@
+"""Rows that stay with their ranks, each with its fold: trained on without a fold, and scored in it."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import pyarrow as pa
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+
+from sparktorch.errors import ColumnError
+from sparktorch.ml.fit.prepared_data import PreparedData
+from sparktorch.ml.model import TorchModelBase
+from sparktorch.spark.column_names import ColumnNames
+from sparktorch.spark.session import setting, slots
+from sparktorch.worker import TrainJob, score_fold
+
+__all__ = ["FoldedRows", "NotInOnePass", "with_folds"]
+
+_IDLE_SECONDS = 600.0
+_IN_NO_FOLD = -1  # trained on in every fold, as in Spark
+_OUT_OF_RANGE = -2
+
+
+class NotInOnePass(Exception):
+    """The rows, once read, do not allow folds to be masks; says why."""
+
+
+def with_folds(dataset: DataFrame, name: str, *, folds: int, seed: int, column: str) -> DataFrame:
+    """Adds an int column with the fold of each row: that of Spark's `CrossValidator`.
+
+    Args:
+        dataset: The user's rows.
+        name: Name of the column to add.
+        folds: Number of folds.
+        seed: Seed of Spark's `rand`.
+        column: The user's column of folds; "" to draw them.
+    """
+    if column:
+        value = ColumnNames.of(dataset).column(column)
+        whole = F.when(value == F.floor(value), value.cast("int")).otherwise(F.lit(_IN_NO_FOLD))
+        inside = (F.lit(0) <= value) & (value < F.lit(folds))
+        return dataset.select("*", F.when(inside, whole).otherwise(F.lit(_OUT_OF_RANGE)).alias(name))
+    drawn = dataset.select("*", F.rand(seed).alias(name))
+    return drawn.withColumn(name, _fold_of(F.col(name), folds))
+
+
+def _fold_of(draw: Column, folds: int) -> Column:
+    """Returns the fold of a row by its draw; the limits are those of Spark's code, to the last bit."""
+    share = 1.0 / folds
+    found: Any = F
+    for fold in range(folds):
+        found = found.when((draw >= fold * share) & (draw < (fold + 1) * share), F.lit(fold))
+    fold_of: Column = found.otherwise(F.lit(_IN_NO_FOLD))
+    return fold_of
+
+
+class FoldedRows(PreparedData):
+    """Rows that ranks hold, with the fold of each.
+
+    Attributes:
+        without: The fold that the next fit leaves out; `None` for none.
+    """
+
+    def __init__(
+        self, estimator: Any, dataset: DataFrame, *, fold: str, folds: int, drawn: bool, carried: Sequence[str]
+    ) -> None:
+        """Reads nothing yet.
+
+        Args:
+            estimator: The rows that it needs are read.
+            dataset: The user's rows and their folds.
+            fold: Name of the column with the folds.
+            folds: Number of folds.
+            drawn: Whether the folds were drawn, rather than given by the user.
+            carried: Numeric columns that evaluators need.
+        """
+        super().__init__(estimator, estimator._task, dataset, idle_timeout=_IDLE_SECONDS)
+        self._more_columns = {"fold": fold, "carried": carried}
+        self._carried, self._folds, self._drawn = carried, folds, drawn
+
+    def fit(self, estimator: Any, *, without: int | None, title: str) -> Any:
+        """Fits on the rows outside of a fold, or on all rows.
+
+        Raises:
+            NotInOnePass: The rows have just been read, and fits on masked rows would not equal those on the folds.
+        """
+        with self._lock:
+            self._without, self.title = without, title
+            return estimator._fit(self)
+
+    def score(self, model: TorchModelBase, fold: int, results: Sequence[str]) -> pa.Table:
+        """Scores a fold, as `transform` does.
+
+        Args:
+            model: The model, with the Params of the scoring.
+            fold: The fold.
+            results: Names of the results of the scorer, see `Scorer.score`.
+
+        Returns:
+            The carried columns and the results, one row per row of the fold.
+        """
+        given = model._scoring()
+        scoring = {
+            "batch_size": given.batch_size,
+            "precision": given.precision,
+            "compiled": given.compiled,
+            "thresholds": given.thresholds,
+        }
+        task = partial(score_fold, fold=fold, trained=model.trained, results=list(results), scoring=scoring)
+        with self._lock:
+            assert self._pool is not None
+            found = self._pool.run(task)
+        tables = [pa.ipc.open_stream(io.BytesIO(payload)).read_all() for _, payload in found if payload]
+        return pa.concat_tables(tables).rename_columns([*self._carried, *results])
+
+    @property
+    def leaves_slots(self) -> bool:
+        """Whether other jobs may find a slot while the ranks hold theirs."""
+        spark, pool = self.dataset.sparkSession, self._pool
+        count = slots(spark)
+        if pool is None or count is None or setting(spark, "spark.dynamicAllocation.enabled") == "true":
+            return True
+        return count > len(pool.facts)
+
+    def let_go(self) -> None:
+        """Ends the ranks, which frees their slots; the next fit reads the rows again."""
+        with self._lock:
+            self._let_go()
+
+    def _look_at(self, facts: list[dict[str, Any]], read_with: TrainJob) -> None:
+        sizes: dict[int, int] = {}
+        for fact in facts:
+            for fold, rows in fact["folds"].items():
+                sizes[int(fold)] = sizes.get(int(fold), 0) + rows
+        if sizes.get(_OUT_OF_RANGE):
+            raise ColumnError(
+                f"Fold number must be in range [0, {self._folds}), which it is not in {sizes[_OUT_OF_RANGE]} rows",
+                hint="set numFolds, or correct the column that foldCol names",
+            )
+        total = sum(sizes.values())
+        for fold in range(self._folds):
+            rows = sizes.get(fold, 0)
+            if not self._drawn and rows in (0, total):  # as Spark's CrossValidator says it
+                raise ValueError(f"The {'training' if rows else 'validation'} data at fold {fold} is empty.")
+            if not rows:
+                raise NotInOnePass(f"fold {fold} is empty")
+        if any(fact["storage"] == "disk" for fact in facts):
+            raise NotInOnePass("the rows are on disk")
+        if any(fact["dropped"] or fact["nulls"] for fact in facts):
+            raise NotInOnePass("rows have nulls, NaN or infinity")
+        by_place = read_with.by_key and read_with.max_imbalance is None
+        if by_place or any(fact["uneven_folds"] for fact in facts):
+            raise NotInOnePass("equal rows are split by their position")

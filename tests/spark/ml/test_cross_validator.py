@@ -1,0 +1,258 @@
+"""`TorchCrossValidator` gives the numbers and models of Spark's own, and reads the rows once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from pyspark.ml import Pipeline
+from pyspark.ml.evaluation import (
+    BinaryClassificationEvaluator,
+    Evaluator,
+    MulticlassClassificationEvaluator,
+    RegressionEvaluator,
+)
+from pyspark.ml.feature import StandardScaler, VectorAssembler
+from pyspark.ml.tuning import CrossValidator, CrossValidatorModel
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
+
+from sparktorch import TorchClassifier, TorchCrossValidator, TorchRegressor
+from sparktorch.errors import ColumnError, ConfigError
+from tests.spark.modules import MLP
+
+# Spark's own CrossValidator leaves its thread pool to the garbage collector.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
+
+GIVEN: dict[str, Any] = {"module": MLP, "numWorkers": 2, "batchSize": 64, "epochs": 2, "progress": False, "seed": 3}
+
+
+def classifier(outputs: int = 3, **params: Any) -> TorchClassifier:
+    return TorchClassifier(**{**GIVEN, "moduleParams": {"outputs": outputs}, **params})
+
+
+def regressor(**params: Any) -> TorchRegressor:
+    return TorchRegressor(**{**GIVEN, "labelCol": "target", **params})
+
+
+def rates(estimator: Any, *values: float) -> list[Any]:
+    return [{estimator.learningRate: value} for value in values or (0.01, 0.0001)]
+
+
+def search(kind: type[CrossValidator], estimator: Any, evaluator: Any, **params: Any) -> CrossValidator:
+    given = {"numFolds": 2, "seed": 7, **params}
+    if "estimatorParamMaps" not in given:
+        given["estimatorParamMaps"] = rates(estimator)
+    return kind(estimator=estimator, evaluator=evaluator, **given)
+
+
+def equal(one: Any, other: Any) -> bool:
+    first, second = one.module.state_dict(), other.module.state_dict()
+    return all(torch.equal(first[name], second[name]) for name in first)
+
+
+def halves(frame: DataFrame, seed: int = 7) -> list[DataFrame]:
+    """The training rows of each of two folds, as Spark draws them."""
+    drawn = frame.select("*", F.rand(seed).alias("draw"))
+    return [drawn.where(~((F.col("draw") >= i / 2) & (F.col("draw") < (i + 1) / 2))).drop("draw") for i in range(2)]
+
+
+CASES: dict[str, tuple[Any, dict[str, Any], Any]] = {
+    "accuracy": (classifier, {}, lambda: MulticlassClassificationEvaluator(metricName="accuracy")),
+    "logLoss": (classifier, {}, lambda: MulticlassClassificationEvaluator(metricName="logLoss")),
+    "weighted": (classifier, {"weightCol": "weight"}, lambda: MulticlassClassificationEvaluator(weightCol="weight")),
+    "auc": (classifier, {"outputs": 2, "labelCol": "two"}, lambda: BinaryClassificationEvaluator(labelCol="two")),
+    "rmse": (regressor, {}, lambda: RegressionEvaluator(labelCol="target", metricName="rmse")),
+    "r2": (
+        regressor,
+        {"validationIndicatorCol": "mark"},
+        lambda: RegressionEvaluator(labelCol="target", metricName="r2"),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def rows(frame: DataFrame) -> Iterator[DataFrame]:
+    """The rows of `frame` with two classes in `two`, marks in `mark`, and folds in `fold`."""
+    two = (F.col("label") > 0).cast("int").alias("two")
+    place = F.abs(F.xxhash64("target"))
+    data = frame.select("*", two, (place % 7 == 0).alias("mark"), (place % 3).cast("int").alias("fold")).cache()
+    yield data
+    data.unpersist()
+
+
+@pytest.fixture
+def one_pass(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Fails a test whose search did not go in one pass."""
+    with caplog.at_level(logging.INFO, logger="sparktorch"):
+        yield
+    assert "one by one" not in caplog.text
+
+
+@pytest.mark.usefixtures("one_pass")
+@pytest.mark.parametrize("case", list(CASES))
+def test_the_metrics_are_those_of_spark(rows: DataFrame, case: str) -> None:
+    kind, params, evaluated = CASES[case]
+    estimator, evaluator = kind(**params), evaluated()
+    stock = search(CrossValidator, estimator, evaluator).fit(rows)
+    found = search(TorchCrossValidator, estimator, evaluator).fit(rows)
+    assert type(found) is CrossValidatorModel
+    np.testing.assert_allclose(found.avgMetrics, stock.avgMetrics, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(found.stdMetrics, stock.stdMetrics, rtol=0, atol=1e-6)
+    assert found.avgMetrics[0] != found.avgMetrics[1]
+    assert equal(found.bestModel, stock.bestModel)
+
+
+@pytest.mark.usefixtures("one_pass")
+@pytest.mark.parametrize("marked", [False, True])
+def test_every_model_is_that_of_a_fit_alone_bit_for_bit(rows: DataFrame, marked: bool) -> None:
+    estimator = classifier(classWeights="balanced", validationIndicatorCol="mark" if marked else None)
+    found = search(TorchCrossValidator, estimator, MulticlassClassificationEvaluator(), collectSubModels=True).fit(rows)
+    maps = rates(estimator)
+    for fold, training in enumerate(halves(rows)):
+        for index, params in enumerate(maps):
+            alone = estimator.fit(training, params)
+            sub = found.subModels[fold][index]
+            assert equal(sub, alone)
+            assert sub.summary.rows == alone.summary.rows
+            assert sub.summary.fingerprint == alone.summary.fingerprint
+            assert [record["loss"] for record in sub.summary.history] == [
+                record["loss"] for record in alone.summary.history
+            ]
+    assert equal(found.bestModel, estimator.fit(rows, maps[int(np.argmax(found.avgMetrics))]))
+    assert not equal(found.subModels[0][0], found.subModels[1][0])
+
+
+@pytest.mark.usefixtures("one_pass")
+def test_the_users_folds_are_taken(rows: DataFrame) -> None:
+    evaluator = RegressionEvaluator(labelCol="target")
+    both = [
+        search(kind, regressor(), evaluator, foldCol="fold", numFolds=3).fit(rows)
+        for kind in (TorchCrossValidator, CrossValidator)
+    ]
+    np.testing.assert_allclose(both[0].avgMetrics, both[1].avgMetrics, rtol=0, atol=1e-6)
+
+
+def test_folds_that_are_none_are_refused(rows: DataFrame) -> None:
+    with pytest.raises(ColumnError, match=r"Fold number must be in range \[0, 2\), which it is not in \d+ rows"):
+        search(TorchCrossValidator, regressor(), RegressionEvaluator(labelCol="target"), foldCol="fold").fit(rows)
+    with pytest.raises(ValueError, match="The validation data at fold 3 is empty"):
+        search(
+            TorchCrossValidator, regressor(), RegressionEvaluator(labelCol="target"), foldCol="fold", numFolds=4
+        ).fit(rows)
+
+
+def counted(frame: DataFrame, file: Path) -> DataFrame:
+    """The same rows, whose reading is written down: a line for each."""
+
+    def read(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            with file.open("a") as out:
+                out.write("row\n" * batch.num_rows)
+            yield batch
+
+    return frame.mapInArrow(read, frame.schema)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.usefixtures("one_pass")
+def test_the_rows_are_read_once(rows: DataFrame, tmp_path: Path, workers: int) -> None:
+    file = tmp_path / "read"
+    estimator = regressor(numWorkers=workers)
+    found = search(TorchCrossValidator, estimator, RegressionEvaluator(labelCol="target")).fit(counted(rows, file))
+    assert len(found.avgMetrics) == 2
+    read = len(file.read_text().splitlines())
+    first_row = rows.count()  # the partition that the first row comes from
+    # Ranks on all slots free them for the evaluator, and read again.
+    assert read <= (1 if workers == 2 else 2) * rows.count() + first_row
+
+
+class Fits:
+    """Counts the fits of a class of estimators."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: type[Any]) -> None:
+        self.count, fit = 0, kind._fit
+
+        def counting(estimator: Any, dataset: DataFrame) -> Any:
+            self.count += 1
+            return fit(estimator, dataset)
+
+        monkeypatch.setattr(kind, "_fit", counting)
+
+
+def test_the_first_stages_of_a_pipeline_are_fitted_once_per_fold(
+    rows: DataFrame, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vectors = rows.select("label", "target", *[F.col("features")[i].alias(f"x{i}") for i in range(5)])
+    assembler = VectorAssembler(inputCols=[f"x{i}" for i in range(5)], outputCol="assembled")
+    scaler = StandardScaler(inputCol="assembled", outputCol="scaled")
+    ours = classifier(featuresCol="scaled")
+    pipeline = Pipeline(stages=[assembler, scaler, ours])
+    given: dict[str, Any] = {"estimatorParamMaps": rates(ours), "collectSubModels": True}
+    evaluator = MulticlassClassificationEvaluator(metricName="logLoss")
+    stock = search(CrossValidator, pipeline, evaluator, **given).fit(vectors)
+    fits = Fits(monkeypatch, StandardScaler)
+    validator = search(TorchCrossValidator, pipeline, evaluator, **given)
+    found = validator.fit(vectors)
+    assert fits.count == 3, "one for each fold, and one for the best model"
+    np.testing.assert_allclose(found.avgMetrics, stock.avgMetrics, rtol=0, atol=1e-6)
+    assert equal(found.bestModel.stages[-1], stock.bestModel.stages[-1])
+    for mine, theirs in zip(chain(*found.subModels), chain(*stock.subModels), strict=True):
+        assert equal(mine.stages[-1], theirs.stages[-1])
+    assert found.getEstimator() is validator.getEstimator()
+
+
+def test_what_fits_returns_and_the_search_itself_are_saved(rows: DataFrame, tmp_path: Path) -> None:
+    validator = search(TorchCrossValidator, regressor(), RegressionEvaluator(labelCol="target"))
+    found = validator.fit(rows)
+    found.save(str(tmp_path / "model"))
+    loaded = CrossValidatorModel.load(str(tmp_path / "model"))
+    assert loaded.avgMetrics == found.avgMetrics
+    assert equal(loaded.bestModel, found.bestModel)
+    validator.save(str(tmp_path / "search"))
+    again = TorchCrossValidator.load(str(tmp_path / "search"))
+    assert type(again) is TorchCrossValidator
+    assert (again.uid, again.getNumFolds(), again.getSeed()) == (validator.uid, 2, 7)
+    assert len(again.getEstimatorParamMaps()) == 2
+
+
+class Spread(Evaluator):
+    """Reads a column that none of its Params names."""
+
+    def _evaluate(self, dataset: DataFrame) -> float:
+        return float(dataset.select(F.max(F.col("weight") * F.col("prediction"))).head()[0])
+
+    def isLargerBetter(self) -> bool:  # noqa: N802
+        return True
+
+
+def test_an_evaluator_that_reads_other_columns_gets_them(rows: DataFrame, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="sparktorch"):
+        found = search(TorchCrossValidator, regressor(), Spread()).fit(rows)
+    assert "one by one: Spread names no output column of the model" in caplog.text
+    assert len(found.avgMetrics) == 2
+
+
+def test_searches_that_cannot_work_are_refused_before_any_job(rows: DataFrame, tmp_path: Path) -> None:
+    jobs = len(rows.sparkSession.sparkContext.statusTracker().getJobIdsForGroup(None))
+    ours, other = regressor(), classifier()
+    evaluator = RegressionEvaluator(labelCol="target")
+    for given, says in (
+        ({"estimatorParamMaps": []}, "estimatorParamMaps is empty"),
+        ({"numFolds": 1}, "numFolds is 1"),
+        ({"evaluator": None}, "evaluator is not set"),
+        ({"estimatorParamMaps": rates(other)}, "'learningRate' of TorchClassifier_.*which is no stage"),
+        ({"estimatorParamMaps": [{ours.checkpointDir: str(tmp_path)}]}, "checkpointDir"),
+        ({"estimatorParamMaps": rates(ours, 0.1, -1.0)}, "learningRate"),
+    ):
+        validator = search(TorchCrossValidator, ours, **{"evaluator": evaluator, **given})
+        with pytest.raises(ConfigError, match=says):
+            validator.fit(rows)
+    assert len(rows.sparkSession.sparkContext.statusTracker().getJobIdsForGroup(None)) == jobs
