@@ -208,8 +208,12 @@ def test_an_interrupt_cancels_all_trials_and_frees_their_slots(frame: DataFrame)
     storage = optuna.storages.InMemoryStorage()
     estimator = regressor(epochs=100_000, callbacks=[Interrupts()])
     search = tuner([0.01, 0.02, 0.03], estimator=estimator, parallelism=2, storage=storage, studyName="it")
-    with pytest.raises(KeyboardInterrupt):
-        search.fit(frame)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # pyspark's own cancels all jobs
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            search.fit(frame)
+    finally:
+        signal.signal(signal.SIGINT, before)
     study = optuna.load_study(study_name="it", storage=storage)
     assert [trial.state.name for trial in study.trials] == ["FAIL", "FAIL"]
     assert {trial.user_attrs["sparktorch.cause"] for trial in study.trials} == {"the search was interrupted"}
