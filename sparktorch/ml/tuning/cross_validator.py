@@ -65,7 +65,10 @@ class TorchCrossValidator(CrossValidator):
         estimator, maps = self.getEstimator(), self.getEstimatorParamMaps()
         if isinstance(estimator, Pipeline):
             once = PrefixFittedOnce.of(estimator, maps)
-            return super()._fit(dataset) if isinstance(once, str) else self._fit_pipeline(once, dataset)
+            if isinstance(once, PrefixFittedOnce):
+                return self._fit_pipeline(once, dataset)
+            _LOG.info("each param map is fitted alone: %s", once)
+            return super()._fit(dataset)
         if not isinstance(estimator, TorchEstimatorBase):
             _LOG.info("folds are read one by one: %s is no estimator of this package", type(estimator).__name__)
             return super()._fit(dataset)
