@@ -126,7 +126,9 @@ def frame_of(spark: SparkSession, table: pa.Table) -> DataFrame:
 
 def frame_of_rows(spark: SparkSession, table: pa.Table) -> DataFrame:
     """Returns a table as a DataFrame of several partitions."""
-    return spark.createDataFrame(table if not _BEFORE_4_0 else table.to_pandas())
+    if not _BEFORE_4_0:
+        return spark.createDataFrame(table)
+    return spark.createDataFrame([tuple(row.values()) for row in table.to_pylist()], from_arrow_schema(table.schema))
 
 
 def repartition_by_id(data: DataFrame, parts: int, part: Column) -> DataFrame:

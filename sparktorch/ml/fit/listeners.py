@@ -125,7 +125,7 @@ class FitReport:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._bar is not None:
             self._bar.close()
-        if error is not None:
+        if error is not None and not getattr(error, "expected", False):
             self._tell("failed", error)
 
     def progress(self, record: dict[str, Any]) -> None:

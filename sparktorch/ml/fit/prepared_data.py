@@ -258,8 +258,8 @@ class PreparedData:
         check_holdable(request, self.dataset.sparkSession)
         if judged and strategy_type(request.config.strategy).own_batches:
             raise ConfigError(
-                f"strategy {request.config.strategy!r} trains a model in each worker, and a trial is pruned as a whole",
-                hint="set pruner=None, or another strategy",
+                f"strategy {request.config.strategy!r} trains a model in each worker, and a trial is judged as a whole",
+                hint="use another strategy in a search",
                 param="strategy",
             )
         other = [name for name, value in rows_of(request).items() if value != self._needs[name]]

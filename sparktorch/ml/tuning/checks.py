@@ -29,10 +29,12 @@ def check_numbers(trials: int, timeout: float | None, workers: int, parallelism:
     Raises:
         ConfigError: One of them is out of range.
     """
-    at_least("trials", trials, 1)
-    at_least("workersPerTrial", workers, 1)
-    if parallelism is not None:
-        at_least("parallelism", parallelism, 1)
+    for name, value in (("trials", trials), ("workersPerTrial", workers), ("parallelism", parallelism)):
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ConfigError(f"{name} must be a whole number, got {value!r}", param=name)
+        at_least(name, value, 1)
     if timeout is not None:
         above("timeout", timeout, 0)
 
@@ -179,16 +181,24 @@ def _pruner(estimator: Any, space: Space, given: Any) -> Any:
 
 def _check_study(study: Any, space: Space, metric: str, direction: str) -> None:
     """Refuses to go on with a study of something else."""
-    known = study.user_attrs.get(_METRIC, metric)
-    if known != metric or study.direction.name.lower() != direction:
+    known, directions = study.user_attrs.get(_METRIC, metric), [one.name.lower() for one in study.directions]
+    if known != metric or directions != [direction]:
         raise ConfigError(
-            f"the study {study.study_name!r} in the storage is to {study.direction.name.lower()} {known!r}, and this "
+            f"the study {study.study_name!r} in the storage is to {' and '.join(directions)} {known!r}, and this "
             f"search to {direction} {metric!r}",
             hint="give another studyName",
             param="studyName",
         )
     check = optuna().distributions.check_distribution_compatibility
     for trial in study.get_trials(deepcopy=False):
+        complete = trial.state.name == "COMPLETE"
+        if complete and space.distributions and space.distributions.keys() != trial.distributions.keys():
+            raise ConfigError(
+                f"the study {study.study_name!r} in the storage chose {sorted(trial.distributions)}, and this space "
+                f"{sorted(space.distributions)}",
+                hint="give the same space, or another studyName",
+                param="studyName",
+            )
         for name in space.distributions.keys() & trial.distributions.keys():
             _check_same(check, study.study_name, name, trial.distributions[name], space.distributions[name])
 

@@ -104,10 +104,12 @@ class TorchCrossValidator(CrossValidator):
         evaluator, folds, column = self.getEvaluator(), self.getNumFolds(), self.getFoldCol()
         name = f"{self.uid}_fold"
         data = with_folds(dataset, name, folds=folds, seed=self.getSeed(), column=column)
-        metrics = Metrics(evaluator, dataset.sparkSession, parallelism=self.getParallelism())
         models: list[list[Any]] = [[None] * len(maps) for _ in range(folds)]
         drawn, count = not column, folds * len(maps) + 1
-        with FoldedRows(estimators[0], data, fold=name, folds=folds, drawn=drawn, carried=carried) as rows:
+        with (
+            Metrics(evaluator, dataset.sparkSession, parallelism=self.getParallelism()) as metrics,
+            FoldedRows(estimators[0], data, fold=name, folds=folds, drawn=drawn, carried=carried) as rows,
+        ):
             for fold in range(folds):
                 for index, estimator in enumerate(estimators):
                     title = f"fit {fold * len(maps) + index + 1} of {count}"

@@ -26,7 +26,13 @@ _OUT_OF_RANGE = -2
 
 
 class NotInOnePass(Exception):
-    """The rows, once read, do not allow folds to be masks; says why."""
+    """The rows, once read, do not allow folds to be masks; says why.
+
+    Attributes:
+        expected: Whether listeners of the fit do not hear of it as a failure.
+    """
+
+    expected = True
 
 
 def with_folds(dataset: DataFrame, name: str, *, folds: int, seed: int, column: str) -> DataFrame:
@@ -59,11 +65,7 @@ def _fold_of(draw: Column, folds: int) -> Column:
 
 
 class FoldedRows(PreparedData):
-    """Rows that ranks hold, with the fold of each.
-
-    Attributes:
-        without: The fold that the next fit leaves out; `None` for none.
-    """
+    """Rows that ranks hold, with the fold of each."""
 
     def __init__(
         self, estimator: Any, dataset: DataFrame, *, fold: str, folds: int, drawn: bool, carried: Sequence[str]
@@ -141,6 +143,10 @@ class FoldedRows(PreparedData):
                 f"Fold number must be in range [0, {self._folds}), which it is not in {sizes[_OUT_OF_RANGE]} rows",
                 hint="set numFolds, or correct the column that foldCol names",
             )
+        if any(fact["storage"] == "disk" for fact in facts):
+            raise NotInOnePass("the rows are on disk")
+        if any(fact["dropped"] or fact["nulls"] for fact in facts):
+            raise NotInOnePass("rows have nulls, NaN or infinity")
         total = sum(sizes.values())
         for fold in range(self._folds):
             rows = sizes.get(fold, 0)
@@ -148,10 +154,6 @@ class FoldedRows(PreparedData):
                 raise ValueError(f"The {'training' if rows else 'validation'} data at fold {fold} is empty.")
             if not rows:
                 raise NotInOnePass(f"fold {fold} is empty")
-        if any(fact["storage"] == "disk" for fact in facts):
-            raise NotInOnePass("the rows are on disk")
-        if any(fact["dropped"] or fact["nulls"] for fact in facts):
-            raise NotInOnePass("rows have nulls, NaN or infinity")
         by_place = read_with.by_key and read_with.max_imbalance is None
         if by_place or any(fact["uneven_folds"] for fact in facts):
             raise NotInOnePass("equal rows are split by their position")

@@ -32,6 +32,8 @@ def carried_columns(evaluator: Evaluator, dataset: DataFrame, estimators: list[A
     if not any(name in outputs for name in read for outputs in made):
         return f"{type(evaluator).__name__} names no output column of the model"
     names, carried = ColumnNames.of(dataset), []
+    if any(names.called(name) for outputs in made for name in outputs if name):
+        return "the DataFrame already has an output column of the model"  # which `transform` refuses
     for name in read:
         if all(name in outputs for outputs in made):
             continue
@@ -58,9 +60,19 @@ class Metrics:
         self._turns = Semaphore(parallelism)
         self._found: dict[tuple[int, int], Future[float]] = {}
         self._threads: list[Thread] = []
+        self._over = False
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over = True
 
     def add(self, fold: int, index: int, model: TorchModelBase, table: pa.Table) -> None:
-        """Begins to compute a metric of scored rows."""
+        """Begins to compute a metric of scored rows; raises the error of an earlier one."""
+        for earlier in self._found.values():
+            if earlier.done():
+                earlier.result()
         future: Future[float] = Future()
         self._found[fold, index] = future
         outputs = {name: (field, model._fields()[0][field]) for name, field in model._fields()[1].items()}
@@ -69,6 +81,8 @@ class Metrics:
 
         def compute() -> None:
             with self._turns:
+                if self._over:  # interrupted, or failed
+                    return
                 try:
                     data = frame_of_rows(self._spark, frame.pop())
                     columns = [

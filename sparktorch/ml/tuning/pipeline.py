@@ -7,6 +7,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from pyspark.ml import Estimator, Pipeline, PipelineModel
+from pyspark.ml.util import MetaAlgorithmReadWrite
 from pyspark.sql import DataFrame
 
 from sparktorch.ml.estimator import TorchEstimatorBase
@@ -48,7 +49,8 @@ class PrefixFittedOnce(Estimator[PipelineModel]):
         return _Models(self, dataset, paramMaps)
 
     def _touches_prefix(self, params: ParamMap) -> bool:
-        prefix = {stage.uid for stage in self._pipeline.getStages()[: self._place]}
+        before = self._pipeline.getStages()[: self._place]
+        prefix = {one.uid for stage in before for one in MetaAlgorithmReadWrite.getAllNestedStages(stage)}
         return any(param.parent in prefix or param.parent == self._pipeline.uid for param in params)
 
 
@@ -96,7 +98,7 @@ class _Models(Iterator[tuple[int, PipelineModel]]):
         params, place = self._maps[index], self._once._place
         stages = self._once._pipeline.getStages()
         last = max((at for at, stage in enumerate(stages) if isinstance(stage, Estimator)), default=-1)
-        fitted, data = [*self._prefix, model], self._moved
+        fitted, data = [*(stage.copy() for stage in self._prefix), model], self._moved
         for at in range(place + 1, len(stages)):
             if at <= last:
                 data = fitted[-1].transform(data)

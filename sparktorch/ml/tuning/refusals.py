@@ -12,7 +12,7 @@ from sparktorch.errors import ConfigError, nearest
 from sparktorch.ml.estimator import TorchEstimatorBase
 from sparktorch.ml.fit.translate import translate
 
-__all__ = ["check_search", "stages_of"]
+__all__ = ["check_search"]
 
 
 def check_search(search: CrossValidator) -> None:
@@ -38,7 +38,7 @@ def check_search(search: CrossValidator) -> None:
     estimator = search.getEstimator()
     _check_names(estimator, maps)
     for index, params in enumerate(maps):
-        for stage in stages_of(estimator):
+        for stage in _stages_of(estimator):
             if isinstance(stage, TorchEstimatorBase):
                 _check_stage(stage.copy(params), index)
 
@@ -57,7 +57,7 @@ def _check_names(estimator: Any, maps: Any) -> None:
                 )
 
 
-def stages_of(estimator: Any) -> list[Any]:
+def _stages_of(estimator: Any) -> list[Any]:
     """Returns the stages of a pipeline; otherwise the estimator alone."""
     return list(estimator.getStages()) if isinstance(estimator, Pipeline) else [estimator]
 

@@ -73,8 +73,9 @@ class _Verdicts:
         unknown: The names in a record that lacks the metric.
     """
 
-    def __init__(self, trial: Any, metric: str, epochs: int) -> None:
+    def __init__(self, trial: Any, metric: str, epochs: int, lock: Any, *, varies: bool) -> None:
         self.epochs, self.pruned = 0, False
+        self._lock, self._reported, self._varies = lock, False, varies
         self._trial, self._metric, self._last = trial, metric, epochs
         self.unknown: list[str] | None = None
 
@@ -84,12 +85,15 @@ class _Verdicts:
         self.epochs = record["epoch"]
         value = record.get(self._metric)
         if not isinstance(value, int | float):
-            if value is None and self._metric.startswith("val_") and "val_loss" not in record:
-                return False  # no validation after this epoch
+            unvalidated = self._metric.startswith("val_") and "val_loss" not in record
+            if unvalidated or self._reported or (self._varies and self.epochs < self._last):
+                return False  # a later record may have it
             self.unknown = [name for name, number in record.items() if isinstance(number, int | float)]
             return True
-        self._trial.report(value, self.epochs)
-        self.pruned = self.epochs < self._last and self._trial.should_prune()
+        self._reported = True
+        with self._lock:  # pruners are not made for several threads
+            self._trial.report(value, self.epochs)
+            self.pruned = self.epochs < self._last and self._trial.should_prune()
         return self.pruned
 
 
@@ -112,7 +116,9 @@ class Search:
         """
         self.best: Found | None = None
         self._estimator, self._space, self._study, self._goal, self._named = estimator, space, study, goal, named
-        finished = sum(trial.state.is_finished() for trial in study.get_trials(deepcopy=False))
+        earlier = study.get_trials(deepcopy=False)
+        finished = sum(trial.state.is_finished() for trial in earlier)
+        self._completed = any(trial.state.name == "COMPLETE" for trial in earlier)  # in an earlier run
         self.left = max(0, goal.trials - finished)
         self._lock = threading.RLock()
         self._stopped = False
@@ -149,7 +155,7 @@ class Search:
         except BaseException:  # an interrupt
             self._stopped = True
             for group in groups:
-                group.cancel()
+                threading.Thread(target=group.cancel, name="sparktorch-cancel", daemon=True).start()
             deadline = time.monotonic() + _END_SECONDS
             for end in ends:
                 end.wait(max(0.0, deadline - time.monotonic()))
@@ -159,7 +165,7 @@ class Search:
                 self._bar.close()
         if self._fatal is not None:
             raise self._fatal
-        if self._cause is not None and self._failed == self._ended:
+        if self._cause is not None and self._failed == self._ended and not self._completed:
             raise self._cause
 
     def _begin(self, *, show: bool) -> None:
@@ -191,7 +197,14 @@ class Search:
             if self._stopped or not self.left or time.monotonic() >= self._deadline:
                 return None
             self.left -= 1
-            return self._space.ask(self._study)
+            before = len(self._study.get_trials(deepcopy=False))
+            try:
+                return self._space.ask(self._study)
+            except Exception as error:
+                for trial in self._study.get_trials(deepcopy=False)[before:]:  # Optuna has noted the trial already
+                    self._study.tell(trial.number, state=optuna().trial.TrialState.FAIL)
+                hint = "does it suit the space?"
+                raise ConfigError(f"the sampler failed: {error}", hint=hint, param="sampler") from error
 
     def _run(self, trial: Any, group: PreparedData) -> None:
         module, goal = optuna(), self._goal
@@ -201,7 +214,8 @@ class Search:
             with self._lock:  # samplers and the functions of users are not made for several threads
                 values = self._space.values(trial)
             estimator = self._for_trial(values, trial.number)
-            verdicts = _Verdicts(trial, goal.metric, estimator.getEpochs())
+            varies = bool(estimator.getOrDefault("callbacks"))  # which may add numbers to some records only
+            verdicts = _Verdicts(trial, goal.metric, estimator.getEpochs(), self._lock, varies=varies)
             model = estimator._fit_on(group, verdicts)
             if verdicts.unknown is not None:
                 raise _unknown_metric(goal.metric, verdicts.unknown)

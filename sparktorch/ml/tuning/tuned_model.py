@@ -15,6 +15,8 @@ from sparktorch.errors import ConfigError
 from sparktorch.ml.tuning.search import CAUSE, EPOCHS
 
 if TYPE_CHECKING:
+    from pyspark.ml._typing import ParamMap
+
     from sparktorch.ml.model import TorchModelBase
 
 __all__ = ["TorchTunerModel"]
@@ -34,6 +36,12 @@ class TorchTunerModel(Model, MLWritable):
     def __init__(self, bestModel: TorchModelBase, bestParams: dict[str, Any], study: Any) -> None:
         super().__init__()
         self.bestModel, self.bestParams, self.study = bestModel, bestParams, study
+
+    def copy(self, extra: ParamMap | None = None) -> TorchTunerModel:
+        """Copies the model, with Params of `bestModel` set."""
+        that: TorchTunerModel = super().copy()
+        that.bestModel = self.bestModel.copy(extra)
+        return that
 
     @property
     def trials(self) -> pd.DataFrame:

@@ -20,6 +20,7 @@ from pyspark.ml.evaluation import (
     RegressionEvaluator,
 )
 from pyspark.ml.feature import StandardScaler, VectorAssembler
+from pyspark.ml.functions import array_to_vector
 from pyspark.ml.tuning import CrossValidator, CrossValidatorModel
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
@@ -256,3 +257,29 @@ def test_searches_that_cannot_work_are_refused_before_any_job(rows: DataFrame, t
         with pytest.raises(ConfigError, match=says):
             validator.fit(rows)
     assert len(rows.sparkSession.sparkContext.statusTracker().getJobIdsForGroup(None)) == jobs
+
+
+def test_a_stage_within_a_stage_is_fitted_with_what_a_map_sets(frame: DataFrame) -> None:
+    vectors = frame.withColumn("raw", array_to_vector("features")).drop("features")
+    scaler = StandardScaler(inputCol="raw", outputCol="features")
+    pipeline = Pipeline(stages=[Pipeline(stages=[scaler]), regressor()])
+    maps = [{scaler.withStd: True}, {scaler.withStd: False, scaler.withMean: True}]
+    evaluator = RegressionEvaluator(labelCol="target")
+    ours, stock = (
+        search(kind, pipeline, evaluator, estimatorParamMaps=maps).fit(vectors)
+        for kind in (TorchCrossValidator, CrossValidator)
+    )
+    assert ours.avgMetrics == pytest.approx(stock.avgMetrics, abs=1e-6)
+    assert stock.avgMetrics[0] != stock.avgMetrics[1]
+
+
+def test_the_error_of_an_evaluator_is_that_of_the_search(frame: DataFrame) -> None:
+    with pytest.raises(ValueError, match="no metric today"):
+        search(TorchCrossValidator, regressor(), Broken(labelCol="target")).fit(frame)
+
+
+class Broken(RegressionEvaluator):
+    """Fails whenever it evaluates."""
+
+    def _evaluate(self, dataset: DataFrame) -> float:
+        raise ValueError("no metric today")
