@@ -114,7 +114,7 @@ class TorchEstimatorBase(Estimator[M], EstimatorParams, MLReadable[Any], MLWrita
             ConfigError: A Param is invalid, or ranks cannot hold rows: executors do not reach this process.
         """
         above("idleTimeout", idleTimeout, 0)
-        return PreparedData(self, self._task, _checked(dataset), idle_timeout=idleTimeout)
+        return PreparedData(self, self._task, _checked(dataset), idle_timeout=idleTimeout, gives_way=True)
 
     def fitMultiple(self, dataset: DataFrame | PreparedData, paramMaps: Sequence[ParamMap]) -> Iterator[tuple[int, M]]:
         """Trains a model for each of several settings of Params, and yields each with its index once it is trained.
@@ -191,6 +191,8 @@ def _checked(dataset: Any) -> DataFrame:
     Raises:
         ConfigError: It is something else.
     """
+    if isinstance(dataset, PreparedData):
+        raise ConfigError("these rows are prepared already", hint="pass the DataFrame, or call fit(rows)")
     if not hasattr(dataset, "sparkSession"):
         kind = f"{type(dataset).__module__.partition('.')[0]}'s {type(dataset).__name__}"
         raise ConfigError(f"fit takes a DataFrame of Spark's, and got {kind}", hint="spark.createDataFrame(it)")

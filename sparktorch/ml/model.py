@@ -17,6 +17,7 @@ from sparktorch.base.config import Precision
 from sparktorch.errors import ColumnError, ConfigError, nearest
 from sparktorch.ml.fit.checks import check_scoring
 from sparktorch.ml.fit.inputs import input_names
+from sparktorch.ml.fit.prepared_data import make_room
 from sparktorch.ml.params.mixins import GenericModelParams, ModelParams
 from sparktorch.ml.persistence import ModelReader, ModelWriter
 from sparktorch.ml.scoring.column_metadata import numeric
@@ -103,6 +104,7 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
         fields, outputs = self._fields()
         if not outputs:
             return dataset
+        make_room(dataset.sparkSession, 1)
         names = ColumnNames.of(dataset)
         taken = [name for name in outputs if names.called(name)]
         if taken:

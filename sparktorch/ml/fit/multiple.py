@@ -13,7 +13,8 @@ from pyspark.sql import DataFrame
 
 from sparktorch.base.config import Task
 from sparktorch.errors import ConfigError
-from sparktorch.ml.fit.prepared_data import FreshData, PreparedData, can_hold, rows_of
+from sparktorch.ml.fit.holdable import can_hold, rows_of
+from sparktorch.ml.fit.prepared_data import FreshData, PreparedData
 from sparktorch.ml.fit.translate import Request, translate
 from sparktorch.ml.params.mixins import EstimatorParams
 from sparktorch.spark.compat import inheriting

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakSet
 
 from pyspark.sql import DataFrame, SparkSession
 
@@ -16,6 +17,7 @@ from sparktorch.errors import ConfigError
 from sparktorch.ml.fit.attempts import one_job, partitioned
 from sparktorch.ml.fit.checks import check_thresholds
 from sparktorch.ml.fit.first_row_trial import one_rank, try_out
+from sparktorch.ml.fit.holdable import check_holdable, rows_of
 from sparktorch.ml.fit.listeners import FitReport
 from sparktorch.ml.fit.translate import Request, translate
 from sparktorch.ml.params.mixins import EstimatorParams
@@ -23,33 +25,21 @@ from sparktorch.spark.checks.check_result import refuse
 from sparktorch.spark.checks.doctor import check_executors
 from sparktorch.spark.checks.preflight import check_cluster, check_result_size
 from sparktorch.spark.frame.prepare import Frame, prepare
-from sparktorch.spark.launch.barrier_job import control_server
 from sparktorch.spark.launch.gpus import gpu_profile
 from sparktorch.spark.launch.rank_pool import RankPool, Results
 from sparktorch.spark.launch.spark_job import new_tag
-from sparktorch.spark.session import cancel_tasks
+from sparktorch.spark.session import cancel_tasks, slots
 from sparktorch.train.recipe.dry_run import DryRunResult
-from sparktorch.train.strategies.registry import strategy_options, strategy_type
+from sparktorch.train.strategies.registry import strategy_type
 from sparktorch.worker import RankResult, TrainJob, run_held, serve, train_held
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["FreshData", "PreparedData", "Source", "can_hold", "rows_of"]
+__all__ = ["FreshData", "PreparedData", "Source", "make_room"]
 
 _LOG = logging.getLogger(__name__)
-
-# The Params behind the arguments of `spark.frame.prepare`.
-_COLUMNS = {
-    "inputs": "featuresCol or inputCols",
-    "label": "labelCol or labelCols",
-    "weight": "weightCol",
-    "validation": "validationIndicatorCol",
-    "key": "idCol",
-    "options": "nullPolicy, or how the inputs are described",
-    "preprocess": "preprocess",
-    "keyed": "split",
-}
+_all: WeakSet[PreparedData] = WeakSet()  # of this process
 
 
 class Source(Protocol):
@@ -110,7 +100,8 @@ class PreparedData:
     all the time. It ends after `idleTimeout` seconds without a fit, or if a worker is lost; the next fit then reads the
     DataFrame again.
 
-    Fits on the same rows from several threads run one after another.
+    Fits on the same rows from several threads run one after another. If the ranks hold all slots, another fit of this
+    process, or the `transform` of a model, makes idle ones free them, with a warning; the next fit then reads again.
 
     Example:
         >>> linear = {"in_features": 1, "out_features": 1}
@@ -123,8 +114,25 @@ class PreparedData:
         2
     """
 
-    def __init__(self, estimator: EstimatorParams, task: Task, dataset: DataFrame, *, idle_timeout: float) -> None:
-        """Reads nothing yet; see `TorchEstimatorBase.prepare`."""
+    def __init__(
+        self,
+        estimator: EstimatorParams,
+        task: Task,
+        dataset: DataFrame,
+        *,
+        idle_timeout: float,
+        gives_way: bool = False,
+    ) -> None:
+        """Reads nothing yet; see `TorchEstimatorBase.prepare`.
+
+        Args:
+            estimator: The rows that it needs are read.
+            task: What the labels mean.
+            dataset: The rows.
+            idle_timeout: Seconds without a fit after which the ranks end.
+            gives_way: Whether `make_room` may end idle ranks.
+        """
+        self.gives_way, self._busy = gives_way, False
         self.dataset, self.title, self.bar_stays = dataset, "fit", True
         self._task, self._idle_timeout = task, idle_timeout
         request = translate(estimator, task)
@@ -136,6 +144,7 @@ class PreparedData:
         self._lock = threading.RLock()
         self._timer: threading.Timer | None = None
         self._closed = False
+        _all.add(self)
         self._more_columns: dict[str, Any] = {}
         self._without: int | None = None
 
@@ -152,7 +161,8 @@ class PreparedData:
             return f"PreparedData({'closed' if self._closed else 'no slots held'})"
         rows = sum(fact["rows"] + fact["validation_rows"] for fact in pool.facts)
         held = sum(fact["bytes"] for fact in pool.facts)
-        return f"PreparedData({len(pool.facts)} slots held, {rows:,} rows, {held / 1e6:,.1f} MB)"
+        size = f"{held / 1e6:,.1f} MB" if held >= 1e5 else f"{held / 1e3:,.1f} KB"
+        return f"PreparedData({len(pool.facts)} slots held, {rows:,} rows, {size})"
 
     def close(self) -> None:
         """Ends the ranks, which frees their rows and slots; can be called twice. Waits for a running fit."""
@@ -197,7 +207,7 @@ class PreparedData:
             request = replace(request, launch=replace(request.launch, tag=pool.tag))
             alone = partial(_in_pool, pool, report)
         else:
-            request = _launchable(estimator, task, spark)
+            request = _launchable(estimator, task, spark, self)
             alone = partial(one_rank, spark, request, report)
         if self._frame is None:
             self._frame = prepare(self.dataset, task, **request.columns, **self._more_columns)
@@ -210,6 +220,7 @@ class PreparedData:
             ConfigError: It was cancelled meanwhile: what is lost in that way does not start again.
         """
         with self._lock:
+            self._busy = True
             try:
                 self._check_open()
                 if self._pool is not None and self._pool.is_open and self._fits(job, request):
@@ -233,7 +244,24 @@ class PreparedData:
 
                 return partitioned(frame, job, request, start)
             finally:
+                self._busy = False
                 self._wait_for_more()
+
+    def give_way(self) -> None:
+        """Ends the ranks if no fit runs on them; the next fit reads the rows again."""
+        if self._lock.acquire(blocking=False):
+            try:
+                if self._pool is not None and not self._busy:
+                    _LOG.warning("%r gives way to a job that needs its slots; its next fit reads again", self)
+                    self._let_go()
+            finally:
+                self._lock.release()
+
+    @property
+    def slots_held(self) -> int:
+        """Number of slots that the ranks hold."""
+        pool = self._pool
+        return len(pool.facts) if pool is not None and pool.is_open else 0
 
     def _run(self, job: TrainJob, report: FitReport) -> Results:
         assert self._pool is not None
@@ -264,7 +292,10 @@ class PreparedData:
             )
         other = [name for name, value in rows_of(request).items() if value != self._needs[name]]
         if task != self._task:
-            other.append("what the labels mean")
+            raise ConfigError(
+                f"the rows were prepared for {self._task}, and this is {task}, whose labels have another type",
+                hint="prepare the DataFrame with this estimator, or fit on the DataFrame",
+            )
         if other:
             raise ConfigError(
                 f"the estimator needs other rows than the prepared ones: it differs in {', '.join(other)}",
@@ -302,52 +333,21 @@ def _in_pool(pool: RankPool, report: FitReport, body: Callable[..., RankResult])
     return pool.run(partial(run_held, body=body), report)
 
 
-def rows_of(request: Request) -> dict[str, Any]:
-    """Returns the values, by Param or group of Params, that decide which rows a fit's ranks hold."""
-    config, launch = request.config, request.launch
-    return {_COLUMNS[name]: value for name, value in request.columns.items()} | {
-        "split": request.split,
-        "storage": request.storage,
-        "numWorkers": launch.world_size,
-        "device": launch.device,
-        "rendezvous": launch.rendezvous,
-        "startTimeout": launch.patience.start,
-        "stallTimeout": launch.patience.stall,
-        "logLevel": launch.log_level,
-        "microBatchSize or accumulationSteps": config.micro_batch_size is not None or config.accumulation_steps > 1,
-    }
+def make_room(spark: SparkSession, count: int, *, without: PreparedData | None = None) -> None:
+    """Makes idle ranks of this process free their slots if fewer than `count` are free.
 
-
-def can_hold(request: Request, spark: SparkSession) -> bool:
-    """Whether ranks can hold rows for several fits: they get the later ones from the driver."""
-    return _obstacle(request, spark) is None
-
-
-def check_holdable(request: Request, spark: SparkSession) -> None:
-    """Refuses fits whose ranks cannot hold rows.
-
-    Raises:
-        ConfigError: Executors do not reach the driver, or the strategy gives every rank all rows.
+    Args:
+        spark: The session.
+        count: Number of slots that a job needs.
+        without: Rows that stay.
     """
-    found = _obstacle(request, spark)
-    if found is not None:
-        what, hint, param = found
-        raise ConfigError(what, hint=hint, param=param)
-
-
-def _obstacle(request: Request, spark: SparkSession) -> tuple[str, str, str] | None:
-    server = control_server(spark, request.launch)
-    if server is None:
-        return (
-            "ranks that hold rows get each fit from the driver, which they do not reach",
-            "leave rendezvous at 'auto', and run where executors reach this process; or fit on the DataFrame",
-            "rendezvous",
-        )
-    server.close()
-    options = strategy_options(request.config.strategy, request.config.strategy_params)
-    if strategy_type(request.config.strategy).makes_validation(options):
-        return "strategyParams.folds gives every worker all rows", "fit on the DataFrame", "strategyParams"
-    return None
+    holding = [held for held in list(_all) if held is not without and held.slots_held]
+    total = slots(spark) if holding else None
+    if total is None:
+        return
+    for held in holding:
+        if held.gives_way and total - sum(other.slots_held for other in holding) < count:
+            held.give_way()
 
 
 def _with_profile(request: Request, spark: SparkSession) -> Request:
@@ -355,10 +355,13 @@ def _with_profile(request: Request, spark: SparkSession) -> Request:
     return replace(request, launch=replace(request.launch, profile=profile))
 
 
-def _launchable(estimator: EstimatorParams, task: Task, spark: SparkSession) -> Request:
-    """Returns the configuration of a fit, once the cluster has been checked for it."""
+def _launchable(
+    estimator: EstimatorParams, task: Task, spark: SparkSession, rows: PreparedData | None = None
+) -> Request:
+    """Returns the configuration of a fit, once the cluster has been checked for it, and idle ranks have made room."""
     request = _with_profile(translate(estimator, task), spark)
     launch = request.launch
+    make_room(spark, launch.world_size, without=rows)
     check_cluster(spark, launch.world_size, launch.profile, longest=launch.patience.start)
     if estimator.getPreflight() == "full":
         refuse(check_executors(spark, launch, request.checkpoint.directory if request.checkpoint else None))

@@ -10,7 +10,7 @@ from pyspark.sql import SparkSession
 from sparktorch.base.config import above, at_least, one_of
 from sparktorch.base.optional import optuna
 from sparktorch.errors import ConfigError, SparkTorchError
-from sparktorch.ml.fit.prepared_data import rows_of
+from sparktorch.ml.fit.holdable import rows_of
 from sparktorch.ml.fit.translate import Request, translate
 from sparktorch.ml.tuning.space import Space, applied
 from sparktorch.spark.checks.check_result import refuse
@@ -150,14 +150,25 @@ def open_study(
         sampler = module.samplers.TPESampler(seed=estimator.getSeed())
     if not isinstance(sampler, module.samplers.BaseSampler):
         raise ConfigError(f"sampler is {sampler!r}", hint="it is one of optuna.samplers, or None", param="sampler")
-    study = module.create_study(
-        storage=storage,
-        sampler=sampler,
-        pruner=_pruner(estimator, space, pruner),
-        study_name=name,
-        direction=direction,
-        load_if_exists=True,
-    )
+    before = module.logging.get_verbosity()
+    module.logging.set_verbosity(module.logging.WARNING)  # it tells of every study that it creates
+    try:
+        study = module.create_study(
+            storage=storage,
+            sampler=sampler,
+            pruner=_pruner(estimator, space, pruner),
+            study_name=name,
+            direction=direction,
+            load_if_exists=True,
+        )
+    except SparkTorchError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"the storage {storage!r} cannot be opened: {error}", hint="a file is sqlite:///name.db", param="storage"
+        ) from error
+    finally:
+        module.logging.set_verbosity(before)
     _check_study(study, space, metric, direction)
     study.set_user_attr(_METRIC, metric)
     return study

@@ -14,7 +14,7 @@ from pyspark.ml.util import DefaultParamsReader
 from pyspark.sql import DataFrame
 
 from sparktorch.ml.estimator import TorchEstimatorBase
-from sparktorch.ml.fit.prepared_data import can_hold, rows_of
+from sparktorch.ml.fit.holdable import can_hold, rows_of
 from sparktorch.ml.fit.translate import translate
 from sparktorch.ml.tuning.folded_rows import FoldedRows, NotInOnePass, with_folds
 from sparktorch.ml.tuning.metrics import Metrics, carried_columns, results_for

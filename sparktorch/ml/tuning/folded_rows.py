@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
+from pyspark.sql import types as T
 
 from sparktorch.errors import ColumnError
 from sparktorch.ml.fit.prepared_data import PreparedData
@@ -46,7 +47,11 @@ def with_folds(dataset: DataFrame, name: str, *, folds: int, seed: int, column: 
         column: The user's column of folds; "" to draw them.
     """
     if column:
-        value = ColumnNames.of(dataset).column(column)
+        names = ColumnNames.of(dataset)
+        if not isinstance(names.type_of(column), T.NumericType):
+            kind = names.type_of(column).simpleString()
+            raise ColumnError(f"foldCol {column!r} must be a number, but is {kind}", column=column)
+        value = names.column(column)
         whole = F.when(value == F.floor(value), value.cast("int")).otherwise(F.lit(_IN_NO_FOLD))
         inside = (F.lit(0) <= value) & (value < F.lit(folds))
         return dataset.select("*", F.when(inside, whole).otherwise(F.lit(_OUT_OF_RANGE)).alias(name))

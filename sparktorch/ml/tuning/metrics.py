@@ -13,6 +13,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
+from sparktorch.errors import ColumnError, nearest
 from sparktorch.ml.model import TorchModelBase
 from sparktorch.ml.tuning.folded_rows import FoldedRows
 from sparktorch.spark.column_names import ColumnNames
@@ -37,6 +38,13 @@ def carried_columns(evaluator: Evaluator, dataset: DataFrame, estimators: list[A
     for name in read:
         if all(name in outputs for outputs in made):
             continue
+        named = [param.name for param in evaluator.params if _names(evaluator, param, name)]
+        if named and not names.called(name) and not any(name in outputs for outputs in made):
+            raise ColumnError(
+                f"the evaluator's {named[0]} is {name!r}, which neither the DataFrame nor the model has",
+                hint=nearest(name, [*dataset.columns, *made[0]]),
+                column=name,
+            )
         if any(name in outputs for outputs in made) or not names.called(name):
             return f"the evaluator reads {name!r}, which not every model makes"
         if not isinstance(names.type_of(name), T.NumericType):
@@ -123,6 +131,11 @@ def _columns_of(evaluator: Evaluator) -> list[str]:
     """Returns the columns that an evaluator's Params name."""
     named = [param for param in evaluator.params if param.name.endswith("Col") and evaluator.isDefined(param)]
     return [name for name in map(evaluator.getOrDefault, named) if name]
+
+
+def _names(evaluator: Evaluator, param: Any, name: str) -> bool:
+    """Whether the user has set a Param of the evaluator to the name of that column."""
+    return param.name.endswith("Col") and evaluator.isSet(param) and evaluator.getOrDefault(param) == name
 
 
 def _outputs_of(estimator: Any) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pyspark.ml import Pipeline
+from pyspark.ml.param import Param
 from pyspark.ml.tuning import CrossValidator
 from pyspark.ml.util import MetaAlgorithmReadWrite
 
@@ -31,7 +32,7 @@ def check_search(search: CrossValidator) -> None:
         )
     if search.getNumFolds() < 2:
         raise ConfigError(
-            f"numFolds is {search.getNumFolds()}, and each fold is trained without one",
+            f"numFolds is {search.getNumFolds()}, which leaves no rows to train on",
             hint="set 2 or more",
             param="numFolds",
         )
@@ -49,10 +50,18 @@ def _check_names(estimator: Any, maps: Any) -> None:
     names = [param.name for stage in nested for param in stage.params]
     for params in maps:
         for param in params:
+            if not isinstance(param, Param):
+                raise ConfigError(
+                    f"a param map has the key {param!r}, a {type(param).__name__}",
+                    hint="its keys are Params, such as estimator.learningRate",
+                    param="estimatorParamMaps",
+                )
             if param.parent not in known:
                 raise ConfigError(
                     f"a param map sets {param.name!r} of {param.parent}, which is no stage of the estimator",
-                    hint=nearest(param.name, names),
+                    hint="build the grid with the Params of this estimator"
+                    if param.name in names
+                    else nearest(param.name, names),
                     param=param.name,
                 )
 

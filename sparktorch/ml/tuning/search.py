@@ -180,7 +180,7 @@ class Search:
     def _worker(self, group: PreparedData, end: threading.Event) -> Callable[[], None]:
         def work() -> None:
             try:
-                group.bar_stays = False
+                group.bar_stays = group.gives_way = False
                 with group:
                     while (trial := self._next()) is not None:
                         self._run(trial, group)

@@ -113,7 +113,7 @@ class Space:
         distributions = optuna().distributions
         if isinstance(value, distributions.BaseDistribution):
             return value
-        if not isinstance(value, list | tuple) or not value:
+        if not isinstance(value, list) or not value:  # a pair may be meant as a range
             raise ConfigError(
                 f"the space of {name!r} is {value!r}",
                 hint="give a list of choices, at least one, or a distribution: optuna.distributions.FloatDistribution, "

@@ -83,6 +83,13 @@ class TorchTunerModel(Model, MLWritable):
         """Returns the writer of the best model."""
         return self.bestModel.write()
 
+    def evaluate(self, dataset: DataFrame) -> Any:
+        """Evaluates the best model; see its own `evaluate`."""
+        model: Any = self.bestModel
+        if not hasattr(model, "evaluate"):
+            raise ConfigError(f"a {type(model).__name__} has no evaluate", hint="transform, and use an evaluator")
+        return model.evaluate(dataset)
+
     def _transform(self, dataset: DataFrame) -> DataFrame:
         return self.bestModel.transform(dataset)
 

@@ -121,7 +121,7 @@ def test_who_needs_other_rows_or_comes_too_late_is_refused(frame: DataFrame) -> 
         folds = {estimator.strategy: "independent", estimator.strategyParams: {"folds": True}}
         with pytest.raises(ConfigError, match="gives every worker all rows"):
             estimator.fit(prepared, folds)
-        with pytest.raises(ConfigError, match="what the labels mean"):
+        with pytest.raises(ConfigError, match="labels have another type"):
             TorchClassifier(module=Mlp, labelCol="target", numWorkers=2, progress=False).fit(prepared)
     with pytest.raises(ConfigError, match="prepare the DataFrame again"):
         estimator.fit(prepared)
@@ -189,6 +189,28 @@ def test_idle_ranks_let_go_of_their_slots_and_the_next_fit_reads_again(spark: Sp
         witness.count()
         assert same(estimator.fit(prepared), first)
         assert witness.count() == ROWS
+
+
+def test_idle_ranks_give_way_to_a_fit_and_to_scoring_that_need_their_slots(
+    frame: DataFrame, caplog: pytest.LogCaptureFixture
+) -> None:
+    estimator = regressor(numWorkers=3)  # all slots of the session
+    with estimator.prepare(frame) as first, estimator.prepare(frame.where("weight > 1")) as second:
+        model = estimator.fit(first)
+        estimator.fit(second)
+        assert repr(first) == "PreparedData(no slots held)"
+        assert model.transform(frame).agg(F.sum("prediction")).first() is not None
+        assert repr(second) == "PreparedData(no slots held)"
+        assert same(estimator.fit(first), model)
+    assert caplog.text.count("gives way") == 2
+
+
+def test_ranks_that_leave_room_stay(frame: DataFrame) -> None:
+    estimator = regressor()
+    with estimator.prepare(frame) as prepared:
+        model = estimator.fit(prepared)
+        assert model.transform(frame).agg(F.sum("prediction")).first() is not None
+        assert repr(prepared).startswith("PreparedData(2 slots held")
 
 
 def test_a_killed_rank_costs_its_fit_and_the_next_reads_again(witness: Witness, tmp_path: Path) -> None:
