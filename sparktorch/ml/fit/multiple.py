@@ -70,7 +70,7 @@ class _Work:
         self._futures: list[Future[Any]] = [Future() for _ in estimators]
         self._thread: threading.Thread | None = None
         self._source: FreshData | PreparedData | None = None
-        self._cancelled = False
+        self._cancelled = self._over = False
 
     def begin(self) -> None:
         """Starts the fits; the caller holds a lock."""
@@ -90,7 +90,7 @@ class _Work:
     def cancel(self) -> None:
         """Begins no other fit, and ends the current one, but on rows that the caller has prepared."""
         self._cancelled = True
-        if self._source is not None:
+        if self._source is not None and not self._over:
             # It may be the garbage collector that calls, in any thread.
             threading.Thread(target=self._source.cancel, name="sparktorch-cancel", daemon=True).start()
 
@@ -106,6 +106,7 @@ class _Work:
             for index in left:
                 self._futures[index].set_exception(error)
         finally:
+            self._over = True
             if isinstance(self._dataset, PreparedData):
                 self._dataset.title = "fit"
 
