@@ -26,7 +26,7 @@ from sparktorch.distributed.heartbeat import Heart, OpenStore, Pulses, alive
 from sparktorch.distributed.log_capture import LogCapture
 from sparktorch.distributed.os_memory import out_of_memory_kills, resident_bytes
 from sparktorch.distributed.process_group import collectives_begun
-from sparktorch.distributed.store import PIECE_BYTES, SealedStore
+from sparktorch.distributed.store import SealedStore, pieces_of
 from sparktorch.errors import ClusterError, RankError, SparkTorchError
 
 __all__ = ["Cancelled", "Client", "Order", "PeerFailure", "last_lines"]
@@ -203,7 +203,7 @@ class Client:
     def deliver(self, meta: dict[str, Any], payload: bytes) -> None:
         """Sends the rank's result of a pool's task to the driver."""
         key = f"result/{self._world.rank}"
-        pieces = [payload[start : start + PIECE_BYTES] for start in range(0, len(payload), PIECE_BYTES)]
+        pieces = pieces_of(payload)
         for number, piece in enumerate(pieces):
             self.store.set(f"{key}/{number}", piece)  # type: ignore[arg-type]  # the signed store takes bytes
             self.moved()

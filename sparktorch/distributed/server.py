@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from sparktorch.distributed.client import last_lines
 from sparktorch.distributed.log_capture import KEPT_LINES
-from sparktorch.distributed.store import PIECE_BYTES, Rendezvous, SealedStore, host_store
+from sparktorch.distributed.store import Rendezvous, SealedStore, host_store, pieces_of
 from sparktorch.errors import ClusterError, SparkTorchError
 
 __all__ = ["ControlServer"]
@@ -171,7 +171,7 @@ class ControlServer:
             for key in store.list_keys():
                 store.delete_key(key)
         del self._earlier[:-2]
-        pieces = [content[start : start + PIECE_BYTES] for start in range(0, len(content), PIECE_BYTES)]
+        pieces = pieces_of(content)
         for number, piece in enumerate(pieces):
             self._store.set(f"order/{self._orders}/{number}", piece)
         self._order(len(pieces))

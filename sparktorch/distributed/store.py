@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from sparktorch.errors import ClusterError
 
-__all__ = ["PIECE_BYTES", "UNREACHED_HINT", "Rendezvous", "SealedStore", "connect", "host_store"]
+__all__ = ["UNREACHED_HINT", "Rendezvous", "SealedStore", "connect", "host_store", "pieces_of"]
 
-PIECE_BYTES = 4 << 20  # of a large value; torch's store refuses values of more than 8 MiB
+_PIECE_BYTES = 4 << 20  # torch's store refuses values of more than 8 MiB
 
 UNREACHED_HINT = (
     "open the ephemeral ports of its host to the executors, set spark.driver.host to an address they reach, or let a "
@@ -106,6 +106,11 @@ def host_store(bind: str) -> tuple[dist.TCPStore, int]:
         master_listen_fd=listener.detach(),
     )
     return store, port
+
+
+def pieces_of(content: bytes) -> list[bytes]:
+    """Cuts a large value into pieces that the store takes."""
+    return [content[start : start + _PIECE_BYTES] for start in range(0, len(content), _PIECE_BYTES)]
 
 
 def connect(host: str, port: int, token: str, *, timeout: timedelta = timedelta(seconds=60)) -> dist.Store:

@@ -22,7 +22,7 @@ from pyspark.sql import SparkSession
 from sparktorch.spark.compat import add_pyfile
 from sparktorch.spark.session import is_connect
 
-__all__ = ["INLINE_BYTES", "Sent", "ShippingError", "add_code", "send"]
+__all__ = ["INLINE_BYTES", "Sent", "ShippingError", "add_code", "pickled", "send"]
 
 # Larger values are sent once per executor, not with every task.
 INLINE_BYTES = 1 << 20
@@ -93,11 +93,11 @@ def send(spark: SparkSession, value: object, *, stream: bool = False) -> Sent:
         for folder in _code:
             _send_code(spark, folder)
         if stream and is_connect(spark):
-            content = _pickled(value)
+            content = pickled(value)
             return Sent(key=f"inline {hashlib.sha256(content).hexdigest()}", inline=content)
         sent = _sent.setdefault(_place(spark), {})
         if id(value) not in sent:
-            new = _send(spark, _pickled(value))
+            new = _send(spark, pickled(value))
             try:
                 finalize(value, sent.pop, id(value), None).atexit = False
             except TypeError:  # a tuple, say
@@ -113,7 +113,12 @@ def add_code(folder: Path) -> None:
             _code.append(folder)
 
 
-def _pickled(value: object) -> bytes:
+def pickled(value: object) -> bytes:
+    """Returns a value as cloudpickle writes it.
+
+    Raises:
+        ShippingError: It cannot be pickled.
+    """
     try:
         content: bytes = cloudpickle.dumps(value)  # type: ignore[no-untyped-call]
     except Exception as error:

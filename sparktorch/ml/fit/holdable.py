@@ -29,8 +29,10 @@ _COLUMNS = {
 def rows_of(request: Request) -> dict[str, Any]:
     """Returns the values, by Param or group of Params, that decide which rows a fit's ranks hold."""
     config, launch = request.config, request.launch
+    options = strategy_options(config.strategy, config.strategy_params)
     return {_COLUMNS[name]: value for name, value in request.columns.items()} | {
         "split": request.split,
+        "strategyParams.folds": strategy_type(config.strategy).makes_validation(options),
         "storage": request.storage,
         "numWorkers": launch.world_size,
         "device": launch.device,
@@ -60,6 +62,8 @@ def check_holdable(request: Request, spark: SparkSession) -> None:
 
 
 def _obstacle(request: Request, spark: SparkSession) -> tuple[str, str, str] | None:
+    if rows_of(request)["strategyParams.folds"]:
+        return "strategyParams.folds gives every worker all rows", "fit on the DataFrame", "strategyParams"
     server = control_server(spark, request.launch)
     if server is None:
         return (
@@ -68,7 +72,4 @@ def _obstacle(request: Request, spark: SparkSession) -> tuple[str, str, str] | N
             "rendezvous",
         )
     server.close()
-    options = strategy_options(request.config.strategy, request.config.strategy_params)
-    if strategy_type(request.config.strategy).makes_validation(options):
-        return "strategyParams.folds gives every worker all rows", "fit on the DataFrame", "strategyParams"
     return None

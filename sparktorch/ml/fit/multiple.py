@@ -129,14 +129,15 @@ class _Work:
             return [list(range(self.count))]
         groups: list[list[int]] = []
         needs = [rows_of(request) for request in self._requests]
-        holdable = [can_hold(request, self._dataset.sparkSession) for request in self._requests]
         for index in range(self.count):
-            found = [group for group in groups if holdable[group[0]] and needs[group[0]] == needs[index]]
-            if found and holdable[index]:
+            found = [group for group in groups if needs[group[0]] == needs[index]]
+            if found:
                 found[0].append(index)
             else:
                 groups.append([index])
-        return groups
+        spark = self._dataset.sparkSession
+        held = [len(group) > 1 and can_hold(self._requests[group[0]], spark) for group in groups]
+        return [part for group, all_at_once in zip(groups, held, strict=True) for part in _parts(group, all_at_once)]
 
     @contextmanager
     def _rows(self, group: list[int]) -> Iterator[FreshData | PreparedData]:
@@ -153,6 +154,10 @@ class _Work:
         with PreparedData(first, task, self._dataset, idle_timeout=_IDLE_SECONDS) as held:
             self._source = held
             yield held
+
+
+def _parts(group: list[int], all_at_once: bool) -> list[list[int]]:
+    return [group] if all_at_once else [[index] for index in group]
 
 
 def _check_checkpoints(requests: Sequence[Request]) -> None:

@@ -283,7 +283,6 @@ class PreparedData:
             raise ConfigError("the prepared rows are closed", hint="prepare the DataFrame again")
 
     def _check_needs(self, request: Request, task: Task, *, judged: bool) -> None:
-        check_holdable(request, self.dataset.sparkSession)
         if judged and strategy_type(request.config.strategy).own_batches:
             raise ConfigError(
                 f"strategy {request.config.strategy!r} trains a model in each worker, and a trial is judged as a whole",

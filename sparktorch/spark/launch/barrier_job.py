@@ -26,7 +26,7 @@ from sparktorch.spark.launch.spark_job import Job, new_tag
 from sparktorch.spark.session import driver_address, is_connect
 from sparktorch.spark.shipping import ShippingError, send
 
-__all__ = ["Launch", "control_server", "plan", "run_ranks"]
+__all__ = ["Launch", "control_server", "plan", "run_ranks", "unshippable"]
 
 _POLL_SECONDS = 0.05
 
@@ -130,6 +130,11 @@ def control_server(spark: SparkSession, launch: Launch) -> ControlServer | None:
         ) from error
 
 
+def unshippable(error: ShippingError) -> ModuleError:
+    """Returns the error of a fit whose module, loss or optimizer cannot be pickled."""
+    return ModuleError(f"the module, loss or optimizer cannot be shipped to the ranks: {error}", hint=SHIPPING_HINT)
+
+
 def plan(data: DataFrame, body: Body, launch: Launch, rendezvous: Rendezvous | None) -> Collect:
     """Returns a callable that runs `body` in the barrier tasks, and collects their results.
 
@@ -139,9 +144,7 @@ def plan(data: DataFrame, body: Body, launch: Launch, rendezvous: Rendezvous | N
     try:
         sent = send(data.sparkSession, body)
     except ShippingError as error:
-        raise ModuleError(
-            f"the module, loss or optimizer cannot be shipped to the ranks: {error}", hint=SHIPPING_HINT
-        ) from error.__cause__
+        raise unshippable(error) from error.__cause__
     task = pickle.dumps(RankTask(launch.world_size, launch.device, rendezvous, launch.log_level))
 
     def run(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

@@ -8,17 +8,16 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing
 from typing import Any
 
-from pyspark import cloudpickle
 from pyspark.sql import DataFrame
 
-from sparktorch.base.imports import SHIPPING_HINT
 from sparktorch.distributed.monitor import Monitor, Observer
 from sparktorch.distributed.root_cause import RootCause
 from sparktorch.distributed.server import ControlServer
-from sparktorch.errors import ClusterError, ModuleError
-from sparktorch.spark.launch.barrier_job import Launch, control_server, plan
+from sparktorch.errors import ClusterError
+from sparktorch.spark.launch.barrier_job import Launch, control_server, plan, unshippable
 from sparktorch.spark.launch.rank_task import Body, assemble
 from sparktorch.spark.launch.spark_job import Job
+from sparktorch.spark.shipping import ShippingError, pickled
 
 __all__ = ["Judge", "RankPool", "Results"]
 
@@ -141,7 +140,11 @@ class RankPool:
             KeyboardInterrupt: Raised again after the pool was cancelled.
         """
         size = self._launch.world_size
-        content, observer = _pickled(task), observer or _NoObserver()
+        observer = observer or _NoObserver()
+        try:
+            content = pickled(task)
+        except ShippingError as error:
+            raise unshippable(error) from error.__cause__
         if not self.is_open:
             raise ClusterError("the ranks that held the rows have ended", hint="fit again")
         with closing(self._server.another()) as server:
@@ -165,8 +168,8 @@ class RankPool:
             if not server.over(size):
                 # A rank that died before it took the task has no heartbeat there.
                 missing = any(server.beat(rank) is None for rank in range(size))
-                error = self._job.error or RuntimeError("the barrier job of the pool has ended")
-                lost = (self._causes if missing else causes).of(error)
+                ended = self._job.error or RuntimeError("the barrier job of the pool has ended")
+                lost = (self._causes if missing else causes).of(ended)
                 self._end()
                 raise lost
             if any(not server.ended(rank) for rank in range(size)):
@@ -208,13 +211,3 @@ class RankPool:
             is_starved=self._job.is_starved,
             running=bool(self.facts),
         )
-
-
-def _pickled(task: Callable[..., Any]) -> bytes:
-    try:
-        content: bytes = cloudpickle.dumps(task)  # type: ignore[no-untyped-call]
-    except Exception as error:
-        raise ModuleError(
-            f"the module, loss or optimizer cannot be shipped to the ranks: {error}", hint=SHIPPING_HINT
-        ) from error
-    return content
