@@ -30,7 +30,7 @@ $(VENV)/.done: pyproject.toml constraints.txt scripts/java.sh
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[mlflow,connect,metrics,images,search]" --group test
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[mlflow,connect,metrics,images,search,peft]" --group test
 	touch $@
 
 zip: dist/sparktorch.zip
