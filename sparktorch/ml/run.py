@@ -124,7 +124,8 @@ def run_script(path: str | Path, arguments: Sequence[str] = (), *, spark: SparkS
     given = _params(params)
     given._resetUid(f"run {file.name}")
     request = translate_run(given, file.name)
-    body = partial(run_script_in_rank, name=file.name, source=file.read_text(encoding="utf-8"), arguments=arguments)
+    source = file.read_text(encoding="utf-8")
+    body = partial(run_script_in_rank, path=file.resolve(), source=source, arguments=list(arguments))
     with _report(given, spark) as report:
         request = launchable(request, spark, given.getPreflight())
         report.prepared(None)

@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -66,7 +67,7 @@ def run_script_in_rank(
     *,
     world: World,
     client: Client,
-    name: str,
+    path: Path,
     source: str,
     arguments: Sequence[str],
 ) -> RankResult:
@@ -76,7 +77,7 @@ def run_script_in_rank(
         batches: Read to the end and ignored.
         world: This rank's place.
         client: Connects the rank to the driver and to the other ranks.
-        name: Name of the script's file.
+        path: Path of the script on the driver.
         source: Its text.
         arguments: Its arguments.
 
@@ -85,7 +86,7 @@ def run_script_in_rank(
     """
     with leaving_none_of(world.device), _ready(batches, world), torchrun_environment(world, client, hosts_store=True):
         client.enter("running")
-        run_script(name, source, arguments)
+        run_script(path, source, arguments)
     return RankResult()
 
 

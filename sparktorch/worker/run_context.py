@@ -352,7 +352,7 @@ class RunContext(Collectives):
     def _show(self, epoch: int, step: int) -> None:
         """Publishes the progress at most a few times a second, because reading the loss waits for the device."""
         now = time.perf_counter()
-        if not self.world.is_main or now < self._next_progress:
+        if not self.world.is_main or (now < self._next_progress and step + 1 < self.steps):
             return
         self._next_progress = now + _PROGRESS_SECONDS
         loss = None if self._loss is None else float(self._loss) / self._divisor * self.world_size

@@ -6,6 +6,7 @@ import os
 import runpy
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,11 +67,11 @@ def torchrun_environment(world: World, client: Client, *, hosts_store: bool = Fa
     del store
 
 
-def run_script(name: str, source: str, arguments: Sequence[str]) -> None:
-    """Runs a script as `python name arguments` would, in this process.
+def run_script(path: Path, source: str, arguments: Sequence[str]) -> None:
+    """Runs a script as `python path arguments` would, in this process.
 
     Args:
-        name: Name of its file.
+        path: Its path on the driver. If this host has its folder, too, the script can import the modules in it.
         source: Its text.
         arguments: Its arguments.
 
@@ -78,18 +79,19 @@ def run_script(name: str, source: str, arguments: Sequence[str]) -> None:
         RankError: It has ended with an exit status that is not 0.
     """
     with tempfile.TemporaryDirectory(prefix="sparktorch-") as folder:
-        file = Path(folder, name)
+        name, file = path.name, Path(folder, path.name)
         file.write_text(source, encoding="utf-8")
-        argv, path, main = sys.argv, list(sys.path), sys.modules.get("__main__")
+        argv, before, main = sys.argv, sys.path, sys.modules.get("__main__")
         sys.argv = [str(file), *arguments]
-        sys.path.insert(0, folder)
+        sys.path = [folder, str(path.parent), *before]
         try:
             runpy.run_path(str(file), run_name="__main__")
         except SystemExit as error:
             if error.code not in (None, 0):
-                raise RankError(f"{name} has ended with exit status {error.code}") from None
+                trace = "".join(traceback.format_exception(error))
+                raise RankError(f"{name} has ended with exit status {error.code}", trace=trace) from None
         finally:
-            sys.argv, sys.path[:] = argv, path
+            sys.argv, sys.path = argv, before
             if main is not None:
                 sys.modules["__main__"] = main
             if dist.is_initialized():

@@ -173,7 +173,9 @@ class FitReport:
         self._tell("finished", model, summary)
 
     def ended(self) -> None:
-        """Reports the end of a run without a model."""
+        """Completes the bar, and reports the end of a run without a model."""
+        if self._bar is not None:
+            self._bar.update(self._bar.total - self._bar.n)
         self._tell("ended")
 
     def _move(self, done: int, epoch: int, epochs: int, loss: float | None, rate: float) -> None:
