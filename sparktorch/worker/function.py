@@ -86,6 +86,7 @@ def run_script_in_rank(
     """
     with leaving_none_of(world.device), _ready(batches, world), torchrun_environment(world, client, hosts_store=True):
         client.enter("running")
+        client.count_work()
         run_script(path, source, arguments)
     return RankResult()
 
@@ -98,6 +99,7 @@ def _called(job: FunctionJob, context: RunContext, client: Client) -> RankResult
         explained(job.config),
     ):
         client.enter("running")
+        client.count_work()
         found = job.function(context, *job.arguments, **job.keywords)
         context.finish()
     try:
