@@ -67,7 +67,8 @@ class Engine:
         if config.sync_batch_norm and world.world_size > 1:
             self._presence, self.min_rows = Presence(), 1
             synchronise(plain, self._presence, compiled=config.compile)
-        self.split = Split(config, world, min_rows=self.min_rows, together=self.strategy.collective_forward)
+        together = self.strategy.collective_forward
+        self.split = Split(config, world, steps=steps, min_rows=self.min_rows, together=together)
         if config.channels_last:
             channels_last(plain)
         if config.compile:
@@ -207,7 +208,6 @@ class Engine:
             except torch.OutOfMemoryError as error:
                 traceback.clear_frames(error.__traceback__)
                 if self.split.smallest(step):
-                    self.split.give_up()
                     raise
                 full = True
             if self.split.fits(step, full=full):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import math
 
 import torch
 
 from sparktorch.base.batch import RankDataset
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.world import World
-from sparktorch.distributed.client import PeerFailure
 from sparktorch.distributed.process_group import max_over_ranks
 
 __all__ = ["Split"]
@@ -34,17 +32,18 @@ class Split:
         tried: Whether each step of the epoch is tried.
     """
 
-    def __init__(self, config: TrainConfig, world: World, *, min_rows: int, together: bool) -> None:
+    def __init__(self, config: TrainConfig, world: World, *, steps: int, min_rows: int, together: bool) -> None:
         """Takes the configuration and the rank's place.
 
         Args:
             config: Names the size or the number of micro-batches.
             world: This rank's place.
+            steps: Number of steps in an epoch.
             min_rows: Minimum rows of a micro-batch.
             together: Whether all ranks need the same number of micro-batches.
         """
         self._world, self._min_rows, self._together = world, min_rows, together
-        self._count = config.accumulation_steps
+        self._steps, self._count = steps, config.accumulation_steps
         self.searches = config.micro_batch_size == "auto"
         self.size = config.batch_size if config.micro_batch_size == "auto" else config.micro_batch_size
         self.parts: list[int] = []
@@ -58,10 +57,9 @@ class Split:
 
     def begin(self, dataset: RankDataset, epoch: int, first: int) -> None:
         """Plans an epoch from its step `first` on; a collective with "auto", and if `together`."""
-        rows = dataset.step_weights(epoch) if not self.splits else dataset.step_rows(epoch)
-        self.parts, self.tried = [1] * len(rows), [False] * len(rows)
+        self.parts, self.tried = [1] * self._steps, [False] * self._steps
         if self.splits:
-            self._rows, self._varies = rows, dataset.varies
+            self._rows, self._varies = dataset.step_rows(epoch), dataset.varies
             self._plan(first)
 
     def least(self, rows: int) -> int:
@@ -72,31 +70,22 @@ class Split:
         """Whether this rank cannot split a step further."""
         return int(self._rows[step]) // self._min_rows <= self.parts[step]
 
-    def give_up(self) -> None:
-        """Tells the other ranks, in place of `fits`, that this rank's device is too small."""
-        max_over_ranks(torch.tensor([math.inf], dtype=torch.float64), self._world)
-
     def fits(self, step: int, *, full: bool) -> bool:
         """Returns whether no rank's device was full in a step; otherwise makes micro-batches smaller. A collective.
 
         Args:
             step: The step, from 0.
             full: Whether this rank's device was full.
-
-        Raises:
-            PeerFailure: Another rank's device is too small.
         """
-        rows = self._largest[step]
-        most = float(max_over_ranks(rows.double().reshape(1) * full, self._world))
+        rows = int(self._largest[step])
+        most = int(max_over_ranks(torch.tensor([rows * full]), self._world))
         if not most:
             if self._settling:
                 self._settling -= 1
             else:
-                self._proven = max(self._proven, int(rows))
+                self._proven = max(self._proven, rows)
             return True
-        if most == math.inf:
-            raise PeerFailure("the memory of another rank's device is full")
-        self.size = max(self._min_rows, int(most) // 2)
+        self.size = max(self._min_rows, most // 2)
         self._settling, self._proven = _SETTLING, 0
         if self._world.is_main:
             _LOG.info("microBatchSize='auto': micro-batches have %d rows at most from now on", self.size)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from sparktorch.worker import TrainJob
 from tests.support import resume
 from tests.support.frames import Table
 from tests.support.nets import Lookup, Noisy, Parted, Score
-from tests.support.ranks import train_on
+from tests.support.ranks import control_server, run_ranks, train_on
 
 BATCH, EPOCHS = 64, 3
 TABLE = Table.random(403, weighted=True)
@@ -67,14 +66,13 @@ class Small(nn.Module):
 
 def job_for(module: Any, size: int | str | None, table: Table = TABLE, **config: Any) -> TrainJob:
     name, params = module if isinstance(module, tuple) else (module, {})
-    sparse = params.get("inner") is Lookup
     values: dict[str, Any] = {"batch_size": BATCH, "epochs": EPOCHS, "seed": 5, **config}
     return TrainJob(
         columns=table.columns,
         recipe=Recipe(
             module=name,
             module_params=params,
-            optimizer="SGD" if sparse else "AdamW",
+            optimizer="SGD" if params.get("inner") is Lookup else "AdamW",  # its gradients are sparse
             learning_rate=0.01,
         ),
         config=TrainConfig(task="regression", micro_batch_size=size, **values),  # type: ignore[arg-type]
@@ -108,7 +106,8 @@ def test_the_size_that_is_found_gives_the_bits_of_that_size_when_it_is_set(ranks
     found, history, _ = trained(job_for((Small, small), "auto"), ranks)
     sizes = {record["micro_batch_size"] for record in history}
     assert len(sizes) == 1
-    assert 5 < (size := sizes.pop()) <= 10
+    size = sizes.pop()
+    assert 4 < size <= 10
     expected, known, _ = trained(job_for((Small, small), size), ranks)
     torch.testing.assert_close(found, expected, atol=0, rtol=0)
     assert [record["loss"] for record in history] == [record["loss"] for record in known]
@@ -120,7 +119,7 @@ def test_one_rank_without_memory_makes_all_take_fewer_rows(case: str) -> None:
     small = {"inner": Noisy, "rows": 10, "rank": 1, "backward": True}
     found, history, _ = trained(job_for((Small, small), "auto", **CASES[case]), 2)
     size = history[-1]["micro_batch_size"]
-    assert 5 < size <= 10
+    assert 4 < size <= 10
     expected, _, _ = trained(job_for((Small, small), size, **CASES[case]), 2)
     torch.testing.assert_close(found, expected, atol=0, rtol=0)
 
@@ -152,8 +151,11 @@ def test_memory_that_runs_out_once_the_optimizer_has_made_its_state_is_still_fou
 
 def test_independent_ranks_find_a_size_each() -> None:
     small = {"inner": Score, "rows": 10}
-    _, _, metas = trained(job_for((Small, small), "auto", strategy="independent"), 2)
-    assert all(record["micro_batch_size"] == 8 for meta in metas for record in meta["epochs"])
+    with control_server() as server:
+        parts = [part.batches() for part in TABLE.parts(2)]
+        ended = run_ranks(server, parts, job_for((Small, small), "auto", strategy="independent"))
+    found = [[record["micro_batch_size"] for record in rank.result.meta["epochs"]] for rank in ended if rank.result]
+    assert found == [[8] * EPOCHS] * 2
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -199,7 +201,3 @@ def test_strategies_whose_ranks_meet_within_a_pass_refuse_it(strategy: str) -> N
     with pytest.raises(ConfigError, match=f"under strategy '{strategy}'") as caught:
         check_strategy(job.config, job.recipe)
     assert caught.value.where["param"] == "microBatchSize"
-
-
-def test_a_size_that_has_gone_through_costs_no_collectives() -> None:
-    assert math.isfinite(1)
