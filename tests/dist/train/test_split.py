@@ -42,14 +42,30 @@ class _Checked(torch.autograd.Function):
         return gradients[0], None, None
 
 
+class Marked(Score):
+    """Has a buffer that grows at each pass, on each rank by another number, and writes down what it was before."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self._folder = Path(folder)
+        self.register_buffer("mark", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and dist.is_initialized():
+            with (self._folder / f"marks-{dist.get_rank()}").open("a") as file:
+                file.write(f"{float(self.mark)}\n")
+            self.mark += dist.get_rank() + 1
+        return super().forward(x)
+
+
 class Small(nn.Module):
     """Has memory for so many rows in training: on one rank or on all, in forward or in backward, from some pass on."""
 
     def __init__(
-        self, inner: type[nn.Module], rows: int, rank: int = -1, backward: bool = False, first: int = 0
+        self, inner: Any, rows: int, rank: int = -1, backward: bool = False, first: int = 0, **params: Any
     ) -> None:
         super().__init__()
-        self.inner = inner()
+        self.inner = inner(**params)
         self._rows, self._rank, self._backward, self._first, self._passes = rows, rank, backward, first, 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -124,6 +140,13 @@ def test_one_rank_without_memory_makes_all_take_fewer_rows(case: str) -> None:
     torch.testing.assert_close(found, expected, atol=0, rtol=0)
 
 
+def test_a_step_that_is_taken_again_begins_with_the_buffers_of_rank_0(tmp_path: Path) -> None:
+    small = {"inner": Marked, "rows": 10, "rank": 1, "first": 3, "folder": str(tmp_path)}
+    trained(job_for((Small, small), "auto", epochs=1), 2)
+    main, other = ((tmp_path / f"marks-{rank}").read_text().split() for rank in range(2))
+    assert main[:5] == other[:5] == ["0.0", "1.0", "2.0", "3.0", "3.0"]
+
+
 @pytest.mark.parametrize(
     ("inner", "config"),
     [(Lookup, {}), (Parted, {"strategy_params": {"find_unused_parameters": True}})],
@@ -174,16 +197,14 @@ def test_batch_normalisation_keeps_two_rows_and_names_an_odd_one_that_does_not_f
 
 
 def test_a_restart_goes_on_with_the_size_that_was_found(tmp_path: Path) -> None:
-    small = {"inner": Noisy, "rows": 5, "rank": 1}
-
-    def job(folder: Path, **counts: int) -> TrainJob:
+    def job(folder: Path, rows: int, **counts: int) -> TrainJob:
         made = resume.job_for(folder, resume.Counts(tmp_path, **counts), micro_batch_size="auto")
-        return replace(made, recipe=replace(made.recipe, module=Small, module_params=small))
+        params = {"inner": Noisy, "rows": rows, "rank": 1}
+        return replace(made, recipe=replace(made.recipe, module=Small, module_params=params))
 
-    expected, metas = train_on(resume.parts(2), job(tmp_path / "whole"))
-    resume.killed(job(tmp_path / "cut", rank=1, step=11), 2)
-    found, again = train_on(resume.parts(2), job(tmp_path / "cut", rank=1, step=11))
-    assert int((tmp_path / "steps-0").read_text()) > 0
+    expected, metas = train_on(resume.parts(2), job(tmp_path / "whole", 5))
+    resume.killed(job(tmp_path / "cut", 5, rank=1, step=11), 2)
+    found, again = train_on(resume.parts(2), job(tmp_path / "cut", 99, rank=1, step=11))  # there is memory now
     torch.testing.assert_close(found, expected, atol=0, rtol=0)
     assert resume.timeless(again[0]["history"]) == resume.timeless(metas[0]["history"])
 
