@@ -25,6 +25,7 @@ CLASSES: dict[str, tuple[str, Sequence[ParamSpec]]] = {
     "GenericModelParams": ("ModelParams", tables.GENERIC_MODEL),
     "ClassificationModelParams": ("ModelParams", tables.CLASSIFICATION_MODEL),
     "RegressionModelParams": ("ModelParams", tables.REGRESSION_MODEL),
+    "RunParams": ("", tables.RUN),
 }
 
 # Subjects of the page, in its order.
@@ -66,6 +67,8 @@ def stubs() -> str:
         lines += ["", f"class {name}({', '.join(bases)}):", f'    """{getattr(mixins, name).__doc__}"""', ""]
         if base:
             lines += _constructor(table if base == "EstimatorParams" else ())
+        elif name == "RunParams":
+            lines += _constructor(table)
         lines += [line for spec in own for line in _accessors(spec)]
     return "\n".join(lines) + "\n"
 

@@ -15,16 +15,21 @@ if TYPE_CHECKING:
     from sparktorch.ml.classification import TorchClassificationModel, TorchClassifier
     from sparktorch.ml.estimator import TorchEstimator
     from sparktorch.ml.model import TorchModel
+    from sparktorch.ml.params.mixins import RunParams
     from sparktorch.ml.regression import TorchRegressionModel, TorchRegressor
+    from sparktorch.ml.run import run
     from sparktorch.ml.tuning.cross_validator import TorchCrossValidator
     from sparktorch.ml.tuning.tuner import TorchTuner
     from sparktorch.spark.petastorm import read_petastorm
     from sparktorch.train.callbacks import Callback
+    from sparktorch.worker.run_context import RunContext
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Callback",
+    "RunContext",
+    "RunParams",
     "SparkTorchError",
     "TorchClassificationModel",
     "TorchClassifier",
@@ -36,10 +41,13 @@ __all__ = [
     "TorchTuner",
     "__version__",
     "read_petastorm",
+    "run",
 ]
 
 _HOMES = {
     "Callback": "sparktorch.train.callbacks",
+    "RunContext": "sparktorch.worker.run_context",
+    "RunParams": "sparktorch.ml.params.mixins",
     "SparkTorchError": "sparktorch.errors",
     "TorchClassificationModel": "sparktorch.ml.classification",
     "TorchClassifier": "sparktorch.ml.classification",
@@ -50,6 +58,7 @@ _HOMES = {
     "TorchRegressor": "sparktorch.ml.regression",
     "TorchTuner": "sparktorch.ml.tuning.tuner",
     "read_petastorm": "sparktorch.spark.petastorm",
+    "run": "sparktorch.ml.run",
 }
 
 

@@ -6,11 +6,11 @@ import argparse
 from collections.abc import Sequence
 
 import sparktorch
-from sparktorch.cli import doctor
+from sparktorch.cli import doctor, run
 
 __all__ = ["main"]
 
-_COMMANDS = {"doctor": doctor}
+_COMMANDS = {"doctor": doctor, "run": run}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

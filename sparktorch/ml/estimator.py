@@ -85,7 +85,7 @@ class TorchEstimatorBase(Estimator[M], EstimatorParams, MLReadable[Any], MLWrita
     def _fit_on(self, source: Source, judge: Callable[[dict[str, Any]], bool] | None = None) -> M:
         """Fits on the rows of a source; `judge` may end the training after an epoch, if the rows are prepared."""
         spark = source.dataset.sparkSession
-        fit = Fit(estimator=self, spark=spark, callers=self._callers)
+        fit = Fit(estimator=self, spark=spark, callers=self._callers, kind=type(self).__name__)
         shown: dict[str, Any] = {"rows_per_step": self.getBatchSize(), "show": self.getProgress()}
         with FitReport(fit, **shown, title=source.title, stays=source.bar_stays, judge=judge) as report:
             started = time.perf_counter()

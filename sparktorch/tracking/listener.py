@@ -62,7 +62,7 @@ class MLflowListener:
 
     def _begin(self) -> None:
         fit = self._fit
-        self._tag({FIT_TAG: type(fit.estimator).__name__})
+        self._tag({FIT_TAG: fit.kind})
         self._outbox.send(partial(_log_params, facts.params(fit.estimator)))
         validated = fit.estimator.isSet("validationIndicatorCol")
         classes = validated and fit.estimator.hasParam("rawPredictionCol")
@@ -70,6 +70,8 @@ class MLflowListener:
 
     def progress(self, record: dict[str, Any]) -> None:
         """Logs the loss of a step, with the optimizer step as MLflow's step."""
+        if record["loss"] is None:
+            return
         self._log({"step_loss": record["loss"]}, (record["epoch"] - 1) * record["steps"] + record["step"])
 
     def epoch(self, record: dict[str, Any]) -> None:
@@ -108,6 +110,10 @@ class MLflowListener:
         if autologs is not None:
             # Autologging adds the metrics of evaluators to this run.
             model._mlflow_run_id = self._outbox.run_id  # type: ignore[attr-defined]
+
+    def ended(self) -> None:
+        """Ends the run of a function."""
+        self._end("FINISHED")
 
     def failed(self, error: BaseException) -> None:
         """Logs the error."""

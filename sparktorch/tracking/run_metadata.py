@@ -13,7 +13,7 @@ from sparktorch.tracking.signature import column_type
 
 if TYPE_CHECKING:
     from mlflow.entities import DatasetInput
-    from pyspark.ml import Estimator
+    from pyspark.ml.param import Params
 
     from sparktorch.data.columns import Columns
     from sparktorch.ml.fit.listeners import Fit
@@ -25,7 +25,7 @@ _LONGEST = 500  # characters of a Param's value that every MLflow store accepts
 _PACKAGES = ("torch", "pyspark", "pyarrow", "numpy", "mlflow")
 
 
-def params(estimator: Estimator[Any]) -> dict[str, str]:
+def params(estimator: Params) -> dict[str, str]:
     """Returns the Params that are set or have a default, as readable text."""
     values = {param.name: _shown(value)[:_LONGEST] for param, value in estimator.extractParamMap().items()}
     return dict(sorted(values.items()))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from pyspark.ml import Estimator
+    from pyspark.ml.param import Params
 
 __all__ = ["FIT_TAG", "ActiveRun", "Autologging", "Target", "active_run", "autologging", "choose"]
 
@@ -174,7 +174,7 @@ def autologging() -> Autologging | None:
     )
 
 
-def choose(estimator: Estimator[Any], caller: ActiveRun | None, autologs: Autologging | None) -> Target | None:
+def choose(estimator: Params, caller: ActiveRun | None, autologs: Autologging | None) -> Target | None:
     """Decides where a fit in this thread is logged.
 
     Args:

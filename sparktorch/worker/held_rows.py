@@ -8,15 +8,15 @@ import math
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 import pyarrow as pa
 import torch
 
-from sparktorch.base.config import StorageConfig, TrainConfig
+from sparktorch.base.config import CheckpointConfig, StorageConfig, TrainConfig
 from sparktorch.base.devices import is_host, select
 from sparktorch.base.state_dict import pack_state
 from sparktorch.base.world import World
@@ -32,9 +32,9 @@ from sparktorch.errors import ColumnError
 from sparktorch.train.checkpoint.checkpointer import Checkpointer
 from sparktorch.train.loop import Outcome, train
 from sparktorch.train.strategies.registry import strategy_options, strategy_type
-from sparktorch.worker.job import RankResult, RowsJob, TrainJob
+from sparktorch.worker.job import GroupJob, RankResult, RowsJob, TrainJob
 
-__all__ = ["HeldRows"]
+__all__ = ["HeldRows", "RowsGroup", "find_checkpoint"]
 
 
 class HeldRows:
@@ -87,10 +87,37 @@ class HeldRows:
             raise
 
     def fit(self, job: TrainJob, client: Client, *, without: int | None = None) -> RankResult:
-        """Trains on the rows.
+        """Trains on the rows; takes and raises what `together` does."""
+        with self.together(job, client, without=without) as group:
+            shard, team, plan = self._shard, group.world, group.plan
+            outcome = train(
+                shard,
+                job.recipe,
+                group.config,
+                team,
+                client,
+                steps=plan.steps,
+                validation_rows=group.validation_rows,
+                classes=job.columns.classes,
+                checkpointer=group.checkpointer,
+            )
+        meta = _facts(shard, self.world, outcome, group.seconds)
+        best = 0
+        if group.alone:
+            meta["epochs"] = outcome.history
+            best = _best(client.agree("outcome", {"record": outcome.history[-1]}))
+        if self.world.rank != best:
+            return RankResult(meta)
+        meta |= {"history": outcome.history, "confusion": outcome.confusion}
+        meta |= {"steps_per_epoch": plan.steps, "fingerprint": group.fingerprint}
+        return RankResult(meta, pack_state(outcome.state))
+
+    @contextmanager
+    def together(self, job: GroupJob, client: Client, *, without: int | None = None) -> Iterator[RowsGroup]:
+        """Context in which the ranks work on their rows together: rows placed, checkpoints found, process group open.
 
         Args:
-            job: What to train and how; what it says of the rows is what they were read with.
+            job: What to do; what it says of the rows is what they were read with.
             client: Connects the rank to the driver and to the other ranks.
             without: The fold to leave out; `None` for none.
 
@@ -102,43 +129,32 @@ class HeldRows:
         clock = _Clock()
         team, config, plan = _place(shard, world, job, peers, client)
         strategy, options = strategy_type(config.strategy), strategy_options(config.strategy, config.strategy_params)
-        independent = strategy.own_batches
-        if independent:  # the rank whose epochs count is only known at the end
+        if strategy.own_batches:  # the rank whose epochs count is only known at the end
             client.publish(progress=world.is_main, epochs=False)
         fingerprint = f"{sum(peer['fingerprint'] for peer in peers) % 2**64:016x}"
-        checkpointer = None
-        if job.checkpoint is not None:
-            client.enter("looking for a checkpoint")
-            checkpointer = Checkpointer(job.checkpoint, {**job.checkpoint.job, "data": fingerprint}, world, client)
+        checkpointer = find_checkpoint(job.checkpoint, {"data": fingerprint}, world, client)
         limit = timedelta(seconds=job.collective_seconds)
         lone = strategy.needs_group(options)
-        group = process_group(team, client.store, timeout=limit, lone=lone, report=client.fail)
-        with checkpointer or nullcontext(), group:
+        opened = process_group(team, client.store, timeout=limit, lone=lone, report=client.fail)
+        seconds = dict(self._seconds)
+        self._seconds = {}  # a later training has not waited for the rows
+        with checkpointer or nullcontext(), opened:
             clock.lap("group")
-            outcome = train(
-                shard,
-                job.recipe,
-                config,
-                team,
-                client,
-                steps=plan.steps,
-                validation_rows=shard.validation_rows if independent else max(peer["validation"] for peer in peers),
-                classes=job.columns.classes,
+            yield RowsGroup(
+                shard=shard,
+                world=team,
+                config=config,
+                plan=plan,
+                alone=strategy.own_batches,
+                validation_rows=shard.validation_rows
+                if strategy.own_batches
+                else max(peer["validation"] for peer in peers),
+                fingerprint=fingerprint,
                 checkpointer=checkpointer,
+                seconds=seconds,
             )
         clock.lap("train")
-        seconds = self._seconds | clock.laps | (checkpointer.seconds if checkpointer else {})
-        self._seconds = {}  # a later training has not waited for the rows
-        meta = _facts(shard, world, outcome, seconds)
-        best = 0
-        if independent:
-            meta["epochs"] = outcome.history
-            best = _best(client.agree("outcome", {"record": outcome.history[-1]}))
-        if world.rank != best:
-            return RankResult(meta)
-        meta |= {"history": outcome.history, "confusion": outcome.confusion}
-        meta |= {"steps_per_epoch": plan.steps, "fingerprint": fingerprint}
-        return RankResult(meta, pack_state(outcome.state))
+        seconds |= clock.laps | (checkpointer.seconds if checkpointer else {})
 
     def facts(self) -> dict[str, Any]:
         """Returns what the driver shows of the rows: their number, bytes and place, and the rank's host and device."""
@@ -191,6 +207,50 @@ class HeldRows:
         self._shard.close()
 
 
+@dataclass(frozen=True, kw_only=True)
+class RowsGroup:
+    """What a rank has while the ranks work on their rows together.
+
+    Attributes:
+        shard: This rank's rows, placed.
+        world: Its place among the ranks that work together; an independent rank is alone.
+        config: Its configuration.
+        plan: Its sampling plan.
+        alone: Whether each rank works by itself.
+        validation_rows: The most validation rows of any rank.
+        fingerprint: Identifies the training rows of all ranks.
+        checkpointer: Saves checkpoints; `None` for none.
+        seconds: Seconds by phase, complete when the context has ended.
+    """
+
+    shard: Shard
+    world: World
+    config: TrainConfig
+    plan: SamplingPlan
+    alone: bool
+    validation_rows: int
+    fingerprint: str
+    checkpointer: Checkpointer | None
+    seconds: dict[str, float]
+
+
+def find_checkpoint(
+    config: CheckpointConfig | None, known: Mapping[str, Any], world: World, client: Client
+) -> Checkpointer | None:
+    """Returns the checkpointer of a job, which knows the checkpoint to resume from; `None` without checkpoints.
+
+    Args:
+        config: Where and how often to save.
+        known: What identifies the training besides the configuration's `job`.
+        world: This rank's place.
+        client: Connects the rank to the driver and to the other ranks.
+    """
+    if config is None:
+        return None
+    client.enter("looking for a checkpoint")
+    return Checkpointer(config, {**config.job, **known}, world, client)
+
+
 def _read(batches: Iterable[pa.RecordBatch], world: World, job: RowsJob, client: Client) -> Shard:
     """Returns this rank's rows, checked."""
     return read_shard(
@@ -228,7 +288,7 @@ def _meet(shard: Shard, world: World, client: Client) -> list[dict[str, Any]]:
 
 
 def _place(
-    shard: Shard, world: World, job: TrainJob, peers: Sequence[Mapping[str, Any]], client: Client
+    shard: Shard, world: World, job: GroupJob, peers: Sequence[Mapping[str, Any]], client: Client
 ) -> tuple[World, TrainConfig, SamplingPlan]:
     """Gives this rank's rows their positions in the global order, and applies class weights.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,12 +12,12 @@ from sparktorch.base.config import CheckpointConfig, StorageConfig, TrainConfig
 from sparktorch.data.columns import Columns
 from sparktorch.train.recipe.recipe import Recipe
 
-__all__ = ["RankResult", "RowsJob", "TrainJob"]
+__all__ = ["FunctionJob", "GroupJob", "RankResult", "RowsJob", "TrainJob"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowsJob:
-    """How a rank reads its rows; see `TrainJob`.
+    """How a rank reads its rows; see `GroupJob`.
 
     Attributes:
         columns: Which columns become which tensors.
@@ -36,13 +37,12 @@ class RowsJob:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainJob:
-    """Everything a rank needs besides its rows and its `World`.
+class GroupJob:
+    """What ranks need to work on their rows together, besides the rows and their `World`.
 
     Attributes:
         columns: Which columns become which tensors.
-        recipe: What is trained.
-        config: How it is trained.
+        config: Sampling, strategy and numerics.
         max_imbalance: Largest share by which a rank's rows may exceed the mean. Above it, the ranks stop and ask for a
             better split; `None` accepts any split.
         checkpoint: Where and how often checkpoints are saved; `None` saves none.
@@ -53,7 +53,6 @@ class TrainJob:
     """
 
     columns: Columns
-    recipe: Recipe
     config: TrainConfig
     max_imbalance: float | None = 0.1
     checkpoint: CheckpointConfig | None = None
@@ -76,6 +75,32 @@ class TrainJob:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainJob(GroupJob):
+    """What ranks need to train a model.
+
+    Attributes:
+        recipe: What is trained.
+    """
+
+    recipe: Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionJob(GroupJob):
+    """What ranks need to run a user's function.
+
+    Attributes:
+        function: Called in each rank with its `RunContext` and the arguments.
+        arguments: Further positional arguments.
+        keywords: Keyword arguments.
+    """
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...] = ()
+    keywords: Mapping[str, Any] = field(default_factory=dict)
+
+
 @dataclass
 class RankResult:
     """What a rank returns to the driver.
@@ -83,7 +108,8 @@ class RankResult:
     Attributes:
         meta: JSON-ready values, such as rows and times in seconds. One rank (rank 0, or the best of independent ones)
             adds history, confusion matrix and fingerprint.
-        payload: The model's state dict as safetensors bytes from that rank, empty from all others.
+        payload: Of a training, the model's state dict as safetensors bytes from that rank, empty from all others; of a
+            user's function, its pickled result.
     """
 
     meta: dict[str, Any] = field(default_factory=dict)

@@ -24,7 +24,10 @@ from sparktorch.train.recipe.dry_run import DryRunResult
 from sparktorch.worker.held_rows import HeldRows
 from sparktorch.worker.job import RankResult, RowsJob, TrainJob
 
-__all__ = ["Task", "run_held", "serve", "train_held", "train_partition", "try_in_rank"]
+__all__ = [
+    *("Task", "held", "leaving_none_of", "run_held", "serve"),
+    *("train_held", "train_partition", "try_in_rank"),
+]
 
 
 class Task(Protocol):
@@ -53,12 +56,12 @@ def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: Tra
         PeerFailure: Another rank failed before training began.
         Cancelled: The driver cancelled the fit.
     """
-    with _leaving_none_of(world.device):
+    with leaving_none_of(world.device):
         return _train(batches, world, job, client)
 
 
 def _train(batches: Iterable[pa.RecordBatch], world: World, job: TrainJob, client: Client) -> RankResult:
-    with _held(batches, world, job.rows, client) as rows:
+    with held(batches, world, job.rows, client) as rows:
         if rows.imbalanced:
             return RankResult({"imbalanced": True, "rows": rows.rows})
         return rows.fit(job, client)
@@ -81,12 +84,12 @@ def serve(batches: Iterable[pa.RecordBatch], *, world: World, job: RowsJob, clie
         PeerFailure: Another rank failed before all had read their rows.
         Cancelled: The driver cancelled the pool.
     """
-    with _leaving_none_of(world.device):
+    with leaving_none_of(world.device):
         return _serve(batches, world, job, client)
 
 
 def _serve(batches: Iterable[pa.RecordBatch], world: World, job: RowsJob, client: Client) -> RankResult:
-    with _held(batches, world, job, client) as rows:
+    with held(batches, world, job, client) as rows:
         if rows.imbalanced:
             return RankResult({"imbalanced": True, "rows": rows.rows})
         client.enter("holding rows")
@@ -122,7 +125,7 @@ def _carry_out(order: Order, rows: HeldRows, client: Client) -> None:
     """Runs a task, and sends its result, or reports its error, to the driver."""
     own, device = client.joined(order), rows.world.device
     try:
-        with own.beating(), _leaving_none_of(device):
+        with own.beating(), leaving_none_of(device):
             try:
                 forget_peaks("cpu")
                 if not is_host(device):
@@ -138,7 +141,8 @@ def _carry_out(order: Order, rows: HeldRows, client: Client) -> None:
 
 
 @contextmanager
-def _held(batches: Iterable[pa.RecordBatch], world: World, job: RowsJob, client: Client) -> Iterator[HeldRows]:
+def held(batches: Iterable[pa.RecordBatch], world: World, job: RowsJob, client: Client) -> Iterator[HeldRows]:
+    """Context with the rows of a partition, read and checked; takes and raises what `HeldRows` does."""
     torch.set_num_threads(world.threads)
     forget_peaks("cpu")
     with closing(HeldRows(batches, world, job, client)) as rows:
@@ -169,12 +173,12 @@ def try_in_rank(
         pass
     client.enter("trying the first row")
     select(world.device)
-    with _leaving_none_of(world.device), explained(config):
+    with leaving_none_of(world.device), explained(config):
         return RankResult(*run(device=world.device).packed())
 
 
 @contextmanager
-def _leaving_none_of(device: str) -> Iterator[None]:
+def leaving_none_of(device: str) -> Iterator[None]:
     """Context that frees the device memory it has used: a reused Python worker would keep it from other processes."""
     try:
         yield

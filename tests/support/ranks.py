@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import os
+import pickle
 import tempfile
 import time
 import traceback
@@ -33,7 +34,7 @@ from sparktorch.distributed.root_cause import RootCause
 from sparktorch.distributed.server import ControlServer
 from sparktorch.distributed.store import Rendezvous, connect
 from sparktorch.errors import SparkTorchError
-from sparktorch.worker import RankResult, TrainJob, train_partition
+from sparktorch.worker import FunctionJob, GroupJob, RankResult, TrainJob, run_on_partition, train_partition
 
 __all__ = [
     "DEVICE",
@@ -44,6 +45,7 @@ __all__ = [
     "control_server",
     "in_group",
     "load_state",
+    "run_on",
     "run_ranks",
     "train_on",
     "watch",
@@ -136,20 +138,20 @@ def cause_of_death(
 def run_ranks(
     server: ControlServer,
     partitions: Sequence[Sequence[pa.RecordBatch]],
-    job: TrainJob,
+    job: GroupJob,
     *,
     seconds: float = 120,
     environment: Mapping[str, str] | None = None,
     device: str | Sequence[str] = DEVICE,
 ) -> list[Ended]:
-    """Runs `train_partition` in one process per partition and returns how each one ended, by rank.
+    """Runs a training, or a function, in one process per partition and returns how each one ended, by rank.
 
     On an accelerator, `meta["waits"]` lists what each rank waited for, as `simulated.synchronisations` does.
 
     Args:
         server: Where they meet.
         partitions: The record batches of each.
-        job: What they train.
+        job: What they train or run.
         seconds: After which they are killed.
         environment: Variables that are set in their processes.
         device: The type of their devices, one each, or the device of each.
@@ -198,6 +200,17 @@ def train_on(
     return load_state(results[0]), [result.meta for result in results]
 
 
+def run_on(partitions: Sequence[Sequence[pa.RecordBatch]], job: FunctionJob, **options: Any) -> list[Any]:
+    """Runs a function on one rank per partition, as `run_ranks`; returns what it returned, by rank."""
+    with control_server() as server:
+        ended = run_ranks(server, partitions, job, **options)
+        failure, _ = server.first_failure()
+    if failure is not None:
+        raise failure
+    assert all(rank.result is not None for rank in ended), ended
+    return [pickle.loads(rank.result.payload) for rank in ended if rank.result is not None]
+
+
 def load_state(result: RankResult) -> dict[str, torch.Tensor]:
     """Returns the state that rank 0 handed back."""
     return unpack_state(result.payload)
@@ -243,7 +256,7 @@ def _rank(
     pipe: Connection,
     rendezvous: Rendezvous,
     world: World,
-    job: TrainJob,
+    job: GroupJob,
     batches: list[pa.RecordBatch],
     seconds: float,
     environment: dict[str, str],
@@ -254,7 +267,8 @@ def _rank(
     client = Client(partial(connect, rendezvous.host, rendezvous.port, token=rendezvous.prefix), world)
     with client.beating(), _synchronisations(world.device) as waits:
         try:
-            result = train_partition(iter(batches), world=world, job=job, client=client)
+            body: Any = run_on_partition if isinstance(job, FunctionJob) else train_partition
+            result = body(iter(batches), world=world, job=job, client=client)
         except Exception as error:
             client.fail(error)
             ended: tuple[RankResult | None, str] = None, type(error).__name__

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from sparktorch.base.batch import RankDataset
+from sparktorch.base.batch import Batch, RankDataset
 from sparktorch.data.dataset.folds import Folds
 from sparktorch.data.dataset.rows import StoredRows
 from sparktorch.data.preprocess import StepContext
@@ -116,6 +117,10 @@ class Shard(RankDataset):
     @abstractmethod
     def weigh_classes(self, weights: Sequence[float] | None) -> None:
         """Sets the loss weight of each row to its weight times that of its class, one per class; `None`: its weight."""
+
+    @abstractmethod
+    def select(self, places: torch.Tensor) -> Batch:
+        """Returns training rows by number, in key order; int64 of shape `(rows,)`."""
 
     def close(self) -> None:
         """Ends threads and frees rows on disk; can be called twice."""

@@ -130,6 +130,10 @@ class InMemoryShard(Shard):
         taken = (self._rows.take(index[s : s + size], min_rows=1 if batches else 0) for s in starts)
         return self._coming(taken, 1)
 
+    def select(self, places: torch.Tensor) -> Batch:
+        """Returns training rows by number, in key order; int64 of shape `(rows,)`."""
+        return self._rows.take(_index(self._order)[places], min_rows=0)
+
     def close(self) -> None:
         """Ends threads; can be called twice."""
         self._orders.close()

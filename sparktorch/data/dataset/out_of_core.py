@@ -101,6 +101,10 @@ class OutOfCoreShard(Shard):
             coming = ahead(batches, depth)
         return moved(coming, self._device)
 
+    def select(self, places: torch.Tensor) -> Batch:
+        """Returns training rows by number, in key order; int64 of shape `(rows,)`."""
+        return self._load(self._order, places.numpy()).take(torch.arange(len(places)), min_rows=0)
+
     def _batches(self, order: RankOrder, min_rows: int, first: int) -> Generator[Batch]:
         """Yields batches block by block; a block that exceeds the budget is read in windows of fewer steps."""
         plan = self._schedule.plan

@@ -8,13 +8,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any, TypeVar
 
 from pyspark.sql import DataFrame, SparkSession
 
 from sparktorch.distributed.root_cause import ChainError
 from sparktorch.errors import RankLostError
 from sparktorch.ml.fit.listeners import FitReport
-from sparktorch.ml.fit.translate import Request
+from sparktorch.ml.fit.translate import JobRequest, Request
 from sparktorch.spark.checks.preflight import check_cluster, settled_slots
 from sparktorch.spark.frame.partition import keep, moved_as_they_are, split, split_into_folds
 from sparktorch.spark.frame.prepare import Frame
@@ -24,9 +25,12 @@ from sparktorch.spark.launch.spark_job import new_tag
 from sparktorch.train.checkpoint.store import CheckpointStore
 from sparktorch.train.recipe.dry_run import DryRunResult
 from sparktorch.train.strategies.registry import strategy_options, strategy_type
-from sparktorch.worker import TrainJob, train_partition
+from sparktorch.worker import GroupJob, TrainJob, train_partition
 
-__all__ = ["Attempt", "one_job", "partitioned", "train_with_restarts"]
+__all__ = ["Attempt", "of_request", "one_job", "partitioned", "train_with_restarts", "with_restarts"]
+
+J = TypeVar("J", bound=GroupJob)
+R = TypeVar("R", bound=JobRequest)
 
 Attempt = Callable[[Frame, TrainJob, Request, FitReport], Results]
 
@@ -52,32 +56,52 @@ def train_with_restarts(
         columns=replace(frame.columns, classes=trial.classes),
         recipe=replace(request.recipe, metrics=trial.metrics),
         config=replace(request.config, unused_parameters=trial.unused_parameters),
-        checkpoint=request.checkpoint,
         placeholder=frame.sample,
-        storage=request.storage,
-        # The monitor must name a stalled rank before the collectives of its peers time out.
-        collective_seconds=max(_COLLECTIVE_SECONDS, 2 * request.launch.patience.stall),
+        **of_request(request),
     )
+    spark = frame.data.sparkSession
+    return with_restarts(spark, job, request, lambda job, request: run(frame, job, request, report))
+
+
+def of_request(request: JobRequest) -> dict[str, Any]:
+    """Returns the fields of a `GroupJob` that a request has."""
+    return {
+        "checkpoint": request.checkpoint,
+        "storage": request.storage,
+        # The monitor must name a stalled rank before the collectives of its peers time out.
+        "collective_seconds": max(_COLLECTIVE_SECONDS, 2 * request.launch.patience.stall),
+    }
+
+
+def with_restarts(spark: SparkSession, job: J, request: R, run: Callable[[J, R], Results]) -> Results:
+    """Runs a job. If a rank is lost, runs it again, from its last checkpoint if it has one.
+
+    Args:
+        spark: The session.
+        job: What the ranks do.
+        request: The configuration of the job.
+        run: Runs one attempt.
+    """
     try:
         now, lost = request, []
         for restart in range(request.max_restarts):
-            results = _unless_lost(partial(run, frame, _restarted(job, restart), now, report), restart + 1, now)
+            results = _unless_lost(partial(run, _restarted(job, restart), now), restart + 1, now)
             if results is not None:
                 return results
             lost.append(now.launch.tag)
-            now = _with_slots_left(frame.data.sparkSession, request, lost)
-        return run(frame, _restarted(job, request.max_restarts), now, report)
+            now = _with_slots_left(spark, request, lost)
+        return run(_restarted(job, request.max_restarts), now)
     finally:
         if request.checkpoint is not None:
             with suppress(Exception):  # if only ranks reach the directory, the lease expires by itself
                 CheckpointStore(request.checkpoint.directory).release(request.checkpoint.owner)
 
 
-def _restarted(job: TrainJob, times: int) -> TrainJob:
+def _restarted(job: J, times: int) -> J:
     return job if job.checkpoint is None else replace(job, checkpoint=replace(job.checkpoint, restart=times))
 
 
-def _unless_lost(run: Callable[[], Results], number: int, request: Request) -> Results | None:
+def _unless_lost(run: Callable[[], Results], number: int, request: JobRequest) -> Results | None:
     """Returns the results of the ranks. If a rank was lost, pauses and returns `None`."""
     try:
         return run()
@@ -89,7 +113,7 @@ def _unless_lost(run: Callable[[], Results], number: int, request: Request) -> R
     return None
 
 
-def _with_slots_left(spark: SparkSession, request: Request, lost: list[str]) -> Request:
+def _with_slots_left(spark: SparkSession, request: R, lost: list[str]) -> R:
     """Waits for lost executors to come back; returns the request for as many ranks as there are slots.
 
     Args:
@@ -122,9 +146,7 @@ def one_job(frame: Frame, job: TrainJob, request: Request, report: FitReport) ->
     return partitioned(frame, job, request, start)
 
 
-def partitioned(
-    frame: Frame, job: TrainJob, request: Request, start: Callable[[DataFrame, TrainJob], Results]
-) -> Results:
+def partitioned(frame: Frame, job: J, request: JobRequest, start: Callable[[DataFrame, J], Results]) -> Results:
     """Starts a job on the rows, one partition per rank. If equal rows make the ranks too uneven, splits by position.
 
     Args:

@@ -18,7 +18,7 @@ from sparktorch.ml.params.mixins import EstimatorParams, ModelParams
 from sparktorch.train.callbacks import check_callback
 from sparktorch.train.strategies.registry import resumable, strategy_options, strategy_type
 
-__all__ = ["check_param_names", "check_params", "check_restarts", "check_scoring", "check_thresholds"]
+__all__ = ["check_job", "check_param_names", "check_params", "check_restarts", "check_scoring", "check_thresholds"]
 
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
@@ -33,23 +33,33 @@ def check_params(estimator: EstimatorParams, p: Values) -> None:
         if p[name] is None and (name == "module" or p["trainingStep"] is None):
             raise ConfigError(f"{name} is not set", hint=f"pass {name}=... to the constructor", param=name)
     above("learningRate", p["learningRate"], 0)
+    one_of("dryRun", p["dryRun"], ("driver", "worker"))
+    check_job(estimator, p)
+    check_scoring(estimator)
+    _check_loss(estimator, p)
+    _check_schedule(p)
+    _check_validation(p)
+    _check_callbacks(p["callbacks"])
+    if "lr" in p["optimizerParams"]:
+        raise ConfigError("optimizerParams holds 'lr'", hint="set learningRate", param="optimizerParams")
+
+
+def check_job(params: Any, p: Values) -> None:
+    """Checks the Params of a job: workers, timeouts, batches and storage.
+
+    Raises:
+        ConfigError: A Param is out of range, or two Params exclude each other.
+    """
     at_least("numWorkers", p["numWorkers"], 1)
     at_least("maxRestarts", p["maxRestarts"], 0)
     above("startTimeout", p["startTimeout"], 0)
     above("stallTimeout", p["stallTimeout"], 0)
     one_of("logLevel", p["logLevel"], _LOG_LEVELS)
-    check_scoring(estimator)
     one_of("rendezvous", p["rendezvous"], ("auto", "driver", "rank0"))
     one_of("preflight", p["preflight"], ("basic", "full"))
-    one_of("dryRun", p["dryRun"], ("driver", "worker"))
-    _check_loss(estimator, p)
-    _check_schedule(p)
+    _check_device(p["device"])
     _check_sizes(p)
-    _check_storage(estimator, p)
-    _check_validation(p)
-    _check_callbacks(p["callbacks"])
-    if "lr" in p["optimizerParams"]:
-        raise ConfigError("optimizerParams holds 'lr'", hint="set learningRate", param="optimizerParams")
+    _check_storage(params, p)
 
 
 def check_scoring(instance: EstimatorParams | ModelParams) -> None:
@@ -59,13 +69,7 @@ def check_scoring(instance: EstimatorParams | ModelParams) -> None:
         ConfigError: One of them is out of range.
     """
     rows_or_auto("predictBatchSize", instance.getPredictBatchSize())
-    if instance.getDevice() not in ("auto", "cpu") and not is_kind(instance.getDevice()):
-        raise ConfigError(
-            f"device {instance.getDevice()!r} is unknown",
-            hint="it is 'auto', 'cpu', or an accelerator's type without a number: 'cuda' (of NVIDIA's and AMD's GPUs), "
-            "'xpu' (of Intel's); which one a worker gets is for Spark to say",
-            param="device",
-        )
+    _check_device(instance.getDevice())
     one_of("handleInvalid", instance.getHandleInvalid(), ("error", "keep", "skip"))
     one_of("predictPrecision", instance.getPredictPrecision(), ("fp32", "bf16", "fp16"))
     if isinstance(instance, HasThresholds) and instance.isDefined(instance.thresholds):
@@ -140,6 +144,16 @@ def check_restarts(p: Values, config: TrainConfig) -> None:
         )
 
 
+def _check_device(device: str) -> None:
+    if device not in ("auto", "cpu") and not is_kind(device):
+        raise ConfigError(
+            f"device {device!r} is unknown",
+            hint="it is 'auto', 'cpu', or an accelerator's type without a number: 'cuda' (of NVIDIA's and AMD's GPUs), "
+            "'xpu' (of Intel's); which one a worker gets is for Spark to say",
+            param="device",
+        )
+
+
 def _check_loss(estimator: EstimatorParams, p: Values) -> None:
     if p["trainingStep"] is not None and (estimator.isSet("loss") or p["lossParams"]):
         raise ConfigError(
@@ -172,7 +186,7 @@ def _check_schedule(p: Values) -> None:
 
 
 def _check_sizes(p: Values) -> None:
-    rows, workers, parts = p["batchSize"], p["numWorkers"], p["accumulationSteps"]
+    rows, workers, parts = p["batchSize"], p["numWorkers"], p["accumulationSteps"] or 1
     if strategy_type(p["strategy"]).own_batches:  # each worker has batches of its own
         workers = 1
     if 0 < rows < workers:
@@ -189,7 +203,7 @@ def _check_sizes(p: Values) -> None:
         )
 
 
-def _check_storage(estimator: EstimatorParams, p: Values) -> None:
+def _check_storage(params: Any, p: Values) -> None:
     one_of("split", p["split"], ("key", "keep"))
     if p["split"] == "keep" and _makes_validation(p):
         raise ConfigError(
@@ -203,7 +217,7 @@ def _check_storage(estimator: EstimatorParams, p: Values) -> None:
             hint="leave one of them out",
             param="split",
         )
-    if p["storage"] == "memory" and estimator.isSet("memoryBudget"):
+    if p["storage"] == "memory" and params.isSet("memoryBudget"):
         raise ConfigError(
             "memoryBudget is set, and storage is 'memory', which takes what the rows need",
             hint="set storage='auto' or 'disk'",

@@ -32,7 +32,7 @@ from sparktorch.worker import try_in_rank
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["one_rank", "try_out"]
+__all__ = ["first_inputs", "one_rank", "try_out"]
 
 
 def try_out(frame: Frame, request: Request, in_worker: Callable[..., Results]) -> tuple[Frame, DryRunResult]:
@@ -47,6 +47,28 @@ def try_out(frame: Frame, request: Request, in_worker: Callable[..., Results]) -
         ModuleError: The module, loss or optimizer cannot be built or does not fit the columns.
         ConfigError: Parameter names, optimizer options or metrics are invalid.
     """
+    frame, inputs = first_inputs(frame)
+    label = None
+    if frame.columns.label is not None:
+        (label,) = _twice(Dense(frame.columns.label, InMemory()), frame.sample.column(frame.columns.label.name))
+    config = request.config
+    weighted = frame.columns.weight is not None or config.class_weights is not None
+    run = partial(dry_run, request.recipe, config.task, config.seed, inputs, label, weighted=weighted)
+    trial = _on_driver(frame, request, run) if request.dry_run == "driver" else _in_worker(request, run, in_worker)
+    config.check_classes(trial.classes)
+    return frame, complete(trial, request.recipe.metrics, config.task)
+
+
+def first_inputs(frame: Frame) -> tuple[Frame, dict[str, torch.Tensor]]:
+    """Checks the first row, and makes its inputs; returns the frame with the tensor names of `preprocess`, and them.
+
+    Returns:
+        The frame, and two rows of each tensor by a name for messages.
+
+    Raises:
+        ModuleError: `preprocess` fails.
+        ColumnError: The row cannot be trained on.
+    """
     screen = RowFilter(replace(frame.columns, drop_nulls=False))
     screen.rows_of(frame.sample, first_row=0)
     screen.close()
@@ -60,15 +82,7 @@ def try_out(frame: Frame, request: Request, in_worker: Callable[..., Results]) -
     for spec, arguments in zip(frame.columns.inputs, taken if preprocess is None else (), strict=False):
         names = (f"column {spec.column!r}", f"where column {spec.column!r} has elements")
         inputs |= dict(zip(names, arguments, strict=False))
-    label = None
-    if frame.columns.label is not None:
-        (label,) = _twice(Dense(frame.columns.label, InMemory()), frame.sample.column(frame.columns.label.name))
-    config = request.config
-    weighted = frame.columns.weight is not None or config.class_weights is not None
-    run = partial(dry_run, request.recipe, config.task, config.seed, inputs, label, weighted=weighted)
-    trial = _on_driver(frame, request, run) if request.dry_run == "driver" else _in_worker(request, run, in_worker)
-    config.check_classes(trial.classes)
-    return frame, complete(trial, request.recipe.metrics, config.task)
+    return frame, inputs
 
 
 def _on_driver(frame: Frame, request: Request, run: partial[DryRunResult]) -> DryRunResult:

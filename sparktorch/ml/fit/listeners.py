@@ -9,9 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from pyspark.ml import Estimator, Model
+from pyspark.ml import Model
+from pyspark.ml.param import Params
 from pyspark.sql import SparkSession
 from tqdm.auto import tqdm
+
+from sparktorch.ml.fit.values import Values
 
 if TYPE_CHECKING:
     from sparktorch.data.columns import Columns
@@ -33,16 +36,18 @@ class Fit:
     """A fit, as listeners see it.
 
     Attributes:
-        estimator: The estimator.
+        estimator: The estimator, or the Params of `run`.
         spark: The session.
         callers: What `callers` returned when the estimator was copied.
-        columns: The training columns, once the DataFrame has been checked.
+        columns: The training columns, once the DataFrame has been checked; `None` also for a run without one.
+        kind: What it is: the class of the estimator, or "run".
     """
 
-    estimator: Estimator[Any]
+    estimator: Params
     spark: SparkSession
     callers: dict[str, Any] = field(default_factory=dict)
     columns: Columns | None = None
+    kind: str = "run"
 
 
 class FitListener(Protocol):
@@ -56,7 +61,7 @@ class FitListener(Protocol):
         ...
 
     def progress(self, record: dict[str, Any]) -> None:
-        """Receives rank 0's position, a few times a second: epoch, epochs, step, steps, loss."""
+        """Receives rank 0's position, a few times a second: epoch, epochs, step, steps, loss (`None` if unknown)."""
         ...
 
     def epoch(self, record: dict[str, Any]) -> None:
@@ -65,6 +70,10 @@ class FitListener(Protocol):
 
     def finished(self, model: Model, summary: TrainingSummary) -> None:
         """Receives the fitted model."""
+        ...
+
+    def ended(self) -> None:
+        """Called in place of `finished` when a function of `run` has ended in all ranks."""
         ...
 
     def failed(self, error: BaseException) -> None:
@@ -116,11 +125,11 @@ class FitReport:
             self._listeners += [listener] if listener is not None else []
         return self
 
-    def prepared(self, columns: Columns) -> None:
+    def prepared(self, columns: Columns | None) -> None:
         """Reports that all checks before the job have passed; from now on, callbacks receive events too."""
         self._fit.columns = columns
         self._tell("prepared")
-        self._listeners += [_CallbackListener(callback) for callback in self._fit.estimator.getOrDefault("callbacks")]
+        self._listeners += [_CallbackListener(callback) for callback in Values(self._fit.estimator)["callbacks"] or ()]
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._bar is not None:
@@ -163,9 +172,16 @@ class FitReport:
             self.epoch(record)
         self._tell("finished", model, summary)
 
-    def _move(self, done: int, epoch: int, epochs: int, loss: float, rate: float) -> None:
+    def ended(self) -> None:
+        """Completes the bar, and reports the end of a run without a model."""
+        if self._bar is not None:
+            self._bar.update(self._bar.total - self._bar.n)
+        self._tell("ended")
+
+    def _move(self, done: int, epoch: int, epochs: int, loss: float | None, rate: float) -> None:
         assert self._bar is not None
-        self._bar.set_postfix_str(f"epoch {epoch}/{epochs}, loss {loss:.4g}, {rate:,.0f} samples/s", refresh=False)
+        shown = f", loss {loss:.4g}" if loss is not None else ""
+        self._bar.set_postfix_str(f"epoch {epoch}/{epochs}{shown}, {rate:,.0f} samples/s", refresh=False)
         self._bar.update(done - self._bar.n)
 
     def _tell(self, what: str, *arguments: Any) -> None:
@@ -187,6 +203,9 @@ class _CallbackListener:
         pass
 
     def finished(self, model: Model, summary: TrainingSummary) -> None:
+        pass
+
+    def ended(self) -> None:
         pass
 
     def failed(self, error: BaseException) -> None:

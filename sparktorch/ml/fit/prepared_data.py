@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from weakref import WeakSet
 
 from pyspark.sql import DataFrame, SparkSession
@@ -19,7 +19,7 @@ from sparktorch.ml.fit.checks import check_thresholds
 from sparktorch.ml.fit.first_row_trial import one_rank, try_out
 from sparktorch.ml.fit.holdable import check_holdable, rows_of
 from sparktorch.ml.fit.listeners import FitReport
-from sparktorch.ml.fit.translate import Request, translate
+from sparktorch.ml.fit.translate import JobRequest, Request, translate
 from sparktorch.ml.params.mixins import EstimatorParams
 from sparktorch.spark.checks.check_result import refuse
 from sparktorch.spark.checks.doctor import check_executors
@@ -36,7 +36,9 @@ from sparktorch.worker import RankResult, TrainJob, run_held, serve, train_held
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["FreshData", "PreparedData", "Source", "make_room"]
+__all__ = ["FreshData", "PreparedData", "Source", "launchable", "make_room"]
+
+R = TypeVar("R", bound=JobRequest)
 
 _LOG = logging.getLogger(__name__)
 _all: WeakSet[PreparedData] = WeakSet()  # of this process
@@ -77,7 +79,7 @@ class FreshData:
         self, estimator: EstimatorParams, task: Task, report: FitReport
     ) -> tuple[Request, Frame, DryRunResult]:
         """Runs all checks that need no training job; returns what the job needs."""
-        request = _launchable(estimator, task, self.dataset.sparkSession)
+        request = launchable(translate(estimator, task), self.dataset.sparkSession, estimator.getPreflight())
         frame = prepare(self.dataset, task, **request.columns)
         return _tried(estimator, request, frame, partial(one_rank, frame.data.sparkSession, request, report))
 
@@ -207,7 +209,7 @@ class PreparedData:
             request = replace(request, launch=replace(request.launch, tag=pool.tag))
             alone = partial(_in_pool, pool, report)
         else:
-            request = _launchable(estimator, task, spark, self)
+            request = launchable(translate(estimator, task), spark, estimator.getPreflight(), self)
             alone = partial(one_rank, spark, request, report)
         if self._frame is None:
             self._frame = prepare(self.dataset, task, **request.columns, **self._more_columns)
@@ -349,20 +351,28 @@ def make_room(spark: SparkSession, count: int, *, without: PreparedData | None =
             held.give_way()
 
 
-def _with_profile(request: Request, spark: SparkSession) -> Request:
+def _with_profile(request: R, spark: SparkSession) -> R:
     profile = gpu_profile(spark, request.launch.device, request.launch.world_size)
     return replace(request, launch=replace(request.launch, profile=profile))
 
 
-def _launchable(
-    estimator: EstimatorParams, task: Task, spark: SparkSession, rows: PreparedData | None = None
-) -> Request:
-    """Returns the configuration of a fit, once the cluster has been checked for it, and idle ranks have made room."""
-    request = _with_profile(translate(estimator, task), spark)
+def launchable(request: R, spark: SparkSession, preflight: str, without: PreparedData | None = None) -> R:
+    """Returns a request with its resource profile, once the cluster is checked for it, and idle ranks have made room.
+
+    Args:
+        request: The configuration.
+        spark: The session.
+        preflight: "full" also checks the executors.
+        without: Rows whose ranks stay.
+
+    Raises:
+        ClusterError: The cluster cannot run the job.
+    """
+    request = _with_profile(request, spark)
     launch = request.launch
-    make_room(spark, launch.world_size, without=rows)
+    make_room(spark, launch.world_size, without=without)
     check_cluster(spark, launch.world_size, launch.profile, longest=launch.patience.start)
-    if estimator.getPreflight() == "full":
+    if preflight == "full":
         refuse(check_executors(spark, launch, request.checkpoint.directory if request.checkpoint else None))
     return request
 

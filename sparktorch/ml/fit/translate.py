@@ -11,42 +11,40 @@ from typing import Any, Literal
 from sparktorch.base.config import CheckpointConfig, StorageConfig, Task, TrainConfig
 from sparktorch.distributed.monitor import Timeouts
 from sparktorch.errors import ConfigError
-from sparktorch.ml.fit.checks import check_params, check_restarts
+from sparktorch.ml.fit.checks import check_job, check_params, check_restarts
 from sparktorch.ml.fit.inputs import input_names, input_options, preprocess_of
 from sparktorch.ml.fit.values import Values
-from sparktorch.ml.params.mixins import EstimatorParams
-from sparktorch.ml.params.tables import CLASSIFIER, GENERIC
+from sparktorch.ml.params.declare import ParamSpec
+from sparktorch.ml.params.mixins import EstimatorParams, RunParams
+from sparktorch.ml.params.tables import CLASSIFIER, GENERIC, RUN
 from sparktorch.model.export import Program
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.launch.barrier_job import Launch
 from sparktorch.train.checkpoint.store import CheckpointStore
 from sparktorch.train.recipe.recipe import Recipe
-from sparktorch.train.strategies.registry import check_strategy
+from sparktorch.train.strategies.registry import check_strategy, strategy_options, strategy_type
 
-__all__ = ["Request", "translate"]
+__all__ = ["JobRequest", "Request", "translate", "translate_run"]
 
 _EVERY = {spec.name: spec for spec in (*GENERIC, *CLASSIFIER)}
 _SHUFFLE_BLOCK = 32  # for storage on disk
 
 
-@dataclass(frozen=True)
-class Request:
-    """The configuration of a fit.
+@dataclass(frozen=True, kw_only=True)
+class JobRequest:
+    """What the job of a fit, or of `run`, is to be like.
 
     Attributes:
-        recipe: What is trained.
-        config: How it is trained.
+        config: How it trains: batches, strategy, numerics.
         launch: The barrier job: ranks, devices, timeouts.
         split: "key" to split rows by key, "keep" to keep the partitions.
         storage: Where each worker keeps its rows.
         checkpoint: Where and how often to save the training state; `None` for no checkpoints.
         max_restarts: The most restarts after a lost rank.
         min_workers: The fewest ranks for a restart; `None` for all.
-        dry_run: Where the dry run happens, on the "driver" or in a "worker".
         columns: Column names by role, the arguments of `spark.frame.prepare`.
     """
 
-    recipe: Recipe
     config: TrainConfig
     launch: Launch
     split: str
@@ -54,8 +52,20 @@ class Request:
     checkpoint: CheckpointConfig | None
     max_restarts: int
     min_workers: int | None
-    dry_run: str
     columns: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request(JobRequest):
+    """The configuration of a fit.
+
+    Attributes:
+        recipe: What is trained.
+        dry_run: Where the dry run happens, on the "driver" or in a "worker".
+    """
+
+    recipe: Recipe
+    dry_run: str
 
 
 def translate(estimator: EstimatorParams, task: Task) -> Request:
@@ -67,39 +77,69 @@ def translate(estimator: EstimatorParams, task: Task) -> Request:
     p = Values(estimator)
     check_params(estimator, p)
     loss = p["loss"] if p["trainingStep"] is None else None
-    shaped: dict[str, Any] = {"shuffle_block": _shuffle_block(p), "class_weights": _class_weights(p["classWeights"])}
-    patience, log_level = Timeouts(**_fields(p, "patience")), getattr(logging, p["logLevel"])
     request = Request(
         recipe=Recipe(**_module(p["module"], p["moduleParams"]), loss=loss, **_fields(p, "recipe")),
-        config=TrainConfig(task=task, **shaped, **_fields(p, "config")),
-        launch=Launch(patience=patience, log_level=log_level, **_fields(p, "launch")),
-        storage=StorageConfig(**_fields(p, "storage")),
-        checkpoint=_checkpoint(p),
-        columns={
-            "inputs": input_names(estimator),
-            "label": _label(estimator, p),
-            "weight": p["weightCol"],
-            "validation": p["validationIndicatorCol"],
-            "key": p["idCol"],
-            "options": input_options(estimator),
-            "preprocess": preprocess_of(estimator),
-            "keyed": p["split"] == "key",
-        },
-        **_fields(p, "request"),
+        dry_run=p["dryRun"],
+        **_job(estimator, p, task, _EVERY),
     )
     check_strategy(request.config, request.recipe)
     check_restarts(p, request.config)
     return request
 
 
-def _fields(p: Values, configuration: str) -> dict[str, Any]:
+def translate_run(params: RunParams, function: Any) -> JobRequest:
+    """Checks the Params of `run` and translates them.
+
+    Raises:
+        ConfigError: A Param is out of range.
+    """
+    p = Values(params)
+    check_job(params, p)
+    request = JobRequest(**_job(params, p, "generic", {spec.name: spec for spec in RUN}, function=_described(function)))
+    if strategy_type(request.config.strategy).own_batches:
+        raise ConfigError(
+            f"strategy {request.config.strategy!r} trains a model in each worker, and a function has a loop of its own",
+            hint="leave strategy out, and do not wrap the module: then each worker trains its own",
+            param="strategy",
+        )
+    strategy_options(request.config.strategy, request.config.strategy_params)
+    check_restarts(p, request.config)
+    return request
+
+
+def _job(params: Any, p: Values, task: Task, table: Mapping[str, ParamSpec], **known: str) -> dict[str, Any]:
+    """Returns the fields of a `JobRequest`; `known` identifies a training besides its Params."""
+    shaped: dict[str, Any] = {"shuffle_block": _shuffle_block(p), "class_weights": _class_weights(p["classWeights"])}
+    patience, log_level = Timeouts(**_fields(p, "patience", table)), getattr(logging, p["logLevel"])
+    return {
+        "config": TrainConfig(task=task, **shaped, **_fields(p, "config", table)),
+        "launch": Launch(patience=patience, log_level=log_level, **_fields(p, "launch", table)),
+        "storage": StorageConfig(**_fields(p, "storage", table)),
+        "checkpoint": _checkpoint(p, table, known),
+        "columns": {
+            "inputs": input_names(params),
+            "label": _label(params, p),
+            "weight": p["weightCol"],
+            "validation": p["validationIndicatorCol"],
+            "key": p["idCol"],
+            "options": input_options(params),
+            "preprocess": preprocess_of(params),
+            "keyed": p["split"] == "key",
+        },
+        "split": p["split"],
+        "max_restarts": p["maxRestarts"],
+        "min_workers": p["minWorkers"],
+    }
+
+
+def _fields(p: Values, configuration: str, table: Mapping[str, ParamSpec] = _EVERY) -> dict[str, Any]:
     """Returns the Param values for one configuration class, by field."""
-    named = ((spec.field.partition("."), p[name]) for name, spec in _EVERY.items())
+    named = ((spec.field.partition("."), p[name]) for name, spec in table.items())
     found = {field: value for (of, _, field), value in named if of == configuration}
     return {field: tuple(value) if isinstance(value, list) else value for field, value in found.items()}
 
 
-def _label(estimator: EstimatorParams, p: Values) -> str | list[str] | None:
+def _label(estimator: Any, p: Values) -> str | list[str] | None:
     if p["labelCols"] is None:
         return p["labelCol"] or None
     if estimator.isSet("labelCol"):
@@ -109,16 +149,18 @@ def _label(estimator: EstimatorParams, p: Values) -> str | list[str] | None:
     return list(p["labelCols"])
 
 
-def _checkpoint(p: Values) -> CheckpointConfig | None:
+def _checkpoint(p: Values, table: Mapping[str, ParamSpec], known: Mapping[str, str]) -> CheckpointConfig | None:
     if p["checkpointDir"] is None:
         return None
     CheckpointStore(p["checkpointDir"])  # raises if the file system is unknown
-    return CheckpointConfig(owner=secrets.token_hex(16), job=_identity(p), **_fields(p, "checkpoint"))
+    return CheckpointConfig(
+        owner=secrets.token_hex(16), job={**_identity(p, table), **known}, **_fields(p, "checkpoint", table)
+    )
 
 
-def _identity(p: Values) -> dict[str, str]:
+def _identity(p: Values, table: Mapping[str, ParamSpec]) -> dict[str, str]:
     """Returns the values that must be equal to resume from a checkpoint."""
-    values = {name: p[name] for name, spec in _EVERY.items() if spec.compared} | {"shuffleBlock": _shuffle_block(p)}
+    values = {name: p[name] for name, spec in table.items() if spec.compared} | {"shuffleBlock": _shuffle_block(p)}
     return {name: _described(value) for name, value in values.items()}
 
 

@@ -14,6 +14,7 @@ __all__ = [
     "ModelParams",
     "RegressionModelParams",
     "RegressorParams",
+    "RunParams",
 ]
 
 EstimatorParams = params_class("EstimatorParams", tables.ESTIMATOR, "The Params that all estimators share.")
@@ -38,3 +39,5 @@ ClassificationModelParams = _model(
     "ClassificationModelParams", tables.CLASSIFICATION_MODEL, "`TorchClassificationModel`"
 )
 RegressionModelParams = _model("RegressionModelParams", tables.REGRESSION_MODEL, "`TorchRegressionModel`")
+
+RunParams = with_constructor(params_class("RunParams", tables.RUN, "The Params of `run`."), tables.RUN, arguments=True)

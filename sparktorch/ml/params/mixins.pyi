@@ -131,10 +131,10 @@ class EstimatorParams(HasFeaturesCol, HasInputCols, HasLabelCol, HasPredictionCo
     def getAccumulationSteps(self) -> int: ...
     def setAccumulationSteps(self, value: int) -> Self:
         """Sets the value of `accumulationSteps`: parts into which a worker splits its rows of a step, their gradients added up (> 0)."""
-    microBatchSize: Param[int]
-    def getMicroBatchSize(self) -> int: ...
-    def setMicroBatchSize(self, value: int) -> Self:
-        """Sets the value of `microBatchSize`: the most rows a worker takes through the module at a time, in place of accumulationSteps (> 0)."""
+    microBatchSize: Param[int | str]
+    def getMicroBatchSize(self) -> int | str: ...
+    def setMicroBatchSize(self, value: int | str) -> Self:
+        """Sets the value of `microBatchSize`: the most rows a worker takes through the module at a time, in place of accumulationSteps (> 0); 'auto' finds how many the devices of all workers have memory for."""
     gradientClipNorm: Param[float]
     def getGradientClipNorm(self) -> float: ...
     def setGradientClipNorm(self, value: float) -> Self:
@@ -289,10 +289,10 @@ class EstimatorParams(HasFeaturesCol, HasInputCols, HasLabelCol, HasPredictionCo
     def getHandleInvalid(self) -> str: ...
     def setHandleInvalid(self, value: str) -> Self:
         """Sets the value of `handleInvalid`: what transform does with a row whose inputs are null or hold a null: 'error', 'keep' it with null results, or 'skip' it, as one that holds NaN or infinity."""
-    predictBatchSize: Param[int]
-    def getPredictBatchSize(self) -> int: ...
-    def setPredictBatchSize(self, value: int) -> Self:
-        """Sets the value of `predictBatchSize`: the most rows that go through the module at a time when scoring (> 0)."""
+    predictBatchSize: Param[int | str]
+    def getPredictBatchSize(self) -> int | str: ...
+    def setPredictBatchSize(self, value: int | str) -> Self:
+        """Sets the value of `predictBatchSize`: the most rows that go through the module at a time when scoring (> 0); 'auto' begins with 2048, and halves them where the device has no memory for them."""
     predictPrecision: Param[str]
     def getPredictPrecision(self) -> str: ...
     def setPredictPrecision(self, value: str) -> Self:
@@ -331,10 +331,10 @@ class ModelParams(HasFeaturesCol, HasInputCols, HasPredictionCol):
     def getHandleInvalid(self) -> str: ...
     def setHandleInvalid(self, value: str) -> Self:
         """Sets the value of `handleInvalid`: what transform does with a row whose inputs are null or hold a null: 'error', 'keep' it with null results, or 'skip' it, as one that holds NaN or infinity."""
-    predictBatchSize: Param[int]
-    def getPredictBatchSize(self) -> int: ...
-    def setPredictBatchSize(self, value: int) -> Self:
-        """Sets the value of `predictBatchSize`: the most rows that go through the module at a time when scoring (> 0)."""
+    predictBatchSize: Param[int | str]
+    def getPredictBatchSize(self) -> int | str: ...
+    def setPredictBatchSize(self, value: int | str) -> Self:
+        """Sets the value of `predictBatchSize`: the most rows that go through the module at a time when scoring (> 0); 'auto' begins with 2048, and halves them where the device has no memory for them."""
     predictPrecision: Param[str]
     def getPredictPrecision(self) -> str: ...
     def setPredictPrecision(self, value: str) -> Self:
@@ -385,7 +385,7 @@ class GenericParams(EstimatorParams, HasOutputCols):
         referenceBatchSize: int | None = None,
         batchSize: int = 256,
         accumulationSteps: int = 1,
-        microBatchSize: int | None = None,
+        microBatchSize: int | str | None = None,
         gradientClipNorm: float | None = None,
         gradientClipValue: float | None = None,
         precision: str = "fp32",
@@ -425,7 +425,7 @@ class GenericParams(EstimatorParams, HasOutputCols):
         stallTimeout: float = 600.0,
         logLevel: str = "WARNING",
         handleInvalid: str = "error",
-        predictBatchSize: int = 2048,
+        predictBatchSize: int | str = 2048,
         predictPrecision: str = "fp32",
         predictCompile: bool = False,
         progress: bool = True,
@@ -470,7 +470,7 @@ class GenericParams(EstimatorParams, HasOutputCols):
             referenceBatchSize: The batch size that learningRate was chosen for: scales it to batchSize, with a warm-up (> 0).
             batchSize: Rows of one optimizer step over all workers together (> 0).
             accumulationSteps: Parts into which a worker splits its rows of a step, their gradients added up (> 0).
-            microBatchSize: The most rows a worker takes through the module at a time, in place of accumulationSteps (> 0).
+            microBatchSize: The most rows a worker takes through the module at a time, in place of accumulationSteps (> 0); 'auto' finds how many the devices of all workers have memory for.
             gradientClipNorm: Largest norm of the whole gradient; a larger one is scaled down (> 0).
             gradientClipValue: Largest absolute value of an element of the gradient; a larger one is cut off (> 0).
             precision: 'fp32', 'tf32' to let GPUs multiply float32 matrices with shorter mantissas, or 'bf16' or 'fp16' to train under autocast; the weights stay fp32.
@@ -510,7 +510,7 @@ class GenericParams(EstimatorParams, HasOutputCols):
             stallTimeout: Seconds that a worker may stand still, or start after the first one, before the fit ends with its name, its place and its Python stack (> 0).
             logLevel: From which level on the driver shows what workers log; what they print counts as 'INFO'.
             handleInvalid: What transform does with a row whose inputs are null or hold a null: 'error', 'keep' it with null results, or 'skip' it, as one that holds NaN or infinity.
-            predictBatchSize: The most rows that go through the module at a time when scoring (> 0).
+            predictBatchSize: The most rows that go through the module at a time when scoring (> 0); 'auto' begins with 2048, and halves them where the device has no memory for them.
             predictPrecision: 'fp32', or 'bf16' or 'fp16' to score under autocast.
             predictCompile: Whether to score through torch.compile; executors need a C++ compiler for it on CPUs.
             progress: Whether fit shows a progress bar on the driver.
@@ -567,7 +567,7 @@ class ClassifierParams(EstimatorParams, HasProbabilityCol, HasRawPredictionCol, 
         referenceBatchSize: int | None = None,
         batchSize: int = 256,
         accumulationSteps: int = 1,
-        microBatchSize: int | None = None,
+        microBatchSize: int | str | None = None,
         gradientClipNorm: float | None = None,
         gradientClipValue: float | None = None,
         precision: str = "fp32",
@@ -607,7 +607,7 @@ class ClassifierParams(EstimatorParams, HasProbabilityCol, HasRawPredictionCol, 
         stallTimeout: float = 600.0,
         logLevel: str = "WARNING",
         handleInvalid: str = "error",
-        predictBatchSize: int = 2048,
+        predictBatchSize: int | str = 2048,
         predictPrecision: str = "fp32",
         predictCompile: bool = False,
         progress: bool = True,
@@ -654,7 +654,7 @@ class ClassifierParams(EstimatorParams, HasProbabilityCol, HasRawPredictionCol, 
             referenceBatchSize: The batch size that learningRate was chosen for: scales it to batchSize, with a warm-up (> 0).
             batchSize: Rows of one optimizer step over all workers together (> 0).
             accumulationSteps: Parts into which a worker splits its rows of a step, their gradients added up (> 0).
-            microBatchSize: The most rows a worker takes through the module at a time, in place of accumulationSteps (> 0).
+            microBatchSize: The most rows a worker takes through the module at a time, in place of accumulationSteps (> 0); 'auto' finds how many the devices of all workers have memory for.
             gradientClipNorm: Largest norm of the whole gradient; a larger one is scaled down (> 0).
             gradientClipValue: Largest absolute value of an element of the gradient; a larger one is cut off (> 0).
             precision: 'fp32', 'tf32' to let GPUs multiply float32 matrices with shorter mantissas, or 'bf16' or 'fp16' to train under autocast; the weights stay fp32.
@@ -694,7 +694,7 @@ class ClassifierParams(EstimatorParams, HasProbabilityCol, HasRawPredictionCol, 
             stallTimeout: Seconds that a worker may stand still, or start after the first one, before the fit ends with its name, its place and its Python stack (> 0).
             logLevel: From which level on the driver shows what workers log; what they print counts as 'INFO'.
             handleInvalid: What transform does with a row whose inputs are null or hold a null: 'error', 'keep' it with null results, or 'skip' it, as one that holds NaN or infinity.
-            predictBatchSize: The most rows that go through the module at a time when scoring (> 0).
+            predictBatchSize: The most rows that go through the module at a time when scoring (> 0); 'auto' begins with 2048, and halves them where the device has no memory for them.
             predictPrecision: 'fp32', or 'bf16' or 'fp16' to score under autocast.
             predictCompile: Whether to score through torch.compile; executors need a C++ compiler for it on CPUs.
             progress: Whether fit shows a progress bar on the driver.
@@ -752,7 +752,7 @@ class RegressorParams(EstimatorParams):
         referenceBatchSize: int | None = None,
         batchSize: int = 256,
         accumulationSteps: int = 1,
-        microBatchSize: int | None = None,
+        microBatchSize: int | str | None = None,
         gradientClipNorm: float | None = None,
         gradientClipValue: float | None = None,
         precision: str = "fp32",
@@ -792,7 +792,7 @@ class RegressorParams(EstimatorParams):
         stallTimeout: float = 600.0,
         logLevel: str = "WARNING",
         handleInvalid: str = "error",
-        predictBatchSize: int = 2048,
+        predictBatchSize: int | str = 2048,
         predictPrecision: str = "fp32",
         predictCompile: bool = False,
         progress: bool = True,
@@ -836,7 +836,7 @@ class RegressorParams(EstimatorParams):
             referenceBatchSize: The batch size that learningRate was chosen for: scales it to batchSize, with a warm-up (> 0).
             batchSize: Rows of one optimizer step over all workers together (> 0).
             accumulationSteps: Parts into which a worker splits its rows of a step, their gradients added up (> 0).
-            microBatchSize: The most rows a worker takes through the module at a time, in place of accumulationSteps (> 0).
+            microBatchSize: The most rows a worker takes through the module at a time, in place of accumulationSteps (> 0); 'auto' finds how many the devices of all workers have memory for.
             gradientClipNorm: Largest norm of the whole gradient; a larger one is scaled down (> 0).
             gradientClipValue: Largest absolute value of an element of the gradient; a larger one is cut off (> 0).
             precision: 'fp32', 'tf32' to let GPUs multiply float32 matrices with shorter mantissas, or 'bf16' or 'fp16' to train under autocast; the weights stay fp32.
@@ -876,7 +876,7 @@ class RegressorParams(EstimatorParams):
             stallTimeout: Seconds that a worker may stand still, or start after the first one, before the fit ends with its name, its place and its Python stack (> 0).
             logLevel: From which level on the driver shows what workers log; what they print counts as 'INFO'.
             handleInvalid: What transform does with a row whose inputs are null or hold a null: 'error', 'keep' it with null results, or 'skip' it, as one that holds NaN or infinity.
-            predictBatchSize: The most rows that go through the module at a time when scoring (> 0).
+            predictBatchSize: The most rows that go through the module at a time when scoring (> 0); 'auto' begins with 2048, and halves them where the device has no memory for them.
             predictPrecision: 'fp32', or 'bf16' or 'fp16' to score under autocast.
             predictCompile: Whether to score through torch.compile; executors need a C++ compiler for it on CPUs.
             progress: Whether fit shows a progress bar on the driver.
@@ -918,3 +918,243 @@ class RegressionModelParams(ModelParams, HasLabelCol, HasWeightCol):
         """Sets the value of `labelCol`: the label column; an empty name for a loss without labels."""
     def setWeightCol(self, value: str) -> Self:
         """Sets the value of `weightCol`: a column of sample weights (>= 0); without it, all rows weigh the same."""
+
+class RunParams(HasFeaturesCol, HasInputCols, HasLabelCol, HasWeightCol, HasValidationIndicatorCol, HasSeed):
+    """The Params of `run`."""
+
+    def __init__(
+        self,
+        *,
+        featuresCol: str = "features",
+        inputCols: list[str] | None = None,
+        assembleInputs: bool = False,
+        inputShapes: dict[str, list[int]] | None = None,
+        inputLayouts: dict[str, str] | None = None,
+        inputDtypes: dict[str, str] | None = None,
+        maxLengths: dict[str, int] | None = None,
+        padValues: dict[str, float] | None = None,
+        preprocess: str | Callable[..., Any] | None = None,
+        nullPolicy: str = "error",
+        fillValue: float = 0.0,
+        labelCol: str = "",
+        labelCols: list[str] | None = None,
+        weightCol: str | None = None,
+        validationIndicatorCol: str | None = None,
+        idCol: str | None = None,
+        batchSize: int = 256,
+        epochs: int = 1,
+        split: str = "key",
+        storage: str = "memory",
+        memoryBudget: int = 1024,
+        shuffle: bool = True,
+        shuffleBlock: int | None = None,
+        seed: int = 0,
+        strategy: str = "ddp",
+        strategyParams: dict[str, Any] | None = None,
+        numWorkers: int = 1,
+        device: str = "auto",
+        rendezvous: str = "auto",
+        preflight: str = "basic",
+        checkpointDir: str | None = None,
+        keepCheckpoints: int = 2,
+        maxRestarts: int = 0,
+        minWorkers: int | None = None,
+        startTimeout: float = 3600.0,
+        stallTimeout: float = 600.0,
+        logLevel: str = "WARNING",
+        progress: bool = True,
+        mlflowExperiment: str | None = None,
+        mlflowRunName: str | None = None,
+    ) -> None:
+        """Sets Params by name; `None` leaves one at its default.
+
+        Args:
+            featuresCol: The input column.
+            inputCols: The input columns, in the order of the arguments of forward, in place of featuresCol.
+            assembleInputs: Whether all the scalar columns of inputCols become one tensor, (rows, columns), in place of the first of them.
+            inputShapes: One row's shape by input column, such as {'image': [28, 28, 1]}; by default that of the first row.
+            inputLayouts: What forward gets, by input column: 'dense' (the default), 'padded' or 'jagged' for arrays of unequal length, 'sparse_csr' for ML vectors, 'raw' for bytes of a tensor, 'image' for JPEG and PNG files.
+            inputDtypes: The tensor's dtype by input column; by default int64 for whole numbers and float32 for all others.
+            maxLengths: The number of elements after which rows are cut off, by padded or jagged input column (> 0).
+            padValues: What rows are padded with, by padded input column; 0 by default.
+            preprocess: A callable (columns, *, epoch, generator), or its import path, that makes a dict of the arguments of forward of a dict of the input columns, in the ranks and in scoring.
+            nullPolicy: What fit does with rows that hold a null or NaN: 'error', 'drop' the row, or 'fill' in fillValue.
+            fillValue: What stands for nulls and NaN in the inputs under nullPolicy 'fill', in scoring too.
+            labelCol: The label column; by default there is none.
+            labelCols: Scalar columns that become one label, (rows, columns), in place of labelCol.
+            weightCol: A column of sample weights (>= 0); without it, all rows weigh the same.
+            validationIndicatorCol: A boolean column, true for the rows that validate and do not train.
+            idCol: A column that identifies a row, used in place of its contents to order the training.
+            batchSize: Rows of one optimizer step over all workers together (> 0).
+            epochs: Passes over the training rows (> 0).
+            split: 'key' sends each row to a worker by its contents, and the training depends on nothing else; 'keep' makes a worker of each partition as it is, without a shuffle.
+            storage: Where a worker keeps its rows: in 'memory', on 'disk' in Spark's local directories, or 'auto': in memory as far as memoryBudget goes, and else on disk.
+            memoryBudget: MB of memory that the rows of one worker may take, with storage 'disk' or 'auto' (> 0).
+            shuffle: Whether every epoch draws its batches anew.
+            shuffleBlock: Number of neighbouring rows, by key, that an epoch trains within as many steps, so that they are read from disk at once; 1, as with storage 'memory', shuffles single rows; 32 if it is not set otherwise (> 0).
+            seed: Seed of the initial weights, the sampling and each worker's generators.
+            strategy: How the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and parameters among them; 'localSGD', 'parameterServer', 'independent'.
+            strategyParams: Options of the strategy, as docs/training.md lists them.
+            numWorkers: Number of barrier tasks, the world size (> 0).
+            device: 'auto', 'cpu' or a type of accelerator, such as 'cuda', for training and for scoring; auto takes one per task where there are any.
+            rendezvous: Who hosts the store at which workers meet: 'auto', 'driver' or 'rank0'.
+            preflight: What is checked before the job starts: 'basic' for settings, slots and GPUs, 'full' for the executors as well.
+            checkpointDir: Path or URL of a directory that all workers can write, for checkpoints; a fit whose directory holds an unfinished training of the same configuration goes on with it.
+            keepCheckpoints: Number of checkpoints that are kept, besides that of the best validation (> 0).
+            maxRestarts: How often a training that loses a worker is started again, from its last checkpoint if it has one (>= 0).
+            minWorkers: The fewest workers that a restart goes on with, where the cluster has no slots for all of them any more (> 0).
+            startTimeout: Seconds that a fit waits for executors that are to come, and for slots which other jobs hold (> 0).
+            stallTimeout: Seconds that a worker may stand still, or start after the first one, before the fit ends with its name, its place and its Python stack (> 0).
+            logLevel: From which level on the driver shows what workers log; what they print counts as 'INFO'.
+            progress: Whether fit shows a progress bar on the driver.
+            mlflowExperiment: Name of the MLflow experiment, made if it is missing, in which each fit starts a run of its own, nested where a run is active.
+            mlflowRunName: Name of the MLflow run that each fit starts for itself, nested where a run is active.
+        """
+    def setFeaturesCol(self, value: str) -> Self:
+        """Sets the value of `featuresCol`: the input column."""
+    def setInputCols(self, value: list[str]) -> Self:
+        """Sets the value of `inputCols`: the input columns, in the order of the arguments of forward, in place of featuresCol."""
+    assembleInputs: Param[bool]
+    def getAssembleInputs(self) -> bool: ...
+    def setAssembleInputs(self, value: bool) -> Self:
+        """Sets the value of `assembleInputs`: whether all the scalar columns of inputCols become one tensor, (rows, columns), in place of the first of them."""
+    inputShapes: Param[dict[str, list[int]]]
+    def getInputShapes(self) -> dict[str, list[int]]: ...
+    def setInputShapes(self, value: dict[str, list[int]]) -> Self:
+        """Sets the value of `inputShapes`: one row's shape by input column, such as {'image': [28, 28, 1]}; by default that of the first row."""
+    inputLayouts: Param[dict[str, str]]
+    def getInputLayouts(self) -> dict[str, str]: ...
+    def setInputLayouts(self, value: dict[str, str]) -> Self:
+        """Sets the value of `inputLayouts`: what forward gets, by input column: 'dense' (the default), 'padded' or 'jagged' for arrays of unequal length, 'sparse_csr' for ML vectors, 'raw' for bytes of a tensor, 'image' for JPEG and PNG files."""
+    inputDtypes: Param[dict[str, str]]
+    def getInputDtypes(self) -> dict[str, str]: ...
+    def setInputDtypes(self, value: dict[str, str]) -> Self:
+        """Sets the value of `inputDtypes`: the tensor's dtype by input column; by default int64 for whole numbers and float32 for all others."""
+    maxLengths: Param[dict[str, int]]
+    def getMaxLengths(self) -> dict[str, int]: ...
+    def setMaxLengths(self, value: dict[str, int]) -> Self:
+        """Sets the value of `maxLengths`: the number of elements after which rows are cut off, by padded or jagged input column (> 0)."""
+    padValues: Param[dict[str, float]]
+    def getPadValues(self) -> dict[str, float]: ...
+    def setPadValues(self, value: dict[str, float]) -> Self:
+        """Sets the value of `padValues`: what rows are padded with, by padded input column; 0 by default."""
+    preprocess: Param[str | Callable[..., Any]]
+    def getPreprocess(self) -> str | Callable[..., Any]: ...
+    def setPreprocess(self, value: str | Callable[..., Any]) -> Self:
+        """Sets the value of `preprocess`: a callable (columns, *, epoch, generator), or its import path, that makes a dict of the arguments of forward of a dict of the input columns, in the ranks and in scoring."""
+    nullPolicy: Param[str]
+    def getNullPolicy(self) -> str: ...
+    def setNullPolicy(self, value: str) -> Self:
+        """Sets the value of `nullPolicy`: what fit does with rows that hold a null or NaN: 'error', 'drop' the row, or 'fill' in fillValue."""
+    fillValue: Param[float]
+    def getFillValue(self) -> float: ...
+    def setFillValue(self, value: float) -> Self:
+        """Sets the value of `fillValue`: what stands for nulls and NaN in the inputs under nullPolicy 'fill', in scoring too."""
+    def setLabelCol(self, value: str) -> Self:
+        """Sets the value of `labelCol`: the label column; by default there is none."""
+    labelCols: Param[list[str]]
+    def getLabelCols(self) -> list[str]: ...
+    def setLabelCols(self, value: list[str]) -> Self:
+        """Sets the value of `labelCols`: scalar columns that become one label, (rows, columns), in place of labelCol."""
+    def setWeightCol(self, value: str) -> Self:
+        """Sets the value of `weightCol`: a column of sample weights (>= 0); without it, all rows weigh the same."""
+    def setValidationIndicatorCol(self, value: str) -> Self:
+        """Sets the value of `validationIndicatorCol`: a boolean column, true for the rows that validate and do not train."""
+    idCol: Param[str]
+    def getIdCol(self) -> str: ...
+    def setIdCol(self, value: str) -> Self:
+        """Sets the value of `idCol`: a column that identifies a row, used in place of its contents to order the training."""
+    batchSize: Param[int]
+    def getBatchSize(self) -> int: ...
+    def setBatchSize(self, value: int) -> Self:
+        """Sets the value of `batchSize`: rows of one optimizer step over all workers together (> 0)."""
+    epochs: Param[int]
+    def getEpochs(self) -> int: ...
+    def setEpochs(self, value: int) -> Self:
+        """Sets the value of `epochs`: passes over the training rows (> 0)."""
+    split: Param[str]
+    def getSplit(self) -> str: ...
+    def setSplit(self, value: str) -> Self:
+        """Sets the value of `split`: 'key' sends each row to a worker by its contents, and the training depends on nothing else; 'keep' makes a worker of each partition as it is, without a shuffle."""
+    storage: Param[str]
+    def getStorage(self) -> str: ...
+    def setStorage(self, value: str) -> Self:
+        """Sets the value of `storage`: where a worker keeps its rows: in 'memory', on 'disk' in Spark's local directories, or 'auto': in memory as far as memoryBudget goes, and else on disk."""
+    memoryBudget: Param[int]
+    def getMemoryBudget(self) -> int: ...
+    def setMemoryBudget(self, value: int) -> Self:
+        """Sets the value of `memoryBudget`: MB of memory that the rows of one worker may take, with storage 'disk' or 'auto' (> 0)."""
+    shuffle: Param[bool]
+    def getShuffle(self) -> bool: ...
+    def setShuffle(self, value: bool) -> Self:
+        """Sets the value of `shuffle`: whether every epoch draws its batches anew."""
+    shuffleBlock: Param[int]
+    def getShuffleBlock(self) -> int: ...
+    def setShuffleBlock(self, value: int) -> Self:
+        """Sets the value of `shuffleBlock`: number of neighbouring rows, by key, that an epoch trains within as many steps, so that they are read from disk at once; 1, as with storage 'memory', shuffles single rows; 32 if it is not set otherwise (> 0)."""
+    def setSeed(self, value: int) -> Self:
+        """Sets the value of `seed`: seed of the initial weights, the sampling and each worker's generators."""
+    strategy: Param[str]
+    def getStrategy(self) -> str: ...
+    def setStrategy(self, value: str) -> Self:
+        """Sets the value of `strategy`: how the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and parameters among them; 'localSGD', 'parameterServer', 'independent'."""
+    strategyParams: Param[dict[str, Any]]
+    def getStrategyParams(self) -> dict[str, Any]: ...
+    def setStrategyParams(self, value: dict[str, Any]) -> Self:
+        """Sets the value of `strategyParams`: options of the strategy, as docs/training.md lists them."""
+    numWorkers: Param[int]
+    def getNumWorkers(self) -> int: ...
+    def setNumWorkers(self, value: int) -> Self:
+        """Sets the value of `numWorkers`: number of barrier tasks, the world size (> 0)."""
+    device: Param[str]
+    def getDevice(self) -> str: ...
+    def setDevice(self, value: str) -> Self:
+        """Sets the value of `device`: 'auto', 'cpu' or a type of accelerator, such as 'cuda', for training and for scoring; auto takes one per task where there are any."""
+    rendezvous: Param[str]
+    def getRendezvous(self) -> str: ...
+    def setRendezvous(self, value: str) -> Self:
+        """Sets the value of `rendezvous`: who hosts the store at which workers meet: 'auto', 'driver' or 'rank0'."""
+    preflight: Param[str]
+    def getPreflight(self) -> str: ...
+    def setPreflight(self, value: str) -> Self:
+        """Sets the value of `preflight`: what is checked before the job starts: 'basic' for settings, slots and GPUs, 'full' for the executors as well."""
+    checkpointDir: Param[str]
+    def getCheckpointDir(self) -> str: ...
+    def setCheckpointDir(self, value: str) -> Self:
+        """Sets the value of `checkpointDir`: path or URL of a directory that all workers can write, for checkpoints; a fit whose directory holds an unfinished training of the same configuration goes on with it."""
+    keepCheckpoints: Param[int]
+    def getKeepCheckpoints(self) -> int: ...
+    def setKeepCheckpoints(self, value: int) -> Self:
+        """Sets the value of `keepCheckpoints`: number of checkpoints that are kept, besides that of the best validation (> 0)."""
+    maxRestarts: Param[int]
+    def getMaxRestarts(self) -> int: ...
+    def setMaxRestarts(self, value: int) -> Self:
+        """Sets the value of `maxRestarts`: how often a training that loses a worker is started again, from its last checkpoint if it has one (>= 0)."""
+    minWorkers: Param[int]
+    def getMinWorkers(self) -> int: ...
+    def setMinWorkers(self, value: int) -> Self:
+        """Sets the value of `minWorkers`: the fewest workers that a restart goes on with, where the cluster has no slots for all of them any more (> 0)."""
+    startTimeout: Param[float]
+    def getStartTimeout(self) -> float: ...
+    def setStartTimeout(self, value: float) -> Self:
+        """Sets the value of `startTimeout`: seconds that a fit waits for executors that are to come, and for slots which other jobs hold (> 0)."""
+    stallTimeout: Param[float]
+    def getStallTimeout(self) -> float: ...
+    def setStallTimeout(self, value: float) -> Self:
+        """Sets the value of `stallTimeout`: seconds that a worker may stand still, or start after the first one, before the fit ends with its name, its place and its Python stack (> 0)."""
+    logLevel: Param[str]
+    def getLogLevel(self) -> str: ...
+    def setLogLevel(self, value: str) -> Self:
+        """Sets the value of `logLevel`: from which level on the driver shows what workers log; what they print counts as 'INFO'."""
+    progress: Param[bool]
+    def getProgress(self) -> bool: ...
+    def setProgress(self, value: bool) -> Self:
+        """Sets the value of `progress`: whether fit shows a progress bar on the driver."""
+    mlflowExperiment: Param[str]
+    def getMlflowExperiment(self) -> str: ...
+    def setMlflowExperiment(self, value: str) -> Self:
+        """Sets the value of `mlflowExperiment`: name of the MLflow experiment, made if it is missing, in which each fit starts a run of its own, nested where a run is active."""
+    mlflowRunName: Param[str]
+    def getMlflowRunName(self) -> str: ...
+    def setMlflowRunName(self, value: str) -> Self:
+        """Sets the value of `mlflowRunName`: name of the MLflow run that each fit starts for itself, nested where a run is active."""

@@ -33,6 +33,7 @@ __all__ = [
     "MODEL",
     "REGRESSION_MODEL",
     "REGRESSOR",
+    "RUN",
 ]
 
 # fmt: off
@@ -330,6 +331,10 @@ def _loss_of(default: str) -> tuple[P, ...]:
     return tuple(replace(spec, default=default) if spec.name == "loss" else spec for spec in LOSS)
 
 
+def _unlabelled(table: tuple[P, ...]) -> tuple[P, ...]:
+    return tuple(replace(spec, default="", doc="the label column; by default there is none") for spec in table)
+
+
 _BEFORE_LABELS = (*MODULE, *COLUMNS, *INPUTS, *LABEL)
 _BEFORE_LOSS = (*PREDICTION, *WEIGHT, *ROWS)
 _AFTER_LOSS = (
@@ -344,6 +349,16 @@ REGRESSOR = (*_BEFORE_LABELS, *LABELS, *_BEFORE_LOSS, *_loss_of("MSELoss"), *_AF
 CLASSIFIER = (
     *(*_BEFORE_LABELS, *PREDICTION, *CLASSIFIED, *WEIGHT, *ROWS),
     *(*_loss_of("CrossEntropyLoss"), *CLASS_WEIGHTS, *_AFTER_LOSS),
+)
+
+# Of `run`, whose function has a loop of its own.
+RUN = (
+    *(*COLUMNS, *INPUTS, *_unlabelled(LABEL), *LABELS, *WEIGHT, *ROWS),
+    *(spec for spec in (*STEPS, *EPOCHS) if spec.name in ("batchSize", "epochs")),
+    *(*STORAGE, *SAMPLING, *STRATEGY, *DEVICE),
+    *(spec for spec in LAUNCH if spec.name != "dryRun"),
+    *(spec for spec in CHECKPOINTS if spec.name not in ("checkpointInterval", "checkpointUnit")),
+    *(*PATIENCE, *TRACKING),
 )
 
 MODEL = (*COLUMNS, *PREDICTION, *DEVICE, *SCORING)

@@ -17,9 +17,11 @@ def on(master: str, directory: Path, *requests: str, **settings: str) -> dict[st
     return results
 
 
-def test_a_fit_on_connect_may_hold_more_than_a_message_and_streams_get_large_models(tmp_path: Path) -> None:
+def test_on_connect_fits_hold_more_than_a_message_streams_get_large_models_and_loops_run(tmp_path: Path) -> None:
     with connect_port():
-        results = on("connect:local[2]", tmp_path, "much to send", "stream")
+        results = on("connect:local[2]", tmp_path, "much to send", "stream", "loop")
+    assert results["loop"]["ranks"] == [0, 1]
+    assert results["loop"]["far"] < 1e-5
     assert results["much to send"]["arrived"] == [str(33 << 20)] * 2
     assert results["stream"]["rows"] == 20
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from pyspark.sql import DataFrame, SparkSession
 
-from sparktorch import Callback, TorchClassifier
+import sparktorch
+from sparktorch import Callback, RunContext, TorchClassifier
 from sparktorch.errors import SparkTorchError
 from sparktorch.spark.checks.doctor import check_all
 from sparktorch.spark.launch.barrier_job import Launch
@@ -95,7 +96,32 @@ def stream(data: DataFrame, directory: str) -> Result:
     return {"rows": len(data.sparkSession.read.parquet(sink).select("prediction").collect())}
 
 
-REQUESTS = {"check": check, "fit on GPUs": refused, "much to send": heavy, "stream": stream}
+def looped(data: DataFrame, directory: str) -> Result:
+    """Runs a loop on the rows and a function without any; fits the same."""
+
+    def loop(context: RunContext) -> dict[str, torch.Tensor]:
+        torch.manual_seed(context.seed)
+        net = torch.nn.Linear(64, 10)
+        net, optimizer = context.wrap(net, torch.optim.AdamW(net.parameters(), lr=0.02))
+        for epoch in context.epochs:
+            for batch in context.loader(epoch):
+                losses = torch.nn.functional.cross_entropy(net(batch.inputs[0]), batch.label.long(), reduction="none")
+                optimizer.zero_grad()
+                batch.mean(losses).backward()
+                optimizer.step()
+        return context.state_dict(net)
+
+    model = classifier("cpu").fit(data)
+    same = {name: model.getOrDefault(name) for name in ("featuresCol", "labelCol")}
+    same |= {"validationIndicatorCol": "is_validation", "epochs": 5, "batchSize": 128, "seed": 3, "numWorkers": 2}
+    state = sparktorch.run(loop, data, progress=False, **same)[0]
+    weights = model.module.state_dict()
+    far = max(float((weights[name] - state[name]).abs().max()) for name in weights)
+    spark = data.sparkSession
+    return {"far": far, "ranks": sparktorch.run(lambda context: context.rank, numWorkers=2, spark=spark)}
+
+
+REQUESTS = {"loop": looped, "check": check, "fit on GPUs": refused, "much to send": heavy, "stream": stream}
 
 if __name__ == "__main__":
     print(json.dumps(main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), *sys.argv[4:])))

@@ -1,0 +1,76 @@
+"""Runs a script in the tasks of a barrier job, as torchrun runs it in processes.
+
+Each task has the environment variables that torchrun gives: a script that torchrun can start runs as it is. Options may
+stand before or after the script; all others are the script's own, and so is all that follows "--". Under spark-submit
+(jobs/run.py) the session is the submission's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from sparktorch.cli.session import NoSessionError, add_session_arguments, count, session
+from sparktorch.errors import SparkTorchError
+from sparktorch.ml.run import run_script
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "run a script, as torchrun would, in the tasks of a barrier job"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments of the command."""
+    _add_options(parser)
+    parser.add_argument("script", help="path of the script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the command; returns 0 if the script has ended well in every rank, else 1."""
+    given = options.arguments
+    end = given.index("--") if "--" in given else len(given)
+    later = argparse.ArgumentParser(prog="python -m sparktorch run", add_help=False, allow_abbrev=False)
+    _add_options(later)
+    options, own = later.parse_known_args(given[:end], options)
+    try:
+        with session(options, options.script) as spark:
+            run_script(
+                options.script,
+                [*own, *given[end + 1 :]],
+                spark=spark,
+                numWorkers=options.workers,
+                device=options.device,
+                maxRestarts=options.max_restarts,
+                stallTimeout=options.stall_timeout,
+                logLevel=options.log_level,
+            )
+    except NoSessionError as error:
+        print(f"{error.finding.found}\n  -> {error.finding.advice}", file=sys.stderr)
+    except SparkTorchError as error:
+        print(error, file=sys.stderr)
+    else:
+        return 0
+    return 1
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    for action in _options()._actions:
+        parser._add_action(action)
+
+
+def _options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False)
+    add_session_arguments(parser)
+    parser.add_argument("--workers", type=count, default=1, metavar="N", help="number of ranks (default: 1)")
+    parser.add_argument("--device", default="auto", help="'auto' (default), 'cpu' or a type of accelerator")
+    parser.add_argument(
+        "--max-restarts", type=int, default=0, metavar="N", help="restarts after a lost rank (default: 0)"
+    )
+    parser.add_argument(
+        "--stall-timeout", type=float, default=600.0, metavar="SECONDS", help="how long a rank may stand still"
+    )
+    parser.add_argument(
+        "--log-level", default="INFO", help="from which level on ranks' output is shown; prints are INFO (default)"
+    )
+    return parser

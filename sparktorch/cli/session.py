@@ -1,0 +1,116 @@
+"""The Spark session of a command, and the arguments that describe it."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from urllib.parse import urlsplit
+
+from pyspark.sql import SparkSession
+
+from sparktorch.spark.checks.check_result import Finding
+from sparktorch.spark.session import is_connect
+
+__all__ = ["NoSessionError", "add_session_arguments", "count", "session"]
+
+_LONGEST = 300  # characters of Spark's message that are shown
+
+
+def add_session_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments of `session`."""
+    place = parser.add_mutually_exclusive_group()
+    place.add_argument("--master", metavar="URL", help="master of the cluster, as spark-submit takes it")
+    place.add_argument("--remote", metavar="URL", help="Spark Connect server, such as sc://host:15002")
+    parser.add_argument(
+        "--conf",
+        action="append",
+        type=_pair,
+        default=[],
+        metavar="KEY=VALUE",
+        help="a setting of the session; may be repeated",
+    )
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise argparse.ArgumentTypeError(f"expected KEY=VALUE, got {text!r}")
+    return name.strip(), value.strip()
+
+
+def count(text: str) -> int:
+    """Returns an argument that is a whole number of at least 1."""
+    found = int(text) if text.isdecimal() else 0
+    if found < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return found
+
+
+class NoSessionError(Exception):
+    """No session could be started; `finding` says why."""
+
+    def __init__(self, finding: Finding) -> None:
+        super().__init__(finding.found)
+        self.finding = finding
+
+
+@contextmanager
+def session(options: argparse.Namespace, name: str, *, quiet: bool = False) -> Iterator[SparkSession]:
+    """Starts a session with the settings of the arguments, and stops it when the block ends.
+
+    Args:
+        options: The arguments.
+        name: Name of the application.
+        quiet: Whether to turn off Spark's log and its UI.
+
+    Raises:
+        NoSessionError: The session cannot be started.
+    """
+    builder = SparkSession.builder.appName(name)
+    silent = {"spark.ui.enabled": "false", "spark.ui.showConsoleProgress": "false"}
+    for name, value in {**(silent if quiet and not options.remote else {}), **dict(options.conf)}.items():
+        builder = builder.config(name, value)
+    if options.master:
+        builder = builder.master(options.master)
+    if options.remote:
+        builder = builder.remote(options.remote)
+    try:
+        _knock(options.remote or "")
+        spark = builder.getOrCreate()
+    except Exception as error:  # from py4j, gRPC or an import
+        raise NoSessionError(_about_session(options, error)) from error
+    if quiet and not is_connect(spark):
+        spark.sparkContext.setLogLevel("OFF")  # the findings report problems
+    try:
+        yield spark
+    finally:
+        with suppress(Exception):  # it may have ended by itself
+            spark.stop()
+
+
+def _knock(url: str) -> None:
+    """Connects once to the server of an `sc://` URL. A Connect client would retry for minutes.
+
+    Raises:
+        OSError: The server does not answer.
+    """
+    place = urlsplit(url)
+    if place.scheme == "sc" and place.hostname:
+        with socket.create_connection((place.hostname, place.port or 15002), timeout=10):
+            pass
+
+
+def _about_session(options: argparse.Namespace, error: Exception) -> Finding:
+    text = " ".join(str(error).split()) or type(error).__name__
+    if "stopped SparkContext" in text:  # Spark's only message after a minute of retries
+        text = "the master does not answer, or refuses the application"
+    return Finding(
+        check="session",
+        status="failure",
+        found=f"no session: {text[:_LONGEST]}",
+        setting="spark.remote" if options.remote else "spark.master",
+        value="the URL of a server or master that runs",
+        hint="is it the URL of a server that runs, and are the settings right? Spark's own log says more",
+    )

@@ -1,0 +1,184 @@
+"""`run`: a user's function, or script, in the ranks of one barrier job."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pyspark.sql import DataFrame, SparkSession
+
+from sparktorch.data.columns import Columns
+from sparktorch.errors import ConfigError
+from sparktorch.ml.fit.attempts import of_request, partitioned, with_restarts
+from sparktorch.ml.fit.first_row_trial import first_inputs
+from sparktorch.ml.fit.inputs import check_ships
+from sparktorch.ml.fit.listeners import Fit, FitReport
+from sparktorch.ml.fit.prepared_data import launchable
+from sparktorch.ml.fit.translate import JobRequest, translate_run
+from sparktorch.ml.params.mixins import RunParams
+from sparktorch.spark.frame.prepare import prepare
+from sparktorch.spark.launch.barrier_job import run_ranks
+from sparktorch.spark.launch.rank_pool import Results
+from sparktorch.spark.launch.rank_task import Body
+from sparktorch.worker import FunctionJob, GroupJob, run_function, run_on_partition, run_script_in_rank
+
+__all__ = ["run", "run_script"]
+
+_SHIPPING_HINT = "make what it holds inside it, or pass it as args"
+
+
+def run(
+    function: Callable[..., Any],
+    data: DataFrame | None = None,
+    *,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    spark: SparkSession | None = None,
+    **params: Any,
+) -> list[Any]:
+    """Calls a function in every rank of one barrier job; returns what it returned in each, in rank order.
+
+    The function gets a `sparktorch.RunContext`, which has the rank's rows as global batches, collectives, strategies
+    and checkpoints, and then `args` and `kwargs`. Ranks fail, stall, restart and log as those of a fit do.
+
+    Example:
+        >>> def total(context, factor):
+        ...     return context.all_reduce(factor * context.rank)
+        >>> sparktorch.run(total, numWorkers=2, args=[10])
+        [10, 10]
+
+    Args:
+        function: Called as `function(context, *args, **kwargs)`. It is sent to the ranks by Spark's cloudpickle.
+        data: The rows; `None` for none.
+        args: Further positional arguments.
+        kwargs: Keyword arguments.
+        spark: The session of a run without rows; by default the active one, or a new one.
+        **params: Params, as docs/params.md describes them: numWorkers, featuresCol or inputCols, labelCol, weightCol,
+            batchSize, epochs, seed, strategy, checkpointDir, maxRestarts and others. `help(sparktorch.RunParams)` lists
+            them. `labelCol` is not set by default.
+
+    Raises:
+        ConfigError: A Param is unknown or out of range, or the function cannot be shipped.
+        ColumnError: A column is missing or mistyped, or a row cannot be used.
+        ClusterError: The cluster cannot run the job.
+        RankError: A rank raised; names it, with its traceback.
+    """
+    check_callable(function)
+    given = _params(params)
+    name = str(getattr(function, "__qualname__", type(function).__qualname__))
+    given._resetUid(f"run {name}")
+    request = translate_run(given, function)
+    more: dict[str, Any] = {"function": function, "arguments": tuple(args), "keywords": dict(kwargs or {})}
+    check_ships((function, more), f"function {name}, or an argument of it,", param="function", hint=_SHIPPING_HINT)
+    session = _session(data, spark)
+    with _report(given, session) as report:
+        request = launchable(request, session, given.getPreflight())
+        if data is None:
+            report.prepared(None)
+            job = FunctionJob(columns=Columns(inputs=()), config=request.config, **more, **of_request(request))
+            results = with_restarts(session, job, request, partial(_without_rows, session, report))
+        else:
+            frame, _ = first_inputs(prepare(data, "generic", **request.columns))
+            report.prepared(frame.columns)
+            job = FunctionJob(
+                columns=frame.columns,
+                config=request.config,
+                placeholder=frame.sample,
+                **more,
+                **of_request(request),
+            )
+
+            def attempt(job: FunctionJob, request: JobRequest) -> Results:
+                def start(rows: DataFrame, job: FunctionJob) -> Results:
+                    return run_ranks(rows, partial(run_on_partition, job=job), request.launch, report)
+
+                return partitioned(frame, job, request, start)
+
+            results = with_restarts(session, job, request, attempt)
+        report.ended()
+    return [pickle.loads(payload) for _, payload in results]
+
+
+def run_script(path: str | Path, arguments: Sequence[str] = (), *, spark: SparkSession, **params: Any) -> None:
+    """Runs a script that torchrun could start, in every rank of one barrier job.
+
+    Each rank has the environment that torchrun gives: `init_process_group` without arguments joins the ranks.
+
+    Args:
+        path: The script; modules beside it have to be on the executors, as with `--py-files`.
+        arguments: Its arguments.
+        spark: The session.
+        **params: As for `run`.
+
+    Raises:
+        ConfigError: A Param is unknown or out of range, or there is no such file.
+        RankError: A rank raised, or ended with an exit status that is not 0.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise ConfigError(f"there is no script {str(path)!r}", hint="give the path of a Python file of this machine")
+    given = _params(params)
+    given._resetUid(f"run {file.name}")
+    request = translate_run(given, file.name)
+    source = file.read_text(encoding="utf-8")
+    body = partial(run_script_in_rank, path=file.resolve(), source=source, arguments=list(arguments))
+    with _report(given, spark) as report:
+        request = launchable(request, spark, given.getPreflight())
+        report.prepared(None)
+        job = GroupJob(columns=Columns(inputs=()), config=request.config, **of_request(request))
+        with_restarts(spark, job, request, lambda _, now: _ranks(spark, report, body, now))
+        report.ended()
+
+
+def check_callable(function: Any) -> None:
+    """Checks that a function can be called with a context.
+
+    Raises:
+        ConfigError: It is not callable, or takes no argument.
+    """
+    if not callable(function):
+        raise ConfigError(f"function must be a callable (context, ...), got {function!r}", param="function")
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # a builtin
+        return
+    if not any(one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD, one.VAR_POSITIONAL) for one in parameters):
+        raise ConfigError(
+            f"function {getattr(function, '__qualname__', function)} takes no argument",
+            hint="its first one is the context: def function(context, ...)",
+            param="function",
+        )
+
+
+def _params(values: Mapping[str, Any]) -> RunParams:
+    try:
+        return RunParams(**values)
+    except TypeError as error:
+        raise ConfigError(str(error).replace("RunParams()", "run()"), hint="docs/params.md lists the Params") from error
+
+
+def _session(data: DataFrame | None, spark: SparkSession | None) -> SparkSession:
+    if data is None:
+        return spark or SparkSession.getActiveSession() or SparkSession.builder.getOrCreate()
+    if not hasattr(data, "sparkSession"):
+        raise ConfigError(f"run takes a DataFrame of Spark's, and got a {type(data).__name__}", param="data")
+    return data.sparkSession
+
+
+def _report(params: RunParams, spark: SparkSession) -> FitReport:
+    fit = Fit(estimator=params, spark=spark)
+    return FitReport(fit, rows_per_step=params.getBatchSize(), show=params.getProgress(), title="run")
+
+
+def _without_rows(spark: SparkSession, report: FitReport, job: FunctionJob, request: JobRequest) -> Results:
+    return _ranks(spark, report, partial(run_function, job=job), request)
+
+
+def _ranks(spark: SparkSession, report: FitReport, body: Body, request: JobRequest) -> Results:
+    """Runs a body in a barrier job whose ranks get no rows."""
+    count = request.launch.world_size
+    return run_ranks(spark.range(0, count, 1, count), body, request.launch, report)

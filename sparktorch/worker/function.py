@@ -1,0 +1,123 @@
+"""The bodies of barrier tasks that run a user's function or script, in place of the training loop."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pyarrow as pa
+import torch
+from torch.utils._pytree import tree_map
+
+from sparktorch.base.devices import select
+from sparktorch.base.world import World
+from sparktorch.distributed.client import Client
+from sparktorch.distributed.process_group import process_group
+from sparktorch.errors import RankError
+from sparktorch.train.numerics.determinism import reproducible
+from sparktorch.train.numerics.torch_errors import explained
+from sparktorch.worker.held_rows import find_checkpoint
+from sparktorch.worker.job import FunctionJob, RankResult
+from sparktorch.worker.rank import held, leaving_none_of
+from sparktorch.worker.run_context import RunContext
+from sparktorch.worker.torchrun import run_script, torchrun_environment
+
+__all__ = ["run_function", "run_on_partition", "run_script_in_rank"]
+
+
+def run_on_partition(
+    batches: Iterable[pa.RecordBatch], *, world: World, job: FunctionJob, client: Client
+) -> RankResult:
+    """Runs a user's function on the rows of one partition, as one rank.
+
+    Args:
+        batches: The partition's record batches, under the encoded names of `job.columns`.
+        world: This rank's place.
+        job: The function, and how its rows are read.
+        client: Connects the rank to the driver and to the other ranks.
+
+    Raises:
+        RankError: What it returned cannot be pickled.
+    """
+    with leaving_none_of(world.device), held(batches, world, job.rows, client) as rows:
+        if rows.imbalanced:
+            return RankResult({"imbalanced": True, "rows": rows.rows})
+        with rows.together(job, client) as group:
+            context = RunContext(rows.world, client, group.config, group=group, checkpointer=group.checkpointer)
+            return _called(job, context, client)
+
+
+def run_function(batches: Iterable[pa.RecordBatch], *, world: World, job: FunctionJob, client: Client) -> RankResult:
+    """Runs a user's function in one rank, without rows; takes and raises what `run_on_partition` does."""
+    with leaving_none_of(world.device), _ready(batches, world):
+        checkpointer = find_checkpoint(job.checkpoint, {}, world, client)
+        limit = timedelta(seconds=job.collective_seconds)
+        with checkpointer or nullcontext(), process_group(world, client.store, timeout=limit, report=client.fail):
+            context = RunContext(world, client, job.config, group=None, checkpointer=checkpointer)
+            return _called(job, context, client)
+
+
+def run_script_in_rank(
+    batches: Iterable[pa.RecordBatch],
+    *,
+    world: World,
+    client: Client,
+    path: Path,
+    source: str,
+    arguments: Sequence[str],
+) -> RankResult:
+    """Runs a script that torchrun could start, in one rank.
+
+    Args:
+        batches: Read to the end and ignored.
+        world: This rank's place.
+        client: Connects the rank to the driver and to the other ranks.
+        path: Path of the script on the driver.
+        source: Its text.
+        arguments: Its arguments.
+
+    Raises:
+        RankError: It has ended with an exit status that is not 0.
+    """
+    with leaving_none_of(world.device), _ready(batches, world), torchrun_environment(world, client, hosts_store=True):
+        client.enter("running")
+        run_script(path, source, arguments)
+    return RankResult()
+
+
+def _called(job: FunctionJob, context: RunContext, client: Client) -> RankResult:
+    """Calls the function; returns its pickled result."""
+    with (
+        torchrun_environment(context.world, client),
+        reproducible(job.config, context.device),
+        explained(job.config),
+    ):
+        client.enter("running")
+        found = job.function(context, *job.arguments, **job.keywords)
+        context.finish()
+    try:
+        payload = cloudpickle.dumps(tree_map(_on_host, found), protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        raise RankError(
+            f"what the function returned, a {type(found).__name__}, cannot be pickled: {error}",
+        ) from error
+    return RankResult({"rows": 0}, payload)
+
+
+def _on_host(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, torch.Tensor) and not hasattr(value, "to_local") else value
+
+
+@contextmanager
+def _ready(batches: Iterable[pa.RecordBatch], world: World) -> Iterator[None]:
+    """Context of a rank without rows."""
+    for _ in batches:  # Spark does not reuse a worker that leaves input unread
+        pass
+    torch.set_num_threads(world.threads)
+    select(world.device)
+    yield

@@ -1,0 +1,48 @@
+"""A rank's training rows as a data set of torch's, for loops that bring their own `DataLoader`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from sparktorch.data.dataset.base import Shard
+
+__all__ = ["RankRows"]
+
+
+class RankRows(Dataset[tuple[torch.Tensor, ...]]):
+    """The training rows of one rank, by number: tuples of the inputs, then the label if there is one, then the weight.
+
+    A list or slice of numbers gives tensors with a row for each.
+    """
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+
+    def __len__(self) -> int:
+        return self._shard.rows
+
+    def __getitem__(self, index: int | slice | Sequence[int]) -> tuple[torch.Tensor, ...]:
+        """Returns one row, or several.
+
+        Raises:
+            IndexError: There is no such row.
+        """
+        if isinstance(index, int):
+            return tuple(tensor[0] for tensor in self[[index]])
+        numbers = range(len(self))[index] if isinstance(index, slice) else [self._number(one) for one in index]
+        batch = self._shard.select(torch.tensor(list(numbers), dtype=torch.int64))
+        more = (batch.label, batch.weight)
+        return (*batch.inputs, *(tensor for tensor in more if tensor is not None))
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[Any, ...]]:
+        """Returns several rows, one tuple each, as `DataLoader` asks for a batch."""
+        return list(zip(*(tensor.unbind() for tensor in self[indices]), strict=True))
+
+    def _number(self, index: int) -> int:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        return index % len(self)

@@ -1,0 +1,395 @@
+"""What a user's function gets in each rank: its rows as global batches, collectives, strategies, checkpoints."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass
+from typing import Any, overload
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from sparktorch.base.batch import Batch
+from sparktorch.base.config import TrainConfig
+from sparktorch.base.world import World
+from sparktorch.distributed.client import Client
+from sparktorch.distributed.collectives import Collectives
+from sparktorch.distributed.process_group import sum_over_ranks
+from sparktorch.errors import ColumnError, ConfigError
+from sparktorch.train.checkpoint.checkpointer import Checkpointer, Position
+from sparktorch.train.checkpoint.store import snapshot
+from sparktorch.train.numerics.determinism import generators_state, seed_all, set_generators_state, untouched_generators
+from sparktorch.train.numerics.sync_batchnorm import has_batch_norm
+from sparktorch.train.recipe.built_optimizer import recipe_of
+from sparktorch.train.recipe.loss import step_scales, weigh
+from sparktorch.train.recipe.recipe import Recipe
+from sparktorch.train.strategies.base import Strategy
+from sparktorch.train.strategies.registry import build_strategy, check_strategy
+from sparktorch.worker.held_rows import RowsGroup
+from sparktorch.worker.rank_rows import RankRows
+
+__all__ = ["GlobalBatch", "RunContext"]
+
+_PROGRESS_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """A rank's part of a global batch; unpacks into its inputs, followed by the label if there is one.
+
+    Attributes:
+        inputs: One tensor of shape `(rows, ...)` per input column, or per tensor of `preprocess`.
+        label: Tensor of shape `(rows, ...)`, or `None`.
+        weight: float32 sample weights of shape `(rows,)`; `None` means all ones.
+        rows: Number of real rows. A rank without rows in a step gets a placeholder row of weight zero, because its
+            peers wait for it in the all-reduce.
+        step: Number of the step in its epoch, from 0.
+    """
+
+    inputs: tuple[torch.Tensor, ...]
+    label: torch.Tensor | None
+    weight: torch.Tensor | None
+    rows: int
+    step: int
+    _scale: float
+    _note: Callable[[torch.Tensor], None]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from self.inputs
+        if self.label is not None:
+            yield self.label
+
+    def mean(self, losses: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's part of the mean loss of the global batch, a scalar tensor to call `backward` on.
+
+        The mean of these values over the ranks is the loss of the whole batch, weighted by the sample weights, however
+        its rows are distributed. So gradients that are averaged over the ranks, as DDP does, are those of that loss.
+
+        Args:
+            losses: A loss per row, of shape `(rows, ...)`; or their mean, if there are no sample weights.
+
+        Raises:
+            ModuleError: They are neither.
+        """
+        shown = len(self.inputs[0])
+        filled = 0 < self.rows < shown
+        if filled and losses.dim() and len(losses) == shown:
+            losses = losses[: self.rows]
+        weight = self.weight[: self.rows] if filled and self.weight is not None else self.weight
+        total = weigh(losses, self.rows or shown, weight, what="the loop", param="function") * self._scale
+        self._note(total.detach())
+        return total
+
+
+class RunContext(Collectives):
+    """The context of a function that `sparktorch.run` calls in each rank.
+
+    Besides what is listed here it has the collectives of `Collectives`: `all_reduce`, `all_gather`, `broadcast`,
+    `reduce_scatter`, `scatter`, `gather` and `barrier`. Every rank calls the same methods in the same order.
+
+    Attributes:
+        world: The rank's place: rank, world size, local rank, host, device.
+        device: Its torch device.
+        seed: The seed of the run. When the function is called, the generators of all ranks start from it.
+        epochs: The epochs that are left to train, counted from 0; all of them, unless the run resumes.
+        steps: Number of steps in an epoch; 0 without a DataFrame.
+        restored: What the last `save` of an earlier attempt saved, `None` if this run does not resume.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        client: Client,
+        config: TrainConfig,
+        *,
+        group: RowsGroup | None,
+        checkpointer: Checkpointer | None,
+    ) -> None:
+        """Takes the rank's place, its client, its configuration, its rows if any, and its checkpointer if any."""
+        super().__init__(world)
+        self.world, self.device, self.seed = world, torch.device(world.device), config.seed
+        self._client, self._config, self._group, self._checkpointer = client, config, group, checkpointer
+        self.steps = 0 if group is None else group.plan.steps
+        self._strategy: Strategy[Any] | None = None
+        self._min_rows, self._reports, self._saves = 1, 0, 0
+        self._epoch, self._step = 0, 0  # of the next batch
+        self._diverged = False
+        self._generators: Mapping[str, Any] | None = None
+        self._loss: torch.Tensor | None = None
+        self._next_progress = 0.0
+        self.restored: dict[str, Any] | None = None
+        self._restore()
+        self.epochs = range(self._epoch, config.epochs)
+
+    def loader(self, epoch: int) -> Iterator[GlobalBatch]:
+        """Yields this rank's part of every global batch of an epoch: the batches that an Estimator would train.
+
+        Which rows make up a batch depends on the rows, the seed and the batch size, not on the number of ranks. In the
+        epoch that a run resumes in, it begins after the last step before the save. Every rank takes all its batches.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+
+        Raises:
+            ConfigError: The run has no DataFrame.
+            ColumnError: All rows have the weight 0.
+        """
+        group = self._rows_group()
+        first = self._step if epoch == self._epoch else 0
+        self._client.enter("running", epoch=epoch + 1, step=first)
+        weights = sum_over_ranks(group.shard.step_weights(epoch), group.world)
+        if not weights.any():
+            raise ColumnError("all rows have the weight 0", hint="see weightCol")
+        scales = step_scales(weights, self._divisor)
+        self._diverge()
+        with closing(group.shard.epoch(epoch, min_rows=self._min_rows, first=first)) as batches:
+            for step in range(first, self.steps):
+                self._client.at_step(step + 1)
+                batch = next(batches)
+                self._continue_generators()
+                self._epoch, self._step, self._loss = epoch, step + 1, None
+                yield _global(batch, step, scales[step], self._note)
+                self._show(epoch, step)
+        self._epoch, self._step = epoch + 1, 0
+
+    def validation(self, size: int = 4096) -> Iterator[GlobalBatch]:
+        """Yields this rank's rows with a true `validationIndicatorCol`, as many batches in every rank.
+
+        Ranks with fewer rows than others get batches with `rows` 0 at the end, which hold a placeholder row.
+
+        Args:
+            size: The most rows of a batch.
+
+        Raises:
+            ConfigError: The run has no DataFrame.
+        """
+        group = self._rows_group()
+        count = -(-group.validation_rows // size)
+        with closing(group.shard.validation(size, batches=count)) as batches:
+            for step, batch in enumerate(batches):
+                self._client.moved()
+                yield _global(batch, step, 1 / max(batch.rows, 1), lambda loss: None)
+
+    @property
+    def dataset(self) -> RankRows:
+        """This rank's training rows as a `torch.utils.data.Dataset`.
+
+        Ranks have different numbers of rows: a DDP module wants as many batches in every rank, which `loader` gives.
+
+        Raises:
+            ConfigError: The run has no DataFrame.
+        """
+        return RankRows(self._rows_group().shard)
+
+    @overload
+    def wrap(self, module: nn.Module) -> nn.Module: ...
+
+    @overload
+    def wrap(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]: ...
+
+    def wrap(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer | None = None
+    ) -> nn.Module | tuple[nn.Module, torch.optim.Optimizer]:
+        """Moves a module to the rank's device, and wraps it as the run's `strategy` says: in DDP, by default.
+
+        From here on, random numbers differ between ranks, as dropout needs it.
+
+        Args:
+            module: The module, with the same parameters in every rank: built from the same seed, or loaded.
+            optimizer: Built from its parameters. Strategies that divide its state or its parameters build it again.
+
+        Returns:
+            The module to call; with an optimizer, also the optimizer to step. Make schedulers for that one.
+
+        Raises:
+            ModuleError: The optimizer is not one of the module's parameters, or has taken steps.
+            ConfigError: The strategy does not take such an optimizer.
+        """
+        recipe = Recipe(module=module) if optimizer is None else recipe_of(module, optimizer)
+        check_strategy(self._config, recipe)
+        self._strategy = strategy = build_strategy(self._config, self.world)
+        self._min_rows = max(self._min_rows, 2 if has_batch_norm(module) else 1)
+        wrapped = strategy.prepare(module)
+        if optimizer is not None and type(strategy).optimizer is not Strategy.optimizer:
+            optimizer = strategy.optimizer(recipe, module)
+        elif optimizer is not None and not _has(optimizer, module):
+            optimizer = recipe.build_optimizer(module)
+        if optimizer is not None:
+            optimizer.register_step_pre_hook(lambda *_: strategy.before_step(wrapped))
+            optimizer.register_step_post_hook(lambda *_: strategy.after_step(wrapped))
+        self._warm_up(wrapped)
+        self._diverge()
+        return wrapped if optimizer is None else (wrapped, optimizer)
+
+    def no_sync(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Returns a context in which `backward` adds up this rank's gradients without sending them.
+
+        Args:
+            module: What `wrap` returned.
+        """
+        return nullcontext() if self._strategy is None else self._strategy.no_sync(module)
+
+    def state_dict(self, module: nn.Module) -> dict[str, torch.Tensor]:
+        """Returns the state dict of a wrapped module, whole and on the CPU, in rank 0; an empty dict in the others.
+
+        Args:
+            module: What `wrap` returned.
+        """
+        if self._strategy is None:
+            raise ConfigError("state_dict is of a module that wrap returned", hint="module.state_dict() is torch's own")
+        return self._strategy.state_dict(module, copy=True)
+
+    def report(self, **metrics: float | torch.Tensor) -> None:
+        """Shows numbers in the progress bar and logs them to MLflow; those of rank 0 count.
+
+        The reports of a run are numbered from 1, which is MLflow's step. A resumed run goes on from its last `save`.
+
+        Raises:
+            ConfigError: A value is not a number, or is called "epoch".
+        """
+        if "epoch" in metrics:
+            raise ConfigError("report(epoch=...): reports are numbered by themselves", hint="leave it out")
+        values = {name: _number(name, value) for name, value in metrics.items()}
+        self._reports += 1
+        if self.world.is_main:
+            self._client.epoch_done(self._reports, {"epoch": self._reports, **values})
+
+    def save(self, state: Mapping[str, Any], *, own: Mapping[str, Any] | None = None) -> None:
+        """Saves a checkpoint in the background; does nothing unless the run has a `checkpointDir`.
+
+        Every rank calls it. With it go how far the epoch is, and each rank's random generators. A run whose ranks are
+        lost starts again from the last one; so does another run with the same `checkpointDir` and configuration.
+
+        Args:
+            state: What rank 0 saves for all ranks: state dicts, numbers, strings, tensors, lists and dicts of them.
+            own: What each rank saves for itself; a run that resumes with another number of ranks does without it.
+
+        Raises:
+            PersistenceError: The state holds another type, or another run has taken over the directory.
+            ConfigError: The state holds sharded tensors.
+        """
+        if self._checkpointer is None:
+            return
+        self._saves += 1
+        rest = {
+            "state": _on_host(state, "state") if self.world.is_main else None,
+            "own": _on_host(own or {}, "own"),
+            "reports": self._reports,
+            "generators": generators_state(self.device),
+        }
+        share = snapshot({}, rest, lambda name: False)
+        self._checkpointer.save(Position(self._saves, self._epoch, self._step), share, None)
+
+    def finish(self) -> None:
+        """Waits for the last save, and marks the run as finished; called after the function."""
+        if self._checkpointer is not None:
+            self._client.enter("saving")
+            self._checkpointer.close(Position(self._saves, self._epoch, self._step))
+
+    def _restore(self) -> None:
+        """Reads the checkpoint that the run resumes from."""
+        manifest = None if self._checkpointer is None else self._checkpointer.start
+        if self._checkpointer is None or manifest is None:
+            return
+        store, same = self._checkpointer.store, manifest.world_size == self.world_size
+        main = store.read_rest(manifest, 0)
+        own = store.read_rest(manifest, self.rank) if same else {"own": {}, "generators": None}
+        self.restored = {**main["state"], **own["own"]}
+        self._generators = own["generators"]
+        self._saves, self._reports = manifest.step, main["reports"]
+        self._epoch, self._step = manifest.epoch, manifest.step_in_epoch
+
+    @property
+    def _divisor(self) -> int:
+        return self.world_size if self._strategy is None else self._strategy.gradient_divisor
+
+    def _rows_group(self) -> RowsGroup:
+        if self._group is None:
+            raise ConfigError(
+                "the run has no rows", hint="pass a DataFrame: sparktorch.run(function, df, inputCols=...)"
+            )
+        return self._group
+
+    def _diverge(self) -> None:
+        """Makes the random numbers of the ranks differ, once."""
+        if not self._diverged:
+            self._diverged = True
+            seed_all(self.seed + self.rank + 1 + self._saves)
+
+    def _continue_generators(self) -> None:
+        """Continues the random numbers at those of the checkpoint, once."""
+        if self._generators is not None:
+            set_generators_state(self._generators, self.device)
+            self._generators = None
+
+    def _warm_up(self, module: nn.Module) -> None:
+        """Lets the strategy's reducer find its final order, so that a resumed run sums gradients in the same order.
+
+        See `Engine.warm_up`. Two ranks have one order only.
+        """
+        strategy = self._strategy
+        assert strategy is not None
+        if self._checkpointer is None or self._group is None or self.world_size < 3 or not strategy.warm_up_passes:
+            return
+        with untouched_generators(self.device):
+            before = [buffer.clone() for buffer in module.buffers()]
+            with closing(self._group.shard.epoch(0, min_rows=self._min_rows)) as batches:
+                inputs = next(batches).inputs
+            for _ in range(strategy.warm_up_passes):
+                output = module(*inputs)
+                found = [part for part in tree_leaves(output) if isinstance(part, torch.Tensor) and part.requires_grad]
+                torch.autograd.backward([part.sum() * 0 for part in found])
+            module.zero_grad()
+            for buffer, value in zip(module.buffers(), before, strict=True):
+                buffer.copy_(value)
+
+    def _note(self, loss: torch.Tensor) -> None:
+        self._loss = loss
+
+    def _show(self, epoch: int, step: int) -> None:
+        """Publishes the progress at most a few times a second, because reading the loss waits for the device."""
+        now = time.perf_counter()
+        if not self.world.is_main or (now < self._next_progress and step + 1 < self.steps):
+            return
+        self._next_progress = now + _PROGRESS_SECONDS
+        loss = None if self._loss is None else float(self._loss) / self._divisor * self.world_size
+        place = {"epoch": epoch + 1, "epochs": self._config.epochs, "step": step + 1}
+        self._client.progress(**place, steps=self.steps, loss=loss)
+
+
+def _global(batch: Batch, step: int, scale: float, note: Callable[[torch.Tensor], None]) -> GlobalBatch:
+    whole = batch.complete()
+    return GlobalBatch(whole.inputs, whole.label, whole.weight, batch.rows, step, scale, note)
+
+
+def _has(optimizer: torch.optim.Optimizer, module: nn.Module) -> bool:
+    """Whether an optimizer's parameters are still the module's."""
+    known = set(module.parameters())
+    return all(parameter in known for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"report({name}=...) got a {type(value).__name__}", hint="report numbers only") from error
+
+
+def _on_host(state: Mapping[str, Any], name: str) -> Any:
+    """Returns a copy of nested values with all tensors on the CPU."""
+
+    def copied(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if hasattr(value, "to_local"):
+            raise ConfigError(
+                f"{name} holds a sharded tensor, which no single rank can save",
+                hint="torch.distributed.checkpoint.state_dict.get_state_dict makes whole ones, with "
+                "StateDictOptions(full_state_dict=True); or pass local parts as own=",
+            )
+        return value.detach().to("cpu", copy=True)
+
+    return tree_map(copied, dict(state))

@@ -1,0 +1,112 @@
+"""The environment that torchrun gives to a process, so that scripts and libraries find their rank in it."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+
+from sparktorch.base.world import World
+from sparktorch.distributed.client import Client
+from sparktorch.distributed.process_group import opening
+from sparktorch.distributed.store import host_store
+from sparktorch.errors import RankError
+
+__all__ = ["run_script", "torchrun_environment"]
+
+
+@contextmanager
+def torchrun_environment(world: World, client: Client, *, hosts_store: bool = False) -> Iterator[None]:
+    """Context with the environment variables of torchrun.
+
+    See `torch/distributed/elastic/agent/server/local_elastic_agent.py` and `torch/distributed/rendezvous.py`.
+
+    Args:
+        world: This rank's place.
+        client: Exchanges hosts with the other ranks.
+        hosts_store: Whether rank 0 hosts a store at `MASTER_ADDR` and `MASTER_PORT`, as torchrun's agent does:
+            `init_process_group` without arguments then joins the ranks.
+    """
+    address, store = world.address or "127.0.0.1", None
+    offer = {"host": world.host, "address": address, "port": "0"}
+    if hosts_store and world.is_main:
+        store, port = host_store(address)
+        offer["port"] = str(port)
+    found = client.agree("torchrun", offer)
+    hosts = [peer["host"] for peer in found]
+    names = list(dict.fromkeys(hosts))
+    values = {
+        "RANK": world.rank,
+        "LOCAL_RANK": world.local_rank,
+        "WORLD_SIZE": world.world_size,
+        "LOCAL_WORLD_SIZE": hosts.count(world.host),
+        "GROUP_RANK": names.index(world.host),
+        "GROUP_WORLD_SIZE": len(names),
+        "ROLE_RANK": world.rank,
+        "ROLE_WORLD_SIZE": world.world_size,
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": found[0]["address"],
+        "MASTER_PORT": found[0]["port"],
+        "TORCHELASTIC_RUN_ID": "sparktorch",
+        "TORCHELASTIC_RESTART_COUNT": 0,
+        "TORCHELASTIC_MAX_RESTARTS": 0,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", world.threads),
+    }
+    with _environment({name: str(value) for name, value in values.items()}), opening(world.address):
+        yield
+        if hosts_store:
+            client.agree("torchrun-end", {})  # until then, others may need the store
+    del store
+
+
+def run_script(path: Path, source: str, arguments: Sequence[str]) -> None:
+    """Runs a script as `python path arguments` would, in this process.
+
+    Args:
+        path: Its path on the driver. If this host has its folder, too, the script can import the modules in it.
+        source: Its text.
+        arguments: Its arguments.
+
+    Raises:
+        RankError: It has ended with an exit status that is not 0.
+    """
+    with tempfile.TemporaryDirectory(prefix="sparktorch-") as folder:
+        name, file = path.name, Path(folder, path.name)
+        file.write_text(source, encoding="utf-8")
+        argv, before, main = sys.argv, sys.path, sys.modules.get("__main__")
+        sys.argv = [str(file), *arguments]
+        sys.path = [folder, str(path.parent), *before]
+        try:
+            runpy.run_path(str(file), run_name="__main__")
+        except SystemExit as error:
+            if error.code not in (None, 0):
+                trace = "".join(traceback.format_exception(error))
+                raise RankError(f"{name} has ended with exit status {error.code}", trace=trace) from None
+        finally:
+            sys.argv, sys.path = argv, before
+            if main is not None:
+                sys.modules["__main__"] = main
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

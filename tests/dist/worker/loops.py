@@ -1,0 +1,123 @@
+"""Loops that users bring, importable by ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from sparktorch import RunContext
+from tests.support.nets import Noisy, Score
+
+__all__ = ["batches", "by_hand", "mean_of_gradients", "resumable", "sums", "wrapped"]
+
+
+def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=3e-3, weight_decay=0.05)
+
+
+def wrapped(context: RunContext, module: Callable[[], nn.Module] = Score) -> dict[str, torch.Tensor]:
+    """A loop in which the lines that touch `context` differ from one for a single process."""
+    net = module()
+    net, optimizer = context.wrap(net, optimizer_of(net))
+    for epoch in context.epochs:
+        for batch in context.loader(epoch):
+            x, y = batch
+            loss = batch.mean((net(x) - y.float()) ** 2)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return context.state_dict(net)
+
+
+def by_hand(context: RunContext) -> dict[str, torch.Tensor]:
+    """The same with torch's DDP, which averages gradients over the ranks."""
+    net = Score()
+    ddp = DistributedDataParallel(net) if dist.is_initialized() else net
+    optimizer = optimizer_of(net)
+    for epoch in context.epochs:
+        for batch in context.loader(epoch):
+            loss = batch.mean(nn.functional.mse_loss(ddp(batch.inputs[0]), batch.label.float(), reduction="none"))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return net.state_dict() if context.rank == 0 else {}
+
+
+def mean_of_gradients(context: RunContext) -> dict[str, torch.Tensor]:
+    """The same without DDP: gradients are averaged by a collective; the loss is a mean over the rank's rows."""
+    net = Score()
+    optimizer = optimizer_of(net)
+    for epoch in context.epochs:
+        for batch in context.loader(epoch):
+            optimizer.zero_grad()
+            batch.mean(nn.functional.mse_loss(net(batch.inputs[0]), batch.label.float())).backward()
+            for parameter in net.parameters():
+                assert parameter.grad is not None
+                parameter.grad = context.all_reduce(parameter.grad, "mean")
+            optimizer.step()
+    return net.state_dict()
+
+
+def batches(context: RunContext) -> dict[str, Any]:
+    """What a rank sees of its rows."""
+    seen = [[batch.inputs[0][: batch.rows, 0].tolist() for batch in context.loader(epoch)] for epoch in context.epochs]
+    data = context.dataset
+    validated = [(batch.rows, batch.inputs[0][: batch.rows, 0].tolist()) for batch in context.validation(10)]
+    inputs = [row[0][0].item() for row in torch.utils.data.DataLoader(data, batch_size=None)]
+    few = torch.utils.data.DataLoader(data, batch_size=7)
+    assert [x for batch in few for x in batch[0][:, 0].tolist()] == inputs
+    return {"epochs": seen, "rows": len(data), "dataset": inputs, "steps": context.steps, "validation": validated}
+
+
+def resumable(context: RunContext, folder: Path, rank: int, save_at: int, die_at: int) -> dict[str, Any]:
+    """A loop that saves after some steps, and in which one rank is killed the first time."""
+    net = Noisy()
+    net, optimizer = context.wrap(net, optimizer_of(net))
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    steps, seen, loss = 0, 0, torch.zeros(())
+    parts = {"net": net, "optimizer": optimizer, "schedule": schedule}
+    if context.restored is not None:
+        for name, part in parts.items():
+            part.load_state_dict(context.restored[name])
+        steps, seen = context.restored["steps"], context.restored["seen"]
+    for epoch in context.epochs:
+        for batch in context.loader(epoch):
+            loss = batch.mean((net(batch.inputs[0]) - batch.label.float()) ** 2)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            steps, seen = steps + 1, seen + batch.rows
+            if steps % save_at == 0:
+                state = {name: part.state_dict() for name, part in parts.items()}
+                context.save({**state, "steps": steps}, own={"seen": seen})
+            if (context.rank, steps) == (rank, die_at) and not (folder / "killed").exists():
+                (folder / "killed").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+        schedule.step()
+        context.report(loss=loss)
+    return {"state": context.state_dict(net), "steps": steps, "seen": seen, "resumed": context.restored is not None}
+
+
+def sums(context: RunContext, what: str) -> Any:
+    """Goes wrong in some way."""
+    net = nn.Linear(5, 1)
+    wrong: dict[str, Callable[[], Any]] = {
+        "sharded": lambda: context.save({"weight": next(iter(context.wrap(net).parameters()))}),
+        "value": lambda: context.save({"net": net}),
+        "report": lambda: context.report(loss="low"),
+        "epoch": lambda: context.report(epoch=1),
+        "state": lambda: context.state_dict(net),
+        "result": threading.Lock,
+        "optimizer": lambda: context.wrap(net, torch.optim.SGD(nn.Linear(5, 1).parameters())),
+        "scalar": lambda: [batch.mean(batch.inputs[0].mean()) for batch in context.loader(0)],
+    }
+    return wrong[what]()

@@ -1,0 +1,161 @@
+"""A user's loop in ranks: the batches, gradients and weights of an estimator's loop, checkpoints, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sparktorch.base.config import CheckpointConfig, StorageConfig, TrainConfig
+from sparktorch.data.columns import VALIDATION
+from sparktorch.errors import SparkTorchError
+from sparktorch.train.recipe.recipe import Recipe
+from sparktorch.worker import FunctionJob, TrainJob
+from tests.dist.worker import loops
+from tests.support.frames import Table
+from tests.support.nets import Score
+from tests.support.parts import NormalisedScore
+from tests.support.ranks import control_server, run_on, run_ranks, train_on
+from tests.support.reference import global_batches
+
+WEIGHTED, PLAIN = Table.random(203, weighted=True, validated=True), Table.random(203)
+CONFIG: dict[str, Any] = {"batch_size": 16, "epochs": 2, "seed": 5}
+
+
+def job(table: Table, function: Callable[..., Any], *arguments: Any, **more: Any) -> FunctionJob:
+    config = TrainConfig(**CONFIG, **more.pop("config", {}))
+    return FunctionJob(
+        columns=table.columns,
+        config=config,
+        max_imbalance=None,
+        placeholder=table.batches()[0].slice(0, 1),
+        function=function,
+        arguments=arguments,
+        **more,
+    )
+
+
+def trained(table: Table, ranks: int = 1, module: Any = Score, **config: Any) -> dict[str, torch.Tensor]:
+    recipe = Recipe(module=module, optimizer_params={"weight_decay": 0.05}, learning_rate=3e-3)
+    job = TrainJob(
+        columns=table.columns,
+        recipe=recipe,
+        config=TrainConfig(**CONFIG, **config),
+        max_imbalance=None,
+        placeholder=table.batches()[0].slice(0, 1),
+    )
+    return train_on([part.batches() for part in table.parts(ranks)], job)[0]
+
+
+def close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], atol: float = 1e-5) -> None:
+    torch.testing.assert_close(found, expected, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("function", [loops.wrapped, loops.by_hand])
+def test_a_loop_with_three_changed_lines_ends_with_the_weights_of_the_estimator(
+    function: Callable[..., Any], ranks: int
+) -> None:
+    parts = [part.batches() for part in WEIGHTED.shuffled(seed=ranks).parts(ranks)]
+    if ranks == 3:
+        parts = [parts[0], [], parts[1] + parts[2]]  # a rank without rows
+    close(run_on(parts, job(WEIGHTED, function))[0], trained(WEIGHTED))
+
+
+def test_gradients_that_a_collective_averages_are_those_of_the_global_batch_in_every_rank() -> None:
+    rows = PLAIN.by_key()
+    parts = [rows.take(slice(0, 50)).batches(), rows.take(slice(50, None)).batches()]
+    expected = trained(PLAIN)
+    for found in run_on(parts, job(PLAIN, loops.mean_of_gradients)):
+        close(found, expected)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "localSGD", "parameterServer"])
+def test_a_wrapped_loop_trains_as_the_estimator_does_under_each_strategy(strategy: str) -> None:
+    config: dict[str, Any] = {"strategy": strategy}
+    if strategy == "parameterServer":
+        config["strategy_params"] = {"staleness": 0}
+    parts = [part.batches() for part in WEIGHTED.parts(2)]
+    close(run_on(parts, job(WEIGHTED, loops.wrapped, config=config))[0], trained(WEIGHTED, 2, **config))
+
+
+def test_modules_that_normalise_take_steps_in_which_a_rank_has_one_row() -> None:
+    table = Table.random(9)
+    parts = [table.take(slice(0, 8)).batches(), table.take(slice(8, None)).batches()]
+    found = run_on(parts, job(table, loops.wrapped, NormalisedScore))[0]
+    assert all(value.isfinite().all() for value in found.values())
+
+
+@pytest.mark.parametrize("kind", ["memory", "disk"])
+def test_ranks_see_the_rows_of_every_global_batch_once(kind: Any) -> None:
+    parts = [part.batches() for part in WEIGHTED.parts(2)]
+    first, second = run_on(parts, job(WEIGHTED, loops.batches, storage=StorageConfig(kind=kind, budget=1)))
+    expected = global_batches(WEIGHTED, TrainConfig(**CONFIG))
+    for epoch in range(2):
+        for step in range(first["steps"]):
+            rows = first["epochs"][epoch][step] + second["epochs"][epoch][step]
+            number, part = next(expected)
+            assert number == epoch
+            assert sorted(rows) == sorted(part.x[:, 0].tolist())
+    held_out = WEIGHTED.arrays[VALIDATION]
+    values = WEIGHTED.arrays["x0"][:, 0]
+    assert sorted(first["dataset"] + second["dataset"]) == sorted(values[~held_out].tolist())
+    assert [first["rows"], second["rows"]] == [len(first["dataset"]), len(second["dataset"])]
+    assert len(first["validation"]) == len(second["validation"])
+    assert sorted(x for rank in (first, second) for _, rows in rank["validation"] for x in rows) == sorted(
+        values[held_out].tolist()
+    )
+
+
+def checkpointed(folder: Path, *arguments: Any, owner: str = "me", restart: int = 0) -> FunctionJob:
+    checkpoint = CheckpointConfig(directory=str(folder / "saved"), owner=owner, restart=restart)
+    return job(WEIGHTED, loops.resumable, folder, *arguments, checkpoint=checkpoint)
+
+
+@pytest.mark.parametrize(("ranks", "save_at"), [(2, 5), (3, 5), (2, 10)])
+def test_a_run_that_was_killed_goes_on_to_the_same_bits(tmp_path: Path, ranks: int, save_at: int) -> None:
+    parts = [part.batches() for part in WEIGHTED.parts(ranks)]
+    calm, killed = tmp_path / "calm", tmp_path / "killed"
+    for folder in (calm, killed):
+        folder.mkdir()
+    expected = run_on(parts, checkpointed(calm, -1, save_at, 0))
+    with control_server() as server:
+        ended = run_ranks(server, parts, checkpointed(killed, 1, save_at, 17))
+    assert ended[1].exitcode == -9
+    found = run_on(parts, checkpointed(killed, 1, save_at, 17, restart=1))
+    assert all(rank["resumed"] for rank in found)
+    for mine, theirs in zip(found, expected, strict=True):
+        close(mine["state"], theirs["state"], atol=0.0)
+        assert (mine["steps"], mine["seen"]) == (theirs["steps"], theirs["seen"])
+
+
+def test_a_run_goes_on_with_fewer_ranks_but_without_what_each_rank_saved(tmp_path: Path) -> None:
+    with control_server() as server:
+        run_ranks(server, [part.batches() for part in WEIGHTED.parts(3)], checkpointed(tmp_path, 1, 5, 17))
+    parts = [part.batches() for part in WEIGHTED.parts(2)]
+    with pytest.raises(SparkTorchError, match="KeyError while running: 'seen'"):
+        run_on(parts, checkpointed(tmp_path, -1, 5, 0, restart=1))
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("sharded", "state holds a sharded tensor, which no single rank can save"),
+        ("value", r"no checkpoint can hold state\['net'\], a torch.nn.modules.linear.Linear"),
+        ("report", "report\\(loss=...\\) got a str"),
+        ("epoch", "reports are numbered by themselves"),
+        ("state", "state_dict is of a module that wrap returned"),
+        ("result", "what the function returned, a lock, cannot be pickled"),
+        ("optimizer", "optimizer SGD has parameters that are not the module's"),
+        ("scalar", "the loop returns one number for the batch, so rows cannot be weighted"),
+    ],
+)
+def test_what_a_function_cannot_do_is_refused_by_name(tmp_path: Path, what: str, says: str) -> None:
+    config = {"strategy": "zero3"} if what == "sharded" else {}
+    checkpoint = CheckpointConfig(directory=str(tmp_path), owner="me")
+    parts = [part.batches() for part in WEIGHTED.parts(2)]
+    with pytest.raises(SparkTorchError, match=says):
+        run_on(parts, job(WEIGHTED, loops.sums, what, config=config, checkpoint=checkpoint))
