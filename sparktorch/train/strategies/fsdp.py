@@ -82,8 +82,8 @@ class Zero3(Strategy[ShardingOptions]):
             )
         if config.micro_batch_size == "auto":
             raise ConfigError(
-                "microBatchSize 'auto' lets a worker fail for want of memory and try again, and under strategy "
-                f"{config.strategy!r} the others wait for it within forward and backward",
+                f"microBatchSize is 'auto', and under strategy {config.strategy!r} workers wait within a step for one "
+                "that has no memory for it",
                 hint="set microBatchSize to a number, or use strategy='zero1' or 'ddp'",
                 param="microBatchSize",
             )
