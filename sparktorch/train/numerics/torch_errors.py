@@ -67,8 +67,8 @@ def _less_memory(config: TrainConfig) -> str:
     ways = ["a smaller microBatchSize takes fewer rows through the module at a time, with the same result"]
     if config.micro_batch_size == "auto":
         ways = [
-            "microBatchSize='auto' has halved micro-batches as far as it could: a number below the one that it had found, "
-            "which logLevel='INFO' shows, leaves more memory for the rest"
+            "microBatchSize='auto' has halved micro-batches as far as it could; a number below the size that it found, "
+            "which logLevel='INFO' shows, needs less memory"
         ]
     if config.precision in ("fp32", "tf32"):
         ways.append("precision='bf16' halves its activations")

@@ -330,8 +330,8 @@ def test_what_is_asked_of_columns_is_checked_before_there_are_any(params: dict[s
         (
             {"microBatchSize": "auto", "strategy": "zero2"},
             "microBatchSize",
-            "microBatchSize is 'auto', and under strategy 'zero2' workers wait within a step for one that has no memory "
-            "for it",
+            "microBatchSize is 'auto', and under strategy 'zero2' workers wait within a step for one that has no "
+            "memory for it",
         ),
         (
             {"syncBatchNorm": True, "microBatchSize": "auto"},
