@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["MLP", "nothing", "train"]
+__all__ = ["MLP", "nothing", "train", "train_in_group"]
 
 WIDTH = 100
 LEARNING_RATE = 1e-3
@@ -33,13 +33,20 @@ class MLP(nn.Sequential):
 
 
 def train(data: str, out: str, epochs: int, batch: int) -> dict[str, float]:
+    """Opens the process group, and trains as `train_in_group`."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = train_in_group(data, out, epochs, batch)
+    dist.destroy_process_group()
+    return found
+
+
+def train_in_group(data: str, out: str, epochs: int, batch: int) -> dict[str, float]:
     """Trains on this rank's files of a Parquet directory; rank 0 writes the state dict to `out`.
 
     Returns:
         Seconds of the training loop, its number of steps, and the last epoch's loss.
     """
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     files = sorted(Path(data).glob("*.parquet"))[rank::world_size]
     table = pa.concat_tables(pq.read_table(file, use_threads=False) for file in files).combine_chunks()
@@ -68,7 +75,6 @@ def train(data: str, out: str, epochs: int, batch: int) -> dict[str, float]:
     if rank == 0:
         torch.save(module.module.state_dict(), out)
     dist.barrier()
-    dist.destroy_process_group()
     return {"loop": seconds, "steps": steps, "loss": float(loss_sum) * epochs / steps}
 
 

@@ -8,6 +8,7 @@ stand before or after the script; all others are the script's own, and so is all
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 
 from sparktorch.cli.session import NoSessionError, add_session_arguments, count, session
@@ -33,6 +34,7 @@ def run(options: argparse.Namespace) -> int:
     later = argparse.ArgumentParser(prog="python -m sparktorch run", add_help=False, allow_abbrev=False)
     _add_options(later)
     options, own = later.parse_known_args(given[:end], options)
+    _print_lines_of_ranks()
     try:
         with session(options, options.script) as spark:
             run_script(
@@ -52,6 +54,14 @@ def run(options: argparse.Namespace) -> int:
     else:
         return 0
     return 1
+
+
+def _print_lines_of_ranks() -> None:
+    """Prints what ranks print, with their number, on standard output."""
+    printed = logging.StreamHandler(sys.stdout)
+    lines = logging.getLogger("sparktorch.ranks")
+    lines.handlers, lines.propagate = [printed], False
+    lines.setLevel(logging.DEBUG)
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
