@@ -29,8 +29,9 @@ from sparktorch.data.columns import TensorSpec
 from sparktorch.data.preprocess import Function, check_signature
 from sparktorch.errors import PersistenceError
 from sparktorch.model.export import ExportError, Program, check_archive, export_program
+from sparktorch.train.lightning import recipe_type
 from sparktorch.train.recipe.dry_run import ArgumentSpec, OutputSpec
-from sparktorch.train.recipe.recipe import ModuleSource, Recipe
+from sparktorch.train.recipe.recipe import ModuleSource
 
 __all__ = ["FORMAT_VERSION", "TrainedModule"]
 
@@ -85,7 +86,8 @@ class TrainedModule:
         weights = unpack_state(self.weights) if state is None else state
         if isinstance(self.source, Program):
             return self.source(**weights).eval()
-        module = Recipe(module=self.source, module_params=self.params).build_module(seed=0)
+        recipe = recipe_type(self.source)(module=self.source, module_params=self.params)
+        module = recipe.build_module(seed=0)
         module.load_state_dict(weights)
         return module.eval()
 

@@ -173,11 +173,15 @@ class Callbacks:
                 trace="".join(traceback.format_exception(error)),
             ) from error
 
-    def ask_to_stop(self) -> bool:
-        """Returns whether a callback in any rank has requested a stop; a collective, unless there are no callbacks."""
-        if not self._all:
+    def ask_to_stop(self, module_asked: bool | None) -> bool:
+        """Returns whether a callback or the module has requested a stop in any rank; a collective, if any can.
+
+        Args:
+            module_asked: Whether the module of this rank has requested it; `None` if it never does.
+        """
+        if not self._all and module_asked is None:
             return False
-        asked = torch.tensor([float(self._context._asked_to_stop)], dtype=torch.float64)
+        asked = torch.tensor([float(self._context._asked_to_stop or bool(module_asked))], dtype=torch.float64)
         return bool(sum_over_ranks(asked, self._context.world))
 
 

@@ -17,7 +17,7 @@ from sparktorch.train.numerics.channels_last import channels_last
 from sparktorch.train.numerics.determinism import generators_state, set_generators_state, untouched_generators
 from sparktorch.train.numerics.non_finite import LossWatch, all_finite
 from sparktorch.train.numerics.sync_batchnorm import Presence, has_batch_norm, synchronise
-from sparktorch.train.recipe.loss import Means, Sums, full_precision
+from sparktorch.train.recipe.loss import Means, Sums, TrainingStep, full_precision
 from sparktorch.train.recipe.lr_schedule import Schedule
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.recipe.task import align, autocast, first_rows
@@ -38,6 +38,7 @@ class Engine:
         optimizer: Optimizer of this rank's parameters.
         schedule: Learning-rate schedule.
         scaler: Loss scaler, enabled in fp16 only.
+        own: What the module brings to its training.
         training_step: The user's training step, `None` if the recipe has a loss instead.
         watch: Raises on losses that are not finite; `None` if their steps are skipped.
         min_rows: Minimum rows of a batch in training.
@@ -60,6 +61,7 @@ class Engine:
         device = torch.device(world.device)
         self.strategy: Strategy[Any] = build_strategy(config, world)
         plain = recipe.build_module(config.seed)
+        self.own = recipe.build_own(plain, world, steps)
         # A rank without rows joins every all-reduce with placeholder rows. Batch normalisation
         # refuses a single row in training, unless it is synchronised over the ranks.
         self.min_rows = 2 if has_batch_norm(plain) else 1
@@ -77,15 +79,16 @@ class Engine:
         self.module = self.strategy.prepare(plain)
         self.unwrapped = self.strategy.unwrap(self.module)
         self.optimizer = self.strategy.optimizer(recipe, plain)
-        self.schedule = Schedule(recipe, config, self.optimizer, steps)
-        self.training_step = recipe.build_training_step()
+        self.schedule: Schedule = self.own.schedule(self.optimizer) or Schedule(recipe, config, self.optimizer, steps)
+        own_step: TrainingStep | None = self.own.training_step(self.strategy.within_forward)
+        self.training_step = own_step or recipe.build_training_step()
         self._loss = None if self.training_step else recipe.build_loss().to(world.device)
         self._autocast = autocast(device, config.precision)
         # Small float16 gradients underflow unless the loss is scaled up; bfloat16 has the exponent range of float32.
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
         at_once = True if self.strategy.waits_for_device else None
         self.watch = LossWatch(world, at_once=at_once) if config.non_finite == "error" else None
-        self.means = Means()
+        self.means = self.new_means("train_")
         self.padding = (0, 0)
         self.gradient_norm: torch.Tensor | None = None
 
@@ -102,6 +105,7 @@ class Engine:
             The sum of this rank's weighted losses, a scalar tensor; `None` if all ranks have skipped the step.
         """
         config = self._config
+        self.own.before_zero_grad(self.optimizer)
         self.optimizer.zero_grad()
         if self._presence is not None:
             self._presence.rows = batch.rows > 0
@@ -123,8 +127,9 @@ class Engine:
         for sums in metrics:
             self.means.add(sums)
         clips = config.clip_norm is not None or config.clip_value is not None
-        if clips or measured:
+        if clips or measured or self.own.sees_gradients:
             self.scaler.unscale_(self.optimizer)
+        self.own.before_update(self.optimizer)
         if measured and (config.clip_norm is None or config.clip_value is not None):
             self.gradient_norm = self.strategy.gradient_norm(self.module)
         if clips:
@@ -143,7 +148,7 @@ class Engine:
         would sum them in another order than an uninterrupted one, and differ in the last bits.
         """
         batch, *_ = micro_batches(batch, self.split.least(batch.rows), min_rows=self.min_rows)
-        with untouched_generators(torch.device(self._world.device)):
+        with untouched_generators(torch.device(self._world.device)), self.own.rehearsal():
             buffers = [buffer.clone() for buffer in self.module.buffers()]
             state = self.strategy.own_state()
             for _ in range(self.strategy.warm_up_passes):
@@ -158,11 +163,34 @@ class Engine:
         if self.training_step is not None:
             with self._autocast:
                 return self.training_step(module, batch)
+        return self._loss_of(module, batch), {}
+
+    def evaluated(self, module: nn.Module, batch: Batch) -> tuple[torch.Tensor | None, Sums]:
+        """Returns the same for validation rows; no loss if the training step computes none for them."""
+        assert self.training_step is not None
+        with self._autocast:
+            return self.training_step.evaluate(module, batch)
+
+    def new_means(self, prefix: str) -> Means:
+        """Returns an empty collection for the values of the training step's metrics."""
+        return Means(prefix) if self.training_step is None else self.training_step.means(prefix)
+
+    def training_mode(self) -> None:
+        """Sets the module to training mode."""
+        self.module.train()
+        self.own.keep_modes()
+
+    def end_epoch(self, record: dict[str, Any], *, validated: bool) -> None:
+        """Ends an epoch for the module's own hooks and the schedule; see `Schedule.epoch_done`."""
+        self.own.end_epoch(record)
+        self.schedule.epoch_done(record, validated=validated)
+
+    def _loss_of(self, module: nn.Module, batch: Batch) -> torch.Tensor:
         output = self.forward(module, batch)
         if 0 < batch.rows < self.min_rows:  # drops the rows added to reach the minimum rows
             output = first_rows(output, batch.rows)
         assert self._loss is not None
-        return self._loss(*align(self._config.task, output, batch.label), batch.loss_weight), {}
+        return self._loss(*align(self._config.task, output, batch.label), batch.loss_weight)
 
     def forward(self, module: nn.Module, batch: Batch) -> Any:
         """Returns the module's output for a batch, in float32."""
@@ -228,6 +256,7 @@ class Engine:
         if self.watch is not None:
             self.watch.check(loss)
         self.scaler.scale(loss * scale).backward()  # type: ignore[no-untyped-call]
+        self.own.after_backward()
         return loss.detach(), metrics
 
     def _take_step(self) -> None:

@@ -101,6 +101,7 @@ def train(
                     run.count(step, batch.rows, loss)
                     run.show(current, step, loss)
                     del batch, loss  # no memory of theirs is held in validation, or after the epoch
+                    engine.own.end_step(run.context.step)
                     callbacks.call("on_step_end")
                     if run.validates_now:
                         run.validate_within()
@@ -112,10 +113,10 @@ def train(
             if epoch + 1 == config.epochs or run.validates_after(epoch):
                 run.validate()
             run.note_validations(record)
-            engine.schedule.epoch_done(record, validated=run.validation is not None)
+            engine.end_epoch(record, validated=run.validation is not None)
             callbacks.add_to(record)
             # All ranks see the same losses and stop requests, so they stop after the same epoch.
-            asked = callbacks.ask_to_stop()
+            asked = callbacks.ask_to_stop(engine.own.asked)
             if asked:
                 run.validate()
                 run.note_validations(record)
@@ -125,6 +126,7 @@ def train(
             progress.ended = asked or progress.best.out_of_patience or client.told_to_stop(epoch + 1)
             epoch += 1
             run.save(Position(run.context.step, epoch))
+        engine.own.end_fit()
         callbacks.call("on_fit_end")
         return run.finish(epoch)
 
@@ -190,12 +192,13 @@ class _Run:
 
     def start(self) -> int:
         """Warms up for checkpoints and loads the one to resume from; returns the first epoch, from 0."""
+        manifest = None if self._checkpointer is None else self._checkpointer.start
+        self.engine.own.begin_fit(*((0, 0) if manifest is None else (manifest.epoch, manifest.step)))
         if self._checkpointer is None:
             return 0
         with closing(self._dataset.epoch(0, min_rows=self.engine.min_rows)) as batches:
             self.engine.warm_up(next(batches))
         self._state.check()  # fails now instead of hours later
-        manifest = self._checkpointer.start
         if manifest is None:
             return 0
         self._state.load(self._checkpointer.store, manifest)
@@ -227,7 +230,8 @@ class _Run:
         waited, entered = counters.waited, time.perf_counter() - counters.validating
         self._next_progress = 0.0
         with closing(self._dataset.epoch(epoch, min_rows=engine.min_rows, first=counters.taken)) as batches:
-            engine.module.train()
+            engine.training_mode()
+            engine.own.begin_epoch(epoch, fresh=not counters.taken)
             yield _Epoch(epoch, weights, scales, started), self._steps_left(batches, len(scales))
         self._waited += counters.waited - waited
         self._seconds += time.perf_counter() - counters.validating - entered
@@ -301,7 +305,7 @@ class _Run:
         with self._averaged(), self.engine.strategy.evaluating(self.engine.module) as module:
             metrics, counts = self.validation.run(module)
         progress.counters.validations.append({"step": self.context.step, **metrics})
-        if progress.best.offer(metrics["val_loss"], self._weights):
+        if progress.best.offer(metrics.get("val_loss", math.nan), self._weights):
             progress.confusion = counts
         self.callbacks.call("on_validation_end", dict(metrics))  # a copy, so that callbacks cannot change it
         progress.counters.validating += time.perf_counter() - started
@@ -315,7 +319,7 @@ class _Run:
     def train_on(self, epoch: int, step: int) -> None:
         """Goes back to training after a validation within an epoch."""
         self._client.enter("training", epoch=epoch + 1, step=step + 1)
-        self.engine.module.train()
+        self.engine.training_mode()
 
     def note_validations(self, record: dict[str, Any]) -> None:
         """Adds the epoch's last validation to its record, and all of them if they run by step."""
@@ -341,7 +345,7 @@ class _Run:
         if engine.split.searches:
             record["micro_batch_size"] = engine.split.size
         if engine.training_step is not None:
-            record |= {f"train_{name}": mean for name, mean in engine.means.over_ranks(world).items()}
+            record |= engine.means.over_ranks(world)
         if self._config.non_finite == "skip":
             record["skipped_steps"] = len(counters.skipped)
             if len(counters.skipped) == counters.taken:

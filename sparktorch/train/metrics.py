@@ -22,7 +22,7 @@ from sparktorch.errors import ConfigError, nearest
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
-__all__ = ["Metrics", "try_metrics"]
+__all__ = ["Metrics", "quiet", "reduce_over_ranks", "try_metrics"]
 
 _HOMES = ("torchmetrics", "torchmetrics.classification", "torchmetrics.regression")
 _TAKEN = {"loss", "accuracy"}  # names that validation reports itself
@@ -51,8 +51,7 @@ class Metrics:
         self._task = task
         self._metrics = {name: _build(name, value).to(device) for name, value in metrics.items()}
         for metric in self._metrics.values():
-            for part in _parts(metric):
-                part.dist_sync_fn = partial(_gather, device=device)
+            reduce_over_ranks(metric, device)
 
     def update(self, output: Any, label: torch.Tensor | None) -> None:
         """Adds validation rows; `output` and `label` are as from `align`."""
@@ -69,7 +68,7 @@ class Metrics:
         """Returns the values over the rows of all ranks and resets the metrics; a collective, called by every rank."""
         found: dict[str, float] = {}
         for name, metric in self._metrics.items():
-            with _quiet():  # a rank without rows has not called update
+            with quiet():  # a rank without rows has not called update
                 found |= _numbers(name, metric.compute())
             metric.reset()
         return found
@@ -121,7 +120,7 @@ def try_metrics(
         built = Metrics({name: complete[name]}, task, "cpu")
         built.check()
         try:
-            with _quiet(), torch.no_grad():
+            with quiet(), torch.no_grad():
                 built.update(output, label)
                 built.compute()
         except ConfigError:
@@ -210,6 +209,12 @@ def _is_metric(value: Any) -> bool:
     return isinstance(value, _torchmetrics().Metric)
 
 
+def reduce_over_ranks(metric: Metric, device: str) -> None:
+    """Makes a metric reduce its states over ranks of which some may have no rows."""
+    for part in _parts(metric):
+        part.dist_sync_fn = partial(_gather, device=device)
+
+
 def _parts(metric: Metric) -> Iterator[Metric]:
     """Yields the metric and those that it wraps."""
     for part in metric.modules():
@@ -258,7 +263,7 @@ def _gather(values: torch.Tensor, group: Any = None, *, device: str) -> list[tor
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Context without torchmetrics' warnings, such as those of metrics that got no rows."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="torchmetrics")

@@ -93,6 +93,7 @@ class TrainingState:
             "schedule": engine.schedule.state_dict(),
             "scaler": engine.scaler.state_dict(),
             "callbacks": self._callbacks.state_dict(),
+            "module": engine.own.state_dict(),
             "means": engine.means.state_dict(),
             "micro_batch_size": engine.split.size if engine.split.searches else None,
             "generators": generators_state(self._device),
@@ -119,6 +120,7 @@ class TrainingState:
         mine = [rests[old] for old in range(rank, manifest.world_size, size)]
         self._progress.merge(main, mine, best)
         self._callbacks.load_state_dict(own["callbacks"])
+        engine.own.load_state_dict(own.get("module", {}), same_ranks=manifest.world_size == size)
         engine.means.clear()
         for rest in mine:
             engine.means.load_state_dict(rest["means"])

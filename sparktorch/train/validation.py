@@ -85,16 +85,20 @@ class Validation:
             The metrics, and the confusion matrix, int64 of shape `(classes, classes)`; `None` without classes, or with
             too many.
         """
+        own = self._engine.own
+        own.begin_validation()
         module.eval()
         # Sums of losses and weights stay on the device: reading one in each batch would wait for the device's work.
-        totals = torch.zeros(4, dtype=torch.float64, device=self._world.device)
+        totals = torch.zeros(5, dtype=torch.float64, device=self._world.device)
         counts = torch.zeros(self._shown**2, dtype=torch.float64, device=self._world.device)
-        means = Means()
+        means = self._engine.new_means("val_")
         with closing(self._outputs(module, means)) as outputs:
             for batch, output, label, loss in outputs:
                 weight = torch.ones(batch.rows, device=self._world.device) if batch.weight is None else batch.weight
-                totals[0] += loss
-                totals[1] += weight.sum() if batch.loss_weight is None else batch.loss_weight.sum()
+                if loss is not None:
+                    totals[0] += loss
+                    totals[1] += weight.sum() if batch.loss_weight is None else batch.loss_weight.sum()
+                    totals[4] += 1
                 totals[2] += weight.sum()
                 if self._task == "classification" and label is not None:
                     totals[3] += (correct(output, label) * weight).sum()
@@ -104,20 +108,23 @@ class Validation:
                 if self._shows_output:
                     self._metrics.update(output, label)
         summed = sum_over_ranks(torch.cat([totals, counts]), self._world)
-        loss_sum, loss_weight_sum, weight_sum, right = summed[:4].tolist()
+        loss_sum, loss_weight_sum, weight_sum, right, losses = summed[:5].tolist()
+        own.end_validation_rows()
         found = {}
         if self._engine.training_step is not None:
-            found = {f"val_{name}": mean for name, mean in means.over_ranks(self._world).items()}
-        found["val_loss"] = mean_of(loss_sum, loss_weight_sum)
+            found = means.over_ranks(self._world)
+        if losses:
+            found.setdefault("val_loss", mean_of(loss_sum, loss_weight_sum))
         if self._task == "classification":
             found["val_accuracy"] = mean_of(right, weight_sum)
         found |= {f"val_{name}": value for name, value in self._metrics.compute().items()}
-        return found, summed[4:].long().view(self._shown, self._shown) if self._shown else None
+        own.end_validation(found)
+        return found, summed[5:].long().view(self._shown, self._shown) if self._shown else None
 
     def _outputs(
         self, module: nn.Module, means: Means
-    ) -> Generator[tuple[Batch, Any, torch.Tensor | None, torch.Tensor]]:
-        """Yields each batch of this rank with output and label as from `align`, and its loss sum.
+    ) -> Generator[tuple[Batch, Any, torch.Tensor | None, torch.Tensor | None]]:
+        """Yields each batch of this rank with output and label as from `align`, and its loss sum if there is one.
 
         A training step calls the module itself. The output is captured from that call, or omitted if nothing needs it.
         """
@@ -129,7 +136,7 @@ class Validation:
                     output = engine.forward(module, batch)
                 else:
                     with _calls(module, listen=self._shows_output and self._listens) as calls:
-                        loss, sums = engine.losses_of(module, batch)
+                        loss, sums = engine.evaluated(module, batch)
                     means.add(sums)
                     output = self._output(module, batch, calls)
                 if not batch.rows:
@@ -137,7 +144,9 @@ class Validation:
                 label = batch.label
                 if output is not None:
                     output, label = align(self._task, output, label)
-                yield batch, output, label, engine.loss_of(output, label, batch.loss_weight) if loss is None else loss
+                if engine.training_step is None:
+                    loss = engine.loss_of(output, label, batch.loss_weight)
+                yield batch, output, label, loss
 
     def _output(self, module: nn.Module, batch: Batch, calls: list[tuple[Any, ...]]) -> Any:
         """Returns the module's output for a batch of a training step; `None` if nothing needs it."""

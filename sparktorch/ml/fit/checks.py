@@ -13,6 +13,7 @@ from sparktorch.base.devices import is_kind
 from sparktorch.base.imports import load_object
 from sparktorch.errors import ConfigError, nearest
 from sparktorch.ml.fit.inputs import check_ships
+from sparktorch.ml.fit.lightning import brings_its_training, check_lightning
 from sparktorch.ml.fit.values import Values
 from sparktorch.ml.params.mixins import EstimatorParams, ModelParams
 from sparktorch.train.callbacks import check_callback
@@ -29,9 +30,12 @@ def check_params(estimator: EstimatorParams, p: Values) -> None:
     Raises:
         ConfigError: A Param is missing or out of range, or two Params exclude each other.
     """
+    own = brings_its_training(p["module"])
     for name in ("module", "loss"):
-        if p[name] is None and (name == "module" or p["trainingStep"] is None):
+        if p[name] is None and (name == "module" or (p["trainingStep"] is None and not own)):
             raise ConfigError(f"{name} is not set", hint=f"pass {name}=... to the constructor", param=name)
+    if own:
+        check_lightning(estimator, p)
     above("learningRate", p["learningRate"], 0)
     one_of("dryRun", p["dryRun"], ("driver", "worker"))
     check_job(estimator, p)

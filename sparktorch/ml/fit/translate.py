@@ -13,6 +13,7 @@ from sparktorch.distributed.monitor import Timeouts
 from sparktorch.errors import ConfigError
 from sparktorch.ml.fit.checks import check_job, check_params, check_restarts
 from sparktorch.ml.fit.inputs import input_names, input_options, preprocess_of
+from sparktorch.ml.fit.lightning import brings_its_training, lightning_recipe
 from sparktorch.ml.fit.values import Values
 from sparktorch.ml.params.declare import ParamSpec
 from sparktorch.ml.params.mixins import EstimatorParams, RunParams
@@ -76,9 +77,8 @@ def translate(estimator: EstimatorParams, task: Task) -> Request:
     """
     p = Values(estimator)
     check_params(estimator, p)
-    loss = p["loss"] if p["trainingStep"] is None else None
     request = Request(
-        recipe=Recipe(**_module(p["module"], p["moduleParams"]), loss=loss, **_fields(p, "recipe")),
+        recipe=_recipe(p),
         dry_run=p["dryRun"],
         **_job(estimator, p, task, _EVERY),
     )
@@ -180,6 +180,13 @@ def _shuffle_block(p: Values) -> int:
     if p["shuffleBlock"] is not None:
         return int(p["shuffleBlock"])
     return 1 if p["storage"] == "memory" else _SHUFFLE_BLOCK
+
+
+def _recipe(p: Values) -> Recipe:
+    module, fields = _module(p["module"], p["moduleParams"]), _fields(p, "recipe", _EVERY)
+    if brings_its_training(p["module"]):
+        return lightning_recipe(p, module, fields)
+    return Recipe(**module, loss=p["loss"] if p["trainingStep"] is None else None, **fields)
 
 
 def _module(module: Any, params: dict[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torch import nn
 from sparktorch.base.batch import Batch, cut
 from sparktorch.base.config import Task
 from sparktorch.base.state_dict import check_state
+from sparktorch.base.world import World
 from sparktorch.errors import ModuleError, SparkTorchError
 from sparktorch.train.metrics import try_metrics
 from sparktorch.train.recipe.loss import Loss, TrainingStep
@@ -22,6 +23,8 @@ from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.recipe.task import align, classes_in, first_rows
 
 __all__ = ["ArgumentSpec", "DryRunResult", "OutputSpec", "describe_outputs", "dry_run"]
+
+_STEPS = 100  # of an epoch, as far as the dry run knows
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,8 @@ def dry_run(
     if not trainable:
         raise ModuleError("the module has no parameters that require a gradient", param="module")
     check_state(module.state_dict())
-    training_step = recipe.build_training_step()
+    own = recipe.build_own(module, World(device=device), _STEPS)
+    training_step = own.training_step(lambda _, function: function()) or recipe.build_training_step()
     loss = None if training_step else recipe.build_loss().to(device)
     recipe.check_optimizer(module)
     recipe.check_scheduler()
@@ -154,11 +158,14 @@ def dry_run(
         _try_loss(loss, task, output, label, weight)
     else:
         assert training_step is not None
+        own.begin_fit(0, 0)
         _try_step(training_step, module, tuple(inputs.values()), label, weight)
+    unused = any(parameter.grad is None for parameter in trainable)
+    own.try_validation(tuple(inputs.values()), label)
     return DryRunResult(
         outputs,
         classes,
-        unused_parameters=any(parameter.grad is None for parameter in trainable),
+        unused_parameters=unused,
         state_bytes=sum(tensor.nbytes for tensor in module.state_dict().values()),
         aligned=align(task, output, label),
         arguments=tuple(_argument(name, tensor) for name, tensor in inputs.items()),
@@ -216,12 +223,11 @@ def _try_step(
         first = [None if tensor is None else tensor[:rows] for tensor in (label, weight)]
         return Batch(tuple(cut(tensor, 0, rows) for tensor in inputs), first[0], first[1], rows, first[1])
 
-    name = f"trainingStep {step.name}"
     arrives = ", ".join(_describe(tensor) for tensor in inputs)
     got = "" if label is None else f" and label {_describe(label)}"
     hint = f"it is called with the module and a batch of inputs ({arrives}){got}"
-    with _refusing(name, "trainingStep", hint):
-        _check_pairs(lambda rows: step.per_row(module, batch(rows))[0], name, "trainingStep", hint)
+    with _refusing(step.what, step.param, hint):
+        _check_pairs(lambda rows: step.per_row(module, batch(rows))[0], step.what, step.param, hint)
         step(module, batch(len(inputs[0])))[0].backward()  # type: ignore[no-untyped-call]
 
 

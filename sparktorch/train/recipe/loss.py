@@ -90,12 +90,27 @@ def weigh(losses: Any, rows: int, weight: torch.Tensor | None, *, what: str, par
 
 
 class TrainingStep:
-    """The user's own forward pass and loss, a callable `(module, batch)`."""
+    """The user's own forward pass and loss, a callable `(module, batch)`.
+
+    Attributes:
+        what: Its name in messages.
+        param: The Param that named it.
+    """
+
+    param = "trainingStep"
 
     def __init__(self, function: Callable[[nn.Module, Batch], Any]) -> None:
         """Takes a callable that returns a loss per row or their mean, or such a loss and a mapping of metrics."""
-        self.name = str(getattr(function, "__qualname__", type(function).__qualname__))
+        self.what = f"trainingStep {getattr(function, '__qualname__', type(function).__qualname__)}"
         self._function = function
+
+    def means(self, prefix: str) -> Means:
+        """Returns an empty collection for the values of its metrics."""
+        return Means(prefix)
+
+    def evaluate(self, module: nn.Module, batch: Batch) -> tuple[torch.Tensor | None, Sums]:
+        """Returns the same as a call for a batch of validation rows; no loss if it computes none for them."""
+        return self(module, batch)
 
     def __call__(self, module: nn.Module, batch: Batch) -> tuple[torch.Tensor, Sums]:
         """Returns the weighted sum of the rows' losses, a scalar tensor, and the sums of the metrics.
@@ -107,7 +122,7 @@ class TrainingStep:
         rows = batch.rows or len(batch.inputs[0])  # placeholder rows are complete, with weight zero
         if isinstance(losses, torch.Tensor):
             losses = _without_filler(losses, batch).to(torch.promote_types(losses.dtype, torch.float32))
-        total = weigh(losses, rows, batch.loss_weight, what=f"trainingStep {self.name}", param="trainingStep")
+        total = weigh(losses, rows, batch.loss_weight, what=self.what, param=self.param)
         if not batch.rows:
             return total, {}
         return total, {name: self._sums(name, value, batch) for name, value in metrics.items()}
@@ -120,9 +135,9 @@ class TrainingStep:
         if len(found) == 2 and isinstance(found[1], Mapping):
             return found
         raise ModuleError(
-            f"trainingStep {self.name} returned a tuple of {', '.join(type(item).__name__ for item in found)}",
+            f"{self.what} returned a tuple of {', '.join(type(item).__name__ for item in found)}",
             hint="return the loss, or the loss and a dict of metrics",
-            param="trainingStep",
+            param=self.param,
         )
 
     def _sums(self, name: str, value: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | int]:
@@ -131,8 +146,8 @@ class TrainingStep:
         count = batch.rows if batch.weight is None else batch.weight.sum()
         if value.dim() == 0:
             return value * count, count
-        what = f"metric {name!r} of trainingStep {self.name}"
-        return weigh(_without_filler(value, batch), batch.rows, batch.weight, what=what, param="trainingStep"), count
+        what = f"metric {name!r} of {self.what}"
+        return weigh(_without_filler(value, batch), batch.rows, batch.weight, what=what, param=self.param), count
 
 
 def _without_filler(values: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -144,7 +159,9 @@ def _without_filler(values: torch.Tensor, batch: Batch) -> torch.Tensor:
 class Means:
     """Weighted means of named values over batches and ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, prefix: str = "") -> None:
+        """Starts without values; `prefix` is added to their names in `over_ranks`."""
+        self._prefix = prefix
         self._sums: dict[str, tuple[Any, Any]] = {}
 
     def add(self, metrics: Sums) -> None:
@@ -179,7 +196,7 @@ class Means:
         means = {}
         for name in names:
             value, weight = (sum(part) for part in zip(*(s[name] for s in every if name in s), strict=True))
-            means[name] = mean_of(value, weight)
+            means[f"{self._prefix}{name}"] = mean_of(value, weight)
         return means
 
 

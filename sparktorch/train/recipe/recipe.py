@@ -14,9 +14,11 @@ from torch.optim import lr_scheduler
 
 from sparktorch.base.imports import SHIPPING_HINT, load_object
 from sparktorch.base.state_dict import unpack_state
+from sparktorch.base.world import World
 from sparktorch.errors import ConfigError, ModuleError
 from sparktorch.train.recipe.lookup import look_up, name_of, parameters_of, signature_of
 from sparktorch.train.recipe.loss import Loss, TrainingStep
+from sparktorch.train.recipe.own_training import OwnTraining
 from sparktorch.train.recipe.parameter_groups import freeze, group
 
 __all__ = ["ModuleSource", "Recipe"]
@@ -75,6 +77,8 @@ class Recipe:
             ConfigError: A `freeze` pattern matches no parameter, or no parameter is left to train.
         """
         module = self._make_module(seed)
+        if self.initial:
+            module.load_state_dict(unpack_state(self.initial))
         freeze(module, self.freeze)
         return module
 
@@ -103,9 +107,11 @@ class Recipe:
                 f"module {name_of(factory)} returned {type(module).__name__}, not an nn.Module",
                 hint="pass an nn.Module class, a function that returns one, or an instance",
             )
-        if self.initial:
-            module.load_state_dict(unpack_state(self.initial))
         return module
+
+    def build_own(self, module: nn.Module, world: World, steps: int) -> OwnTraining:
+        """Builds what the module brings to its training; `steps` is the number of steps in an epoch."""
+        return OwnTraining()
 
     def build_loss(self) -> Loss:
         """Builds the loss.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, ClassVar, Generic, TypeVar
@@ -136,6 +136,15 @@ class Strategy(ABC, Generic[O]):
     def unwrap(self, module: nn.Module) -> nn.Module:
         """Returns the user's module under the one that `prepare` returned."""
         return module
+
+    def within_forward(self, module: nn.Module, function: Callable[[], Any]) -> Any:
+        """Calls a function that computes with the module's parameters, as if it were the module's forward pass.
+
+        Args:
+            module: The module that `prepare` returned, or that `evaluating` has yielded.
+            function: Calls the user's module, any parts of it, or other methods than `forward`.
+        """
+        return function()
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[None]:
         """Returns a context in which backward accumulates this rank's gradients without reducing them."""

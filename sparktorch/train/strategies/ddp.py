@@ -6,7 +6,7 @@ Li et al. 2020, PyTorch Distributed: Experiences on Accelerating Data Parallel T
 
 # No `from __future__ import annotations`: torch inspects the annotations of communication hooks.
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -171,6 +171,12 @@ class DDP(Strategy[DDPOptions]):
         """Returns a context without the all-reduce."""
         return module.no_sync() if isinstance(module, DistributedDataParallel) else nullcontext()
 
+    def within_forward(self, module: nn.Module, function: Callable[[], Any]) -> Any:
+        """Calls the function in place of the module's forward pass, so that DDP prepares to reduce its gradients."""
+        if not isinstance(module, DistributedDataParallel):
+            return function()
+        return self._pass(module, _Calling(module.module, function))
+
     def before_trial(self, module: nn.Module) -> None:
         """Sends buffers, and once the order of the buckets, as DDP's first forward pass of a step does."""
         if isinstance(module, DistributedDataParallel):
@@ -183,14 +189,29 @@ class DDP(Strategy[DDPOptions]):
             self._pass_nothing(module).backward()  # type: ignore[no-untyped-call]
 
     def _pass_nothing(self, module: DistributedDataParallel) -> torch.Tensor:
+        nothing: torch.Tensor = self._pass(module, _StandIn(module.module))
+        return nothing
+
+    def _pass(self, module: DistributedDataParallel, stand_in: nn.Module) -> Any:
         """Calls DDP with a stand-in for the module, and returns its result."""
         plain = module.module
-        module.module = _StandIn(plain)
+        module.module = stand_in
         try:
-            nothing: torch.Tensor = module(torch.zeros((), device=self._device))
+            return module(torch.zeros((), device=self._device))
         finally:
             module.module = plain
-        return nothing
+
+
+class _Calling(nn.Module):
+    """Calls a function, and ignores its argument."""
+
+    def __init__(self, plain: nn.Module, function: Callable[[], Any]) -> None:
+        super().__init__()
+        self.plain = plain  # DDP looks for its buffers
+        self._function = function
+
+    def forward(self, _: torch.Tensor) -> Any:
+        return self._function()
 
 
 class _StandIn(nn.Module):

@@ -9,10 +9,10 @@ parameter along its first axis.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -134,6 +134,21 @@ class Zero3(Strategy[ShardingOptions]):
                 offload_policy=CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy(),
             )
         return module
+
+    def within_forward(self, module: nn.Module, function: Callable[[], Any]) -> Any:
+        """Calls the function in place of the module's forward pass, between the hooks that gather its parameters."""
+        if self.alone:
+            return function()
+
+        def instead(_: torch.Tensor) -> Any:
+            del vars(module)["forward"]  # the function may call the module
+            return function()
+
+        vars(module)["forward"] = instead
+        try:
+            return module(torch.zeros((), device=self._device))
+        finally:
+            vars(module).pop("forward", None)
 
     @contextmanager
     def no_sync(self, module: nn.Module) -> Iterator[None]:

@@ -1,0 +1,144 @@
+"""What a LightningModule logs, reduced over batches and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sparktorch.base.world import World
+from sparktorch.train.recipe.loss import Means, mean_of
+
+__all__ = ["REDUCTIONS", "Logs"]
+
+Pair = tuple[Any, Any]  # a value, for a mean times its weight, and the weight
+
+REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "mean": lambda a, b: a + b,
+    "sum": lambda a, b: a + b,
+    "max": lambda a, b: torch.as_tensor(a).maximum(torch.as_tensor(b)),  # does not wait for the device
+    "min": lambda a, b: torch.as_tensor(a).minimum(torch.as_tensor(b)),
+}
+
+
+@dataclass
+class _Logged:
+    """The values of one name.
+
+    Attributes:
+        reduce: How values are reduced, a key of `REDUCTIONS`.
+        on_step: Whether the value of the last step is reported.
+        on_epoch: Whether that of the epoch is.
+        metric: Path of the torchmetrics metric in the module that has the epoch's value; empty for numbers.
+        step: Number of the last step with a value.
+        last: Reduced values of that step.
+        epoch: Reduced values of the epoch; `None` before the first.
+    """
+
+    reduce: str
+    on_step: bool
+    on_epoch: bool
+    metric: str
+    step: int
+    last: Pair | None = None
+    epoch: Pair | None = None
+
+    def merge(self, other: _Logged) -> None:
+        """Adds the values that another rank has logged under this name, or this rank later."""
+        self.epoch = self._both(self.epoch, other.epoch)
+        if other.step > self.step:
+            self.step, self.last = other.step, other.last
+        elif other.step == self.step:
+            self.last = self._both(self.last, other.last)
+
+    def value(self, pair: Pair) -> float:
+        """Returns the reduced value."""
+        return mean_of(*pair) if self.reduce == "mean" else float(pair[0])
+
+    def plain(self) -> dict[str, Any]:
+        """Returns its fields as plain values."""
+        pairs = {"last": self.last, "epoch": self.epoch}
+        return asdict(self) | {
+            name: None if pair is None else (float(pair[0]), float(pair[1])) for name, pair in pairs.items()
+        }
+
+    def _both(self, one: Pair | None, other: Pair | None) -> Pair | None:
+        if one is None or other is None:
+            return other if one is None else one
+        return REDUCTIONS[self.reduce](one[0], other[0]), one[1] + other[1]
+
+
+class Logs(Means):
+    """Logged values by name. They stay on the device until the ranks exchange them."""
+
+    def __init__(self, computed: Callable[[str], float]) -> None:
+        """Takes a function that computes the value of a metric, given its path; it is a collective."""
+        super().__init__()
+        self._computed = computed
+        self._logged: dict[str, _Logged] = {}
+
+    def log(
+        self,
+        name: str,
+        value: torch.Tensor | None,
+        weight: int,
+        *,
+        reduce: str,
+        on_step: bool,
+        on_epoch: bool,
+        step: int,
+        metric: str = "",
+    ) -> None:
+        """Adds a value; `None` only notes the name of a metric."""
+        pair = None
+        if value is not None:
+            wide = value.double()
+            pair = (wide * weight if reduce == "mean" else wide, weight)
+        self._add(name, _Logged(reduce, on_step, on_epoch, metric, step, pair, None if metric else pair))
+
+    def clear(self) -> None:
+        """Removes all values."""
+        self._logged = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns this rank's values by name, for `load_state_dict`."""
+        return {name: logged.plain() for name, logged in self._logged.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Adds such values."""
+        for name, values in state.items():
+            self._add(name, _Logged(**values))
+
+    def over_ranks(self, world: World) -> dict[str, float]:
+        """Returns the values over all ranks; a collective, called by every rank."""
+        every: list[Any] = [self.state_dict()]
+        if world.world_size > 1:
+            every = [None] * world.world_size
+            dist.all_gather_object(every, self.state_dict())
+        whole = Logs(self._computed)
+        for state in every:  # in rank order: all ranks see the same names in the same order
+            whole.load_state_dict(state)
+        found: dict[str, float] = {}
+        for name, logged in whole._logged.items():
+            both = logged.on_step and logged.on_epoch
+            if logged.on_step and logged.last is not None:
+                found[f"{name}_step" if both else name] = logged.value(logged.last)
+            if not logged.on_epoch:
+                continue
+            if logged.metric:
+                value = self._computed(logged.metric)
+            elif logged.epoch is not None:
+                value = logged.value(logged.epoch)
+            else:
+                continue
+            found |= {name: value, f"{name}_epoch": value} if both else {name: value}
+        return found
+
+    def _add(self, name: str, logged: _Logged) -> None:
+        if name in self._logged:
+            self._logged[name].merge(logged)
+        else:
+            self._logged[name] = logged

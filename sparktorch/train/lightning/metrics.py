@@ -1,0 +1,73 @@
+"""The torchmetrics metrics that are attributes of a LightningModule."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparktorch.errors import ModuleError
+from sparktorch.train.metrics import quiet, reduce_over_ranks
+
+__all__ = ["Metrics"]
+
+
+class Metrics:
+    """The metrics in a module, by their paths; none if torchmetrics has not been imported."""
+
+    def __init__(self, module: nn.Module, device: str) -> None:
+        """Finds the metrics, and lets them reduce their states over ranks of which some may have no rows."""
+        known = getattr(sys.modules.get("torchmetrics"), "Metric", ())
+        self._found: dict[str, Any] = {path: part for path, part in module.named_modules() if isinstance(part, known)}
+        for metric in self._found.values():
+            reduce_over_ranks(metric, device)
+
+    def path_of(self, value: Any) -> str:
+        """Returns the path of a metric in the module; empty if it is none of them."""
+        return next((path for path, metric in self._found.items() if metric is value), "")
+
+    def to(self, device: torch.device) -> None:
+        """Moves the metrics to the device."""
+        for metric in self._found.values():
+            metric.to(device)
+
+    def compute(self, path: str) -> float:
+        """Returns a metric's value over the rows of all ranks, and resets it; a collective.
+
+        Raises:
+            ModuleError: The value is not one number.
+        """
+        metric = self._found[path]
+        with quiet():  # a rank without rows has not called update
+            value = metric.compute()
+        metric.reset()
+        if not isinstance(value, torch.Tensor | int | float) or torch.as_tensor(value).numel() != 1:
+            raise ModuleError(f"metric {path!r} does not give one number", hint="log its values one by one")
+        return float(value)
+
+    @contextmanager
+    def kept(self, kept: bool) -> Iterator[None]:
+        """Context after which the metrics are as before, if `kept`."""
+        before = self.state_dict() if kept else {}
+        yield
+        self.load_state_dict(before)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns copies of the metrics' states by path, and how many updates made them."""
+        return {path: (m._copy_state_dict(), m._update_count) for path, m in self._found.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores such states."""
+        for path, (values, updates) in state.items():
+            metric = self._found[path]
+            for name, value in values.items():
+                setattr(metric, name, _on(metric.device, value))
+            metric._update_count, metric._computed = updates, None
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    return [part.to(device) for part in value] if isinstance(value, list) else value.to(device)

@@ -1,0 +1,108 @@
+"""The recipe of a LightningModule: optimizer, schedule, steps and hooks come from the module."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparktorch.base.world import World
+from sparktorch.errors import ModuleError, SparkTorchError
+from sparktorch.train.lightning.optimizers import Configured
+from sparktorch.train.lightning.recognise import check_instance, is_lightning
+from sparktorch.train.lightning.training import LightningTraining, training_of
+from sparktorch.train.recipe.built_optimizer import recipe_of
+from sparktorch.train.recipe.recipe import Recipe
+
+__all__ = ["LightningRecipe", "recipe_type"]
+
+
+def recipe_type(source: Any) -> type[Recipe]:
+    """Returns the class of the recipe for a module's source."""
+    return LightningRecipe if is_lightning(source) else Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class LightningRecipe(Recipe):
+    """What is trained, with a LightningModule; the fields of loss, optimizer and scheduler are not used.
+
+    Attributes:
+        epochs: Number of epochs.
+        accumulation: Number of micro-batches of a step.
+        validates: Whether there are validation rows.
+        needs_val_loss: Whether something looks at "val_loss": early stopping.
+        stage: The argument of the module's `setup`.
+    """
+
+    epochs: int = 1
+    accumulation: int = 1
+    validates: bool = False
+    needs_val_loss: bool = False
+    stage: str = "predict"
+
+    def _make_module(self, seed: int) -> nn.Module:
+        """Builds the module; calls `setup` and `configure_model`, which may make layers.
+
+        Raises:
+            ModuleError: The module optimizes by itself, or one of these methods fails.
+        """
+        module: Any = super()._make_module(seed)
+        check_instance(module)
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(seed)
+            for name, arguments in (("setup", (self.stage,)), ("configure_model", ())):
+                try:
+                    getattr(module, name)(*arguments)
+                except Exception as error:
+                    raise ModuleError(
+                        f"{name} of {type(module).__qualname__} failed: {type(error).__name__}: {error}",
+                        hint="it is called before there is a self.trainer, in a process without data loaders",
+                        param="module",
+                    ) from error
+        return module  # type: ignore[no-any-return]
+
+    def build_own(self, module: nn.Module, world: World, steps: int) -> LightningTraining:
+        """Attaches the training to the module."""
+        return LightningTraining(
+            module,
+            world,
+            epochs=self.epochs,
+            steps=steps,
+            accumulation=self.accumulation,
+            validates=self.validates,
+            needs_val_loss=self.needs_val_loss,
+        )
+
+    def build_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
+        """Returns the optimizer that the module builds."""
+        return training_of(module).configured.optimizer
+
+    def check_optimizer(self, module: nn.Module) -> None:
+        """Builds optimizer and schedulers.
+
+        Raises:
+            ModuleError: The module returned something that a fit cannot use.
+        """
+        where = f"configure_optimizers of {type(module).__qualname__}"
+        try:
+            made: Configured = training_of(module).configured
+        except SparkTorchError:
+            raise
+        except Exception as error:
+            raise ModuleError(
+                f"{where} failed: {type(error).__name__}: {error}",
+                hint="on the driver, self.trainer tells of 100 steps in an epoch",
+                param="module",
+            ) from error
+        own = {parameter for group in made.optimizer.param_groups for parameter in group["params"]}
+        if not own <= set(module.parameters()):
+            raise ModuleError(f"{where} has parameters that are not the module's", param="module")
+
+    def optimizer_call(self, module: nn.Module) -> tuple[Any, list[Any], dict[str, Any]]:
+        """Returns the class of the module's optimizer, its own groups, and its options."""
+        built = self.build_optimizer(module)
+        same = recipe_of(module, built)
+        vars(built)["_opt_called"] = True  # schedulers warn of an optimizer that takes no steps
+        return type(built), built.param_groups, {"lr": same.learning_rate, **same.optimizer_params}

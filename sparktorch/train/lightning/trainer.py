@@ -1,0 +1,71 @@
+"""What `self.trainer` is in a fit: the attributes of Lightning's Trainer that modules read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["TrainerView"]
+
+_KNOWN = (
+    "current_epoch, global_step, max_epochs, world_size, global_rank, local_rank, is_global_zero, "
+    "num_training_batches, estimated_stepping_batches, accumulate_grad_batches, training, validating, sanity_checking, "
+    "optimizers, lr_scheduler_configs, callback_metrics, logged_metrics, should_stop, logger"
+)
+
+
+class TrainerView:
+    """A view of the training for a LightningModule; only `should_stop` may be set.
+
+    Attributes:
+        current_epoch: Number of the epoch, from 0.
+        global_step: Steps of the optimizer so far.
+        max_epochs: `epochs`.
+        num_training_batches: Batches of an epoch, micro-batches of `accumulationSteps` counted.
+        estimated_stepping_batches: Steps of the whole training.
+        optimizers: The optimizer, in a list.
+        lr_scheduler_configs: The schedulers, as `scheduler`, `interval`, `frequency` and `monitor`.
+        callback_metrics: Latest values of what was logged and recorded, as tensors.
+        should_stop: Set it to end the training after this epoch.
+    """
+
+    max_steps = -1
+    sanity_checking = testing = predicting = fast_dev_run = barebones = False
+    logger = progress_bar_callback = None
+
+    def __init__(
+        self, *, rank: int, local_rank: int, world_size: int, epochs: int, steps: int, accumulation: int
+    ) -> None:
+        self.global_rank, self.local_rank, self.world_size = rank, local_rank, world_size
+        self.max_epochs, self.accumulate_grad_batches = epochs, accumulation
+        self.num_training_batches = steps * accumulation
+        self.estimated_stepping_batches = epochs * steps
+        self.current_epoch = self.global_step = 0
+        self.training, self.validating = True, False
+        self.should_stop = False
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.lr_scheduler_configs: list[Any] = []
+        self.callback_metrics: dict[str, torch.Tensor] = {}
+        self.loggers: list[Any] = []
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return self.global_rank == 0
+
+    @property
+    def logged_metrics(self) -> dict[str, torch.Tensor]:
+        """The same as `callback_metrics`."""
+        return self.callback_metrics
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what Python itself asks for
+            raise AttributeError(name)
+        raise AttributeError(
+            f"self.trainer has no {name!r}: a fit of sparktorch runs without Lightning's Trainer. It has {_KNOWN}"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TrainerView:
+        return self  # a copy of the module belongs to the same training

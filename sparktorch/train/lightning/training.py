@@ -1,0 +1,488 @@
+"""A LightningModule in training: its steps, what it logs, and its hooks."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparktorch.base.batch import Batch
+from sparktorch.base.world import World
+from sparktorch.errors import ModuleError
+from sparktorch.train.lightning.logs import REDUCTIONS, Logs
+from sparktorch.train.lightning.metrics import Metrics
+from sparktorch.train.lightning.optimizers import Configured, LightningSchedule, configured
+from sparktorch.train.lightning.recognise import overrides, parts
+from sparktorch.train.lightning.trainer import TrainerView
+from sparktorch.train.recipe.loss import Sums, TrainingStep, weigh
+from sparktorch.train.recipe.own_training import OwnTraining, Within
+
+__all__ = ["LightningTraining", "training_of"]
+
+_RECORD = {"epoch", "seconds", "rows_per_second", "data_wait_share", "steps", "validations", "skipped_steps"}
+Call = Callable[[Callable[[], Any]], Any]
+
+_PLAIN = (type(None), bool, int, float, str)
+
+
+def training_of(module: nn.Module) -> LightningTraining:
+    """Returns the training that a module is attached to."""
+    found: LightningTraining = vars(module)["log"].__self__
+    return found
+
+
+class LightningTraining(OwnTraining):
+    """One rank's training of a LightningModule, which sees it as `self.trainer`, `self.log` and `self.optimizers`.
+
+    Attributes:
+        name: Name of the module's class.
+        trainer: The view that is `self.trainer`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        world: World,
+        *,
+        epochs: int,
+        steps: int,
+        accumulation: int,
+        validates: bool,
+        needs_val_loss: bool,
+    ) -> None:
+        """Attaches the training to the module and to the LightningModules in it.
+
+        Args:
+            module: The module, before a strategy has wrapped it.
+            world: This rank's place.
+            epochs: Number of epochs.
+            steps: Number of steps in an epoch.
+            accumulation: Number of micro-batches of a step.
+            validates: Whether there are validation rows.
+            needs_val_loss: Whether they must give a "val_loss".
+        """
+        self._module: Any = module
+        self.name, self._world = type(module).__qualname__, world
+        self._validates, self._needs_val_loss = validates, needs_val_loss
+        self.trainer = TrainerView(
+            rank=world.rank,
+            local_rank=world.local_rank,
+            world_size=world.world_size,
+            epochs=epochs,
+            steps=steps,
+            accumulation=accumulation,
+        )
+        for part in parts(module):
+            vars(part).update(_trainer=self.trainer, log=self.log, optimizers=self._optimizers)
+        self._metrics = Metrics(module, world.device)
+        self._logs = self._training_logs = self._early = Logs(self._metrics.compute)
+        self._muted = False  # whether logged values are dropped
+        self._within_step = False
+        self._rows = 1  # of the batch whose values are logged
+        self._rehearsing = False
+        self._batch_index = self._validation_index = 0
+        self._last: tuple[dict[str, Any], Batch, int] | None = None  # for on_train_batch_end
+        self._began = False
+        self._evaluating: list[nn.Module] = []
+        self._built = self._plain_attributes()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LightningTraining:
+        return self  # a copy of the module belongs to the same training
+
+    @property
+    def asked(self) -> bool:  # type: ignore[override]
+        """Whether the module has set `self.trainer.should_stop`."""
+        return self.trainer.should_stop
+
+    @property
+    def sees_gradients(self) -> bool:  # type: ignore[override]
+        """Whether the module looks at gradients before the optimizer's step."""
+        return overrides(self._module, "on_before_optimizer_step")
+
+    @cached_property
+    def configured(self) -> Configured:
+        """The module's optimizer and schedulers."""
+        return configured(self._module)
+
+    def training_step(self, within: Within) -> TrainingStep:
+        """Returns the step that calls the module's `training_step`, and its `validation_step`."""
+        return LightningStep(self, within)
+
+    def schedule(self, optimizer: torch.optim.Optimizer) -> LightningSchedule:
+        """Returns the schedule of the module's schedulers."""
+        self.trainer.optimizers = [optimizer]
+        self.trainer.lr_scheduler_configs = list(self.configured.schedulers)
+        return LightningSchedule(self.configured, optimizer, self.trainer.callback_metrics)
+
+    def _optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        """Returns the optimizer: `self.optimizers()` of the module."""
+        return self.trainer.optimizers[0]
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: Any = "mean",
+        enable_graph: bool = False,
+        sync_dist: bool = False,
+        sync_dist_group: Any = None,
+        add_dataloader_idx: bool = True,
+        batch_size: int | None = None,
+        metric_attribute: str | None = None,
+        rank_zero_only: bool = False,
+    ) -> None:
+        """Logs a value: `self.log` of the module, with the same arguments. Values are always those over all ranks.
+
+        Raises:
+            ModuleError: The name is taken by the record of the epoch, or the value is no number and no metric.
+        """
+        where = f"self.log({name!r}, ...) of {self.name}"
+        if name in _RECORD:
+            raise ModuleError(f"{where}: the record of the epoch has its own {name!r}", hint="choose another name")
+        reduce = "mean" if reduce_fx == "avg" else getattr(reduce_fx, "__name__", reduce_fx)
+        if reduce not in REDUCTIONS:
+            raise ModuleError(f"{where}: reduce_fx is {reduce!r}", hint=f"it is one of {', '.join(REDUCTIONS)}")
+        on_step = self._within_step if on_step is None else on_step
+        on_epoch = not self._within_step if on_epoch is None else on_epoch
+        if not (on_step or on_epoch):
+            raise ModuleError(f"{where} with on_step=False and on_epoch=False logs nothing", hint="set one of them")
+        path = self._metrics.path_of(value)
+        number: torch.Tensor | None = None
+        if path:
+            latest = getattr(value, "_forward_cache", None)
+            number = None if latest is None else torch.as_tensor(latest)
+        elif isinstance(value, torch.Tensor | int | float):
+            number = torch.as_tensor(value)
+            if number.numel() != 1:
+                raise ModuleError(f"{where}: the value has shape {tuple(number.shape)}", hint="log its mean()")
+        else:
+            raise ModuleError(
+                f"{where}: the value is a {type(value).__name__}",
+                hint="log a number, a tensor of one element, or a torchmetrics metric that the module has as an attribute",
+            )
+        dropped = self._muted or (rank_zero_only and not self._world.is_main)
+        if dropped and not path:
+            return
+        self._logs.log(
+            name,
+            None if dropped or number is None else number.detach().reshape(()).to(self._world.device),
+            self._rows if batch_size is None else batch_size,
+            reduce=reduce,
+            on_step=on_step,
+            on_epoch=on_epoch,
+            step=self.trainer.global_step,
+            metric=path,
+        )
+
+    def new_logs(self, prefix: str) -> Logs:
+        """Returns an empty collection, into which values are logged from now on."""
+        self._logs = logs = Logs(self._metrics.compute)
+        if prefix == "train_":
+            self._training_logs = logs
+        return logs
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Context for passes that do not count: no hooks, and nothing is logged."""
+        self._rehearsing = True
+        try:
+            yield
+        finally:
+            self._rehearsing = False
+
+    def train(self, call: Call, batch: Batch) -> torch.Tensor:
+        """Calls the module's `training_step`, and the hooks around it; returns its loss.
+
+        Args:
+            call: Calls a function within the module's forward pass.
+            batch: A batch or micro-batch; if it has placeholder rows only, what is logged does not count.
+        """
+        module, index, arguments = self._module, self._batch_index, _arguments(batch)
+        step = partial(_called, module.training_step, arguments, index)
+        self._end_batch()
+        with self._logging(batch):
+            if self._rehearsing:
+                return self._loss(call(step))
+            if module.on_train_batch_start(arguments, index) == -1:
+                raise ModuleError(
+                    f"on_train_batch_start of {self.name} returned -1, which would end the epoch in this rank only",
+                    hint="set self.trainer.should_stop = True, which ends the training after the epoch",
+                    param="module",
+                )
+            output = call(step)
+            loss = self._loss(output)
+            module.on_before_backward(loss)
+        more = {key: value for key, value in output.items() if key != "loss"} if isinstance(output, Mapping) else {}
+        self._last = {"loss": loss.detach(), **more}, batch, index
+        self._batch_index += 1
+        return loss
+
+    def validate(self, call: Call, batch: Batch) -> torch.Tensor | None:
+        """Calls the module's `validation_step`, and the hooks around it; returns its loss if it returned one."""
+        module, index, arguments = self._module, self._validation_index, _arguments(batch)
+        with self._logging(batch, within_step=False):
+            module.on_validation_batch_start(arguments, index)
+            output = call(partial(_called, module.validation_step, arguments, index))
+            module.on_validation_batch_end(output, arguments, index)
+        self._validation_index += 1
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        return loss if isinstance(loss, torch.Tensor) and loss.is_floating_point() else None
+
+    def begin_fit(self, epoch: int, step: int) -> None:
+        """Calls `on_fit_start`, `on_train_start` and the first `on_train_epoch_start`."""
+        self.trainer.current_epoch, self.trainer.global_step = epoch, step
+        device = torch.device(self._world.device)
+        self._metrics.to(device)
+        for part in parts(self._module):
+            vars(part)["_device"] = device  # strategies that shard a module do not move it as a whole
+        self._logs = self._early
+        for hook in ("on_fit_start", "on_train_start", "on_train_epoch_start"):
+            self._hook(hook)
+        self._logs = self._training_logs
+        self._note_modes()
+
+    def begin_epoch(self, epoch: int, *, fresh: bool) -> None:
+        """Calls `on_train_epoch_start`, unless `begin_fit` has called it for this epoch."""
+        self.trainer.current_epoch = epoch
+        if fresh:
+            self._batch_index = 0
+        if self._began:
+            self._hook("on_train_epoch_start")
+        elif fresh:
+            self._training_logs.load_state_dict(self._early.state_dict())
+        self._began = True
+
+    def keep_modes(self) -> None:
+        """Sets the parts to evaluation mode that were in it before a validation, or before the training."""
+        for part in self._evaluating:
+            part.training = False
+
+    def before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        """Calls `on_before_zero_grad`."""
+        self._hook("on_before_zero_grad", optimizer, within_step=True)
+
+    def after_backward(self) -> None:
+        """Calls `on_after_backward`."""
+        self._hook("on_after_backward", within_step=True)
+
+    def before_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Calls `on_before_optimizer_step`."""
+        self._hook("on_before_optimizer_step", optimizer, within_step=True)
+
+    def end_step(self, step: int) -> None:
+        """Calls `on_train_batch_end`."""
+        self.trainer.global_step = step
+        self._end_batch()
+
+    def begin_validation(self) -> None:
+        """Calls `on_validation_start` and `on_validation_epoch_start`."""
+        self._note_modes()
+        self.trainer.training, self.trainer.validating = False, True
+        self._validation_index = 0
+        self.new_logs("val_")
+        self._hook("on_validation_start")
+        self._hook("on_validation_epoch_start")
+
+    def end_validation_rows(self) -> None:
+        """Calls `on_validation_epoch_end`."""
+        self._hook("on_validation_epoch_end")
+
+    def end_validation(self, metrics: Mapping[str, float]) -> None:
+        """Calls `on_validation_end`.
+
+        Raises:
+            ModuleError: There is no "val_loss", and early stopping looks at it.
+        """
+        if self._needs_val_loss and "val_loss" not in metrics:
+            raise ModuleError(
+                f"earlyStoppingPatience looks at 'val_loss', which {self.name} neither logs nor returns",
+                hint="log it in validation_step: self.log('val_loss', loss)",
+                param="earlyStoppingPatience",
+            )
+        self._publish(metrics)
+        self._hook("on_validation_end")
+        self.trainer.training, self.trainer.validating = True, False
+        self._logs = self._training_logs
+
+    def end_epoch(self, record: dict[str, Any]) -> None:
+        """Calls `on_train_epoch_end`, and adds what it logs to the record."""
+        self._publish(record)
+        if overrides(self._module, "on_train_epoch_end"):
+            late = self.new_logs("late")
+            self._hook("on_train_epoch_end")
+            record |= late.over_ranks(self._world)
+            self._publish(record)
+            self._logs = self._training_logs
+
+    def end_fit(self) -> None:
+        """Calls `on_train_end`, `on_fit_end` and `teardown`."""
+        self._hook("on_train_end")
+        self._hook("on_fit_end")
+        self._module.teardown("fit")
+
+    def try_validation(self, inputs: tuple[torch.Tensor, ...], label: torch.Tensor | None) -> None:
+        """Validates on the first row, if the training will validate.
+
+        Raises:
+            ModuleError: The module fails, or gives no "val_loss" although early stopping looks at it.
+        """
+        if not self._validates:
+            return
+        rows = len(inputs[0])
+        try:
+            with torch.no_grad():
+                self.begin_validation()
+                logs = self._logs
+                loss = self.validate(lambda function: function(), Batch(inputs, label, None, rows))
+                self.end_validation_rows()
+                found = {} if loss is None else {"val_loss": float(loss.mean())}
+                self.end_validation(found | logs.over_ranks(World()))
+        except ModuleError:
+            raise
+        except Exception as error:
+            raise ModuleError(
+                f"validation_step of {self.name} failed on the first row: {type(error).__name__}: {error}",
+                hint="it gets (*inputs, label), as training_step does",
+                param="module",
+            ) from error
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns counters, metrics, what the module saves, and its plain attributes that the training has changed."""
+        saved: dict[str, Any] = {}
+        if overrides(self._module, "on_save_checkpoint"):
+            self._module.on_save_checkpoint(saved)
+        now, built = self._plain_attributes(), self._built
+        return {
+            "batch_index": self._batch_index,
+            "attributes": {name: value for name, value in now.items() if name not in built or built[name] != value},
+            "metrics": self._metrics.state_dict(),
+            "values": {name: float(value) for name, value in self.trainer.callback_metrics.items()},
+            "saved": saved,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], *, same_ranks: bool) -> None:
+        """Restores what `state_dict` returned; states of metrics only if the number of ranks is the same."""
+        self._batch_index = state["batch_index"]
+        vars(self._module).update(state["attributes"])
+        self._publish(state["values"])
+        if same_ranks:
+            self._metrics.load_state_dict(state["metrics"])
+        if overrides(self._module, "on_load_checkpoint"):
+            self._module.on_load_checkpoint(dict(state["saved"]))
+
+    def _hook(self, name: str, *arguments: Any, within_step: bool = False) -> None:
+        """Calls a hook of the module; what it logs in an epoch counts once for each rank."""
+        before, self._within_step = self._within_step, within_step
+        if not within_step:
+            self._rows = 1
+        try:
+            if not self._rehearsing:
+                getattr(self._module, name)(*arguments)
+        finally:
+            self._within_step = before
+
+    @contextmanager
+    def _logging(self, batch: Batch, *, within_step: bool = True) -> Iterator[None]:
+        """Context in which values are logged for a batch; those of placeholder rows are dropped."""
+        self._rows, self._within_step = batch.rows, within_step
+        self._muted = self._rehearsing or not batch.rows
+        try:
+            with self._metrics.kept(self._muted):
+                yield
+        finally:
+            self._muted, self._within_step = False, False
+
+    def _end_batch(self) -> None:
+        if self._last is None:
+            return
+        (output, batch, index), self._last = self._last, None
+        with self._logging(batch):
+            self._module.on_train_batch_end(output, _arguments(batch), index)
+
+    def _loss(self, output: Any) -> torch.Tensor:
+        """Returns the loss in what `training_step` returned.
+
+        Raises:
+            ModuleError: There is none.
+        """
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if isinstance(loss, torch.Tensor):
+            return loss
+        what = f"a dict with {', '.join(map(repr, output))}" if isinstance(output, Mapping) else type(output).__name__
+        none = "None, which would skip the batch in this rank only"
+        raise ModuleError(
+            f"training_step of {self.name} returned {none if output is None else what}",
+            hint="return the loss, or a dict with it under 'loss'; for a batch that does not count, return loss * 0",
+            param="module",
+        )
+
+    def _publish(self, values: Mapping[str, Any]) -> None:
+        numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
+        self.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in numbers.items()})
+
+    def _note_modes(self) -> None:
+        self._evaluating = [part for part in self._module.modules() if not part.training]
+
+    def _plain_attributes(self) -> dict[str, Any]:
+        """Returns copies of the module's own attributes that are numbers, strings, or lists and dicts of them."""
+        own = {name: value for name, value in vars(self._module).items() if not name.startswith("_")}
+        return {name: copy.deepcopy(value) for name, value in own.items() if name != "training" and _is_plain(value)}
+
+
+class LightningStep(TrainingStep):
+    """Calls `training_step` within the module's forward pass, and `validation_step` for validation rows."""
+
+    param = "module"
+
+    def __init__(self, own: LightningTraining, within: Within) -> None:
+        """Takes the training, and what calls a function within the module's forward pass."""
+        self.what = f"training_step of {own.name}"
+        self._own, self._within = own, within
+
+    def means(self, prefix: str) -> Logs:
+        """Returns an empty collection, into which values are logged from now on."""
+        return self._own.new_logs(prefix)
+
+    def per_row(self, module: nn.Module, batch: Batch) -> tuple[Any, Mapping[str, Any]]:
+        """Returns the loss; what the module logs does not pass here."""
+        return self._own.train(partial(self._within, module), batch), {}
+
+    def evaluate(self, module: nn.Module, batch: Batch) -> tuple[torch.Tensor | None, Sums]:
+        """Returns the weighted sum of the losses that `validation_step` returned; `None` if it returned none."""
+        loss = self._own.validate(partial(self._within, module), batch)
+        if loss is None or not batch.rows:
+            return None, {}
+        what = f"validation_step of {self._own.name}"
+        return weigh(loss.float(), batch.rows, batch.loss_weight, what=what, param=self.param), {}
+
+
+def _arguments(batch: Batch) -> tuple[torch.Tensor, ...]:
+    """Returns the batch that the module's steps get: the inputs, and the label if there is one."""
+    whole = batch.complete()
+    return whole.inputs if whole.label is None else (*whole.inputs, whole.label)
+
+
+def _called(method: Callable[..., Any], batch: tuple[torch.Tensor, ...], index: int) -> Any:
+    """Calls a step, whose `batch_idx` may be left out."""
+    takes = inspect.signature(method).parameters.values()
+    positional = [each for each in takes if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    several = len(positional) > 1 or any(each.kind is each.VAR_POSITIONAL for each in takes)
+    return method(batch, index) if several else method(batch)
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    if type(value) is dict:
+        return all(map(_is_plain, (*value, *value.values())))
+    return type(value) in _PLAIN

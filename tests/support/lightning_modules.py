@@ -1,0 +1,82 @@
+"""LightningModules for ranks: importable, so that they travel by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+from torchmetrics import MeanSquaredError
+
+__all__ = ["Lit", "LitMinimal"]
+
+
+class LitMinimal(LightningModule):
+    """One number a row, and a loss."""
+
+    def __init__(self, inputs: int = 5, hidden: int = 8) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.layers = nn.Sequential(nn.Linear(inputs, hidden), nn.Tanh())
+        self.head = nn.Linear(hidden, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.layers(x)).squeeze(-1)
+        return out
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        return nn.functional.mse_loss(self(x), y)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        loss = nn.functional.mse_loss(self(x), y)
+        self.log("val_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Lit(LitMinimal):
+    """Logs in every way, and has the optimizer and the schedulers that `schedule` names."""
+
+    def __init__(self, schedule: str = "") -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.error = MeanSquaredError()
+        self.calls: list[str] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        output = self.head(self.layers(x)).squeeze(-1)  # not forward: only what is redirected is reduced
+        loss = nn.functional.mse_loss(output, y)
+        self.log("train_loss", loss, on_step=False, on_epoch=True)
+        self.log("last_loss", loss)
+        self.log("both", loss, on_step=True, on_epoch=True)
+        self.log("largest", y.max(), reduce_fx="max", on_step=False, on_epoch=True)
+        self.log_dict({"least": y.min()}, reduce_fx=torch.min, on_step=False, on_epoch=True)
+        self.log("total", y.sum(), reduce_fx="sum", on_step=False, on_epoch=True)
+        self.error(output, y)
+        self.log("train_error", self.error, on_step=False, on_epoch=True)
+        return {"loss": loss, "more": 1}
+
+    def on_train_epoch_end(self) -> None:
+        self.log("epoch_number", float(self.current_epoch))
+        self.log("steps_so_far", float(self.global_step))
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": self.layers.parameters(), "lr": 0.02}, {"params": self.head.parameters()}]
+        optimizer = torch.optim.AdamW(groups, lr=0.05, weight_decay=0.01)
+        kinds = torch.optim.lr_scheduler
+        if self.hparams["schedule"] == "step":
+            total = self.trainer.estimated_stepping_batches
+            schedule = kinds.OneCycleLR(optimizer, max_lr=0.05, total_steps=int(total))
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        if self.hparams["schedule"] == "epoch":
+            return [optimizer], [kinds.StepLR(optimizer, step_size=1, gamma=0.5)]
+        if self.hparams["schedule"] == "plateau":
+            schedule = kinds.ReduceLROnPlateau(optimizer, factor=0.3, patience=0, threshold=0.5)
+            return {"optimizer": optimizer, "lr_scheduler": schedule, "monitor": "val_loss"}
+        return optimizer
