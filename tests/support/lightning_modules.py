@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,7 +12,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torchmetrics import MeanSquaredError
 
-__all__ = ["Lit", "LitMinimal"]
+__all__ = ["Lit", "LitCounting", "LitHooks", "LitMinimal"]
 
 
 class LitMinimal(LightningModule):
@@ -46,7 +49,6 @@ class Lit(LitMinimal):
         super().__init__()
         self.save_hyperparameters()
         self.error = MeanSquaredError()
-        self.calls: list[str] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
@@ -80,3 +82,61 @@ class Lit(LitMinimal):
             schedule = kinds.ReduceLROnPlateau(optimizer, factor=0.3, patience=0, threshold=0.5)
             return {"optimizer": optimizer, "lr_scheduler": schedule, "monitor": "val_loss"}
         return optimizer
+
+
+class LitCounting(Lit):
+    """Counts in ways that a checkpoint must hold, drops out, and may kill its process before a step, once."""
+
+    def __init__(self, schedule: str = "", dies: int = -1, flag: str = "") -> None:
+        super().__init__(schedule)
+        self.save_hyperparameters()
+        self.batches = 0
+        self.drop = nn.Dropout(0.2)
+        self._told = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        flag = Path(self.hparams["flag"])
+        if self.global_step == self.hparams["dies"] and self.trainer.is_global_zero and not flag.exists():
+            flag.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.batches += 1
+        self._told += float(batch_idx)
+        x, y = batch
+        self.log("batches", float(self.batches), reduce_fx="max", on_step=False, on_epoch=True)
+        self.log("told", self._told, reduce_fx="max", on_step=False, on_epoch=True)
+        return super().training_step((self.drop(x), y), batch_idx)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["told"] = self._told
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._told = checkpoint["told"]
+
+
+class LitHooks(LitMinimal):
+    """Writes the names of its hooks, in their order, to a file."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def _noting(name: str, *, places: bool = True) -> Any:
+    def hook(self: LitHooks, *arguments: Any) -> None:
+        place = f":{self.current_epoch}:{self.global_step}" if places else ""
+        index = "".join(f":{value}" for value in arguments if isinstance(value, int | str))
+        with open(self.hparams["path"], "a") as file:
+            file.write(f"{name}{place}{index}:{self.training}\n")
+
+    return hook
+
+
+for _name in (
+    *("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_before_zero_grad"),
+    *("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_train_batch_end"),
+    *("on_validation_start", "on_validation_epoch_start", "on_validation_batch_start", "on_validation_batch_end"),
+    *("on_validation_epoch_end", "on_validation_end", "on_train_epoch_end", "on_train_end", "on_fit_end"),
+):
+    setattr(LitHooks, _name, _noting(_name))
+for _name in ("setup", "configure_model", "teardown"):
+    setattr(LitHooks, _name, _noting(_name, places=False))

@@ -54,7 +54,7 @@ def check_lightning(estimator: EstimatorParams, p: Values) -> None:
             )
     if p["microBatchSize"] == "auto":
         raise ConfigError(
-            "microBatchSize is 'auto', which repeats a step that finds no memory, and with it a LightningModule's hooks",
+            "microBatchSize is 'auto', which may repeat a step, and with it the hooks of a LightningModule",
             hint="set microBatchSize to a number, or set accumulationSteps",
             param="microBatchSize",
         )

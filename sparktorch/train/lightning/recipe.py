@@ -52,15 +52,15 @@ class LightningRecipe(Recipe):
         check_instance(module)
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(seed)
-            for name, arguments in (("setup", (self.stage,)), ("configure_model", ())):
-                try:
-                    getattr(module, name)(*arguments)
-                except Exception as error:
-                    raise ModuleError(
-                        f"{name} of {type(module).__qualname__} failed: {type(error).__name__}: {error}",
-                        hint="it is called before there is a self.trainer, in a process without data loaders",
-                        param="module",
-                    ) from error
+            try:
+                module.setup(self.stage)
+                module.configure_model()
+            except Exception as error:
+                raise ModuleError(
+                    f"setup or configure_model of {type(module).__qualname__} failed: {type(error).__name__}: {error}",
+                    hint="they are called before there is a self.trainer, in a process without data loaders",
+                    param="module",
+                ) from error
         return module  # type: ignore[no-any-return]
 
     def build_own(self, module: nn.Module, world: World, steps: int) -> LightningTraining:

@@ -168,7 +168,7 @@ class LightningTraining(OwnTraining):
         else:
             raise ModuleError(
                 f"{where}: the value is a {type(value).__name__}",
-                hint="log a number, a tensor of one element, or a torchmetrics metric that the module has as an attribute",
+                hint="log a number, a tensor of one element, or a torchmetrics metric that is the module's attribute",
             )
         dropped = self._muted or (rank_zero_only and not self._world.is_main)
         if dropped and not path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -10,19 +11,21 @@ import numpy as np
 import pytest
 import torch
 
-from sparktorch.base.config import TrainConfig
+from sparktorch.base.config import CheckpointConfig, TrainConfig
+from sparktorch.base.state_dict import pack_state
 from sparktorch.data.columns import LABEL, VALIDATION
 from sparktorch.data.sampling.plan import SamplingPlan
 from sparktorch.train.lightning import LightningRecipe
 from sparktorch.worker import TrainJob
 from tests.support.frames import Table
-from tests.support.ranks import train_on
+from tests.support.ranks import control_server, run_ranks, train_on
+from tests.support.resume import timeless
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of Lightning's own imports
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import Callback, Trainer
 
-    from tests.support.lightning_modules import Lit
+    from tests.support.lightning_modules import Lit, LitCounting, LitHooks, LitMinimal
 
 ROWS, BATCH, EPOCHS, SEED = 331, 64, 3, 11
 TABLE = Table.random(ROWS, validated=True)
@@ -75,18 +78,13 @@ def trainers(table: Table, module: type, params: dict[str, Any], **options: Any)
     """Trains with Lightning's Trainer on the global batches; returns the weights and the metrics of each epoch."""
     parts = options.pop("accumulate_grad_batches", 1)
     held_out = table.arrays[VALIDATION]
-    rows = table.take(~held_out).by_key()
+    rows, validation = table.take(~held_out).by_key(), table.take(held_out)
     plan = SamplingPlan(rows=len(rows), batch_size=BATCH, seed=SEED, shuffle=True)
     torch.manual_seed(SEED)
     built = module(**params)
     history: list[dict[str, float]] = []
 
-    from lightning.pytorch import Callback
-
     class Notes(Callback):
-        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-            pass
-
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
             history.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
@@ -107,7 +105,7 @@ def trainers(table: Table, module: type, params: dict[str, Any], **options: Any)
         callbacks=[Notes()],
         **options,
     )
-    trainer.fit(built, Batches(rows, plan, parts), Batches(table.take(held_out), None))
+    trainer.fit(built, Batches(rows, plan, parts), Batches(validation, None) if len(validation) else None)
     return built.state_dict(), history
 
 
@@ -137,3 +135,91 @@ def test_ranks_train_and_log_what_the_trainer_does(case: str, ranks: int, traine
     for record, values in zip(metas[0]["history"], history, strict=True):
         assert {name: record.get(name) for name in values} == pytest.approx(values, abs=1e-5)
         assert record["loss"] == pytest.approx(values["train_loss"], abs=1e-5)
+
+
+def test_accumulated_batches_are_the_trainers(_quietly: None) -> None:
+    table = replace(Table.random(3 * BATCH), columns=TABLE.columns)
+    table.arrays[VALIDATION] = np.zeros(len(table), bool)
+    expected, history = trainers(table, Lit, {}, accumulate_grad_batches=2)
+    for ranks in (1, 2):
+        job = job_for(table, accumulation_steps=2)
+        state, metas = train_on([part.batches() for part in table.parts(ranks)], job)
+        torch.testing.assert_close(state, dict(expected), atol=1e-5, rtol=0)
+        for record, values in zip(metas[0]["history"], history, strict=True):
+            known = {name: value for name, value in values.items() if name not in ("last_loss", "both_step")}
+            assert {name: record.get(name) for name in known} == pytest.approx(known, abs=1e-5)
+
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "zero1": {"strategy": "zero1"},
+    "zero2": {"strategy": "zero2", "strategy_params": {"wrap_classes": ["Sequential"]}},
+    "zero3": {"strategy": "zero3"},
+    "parameterServer": {"strategy": "parameterServer", "strategy_params": {"staleness": 0}},
+}
+
+
+@pytest.mark.parametrize("case", STRATEGIES)
+def test_strategies_train_and_log_what_the_trainer_does(case: str, trained: dict[str, Any]) -> None:
+    expected, history = trained["scheduled by step"]
+    job = job_for(TABLE, params={"schedule": "step"}, **STRATEGIES[case])
+    state, metas = train_on([part.batches() for part in TABLE.parts(2)], job)
+    torch.testing.assert_close(state, dict(expected), atol=1e-5, rtol=0)
+    for record, values in zip(metas[0]["history"], history, strict=True):
+        assert {name: record.get(name) for name in values} == pytest.approx(values, abs=1e-5)
+
+
+def test_ranks_without_rows_take_part_and_log_nothing(trained: dict[str, Any]) -> None:
+    held_out = TABLE.arrays[VALIDATION]
+    parts = [TABLE.take(~held_out).batches(), [], TABLE.take(held_out).batches()]
+    expected, history = trained["constant rate"]
+    for strategy in ("ddp", "zero3"):
+        job = replace(job_for(TABLE, strategy=strategy), placeholder=TABLE.batches()[0].slice(7, 1))
+        state, metas = train_on(parts, job)
+        torch.testing.assert_close(state, dict(expected), atol=1e-5, rtol=0)
+        for record, values in zip(metas[0]["history"], history, strict=True):
+            assert {name: record.get(name) for name in values} == pytest.approx(values, abs=1e-5)
+
+
+def test_steps_that_call_the_whole_module_train_the_same_divided() -> None:
+    parts = [part.batches() for part in TABLE.parts(2)]
+    whole, _ = train_on(parts, job_for(TABLE, LitMinimal))
+    divided, _ = train_on(parts, job_for(TABLE, LitMinimal, strategy="zero3"))
+    torch.testing.assert_close(divided, whole, atol=1e-5, rtol=0)
+
+
+def test_hooks_are_called_as_the_trainer_calls_them(tmp_path: Path, _quietly: None) -> None:
+    found = []
+    for name in ("trainer", "rank"):
+        path = str(tmp_path / name)
+        if name == "trainer":
+            trainers(TABLE, LitHooks, {"path": path})
+        else:
+            train_on([TABLE.batches()], job_for(TABLE, LitHooks, {"path": path}))
+        # The Trainer sets gradients to zero after the forward pass, and closes a validation before the epoch.
+        calls = (tmp_path / name).read_text().split()
+        found.append([call for call in calls if not call.startswith("on_before_zero_grad")])
+        assert len(calls) > len(found[-1])
+    trainer, rank = found
+    assert rank == trainer
+
+
+@pytest.mark.parametrize("case", [("ddp", 2), ("zero1", 2), ("ddp", 1)], ids=str)
+@pytest.mark.parametrize("schedule", ["step", "epoch"])
+def test_a_training_goes_on_with_the_same_bits(case: tuple[str, int], schedule: str, tmp_path: Path) -> None:
+    strategy, ranks = case
+    parts = [part.batches() for part in TABLE.parts(ranks)]
+
+    def job(folder: str, **lit: Any) -> TrainJob:
+        made = job_for(TABLE, LitCounting, {"schedule": schedule, **lit}, strategy=strategy)
+        (tmp_path / folder).mkdir(exist_ok=True)
+        checkpoint = CheckpointConfig(directory=str(tmp_path / folder), unit="step", interval=1, owner="me")
+        return replace(made, checkpoint=checkpoint)
+
+    wanted, metas = train_on(parts, job("whole"))
+    with control_server() as server:
+        ended = run_ranks(server, parts, job("parts", dies=6, flag=str(tmp_path / "flag")))
+    assert any(rank.exitcode == -signal.SIGKILL for rank in ended)
+    state, others = train_on(parts, job("parts", dies=6, flag=str(tmp_path / "flag")))
+    assert pack_state(state) == pack_state(wanted)
+    assert timeless(others[0]["history"]) == timeless(metas[0]["history"])
+    assert others[0]["history"][-1]["batches"] == 3 * 4
