@@ -23,12 +23,12 @@ from sparktorch.ml.fit.listeners import Fit, FitReport
 from sparktorch.ml.fit.prepared_data import launchable
 from sparktorch.ml.fit.translate import JobRequest, translate_run
 from sparktorch.ml.params.mixins import RunParams
-from sparktorch.spark.frame.partition import moved_as_they_are
 from sparktorch.spark.frame.prepare import prepare
 from sparktorch.spark.launch.barrier_job import run_ranks
 from sparktorch.spark.launch.rank_pool import Results
 from sparktorch.spark.launch.rank_task import Body
-from sparktorch.spark.rdd import as_dataframe, is_rdd, pickled_elements
+from sparktorch.spark.rdd import as_dataframe, is_rdd, moved
+from sparktorch.spark.session import session_of
 from sparktorch.worker import (
     FunctionJob,
     GroupJob,
@@ -165,8 +165,7 @@ def collective_map(
     given = _params({**params, "split": "keep"})
     request = translate_run(given, function)
     more = _shippable(given, function, args, kwargs)
-    elements = pickled_elements(rdd)
-    spark = elements.sparkSession
+    spark = session_of(rdd)
     with _report(given, spark) as report:
         request = launchable(request, spark, given.getPreflight())
         report.prepared(None)
@@ -175,8 +174,8 @@ def collective_map(
         def attempt(job: FunctionJob, request: JobRequest) -> Results:
             body = partial(run_on_elements, job=job)
             with suppress(ChainError):
-                return run_ranks(elements, body, request.launch, report)
-            return run_ranks(moved_as_they_are(elements, ranks), body, request.launch, report)
+                return run_ranks(rdd, body, request.launch, report)
+            return run_ranks(moved(rdd), body, request.launch, report)
 
         results = with_restarts(spark, job, request, attempt)
         report.ended()

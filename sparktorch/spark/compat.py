@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import reduce
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -33,6 +33,7 @@ __all__ = [
         "arrow_udf",
         "for_pandas",
         "frame_of",
+        "frame_of_batches",
         "frame_of_rows",
         "from_pandas",
         "gives_profiles",
@@ -64,15 +65,23 @@ def gives_profiles() -> bool:
     return not _BEFORE_4_0
 
 
-def on_barrier(data: DataFrame, function: Batches, schema: str, profile: ResourceProfile | None) -> Collect:
+def on_barrier(data: DataFrame | RDD[Any], function: Batches, schema: str, profile: ResourceProfile | None) -> Collect:
     """Returns a callable that runs a function in one barrier task per partition, and collects the resulting rows.
 
     Args:
-        data: DataFrame with one partition per task.
-        function: Maps the record batches of a partition to those of its result.
+        data: DataFrame, or RDD, with one partition per task.
+        function: Maps the record batches of a partition, or the elements, to the record batches of its result.
         schema: Schema of the result, as a DDL string.
         profile: Resource profile of the tasks, `None` for the session's default.
     """
+    if isinstance(data, RDD):
+
+        def rows(elements: Any) -> Iterator[tuple[Any, ...]]:
+            for batch in function(elements):
+                yield from zip(*batch.to_pydict().values(), strict=True)
+
+        placed = data if profile is None else data.withResources(profile)
+        return cast(Collect, placed.barrier().mapPartitions(rows).collect)
     resources: dict[str, Any] = {} if profile is None else {"profile": profile}
     return data.mapInArrow(function, schema, barrier=True, **resources).collect
 
@@ -155,11 +164,23 @@ def split_by_hash(data: DataFrame, parts: int, part: Column) -> DataFrame:
 def arrow_batches(data: DataFrame) -> RDD[bytes]:
     """Returns the rows of a classic DataFrame as an RDD of Arrow record batches, serialised without their schema.
 
-    Spark has it for `toPandas` only (`Dataset.toArrowBatchRdd`, since 2.3). `mapInArrow` could not return tensors, and
-    `DataFrame.rdd` pickles rows.
+    Spark has it for `toPandas` only (`Dataset.toArrowBatchRdd`). `mapInArrow` could not return tensors, and
+    `DataFrame.rdd` pickles rows. The tasks get the session's settings as those of `DataFrame.rdd` do.
     """
-    dataset: Any = data._jdf
-    return RDD(dataset.toArrowBatchRdd().toJavaRDD(), data.sparkSession.sparkContext, NoOpSerializer())
+    spark, dataset = data.sparkSession, cast(Any, data)._jdf
+    jvm: Any = spark.sparkContext._jvm
+    settings = cast(Any, spark)._jsparkSession.sessionState().conf()
+    with_settings = jvm.org.apache.spark.sql.execution.SQLExecutionRDD(dataset.toArrowBatchRdd(), settings)
+    return RDD(with_settings.toJavaRDD(), spark.sparkContext, NoOpSerializer())
+
+
+def frame_of_batches(spark: SparkSession, batches: RDD[bytes], schema: T.StructType) -> DataFrame:
+    """Returns a classic DataFrame of such record batches; Spark has it for SparkR (`SQLUtils.toDataFrame`)."""
+    jvm: Any = spark.sparkContext._jvm
+    session = cast(Any, spark)._jsparkSession
+    raw = cast(Any, batches)._reserialize(NoOpSerializer())._jrdd
+    kind = session.parseDataType(schema.json())
+    return DataFrame(jvm.org.apache.spark.sql.api.r.SQLUtils.toDataFrame(raw, kind, session), spark)
 
 
 def uses_pandas() -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import pickle
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -14,7 +12,7 @@ import pyarrow as pa
 import torch
 from pyspark import RDD
 from pyspark.ml.linalg import VectorUDT
-from pyspark.sql import DataFrame, Row, SparkSession
+from pyspark.sql import DataFrame, Row
 from pyspark.sql import types as T
 from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 
@@ -23,17 +21,16 @@ from sparktorch.data.columns import InputOptions, TensorSpec
 from sparktorch.data.convert.tensors import to_arrow, to_numpy
 from sparktorch.errors import ColumnError, ConfigError
 from sparktorch.spark.column_names import ColumnNames
-from sparktorch.spark.compat import arrow_batches
+from sparktorch.spark.compat import arrow_batches, frame_of_batches
 from sparktorch.spark.frame.encoding import column_of, plan_inputs
 from sparktorch.spark.frame.first_row import measured
-from sparktorch.spark.session import is_connect
+from sparktorch.spark.session import is_connect, session_of
 
-__all__ = ["as_dataframe", "is_rdd", "pickled_elements", "tensor_rdd", "to_dataframe"]
+__all__ = ["as_dataframe", "is_rdd", "moved", "tensor_rdd", "to_dataframe"]
 
 Tensors = dict[str, torch.Tensor]
 
 _ROWS = 1024  # that are converted at a time, where each element is a row
-_BATCH = "batch"
 _DTYPES: dict[type[T.DataType], str] = {
     T.FloatType: "float32",
     T.DoubleType: "float64",
@@ -114,7 +111,7 @@ def to_dataframe(rdd: RDD[Any], schema: T.StructType | str | None = None) -> Dat
     Raises:
         ConfigError: The RDD is empty or its first element has no names, and there is no schema.
     """
-    spark = _active()
+    spark = session_of(rdd)
     first = None if schema is not None else next(iter(rdd.take(1)), None)
     if schema is None and first is None:
         raise ConfigError("the RDD is empty, so nothing says what its columns are", hint="pass schema=", param="schema")
@@ -131,8 +128,7 @@ def to_dataframe(rdd: RDD[Any], schema: T.StructType | str | None = None) -> Dat
         kind = from_arrow_schema(_record_batch([first], None).schema)
     elif isinstance(schema, str):
         kind = T._parse_datatype_string(schema)
-    batches = rdd.mapPartitions(partial(_packed, to_arrow_schema(kind)))
-    return spark.createDataFrame(batches, f"{_BATCH} binary").mapInArrow(_unpacked, kind)
+    return frame_of_batches(spark, rdd.mapPartitions(partial(_packed, to_arrow_schema(kind))), kind)
 
 
 def as_dataframe(data: Any) -> Any:
@@ -145,14 +141,10 @@ def is_rdd(data: Any) -> bool:
     return isinstance(data, RDD)
 
 
-def pickled_elements(rdd: RDD[Any]) -> DataFrame:
-    """Returns a DataFrame of one binary column with the elements of an RDD, pickled, in the same partitions."""
-    pickled = rdd.mapPartitions(lambda elements: ((pickle.dumps(element, 5),) for element in elements))
-    return _active().createDataFrame(pickled, "element binary")
-
-
-def _active() -> SparkSession:
-    return SparkSession.getActiveSession() or SparkSession.builder.getOrCreate()
+def moved(rdd: RDD[Any]) -> RDD[Any]:
+    """Shuffles the elements of each partition, in their order, to the partition of the same number."""
+    numbered = rdd.mapPartitionsWithIndex(lambda number, elements: ((number, element) for element in elements))
+    return numbered.partitionBy(rdd.getNumPartitions(), lambda number: number).values()
 
 
 def _dtype(kind: T.DataType) -> str:
@@ -214,22 +206,22 @@ def _tensor(values: Any) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(values))
 
 
-def _packed(schema: pa.Schema, elements: Iterable[Any]) -> Iterator[tuple[bytes]]:
-    """Yields the elements of a partition as streams of Arrow."""
+def _packed(schema: pa.Schema, elements: Iterable[Any]) -> Iterator[bytes]:
+    """Yields the elements of a partition as Arrow record batches, without their schema."""
     rows: list[Any] = []
     for element in elements:
         if _is_batch(element):
             if rows:
-                yield _stream(_record_batch(rows, schema))
+                yield _record_batch(rows, schema).serialize().to_pybytes()
             rows = []
-            yield _stream(_record_batch([element], schema))
+            yield _record_batch([element], schema).serialize().to_pybytes()
             continue
         rows.append(element)
         if len(rows) == _ROWS:
-            yield _stream(_record_batch(rows, schema))
+            yield _record_batch(rows, schema).serialize().to_pybytes()
             rows = []
     if rows:
-        yield _stream(_record_batch(rows, schema))
+        yield _record_batch(rows, schema).serialize().to_pybytes()
 
 
 def _is_batch(element: Any) -> bool:
@@ -271,17 +263,3 @@ def _column(values: list[Any]) -> pa.Array:
     if isinstance(values[0], np.ndarray) and values[0].ndim and len({np.shape(value) for value in values}) == 1:
         return to_arrow(np.stack(values))
     return pa.array([value.tolist() if isinstance(value, np.ndarray | np.generic) else value for value in values])
-
-
-def _stream(batch: pa.RecordBatch) -> tuple[bytes]:
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, batch.schema) as writer:
-        writer.write_batch(batch)
-    return (sink.getvalue().to_pybytes(),)
-
-
-def _unpacked(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    streams = itertools.chain.from_iterable(batch.column(0) for batch in batches)
-    for stream in streams:
-        with pa.ipc.open_stream(stream.as_buffer()) as reader:
-            yield from reader

@@ -63,22 +63,22 @@ def run_function(batches: Iterable[pa.RecordBatch], *, world: World, job: Functi
             return _called(job, context, client)
 
 
-def run_on_elements(batches: Iterable[pa.RecordBatch], *, world: World, job: FunctionJob, client: Client) -> RankResult:
-    """Runs a user's function on the pickled elements of a partition of an RDD, as one rank.
+def run_on_elements(elements: Iterable[Any], *, world: World, job: FunctionJob, client: Client) -> RankResult:
+    """Runs a user's function on the elements of a partition of an RDD, as one rank.
 
     Args:
-        batches: The partition's record batches, of one binary column.
+        elements: The partition's elements.
         world: This rank's place.
         job: The function, called with an iterator over the elements and its context.
         client: Connects the rank to the driver and to the other ranks.
     """
-    elements = (pickle.loads(value.as_buffer()) for batch in client.moving(batches) for value in batch.column(0))
+    own = client.moving(elements)
     with leaving_none_of(world.device), _ready((), world):
         limit = timedelta(seconds=job.collective_seconds)
         with process_group(world, client.store, timeout=limit, report=client.fail):
             context = RunContext(world, client, job.config, group=None, checkpointer=None)
-            result = _called(replace(job, arguments=(context, *job.arguments)), context, client, elements)
-    for _ in elements:  # Spark does not reuse a worker that leaves input unread
+            result = _called(replace(job, arguments=(context, *job.arguments)), context, client, own)
+    for _ in own:  # Spark does not reuse a worker that leaves input unread
         pass
     return result
 

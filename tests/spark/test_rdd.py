@@ -139,6 +139,8 @@ def test_partitions_add_up_with_an_open_group_as_by_tree_aggregate(spark: SparkS
     assert len(results) == rdd.getNumPartitions()
     for _, total in results:
         np.testing.assert_array_equal(total, expected)
+    fewer = spark.sparkContext.parallelize([(1, 2), (3, 4), (5, 6)], 3).coalesce(2)  # no barrier stage takes it as is
+    assert [total.tolist() for _, total in collective_map(fewer, squares, args=[1])] == [[9, 12]] * 2
 
 
 def test_a_partition_that_raises_is_named_and_what_cannot_run_is_refused(spark: SparkSession) -> None:
