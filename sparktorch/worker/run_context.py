@@ -126,7 +126,7 @@ class RunContext(Collectives):
         self.epochs = range(self._epoch, config.epochs)
 
     def loader(self, epoch: int) -> Iterator[GlobalBatch]:
-        """Yields this rank's part of every global batch of an epoch: the batches that an Estimator would train.
+        """Yields this rank's part of every global batch of an epoch: the batches that `TorchEstimator` would train.
 
         Which rows make up a batch depends on the rows, the seed and the batch size, not on the number of ranks. In the
         epoch that a run resumes in, the first loader begins after the last step before the save. Every rank takes all
