@@ -24,12 +24,13 @@ from torch import nn
 
 from sparktorch.base.config import Task
 from sparktorch.base.imports import import_path, load_object
-from sparktorch.base.state_dict import unpack_state
+from sparktorch.base.state_dict import pack_state, unpack_state
 from sparktorch.data.columns import TensorSpec
 from sparktorch.data.preprocess import Function, check_signature
 from sparktorch.errors import PersistenceError
 from sparktorch.model.export import ExportError, Program, check_archive, export_program
 from sparktorch.train.recipe.dry_run import ArgumentSpec, OutputSpec
+from sparktorch.train.recipe.frozen_base import load_weights, seed_of
 from sparktorch.train.recipe.recipe import ModuleSource, Recipe
 
 __all__ = ["FORMAT_VERSION", "TrainedModule"]
@@ -54,7 +55,7 @@ class TrainedModule:
     Attributes:
         source: The module's class, factory, import path or instance, or its exported graph.
         params: Keyword arguments of the class or factory.
-        weights: The state dict as a safetensors file.
+        weights: The state dict as a safetensors file; of adapters, without the frozen base.
         inputs: One spec per input column.
         outputs: Specs of what `forward` returns.
         task: Meaning of the outputs.
@@ -85,8 +86,8 @@ class TrainedModule:
         weights = unpack_state(self.weights) if state is None else state
         if isinstance(self.source, Program):
             return self.source(**weights).eval()
-        module = Recipe(module=self.source, module_params=self.params).build_module(seed=0)
-        module.load_state_dict(weights)
+        module = Recipe(module=self.source, module_params=self.params).build_module(seed=seed_of(weights, 0))
+        load_weights(module, weights)
         return module.eval()
 
     def save(self, directory: Path, *, allow_pickle: bool = False) -> None:
@@ -96,8 +97,11 @@ class TrainedModule:
             PersistenceError: `allow_pickle` is not set, and the code needs it: the module has no import path or
                 parameters that are not JSON, and its graph cannot be exported; or `preprocess` has no import path.
         """
-        (directory / _WEIGHTS).write_bytes(self.weights)
         form = {**self._describe(), "module": self._save_code(directory, allow_pickle)}
+        exported = "program" in form["module"] and not isinstance(self.source, Program)
+        # A graph has no source that could make the base of adapters again.
+        weights = pack_state(self.build().state_dict()) if exported else self.weights
+        (directory / _WEIGHTS).write_bytes(weights)
         if self.preprocess is not None:
             form["preprocess"] = self._save_preprocess(directory, allow_pickle)
         (directory / "module.json").write_text(json.dumps(form, indent=1))

@@ -17,6 +17,7 @@ from sparktorch.train.numerics.channels_last import channels_last
 from sparktorch.train.numerics.determinism import generators_state, set_generators_state, untouched_generators
 from sparktorch.train.numerics.non_finite import LossWatch, all_finite
 from sparktorch.train.numerics.sync_batchnorm import Presence, has_batch_norm, synchronise
+from sparktorch.train.recipe.frozen_base import FrozenBase
 from sparktorch.train.recipe.loss import Means, Sums, full_precision
 from sparktorch.train.recipe.lr_schedule import Schedule
 from sparktorch.train.recipe.recipe import Recipe
@@ -35,6 +36,7 @@ class Engine:
         strategy: How the ranks share the work.
         module: The module as the strategy has wrapped it.
         unwrapped: The user's module.
+        base: The frozen base of its adapters, which is neither saved nor returned; `None` without adapters.
         optimizer: Optimizer of this rank's parameters.
         schedule: Learning-rate schedule.
         scaler: Loss scaler, enabled in fp16 only.
@@ -60,6 +62,7 @@ class Engine:
         device = torch.device(world.device)
         self.strategy: Strategy[Any] = build_strategy(config, world)
         plain = recipe.build_module(config.seed)
+        self.base = FrozenBase.of(plain, recipe.module_seed(config.seed))
         # A rank without rows joins every all-reduce with placeholder rows. Batch normalisation
         # refuses a single row in training, unless it is synchronised over the ranks.
         self.min_rows = 2 if has_batch_norm(plain) else 1

@@ -15,6 +15,7 @@ from torch.optim import lr_scheduler
 from sparktorch.base.imports import SHIPPING_HINT, load_object
 from sparktorch.base.state_dict import unpack_state
 from sparktorch.errors import ConfigError, ModuleError
+from sparktorch.train.recipe.frozen_base import load_weights, seed_of
 from sparktorch.train.recipe.lookup import look_up, name_of, parameters_of, signature_of
 from sparktorch.train.recipe.loss import Loss, TrainingStep
 from sparktorch.train.recipe.parameter_groups import freeze, group
@@ -90,7 +91,7 @@ class Recipe:
                 ) from error
         factory = load_object(self.module) if isinstance(self.module, str) else self.module
         with torch.random.fork_rng(devices=()):
-            torch.manual_seed(seed)
+            torch.manual_seed(self.module_seed(seed))
             try:
                 module = factory(**self.module_params)
             except Exception as error:
@@ -104,8 +105,12 @@ class Recipe:
                 hint="pass an nn.Module class, a function that returns one, or an instance",
             )
         if self.initial:
-            module.load_state_dict(unpack_state(self.initial))
+            load_weights(module, unpack_state(self.initial))
         return module
+
+    def module_seed(self, seed: int) -> int:
+        """Returns the seed for the factory: the given one, or that of the base which the initial weights lack."""
+        return seed_of(unpack_state(self.initial), seed) if self.initial else seed
 
     def build_loss(self) -> Loss:
         """Builds the loss.
