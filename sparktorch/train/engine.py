@@ -15,10 +15,11 @@ from sparktorch.train.numerics.channels_last import channels_last
 from sparktorch.train.numerics.determinism import untouched_generators
 from sparktorch.train.numerics.non_finite import LossWatch, all_finite
 from sparktorch.train.numerics.sync_batchnorm import Presence, has_batch_norm, synchronise
+from sparktorch.train.recipe.huggingface import call, is_model
 from sparktorch.train.recipe.loss import Means, Sums, full_precision
 from sparktorch.train.recipe.lr_schedule import Schedule
 from sparktorch.train.recipe.recipe import Recipe
-from sparktorch.train.recipe.task import align, autocast, first_rows
+from sparktorch.train.recipe.task import align, autocast, first_rows, prediction
 from sparktorch.train.strategies.base import Strategy
 from sparktorch.train.strategies.registry import build_strategy
 
@@ -63,6 +64,7 @@ class Engine:
         if config.sync_batch_norm and world.world_size > 1:
             self._presence, self.min_rows = Presence(), 1
             synchronise(plain, self._presence, compiled=config.compile)
+        self._masks = is_model(plain)  # such models ignore what the attention mask hides
         if config.channels_last:
             channels_last(plain)
         if config.compile:
@@ -101,7 +103,10 @@ class Engine:
             self._presence.rows = batch.rows > 0
         skips = config.non_finite == "skip"
         buffers = [buffer.clone() for buffer in self.module.buffers()] if skips else []
-        *first, last = split = micro_batches(batch, parts, min_rows=self.min_rows)
+        split = micro_batches(batch, parts, min_rows=self.min_rows)
+        if self._masks:
+            split = [part.trimmed() for part in split]
+        *first, last = split
         self.padding = padding(split)
         found = []
         for part in first:  # gradients accumulate in the rank; the backward of the last part reduces the sum
@@ -162,11 +167,12 @@ class Engine:
     def forward(self, module: nn.Module, batch: Batch) -> Any:
         """Returns the module's output for a batch, in float32."""
         with self._autocast:
-            output = module(*batch.inputs)
+            output = call(module, batch.inputs, batch.names, self.unwrapped)
         return self.widened(output)
 
     def widened(self, output: Any) -> Any:
-        """Converts a module's output under autocast to float32, as `forward` does."""
+        """Takes a module's output as `forward` does: the logits of a transformers model, and in float32."""
+        output = prediction(output)
         return full_precision(output) if self._config.precision in ("bf16", "fp16") else output
 
     def loss_of(self, output: Any, label: torch.Tensor | None, weight: torch.Tensor | None) -> torch.Tensor:
