@@ -75,6 +75,7 @@ def translate(estimator: EstimatorParams, task: Task) -> Request:
     Raises:
         ConfigError: A Param is missing or out of range.
     """
+    estimator = estimator.completed()  # type: ignore[attr-defined]  # what all estimators have
     p = Values(estimator)
     check_params(estimator, p)
     request = Request(

@@ -5,6 +5,7 @@ The package is imported where a model of it is made; elsewhere, its classes are 
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import json
@@ -23,7 +24,19 @@ from sparktorch.base.optional import transformers
 from sparktorch.base.state_dict import pack_state
 from sparktorch.errors import ModuleError, SparkTorchError
 
-__all__ = ["MODEL_LOSS", "call", "check_model_loss", "has_own_loss", "is_model", "model_loss", "opened", "with_config"]
+__all__ = [
+    "MODEL_LOSS",
+    "call",
+    "check_model_loss",
+    "classifier_in",
+    "has_own_loss",
+    "is_config",
+    "is_model",
+    "model_loss",
+    "opened",
+    "rebuildable",
+    "with_config",
+]
 
 MODEL_LOSS = f"{__name__}:model_loss"
 
@@ -217,8 +230,49 @@ def type_of(config: Any) -> type:
     return found
 
 
+def classifier_in(folder: str, auto: str, classes: int | None) -> dict[str, Any]:
+    """Returns the entries of a folder's configuration that make its model a classifier.
+
+    Args:
+        folder: The folder.
+        auto: The class in transformers that knows the classifiers, by name.
+        classes: Number of classes; `None` for that of the configuration.
+
+    Raises:
+        ModuleError: There is no configuration, or no such classifier.
+        ConfigError: transformers is not installed.
+    """
+    _stamp(folder)
+    package = transformers()
+    config = package.AutoConfig.from_pretrained(folder, local_files_only=True)
+    known = getattr(package, auto)._model_mapping
+    if type(config) not in known:
+        raise ModuleError(f"{auto} knows no {config.model_type}", hint="use TorchClassifier", param="modelFolder")
+    more = {} if classes is None or classes == config.num_labels else {"num_labels": classes}
+    return {"architectures": [known[type(config)].__name__], **more}
+
+
+def rebuildable(module: Any) -> dict[str, Any] | None:
+    """Returns the fields of a `Recipe` that make a module like an instance of a transformers model, or `None`.
+
+    The user may have changed the instance; then its class and configuration make another.
+    """
+    if not is_model(module) or import_path(type(module)) is None:
+        return None
+    try:
+        with torch.device("meta"):
+            again = type(module)(copy.deepcopy(module.config))
+    except Exception:
+        return None
+    shapes = [{name: tensor.shape for name, tensor in each.state_dict().items()} for each in (module, again)]
+    return described(type(module), module.config) if shapes[0] == shapes[1] else None
+
+
 def _changed(config: Any, params: Mapping[str, Any]) -> Any:
-    return type(config).from_dict({**config.to_dict(), **params}) if params else config
+    changed = copy.deepcopy(config)
+    for name, value in params.items():
+        setattr(changed, name, value)
+    return changed
 
 
 def _stamp(folder: Any) -> tuple[tuple[str, int], ...]:
