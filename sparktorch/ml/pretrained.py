@@ -19,7 +19,7 @@ from sparktorch.ml.params.mixins import (
     TextClassifierParams,
 )
 from sparktorch.model.trained_module import TrainedModule
-from sparktorch.train.recipe.huggingface import classifier_in
+from sparktorch.train.recipe.huggingface import classifier_in, config_in
 
 __all__ = ["ImageClassificationModel", "ImageClassifier", "TextClassificationModel", "TextClassifier"]
 
@@ -106,8 +106,15 @@ class TextClassifier(_FromFolderClassifier, TextClassifierParams):
         return self.getTextCol()
 
     def _preprocess_of(self, folder: str) -> FromFolder:
-        at_least("maxLength", self.getMaxLength(), 1)
-        return Tokens(folder, max_length=self.getMaxLength())
+        length, most = self.getMaxLength(), getattr(config_in(folder), "max_position_embeddings", None)
+        at_least("maxLength", length, 1)
+        if most is not None and length > most:
+            raise ConfigError(
+                f"maxLength is {length}, and the model takes {most} tokens at most",
+                hint=f"set maxLength to {most} or less",
+                param="maxLength",
+            )
+        return Tokens(folder, max_length=length)
 
 
 class ImageClassificationModel(_FromFolderModel, ImageClassificationModelParams):

@@ -13,7 +13,7 @@ __all__ = ["LENGTH", "WORDS", "bert", "causal", "gpt2", "masked", "tokenizer_fol
 
 WORDS, LENGTH = 20, 8
 
-_STEADY: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "initializer_range": 0.3}
+_STEADY: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "initializer_range": 0.1}
 _TINY: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 
 

@@ -29,6 +29,7 @@ __all__ = [
     "call",
     "check_model_loss",
     "classifier_in",
+    "config_in",
     "has_own_loss",
     "is_config",
     "is_model",
@@ -52,8 +53,9 @@ def is_model(value: Any) -> bool:
 
 
 def is_config(value: Any) -> bool:
-    """Whether a value is the configuration of a transformers model."""
-    return _of_transformers(type(value)) and hasattr(value, "model_type") and not isinstance(value, nn.Module)
+    """Whether a value is the configuration of a transformers model, or the class of one."""
+    kind = value if isinstance(value, type) else type(value)
+    return _of_transformers(kind) and hasattr(kind, "model_type") and hasattr(kind, "from_dict")
 
 
 def is_folder(value: Any) -> bool:
@@ -230,6 +232,17 @@ def type_of(config: Any) -> type:
     return found
 
 
+def config_in(folder: str) -> Any:
+    """Returns the configuration in a folder.
+
+    Raises:
+        ModuleError: There is none.
+        ConfigError: transformers is not installed.
+    """
+    _stamp(folder)
+    return transformers().AutoConfig.from_pretrained(folder, local_files_only=True)
+
+
 def classifier_in(folder: str, auto: str, classes: int | None) -> dict[str, Any]:
     """Returns the entries of a folder's configuration that make its model a classifier.
 
@@ -242,10 +255,8 @@ def classifier_in(folder: str, auto: str, classes: int | None) -> dict[str, Any]
         ModuleError: There is no configuration, or no such classifier.
         ConfigError: transformers is not installed.
     """
-    _stamp(folder)
-    package = transformers()
-    config = package.AutoConfig.from_pretrained(folder, local_files_only=True)
-    known = getattr(package, auto)._model_mapping
+    config = config_in(folder)
+    known = getattr(transformers(), auto)._model_mapping
     if type(config) not in known:
         raise ModuleError(f"{auto} knows no {config.model_type}", hint="use TorchClassifier", param="modelFolder")
     more = {} if classes is None or classes == config.num_labels else {"num_labels": classes}
@@ -289,10 +300,9 @@ def _stamp(folder: Any) -> tuple[tuple[str, int], ...]:
 @functools.lru_cache(maxsize=1)  # the settings of a search share one copy of the weights
 def _read(folder: str, params: str, seed: int, _: tuple[tuple[str, int], ...]) -> tuple[dict[str, Any], bytes]:
     """Reads the configuration and weights of a folder."""
-    package, changed = transformers(), json.loads(params)
+    changed = json.loads(params)
     try:
-        config = package.AutoConfig.from_pretrained(folder, local_files_only=True)
-        config = _changed(config, changed)
+        config = _changed(config_in(folder), changed)
         kind: Any = type_of(config)
         other_head = {"num_labels", "id2label"} & changed.keys()
         with torch.random.fork_rng(devices=()):
