@@ -23,10 +23,11 @@ if TYPE_CHECKING:
         TextClassifier,
     )
     from sparktorch.ml.regression import TorchRegressionModel, TorchRegressor
-    from sparktorch.ml.run import run
+    from sparktorch.ml.run import collective_map, run
     from sparktorch.ml.tuning.cross_validator import TorchCrossValidator
     from sparktorch.ml.tuning.tuner import TorchTuner
     from sparktorch.spark.petastorm import read_petastorm
+    from sparktorch.spark.rdd import tensor_rdd, to_dataframe
     from sparktorch.train.callbacks import Callback
     from sparktorch.worker.run_context import RunContext
 
@@ -50,8 +51,11 @@ __all__ = [
     "TorchRegressor",
     "TorchTuner",
     "__version__",
+    "collective_map",
     "read_petastorm",
     "run",
+    "tensor_rdd",
+    "to_dataframe",
 ]
 
 _HOMES = {
@@ -71,8 +75,11 @@ _HOMES = {
     "TorchRegressionModel": "sparktorch.ml.regression",
     "TorchRegressor": "sparktorch.ml.regression",
     "TorchTuner": "sparktorch.ml.tuning.tuner",
+    "collective_map": "sparktorch.ml.run",
     "read_petastorm": "sparktorch.spark.petastorm",
     "run": "sparktorch.ml.run",
+    "tensor_rdd": "sparktorch.spark.rdd",
+    "to_dataframe": "sparktorch.spark.rdd",
 }
 
 

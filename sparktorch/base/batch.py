@@ -126,7 +126,14 @@ class Batch:
 
 
 class RankDataset(ABC):
-    """The rows of one rank, as the training loop reads them."""
+    """The rows of one rank, as the training loop reads them.
+
+    Attributes:
+        varies: Whether as many rows may take more memory in one batch than in another: ragged and sparse ones, and what
+            `preprocess` returns.
+    """
+
+    varies: bool = False
 
     @abstractmethod
     def epoch(self, epoch: int, *, min_rows: int = 1, first: int = 0) -> Generator[Batch]:

@@ -47,7 +47,8 @@ class TrainConfig:
         strategy_params: Options of the strategy; `train.strategies.registry` checks them.
         accumulation_steps: Number of micro-batches into which a rank splits its rows of a step; their gradients are
             summed.
-        micro_batch_size: Most rows of a micro-batch, instead of `accumulation_steps`.
+        micro_batch_size: Most rows of a micro-batch, instead of `accumulation_steps`; "auto" finds what fits the memory
+            of the ranks' devices.
         clip_norm: Largest norm of the gradient of all parameters; a larger gradient is scaled down.
         clip_value: Largest absolute value of a gradient's element; larger elements are clipped.
         precision: "bf16" and "fp16" run the module under autocast; the weights stay float32. "tf32" lets CUDA multiply
@@ -84,7 +85,7 @@ class TrainConfig:
     strategy: str = "ddp"
     strategy_params: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     accumulation_steps: int = 1
-    micro_batch_size: int | None = None
+    micro_batch_size: int | Literal["auto"] | None = None
     clip_norm: float | None = None
     clip_value: float | None = None
     precision: Precision = "fp32"
@@ -116,7 +117,6 @@ class TrainConfig:
         at_least("accumulationSteps", self.accumulation_steps, 1)
         at_least("validationInterval", self.validation_interval, 1)
         for name, value, least in (
-            ("microBatchSize", self.micro_batch_size, 1),
             ("warmupSteps", self.warmup_steps, 0),
             ("validationBatchSize", self.validation_batch_size, 1),
             ("earlyStoppingPatience", self.patience, 1),
@@ -124,6 +124,8 @@ class TrainConfig:
         ):
             if value is not None:
                 at_least(name, value, least)
+        if self.micro_batch_size is not None:
+            rows_or_auto("microBatchSize", self.micro_batch_size)
         for name, bound in (("gradientClipNorm", self.clip_norm), ("gradientClipValue", self.clip_value)):
             if bound is not None:
                 above(name, bound, 0)
@@ -232,6 +234,18 @@ def at_least(param: str, value: float, least: float) -> None:
     """
     if not math.isfinite(value) or value < least:
         raise ConfigError(f"{param} must be at least {least}, got {value}", param=param)
+
+
+def rows_or_auto(param: str, value: int | str) -> None:
+    """Checks that a number of rows is at least 1, or "auto".
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    if not isinstance(value, str):
+        at_least(param, value, 1)
+    elif value != "auto":
+        raise ConfigError(f"{param} is {value!r}", hint="set a number of rows, or 'auto'", param=param)
 
 
 def above(param: str, value: float, bound: float) -> None:

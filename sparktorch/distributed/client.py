@@ -32,6 +32,7 @@ from sparktorch.errors import ClusterError, RankError, SparkTorchError
 __all__ = ["Cancelled", "Client", "Order", "PeerFailure", "last_lines"]
 
 _LONGEST_PAUSE = 0.05
+_BUSY_SECONDS = 0.05  # of processor time between two heartbeats
 _SILENT_SECONDS = 1.2  # more than two heartbeats
 
 T = TypeVar("T")
@@ -79,6 +80,7 @@ class Client:
         self._patience = patience
         self._state: dict[str, Any] = {"phase": "starting", "epoch": None, "step": None}
         self._moves, self._waiting, self._owner = 0, False, threading.get_ident()
+        self._worked: float | None = None  # processor seconds of the process at the last heartbeat
         self._kills = out_of_memory_kills()
         self._publishes_progress = self._publishes_epochs = True
         self._judged = False
@@ -121,6 +123,10 @@ class Client:
     def moved(self) -> None:
         """Counts a sign of progress, which keeps the rank from being reported as stalled."""
         self._moves += 1
+
+    def count_work(self) -> None:
+        """From now on, processor time and printed lines count as progress too: of code that reports none itself."""
+        self._worked = time.process_time()
 
     def moving(self, items: Iterable[T]) -> Iterator[T]:
         """Yields the items; each one counts as progress, as in `moved`."""
@@ -274,6 +280,8 @@ class Client:
 
     def beat(self, store: dist.Store) -> None:
         """Sends a heartbeat (position, progress counters, memory) and the lines logged since the last one."""
+        lines, lost = self._console.drain()
+        self._look_at_work(printed=bool(lines))
         record = {
             "host": self._world.host,
             "pid": os.getpid(),
@@ -285,9 +293,15 @@ class Client:
             **self._state,
         }
         self._set(store, f"beat/{self._world.rank}", record)
-        lines, lost = self._console.drain()
         if lines:
             self._set(store, f"lines/{self._world.rank}/{next(self._parcels)}", {"lines": lines, "lost": lost})
+
+    def _look_at_work(self, *, printed: bool) -> None:
+        if self._worked is not None:
+            now = time.process_time()
+            if printed or now - self._worked > _BUSY_SECONDS:
+                self.moved()
+            self._worked = now
 
     def _wait(self, keys: list[str], patience: float | None = None) -> None:
         # `Store.wait` does not notice failed ranks, and logs each time-out.

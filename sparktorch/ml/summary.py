@@ -19,7 +19,8 @@ class TrainingSummary:
             `gradient_norm` and `gradient_norm_max`, mean and maximum of the norm of the whole gradient before clipping,
             over all steps with `gradientClipNorm`, and over every 32nd and the last one without;
             `padding_share` if inputs are padded; further metrics as `val_NAME`, those of a training step also as
-            `train_NAME`; `skipped_steps` if `nonFiniteLoss` is "skip"; and numbers that callbacks added. If
+            `train_NAME`; `skipped_steps` if `nonFiniteLoss` is "skip"; `micro_batch_size` if `microBatchSize` is
+            "auto"; and numbers that callbacks added. If
             validation is by step: `steps`, the number of steps in the epoch, and `validations`, a dict of `step`
             and metrics for each.
         rows: Number of training rows.
@@ -87,6 +88,11 @@ class TrainingSummary:
         """The mean over epochs of the share of padding in the padded inputs; `None` if nothing is padded."""
         shares = [record["padding_share"] for record in self.history if "padding_share" in record]
         return sum(shares) / len(shares) if shares else None
+
+    @property
+    def microBatchSize(self) -> int | None:
+        """The most rows of a micro-batch that `microBatchSize="auto"` has found; `None` if it was not asked to."""
+        return self.history[-1].get("micro_batch_size") if self.history else None
 
     def to_dict(self) -> dict[str, Any]:
         """Returns a JSON-serializable dict; `TrainingSummary(**form)` is the inverse."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
+from sparktorch.base.batch import cut
 from sparktorch.base.config import Precision
+from sparktorch.base.devices import let_go
 from sparktorch.data.columns import argument_names
 from sparktorch.data.convert.checks import present
 from sparktorch.data.convert.tensors import fitting, held, packed, to_arrow
@@ -26,7 +29,9 @@ from sparktorch.train.numerics.determinism import tf32_allowed
 from sparktorch.train.recipe.huggingface import call
 from sparktorch.train.recipe.task import align, autocast, prediction
 
-__all__ = ["Scorer"]
+__all__ = ["Scorer", "first_batch_size"]
+
+_FIRST_ROWS = 2048
 
 Array = npt.NDArray[Any]
 
@@ -39,7 +44,7 @@ class Scorer:
         trained: TrainedModule,
         *,
         device: str = "cpu",
-        batch_size: int = 2048,
+        batch_size: int | str = 2048,
         precision: Precision = "fp32",
         compiled: bool = False,
         thresholds: Sequence[float] | None = None,
@@ -50,7 +55,8 @@ class Scorer:
         Args:
             trained: The trained module.
             device: Torch device.
-            batch_size: Most rows per call of the module.
+            batch_size: Most rows per call of the module; "auto" begins with `first_batch_size`, and halves them
+                where the device's memory is full, for later calls, too.
             precision: "bf16" and "fp16" run the module under autocast.
             compiled: Whether to compile the module with `torch.compile`.
             thresholds: One per class of a classifier: predicts the class with the largest probability / threshold.
@@ -59,7 +65,8 @@ class Scorer:
         """
         self._trained = trained
         self._device = torch.device(device)
-        self._batch_size = batch_size
+        self._searches = batch_size == "auto"
+        self._batch_size = first_batch_size(batch_size)
         self._thresholds = None if thresholds is None else torch.tensor(thresholds, dtype=torch.float64)
         names = [spec.column for spec in trained.inputs]
         self._preprocess = (
@@ -119,7 +126,13 @@ class Scorer:
 
     def score_tensors(self, inputs: Sequence[torch.Tensor]) -> dict[str, Array]:
         """Scores the arguments of `forward`; returns the same as `score`."""
-        return self._forward(tuple(tensor.to(self._device) for tensor in inputs))
+        rows = len(inputs[0])
+
+        def part(start: int, stop: int) -> tuple[torch.Tensor, ...]:
+            taken = inputs if stop - start == rows else [cut(tensor, start, stop) for tensor in inputs]
+            return tuple(tensor.to(self._device) for tensor in taken)
+
+        return self._in_parts(rows, part)
 
     def _inputs(self, columns: Sequence[pa.Array]) -> list[pa.Array]:
         """Returns one array per input, given one per input or one per source column."""
@@ -149,15 +162,42 @@ class Scorer:
             if self._preprocess is None:
                 field.to(self._device)
             fields.append(field)
-        pieces = max(1, math.ceil(rows / self._batch_size))
-        size = max(1, math.ceil(rows / pieces))  # equal sizes avoid a tiny last batch
-        parts = [
-            self._forward(self._arguments(fields, start, min(rows, start + size)))
-            for start in range(0, max(1, rows), size)
-        ]
+        return self._in_parts(rows, lambda start, stop: self._arguments(fields, start, stop))
+
+    def _in_parts(self, rows: int, arguments: Callable[[int, int], tuple[torch.Tensor, ...]]) -> dict[str, Array]:
+        """Scores rows, at most the batch size at a time.
+
+        Args:
+            rows: Number of rows.
+            arguments: Returns the arguments of `forward` for the rows from a first to before a last one.
+        """
+        parts: list[dict[str, Array]] = []
+        done, size = 0, _even(rows, self._batch_size)
+        while not parts or done < rows:
+            stop = min(rows, done + size)
+            found = self._tried(arguments, done, stop)
+            if found is None:
+                size = _even(rows - done, self._batch_size)
+            else:
+                parts.append(found)
+                done = stop
         if len(parts) == 1:
             return parts[0]
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+    def _tried(
+        self, arguments: Callable[[int, int], tuple[torch.Tensor, ...]], start: int, stop: int
+    ) -> dict[str, Array] | None:
+        """Scores the rows from `start` to `stop`; `None` if the device was full, and batches are smaller now."""
+        try:
+            return self._forward(arguments(start, stop))
+        except torch.OutOfMemoryError as error:
+            if not self._searches or stop - start < 2:
+                raise
+            traceback.clear_frames(error.__traceback__)
+        self._batch_size = (stop - start) // 2
+        let_go(str(self._device))
+        return None
 
     def _arguments(self, fields: Sequence[Field], start: int, stop: int) -> tuple[torch.Tensor, ...]:
         """Returns the arguments of `forward` for the rows from `start` to `stop`."""
@@ -178,6 +218,16 @@ class Scorer:
         named = output if isinstance(output, Mapping) else dict(enumerate(_tuple(output)))
         single = len(self._trained.outputs) == 1
         return {"prediction" if single else str(name): tensor.float().cpu().numpy() for name, tensor in named.items()}
+
+
+def first_batch_size(batch_size: int | str) -> int:
+    """Returns the most rows of the first call of the module."""
+    return _FIRST_ROWS if isinstance(batch_size, str) else batch_size
+
+
+def _even(rows: int, most: int) -> int:
+    """Returns the size of equal batches of at most `most` rows, which avoid a tiny last one."""
+    return max(1, math.ceil(rows / max(1, math.ceil(rows / most))))
 
 
 def _classify(scores: torch.Tensor, thresholds: torch.Tensor | None) -> dict[str, Array]:

@@ -10,9 +10,10 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from pyspark import __version__, inheritable_thread_target
+from pyspark import RDD, __version__, inheritable_thread_target
 from pyspark.ml.functions import array_to_vector
 from pyspark.resource import ResourceProfile
+from pyspark.serializers import NoOpSerializer
 from pyspark.sql import Column, DataFrame, Row, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
@@ -28,6 +29,7 @@ __all__ = [
     *(
         "Collect",
         "add_pyfile",
+        "arrow_batches",
         "arrow_udf",
         "for_pandas",
         "frame_of",
@@ -148,6 +150,16 @@ def split_by_hash(data: DataFrame, parts: int, part: Column) -> DataFrame:
     stand_in = {row["part"]: row["x"] for row in found}
     lookup = F.array(*[F.lit(stand_in[index]) for index in range(parts)])
     return data.repartition(parts, F.get(lookup, part))
+
+
+def arrow_batches(data: DataFrame) -> RDD[bytes]:
+    """Returns the rows of a classic DataFrame as an RDD of Arrow record batches, serialised without their schema.
+
+    Spark has it for `toPandas` only (`Dataset.toArrowBatchRdd`, since 2.3). `mapInArrow` could not return tensors, and
+    `DataFrame.rdd` pickles rows.
+    """
+    dataset: Any = data._jdf
+    return RDD(dataset.toArrowBatchRdd().toJavaRDD(), data.sparkSession.sparkContext, NoOpSerializer())
 
 
 def uses_pandas() -> bool:

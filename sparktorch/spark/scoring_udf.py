@@ -20,7 +20,7 @@ from sparktorch.base.config import Device, Precision
 from sparktorch.base.devices import device_count, is_host, let_go
 from sparktorch.base.state_dict import unpack_state
 from sparktorch.data.columns import TensorSpec
-from sparktorch.model.scorer import Scorer
+from sparktorch.model.scorer import Scorer, first_batch_size
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.compat import arrow_udf, to_vector
 from sparktorch.spark.frame.nested import unfit
@@ -49,7 +49,7 @@ class Scoring:
     """Options of scoring.
 
     Attributes:
-        batch_size: Most rows per call of the module.
+        batch_size: As for `Scorer`.
         device: "cpu"; or an accelerator's type, such as "cuda": the device that Spark assigned to the task, otherwise
             one of the machine's; or "auto": the device that Spark assigned, in local mode otherwise one of the
             machine's, otherwise the CPU.
@@ -59,7 +59,7 @@ class Scoring:
         thresholds: As for `Scorer`.
     """
 
-    batch_size: int = 2048
+    batch_size: int | str = 2048
     device: Device = "auto"
     precision: Precision = "fp32"
     compiled: bool = False
@@ -92,7 +92,7 @@ def scoring_udf(
 
     def score(batches: Iterator[tuple[pa.Array, ...]]) -> Iterator[pa.Array]:
         scorer = _scorer(sent, scoring, local)
-        for chunk in rechunk(batches, scoring.batch_size):
+        for chunk in rechunk(batches, first_batch_size(scoring.batch_size)):
             scored = scorer.score_arrow(chunk, names, keep_null=scoring.keep_null)
             yield pa.StructArray.from_arrays(scored, names=names) if struct else scored[0]
 

@@ -64,7 +64,7 @@ class PyFuncModel:
         self._inputs: list[str] = settings["inputs"]
         self._outputs: dict[str, str] = settings["outputs"]
         self._keep_null: bool = settings.get("keep_null", False)
-        self._scorer = Scorer(trained, device=device, thresholds=settings.get("thresholds"))
+        self._scorer = Scorer(trained, device=device, batch_size="auto", thresholds=settings.get("thresholds"))
 
     def predict(self, model_input: pd.DataFrame, params: dict[str, Any] | None = None) -> pd.DataFrame:
         """Scores rows.

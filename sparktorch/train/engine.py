@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from typing import Any
 
 import torch
@@ -9,10 +10,11 @@ from torch import nn
 
 from sparktorch.base.batch import Batch, micro_batches, padding
 from sparktorch.base.config import TrainConfig
+from sparktorch.base.devices import let_go
 from sparktorch.base.world import World
 from sparktorch.train.dtensor import whole
 from sparktorch.train.numerics.channels_last import channels_last
-from sparktorch.train.numerics.determinism import untouched_generators
+from sparktorch.train.numerics.determinism import generators_state, set_generators_state, untouched_generators
 from sparktorch.train.numerics.non_finite import LossWatch, all_finite
 from sparktorch.train.numerics.sync_batchnorm import Presence, has_batch_norm, synchronise
 from sparktorch.train.recipe.huggingface import call, is_model
@@ -20,6 +22,7 @@ from sparktorch.train.recipe.loss import Means, Sums, full_precision
 from sparktorch.train.recipe.lr_schedule import Schedule
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.recipe.task import align, autocast, first_rows, prediction
+from sparktorch.train.split import Split
 from sparktorch.train.strategies.base import Strategy
 from sparktorch.train.strategies.registry import build_strategy
 
@@ -39,6 +42,7 @@ class Engine:
         training_step: The user's training step, `None` if the recipe has a loss instead.
         watch: Raises on losses that are not finite; `None` if their steps are skipped.
         min_rows: Minimum rows of a batch in training.
+        split: The micro-batches of each step.
         means: Means of the training step's metrics over the steps since they were cleared.
         padding: Positions in the padded inputs of this rank's last step, and how many of them hold data.
         gradient_norm: Gradient norm of the last step before clipping, a scalar tensor; `None` if it was not measured.
@@ -64,6 +68,8 @@ class Engine:
         if config.sync_batch_norm and world.world_size > 1:
             self._presence, self.min_rows = Presence(), 1
             synchronise(plain, self._presence, compiled=config.compile)
+        together = self.strategy.collective_forward
+        self.split = Split(config, world, steps=steps, min_rows=self.min_rows, together=together)
         self._masks = is_model(plain)  # such models ignore what the attention mask hides
         if config.channels_last:
             channels_last(plain)
@@ -85,13 +91,13 @@ class Engine:
         self.padding = (0, 0)
         self.gradient_norm: torch.Tensor | None = None
 
-    def step(self, batch: Batch, scale: float, parts: int, *, measured: bool = False) -> torch.Tensor | None:
+    def step(self, batch: Batch, scale: float, step: int, *, measured: bool = False) -> torch.Tensor | None:
         """Takes one optimizer step.
 
         Args:
             batch: This rank's part of the global batch.
             scale: Factor of the batch's loss sum, as from `step_scales`.
-            parts: Number of micro-batches.
+            step: Number of the step in its epoch, from 0.
             measured: Whether to measure the gradient norm even if that needs an extra pass over the gradients.
 
         Returns:
@@ -103,16 +109,12 @@ class Engine:
             self._presence.rows = batch.rows > 0
         skips = config.non_finite == "skip"
         buffers = [buffer.clone() for buffer in self.module.buffers()] if skips else []
-        split = micro_batches(batch, parts, min_rows=self.min_rows)
-        if self._masks:
-            split = [part.trimmed() for part in split]
-        *first, last = split
-        self.padding = padding(split)
-        found = []
-        for part in first:  # gradients accumulate in the rank; the backward of the last part reduces the sum
-            with self.strategy.no_sync(self.module):
-                found.append(self._backward(part, scale))
-        found.append(self._backward(last, scale))
+        if self.split.tried[step]:
+            found = self._try(batch, scale, step)
+        else:
+            *first, last = self._split(batch, step)
+            found = self._accumulate(first, scale)
+            found.append(self._backward(last, scale))  # reduces the sum of all gradients
         losses, metrics = zip(*found, strict=True)
         loss_sum: torch.Tensor = sum(losses[1:], losses[0])
         self.strategy.before_step(self.module)
@@ -137,11 +139,12 @@ class Engine:
         return loss_sum
 
     def warm_up(self, batch: Batch) -> None:
-        """Warms up the strategy's reducer, and restores generators, buffers and strategy state.
+        """Warms up the strategy's reducer with a micro-batch, and restores generators, buffers and strategy state.
 
         The reducer sums gradients in its final order only after a few passes. A resumed training that is not warmed up
         would sum them in another order than an uninterrupted one, and differ in the last bits.
         """
+        batch, *_ = micro_batches(batch, self.split.least(batch.rows), min_rows=self.min_rows)
         with untouched_generators(torch.device(self._world.device)):
             buffers = [buffer.clone() for buffer in self.module.buffers()]
             state = self.strategy.own_state()
@@ -150,8 +153,7 @@ class Engine:
                 (loss * 0).backward()  # type: ignore[no-untyped-call]
                 self.optimizer.zero_grad()
             self.strategy.load_own_state(state)
-            for buffer, before in zip(self.module.buffers(), buffers, strict=True):
-                buffer.copy_(before)
+            self._restore(buffers)
 
     def losses_of(self, module: nn.Module, batch: Batch) -> tuple[torch.Tensor, Sums]:
         """Returns the sum of the weighted losses of a batch, and the sums of the training step's metrics."""
@@ -180,6 +182,51 @@ class Engine:
         assert self._loss is not None
         return self._loss(output, label, weight)
 
+    def _split(self, batch: Batch, step: int) -> list[Batch]:
+        """Returns the micro-batches of a step."""
+        parts = micro_batches(batch, self.split.parts[step], min_rows=self.min_rows)
+        if self._masks:
+            parts = [part.trimmed() for part in parts]
+        self.padding = padding(parts)
+        return parts
+
+    def _accumulate(self, parts: list[Batch], scale: float) -> list[tuple[torch.Tensor, Sums]]:
+        """Accumulates the gradients of micro-batches in this rank; returns the loss and metric sums of each."""
+        found = []
+        for part in parts:
+            with self.strategy.no_sync(self.module):
+                found.append(self._backward(part, scale))
+        return found
+
+    def _try(self, batch: Batch, scale: float, step: int) -> list[tuple[torch.Tensor, Sums]]:
+        """Accumulates and reduces the gradients of a step, in smaller micro-batches if the device of a rank is full.
+
+        No collective is between the first forward pass and `fits`: a rank that fails in a pass meets the others there.
+        """
+        device = torch.device(self._world.device)
+        self.strategy.before_trial(self.module)
+        buffers, generators = [buffer.clone() for buffer in self.module.buffers()], generators_state(device)
+        while True:
+            found, full = [], False
+            try:
+                found = self._accumulate(self._split(batch, step), scale)
+            except torch.OutOfMemoryError as error:
+                traceback.clear_frames(error.__traceback__)
+                if self.split.smallest(step):
+                    raise
+                full = True
+            if self.split.fits(step, full=full):
+                self.strategy.reduce(self.module)
+                return found
+            self.optimizer.zero_grad()
+            self._restore(buffers)
+            set_generators_state(generators, device)
+            let_go(self._world.device)
+
+    def _restore(self, buffers: list[torch.Tensor]) -> None:
+        for buffer, before in zip(self.module.buffers(), buffers, strict=True):
+            buffer.copy_(before)
+
     def _backward(self, batch: Batch, scale: float) -> tuple[torch.Tensor, Sums]:
         """Accumulates the gradients of a batch; returns its loss sum and metric sums."""
         loss, metrics = self.losses_of(self.module, batch)
@@ -194,8 +241,7 @@ class Engine:
 
     def _skip(self, buffers: list[torch.Tensor]) -> None:
         """Skips a step: restores the buffers, while schedule and strategy still count the step."""
-        for buffer, before in zip(self.module.buffers(), buffers, strict=True):
-            buffer.copy_(before)
+        self._restore(buffers)
         if self.scaler.is_enabled():  # its scale may be too large
             self.scaler.unscale_(self.optimizer)
             self.scaler.update()

@@ -97,7 +97,7 @@ def train(
         while epoch < config.epochs and not progress.ended:
             with run.begin(epoch) as (current, batches):
                 for step, batch in batches:
-                    loss = engine.step(batch, current.scales[step], current.parts[step], measured=run.measures(step))
+                    loss = engine.step(batch, current.scales[step], step, measured=run.measures(step))
                     run.count(step, batch.rows, loss)
                     run.show(current, step, loss)
                     del batch, loss  # no memory of theirs is held in validation, or after the epoch
@@ -137,14 +137,12 @@ class _Epoch:
         number: Number of the epoch, from 0.
         weights: Weight of every step over all ranks, float64 of shape `(steps,)`.
         scales: Factor of a rank's loss sum in each step.
-        parts: Number of micro-batches of each step.
         started: Start by `time.perf_counter`; in a resumed epoch, earlier by the seconds before its checkpoint.
     """
 
     number: int
     weights: torch.Tensor
     scales: list[float]
-    parts: list[int]
     started: float
 
 
@@ -225,11 +223,12 @@ class _Run:
         if not weights.any():
             raise ColumnError("all rows have the weight 0", hint="see weightCol and classWeights")
         scales = step_scales(weights, engine.strategy.gradient_divisor)
+        engine.split.begin(self._dataset, epoch, counters.taken)
         waited, entered = counters.waited, time.perf_counter() - counters.validating
         self._next_progress = 0.0
         with closing(self._dataset.epoch(epoch, min_rows=engine.min_rows, first=counters.taken)) as batches:
             engine.module.train()
-            yield _Epoch(epoch, weights, scales, self._parts(epoch), started), self._steps_left(batches, len(scales))
+            yield _Epoch(epoch, weights, scales, started), self._steps_left(batches, len(scales))
         self._waited += counters.waited - waited
         self._seconds += time.perf_counter() - counters.validating - entered
 
@@ -339,6 +338,8 @@ class _Run:
         )
         if self._config.validation_unit == "step":
             record["steps"] = counters.taken
+        if engine.split.searches:
+            record["micro_batch_size"] = engine.split.size
         if engine.training_step is not None:
             record |= {f"train_{name}": mean for name, mean in engine.means.over_ranks(world).items()}
         if self._config.non_finite == "skip":
@@ -377,18 +378,6 @@ class _Run:
         counters = self.progress.counters
         if self.engine.watch is not None and counters.taken:
             self.engine.watch.look_back(counters.losses, counters.taken, now=now)
-
-    def _parts(self, epoch: int) -> list[int]:
-        """Returns the number of micro-batches of each step."""
-        size, count, min_rows = self._config.micro_batch_size, self._config.accumulation_steps, self.engine.min_rows
-        if size is None and count == 1:
-            return [1] * self._steps
-        rows = self._dataset.step_rows(epoch)
-        parts = torch.full_like(rows, count) if size is None else -(-rows // size)
-        parts = parts.minimum(rows // min_rows).clamp(min=1)
-        if self.engine.strategy.collective_forward:
-            parts = max_over_ranks(parts, self._world)
-        return parts.tolist()
 
     def _weights(self, *, copy: bool = True) -> dict[str, torch.Tensor]:
         """Returns the whole model's state dict on the CPU; with a moving average, it is always a copy."""

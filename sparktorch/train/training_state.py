@@ -94,6 +94,7 @@ class TrainingState:
             "scaler": engine.scaler.state_dict(),
             "callbacks": self._callbacks.state_dict(),
             "means": engine.means.state_dict(),
+            "micro_batch_size": engine.split.size if engine.split.searches else None,
             "generators": generators_state(self._device),
             **self._progress.state(),
         }
@@ -113,6 +114,8 @@ class TrainingState:
         load_optimizer_values(engine.unwrapped, engine.optimizer, values)
         engine.schedule.load_state_dict(main["schedule"])
         engine.scaler.load_state_dict(main["scaler"])
+        if engine.split.searches:
+            engine.split.size = main.get("micro_batch_size") or engine.split.size
         mine = [rests[old] for old in range(rank, manifest.world_size, size)]
         self._progress.merge(main, mine, best)
         self._callbacks.load_state_dict(own["callbacks"])

@@ -60,7 +60,7 @@ class Validation:
         """
         self._shard, self._engine, self._world, self._task = shard, engine, world, config.task
         self._reporter = reporter
-        self._size = rows_at_a_time(config, world.world_size)
+        self._config = config
         self._shows_output = config.task == "classification" or bool(recipe.metrics)
         # Whether to capture the output from the training step's own call of the module. Not with collective forwards:
         # either all ranks call the module once more, or none does.
@@ -71,6 +71,11 @@ class Validation:
         # With collective forwards, all ranks need the same number of batches.
         self._batches = math.ceil(rows / self._size) if engine.strategy.collective_forward else 0
         self._shown = classes if classes <= _MOST_CLASSES else 0
+
+    @property
+    def _size(self) -> int:
+        """Most rows of a forward pass; "auto" may have found a smaller size since the last validation."""
+        return rows_at_a_time(self._config, self._world.world_size, self._engine.split.size)
 
     @torch.no_grad()
     def run(self, module: nn.Module) -> tuple[dict[str, float], torch.Tensor | None]:
@@ -170,7 +175,7 @@ def _versions(output: Any) -> list[int] | None:
     return [part._version for part in parts]
 
 
-def rows_at_a_time(config: TrainConfig, ranks: int) -> int:
+def rows_at_a_time(config: TrainConfig, ranks: int, micro_batch_size: int | None) -> int:
     """Returns the number of validation rows in a forward pass of a rank, the same in every rank.
 
     Validation keeps the activations of one layer, training those of all layers. Rows that fit in training therefore fit
@@ -179,12 +184,13 @@ def rows_at_a_time(config: TrainConfig, ranks: int) -> int:
     Args:
         config: Sets the number, or the training batch that it is derived from.
         ranks: Number of ranks that share a batch.
+        micro_batch_size: Most rows of a micro-batch, given or found; `None` if it is not limited.
     """
     if config.validation_batch_size is not None:
         return config.validation_batch_size
     share = -(-config.batch_size // ranks)
-    trained = min(config.micro_batch_size or -(-share // config.accumulation_steps), share, _MOST_ROWS)
-    cut = config.micro_batch_size is not None or config.accumulation_steps > 1
+    trained = min(micro_batch_size or -(-share // config.accumulation_steps), share, _MOST_ROWS)
+    cut = micro_batch_size is not None or config.accumulation_steps > 1
     return trained if cut else max(trained, min(8 * trained, _FEW_ROWS))
 
 

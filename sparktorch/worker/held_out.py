@@ -12,7 +12,7 @@ import pyarrow as pa
 from sparktorch.base.state_dict import unpack_state
 from sparktorch.data.convert.tensors import to_arrow
 from sparktorch.distributed.client import Client
-from sparktorch.model.scorer import Scorer
+from sparktorch.model.scorer import Scorer, first_batch_size
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.worker.held_rows import HeldRows
 from sparktorch.worker.job import RankResult
@@ -47,7 +47,7 @@ def score_fold(
     weights = unpack_state(trained.weights)
     scorer = Scorer(replace(trained, weights=b""), device=rows.world.device, weights=weights, **scoring)
     carried = rows.carried(fold)
-    inputs = rows.inputs(fold, scoring["batch_size"])
+    inputs = rows.inputs(fold, first_batch_size(scoring["batch_size"]))
     parts = [scorer.score_tensors(part) for part in client.moving(inputs)]
     if not parts:
         return RankResult({"rows": 0})

@@ -18,7 +18,7 @@ from sparktorch.data.columns import KEY, LABEL, VALIDATION, WEIGHT, Columns, Ten
 from sparktorch.data.preprocess import Preprocess
 from sparktorch.data.sampling.plan import rank_of_key
 
-__all__ = ["KINDS", "Kind", "Net"]
+__all__ = ["KINDS", "ROWS", "Kind", "Net"]
 
 ROWS = 61
 _DRAW = np.random.default_rng(5)

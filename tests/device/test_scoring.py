@@ -48,3 +48,34 @@ def test_it_scores_what_the_cpu_scores(kind: str) -> None:
     ((expected, found),) = in_group(1, _scored, kind, device=DEVICE)
     np.testing.assert_allclose(found, expected, atol=1e-6)
     assert len(found) == len(KINDS[kind].arrays[0])
+
+
+class Wide(Net):
+    """Needs a megabyte a row."""
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(*inputs) + self.layers[2].bias.expand(len(inputs[0]), 1 << 18).sin().mean(1)
+
+
+def _scored_in_little(world: World) -> list[Any]:
+    """Returns predictions on the CPU and on the device, where there is memory for some rows only."""
+    from tests.support import simulated
+
+    simulated.MEMORY = 10 << 20
+    columns = KINDS["padded"].columns(validated=False, weighted=False)
+    trained = TrainedModule(
+        source=Wide,
+        params={"kind": "padded"},
+        weights=pack_state(Wide("padded").state_dict()),
+        inputs=columns.inputs,
+        outputs=(OutputSpec("", ()),),
+        task="regression",
+    )
+    inputs = [KINDS["padded"].parts(1)[0][0].column(spec.name) for spec in columns.inputs]
+    return [Scorer(trained, device=device, batch_size="auto").score(inputs)["prediction"] for device in ("cpu", "sim")]
+
+
+@pytest.mark.skipif(DEVICE != "sim", reason="the memory of a real device cannot be limited")
+def test_rows_that_do_not_fit_are_scored_in_smaller_batches() -> None:
+    ((expected, found),) = in_group(1, _scored_in_little, device=DEVICE)
+    np.testing.assert_allclose(found, expected, atol=1e-6)

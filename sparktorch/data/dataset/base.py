@@ -79,6 +79,7 @@ class Shard(RankDataset):
         self.rows, self.validation_rows = row_keys.count - row_keys.held_out, row_keys.held_out
         self.fingerprint, self.dropped, self.bytes = row_keys.fingerprint, dropped, stored.bytes
         self.storage = "disk" if stored.on_disk else "memory"
+        self.varies = stored.varies
         self._stored = stored
         self._order, self._validation_order = self._all_orders = row_keys.orders()
         self._all_keys = row_keys.fingerprint

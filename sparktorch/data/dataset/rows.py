@@ -144,6 +144,7 @@ class StoredRows:
         count: Number of rows; at least one, since a rank without rows has a placeholder row.
         bytes: Size of the rows in bytes, without the placeholder row.
         decodes: Whether taking rows decodes them or runs `preprocess`, instead of only copying them.
+        varies: As for `RankDataset`.
         on_disk: Whether the rows are on disk.
     """
 
@@ -169,6 +170,7 @@ class StoredRows:
         """
         self.columns, self.count, self.bytes = columns, count, size
         self.decodes = columns.preprocess is not None or any(fields[spec.name].decodes for spec in columns.inputs)
+        self.varies = columns.preprocess is not None or any(fields[spec.name].uneven for spec in columns.inputs)
         self.on_disk = storage.on_disk
         self._fields, self._storage, self._by_length = fields, storage, by_length
 

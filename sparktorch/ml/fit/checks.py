@@ -8,7 +8,7 @@ from typing import Any
 from pyspark.ml.param import Params
 from pyspark.ml.param.shared import HasThresholds
 
-from sparktorch.base.config import TrainConfig, above, at_least, one_of
+from sparktorch.base.config import TrainConfig, above, at_least, one_of, rows_or_auto
 from sparktorch.base.devices import is_kind
 from sparktorch.base.imports import load_object
 from sparktorch.errors import ConfigError, nearest
@@ -70,7 +70,7 @@ def check_scoring(instance: EstimatorParams | ModelParams) -> None:
     Raises:
         ConfigError: One of them is out of range.
     """
-    at_least("predictBatchSize", instance.getPredictBatchSize(), 1)
+    rows_or_auto("predictBatchSize", instance.getPredictBatchSize())
     _check_device(instance.getDevice())
     one_of("handleInvalid", instance.getHandleInvalid(), ("error", "keep", "skip"))
     one_of("predictPrecision", instance.getPredictPrecision(), ("fp32", "bf16", "fp16"))

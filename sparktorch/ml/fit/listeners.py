@@ -175,7 +175,7 @@ class FitReport:
     def ended(self) -> None:
         """Completes the bar, and reports the end of a run without a model."""
         if self._bar is not None:
-            self._bar.update(self._bar.total - self._bar.n)
+            self._bar.update((self._bar.total or 0) - self._bar.n)
         self._tell("ended")
 
     def _move(self, done: int, epoch: int, epochs: int, loss: float | None, rate: float) -> None:

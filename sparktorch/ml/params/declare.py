@@ -173,6 +173,10 @@ def _by_column(convert: Callable[[Any], Any]) -> Callable[[Any], dict[str, Any]]
     return converter
 
 
+def _to_int_or_str(value: Any) -> int | str:
+    return value if isinstance(value, str) else TypeConverters.toInt(value)
+
+
 _CONVERTERS: dict[str, Callable[[Any], Any]] = {
     "bool": TypeConverters.toBoolean,
     "dict[str, Any]": _to_dict,
@@ -182,6 +186,7 @@ _CONVERTERS: dict[str, Callable[[Any], Any]] = {
     "dict[str, str]": _by_column(TypeConverters.toString),
     "float": TypeConverters.toFloat,
     "int": TypeConverters.toInt,
+    "int | str": _to_int_or_str,
     "list[Any]": TypeConverters.toList,
     "list[dict[str, Any]]": _to_dicts,
     "list[str]": TypeConverters.toListString,

@@ -131,10 +131,10 @@ class EstimatorParams(HasFeaturesCol, HasInputCols, HasLabelCol, HasPredictionCo
     def getAccumulationSteps(self) -> int: ...
     def setAccumulationSteps(self, value: int) -> Self:
         """Sets the value of `accumulationSteps`: parts into which a worker splits its rows of a step, their gradients added up (> 0)."""
-    microBatchSize: Param[int]
-    def getMicroBatchSize(self) -> int: ...
-    def setMicroBatchSize(self, value: int) -> Self:
-        """Sets the value of `microBatchSize`: the most rows a worker takes through the module at a time, in place of accumulationSteps (> 0)."""
+    microBatchSize: Param[int | str]
+    def getMicroBatchSize(self) -> int | str: ...
+    def setMicroBatchSize(self, value: int | str) -> Self:
+        """Sets the value of `microBatchSize`: the most rows a worker takes through the module at a time, in place of accumulationSteps (> 0); 'auto' finds how many the devices of all workers have memory for."""
     gradientClipNorm: Param[float]
     def getGradientClipNorm(self) -> float: ...
     def setGradientClipNorm(self, value: float) -> Self:
@@ -289,10 +289,10 @@ class EstimatorParams(HasFeaturesCol, HasInputCols, HasLabelCol, HasPredictionCo
     def getHandleInvalid(self) -> str: ...
     def setHandleInvalid(self, value: str) -> Self:
         """Sets the value of `handleInvalid`: what transform does with a row whose inputs are null or hold a null: 'error', 'keep' it with null results, or 'skip' it, as one that holds NaN or infinity."""
-    predictBatchSize: Param[int]
-    def getPredictBatchSize(self) -> int: ...
-    def setPredictBatchSize(self, value: int) -> Self:
-        """Sets the value of `predictBatchSize`: the most rows that go through the module at a time when scoring (> 0)."""
+    predictBatchSize: Param[int | str]
+    def getPredictBatchSize(self) -> int | str: ...
+    def setPredictBatchSize(self, value: int | str) -> Self:
+        """Sets the value of `predictBatchSize`: the most rows that go through the module at a time when scoring (> 0); 'auto' begins with 2048, and halves them where the device has no memory for them."""
     predictPrecision: Param[str]
     def getPredictPrecision(self) -> str: ...
     def setPredictPrecision(self, value: str) -> Self:
@@ -331,10 +331,10 @@ class ModelParams(HasFeaturesCol, HasInputCols, HasPredictionCol):
     def getHandleInvalid(self) -> str: ...
     def setHandleInvalid(self, value: str) -> Self:
         """Sets the value of `handleInvalid`: what transform does with a row whose inputs are null or hold a null: 'error', 'keep' it with null results, or 'skip' it, as one that holds NaN or infinity."""
-    predictBatchSize: Param[int]
-    def getPredictBatchSize(self) -> int: ...
-    def setPredictBatchSize(self, value: int) -> Self:
-        """Sets the value of `predictBatchSize`: the most rows that go through the module at a time when scoring (> 0)."""
+    predictBatchSize: Param[int | str]
+    def getPredictBatchSize(self) -> int | str: ...
+    def setPredictBatchSize(self, value: int | str) -> Self:
+        """Sets the value of `predictBatchSize`: the most rows that go through the module at a time when scoring (> 0); 'auto' begins with 2048, and halves them where the device has no memory for them."""
     predictPrecision: Param[str]
     def getPredictPrecision(self) -> str: ...
     def setPredictPrecision(self, value: str) -> Self:
@@ -385,7 +385,7 @@ class GenericParams(EstimatorParams, HasOutputCols):
         referenceBatchSize: int | None = None,
         batchSize: int = 256,
         accumulationSteps: int = 1,
-        microBatchSize: int | None = None,
+        microBatchSize: int | str | None = None,
         gradientClipNorm: float | None = None,
         gradientClipValue: float | None = None,
         precision: str = "fp32",
@@ -425,7 +425,7 @@ class GenericParams(EstimatorParams, HasOutputCols):
         stallTimeout: float = 600.0,
         logLevel: str = "WARNING",
         handleInvalid: str = "error",
-        predictBatchSize: int = 2048,
+        predictBatchSize: int | str = 2048,
         predictPrecision: str = "fp32",
         predictCompile: bool = False,
         progress: bool = True,
@@ -470,7 +470,7 @@ class GenericParams(EstimatorParams, HasOutputCols):
             referenceBatchSize: The batch size that learningRate was chosen for: scales it to batchSize, with a warm-up (> 0).
             batchSize: Rows of one optimizer step over all workers together (> 0).
             accumulationSteps: Parts into which a worker splits its rows of a step, their gradients added up (> 0).
-            microBatchSize: The most rows a worker takes through the module at a time, in place of accumulationSteps (> 0).
+            microBatchSize: The most rows a worker takes through the module at a time, in place of accumulationSteps (> 0); 'auto' finds how many the devices of all workers have memory for.
             gradientClipNorm: Largest norm of the whole gradient; a larger one is scaled down (> 0).
             gradientClipValue: Largest absolute value of an element of the gradient; a larger one is cut off (> 0).
             precision: 'fp32', 'tf32' to let GPUs multiply float32 matrices with shorter mantissas, or 'bf16' or 'fp16' to train under autocast; the weights stay fp32.
@@ -510,7 +510,7 @@ class GenericParams(EstimatorParams, HasOutputCols):
             stallTimeout: Seconds that a worker may stand still, or start after the first one, before the fit ends with its name, its place and its Python stack (> 0).
             logLevel: From which level on the driver shows what workers log; what they print counts as 'INFO'.
             handleInvalid: What transform does with a row whose inputs are null or hold a null: 'error', 'keep' it with null results, or 'skip' it, as one that holds NaN or infinity.
-            predictBatchSize: The most rows that go through the module at a time when scoring (> 0).
+            predictBatchSize: The most rows that go through the module at a time when scoring (> 0); 'auto' begins with 2048, and halves them where the device has no memory for them.
             predictPrecision: 'fp32', or 'bf16' or 'fp16' to score under autocast.
             predictCompile: Whether to score through torch.compile; executors need a C++ compiler for it on CPUs.
             progress: Whether fit shows a progress bar on the driver.
@@ -567,7 +567,7 @@ class ClassifierParams(EstimatorParams, HasProbabilityCol, HasRawPredictionCol, 
         referenceBatchSize: int | None = None,
         batchSize: int = 256,
         accumulationSteps: int = 1,
-        microBatchSize: int | None = None,
+        microBatchSize: int | str | None = None,
         gradientClipNorm: float | None = None,
         gradientClipValue: float | None = None,
         precision: str = "fp32",
@@ -607,7 +607,7 @@ class ClassifierParams(EstimatorParams, HasProbabilityCol, HasRawPredictionCol, 
         stallTimeout: float = 600.0,
         logLevel: str = "WARNING",
         handleInvalid: str = "error",
-        predictBatchSize: int = 2048,
+        predictBatchSize: int | str = 2048,
         predictPrecision: str = "fp32",
         predictCompile: bool = False,
         progress: bool = True,
@@ -654,7 +654,7 @@ class ClassifierParams(EstimatorParams, HasProbabilityCol, HasRawPredictionCol, 
             referenceBatchSize: The batch size that learningRate was chosen for: scales it to batchSize, with a warm-up (> 0).
             batchSize: Rows of one optimizer step over all workers together (> 0).
             accumulationSteps: Parts into which a worker splits its rows of a step, their gradients added up (> 0).
-            microBatchSize: The most rows a worker takes through the module at a time, in place of accumulationSteps (> 0).
+            microBatchSize: The most rows a worker takes through the module at a time, in place of accumulationSteps (> 0); 'auto' finds how many the devices of all workers have memory for.
             gradientClipNorm: Largest norm of the whole gradient; a larger one is scaled down (> 0).
             gradientClipValue: Largest absolute value of an element of the gradient; a larger one is cut off (> 0).
             precision: 'fp32', 'tf32' to let GPUs multiply float32 matrices with shorter mantissas, or 'bf16' or 'fp16' to train under autocast; the weights stay fp32.
@@ -694,7 +694,7 @@ class ClassifierParams(EstimatorParams, HasProbabilityCol, HasRawPredictionCol, 
             stallTimeout: Seconds that a worker may stand still, or start after the first one, before the fit ends with its name, its place and its Python stack (> 0).
             logLevel: From which level on the driver shows what workers log; what they print counts as 'INFO'.
             handleInvalid: What transform does with a row whose inputs are null or hold a null: 'error', 'keep' it with null results, or 'skip' it, as one that holds NaN or infinity.
-            predictBatchSize: The most rows that go through the module at a time when scoring (> 0).
+            predictBatchSize: The most rows that go through the module at a time when scoring (> 0); 'auto' begins with 2048, and halves them where the device has no memory for them.
             predictPrecision: 'fp32', or 'bf16' or 'fp16' to score under autocast.
             predictCompile: Whether to score through torch.compile; executors need a C++ compiler for it on CPUs.
             progress: Whether fit shows a progress bar on the driver.
@@ -752,7 +752,7 @@ class RegressorParams(EstimatorParams):
         referenceBatchSize: int | None = None,
         batchSize: int = 256,
         accumulationSteps: int = 1,
-        microBatchSize: int | None = None,
+        microBatchSize: int | str | None = None,
         gradientClipNorm: float | None = None,
         gradientClipValue: float | None = None,
         precision: str = "fp32",
@@ -792,7 +792,7 @@ class RegressorParams(EstimatorParams):
         stallTimeout: float = 600.0,
         logLevel: str = "WARNING",
         handleInvalid: str = "error",
-        predictBatchSize: int = 2048,
+        predictBatchSize: int | str = 2048,
         predictPrecision: str = "fp32",
         predictCompile: bool = False,
         progress: bool = True,
@@ -836,7 +836,7 @@ class RegressorParams(EstimatorParams):
             referenceBatchSize: The batch size that learningRate was chosen for: scales it to batchSize, with a warm-up (> 0).
             batchSize: Rows of one optimizer step over all workers together (> 0).
             accumulationSteps: Parts into which a worker splits its rows of a step, their gradients added up (> 0).
-            microBatchSize: The most rows a worker takes through the module at a time, in place of accumulationSteps (> 0).
+            microBatchSize: The most rows a worker takes through the module at a time, in place of accumulationSteps (> 0); 'auto' finds how many the devices of all workers have memory for.
             gradientClipNorm: Largest norm of the whole gradient; a larger one is scaled down (> 0).
             gradientClipValue: Largest absolute value of an element of the gradient; a larger one is cut off (> 0).
             precision: 'fp32', 'tf32' to let GPUs multiply float32 matrices with shorter mantissas, or 'bf16' or 'fp16' to train under autocast; the weights stay fp32.
@@ -876,7 +876,7 @@ class RegressorParams(EstimatorParams):
             stallTimeout: Seconds that a worker may stand still, or start after the first one, before the fit ends with its name, its place and its Python stack (> 0).
             logLevel: From which level on the driver shows what workers log; what they print counts as 'INFO'.
             handleInvalid: What transform does with a row whose inputs are null or hold a null: 'error', 'keep' it with null results, or 'skip' it, as one that holds NaN or infinity.
-            predictBatchSize: The most rows that go through the module at a time when scoring (> 0).
+            predictBatchSize: The most rows that go through the module at a time when scoring (> 0); 'auto' begins with 2048, and halves them where the device has no memory for them.
             predictPrecision: 'fp32', or 'bf16' or 'fp16' to score under autocast.
             predictCompile: Whether to score through torch.compile; executors need a C++ compiler for it on CPUs.
             progress: Whether fit shows a progress bar on the driver.
@@ -954,7 +954,7 @@ class TextClassifierParams(ClassifierParams):
         referenceBatchSize: int | None = None,
         batchSize: int = 256,
         accumulationSteps: int = 1,
-        microBatchSize: int | None = None,
+        microBatchSize: int | str | None = None,
         gradientClipNorm: float | None = None,
         gradientClipValue: float | None = None,
         precision: str = "fp32",
@@ -994,7 +994,7 @@ class TextClassifierParams(ClassifierParams):
         stallTimeout: float = 600.0,
         logLevel: str = "WARNING",
         handleInvalid: str = "error",
-        predictBatchSize: int = 2048,
+        predictBatchSize: int | str = 2048,
         predictPrecision: str = "fp32",
         predictCompile: bool = False,
         progress: bool = True,
@@ -1033,7 +1033,7 @@ class TextClassifierParams(ClassifierParams):
             referenceBatchSize: The batch size that learningRate was chosen for: scales it to batchSize, with a warm-up (> 0).
             batchSize: Rows of one optimizer step over all workers together (> 0).
             accumulationSteps: Parts into which a worker splits its rows of a step, their gradients added up (> 0).
-            microBatchSize: The most rows a worker takes through the module at a time, in place of accumulationSteps (> 0).
+            microBatchSize: The most rows a worker takes through the module at a time, in place of accumulationSteps (> 0); 'auto' finds how many the devices of all workers have memory for.
             gradientClipNorm: Largest norm of the whole gradient; a larger one is scaled down (> 0).
             gradientClipValue: Largest absolute value of an element of the gradient; a larger one is cut off (> 0).
             precision: 'fp32', 'tf32' to let GPUs multiply float32 matrices with shorter mantissas, or 'bf16' or 'fp16' to train under autocast; the weights stay fp32.
@@ -1073,7 +1073,7 @@ class TextClassifierParams(ClassifierParams):
             stallTimeout: Seconds that a worker may stand still, or start after the first one, before the fit ends with its name, its place and its Python stack (> 0).
             logLevel: From which level on the driver shows what workers log; what they print counts as 'INFO'.
             handleInvalid: What transform does with a row whose inputs are null or hold a null: 'error', 'keep' it with null results, or 'skip' it, as one that holds NaN or infinity.
-            predictBatchSize: The most rows that go through the module at a time when scoring (> 0).
+            predictBatchSize: The most rows that go through the module at a time when scoring (> 0); 'auto' begins with 2048, and halves them where the device has no memory for them.
             predictPrecision: 'fp32', or 'bf16' or 'fp16' to score under autocast.
             predictCompile: Whether to score through torch.compile; executors need a C++ compiler for it on CPUs.
             progress: Whether fit shows a progress bar on the driver.
@@ -1131,7 +1131,7 @@ class ImageClassifierParams(ClassifierParams):
         referenceBatchSize: int | None = None,
         batchSize: int = 256,
         accumulationSteps: int = 1,
-        microBatchSize: int | None = None,
+        microBatchSize: int | str | None = None,
         gradientClipNorm: float | None = None,
         gradientClipValue: float | None = None,
         precision: str = "fp32",
@@ -1171,7 +1171,7 @@ class ImageClassifierParams(ClassifierParams):
         stallTimeout: float = 600.0,
         logLevel: str = "WARNING",
         handleInvalid: str = "error",
-        predictBatchSize: int = 2048,
+        predictBatchSize: int | str = 2048,
         predictPrecision: str = "fp32",
         predictCompile: bool = False,
         progress: bool = True,
@@ -1209,7 +1209,7 @@ class ImageClassifierParams(ClassifierParams):
             referenceBatchSize: The batch size that learningRate was chosen for: scales it to batchSize, with a warm-up (> 0).
             batchSize: Rows of one optimizer step over all workers together (> 0).
             accumulationSteps: Parts into which a worker splits its rows of a step, their gradients added up (> 0).
-            microBatchSize: The most rows a worker takes through the module at a time, in place of accumulationSteps (> 0).
+            microBatchSize: The most rows a worker takes through the module at a time, in place of accumulationSteps (> 0); 'auto' finds how many the devices of all workers have memory for.
             gradientClipNorm: Largest norm of the whole gradient; a larger one is scaled down (> 0).
             gradientClipValue: Largest absolute value of an element of the gradient; a larger one is cut off (> 0).
             precision: 'fp32', 'tf32' to let GPUs multiply float32 matrices with shorter mantissas, or 'bf16' or 'fp16' to train under autocast; the weights stay fp32.
@@ -1249,7 +1249,7 @@ class ImageClassifierParams(ClassifierParams):
             stallTimeout: Seconds that a worker may stand still, or start after the first one, before the fit ends with its name, its place and its Python stack (> 0).
             logLevel: From which level on the driver shows what workers log; what they print counts as 'INFO'.
             handleInvalid: What transform does with a row whose inputs are null or hold a null: 'error', 'keep' it with null results, or 'skip' it, as one that holds NaN or infinity.
-            predictBatchSize: The most rows that go through the module at a time when scoring (> 0).
+            predictBatchSize: The most rows that go through the module at a time when scoring (> 0); 'auto' begins with 2048, and halves them where the device has no memory for them.
             predictPrecision: 'fp32', or 'bf16' or 'fp16' to score under autocast.
             predictCompile: Whether to score through torch.compile; executors need a C++ compiler for it on CPUs.
             progress: Whether fit shows a progress bar on the driver.

@@ -194,8 +194,9 @@ STEPS = (
     P("accumulationSteps", "int", 1,
       "parts into which a worker splits its rows of a step, their gradients added up (> 0)",
       field="config.accumulation_steps", compared=False),
-    P("microBatchSize", "int", None,
-      "the most rows a worker takes through the module at a time, in place of accumulationSteps (> 0)",
+    P("microBatchSize", "int | str", None,
+      "the most rows a worker takes through the module at a time, in place of accumulationSteps (> 0); 'auto' finds "
+      "how many the devices of all workers have memory for",
       field="config.micro_batch_size", compared=False),
     P("gradientClipNorm", "float", None, "largest norm of the whole gradient; a larger one is scaled down (> 0)",
       field="config.clip_norm", compared=True),
@@ -329,8 +330,9 @@ SCORING = (
     P("handleInvalid", "str", "error",
       "what transform does with a row whose inputs are null or hold a null: 'error', 'keep' it with null "
       "results, or 'skip' it, as one that holds NaN or infinity", compared=False),
-    P("predictBatchSize", "int", 2048,
-      "the most rows that go through the module at a time when scoring (> 0)", compared=False),
+    P("predictBatchSize", "int | str", 2048,
+      "the most rows that go through the module at a time when scoring (> 0); 'auto' begins with 2048, and halves "
+      "them where the device has no memory for them", compared=False),
     P("predictPrecision", "str", "fp32", "'fp32', or 'bf16' or 'fp16' to score under autocast", compared=False),
     P("predictCompile", "bool", False,
       "whether to score through torch.compile; executors need a C++ compiler for it on CPUs", compared=False),

@@ -65,6 +65,11 @@ def explained(config: TrainConfig) -> Iterator[None]:
 def _less_memory(config: TrainConfig) -> str:
     """Returns a hint with ways to save device memory, the cheapest first."""
     ways = ["a smaller microBatchSize takes fewer rows through the module at a time, with the same result"]
+    if config.micro_batch_size == "auto":
+        ways = [
+            "microBatchSize='auto' has halved micro-batches as far as it could; a number below the size that it found, "
+            "which logLevel='INFO' shows, needs less memory"
+        ]
     if config.precision in ("fp32", "tf32"):
         ways.append("precision='bf16' halves its activations")
     if config.strategy not in _SHARDED:

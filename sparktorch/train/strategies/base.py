@@ -36,8 +36,9 @@ class Strategy(ABC, Generic[O]):
     1. `prepare(module)`, which returns the module that is called from then on, and `optimizer(recipe, module)`;
     2. with checkpoints, `warm_up_passes` forward and backward passes without a step; to resume from a checkpoint,
        `load_own_state`;
-    3. in each step, forward and backward of each micro-batch (all but the last within `no_sync`), `before_step`,
-       `gradient_norm` or `clip_gradients` if needed, the optimizer's step, and `after_step`;
+    3. in each step, forward and backward of each micro-batch (all but the last within `no_sync`; or `before_trial`, all
+       of them within `no_sync`, once or more often, and `reduce`), `before_step`, `gradient_norm` or `clip_gradients`
+       if needed, the optimizer's step, and `after_step`;
     4. for each validation, the context of `evaluating`; for each checkpoint, `saves` and `own_state`; after each epoch,
        `metrics`;
     5. `state_dict`, whenever the whole model is needed.
@@ -46,7 +47,8 @@ class Strategy(ABC, Generic[O]):
 
     Attributes:
         options_type: A dataclass of the strategy's options, `strategyParams`.
-        collective_forward: Whether a forward pass is a collective, so that all ranks need the same number of passes.
+        collective_forward: Whether a forward pass is a collective, so that all ranks need the same number of passes,
+            and none can fail alone.
         waits_for_device: Whether each step waits for the device anyway, so that each rank can check its losses at once.
         warm_up_passes: Passes that warm up the reducer, after which it sums gradients in their final order.
         resumable: Whether a checkpoint can hold all of its state.
@@ -138,6 +140,12 @@ class Strategy(ABC, Generic[O]):
     def no_sync(self, module: nn.Module) -> AbstractContextManager[None]:
         """Returns a context in which backward accumulates this rank's gradients without reducing them."""
         return nullcontext()
+
+    def before_trial(self, module: nn.Module) -> None:
+        """Is called before passes that may find the device full; does the collectives that they would begin with."""
+
+    def reduce(self, module: nn.Module) -> None:
+        """Reduces the gradients that all passes of a step have accumulated within `no_sync`."""
 
     def clip_gradients(self, module: nn.Module, *, norm: float | None, value: float | None) -> torch.Tensor | None:
         """Clips the gradients of the whole model, first each element by value, then all together by norm.

@@ -171,6 +171,60 @@ class DDP(Strategy[DDPOptions]):
         """Returns a context without the all-reduce."""
         return module.no_sync() if isinstance(module, DistributedDataParallel) else nullcontext()
 
+    def before_trial(self, module: nn.Module) -> None:
+        """Sends buffers, and once the order of the buckets, as DDP's first forward pass of a step does."""
+        if isinstance(module, DistributedDataParallel):
+            with module.no_sync():
+                self._pass_nothing(module)
+
+    def reduce(self, module: nn.Module) -> None:
+        """Adds zeros to the gradients through DDP, which then reduces them as after a backward pass."""
+        if isinstance(module, DistributedDataParallel):
+            self._pass_nothing(module).backward()  # type: ignore[no-untyped-call]
+
+    def _pass_nothing(self, module: DistributedDataParallel) -> torch.Tensor:
+        """Calls DDP with a stand-in for the module, and returns its result."""
+        plain = module.module
+        module.module = _StandIn(plain)
+        try:
+            nothing: torch.Tensor = module(torch.zeros((), device=self._device))
+        finally:
+            module.module = plain
+        return nothing
+
+
+class _StandIn(nn.Module):
+    """Returns its argument, as if it depended on the parameters of a module that have gradients."""
+
+    def __init__(self, plain: nn.Module) -> None:
+        super().__init__()
+        self.plain = plain  # DDP looks for its buffers
+
+    def forward(self, nothing: torch.Tensor) -> torch.Tensor:
+        used = [parameter for parameter in self.plain.parameters() if parameter.grad is not None]
+        return _ZeroGradients.apply(nothing, *used)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _ZeroGradients(torch.autograd.Function):
+    """The first argument; the gradients of the others are zero, and take no memory."""
+
+    @staticmethod
+    def forward(ctx: Any, nothing: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.parameters = parameters
+        return nothing.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, *(_zeros_as(parameter) for parameter in ctx.parameters)
+
+
+def _zeros_as(parameter: torch.Tensor) -> torch.Tensor:
+    """Returns zeros of a parameter's shape in the layout of its gradient, without memory for them."""
+    assert parameter.grad is not None
+    if parameter.grad.is_sparse:
+        return torch.zeros_like(parameter.grad)
+    return parameter.new_zeros(()).expand_as(parameter)
+
 
 def _refuse_sparse(module: nn.Module) -> None:
     """Refuses sparse gradients that NCCL cannot reduce (ProcessGroupNCCL.cpp, `allreduce_sparse`)."""

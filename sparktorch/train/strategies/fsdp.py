@@ -73,12 +73,19 @@ class Zero3(Strategy[ShardingOptions]):
 
     @classmethod
     def check(cls, config: TrainConfig, recipe: Recipe, options: ShardingOptions) -> None:
-        """Refuses fp16, whose gradient scaler sees this rank's shards only, and channels-last weights."""
+        """Refuses fp16, whose scaler sees this rank's shards only, channels-last weights, and "auto" micro-batches."""
         if config.channels_last:
             raise ConfigError(
                 f"channelsLast lays out weights in a way that strategy {config.strategy!r} cannot divide",
                 hint="leave it out, or use strategy='zero1'",
                 param="channelsLast",
+            )
+        if config.micro_batch_size == "auto":
+            raise ConfigError(
+                f"microBatchSize is 'auto', and under strategy {config.strategy!r} workers wait within a step for one "
+                "that has no memory for it",
+                hint="set microBatchSize to a number, or use strategy='zero1' or 'ddp'",
+                param="microBatchSize",
             )
         if config.precision == "fp16":
             raise ConfigError(

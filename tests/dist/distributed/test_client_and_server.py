@@ -323,3 +323,29 @@ def test_the_driver_hears_of_every_warning_exactly_once(server: ControlServer, c
         (2, "so is mine"),
     ]
     assert server.new_warnings(3) == []
+
+
+def test_work_and_printed_lines_are_progress_of_code_that_reports_none(
+    server: ControlServer, clients: list[Client]
+) -> None:
+    def moves_after(action: Callable[[], object]) -> int:
+        clients[0].beat(clients[0].store)
+        before = server.beats(3)[0]
+        action()
+        clients[0].beat(clients[0].store)
+        after = server.beats(3)[0]
+        assert before is not None
+        assert after is not None
+        return int(after["moves"]) - int(before["moves"])
+
+    def work() -> None:
+        end = time.process_time() + 0.2
+        while time.process_time() < end:
+            pass
+
+    with clients[0]._console.overhearing():
+        assert moves_after(work) == 0
+        clients[0].count_work()
+        assert moves_after(work) == 1
+        assert moves_after(lambda: print("still here")) == 1
+        assert moves_after(lambda: time.sleep(0.2)) == 0

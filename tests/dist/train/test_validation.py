@@ -154,7 +154,7 @@ def test_without_validation_rows_there_is_nothing_to_note() -> None:
 def test_validation_takes_as_many_rows_as_training_and_not_just_a_few(
     config: dict[str, Any], ranks: int, rows: int
 ) -> None:
-    assert rows_at_a_time(TrainConfig(**config), ranks) == rows
+    assert rows_at_a_time(TrainConfig(**config), ranks, config.get("micro_batch_size")) == rows
 
 
 def step_of(module: Any, batch: Any) -> Any:

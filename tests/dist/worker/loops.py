@@ -17,7 +17,15 @@ from torch.nn.parallel import DistributedDataParallel
 from sparktorch import RunContext
 from tests.support.nets import Noisy, Score
 
-__all__ = ["batches", "by_hand", "mean_of_gradients", "resumable", "sums", "wrapped"]
+__all__ = ["batches", "by_hand", "mean_of_gradients", "optimizer_bytes", "resumable", "sums", "wrapped"]
+
+
+class Deep(nn.Sequential):
+    """Layers whose gradients come in another order than they are made in, by which DDP arranges them."""
+
+    def __init__(self) -> None:
+        layers = [layer for _ in range(6) for layer in (nn.Linear(33, 33), nn.Tanh())]
+        super().__init__(nn.Linear(5, 33), *layers, nn.Linear(33, 1), nn.Flatten(0))
 
 
 def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
@@ -78,9 +86,11 @@ def batches(context: RunContext) -> dict[str, Any]:
     return {"epochs": seen, "rows": len(data), "dataset": inputs, "steps": context.steps, "validation": validated}
 
 
-def resumable(context: RunContext, folder: Path, rank: int, save_at: int, die_at: int) -> dict[str, Any]:
+def resumable(
+    context: RunContext, folder: Path, rank: int, save_at: int, die_at: int, deep: bool = False
+) -> dict[str, Any]:
     """A loop that saves after some steps, and in which one rank is killed the first time."""
-    net = Noisy()
+    net = Deep() if deep else Noisy()
     net, optimizer = context.wrap(net, optimizer_of(net))
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     steps, seen, loss = 0, 0, torch.zeros(())
@@ -105,6 +115,17 @@ def resumable(context: RunContext, folder: Path, rank: int, save_at: int, die_at
         schedule.step()
         context.report(loss=loss)
     return {"state": context.state_dict(net), "steps": steps, "seen": seen, "resumed": context.restored is not None}
+
+
+def optimizer_bytes(context: RunContext) -> int:
+    """The bytes of a rank's optimizer state after a step."""
+    net: Any = nn.Sequential(nn.Linear(5, 64), nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 1))
+    net, optimizer = context.wrap(net, optimizer_of(net))
+    batch = next(iter(context.loader(0)))
+    batch.mean(net(batch.inputs[0]).squeeze(1)).backward()
+    optimizer.step()
+    inner = getattr(optimizer, "optim", optimizer)
+    return sum(value.nbytes for state in inner.state.values() for value in state.values())
 
 
 def sums(context: RunContext, what: str) -> Any:

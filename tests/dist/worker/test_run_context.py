@@ -110,22 +110,29 @@ def test_ranks_see_the_rows_of_every_global_batch_once(kind: Any) -> None:
     )
 
 
+def test_zero1_divides_the_state_of_the_optimizer_that_a_loop_has_built() -> None:
+    parts = [part.batches() for part in PLAIN.parts(2)]
+    whole = run_on(parts, job(PLAIN, loops.optimizer_bytes))
+    divided = run_on(parts, job(PLAIN, loops.optimizer_bytes, config={"strategy": "zero1"}))
+    assert max(divided) < 0.7 * whole[0]
+
+
 def checkpointed(folder: Path, *arguments: Any, owner: str = "me", restart: int = 0) -> FunctionJob:
     checkpoint = CheckpointConfig(directory=str(folder / "saved"), owner=owner, restart=restart)
     return job(WEIGHTED, loops.resumable, folder, *arguments, checkpoint=checkpoint)
 
 
-@pytest.mark.parametrize(("ranks", "save_at"), [(2, 5), (3, 5), (2, 10)])
-def test_a_run_that_was_killed_goes_on_to_the_same_bits(tmp_path: Path, ranks: int, save_at: int) -> None:
+@pytest.mark.parametrize(("ranks", "save_at", "deep"), [(2, 5, False), (3, 8, True), (2, 10, False)])
+def test_a_run_that_was_killed_goes_on_to_the_same_bits(tmp_path: Path, ranks: int, save_at: int, deep: bool) -> None:
     parts = [part.batches() for part in WEIGHTED.parts(ranks)]
     calm, killed = tmp_path / "calm", tmp_path / "killed"
     for folder in (calm, killed):
         folder.mkdir()
-    expected = run_on(parts, checkpointed(calm, -1, save_at, 0))
+    expected = run_on(parts, checkpointed(calm, -1, save_at, 0, deep))
     with control_server() as server:
-        ended = run_ranks(server, parts, checkpointed(killed, 1, save_at, 17))
+        ended = run_ranks(server, parts, checkpointed(killed, 1, save_at, 17, deep))
     assert ended[1].exitcode == -9
-    found = run_on(parts, checkpointed(killed, 1, save_at, 17, restart=1))
+    found = run_on(parts, checkpointed(killed, 1, save_at, 17, deep, restart=1))
     assert all(rank["resumed"] for rank in found)
     for mine, theirs in zip(found, expected, strict=True):
         close(mine["state"], theirs["state"], atol=0.0)

@@ -141,6 +141,7 @@ def test_schedule_clipping_precision_and_micro_batches_work_together(digits: Dat
     assert rates[-1] < 1e-4
     assert ["val_accuracy" in record for record in history] == [False, False, False, True, False, True]
     assert history[-1]["val_accuracy"] > 0.93
+    assert model.summary.microBatchSize is None
     with pytest.raises(ModuleError, match="scheduler 'OneCycle' is unknown") as caught:
         TorchClassifier(module=DigitsCNN, scheduler="OneCycle").fit(digits)
     assert "'OneCycleLR'" in caught.value.hint
@@ -148,11 +149,20 @@ def test_schedule_clipping_precision_and_micro_batches_work_together(digits: Dat
 
 def test_a_regressor_learns_and_feeds_the_evaluator(frame: DataFrame) -> None:
     model = TorchRegressor(
-        module=MLP, labelCol="target", learningRate=0.02, epochs=15, batchSize=64, numWorkers=3, progress=False
+        module=MLP,
+        labelCol="target",
+        learningRate=0.02,
+        epochs=15,
+        batchSize=64,
+        microBatchSize="auto",
+        predictBatchSize="auto",
+        numWorkers=3,
+        progress=False,
     ).fit(frame)
     scored = model.transform(frame)
     assert dict(scored.dtypes)["prediction"] == "double"
     assert RegressionEvaluator(labelCol="target").evaluate(scored) < 1.6
+    assert model.summary.microBatchSize == 64
 
 
 @pytest.fixture(scope="module")

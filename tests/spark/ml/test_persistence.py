@@ -40,7 +40,7 @@ def rows_of(scored: DataFrame) -> list[Any]:
             TorchClassifier(module=MLP, moduleParams={"outputs": 3}, probabilityCol="p", **QUICK),
             TorchClassificationModel,
         ),
-        (TorchRegressor(module=MLP, labelCol="target", predictBatchSize=100, **QUICK), TorchRegressionModel),
+        (TorchRegressor(module=MLP, labelCol="target", predictBatchSize="auto", **QUICK), TorchRegressionModel),
         (
             TorchEstimator(module=MLP, moduleParams={"outputs": 1}, labelCol="", loss=lambda out: out**2, **QUICK),
             TorchModel,
@@ -82,7 +82,7 @@ def test_a_pipeline_with_a_model_round_trips(frame: DataFrame, tmp_path: Path) -
 
 
 def test_an_estimator_round_trips_with_classes_as_import_paths(spark: SparkSession, tmp_path: Path) -> None:
-    estimator = TorchRegressor(module=MLP, moduleParams={"hidden": 4}, optimizer=torch.optim.SGD, epochs=7)
+    estimator = TorchRegressor(module=MLP, moduleParams={"hidden": 4}, optimizer=torch.optim.SGD, microBatchSize="auto")
     estimator.save(str(tmp_path / "estimator"))
     loaded = TorchRegressor.load(str(tmp_path / "estimator"))
     assert loaded.getModule() is MLP

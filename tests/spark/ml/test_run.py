@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -229,13 +230,16 @@ def script(tmp_path: Path) -> Path:
 
 
 def test_a_script_that_torchrun_starts_runs_unchanged(spark: SparkSession, script: Path, caplog: Any) -> None:
-    before = dict(os.environ)
+    def left(context: RunContext) -> tuple[list[str], list[str], dict[str, str]]:
+        return sys.argv, [path for path in sys.path if str(script.parent) in path], dict(os.environ)
+
+    before = sparktorch.run(left, numWorkers=3)
     with caplog.at_level(logging.INFO):
         run_script(script, ["--lr", "0.1"], spark=spark, numWorkers=2, logLevel="INFO")
         run_script(script, [], spark=spark, numWorkers=3, logLevel="INFO")  # in the same Python workers
     assert caplog.text.count("total 21.0 of ['--lr', '0.1'] 2") == 2
     assert caplog.text.count("total 33.0 of [] 3") == 3
-    assert dict(os.environ) == before
+    assert sparktorch.run(left, numWorkers=3) == before
 
 
 def test_a_script_that_exits_with_a_status_has_failed_in_that_rank(spark: SparkSession, script: Path) -> None:

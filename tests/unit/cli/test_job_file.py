@@ -90,7 +90,7 @@ def test_a_wrong_key_is_named(key: str, value: Any, message: str, hint: str, tmp
     assert hint in caught.value.hint
 
 
-@pytest.mark.parametrize(("name", "value"), [("epochs", "three"), ("moduleParams", [1]), ("learningRate", "fast")])
+@pytest.mark.parametrize(("name", "value"), [("epochs", "three"), ("moduleParams", [1]), ("microBatchSize", [1])])
 def test_a_param_of_the_wrong_type_is_refused_when_the_estimator_is_built(
     name: str, value: Any, tmp_path: Path
 ) -> None:

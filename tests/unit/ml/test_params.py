@@ -324,6 +324,20 @@ def test_what_is_asked_of_columns_is_checked_before_there_are_any(params: dict[s
         ({"epochs": 0}, "epochs", "epochs must be at least 1, got 0"),
         ({"numWorkers": 0}, "numWorkers", "numWorkers must be at least 1, got 0"),
         ({"predictBatchSize": 0}, "predictBatchSize", "predictBatchSize must be at least 1, got 0"),
+        ({"predictBatchSize": "64"}, "predictBatchSize", "predictBatchSize is '64'"),
+        ({"microBatchSize": 0}, "microBatchSize", "microBatchSize must be at least 1, got 0"),
+        ({"microBatchSize": "Auto"}, "microBatchSize", "microBatchSize is 'Auto'"),
+        (
+            {"microBatchSize": "auto", "strategy": "zero2"},
+            "microBatchSize",
+            "microBatchSize is 'auto', and under strategy 'zero2' workers wait within a step for one that has no "
+            "memory for it",
+        ),
+        (
+            {"syncBatchNorm": True, "microBatchSize": "auto"},
+            "syncBatchNorm",
+            "syncBatchNorm takes the rows of all workers together, and micro-batches keep them apart",
+        ),
         ({"device": "gpu"}, "device", "device 'gpu' is unknown"),
         ({"preflight": "half"}, "preflight", "preflight 'half' is unknown"),
         ({"rendezvous": "rank1"}, "rendezvous", "rendezvous 'rank1' is unknown"),

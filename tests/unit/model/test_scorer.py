@@ -1,0 +1,94 @@
+"""predictBatchSize="auto": rows for which a device has no memory go through the module in smaller batches."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from sparktorch.base.state_dict import pack_state
+from sparktorch.data.columns import TensorSpec
+from sparktorch.data.convert.tensors import to_arrow
+from sparktorch.model.scorer import Scorer
+from sparktorch.model.trained_module import TrainedModule
+from sparktorch.tracking.pyfunc import PyFuncModel
+from sparktorch.train.recipe.dry_run import OutputSpec
+from tests.support.nets import Score
+
+X = np.random.default_rng(0).normal(size=(50, 5)).astype(np.float32)
+
+
+class Cramped(Score):
+    """Has memory for some rows at a time.
+
+    Attributes:
+        calls: The rows of each call.
+    """
+
+    calls: ClassVar[list[int]] = []
+    room: ClassVar[int] = 10
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.append(len(x))
+        if len(x) > self.room:
+            raise torch.OutOfMemoryError("planted")
+        return super().forward(x)
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> TrainedModule:
+    monkeypatch.setattr(Cramped, "calls", [])
+    torch.manual_seed(0)
+    return TrainedModule(
+        source=Cramped,
+        params={},
+        weights=pack_state(Cramped().state_dict()),
+        inputs=(TensorSpec(name="x0", column="features", dtype="float32", shape=(5,)),),
+        outputs=(OutputSpec("", ()),),
+        task="regression",
+    )
+
+
+def expected_of(trained: TrainedModule) -> Any:
+    return Scorer(trained, batch_size=10).score_arrays([X])["prediction"]
+
+
+def test_batches_are_halved_until_they_fit_and_stay_so(trained: TrainedModule) -> None:
+    expected = expected_of(trained)
+    Cramped.calls.clear()
+    scorer = Scorer(trained, batch_size="auto")
+    np.testing.assert_allclose(scorer.score_arrays([X])["prediction"], expected, atol=1e-6)
+    assert Cramped.calls == [50, 25, *[10] * 5]
+    Cramped.calls.clear()
+    found = scorer.score_tensors([torch.from_numpy(X)])["prediction"]
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+    assert Cramped.calls == [10] * 5
+
+
+def test_memory_that_runs_out_in_a_later_batch_costs_no_row(
+    trained: TrainedModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = expected_of(trained)
+    scorer = Scorer(trained, batch_size="auto")
+    scorer.score_arrays([X[:10]])
+    monkeypatch.setattr(Cramped, "room", 3)
+    np.testing.assert_allclose(scorer.score_arrays([X])["prediction"], expected, atol=1e-6)
+
+
+def test_a_number_is_kept_and_one_row_that_does_not_fit_is_an_error(
+    trained: TrainedModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(torch.OutOfMemoryError, match="planted"):
+        Scorer(trained, batch_size=20).score_arrays([X])
+    assert Cramped.calls == [17]
+    monkeypatch.setattr(Cramped, "room", 0)
+    with pytest.raises(torch.OutOfMemoryError, match="planted"):
+        Scorer(trained, batch_size="auto").score([to_arrow(X[:1])])
+
+
+def test_models_of_mlflow_halve_their_batches(trained: TrainedModule) -> None:
+    settings = {"inputs": ["features"], "outputs": {"prediction": "prediction"}}
+    scored = PyFuncModel(trained, settings, "cpu").predict({"features": X})  # type: ignore[arg-type]  # as MLflow may
+    np.testing.assert_allclose(scored["prediction"], expected_of(trained), atol=1e-6)
