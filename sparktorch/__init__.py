@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from sparktorch.ml.estimator import TorchEstimator
     from sparktorch.ml.model import TorchModel
     from sparktorch.ml.params.mixins import RunParams
+    from sparktorch.ml.pretrained import (
+        ImageClassificationModel,
+        ImageClassifier,
+        TextClassificationModel,
+        TextClassifier,
+    )
     from sparktorch.ml.regression import TorchRegressionModel, TorchRegressor
     from sparktorch.ml.run import collective_map, run
     from sparktorch.ml.tuning.cross_validator import TorchCrossValidator
@@ -29,9 +35,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Callback",
+    "ImageClassificationModel",
+    "ImageClassifier",
     "RunContext",
     "RunParams",
     "SparkTorchError",
+    "TextClassificationModel",
+    "TextClassifier",
     "TorchClassificationModel",
     "TorchClassifier",
     "TorchCrossValidator",
@@ -50,9 +60,13 @@ __all__ = [
 
 _HOMES = {
     "Callback": "sparktorch.train.callbacks",
+    "ImageClassificationModel": "sparktorch.ml.pretrained",
+    "ImageClassifier": "sparktorch.ml.pretrained",
     "RunContext": "sparktorch.worker.run_context",
     "RunParams": "sparktorch.ml.params.mixins",
     "SparkTorchError": "sparktorch.errors",
+    "TextClassificationModel": "sparktorch.ml.pretrained",
+    "TextClassifier": "sparktorch.ml.pretrained",
     "TorchClassificationModel": "sparktorch.ml.classification",
     "TorchClassifier": "sparktorch.ml.classification",
     "TorchCrossValidator": "sparktorch.ml.tuning.cross_validator",

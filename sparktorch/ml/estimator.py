@@ -136,6 +136,10 @@ class TorchEstimatorBase(Estimator[M], EstimatorParams, MLReadable[Any], MLWrita
         estimators = [self.copy(params) for params in paramMaps]
         return fit_multiple(estimators, dataset if isinstance(dataset, PreparedData) else _checked(dataset))
 
+    def completed(self) -> Self:
+        """Returns the estimator with the Params that follow from others, in those that have such."""
+        return self
+
     def _labels(self, dataset: DataFrame, classes: int | None) -> tuple[str, ...]:
         """Returns the label of each class, or `()` if the column metadata does not have all of them."""
         known = () if classes is None else labels_of(dataset, self.getLabelCol())[:classes]

@@ -27,10 +27,12 @@ from sparktorch.base.imports import import_path, load_object
 from sparktorch.base.state_dict import pack_state, unpack_state
 from sparktorch.data.columns import TensorSpec
 from sparktorch.data.preprocess import Function, check_signature
+from sparktorch.data.pretrained import FromFolder
 from sparktorch.errors import PersistenceError
 from sparktorch.model.export import ExportError, Program, check_archive, export_program
 from sparktorch.train.recipe.dry_run import ArgumentSpec, OutputSpec
 from sparktorch.train.recipe.frozen_base import load_weights, seed_of
+from sparktorch.train.recipe.huggingface import model_in, rebuildable
 from sparktorch.train.recipe.recipe import ModuleSource, Recipe
 
 __all__ = ["FORMAT_VERSION", "TrainedModule"]
@@ -111,6 +113,8 @@ class TrainedModule:
         if isinstance(self.source, Program):
             return _write_program(self.source, directory)
         path, params = self._path, dict(self.params)
+        if (found := rebuildable(self.source)) is not None:
+            path, params = found["module"], found["module_params"]
         if path is None:
             why = f"the module {_named(self.source)} has no import path that works outside this session"
         elif _is_json(params):
@@ -118,6 +122,8 @@ class TrainedModule:
         else:
             why = f"the parameters of {path} are not all numbers, strings, lists and dicts"
         try:
+            if model_in(self.source) is not None:
+                raise ExportError("its configuration makes another model, and a graph takes no arguments by name")
             return _write_program(export_program(self.build(), self.takes), directory)
         except ExportError as error:
             if allow_pickle:
@@ -131,8 +137,10 @@ class TrainedModule:
                 f".write().option('allowPickle', 'true'); {_IN_PIPELINE}",
             ) from error
 
-    def _save_preprocess(self, directory: Path, allow_pickle: bool) -> dict[str, str]:
+    def _save_preprocess(self, directory: Path, allow_pickle: bool) -> dict[str, Any]:
         """Writes the callable to a file if it needs one; returns its entry in `module.json`."""
+        if isinstance(self.preprocess, FromFolder):
+            return {"path": import_path(type(self.preprocess)), "params": asdict(self.preprocess)}
         path = import_path(self.preprocess)
         if path is not None:
             return {"path": path}
@@ -232,12 +240,16 @@ def _load_code(directory: Path, how: Mapping[str, Any], allow_pickle: bool) -> t
     )
 
 
-def _load_preprocess(directory: Path, how: Mapping[str, str] | None, allow_pickle: bool) -> Function | None:
+def _load_preprocess(directory: Path, how: Mapping[str, Any] | None, allow_pickle: bool) -> Function | None:
     """Returns the callable that `_save_preprocess` wrote."""
     if how is None:
         return None
     if "path" in how:
         function = load_object(how["path"])
+        if "params" in how:
+            if not (isinstance(function, type) and issubclass(function, FromFolder)):
+                raise PersistenceError(f"the model's preprocess is made by {how['path']}, which loading does not call")
+            function = function(**how["params"])
         check_signature(function)  # scoring calls it: refuse functions that are no `preprocess`
     elif allow_pickle:
         function = pickle.loads((directory / _PREPROCESS).read_bytes())

@@ -18,10 +18,11 @@ from sparktorch.train.numerics.determinism import generators_state, set_generato
 from sparktorch.train.numerics.non_finite import LossWatch, all_finite
 from sparktorch.train.numerics.sync_batchnorm import Presence, has_batch_norm, synchronise
 from sparktorch.train.recipe.frozen_base import FrozenBase
+from sparktorch.train.recipe.huggingface import call, model_in
 from sparktorch.train.recipe.loss import Means, Sums, full_precision
 from sparktorch.train.recipe.lr_schedule import Schedule
 from sparktorch.train.recipe.recipe import Recipe
-from sparktorch.train.recipe.task import align, autocast, first_rows
+from sparktorch.train.recipe.task import align, autocast, first_rows, prediction
 from sparktorch.train.split import Split
 from sparktorch.train.strategies.base import Strategy
 from sparktorch.train.strategies.registry import build_strategy
@@ -72,6 +73,7 @@ class Engine:
             synchronise(plain, self._presence, compiled=config.compile)
         together = self.strategy.collective_forward
         self.split = Split(config, world, steps=steps, min_rows=self.min_rows, together=together)
+        self._masks = model_in(plain) is not None  # such models ignore what the attention mask hides
         if config.channels_last:
             channels_last(plain)
         if config.compile:
@@ -170,11 +172,12 @@ class Engine:
     def forward(self, module: nn.Module, batch: Batch) -> Any:
         """Returns the module's output for a batch, in float32."""
         with self._autocast:
-            output = module(*batch.inputs)
+            output = call(module, batch.inputs, batch.names, self.unwrapped)
         return self.widened(output)
 
     def widened(self, output: Any) -> Any:
-        """Converts a module's output under autocast to float32, as `forward` does."""
+        """Takes a module's output as `forward` does: the logits of a transformers model, and in float32."""
+        output = prediction(output)
         return full_precision(output) if self._config.precision in ("bf16", "fp16") else output
 
     def loss_of(self, output: Any, label: torch.Tensor | None, weight: torch.Tensor | None) -> torch.Tensor:
@@ -185,6 +188,8 @@ class Engine:
     def _split(self, batch: Batch, step: int) -> list[Batch]:
         """Returns the micro-batches of a step."""
         parts = micro_batches(batch, self.split.parts[step], min_rows=self.min_rows)
+        if self._masks:
+            parts = [part.trimmed() for part in parts]
         self.padding = padding(parts)
         return parts
 

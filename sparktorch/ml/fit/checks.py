@@ -16,6 +16,7 @@ from sparktorch.ml.fit.inputs import check_ships
 from sparktorch.ml.fit.values import Values
 from sparktorch.ml.params.mixins import EstimatorParams, ModelParams
 from sparktorch.train.callbacks import check_callback
+from sparktorch.train.recipe.huggingface import has_own_loss
 from sparktorch.train.strategies.registry import resumable, strategy_options, strategy_type
 
 __all__ = ["check_job", "check_param_names", "check_params", "check_restarts", "check_scoring", "check_thresholds"]
@@ -30,7 +31,8 @@ def check_params(estimator: EstimatorParams, p: Values) -> None:
         ConfigError: A Param is missing or out of range, or two Params exclude each other.
     """
     for name in ("module", "loss"):
-        if p[name] is None and (name == "module" or p["trainingStep"] is None):
+        given = p[name] is not None or (name == "loss" and (p["trainingStep"] or has_own_loss(p["module"])))
+        if not given:
             raise ConfigError(f"{name} is not set", hint=f"pass {name}=... to the constructor", param=name)
     above("learningRate", p["learningRate"], 0)
     one_of("dryRun", p["dryRun"], ("driver", "worker"))

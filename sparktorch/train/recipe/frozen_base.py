@@ -111,5 +111,5 @@ def _digest(state: Mapping[str, torch.Tensor], names: Iterable[str]) -> str:
     for name in sorted(names):
         value = state[name].detach().cpu().contiguous()
         digest.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
-        digest.update(value.reshape(-1).view(torch.uint8).numpy())
+        digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

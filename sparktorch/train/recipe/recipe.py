@@ -16,6 +16,7 @@ from sparktorch.base.imports import SHIPPING_HINT, load_object
 from sparktorch.base.state_dict import unpack_state
 from sparktorch.errors import ConfigError, ModuleError
 from sparktorch.train.recipe.frozen_base import load_weights, seed_of
+from sparktorch.train.recipe.huggingface import with_config
 from sparktorch.train.recipe.lookup import look_up, name_of, parameters_of, signature_of
 from sparktorch.train.recipe.loss import Loss, TrainingStep
 from sparktorch.train.recipe.parameter_groups import freeze, group
@@ -93,7 +94,7 @@ class Recipe:
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(self.module_seed(seed))
             try:
-                module = factory(**self.module_params)
+                module = factory(**with_config(factory, self.module_params))
             except Exception as error:
                 raise ModuleError(
                     f"module {name_of(factory)} cannot be built: {type(error).__name__}: {error}",
