@@ -165,13 +165,10 @@ def arrow_batches(data: DataFrame) -> RDD[bytes]:
     """Returns the rows of a classic DataFrame as an RDD of Arrow record batches, serialised without their schema.
 
     Spark has it for `toPandas` only (`Dataset.toArrowBatchRdd`). `mapInArrow` could not return tensors, and
-    `DataFrame.rdd` pickles rows. The tasks get the session's settings as those of `DataFrame.rdd` do.
+    `DataFrame.rdd` pickles rows. As there, settings of the session that executors read are not those of the session.
     """
-    spark, dataset = data.sparkSession, cast(Any, data)._jdf
-    jvm: Any = spark.sparkContext._jvm
-    settings = cast(Any, spark)._jsparkSession.sessionState().conf()
-    with_settings = jvm.org.apache.spark.sql.execution.SQLExecutionRDD(dataset.toArrowBatchRdd(), settings)
-    return RDD(with_settings.toJavaRDD(), spark.sparkContext, NoOpSerializer())
+    batches = cast(Any, data)._jdf.toArrowBatchRdd().toJavaRDD()
+    return RDD(batches, data.sparkSession.sparkContext, NoOpSerializer())
 
 
 def frame_of_batches(spark: SparkSession, batches: RDD[bytes], schema: T.StructType) -> DataFrame:

@@ -70,12 +70,13 @@ def test_tensors_share_the_memory_that_arrow_arrived_in() -> None:
 
 
 def test_a_null_and_another_length_are_refused_by_column(spark: SparkSession) -> None:
-    null = spark.createDataFrame([(1.0,), (None,)], "y double").coalesce(1)
-    with pytest.raises(PythonException, match=r"column 'y' has 1 null values \[column=y, row=1\]"):
-        tensor_rdd(null).collect()
-    ragged = spark.createDataFrame([([1.0, 2.0],), ([1.0],)], "x array<double>").coalesce(1)
-    with pytest.raises(PythonException, match=r"column 'x'.*row=1"):
-        tensor_rdd(ragged).collect()
+    null = spark.createDataFrame([(1.0,), (1.0,), (None,)], "y double").coalesce(1)
+    ragged = spark.createDataFrame([([1.0, 2.0],), ([3.0, 4.0],), ([1.0],)], "x array<double>").coalesce(1)
+    for size in (None, 2, 1):
+        with pytest.raises(PythonException, match=r"column 'y' has 1 null values \[column=y, row=2\]"):
+            tensor_rdd(null, batch_size=size).collect()
+        with pytest.raises(PythonException, match=r"column 'x'.*row=2"):
+            tensor_rdd(ragged, batch_size=size).collect()
     with pytest.raises(ColumnError, match="'s'"):
         tensor_rdd(spark.createDataFrame([("a",)], "s string"))
     with pytest.raises(ConfigError, match="batch_size must be at least 1"):
@@ -99,6 +100,8 @@ def test_rows_of_arrays_numbers_and_tuples_become_rows(spark: SparkSession) -> N
     typed = to_dataframe(tuples, "x array<float>, y double")
     assert typed.dtypes == [("x", "array<float>"), ("y", "double")]
     assert sorted(row["y"] for row in typed.collect()) == [1.0, 2.0]
+    both = spark.sparkContext.parallelize([{"n": 1}, {"n": 2}, {"n": torch.tensor([3, 4])}, {"n": 5}], 1)
+    assert [row["n"] for row in to_dataframe(both, "n int").collect()] == [1, 2, 3, 4, 5]
     with pytest.raises(ConfigError, match="pass schema="):
         to_dataframe(tuples)
     with pytest.raises(ConfigError, match="the RDD is empty"):
@@ -140,7 +143,9 @@ def test_partitions_add_up_with_an_open_group_as_by_tree_aggregate(spark: SparkS
     for _, total in results:
         np.testing.assert_array_equal(total, expected)
     fewer = spark.sparkContext.parallelize([(1, 2), (3, 4), (5, 6)], 3).coalesce(2)  # no barrier stage takes it as is
-    assert [total.tolist() for _, total in collective_map(fewer, squares, args=[1])] == [[9, 12]] * 2
+    parts = fewer.glom().collect()
+    assert collective_map(fewer, lambda elements, context: list(elements)) == parts
+    assert len(parts) == 2
 
 
 def test_a_partition_that_raises_is_named_and_what_cannot_run_is_refused(spark: SparkSession) -> None:
