@@ -231,7 +231,7 @@ def script(tmp_path: Path) -> Path:
 
 def test_a_script_that_torchrun_starts_runs_unchanged(spark: SparkSession, script: Path, caplog: Any) -> None:
     def left(context: RunContext) -> tuple[int, Any]:
-        return os.getpid(), (sys.argv, [path for path in sys.path if str(script.parent) in path], dict(os.environ))
+        return os.getpid(), (sys.argv, [path for path in sys.path if str(script.parent) in path], sorted(os.environ))
 
     before = dict(sparktorch.run(left, numWorkers=3))
     with caplog.at_level(logging.INFO):
