@@ -5,6 +5,8 @@
   the same under `torchrun`: its steps, and from the call to the end.
 - 10 MB of float32 in each of two tasks, added up: `all_reduce` in a run, in every rank, beside `treeAggregate` of a
   cached RDD, on the driver.
+- The script's rows, read from Parquet: by `tensor_rdd`, whose batches are summed up in Python, beside `mapInArrow` that
+  only takes its record batches, and beside `DataFrame.rdd`, whose rows are only counted.
 
 `local[2]`, CPU and Gloo, one torch thread a rank. All sides are warm: each has just run, untimed, because they push
 each other's Python workers out.
@@ -16,12 +18,13 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 from pyspark.ml.torch.distributor import TorchDistributor
 from pyspark.sql import SparkSession
@@ -30,6 +33,7 @@ import sparktorch
 from benchmarks import by_hand
 from benchmarks.common import Goal, arguments, interleave, machine, report, run_process, seconds, session, workspace
 from benchmarks.fit_wall import BATCH, EPOCHS, FILES, RANKS, write_rows
+from sparktorch import tensor_rdd
 
 FLOATS = 2_500_000  # 10 MB
 CALLS = 10
@@ -38,6 +42,8 @@ GOALS = {
     "no-op TorchDistributor / no-op run": Goal(20, at_least=True),
     "loop per step, run / torchrun": Goal(1.03),
     "whole script, run / torchrun": Goal(0.6),
+    "mapInArrow / tensor_rdd": Goal(0.8, at_least=True),
+    "RDD of rows / tensor_rdd": Goal(8, at_least=True),
 }
 
 
@@ -57,6 +63,18 @@ def script(context: sparktorch.RunContext, *details: Any) -> dict[str, float]:
     return by_hand.train_in_group(*details)
 
 
+def summed(batches: Iterator[dict[str, torch.Tensor]]) -> Iterator[float]:
+    """Looks at every number of a partition's batches."""
+    yield sum(float(batch["features"].sum()) for batch in batches)
+
+
+def taken(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Takes the record batches of a partition."""
+    for _ in batches:
+        pass
+    yield pa.RecordBatch.from_pydict({"rows": pa.array([0])})
+
+
 class Sides:
     """The sides of the comparison; each returns its seconds, and notes the milliseconds of a step."""
 
@@ -66,6 +84,7 @@ class Sides:
         parts = spark.sparkContext.parallelize(range(RANKS), RANKS)
         self._parts = parts.map(lambda _: np.ones(FLOATS, np.float32)).cache()
         self._parts.count()
+        self._rows = spark.read.parquet(str(work / "data"))
 
     def run(self) -> float:
         """The script's body, called by `run`."""
@@ -96,6 +115,18 @@ class Sides:
         side()
         self.noted = noted
         return side()
+
+    def tensors(self) -> float:
+        """The rows as an RDD of tensors."""
+        return seconds(lambda: tensor_rdd(self._rows).mapPartitions(summed).sum())
+
+    def arrow(self) -> float:
+        """The rows in `mapInArrow`."""
+        return seconds(lambda: self._rows.mapInArrow(taken, "rows bigint").collect())
+
+    def rows(self) -> float:
+        """The rows as an RDD of rows."""
+        return seconds(lambda: self._rows.rdd.mapPartitions(lambda rows: [sum(1 for _ in rows)]).sum())
 
     def _note(self, name: str, found: dict[str, float]) -> None:
         self.noted.setdefault(name, []).append(1000 * found["loop"] / found["steps"])
@@ -129,6 +160,11 @@ def measured(work: Path, rows: int, rounds: int) -> dict[str, list[float]]:
                 "all_reduce of 10 MB, s": lambda: sparktorch.run(reduced, **QUIET)[0],
                 "treeAggregate of 10 MB, s": sides.tree_aggregate,
             },
+            {
+                "rows by tensor_rdd, s": sides.tensors,
+                "rows by mapInArrow, s": sides.arrow,
+                "rows by DataFrame.rdd, s": sides.rows,
+            },
         ]
         samples: dict[str, list[float]] = {}
         for pair in pairs:
@@ -155,6 +191,8 @@ def main() -> None:
             "loop per step, run / torchrun": median["loop per step in run, ms"]
             / median["loop per step under torchrun, ms"],
             "whole script, run / torchrun": median["script in run, s"] / median["script under torchrun, s"],
+            "mapInArrow / tensor_rdd": median["rows by mapInArrow, s"] / median["rows by tensor_rdd, s"],
+            "RDD of rows / tensor_rdd": median["rows by DataFrame.rdd, s"] / median["rows by tensor_rdd, s"],
         },
         goals=GOALS,
         facts={"rows": rows, **machine("torch", "pyspark", "pyarrow", "numpy")},

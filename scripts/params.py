@@ -25,6 +25,10 @@ CLASSES: dict[str, tuple[str, Sequence[ParamSpec]]] = {
     "GenericModelParams": ("ModelParams", tables.GENERIC_MODEL),
     "ClassificationModelParams": ("ModelParams", tables.CLASSIFICATION_MODEL),
     "RegressionModelParams": ("ModelParams", tables.REGRESSION_MODEL),
+    "TextClassifierParams": ("ClassifierParams", tables.TEXT_CLASSIFIER),
+    "ImageClassifierParams": ("ClassifierParams", tables.IMAGE_CLASSIFIER),
+    "TextClassificationModelParams": ("ClassificationModelParams", tables.TEXT_MODEL),
+    "ImageClassificationModelParams": ("ClassificationModelParams", tables.IMAGE_MODEL),
     "RunParams": ("", tables.RUN),
 }
 
@@ -36,6 +40,7 @@ SUBJECTS = {
         *(tables.PREDICTION, tables.CLASSIFIED, tables.OUTPUTS),
     ),
     "How columns become tensors": (tables.INPUTS,),
+    "`TextClassifier` and `ImageClassifier`": (tables.PRETRAINED, tables.TEXT, tables.IMAGE),
     "Steps and epochs": (tables.STEPS, tables.EPOCHS, tables.SAMPLING),
     "Numbers": (tables.NUMERICS,),
     "Workers and strategies": (tables.STRATEGY, tables.DEVICE, tables.LAUNCH, tables.PATIENCE),
@@ -66,7 +71,7 @@ def stubs() -> str:
         bases = [*([base] if base else []), *(spec.shared.__name__ for spec in own if spec.shared)]
         lines += ["", f"class {name}({', '.join(bases)}):", f'    """{getattr(mixins, name).__doc__}"""', ""]
         if base:
-            lines += _constructor(table if base == "EstimatorParams" else ())
+            lines += _constructor(table if "Model" not in name else ())
         elif name == "RunParams":
             lines += _constructor(table)
         lines += [line for spec in own for line in _accessors(spec)]

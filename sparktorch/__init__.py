@@ -16,11 +16,18 @@ if TYPE_CHECKING:
     from sparktorch.ml.estimator import TorchEstimator
     from sparktorch.ml.model import TorchModel
     from sparktorch.ml.params.mixins import RunParams
+    from sparktorch.ml.pretrained import (
+        ImageClassificationModel,
+        ImageClassifier,
+        TextClassificationModel,
+        TextClassifier,
+    )
     from sparktorch.ml.regression import TorchRegressionModel, TorchRegressor
-    from sparktorch.ml.run import run
+    from sparktorch.ml.run import collective_map, run
     from sparktorch.ml.tuning.cross_validator import TorchCrossValidator
     from sparktorch.ml.tuning.tuner import TorchTuner
     from sparktorch.spark.petastorm import read_petastorm
+    from sparktorch.spark.rdd import tensor_rdd, to_dataframe
     from sparktorch.train.callbacks import Callback
     from sparktorch.worker.run_context import RunContext
 
@@ -28,9 +35,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Callback",
+    "ImageClassificationModel",
+    "ImageClassifier",
     "RunContext",
     "RunParams",
     "SparkTorchError",
+    "TextClassificationModel",
+    "TextClassifier",
     "TorchClassificationModel",
     "TorchClassifier",
     "TorchCrossValidator",
@@ -40,15 +51,22 @@ __all__ = [
     "TorchRegressor",
     "TorchTuner",
     "__version__",
+    "collective_map",
     "read_petastorm",
     "run",
+    "tensor_rdd",
+    "to_dataframe",
 ]
 
 _HOMES = {
     "Callback": "sparktorch.train.callbacks",
+    "ImageClassificationModel": "sparktorch.ml.pretrained",
+    "ImageClassifier": "sparktorch.ml.pretrained",
     "RunContext": "sparktorch.worker.run_context",
     "RunParams": "sparktorch.ml.params.mixins",
     "SparkTorchError": "sparktorch.errors",
+    "TextClassificationModel": "sparktorch.ml.pretrained",
+    "TextClassifier": "sparktorch.ml.pretrained",
     "TorchClassificationModel": "sparktorch.ml.classification",
     "TorchClassifier": "sparktorch.ml.classification",
     "TorchCrossValidator": "sparktorch.ml.tuning.cross_validator",
@@ -57,8 +75,11 @@ _HOMES = {
     "TorchRegressionModel": "sparktorch.ml.regression",
     "TorchRegressor": "sparktorch.ml.regression",
     "TorchTuner": "sparktorch.ml.tuning.tuner",
+    "collective_map": "sparktorch.ml.run",
     "read_petastorm": "sparktorch.spark.petastorm",
     "run": "sparktorch.ml.run",
+    "tensor_rdd": "sparktorch.spark.rdd",
+    "to_dataframe": "sparktorch.spark.rdd",
 }
 
 

@@ -11,7 +11,23 @@ import torch
 
 from sparktorch.base.devices import jagged
 
-__all__ = ["Batch", "RankDataset", "components", "cut", "micro_batches", "padding", "rebuilt"]
+__all__ = [
+    "IGNORED",
+    "MASK",
+    "Batch",
+    "RankDataset",
+    "components",
+    "count_tokens",
+    "cut",
+    "micro_batches",
+    "padding",
+    "rebuilt",
+]
+
+MASK = "attention_mask"
+IGNORED = -100  # the label of a token that no loss counts, as in transformers
+# Tensors of shape (rows, tokens), as tokenizers name them.
+_TOKENS = ("input_ids", MASK, "token_type_ids", "position_ids", "labels")
 
 
 @dataclass(frozen=True)
@@ -29,6 +45,9 @@ class Batch:
             ones.
         lengths: Number of elements of each row, int64 of shape `(rows,)` on the CPU, by the position of the padded,
             jagged or sparse input. The mask of a padded input is the next input.
+        names: One name per input: those under which `preprocess` returned them, or of their columns.
+        tokens: Number of tokens of each row of the inputs, up to its last one, int64 of shape `(rows,)` on the CPU, if
+            `preprocess` returned an attention mask.
     """
 
     inputs: tuple[torch.Tensor, ...]
@@ -37,6 +56,13 @@ class Batch:
     rows: int
     loss_weight: torch.Tensor | None = None
     lengths: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
+    tokens: torch.Tensor | None = None
+
+    @property
+    def named(self) -> dict[str, torch.Tensor]:
+        """The inputs by name."""
+        return dict(zip(self.names, self.inputs, strict=True))
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -58,7 +84,7 @@ class Batch:
                 label = torch.cat([label, label[-1:].expand(missing, *label.shape[1:])])
             if weight is not None:
                 weight = torch.cat([weight, weight.new_zeros(missing)])
-        return Batch(self.inputs, label, weight, shown, lengths=self.lengths)
+        return replace(self, label=label, weight=weight, rows=shown, loss_weight=None)
 
     def slice(self, start: int, end: int) -> Batch:
         """Returns the rows from `start` to `end`."""
@@ -71,7 +97,27 @@ class Batch:
         for place, longest in self._padded_to(lengths).items():  # pads to the longest of these rows only
             for both in (place, place + 1):
                 inputs[both] = inputs[both][:, :longest]
-        return Batch(tuple(inputs), part(self.label), part(self.weight), end - start, part(self.loss_weight), lengths)
+        return replace(
+            self,
+            inputs=tuple(inputs),
+            label=part(self.label),
+            weight=part(self.weight),
+            rows=end - start,
+            loss_weight=part(self.loss_weight),
+            lengths=lengths,
+            tokens=part(self.tokens),
+        )
+
+    def trimmed(self) -> Batch:
+        """Returns the batch with its token tensors cut off after the last token of its longest row."""
+        if self.tokens is None:
+            return self
+        width, longest = self.named[MASK].shape[1], max(1, int(self.tokens.max()))
+        inputs = [
+            tensor[:, :longest] if name in _TOKENS and tensor.shape[1:2] == (width,) else tensor
+            for name, tensor in self.named.items()
+        ]
+        return replace(self, inputs=tuple(inputs))
 
     def _padded_to(self, lengths: Mapping[int, torch.Tensor]) -> dict[int, int]:
         """Returns the padded length that rows of those lengths need, by the position of the padded input."""
@@ -119,6 +165,19 @@ class RankDataset(ABC):
         """Returns this rank's number of rows in each step of an epoch, int64 of shape `(steps,)`."""
 
 
+def count_tokens(named: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """Returns `Batch.tokens` of what `preprocess` returned; `None` without a mask of shape `(rows, tokens)`."""
+    mask = named.get(MASK)
+    if mask is None or mask.dim() != 2 or not mask.shape[1]:
+        return None
+    shown = mask != 0
+    labels = named.get("labels")
+    if labels is not None and labels.shape == mask.shape:
+        shown = shown | (labels != IGNORED)
+    places = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    return (shown * places).amax(1).cpu()
+
+
 def micro_batches(batch: Batch, parts: int, *, min_rows: int) -> list[Batch]:
     """Splits a rank's part of a step into `parts` micro-batches.
 
@@ -147,6 +206,9 @@ def padding(batches: Sequence[Batch]) -> tuple[int, int]:
         for place, longest in batch._padded_to(batch.lengths).items():
             padded_size += longest * len(batch.lengths[place])
             real_size += int(batch.lengths[place].sum())
+        if batch.tokens is not None:
+            padded_size += batch.named[MASK].numel()
+            real_size += int(batch.tokens.sum())
     return padded_size, real_size
 
 

@@ -1,4 +1,4 @@
-"""Optional dependencies: Pillow decodes images, Optuna chooses the trials of a search."""
+"""Optional dependencies: Pillow decodes images, Optuna chooses the trials of a search, transformers has models."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from sparktorch.errors import ConfigError
 
-__all__ = ["optuna", "pillow"]
+__all__ = ["optuna", "pillow", "transformers"]
 
 
 def pillow() -> Any:
@@ -37,4 +37,19 @@ def optuna() -> Any:
         raise ConfigError(
             "the trials of a search are chosen by Optuna, which is not installed",
             hint="pip install sparktorch-estimator[search], on the driver alone",
+        ) from error
+
+
+def transformers() -> Any:
+    """Returns Hugging Face's module.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise ConfigError(
+            "models in folders and configurations are made by transformers, which is not installed",
+            hint="pip install sparktorch-estimator[huggingface], on the executors too",
         ) from error

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from sparktorch.base.batch import MASK
 from sparktorch.base.config import at_least, one_of
 from sparktorch.errors import ConfigError, nearest
 
@@ -25,6 +26,7 @@ __all__ = [
     "Kind",
     "Layout",
     "TensorSpec",
+    "argument_names",
     "carried_name",
     "input_name",
 ]
@@ -233,3 +235,15 @@ class Columns:
     def tensors(self) -> tuple[TensorSpec, ...]:
         """Every column that becomes a tensor."""
         return (*self.inputs, *(spec for spec in (self.label, self.weight) if spec is not None))
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Names of the tensors that `forward` gets; `()` for `preprocess` until it has run on the sample row."""
+        return argument_names(self.inputs) if self.preprocess is None else self.preprocess.arguments or ()
+
+
+def argument_names(inputs: Sequence[TensorSpec]) -> tuple[str, ...]:
+    """Returns the names of the tensors that columns become; the mask of a padded one is the attention mask."""
+    return tuple(
+        name for spec in inputs for name in ((spec.column, MASK) if spec.layout == "padded" else (spec.column,))
+    )

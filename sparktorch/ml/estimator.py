@@ -27,6 +27,7 @@ from sparktorch.ml.scoring.column_metadata import labels_of
 from sparktorch.ml.summary import TrainingSummary
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.frame.prepare import Frame
+from sparktorch.spark.rdd import as_dataframe
 from sparktorch.train.recipe.dry_run import DryRunResult
 
 if TYPE_CHECKING:
@@ -135,6 +136,10 @@ class TorchEstimatorBase(Estimator[M], EstimatorParams, MLReadable[Any], MLWrita
         estimators = [self.copy(params) for params in paramMaps]
         return fit_multiple(estimators, dataset if isinstance(dataset, PreparedData) else _checked(dataset))
 
+    def completed(self) -> Self:
+        """Returns the estimator with the Params that follow from others, in those that have such."""
+        return self
+
     def _labels(self, dataset: DataFrame, classes: int | None) -> tuple[str, ...]:
         """Returns the label of each class, or `()` if the column metadata does not have all of them."""
         known = () if classes is None else labels_of(dataset, self.getLabelCol())[:classes]
@@ -186,13 +191,14 @@ class TorchEstimatorBase(Estimator[M], EstimatorParams, MLReadable[Any], MLWrita
 
 
 def _checked(dataset: Any) -> DataFrame:
-    """Returns the dataset, if it is a DataFrame.
+    """Returns the dataset, if it is a DataFrame, or that of an RDD.
 
     Raises:
         ConfigError: It is something else.
     """
     if isinstance(dataset, PreparedData):
         raise ConfigError("these rows are prepared already", hint="pass the DataFrame, or call fit(rows)")
+    dataset = as_dataframe(dataset)
     if not hasattr(dataset, "sparkSession"):
         kind = f"{type(dataset).__module__.partition('.')[0]}'s {type(dataset).__name__}"
         raise ConfigError(f"fit takes a DataFrame of Spark's, and got {kind}", hint="spark.createDataFrame(it)")

@@ -23,6 +23,7 @@ from sparktorch.ml.persistence import ModelReader, ModelWriter
 from sparktorch.ml.scoring.column_metadata import numeric
 from sparktorch.ml.scoring.single_row import score_row
 from sparktorch.ml.summary import TrainingSummary
+from sparktorch.model.pretrained import save_pretrained
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.frame.encoding import input_columns
@@ -219,6 +220,17 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
     def _score_row(self, row: Any, field: str) -> Any:
         """Scores one row in this process; returns one field."""
         return self._score(row, [field])[0]
+
+    def save_pretrained(self, folder: str) -> None:
+        """Writes a model of Hugging Face's as a local folder, which `AutoModel...from_pretrained(folder)` opens.
+
+        The tokenizer or image processor is written beside it, if the model was fitted by `TextClassifier` or
+        `ImageClassifier`.
+
+        Raises:
+            PersistenceError: The module is no model of transformers.
+        """
+        save_pretrained(self.trained, folder)
 
     def write(self) -> ModelWriter:
         """Returns a writer; `option("allowPickle", "true")` allows a module without an import path."""

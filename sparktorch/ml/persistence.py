@@ -33,6 +33,7 @@ from sparktorch.ml.summary import TrainingSummary
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.compat import frame_of, ml_session
 from sparktorch.spark.session import switched_on
+from sparktorch.train.recipe.huggingface import is_config
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -242,6 +243,8 @@ class EstimatorWriter(_Writer):
                 values[param.name] = value
             elif (target := import_path(value)) is not None:
                 values[param.name] = {"$import": target}
+            elif is_config(value) and (target := import_path(type(value))) is not None:
+                values[param.name] = {"$config": target, "values": json.loads(value.to_json_string(use_diff=False))}
             else:
                 pickled[param.name] = value
         if pickled and not self._allow_pickle:
@@ -274,6 +277,8 @@ class EstimatorReader(_Reader[R]):
         for name, value in metadata["paramMap"].items():
             if isinstance(value, dict) and value.keys() == {"$import"}:
                 metadata["paramMap"][name] = load_object(value["$import"])
+            elif isinstance(value, dict) and value.keys() == {"$config", "values"}:
+                metadata["paramMap"][name] = _config(value["$config"], value["values"])
         DefaultParamsReader.getAndSetParams(instance, metadata)
         if metadata["pickled"]:
             if not self._allow_pickle:
@@ -297,6 +302,14 @@ def _is_json(value: Any) -> bool:
         return bool(json.loads(json.dumps(value)) == value)
     except (TypeError, ValueError):
         return False
+
+
+def _config(path: str, values: dict[str, Any]) -> Any:
+    """Returns a configuration of a transformers model."""
+    kind = load_object(path)
+    if not (isinstance(kind, type) and is_config(kind)):
+        raise PersistenceError(f"{path} is no configuration of transformers, and loading does not call it")
+    return kind.from_dict(values)  # type: ignore[attr-defined]
 
 
 def _unpickled(content: bytes) -> Any:

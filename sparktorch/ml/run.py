@@ -5,13 +5,16 @@ from __future__ import annotations
 import inspect
 import pickle
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pyspark import RDD
 from pyspark.sql import DataFrame, SparkSession
 
 from sparktorch.data.columns import Columns
+from sparktorch.distributed.root_cause import ChainError
 from sparktorch.errors import ConfigError
 from sparktorch.ml.fit.attempts import of_request, partitioned, with_restarts
 from sparktorch.ml.fit.first_row_trial import first_inputs
@@ -24,16 +27,25 @@ from sparktorch.spark.frame.prepare import prepare
 from sparktorch.spark.launch.barrier_job import run_ranks
 from sparktorch.spark.launch.rank_pool import Results
 from sparktorch.spark.launch.rank_task import Body
-from sparktorch.worker import FunctionJob, GroupJob, run_function, run_on_partition, run_script_in_rank
+from sparktorch.spark.rdd import as_dataframe, is_rdd, moved
+from sparktorch.spark.session import session_of
+from sparktorch.worker import (
+    FunctionJob,
+    GroupJob,
+    run_function,
+    run_on_elements,
+    run_on_partition,
+    run_script_in_rank,
+)
 
-__all__ = ["run", "run_script"]
+__all__ = ["collective_map", "run", "run_script"]
 
 _SHIPPING_HINT = "make what it holds inside it, or pass it as args"
 
 
 def run(
     function: Callable[..., Any],
-    data: DataFrame | None = None,
+    data: DataFrame | RDD[Any] | None = None,
     *,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
@@ -53,7 +65,7 @@ def run(
 
     Args:
         function: Called as `function(context, *args, **kwargs)`. It is sent to the ranks by Spark's cloudpickle.
-        data: The rows; `None` for none.
+        data: The rows, as a DataFrame, or an RDD as `to_dataframe` takes it; `None` for none.
         args: Further positional arguments.
         kwargs: Keyword arguments.
         spark: The session of a run without rows; by default the active one, or a new one.
@@ -69,20 +81,18 @@ def run(
     """
     check_callable(function)
     given = _params(params)
-    name = str(getattr(function, "__qualname__", type(function).__qualname__))
-    given._resetUid(f"run {name}")
     request = translate_run(given, function)
-    more: dict[str, Any] = {"function": function, "arguments": tuple(args), "keywords": dict(kwargs or {})}
-    check_ships((function, more), f"function {name}, or an argument of it,", param="function", hint=_SHIPPING_HINT)
-    session = _session(data, spark)
+    more = _shippable(given, function, args, kwargs)
+    rows = as_dataframe(data)
+    session = _session(rows, spark)
     with _report(given, session) as report:
         request = launchable(request, session, given.getPreflight())
-        if data is None:
+        if rows is None:
             report.prepared(None)
             job = FunctionJob(columns=Columns(inputs=()), config=request.config, **more, **of_request(request))
             results = with_restarts(session, job, request, partial(_without_rows, session, report))
         else:
-            frame, _ = first_inputs(prepare(data, "generic", **request.columns))
+            frame, _ = first_inputs(prepare(rows, "generic", **request.columns))
             report.prepared(frame.columns)
             job = FunctionJob(
                 columns=frame.columns,
@@ -93,12 +103,81 @@ def run(
             )
 
             def attempt(job: FunctionJob, request: JobRequest) -> Results:
-                def start(rows: DataFrame, job: FunctionJob) -> Results:
-                    return run_ranks(rows, partial(run_on_partition, job=job), request.launch, report)
+                def start(partitions: DataFrame, job: FunctionJob) -> Results:
+                    return run_ranks(partitions, partial(run_on_partition, job=job), request.launch, report)
 
                 return partitioned(frame, job, request, start)
 
             results = with_restarts(session, job, request, attempt)
+        report.ended()
+    return [pickle.loads(payload) for _, payload in results]
+
+
+def collective_map(
+    rdd: RDD[Any],
+    function: Callable[..., Any],
+    *,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    **params: Any,
+) -> list[Any]:
+    """Calls a function on every partition of an RDD, in one barrier job with an open process group.
+
+    It returns results, not an RDD: ranks that work together cannot be recomputed one by one. If a rank is lost, all of
+    them run again, at most `maxRestarts` times.
+
+    Example:
+        >>> def total(elements, context):
+        ...     return context.all_reduce(sum(elements))
+        >>> sparktorch.collective_map(sc.parallelize(range(10), 2), total)
+        [45, 45]
+
+    Args:
+        rdd: The RDD; each partition becomes a rank.
+        function: Called as `function(elements, context, *args, **kwargs)`, with an iterator over the elements and a
+            `RunContext` without rows.
+        args: Further positional arguments.
+        kwargs: Keyword arguments.
+        **params: Params as for `run`, of the job: device, maxRestarts, stallTimeout and others.
+
+    Returns:
+        What the function returned, in the order of the partitions.
+
+    Raises:
+        ConfigError: It is not an RDD, a Param is unknown or out of range, or the function cannot be shipped.
+        ClusterError: The cluster cannot run the job, such as with fewer slots than partitions.
+        RankError: A rank raised; names it, with its traceback.
+    """
+    check_callable(function)
+    if not is_rdd(rdd):
+        raise ConfigError(
+            f"collective_map takes an RDD of classic Spark, and got a {type(rdd).__name__}",
+            hint="sparktorch.run(function, df) takes DataFrames, on Spark Connect as well",
+            param="rdd",
+        )
+    ranks = rdd.getNumPartitions()
+    if params.setdefault("numWorkers", ranks) != ranks:
+        raise ConfigError(
+            f"numWorkers is {params['numWorkers']}, and the RDD has {ranks} partitions, each of which becomes a worker",
+            hint="leave numWorkers out, or repartition the RDD",
+            param="numWorkers",
+        )
+    given = _params({**params, "split": "keep"})
+    request = translate_run(given, function)
+    more = _shippable(given, function, args, kwargs)
+    spark = session_of(rdd)
+    with _report(given, spark) as report:
+        request = launchable(request, spark, given.getPreflight())
+        report.prepared(None)
+        job = FunctionJob(columns=Columns(inputs=()), config=request.config, **more, **of_request(request))
+
+        def attempt(job: FunctionJob, request: JobRequest) -> Results:
+            body = partial(run_on_elements, job=job)
+            with suppress(ChainError):
+                return run_ranks(rdd, body, request.launch, report)
+            return run_ranks(moved(rdd), body, request.launch, report)
+
+        results = with_restarts(spark, job, request, attempt)
         report.ended()
     return [pickle.loads(payload) for _, payload in results]
 
@@ -152,6 +231,21 @@ def check_callable(function: Any) -> None:
             hint="its first one is the context: def function(context, ...)",
             param="function",
         )
+
+
+def _shippable(
+    params: RunParams, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Names a run by its function; returns the fields of a `FunctionJob` with the function.
+
+    Raises:
+        ConfigError: The function or an argument cannot be pickled.
+    """
+    name = str(getattr(function, "__qualname__", type(function).__qualname__))
+    params._resetUid(f"run {name}")
+    more = {"function": function, "arguments": tuple(args), "keywords": dict(kwargs or {})}
+    check_ships(more, f"function {name}, or an argument of it,", param="function", hint=_SHIPPING_HINT)
+    return more
 
 
 def _params(values: Mapping[str, Any]) -> RunParams:

@@ -16,6 +16,7 @@ import torch
 from sparktorch.base.batch import cut
 from sparktorch.base.config import Precision
 from sparktorch.base.devices import let_go
+from sparktorch.data.columns import argument_names
 from sparktorch.data.convert.checks import present
 from sparktorch.data.convert.tensors import fitting, held, packed, to_arrow
 from sparktorch.data.fields.base import Field
@@ -25,7 +26,8 @@ from sparktorch.data.storage import InMemory
 from sparktorch.errors import ColumnError
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.train.numerics.determinism import tf32_allowed
-from sparktorch.train.recipe.task import align, autocast
+from sparktorch.train.recipe.huggingface import call
+from sparktorch.train.recipe.task import align, autocast, prediction
 
 __all__ = ["Scorer", "first_batch_size"]
 
@@ -71,7 +73,9 @@ class Scorer:
             None if trained.preprocess is None else Preprocess(trained.preprocess, names, trained.returned)
         )
         self._autocast = autocast(self._device, precision)
-        self._module: Any = trained.build(weights).to(self._device)
+        self._names = (trained.returned or ()) if self._preprocess else argument_names(trained.inputs)
+        self._plain = trained.build(weights).to(self._device)
+        self._module: Any = self._plain
         if compiled:
             self._module = torch.compile(self._module, dynamic=True)
 
@@ -205,7 +209,7 @@ class Scorer:
     @torch.inference_mode()
     def _forward(self, inputs: tuple[torch.Tensor, ...]) -> dict[str, Array]:
         with self._autocast, tf32_allowed(False, self._device):
-            output = self._module(*inputs)
+            output = prediction(call(self._module, inputs, self._names, self._plain))
         if self._trained.task == "classification":
             return _classify(output.cpu().double(), self._thresholds)
         if self._trained.task == "regression":

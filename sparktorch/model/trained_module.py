@@ -24,13 +24,16 @@ from torch import nn
 
 from sparktorch.base.config import Task
 from sparktorch.base.imports import import_path, load_object
-from sparktorch.base.state_dict import unpack_state
+from sparktorch.base.state_dict import pack_state, unpack_state
 from sparktorch.data.columns import TensorSpec
 from sparktorch.data.preprocess import Function, check_signature
+from sparktorch.data.pretrained import FromFolder
 from sparktorch.errors import PersistenceError
 from sparktorch.model.export import ExportError, Program, check_archive, export_program
 from sparktorch.train.lightning import recipe_type
 from sparktorch.train.recipe.dry_run import ArgumentSpec, OutputSpec
+from sparktorch.train.recipe.frozen_base import load_weights, seed_of
+from sparktorch.train.recipe.huggingface import model_in, rebuildable
 from sparktorch.train.recipe.recipe import ModuleSource
 
 __all__ = ["FORMAT_VERSION", "TrainedModule"]
@@ -55,7 +58,7 @@ class TrainedModule:
     Attributes:
         source: The module's class, factory, import path or instance, or its exported graph.
         params: Keyword arguments of the class or factory.
-        weights: The state dict as a safetensors file.
+        weights: The state dict as a safetensors file; of adapters, without the frozen base.
         inputs: One spec per input column.
         outputs: Specs of what `forward` returns.
         task: Meaning of the outputs.
@@ -87,8 +90,8 @@ class TrainedModule:
         if isinstance(self.source, Program):
             return self.source(**weights).eval()
         recipe = recipe_type(self.source)(module=self.source, module_params=self.params)
-        module = recipe.build_module(seed=0)
-        module.load_state_dict(weights)
+        module = recipe.build_module(seed=seed_of(weights, 0))
+        load_weights(module, weights)
         return module.eval()
 
     def save(self, directory: Path, *, allow_pickle: bool = False) -> None:
@@ -98,8 +101,11 @@ class TrainedModule:
             PersistenceError: `allow_pickle` is not set, and the code needs it: the module has no import path or
                 parameters that are not JSON, and its graph cannot be exported; or `preprocess` has no import path.
         """
-        (directory / _WEIGHTS).write_bytes(self.weights)
         form = {**self._describe(), "module": self._save_code(directory, allow_pickle)}
+        exported = "program" in form["module"] and not isinstance(self.source, Program)
+        # A graph has no source that could make the base of adapters again.
+        weights = pack_state(self.build().state_dict()) if exported else self.weights
+        (directory / _WEIGHTS).write_bytes(weights)
         if self.preprocess is not None:
             form["preprocess"] = self._save_preprocess(directory, allow_pickle)
         (directory / "module.json").write_text(json.dumps(form, indent=1))
@@ -109,6 +115,8 @@ class TrainedModule:
         if isinstance(self.source, Program):
             return _write_program(self.source, directory)
         path, params = self._path, dict(self.params)
+        if (found := rebuildable(self.source)) is not None:
+            path, params = found["module"], found["module_params"]
         if path is None:
             why = f"the module {_named(self.source)} has no import path that works outside this session"
         elif _is_json(params):
@@ -116,6 +124,8 @@ class TrainedModule:
         else:
             why = f"the parameters of {path} are not all numbers, strings, lists and dicts"
         try:
+            if model_in(self.source) is not None:
+                raise ExportError("its configuration makes another model, and a graph takes no arguments by name")
             return _write_program(export_program(self.build(), self.takes), directory)
         except ExportError as error:
             if allow_pickle:
@@ -129,8 +139,10 @@ class TrainedModule:
                 f".write().option('allowPickle', 'true'); {_IN_PIPELINE}",
             ) from error
 
-    def _save_preprocess(self, directory: Path, allow_pickle: bool) -> dict[str, str]:
+    def _save_preprocess(self, directory: Path, allow_pickle: bool) -> dict[str, Any]:
         """Writes the callable to a file if it needs one; returns its entry in `module.json`."""
+        if isinstance(self.preprocess, FromFolder):
+            return {"path": import_path(type(self.preprocess)), "params": asdict(self.preprocess)}
         path = import_path(self.preprocess)
         if path is not None:
             return {"path": path}
@@ -230,12 +242,16 @@ def _load_code(directory: Path, how: Mapping[str, Any], allow_pickle: bool) -> t
     )
 
 
-def _load_preprocess(directory: Path, how: Mapping[str, str] | None, allow_pickle: bool) -> Function | None:
+def _load_preprocess(directory: Path, how: Mapping[str, Any] | None, allow_pickle: bool) -> Function | None:
     """Returns the callable that `_save_preprocess` wrote."""
     if how is None:
         return None
     if "path" in how:
         function = load_object(how["path"])
+        if "params" in how:
+            if not (isinstance(function, type) and issubclass(function, FromFolder)):
+                raise PersistenceError(f"the model's preprocess is made by {how['path']}, which loading does not call")
+            function = function(**how["params"])
         check_signature(function)  # scoring calls it: refuse functions that are no `preprocess`
     elif allow_pickle:
         function = pickle.loads((directory / _PREPROCESS).read_bytes())

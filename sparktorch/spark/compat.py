@@ -6,13 +6,14 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import reduce
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from pyspark import __version__, inheritable_thread_target
+from pyspark import RDD, __version__, inheritable_thread_target
 from pyspark.ml.functions import array_to_vector
 from pyspark.resource import ResourceProfile
+from pyspark.serializers import NoOpSerializer
 from pyspark.sql import Column, DataFrame, Row, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
@@ -28,9 +29,11 @@ __all__ = [
     *(
         "Collect",
         "add_pyfile",
+        "arrow_batches",
         "arrow_udf",
         "for_pandas",
         "frame_of",
+        "frame_of_batches",
         "frame_of_rows",
         "from_pandas",
         "gives_profiles",
@@ -62,15 +65,23 @@ def gives_profiles() -> bool:
     return not _BEFORE_4_0
 
 
-def on_barrier(data: DataFrame, function: Batches, schema: str, profile: ResourceProfile | None) -> Collect:
+def on_barrier(data: DataFrame | RDD[Any], function: Batches, schema: str, profile: ResourceProfile | None) -> Collect:
     """Returns a callable that runs a function in one barrier task per partition, and collects the resulting rows.
 
     Args:
-        data: DataFrame with one partition per task.
-        function: Maps the record batches of a partition to those of its result.
+        data: DataFrame, or RDD, with one partition per task.
+        function: Maps the record batches of a partition, or the elements, to the record batches of its result.
         schema: Schema of the result, as a DDL string.
         profile: Resource profile of the tasks, `None` for the session's default.
     """
+    if isinstance(data, RDD):
+
+        def rows(elements: Any) -> Iterator[tuple[Any, ...]]:
+            for batch in function(elements):
+                yield from zip(*batch.to_pydict().values(), strict=True)
+
+        placed = data if profile is None else data.withResources(profile)
+        return cast(Collect, placed.barrier().mapPartitions(rows).collect)
     resources: dict[str, Any] = {} if profile is None else {"profile": profile}
     return data.mapInArrow(function, schema, barrier=True, **resources).collect
 
@@ -148,6 +159,25 @@ def split_by_hash(data: DataFrame, parts: int, part: Column) -> DataFrame:
     stand_in = {row["part"]: row["x"] for row in found}
     lookup = F.array(*[F.lit(stand_in[index]) for index in range(parts)])
     return data.repartition(parts, F.get(lookup, part))
+
+
+def arrow_batches(data: DataFrame) -> RDD[bytes]:
+    """Returns the rows of a classic DataFrame as an RDD of Arrow record batches, serialised without their schema.
+
+    Spark has it for `toPandas` only (`Dataset.toArrowBatchRdd`). `mapInArrow` could not return tensors, and
+    `DataFrame.rdd` pickles rows. As there, settings of the session that executors read are not those of the session.
+    """
+    batches = cast(Any, data)._jdf.toArrowBatchRdd().toJavaRDD()
+    return RDD(batches, data.sparkSession.sparkContext, NoOpSerializer())
+
+
+def frame_of_batches(spark: SparkSession, batches: RDD[bytes], schema: T.StructType) -> DataFrame:
+    """Returns a classic DataFrame of such record batches; Spark has it for SparkR (`SQLUtils.toDataFrame`)."""
+    jvm: Any = spark.sparkContext._jvm
+    session = cast(Any, spark)._jsparkSession
+    raw = cast(Any, batches)._reserialize(NoOpSerializer())._jrdd
+    kind = session.parseDataType(schema.json())
+    return DataFrame(jvm.org.apache.spark.sql.api.r.SQLUtils.toDataFrame(raw, kind, session), spark)
 
 
 def uses_pandas() -> bool:

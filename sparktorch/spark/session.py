@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import re
 import socket
-from typing import Any
+from typing import Any, cast
 
 from pyspark.sql import SparkSession
 
 __all__ = [
     *("cancel_tasks", "driver_address", "is_connect", "is_local", "java_version"),
-    *("running_tasks", "setting", "slots", "switched_on", "tag_tasks"),
+    *("running_tasks", "session_of", "setting", "slots", "switched_on", "tag_tasks"),
 ]
+
+
+def session_of(data: Any) -> SparkSession:
+    """Returns the session of a DataFrame, or that of an RDD's context."""
+    if hasattr(data, "sparkSession"):
+        return cast(SparkSession, data.sparkSession)
+    return SparkSession.getActiveSession() or SparkSession.builder.getOrCreate()
 
 
 def is_connect(spark: SparkSession) -> bool:

@@ -17,10 +17,12 @@ from sparktorch.train.numerics.channels_last import channels_last
 from sparktorch.train.numerics.determinism import generators_state, set_generators_state, untouched_generators
 from sparktorch.train.numerics.non_finite import LossWatch, all_finite
 from sparktorch.train.numerics.sync_batchnorm import Presence, has_batch_norm, synchronise
+from sparktorch.train.recipe.frozen_base import FrozenBase
+from sparktorch.train.recipe.huggingface import call, model_in
 from sparktorch.train.recipe.loss import Means, Sums, TrainingStep, full_precision
 from sparktorch.train.recipe.lr_schedule import Schedule
 from sparktorch.train.recipe.recipe import Recipe
-from sparktorch.train.recipe.task import align, autocast, first_rows
+from sparktorch.train.recipe.task import align, autocast, first_rows, prediction
 from sparktorch.train.split import Split
 from sparktorch.train.strategies.base import Strategy
 from sparktorch.train.strategies.registry import build_strategy
@@ -35,6 +37,7 @@ class Engine:
         strategy: How the ranks share the work.
         module: The module as the strategy has wrapped it.
         unwrapped: The user's module.
+        base: The frozen base of its adapters, which is neither saved nor returned; `None` without adapters.
         optimizer: Optimizer of this rank's parameters.
         schedule: Learning-rate schedule.
         scaler: Loss scaler, enabled in fp16 only.
@@ -62,6 +65,7 @@ class Engine:
         self.strategy: Strategy[Any] = build_strategy(config, world)
         plain = recipe.build_module(config.seed)
         self.own = recipe.build_own(plain, world, steps)
+        self.base = FrozenBase.of(plain, recipe.module_seed(config.seed))
         # A rank without rows joins every all-reduce with placeholder rows. Batch normalisation
         # refuses a single row in training, unless it is synchronised over the ranks.
         self.min_rows = 2 if has_batch_norm(plain) else 1
@@ -71,6 +75,7 @@ class Engine:
             synchronise(plain, self._presence, compiled=config.compile)
         together = self.strategy.collective_forward
         self.split = Split(config, world, steps=steps, min_rows=self.min_rows, together=together)
+        self._masks = model_in(plain) is not None  # such models ignore what the attention mask hides
         if config.channels_last:
             channels_last(plain)
         if config.compile:
@@ -195,11 +200,12 @@ class Engine:
     def forward(self, module: nn.Module, batch: Batch) -> Any:
         """Returns the module's output for a batch, in float32."""
         with self._autocast:
-            output = module(*batch.inputs)
+            output = call(module, batch.inputs, batch.names, self.unwrapped)
         return self.widened(output)
 
     def widened(self, output: Any) -> Any:
-        """Converts a module's output under autocast to float32, as `forward` does."""
+        """Takes a module's output as `forward` does: the logits of a transformers model, and in float32."""
+        output = prediction(output)
         return full_precision(output) if self._config.precision in ("bf16", "fp16") else output
 
     def loss_of(self, output: Any, label: torch.Tensor | None, weight: torch.Tensor | None) -> torch.Tensor:
@@ -210,6 +216,8 @@ class Engine:
     def _split(self, batch: Batch, step: int) -> list[Batch]:
         """Returns the micro-batches of a step."""
         parts = micro_batches(batch, self.split.parts[step], min_rows=self.min_rows)
+        if self._masks:
+            parts = [part.trimmed() for part in parts]
         self.padding = padding(parts)
         return parts
 

@@ -40,7 +40,8 @@ class Outcome:
     """A rank's result of training.
 
     Attributes:
-        state: The whole model's state dict on the CPU; may be empty on ranks other than 0.
+        state: The model's state dict on the CPU, without the frozen base of adapters; may be empty on ranks other than
+            0.
         history: One record per epoch: loss, validation metrics, throughput, times in seconds.
         confusion: Confusion matrix of these weights: validation rows by class (row) and predicted class (column).
             `None` without validation rows or classes, or with too many classes.
@@ -375,6 +376,11 @@ class _Run:
         progress = self.progress
         confusion = None if progress.confusion is None else progress.confusion.tolist()
         weights = self._weights(copy=False) if progress.best.state is None else progress.best.state
+        engine = self.engine
+        if engine.base is not None:
+            whole = engine.strategy.state_dict(engine.module)
+            if self._world.is_main:
+                engine.base.check(whole)
         return Outcome(weights, progress.history, confusion, self._waited / max(self._seconds, 1e-9))
 
     def _look_back(self, *, now: bool = False) -> None:
@@ -384,9 +390,13 @@ class _Run:
             self.engine.watch.look_back(counters.losses, counters.taken, now=now)
 
     def _weights(self, *, copy: bool = True) -> dict[str, torch.Tensor]:
-        """Returns the whole model's state dict on the CPU; with a moving average, it is always a copy."""
+        """Returns the model's state dict on the CPU, without a frozen base; with a moving average, always a copy."""
+        engine, base = self.engine, self.engine.base
         with self._averaged():
-            return self.engine.strategy.state_dict(self.engine.module, copy=copy or self._average is not None)
+            state = engine.strategy.state_dict(
+                engine.module, copy=copy or self._average is not None, leave_out=base.names if base else ()
+            )
+        return base.without(state) if base else state
 
     def _averaged(self) -> AbstractContextManager[None]:
         """Context in which the module has the weights that the training would return now."""

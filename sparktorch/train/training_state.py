@@ -9,6 +9,7 @@ import torch
 
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.world import World
+from sparktorch.errors import PersistenceError
 from sparktorch.train.callbacks import Callbacks
 from sparktorch.train.checkpoint.store import CheckpointStore, Manifest, Share, read_tensors, snapshot
 from sparktorch.train.checkpoint.tensors import (
@@ -63,9 +64,11 @@ class TrainingState:
             storable(value, name)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """Returns all tensors of the training except the best weights, by name, without copying them."""
+        """Returns all tensors of the training by name, not copied, except the best weights and a frozen base."""
         engine = self._engine
+        left_out = {f"module.{name}" for name in engine.base.names} if engine.base else set()
         tensors = named_tensors(engine.unwrapped, engine.optimizer)
+        tensors = {name: value for name, value in tensors.items() if name not in left_out}
         if self._average is not None:
             averages = self._average.named_tensors(parameter_names(engine.unwrapped))
             tensors |= {f"average.{name}": value for name, value in averages.items()}
@@ -89,6 +92,7 @@ class TrainingState:
         engine = self._engine
         return {
             "strategy": self._config.strategy,
+            "base": engine.base.digest if engine.base else None,
             "optimizer": optimizer_values(engine.unwrapped, engine.optimizer),
             "schedule": engine.schedule.state_dict(),
             "scaler": engine.scaler.state_dict(),
@@ -106,6 +110,12 @@ class TrainingState:
         rests = self._read_rests(store, manifest)
         source = rank if manifest.world_size == size else 0
         main, own = rests[0], rests[rank if rank < manifest.world_size else 0]
+        if main.get("base") != (engine.base.digest if engine.base else None):
+            raise PersistenceError(
+                "the frozen parameters under the adapters are not those that the checkpoint was trained on",
+                hint="load the same base as before, or train from the start with another checkpointDir",
+                param="checkpointDir",
+            )
         create_optimizer_state(engine.optimizer)
         best = self._load_tensors(store, manifest, f"{_OWN}{source}.")
         # Under "zero1", each rank has the values of its own share only.
@@ -151,7 +161,7 @@ class TrainingState:
         load_buffers(engine.unwrapped, _under(_BUFFER, state))
         engine.strategy.load_own_state(_under(_STRATEGY, state))
         shapes = {name: value.shape for name, value in engine.unwrapped.state_dict().items()}
-        return {name: value.view(shapes[name]) for name, value in best.items()}
+        return {name: value.view(shapes.get(name, value.shape)) for name, value in best.items()}
 
     def _read_rests(self, store: CheckpointStore, manifest: Manifest) -> dict[int, dict[str, Any]]:
         """Reads the ranks' other state, by rank: rank 0's and this rank's, or all if world size or strategy differ."""

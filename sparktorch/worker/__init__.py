@@ -1,6 +1,6 @@
 """A rank's work, without Spark: it reads its rows, trains on them, and returns the result."""
 
-from sparktorch.worker.function import run_function, run_on_partition, run_script_in_rank
+from sparktorch.worker.function import run_function, run_on_elements, run_on_partition, run_script_in_rank
 from sparktorch.worker.held_out import score_fold
 from sparktorch.worker.held_rows import HeldRows
 from sparktorch.worker.job import FunctionJob, GroupJob, RankResult, RowsJob, TrainJob
@@ -16,6 +16,7 @@ __all__ = [
     "TrainJob",
     "run_function",
     "run_held",
+    "run_on_elements",
     "run_on_partition",
     "run_script_in_rank",
     "score_fold",

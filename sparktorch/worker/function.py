@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from sparktorch.worker.rank import held, leaving_none_of
 from sparktorch.worker.run_context import RunContext
 from sparktorch.worker.torchrun import run_script, torchrun_environment
 
-__all__ = ["run_function", "run_on_partition", "run_script_in_rank"]
+__all__ = ["run_function", "run_on_elements", "run_on_partition", "run_script_in_rank"]
 
 
 def run_on_partition(
@@ -62,6 +63,26 @@ def run_function(batches: Iterable[pa.RecordBatch], *, world: World, job: Functi
             return _called(job, context, client)
 
 
+def run_on_elements(elements: Iterable[Any], *, world: World, job: FunctionJob, client: Client) -> RankResult:
+    """Runs a user's function on the elements of a partition of an RDD, as one rank.
+
+    Args:
+        elements: The partition's elements.
+        world: This rank's place.
+        job: The function, called with an iterator over the elements and its context.
+        client: Connects the rank to the driver and to the other ranks.
+    """
+    own = client.moving(elements)
+    with leaving_none_of(world.device), _ready((), world):
+        limit = timedelta(seconds=job.collective_seconds)
+        with process_group(world, client.store, timeout=limit, report=client.fail):
+            context = RunContext(world, client, job.config, group=None, checkpointer=None)
+            result = _called(replace(job, arguments=(context, *job.arguments)), context, client, own)
+    for _ in own:  # Spark does not reuse a worker that leaves input unread
+        pass
+    return result
+
+
 def run_script_in_rank(
     batches: Iterable[pa.RecordBatch],
     *,
@@ -91,8 +112,8 @@ def run_script_in_rank(
     return RankResult()
 
 
-def _called(job: FunctionJob, context: RunContext, client: Client) -> RankResult:
-    """Calls the function; returns its pickled result."""
+def _called(job: FunctionJob, context: RunContext, client: Client, first: Any = None) -> RankResult:
+    """Calls the function, with `first`, or else the context, as its first argument; returns its pickled result."""
     with (
         torchrun_environment(context.world, client),
         reproducible(job.config, context.device),
@@ -100,7 +121,7 @@ def _called(job: FunctionJob, context: RunContext, client: Client) -> RankResult
     ):
         client.enter("running")
         client.count_work()
-        found = job.function(context, *job.arguments, **job.keywords)
+        found = job.function(context if first is None else first, *job.arguments, **job.keywords)
         context.finish()
     try:
         payload = cloudpickle.dumps(tree_map(_on_host, found), protocol=pickle.HIGHEST_PROTOCOL)

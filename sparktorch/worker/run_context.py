@@ -122,13 +122,15 @@ class RunContext(Collectives):
         self._next_progress = 0.0
         self.restored: dict[str, Any] | None = None
         self._restore()
+        self._first = {self._epoch: self._step}  # step to begin with, of the epoch that the run resumes in
         self.epochs = range(self._epoch, config.epochs)
 
     def loader(self, epoch: int) -> Iterator[GlobalBatch]:
-        """Yields this rank's part of every global batch of an epoch: the batches that an Estimator would train.
+        """Yields this rank's part of every global batch of an epoch: the batches that `TorchEstimator` would train.
 
         Which rows make up a batch depends on the rows, the seed and the batch size, not on the number of ranks. In the
-        epoch that a run resumes in, it begins after the last step before the save. Every rank takes all its batches.
+        epoch that a run resumes in, the first loader begins after the last step before the save. Every rank takes all
+        its batches, or leaves the loader after the same one.
 
         Args:
             epoch: Number of the epoch, from 0.
@@ -138,7 +140,7 @@ class RunContext(Collectives):
             ColumnError: All rows have the weight 0.
         """
         group = self._rows_group()
-        first = self._step if epoch == self._epoch else 0
+        first = self._first.pop(epoch, 0)
         self._client.enter("running", epoch=epoch + 1, step=first)
         weights = sum_over_ranks(group.shard.step_weights(epoch), group.world)
         if not weights.any():

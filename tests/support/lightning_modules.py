@@ -122,9 +122,10 @@ class LitHooks(LitMinimal):
 
 
 def _noting(name: str, *, places: bool = True) -> Any:
-    def hook(self: LitHooks, *arguments: Any) -> None:
+    def hook(self: LitHooks, *arguments: Any, **named: Any) -> None:
         place = f":{self.current_epoch}:{self.global_step}" if places else ""
-        index = "".join(f":{value}" for value in arguments if isinstance(value, int | str))
+        given = [getattr(value, "value", value) for value in (*arguments, *named.values())]
+        index = "".join(f":{value}" for value in given if isinstance(value, int | str))
         with open(self.hparams["path"], "a") as file:
             file.write(f"{name}{place}{index}:{self.training}\n")
 

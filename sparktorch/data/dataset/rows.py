@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sparktorch.base.batch import Batch
+from sparktorch.base.batch import Batch, count_tokens
 from sparktorch.base.devices import upload
-from sparktorch.data.columns import Columns, TensorSpec
+from sparktorch.data.columns import Columns, TensorSpec, argument_names
 from sparktorch.data.fields.base import Dense, Field, Ragged
 from sparktorch.data.preprocess import EVALUATION, StepContext
 from sparktorch.data.runs import Runs
@@ -45,6 +45,7 @@ class Rows:
         self._weight = _tensor(fields, columns.weight)
         self._loss_weight = self._weight
         self._preprocess = columns.preprocess
+        self._names = argument_names(columns.inputs)
         self._uneven: dict[int, Field] = {}  # by position among the arguments
         place = 0
         for column in self._inputs if self._preprocess is None else ():
@@ -91,9 +92,10 @@ class Rows:
         else:
             same, weight = loss_weight is weight, None if weight is None else weight.index_select(0, shown)
             loss_weight = weight if same or loss_weight is None else loss_weight.index_select(0, shown)
-        inputs, lengths = self._arguments(index, here, context)
+        inputs, lengths, names = self._arguments(index, here, context)
         label = None if label is None else label.index_select(0, shown)
-        return Batch(inputs, label, weight, rows, loss_weight, lengths)
+        tokens = None if self._preprocess is None else count_tokens(dict(zip(names, inputs, strict=True)))
+        return Batch(inputs, label, weight, rows, loss_weight, lengths, names, tokens)
 
     def inputs(self, index: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Returns the arguments of `forward` for the rows in `index`, in this order."""
@@ -101,13 +103,14 @@ class Rows:
 
     def _arguments(
         self, index: torch.Tensor, here: torch.Tensor, context: StepContext
-    ) -> tuple[tuple[torch.Tensor, ...], dict[int, torch.Tensor]]:
-        """Returns the arguments of `forward` for the rows in `index`, and `Batch.lengths`."""
+    ) -> tuple[tuple[torch.Tensor, ...], dict[int, torch.Tensor], tuple[str, ...]]:
+        """Returns the arguments of `forward` for the rows in `index`, `Batch.lengths` and `Batch.names`."""
         if self._preprocess is not None:
             taken = [column.take(index, here) for column in self._inputs]
-            return tuple(self._preprocess(taken, len(index), context).values()), {}
+            made = self._preprocess(taken, len(index), context)
+            return tuple(made.values()), {}, tuple(made)
         arguments = tuple(argument for column in self._inputs for argument in column.take(index, here))
-        return arguments, {place: column.lengths(index) for place, column in self._uneven.items()}
+        return arguments, {place: column.lengths(index) for place, column in self._uneven.items()}, self._names
 
     def weigh_classes(self, weights: Sequence[float] | None) -> None:
         """Sets the loss weight of each row to its weight times that of its class, one per class; `None`: its weight."""

@@ -17,6 +17,7 @@ from sparktorch.ml.fit.lightning import brings_its_training, check_lightning
 from sparktorch.ml.fit.values import Values
 from sparktorch.ml.params.mixins import EstimatorParams, ModelParams
 from sparktorch.train.callbacks import check_callback
+from sparktorch.train.recipe.huggingface import has_own_loss
 from sparktorch.train.strategies.registry import resumable, strategy_options, strategy_type
 
 __all__ = ["check_job", "check_param_names", "check_params", "check_restarts", "check_scoring", "check_thresholds"]
@@ -32,7 +33,8 @@ def check_params(estimator: EstimatorParams, p: Values) -> None:
     """
     own = brings_its_training(p["module"])
     for name in ("module", "loss"):
-        if p[name] is None and (name == "module" or (p["trainingStep"] is None and not own)):
+        brings_loss = p["trainingStep"] or own or has_own_loss(p["module"])
+        if p[name] is None and not (name == "loss" and brings_loss):
             raise ConfigError(f"{name} is not set", hint=f"pass {name}=... to the constructor", param=name)
     if own:
         check_lightning(estimator, p)

@@ -53,7 +53,8 @@ def try_out(frame: Frame, request: Request, in_worker: Callable[..., Results]) -
         (label,) = _twice(Dense(frame.columns.label, InMemory()), frame.sample.column(frame.columns.label.name))
     config = request.config
     weighted = frame.columns.weight is not None or config.class_weights is not None
-    run = partial(dry_run, request.recipe, config.task, config.seed, inputs, label, weighted=weighted)
+    names = frame.columns.arguments
+    run = partial(dry_run, request.recipe, config.task, config.seed, inputs, label, names=names, weighted=weighted)
     trial = _on_driver(frame, request, run) if request.dry_run == "driver" else _in_worker(request, run, in_worker)
     config.check_classes(trial.classes)
     return frame, complete(trial, request.recipe.metrics, config.task)

@@ -22,6 +22,7 @@ from sparktorch.model.export import Program
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.launch.barrier_job import Launch
 from sparktorch.train.checkpoint.store import CheckpointStore
+from sparktorch.train.recipe.huggingface import MODEL_LOSS, opened
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.registry import check_strategy, strategy_options, strategy_type
 
@@ -75,6 +76,7 @@ def translate(estimator: EstimatorParams, task: Task) -> Request:
     Raises:
         ConfigError: A Param is missing or out of range.
     """
+    estimator = estimator.completed()  # type: ignore[attr-defined]  # what all estimators have
     p = Values(estimator)
     check_params(estimator, p)
     request = Request(
@@ -183,17 +185,26 @@ def _shuffle_block(p: Values) -> int:
 
 
 def _recipe(p: Values) -> Recipe:
-    module, fields = _module(p["module"], p["moduleParams"]), _fields(p, "recipe", _EVERY)
+    module, fields = _module(p), _fields(p, "recipe", _EVERY)
     if brings_its_training(p["module"]):
         return lightning_recipe(p, module, fields)
-    return Recipe(**module, loss=p["loss"] if p["trainingStep"] is None else None, **fields)
+    return Recipe(**{**module, **fields, **_loss(p)})
 
 
-def _module(module: Any, params: dict[str, Any]) -> dict[str, Any]:
+def _loss(p: Values) -> dict[str, Any]:
+    """Returns the recipe's arguments for the loss, the training step, or neither: the loss that the model has."""
+    if p["trainingStep"] is not None:
+        return {"loss": None}
+    return {"loss": p["loss"]} if p["loss"] is not None else {"loss": None, "training_step": MODEL_LOSS}
+
+
+def _module(p: Values) -> dict[str, Any]:
     """Returns the recipe's arguments for a module; for a fitted model, its code and weights."""
+    module, params = p["module"], p["moduleParams"]
     trained = getattr(module, "trained", None)
     if not isinstance(trained, TrainedModule):
-        return {"module": module, "module_params": params}
+        found = opened(module, params, seed=p["seed"])
+        return {"module": module, "module_params": params} if found is None else found
     if isinstance(trained.source, Program):
         raise ConfigError(
             "the model to go on from was loaded from its exported graph, which is that of evaluation mode",

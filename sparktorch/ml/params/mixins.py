@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pyspark.ml.param import Params
+
 from sparktorch.ml.params import tables
 from sparktorch.ml.params.declare import params_class, with_constructor
 
@@ -11,23 +13,29 @@ __all__ = [
     "EstimatorParams",
     "GenericModelParams",
     "GenericParams",
+    "ImageClassificationModelParams",
+    "ImageClassifierParams",
     "ModelParams",
     "RegressionModelParams",
     "RegressorParams",
     "RunParams",
+    "TextClassificationModelParams",
+    "TextClassifierParams",
 ]
 
 EstimatorParams = params_class("EstimatorParams", tables.ESTIMATOR, "The Params that all estimators share.")
 ModelParams = params_class("ModelParams", tables.MODEL, "The Params that all models share.")
 
 
-def _estimator(name: str, table: tuple[tables.ParamSpec, ...], what: str) -> type:
-    kind = params_class(name, table, f"The Params of {what}.", EstimatorParams)
+def _estimator(
+    name: str, table: tuple[tables.ParamSpec, ...], what: str, base: type[Params] = EstimatorParams
+) -> type[Params]:
+    kind = params_class(name, table, f"The Params of {what}.", base)
     return with_constructor(kind, table, arguments=True)
 
 
-def _model(name: str, table: tuple[tables.ParamSpec, ...], what: str) -> type:
-    kind = params_class(name, table, f"The Params of {what}.", ModelParams)
+def _model(name: str, table: tuple[tables.ParamSpec, ...], what: str, base: type[Params] = ModelParams) -> type[Params]:
+    kind = params_class(name, table, f"The Params of {what}.", base)
     return with_constructor(kind, table, arguments=False)
 
 
@@ -39,5 +47,15 @@ ClassificationModelParams = _model(
     "ClassificationModelParams", tables.CLASSIFICATION_MODEL, "`TorchClassificationModel`"
 )
 RegressionModelParams = _model("RegressionModelParams", tables.REGRESSION_MODEL, "`TorchRegressionModel`")
+
+_TEXT, _IMAGE = tables.TEXT_CLASSIFIER, tables.IMAGE_CLASSIFIER
+TextClassifierParams = _estimator("TextClassifierParams", _TEXT, "`TextClassifier`", ClassifierParams)
+ImageClassifierParams = _estimator("ImageClassifierParams", _IMAGE, "`ImageClassifier`", ClassifierParams)
+TextClassificationModelParams = _model(
+    "TextClassificationModelParams", tables.TEXT_MODEL, "`TextClassificationModel`", ClassificationModelParams
+)
+ImageClassificationModelParams = _model(
+    "ImageClassificationModelParams", tables.IMAGE_MODEL, "`ImageClassificationModel`", ClassificationModelParams
+)
 
 RunParams = with_constructor(params_class("RunParams", tables.RUN, "The Params of `run`."), tables.RUN, arguments=True)

@@ -30,18 +30,40 @@ __all__ = [
     "ESTIMATOR",
     "GENERIC",
     "GENERIC_MODEL",
+    "IMAGE_CLASSIFIER",
+    "IMAGE_MODEL",
     "MODEL",
     "REGRESSION_MODEL",
     "REGRESSOR",
     "RUN",
+    "TEXT_CLASSIFIER",
+    "TEXT_MODEL",
 ]
 
 # fmt: off
 MODULE = (
     P("module", "Any", None,
-      "the nn.Module class or factory, its import path 'package.module:Name', an instance, or a fitted model to "
-      "go on from", compared=True),
-    P("moduleParams", "dict[str, Any]", {}, "keyword arguments of the module's factory", compared=True),
+      "the nn.Module class or factory, its import path 'package.module:Name', an instance, a fitted model to "
+      "go on from, or a model of Hugging Face's as a local folder or a configuration", compared=True),
+    P("moduleParams", "dict[str, Any]", {},
+      "keyword arguments of the module's factory; entries to replace in the configuration of a folder", compared=True),
+)
+
+PRETRAINED = (
+    P("modelFolder", "str", None,
+      "a local folder with a model of Hugging Face's and its tokenizer or image processor, at the same path on each "
+      "machine", compared=True),
+    P("numLabels", "int", None,
+      "the number of classes; without it, that of the folder's configuration (> 1)", compared=True),
+)
+
+TEXT = (
+    P("textCol", "str", "text", "the column of text", compared=False),
+    P("maxLength", "int", 128, "the number of tokens after which a row is cut off (> 0)", compared=True),
+)
+
+IMAGE = (
+    P("imageCol", "str", "image", "the binary column of image files, such as JPEG and PNG", compared=False),
 )
 
 COLUMNS = (
@@ -123,7 +145,8 @@ ROWS = (
 
 LOSS = (
     P("loss", "str | Callable[..., Any]", None,
-      "a class in torch.nn by name, an import path, or a callable (output, label) -> loss per row", compared=True),
+      "a class in torch.nn by name, an import path, or a callable (output, label) -> loss per row; models of Hugging "
+      "Face's have one of their own, where it is not set", compared=True),
     P("lossParams", "dict[str, Any]", {},
       "keyword arguments of the loss class", field="recipe.loss_params", compared=True),
 )
@@ -351,6 +374,12 @@ CLASSIFIER = (
     *(*_loss_of("CrossEntropyLoss"), *CLASS_WEIGHTS, *_AFTER_LOSS),
 )
 
+_FROM_FOLDER = tuple(
+    spec for spec in CLASSIFIER if spec not in (*MODULE, *COLUMNS, *INPUTS) or spec.name == "nullPolicy"
+)
+TEXT_CLASSIFIER = (*PRETRAINED, *TEXT, *_FROM_FOLDER)
+IMAGE_CLASSIFIER = (*PRETRAINED, *IMAGE, *_FROM_FOLDER)
+
 # Of `run`, whose function has a loop of its own.
 RUN = (
     *(*COLUMNS, *INPUTS, *_unlabelled(LABEL), *LABELS, *WEIGHT, *ROWS),
@@ -365,3 +394,5 @@ MODEL = (*COLUMNS, *PREDICTION, *DEVICE, *SCORING)
 GENERIC_MODEL = (*MODEL, *OUTPUTS)
 REGRESSION_MODEL = (*MODEL, *LABEL, *WEIGHT)
 CLASSIFICATION_MODEL = (*MODEL, *CLASSIFIED, *LABEL, *WEIGHT)
+TEXT_MODEL = (*CLASSIFICATION_MODEL, PRETRAINED[0], TEXT[0])
+IMAGE_MODEL = (*CLASSIFICATION_MODEL, PRETRAINED[0], IMAGE[0])

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import pyarrow as pa
+from pyspark import RDD
 from pyspark.resource import ResourceProfile
 from pyspark.sql import DataFrame, SparkSession
 
@@ -23,7 +24,7 @@ from sparktorch.errors import ClusterError, ConfigError, ModuleError
 from sparktorch.spark.compat import Collect, on_barrier
 from sparktorch.spark.launch.rank_task import RESULT_SCHEMA, Body, RankTask, assemble
 from sparktorch.spark.launch.spark_job import Job, new_tag
-from sparktorch.spark.session import driver_address, is_connect
+from sparktorch.spark.session import driver_address, is_connect, session_of
 from sparktorch.spark.shipping import ShippingError, send
 
 __all__ = ["Launch", "control_server", "plan", "run_ranks", "unshippable"]
@@ -55,12 +56,14 @@ class Launch:
     tag: str = field(default_factory=new_tag)
 
 
-def run_ranks(data: DataFrame, body: Body, launch: Launch, observer: Observer) -> list[tuple[dict[str, Any], bytes]]:
+def run_ranks(
+    data: DataFrame | RDD[Any], body: Body, launch: Launch, observer: Observer
+) -> list[tuple[dict[str, Any], bytes]]:
     """Runs `body` once per partition, in barrier tasks, and returns the results of the ranks.
 
     Args:
-        data: DataFrame with one partition per rank.
-        body: Called in each rank with its record batches, its `World` and its `Client`.
+        data: DataFrame, or RDD, with one partition per rank.
+        body: Called in each rank with its record batches or elements, its `World` and its `Client`.
         launch: How the ranks are launched.
         observer: Notified of progress while the job runs.
 
@@ -71,7 +74,7 @@ def run_ranks(data: DataFrame, body: Body, launch: Launch, observer: Observer) -
         SparkTorchError: A rank failed: the root cause, with rank, host and the rank's traceback.
         KeyboardInterrupt: Raised again after the job was cancelled.
     """
-    spark = data.sparkSession
+    spark = session_of(data)
     with ExitStack() as stack:
         server = control_server(spark, launch)
         if server is not None:
@@ -135,14 +138,14 @@ def unshippable(error: ShippingError) -> ModuleError:
     return ModuleError(f"the module, loss or optimizer cannot be shipped to the ranks: {error}", hint=SHIPPING_HINT)
 
 
-def plan(data: DataFrame, body: Body, launch: Launch, rendezvous: Rendezvous | None) -> Collect:
+def plan(data: DataFrame | RDD[Any], body: Body, launch: Launch, rendezvous: Rendezvous | None) -> Collect:
     """Returns a callable that runs `body` in the barrier tasks, and collects their results.
 
     Raises:
         ModuleError: The body cannot be pickled.
     """
     try:
-        sent = send(data.sparkSession, body)
+        sent = send(session_of(data), body)
     except ShippingError as error:
         raise unshippable(error) from error.__cause__
     task = pickle.dumps(RankTask(launch.world_size, launch.device, rendezvous, launch.log_level))

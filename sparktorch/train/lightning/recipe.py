@@ -51,7 +51,7 @@ class LightningRecipe(Recipe):
         module: Any = super()._make_module(seed)
         check_instance(module)
         with torch.random.fork_rng(devices=()):
-            torch.manual_seed(seed)
+            torch.manual_seed(self.module_seed(seed))
             try:
                 module.setup(self.stage)
                 module.configure_model()

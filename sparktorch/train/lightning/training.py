@@ -193,12 +193,14 @@ class LightningTraining(OwnTraining):
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Context for passes that do not count: no hooks, and nothing is logged."""
+        """Context for passes that do not count: no hooks, nothing is logged, and the module counts nothing."""
+        before = self._plain_attributes(private=True)
         self._rehearsing = True
         try:
             yield
         finally:
             self._rehearsing = False
+            vars(self._module).update(before)
 
     def train(self, call: Call, batch: Batch) -> torch.Tensor:
         """Calls the module's `training_step`, and the hooks around it; returns its loss.
@@ -285,8 +287,9 @@ class LightningTraining(OwnTraining):
         self._end_batch()
 
     def begin_validation(self) -> None:
-        """Calls `on_validation_start` and `on_validation_epoch_start`."""
+        """Sets the module to evaluation mode, and calls `on_validation_start` and `on_validation_epoch_start`."""
         self._note_modes()
+        self._module.eval()
         self.trainer.training, self.trainer.validating = False, True
         self._validation_index = 0
         self.new_logs("val_")
@@ -298,7 +301,7 @@ class LightningTraining(OwnTraining):
         self._hook("on_validation_epoch_end")
 
     def end_validation(self, metrics: Mapping[str, float]) -> None:
-        """Calls `on_validation_end`.
+        """Calls `on_validation_end`, and sets the module to training mode.
 
         Raises:
             ModuleError: There is no "val_loss", and early stopping looks at it.
@@ -311,6 +314,8 @@ class LightningTraining(OwnTraining):
             )
         self._publish(metrics)
         self._hook("on_validation_end")
+        self._module.train()
+        self.keep_modes()
         self.trainer.training, self.trainer.validating = True, False
         self._logs = self._training_logs
 
@@ -323,6 +328,7 @@ class LightningTraining(OwnTraining):
             record |= late.over_ranks(self._world)
             self._publish(record)
             self._logs = self._training_logs
+        self.trainer.current_epoch += 1
 
     def end_fit(self) -> None:
         """Calls `on_train_end`, `on_fit_end` and `teardown`."""
@@ -433,9 +439,9 @@ class LightningTraining(OwnTraining):
     def _note_modes(self) -> None:
         self._evaluating = [part for part in self._module.modules() if not part.training]
 
-    def _plain_attributes(self) -> dict[str, Any]:
+    def _plain_attributes(self, *, private: bool = False) -> dict[str, Any]:
         """Returns copies of the module's own attributes that are numbers, strings, or lists and dicts of them."""
-        own = {name: value for name, value in vars(self._module).items() if not name.startswith("_")}
+        own = {name: value for name, value in vars(self._module).items() if private or not name.startswith("_")}
         return {name: copy.deepcopy(value) for name, value in own.items() if name != "training" and _is_plain(value)}
 
 

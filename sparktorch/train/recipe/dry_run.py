@@ -18,9 +18,10 @@ from sparktorch.base.state_dict import check_state
 from sparktorch.base.world import World
 from sparktorch.errors import ModuleError, SparkTorchError
 from sparktorch.train.metrics import try_metrics
+from sparktorch.train.recipe.huggingface import MODEL_LOSS, call, check_model_loss
 from sparktorch.train.recipe.loss import Loss, TrainingStep
 from sparktorch.train.recipe.recipe import Recipe
-from sparktorch.train.recipe.task import align, classes_in, first_rows
+from sparktorch.train.recipe.task import align, classes_in, first_rows, prediction
 
 __all__ = ["ArgumentSpec", "DryRunResult", "OutputSpec", "describe_outputs", "dry_run"]
 
@@ -105,6 +106,7 @@ def dry_run(
     inputs: Mapping[str, torch.Tensor],
     label: torch.Tensor | None,
     *,
+    names: tuple[str, ...] = (),
     weighted: bool = False,
     device: str = "cpu",
 ) -> DryRunResult:
@@ -117,6 +119,7 @@ def dry_run(
         inputs: One tensor of shape `(rows, ...)` per argument of `forward`, keyed by its label for
             messages, such as `column 'x'`.
         label: Labels of shape `(rows, ...)`, or `None`.
+        names: Names of the arguments, as in `Batch.names`.
         weighted: Whether rows will have weights.
         device: The device to run on.
 
@@ -142,7 +145,9 @@ def dry_run(
     )
     module.eval()  # a few equal rows have no batch statistics
     try:
-        output = module(*inputs.values())
+        output = prediction(call(module, tuple(inputs.values()), names))
+    except SparkTorchError:
+        raise
     except Exception as error:
         raise ModuleError(
             f"forward of {type(module).__qualname__} failed on the first row: {type(error).__name__}: {error}",
@@ -153,13 +158,17 @@ def dry_run(
     classes = _check_classes(task, output, loss.name if loss else "")
     if label is not None and classes is not None:
         label = label.to(torch.int64).clamp(0, classes - 1)  # the ranks check every label
-    weight = torch.ones(len(next(iter(inputs.values()))), device=device) if weighted else None
+    rows = len(next(iter(inputs.values())))
+    weight = torch.ones(rows, device=device) if weighted else None
     if loss is not None:
         _try_loss(loss, task, output, label, weight)
     else:
         assert training_step is not None
         own.begin_fit(0, 0)
-        _try_step(training_step, module, tuple(inputs.values()), label, weight)
+        batch = Batch(tuple(inputs.values()), label, weight, rows, weight, names=names)
+        _try_step(training_step, module, batch)
+        if recipe.training_step == MODEL_LOSS:
+            check_model_loss(module, batch)
     unused = any(parameter.grad is None for parameter in trainable)
     own.try_validation(tuple(inputs.values()), label)
     return DryRunResult(
@@ -210,25 +219,20 @@ def _try_loss(loss: Loss, task: Task, output: Any, label: torch.Tensor | None, w
         loss(*align(task, output, label), weight).backward()  # type: ignore[no-untyped-call]
 
 
-def _try_step(
-    step: TrainingStep,
-    module: nn.Module,
-    inputs: tuple[torch.Tensor, ...],
-    label: torch.Tensor | None,
-    weight: torch.Tensor | None,
-) -> None:
+def _try_step(step: TrainingStep, module: nn.Module, whole: Batch) -> None:
     """Runs a training step forward and backward on a few rows, and forward on the first one and two."""
 
     def batch(rows: int) -> Batch:
-        first = [None if tensor is None else tensor[:rows] for tensor in (label, weight)]
-        return Batch(tuple(cut(tensor, 0, rows) for tensor in inputs), first[0], first[1], rows, first[1])
+        first = [None if tensor is None else tensor[:rows] for tensor in (whole.label, whole.weight)]
+        inputs = tuple(cut(tensor, 0, rows) for tensor in whole.inputs)
+        return replace(whole, inputs=inputs, label=first[0], weight=first[1], rows=rows, loss_weight=first[1])
 
-    arrives = ", ".join(_describe(tensor) for tensor in inputs)
-    got = "" if label is None else f" and label {_describe(label)}"
+    arrives = ", ".join(_describe(tensor) for tensor in whole.inputs)
+    got = "" if whole.label is None else f" and label {_describe(whole.label)}"
     hint = f"it is called with the module and a batch of inputs ({arrives}){got}"
     with _refusing(step.what, step.param, hint):
         _check_pairs(lambda rows: step.per_row(module, batch(rows))[0], step.what, step.param, hint)
-        step(module, batch(len(inputs[0])))[0].backward()  # type: ignore[no-untyped-call]
+        step(module, batch(whole.rows))[0].backward()  # type: ignore[no-untyped-call]
 
 
 @contextmanager

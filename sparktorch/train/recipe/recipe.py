@@ -16,6 +16,8 @@ from sparktorch.base.imports import SHIPPING_HINT, load_object
 from sparktorch.base.state_dict import unpack_state
 from sparktorch.base.world import World
 from sparktorch.errors import ConfigError, ModuleError
+from sparktorch.train.recipe.frozen_base import load_weights, seed_of
+from sparktorch.train.recipe.huggingface import with_config
 from sparktorch.train.recipe.lookup import look_up, name_of, parameters_of, signature_of
 from sparktorch.train.recipe.loss import Loss, TrainingStep
 from sparktorch.train.recipe.own_training import OwnTraining
@@ -78,7 +80,7 @@ class Recipe:
         """
         module = self._make_module(seed)
         if self.initial:
-            module.load_state_dict(unpack_state(self.initial))
+            load_weights(module, unpack_state(self.initial))
         freeze(module, self.freeze)
         return module
 
@@ -94,9 +96,9 @@ class Recipe:
                 ) from error
         factory = load_object(self.module) if isinstance(self.module, str) else self.module
         with torch.random.fork_rng(devices=()):
-            torch.manual_seed(seed)
+            torch.manual_seed(self.module_seed(seed))
             try:
-                module = factory(**self.module_params)
+                module = factory(**with_config(factory, self.module_params))
             except Exception as error:
                 raise ModuleError(
                     f"module {name_of(factory)} cannot be built: {type(error).__name__}: {error}",
@@ -112,6 +114,10 @@ class Recipe:
     def build_own(self, module: nn.Module, world: World, steps: int) -> OwnTraining:
         """Builds what the module brings to its training; `steps` is the number of steps in an epoch."""
         return OwnTraining()
+
+    def module_seed(self, seed: int) -> int:
+        """Returns the seed for the factory: the given one, or that of the base which the initial weights lack."""
+        return seed_of(unpack_state(self.initial), seed) if self.initial else seed
 
     def build_loss(self) -> Loss:
         """Builds the loss.

@@ -10,7 +10,7 @@ import torch
 
 from sparktorch.base.config import Precision, Task
 
-__all__ = ["align", "autocast", "classes_in", "correct", "first_rows", "predicted"]
+__all__ = ["align", "autocast", "classes_in", "correct", "first_rows", "predicted", "prediction"]
 
 
 def align(task: Task, output: Any, label: torch.Tensor | None) -> tuple[Any, torch.Tensor | None]:
@@ -43,6 +43,12 @@ def autocast(device: torch.device, precision: Precision) -> AbstractContextManag
 def classes_in(shape: tuple[int, ...]) -> int:
     """Returns a classifier's number of classes, from the shape of its output for one row."""
     return max(2, shape[0] if shape else 1)
+
+
+def prediction(output: Any) -> Any:
+    """Returns the logits, if a transformers model returned them among other things; anything else as it is."""
+    named = isinstance(output, Mapping) and hasattr(output, "to_tuple")  # transformers' ModelOutput
+    return output["logits"] if named and "logits" in output else output
 
 
 def predicted(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:

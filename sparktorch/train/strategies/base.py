@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, ClassVar, Generic, TypeVar
@@ -195,17 +195,21 @@ class Strategy(ABC, Generic[O]):
                 dist.broadcast(buffer, 0)
         yield plain
 
-    def state_dict(self, module: nn.Module, *, copy: bool = False) -> dict[str, torch.Tensor]:
+    def state_dict(
+        self, module: nn.Module, *, copy: bool = False, leave_out: Collection[str] = ()
+    ) -> dict[str, torch.Tensor]:
         """Returns the whole model's state dict on the CPU in rank 0, an empty dict in other ranks.
 
         Args:
             module: The module that `prepare` returned.
             copy: Whether the tensors must not share memory with the module.
+            leave_out: Names of tensors to leave out.
         """
         with self.evaluating(module) as plain:
             if not self._world.is_main:
                 return {}
-            return download({name: value.detach() for name, value in plain.state_dict().items()}, copy=copy)
+            state = plain.state_dict().items()
+            return download({name: value.detach() for name, value in state if name not in leave_out}, copy=copy)
 
 
 def require_optimizer_class(config: TrainConfig, recipe: Recipe, each: str) -> str | type:

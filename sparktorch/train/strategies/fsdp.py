@@ -9,7 +9,7 @@ parameter along its first axis.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -181,16 +181,19 @@ class Zero3(Strategy[ShardingOptions]):
             finally:
                 self._let_go(module)
 
-    def state_dict(self, module: nn.Module, *, copy: bool = False) -> dict[str, torch.Tensor]:
+    def state_dict(
+        self, module: nn.Module, *, copy: bool = False, leave_out: Collection[str] = ()
+    ) -> dict[str, torch.Tensor]:
         """Gathers the whole model's state dict in rank 0; returns an empty dict in other ranks."""
         if self.alone:
-            return super().state_dict(module, copy=copy)
+            return super().state_dict(module, copy=copy, leave_out=leave_out)
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
         with self.evaluating(module):
             self._let_go(module)
             whole = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-        return download(cast(dict[str, torch.Tensor], whole), copy=copy)
+        kept = {name: value for name, value in whole.items() if name not in leave_out}
+        return download(cast(dict[str, torch.Tensor], kept), copy=copy)
 
     def _let_go(self, module: nn.Module) -> None:
         """Frees gathered parameters, which stay after a forward pass without a backward."""

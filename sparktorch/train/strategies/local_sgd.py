@@ -6,7 +6,7 @@ post-local SGD, which begins with synchronous steps: Lin et al. 2018 (https://ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -103,17 +103,21 @@ class LocalSGD(Strategy[LocalSGDOptions]):
                 for tensor, before in zip(tensors, own, strict=True):
                     tensor.copy_(before)
 
-    def state_dict(self, module: nn.Module, *, copy: bool = False) -> dict[str, torch.Tensor]:
+    def state_dict(
+        self, module: nn.Module, *, copy: bool = False, leave_out: Collection[str] = ()
+    ) -> dict[str, torch.Tensor]:
         """Returns the state dict of the mean of all models in rank 0, an empty dict in other ranks."""
         with self.evaluating(module):
             if not self._world.is_main:
                 return {}
-            return download({name: value.detach() for name, value in module.state_dict().items()}, copy=True)
+            state = module.state_dict().items()
+            return download({name: value.detach() for name, value in state if name not in leave_out}, copy=True)
 
 
 def _averaged(module: nn.Module) -> list[torch.Tensor]:
-    """Returns the model's floating-point and complex tensors (as real views), without integer counters."""
-    tensors = [tensor.detach() for tensor in [*module.parameters(), *module.buffers()]]
+    """Returns the tensors that training changes: floating-point and complex (as real views), no integer counters."""
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    tensors = [tensor.detach() for tensor in [*trained, *module.buffers()]]
     real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
     return [tensor for tensor in real if tensor.is_floating_point()]
 

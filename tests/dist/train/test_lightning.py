@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -137,7 +139,8 @@ def test_ranks_train_and_log_what_the_trainer_does(case: str, ranks: int, traine
         assert record["loss"] == pytest.approx(values["train_loss"], abs=1e-5)
 
 
-def test_accumulated_batches_are_the_trainers(_quietly: None) -> None:
+@pytest.mark.usefixtures("_quietly")
+def test_accumulated_batches_are_the_trainers() -> None:
     table = replace(Table.random(3 * BATCH), columns=TABLE.columns)
     table.arrays[VALIDATION] = np.zeros(len(table), bool)
     expected, history = trainers(table, Lit, {}, accumulate_grad_batches=2)
@@ -187,15 +190,16 @@ def test_steps_that_call_the_whole_module_train_the_same_divided() -> None:
     torch.testing.assert_close(divided, whole, atol=1e-5, rtol=0)
 
 
-def test_hooks_are_called_as_the_trainer_calls_them(tmp_path: Path, _quietly: None) -> None:
+@pytest.mark.usefixtures("_quietly")
+def test_hooks_are_called_as_the_trainer_calls_them(tmp_path: Path) -> None:
     found = []
     for name in ("trainer", "rank"):
         path = str(tmp_path / name)
         if name == "trainer":
             trainers(TABLE, LitHooks, {"path": path})
         else:
-            train_on([TABLE.batches()], job_for(TABLE, LitHooks, {"path": path}))
-        # The Trainer sets gradients to zero after the forward pass, and closes a validation before the epoch.
+            train_on([TABLE.batches()], job_for(TABLE, LitHooks, {"path": path}, validation_batch_size=ROWS))
+        # The Trainer sets gradients to zero after the forward pass.
         calls = (tmp_path / name).read_text().split()
         found.append([call for call in calls if not call.startswith("on_before_zero_grad")])
         assert len(calls) > len(found[-1])

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sparktorch import RunContext
 from tests.support.nets import Noisy, Score
 
-__all__ = ["batches", "by_hand", "mean_of_gradients", "optimizer_bytes", "resumable", "sums", "wrapped"]
+__all__ = ["batches", "by_hand", "left_early", "mean_of_gradients", "optimizer_bytes", "resumable", "sums", "wrapped"]
 
 
 class Deep(nn.Sequential):
@@ -115,6 +115,12 @@ def resumable(
         schedule.step()
         context.report(loss=loss)
     return {"state": context.state_dict(net), "steps": steps, "seen": seen, "resumed": context.restored is not None}
+
+
+def left_early(context: RunContext) -> list[list[int]]:
+    """The steps of loaders, of which some are left early or taken again."""
+    first = [batch.step for batch, _ in zip(context.loader(0), range(3), strict=False)]
+    return [first, *([batch.step for batch in context.loader(epoch)] for epoch in (0, 0, 1))]
 
 
 def optimizer_bytes(context: RunContext) -> int:

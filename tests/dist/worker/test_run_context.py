@@ -110,6 +110,13 @@ def test_ranks_see_the_rows_of_every_global_batch_once(kind: Any) -> None:
     )
 
 
+def test_a_loader_that_is_left_early_begins_anew() -> None:
+    steps = list(range(-(-len(PLAIN) // CONFIG["batch_size"])))
+    for found in run_on([part.batches() for part in PLAIN.parts(2)], job(PLAIN, loops.left_early)):
+        assert found[0][:3] == [0, 1, 2]
+        assert found[1:] == [steps] * 3
+
+
 def test_zero1_divides_the_state_of_the_optimizer_that_a_loop_has_built() -> None:
     parts = [part.batches() for part in PLAIN.parts(2)]
     whole = run_on(parts, job(PLAIN, loops.optimizer_bytes))

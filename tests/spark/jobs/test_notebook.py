@@ -12,6 +12,7 @@ from nbclient import NotebookClient
 from tests.support.programs import ROOT
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+SAID = {"rdd": "DDP and treeAggregate differ by "}
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -26,5 +27,5 @@ def test_it_runs_and_is_stored_without_output(path: Path, tmp_path: Path) -> Non
     client = NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}})
     client.execute(env=environment)
     printed = "".join(output.get("text", "") for cell in code for output in cell.outputs)
-    assert "accuracy on rows the fit has not seen: 0.9" in printed
+    assert SAID.get(path.stem, "accuracy on rows the fit has not seen: 0.9") in printed
     assert any("image/png" in output.get("data", {}) for cell in code for output in cell.outputs)

@@ -10,7 +10,7 @@ import torch
 from pyspark.sql import DataFrame, SparkSession
 
 import sparktorch
-from sparktorch import Callback, RunContext, TorchClassifier
+from sparktorch import Callback, RunContext, TorchClassifier, TorchEstimator
 from sparktorch.errors import SparkTorchError
 from sparktorch.spark.checks.doctor import check_all
 from sparktorch.spark.launch.barrier_job import Launch
@@ -111,9 +111,16 @@ def looped(data: DataFrame, directory: str) -> Result:
                 optimizer.step()
         return context.state_dict(net)
 
-    model = classifier("cpu").fit(data)
-    same = {name: model.getOrDefault(name) for name in ("featuresCol", "labelCol")}
-    same |= {"validationIndicatorCol": "is_validation", "epochs": 5, "batchSize": 128, "seed": 3, "numWorkers": 2}
+    same = {
+        "labelCol": "label",
+        "validationIndicatorCol": "is_validation",
+        "epochs": 5,
+        "batchSize": 128,
+        "seed": 3,
+        "numWorkers": 2,
+    }
+    net = {"module": "torch.nn:Linear", "moduleParams": {"in_features": 64, "out_features": 10}}
+    model = TorchEstimator(**net, loss="CrossEntropyLoss", learningRate=0.02, **same).fit(data)
     state = sparktorch.run(loop, data, progress=False, **same)[0]
     weights = model.module.state_dict()
     far = max(float((weights[name] - state[name]).abs().max()) for name in weights)

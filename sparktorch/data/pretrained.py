@@ -1,0 +1,95 @@
+"""`preprocess` by what a folder of Hugging Face's has beside its model: a tokenizer, or an image processor."""
+
+from __future__ import annotations
+
+import functools
+import io
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from sparktorch.base.optional import pillow, transformers
+from sparktorch.errors import ModuleError
+
+__all__ = ["FromFolder", "Pixels", "Tokens"]
+
+
+@dataclass(frozen=True)
+class FromFolder:
+    """A `preprocess` of one column, that is sent as a path and read in the process that needs it.
+
+    Attributes:
+        folder: Path of the folder, the same on each machine.
+    """
+
+    folder: str
+    auto: ClassVar[str]
+
+    def load(self) -> Any:
+        """Returns the tokenizer or image processor in the folder.
+
+        Raises:
+            ModuleError: The folder is missing on this machine, or does not hold it.
+            ConfigError: transformers is not installed.
+        """
+        if not Path(self.folder).is_dir():
+            raise ModuleError(
+                f"there is no folder {self.folder} on {socket.gethostname()}",
+                hint="copy it to this path on each machine, or name one that all of them mount",
+                param="modelFolder",
+            )
+        return _loaded(self.auto, self.folder)
+
+
+@functools.lru_cache(maxsize=4)
+def _loaded(auto: str, folder: str) -> Any:
+    try:
+        return getattr(transformers(), auto).from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, ImportError) as error:
+        raise ModuleError(
+            f"{auto} finds nothing to read in {folder} on {socket.gethostname()}: {error}",
+            hint="save_pretrained(folder) of the tokenizer or image processor writes its files beside the model's",
+            param="modelFolder",
+        ) from error
+
+
+@dataclass(frozen=True)
+class Tokens(FromFolder):
+    """Tokenizes a column of text, padded to its longest row.
+
+    Attributes:
+        folder: Path of the folder with the tokenizer.
+        max_length: Number of tokens after which a row is cut off.
+    """
+
+    max_length: int
+    auto: ClassVar[str] = "AutoTokenizer"
+
+    def __call__(self, columns: Mapping[str, Any], *, epoch: int | None, generator: Any) -> dict[str, torch.Tensor]:
+        """Returns what the tokenizer returns, such as `input_ids` and `attention_mask`."""
+        (texts,) = columns.values()
+        options = {"padding": True, "truncation": True, "max_length": self.max_length, "return_tensors": "pt"}
+        return dict(self.load()(texts.to_pylist(), **options))
+
+
+@dataclass(frozen=True)
+class Pixels(FromFolder):
+    """Decodes a column of image files, and resizes and normalises the images as the folder says."""
+
+    auto: ClassVar[str] = "AutoImageProcessor"
+
+    def __call__(self, columns: Mapping[str, Any], *, epoch: int | None, generator: Any) -> dict[str, torch.Tensor]:
+        """Returns what the image processor returns, such as `pixel_values`."""
+        ((name, files),) = columns.items()
+        if not hasattr(files, "to_pylist"):
+            raise ModuleError(
+                f"column {name!r} holds no bytes of image files",
+                hint="name a binary column, such as content of spark.read.format('binaryFile')",
+                param="imageCol",
+            )
+        images = [pillow().open(io.BytesIO(file)).convert("RGB") for file in files.to_pylist()]
+        return dict(self.load()(images=images, return_tensors="pt"))

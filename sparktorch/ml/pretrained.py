@@ -1,0 +1,146 @@
+"""Classifiers of text and images that go on from a local folder of Hugging Face's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from sparktorch.base.config import at_least
+from sparktorch.data.pretrained import FromFolder, Pixels, Tokens
+from sparktorch.errors import ConfigError
+from sparktorch.ml.classification import TorchClassificationModel, TorchClassifier
+from sparktorch.ml.fit.prepared_data import Source
+from sparktorch.ml.params.mixins import (
+    ImageClassificationModelParams,
+    ImageClassifierParams,
+    TextClassificationModelParams,
+    TextClassifierParams,
+)
+from sparktorch.model.trained_module import TrainedModule
+from sparktorch.train.recipe.huggingface import classifier_in, config_in
+
+__all__ = ["ImageClassificationModel", "ImageClassifier", "TextClassificationModel", "TextClassifier"]
+
+_REPLACED = ("module", "moduleParams", "preprocess", "inputCols")
+
+
+class _FromFolderModel(TorchClassificationModel):
+    """A classifier that reads its tokenizer or image processor from `modelFolder`."""
+
+    @property
+    def trained(self) -> TrainedModule:
+        """The trained module, whose `preprocess` reads `modelFolder`."""
+        found, folder = super().trained, str(self.getOrDefault("modelFolder"))
+        if not isinstance(found.preprocess, FromFolder) or found.preprocess.folder == folder:
+            return found
+        return replace(found, preprocess=replace(found.preprocess, folder=folder))
+
+
+class _FromFolderClassifier(TorchClassifier):
+    """What both classifiers share."""
+
+    _auto: str
+
+    def _fit_on(self, source: Source, judge: Callable[[dict[str, Any]], bool] | None = None) -> Any:
+        return TorchClassifier._fit_on(self.completed(), source, judge)
+
+    def completed(self) -> Any:
+        """Returns a copy with the Params that follow from the folder: module, its parameters, and preprocess.
+
+        Raises:
+            ConfigError: `modelFolder` is not set, or a Param is set that it replaces.
+            ModuleError: There is no such folder, or no model in it.
+        """
+        given = [name for name in _REPLACED if self.isSet(name) and not self._follows(name)]
+        if given:
+            raise ConfigError(
+                f"{given[0]} is set, which {type(self).__name__} finds in modelFolder",
+                hint="leave it out, or use TorchClassifier",
+                param=given[0],
+            )
+        if not self.isDefined("modelFolder"):
+            raise ConfigError("modelFolder is not set", hint="pass the path of a local folder", param="modelFolder")
+        folder = os.path.abspath(str(self.getOrDefault("modelFolder")))
+        classes = self.getOrDefault("numLabels") if self.isDefined("numLabels") else None
+        if classes is not None:
+            at_least("numLabels", classes, 2)
+        preprocess = self._preprocess_of(folder)
+        preprocess.load()
+        that = self.copy()
+        that._set(modelFolder=folder, module=folder, moduleParams=classifier_in(folder, self._auto, classes))
+        return that._set(preprocess=preprocess)
+
+    def _follows(self, name: str) -> bool:
+        """Whether `completed` has set a Param."""
+        return self.isSet("preprocess") and isinstance(self.getPreprocess(), FromFolder) and name != "inputCols"
+
+    def _preprocess_of(self, folder: str) -> FromFolder:
+        raise NotImplementedError
+
+
+class TextClassificationModel(_FromFolderModel, TextClassificationModelParams):
+    """A classifier fitted by `TextClassifier`: `textCol` in, what `TorchClassificationModel` adds out."""
+
+    def getFeaturesCol(self) -> str:
+        """Gets the value of `textCol`."""
+        return self.getTextCol()
+
+
+class TextClassifier(_FromFolderClassifier, TextClassifierParams):
+    """Trains a classifier of text from a local folder with a model and a tokenizer of Hugging Face's.
+
+    The folder is at the same path on the driver and in each rank. A model without a head for classes gets a new one.
+
+    Raises:
+        ConfigError, ColumnError, ModuleError, ClusterError: From `fit`, before training starts.
+        RankError: From `fit`, when a rank fails.
+    """
+
+    _model_class = TextClassificationModel
+    _auto = "AutoModelForSequenceClassification"
+
+    def getFeaturesCol(self) -> str:
+        """Gets the value of `textCol`."""
+        return self.getTextCol()
+
+    def _preprocess_of(self, folder: str) -> FromFolder:
+        length, most = self.getMaxLength(), getattr(config_in(folder), "max_position_embeddings", None)
+        at_least("maxLength", length, 1)
+        if most is not None and length > most:
+            raise ConfigError(
+                f"maxLength is {length}, and the model takes {most} tokens at most",
+                hint=f"set maxLength to {most} or less",
+                param="maxLength",
+            )
+        return Tokens(folder, max_length=length)
+
+
+class ImageClassificationModel(_FromFolderModel, ImageClassificationModelParams):
+    """A classifier fitted by `ImageClassifier`: `imageCol` in, what `TorchClassificationModel` adds out."""
+
+    def getFeaturesCol(self) -> str:
+        """Gets the value of `imageCol`."""
+        return self.getImageCol()
+
+
+class ImageClassifier(_FromFolderClassifier, ImageClassifierParams):
+    """Trains a classifier of image files from a local folder with a model and an image processor of Hugging Face's.
+
+    The folder is at the same path on the driver and in each rank. A model without a head for classes gets a new one.
+
+    Raises:
+        ConfigError, ColumnError, ModuleError, ClusterError: From `fit`, before training starts.
+        RankError: From `fit`, when a rank fails.
+    """
+
+    _model_class = ImageClassificationModel
+    _auto = "AutoModelForImageClassification"
+
+    def getFeaturesCol(self) -> str:
+        """Gets the value of `imageCol`."""
+        return self.getImageCol()
+
+    def _preprocess_of(self, folder: str) -> FromFolder:
+        return Pixels(folder)

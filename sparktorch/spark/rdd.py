@@ -1,0 +1,265 @@
+"""RDDs of tensors: from a DataFrame by way of Arrow, without rows, and back. On classic Spark only."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from pyspark import RDD
+from pyspark.ml.linalg import VectorUDT
+from pyspark.sql import DataFrame, Row
+from pyspark.sql import types as T
+from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
+
+from sparktorch.base.config import at_least
+from sparktorch.data.columns import InputOptions, TensorSpec
+from sparktorch.data.convert.tensors import to_arrow, to_numpy
+from sparktorch.errors import ColumnError, ConfigError
+from sparktorch.spark.column_names import ColumnNames
+from sparktorch.spark.compat import arrow_batches, frame_of_batches
+from sparktorch.spark.frame.encoding import column_of, plan_inputs
+from sparktorch.spark.frame.first_row import measured
+from sparktorch.spark.session import is_connect, session_of
+
+__all__ = ["as_dataframe", "is_rdd", "moved", "tensor_rdd", "to_dataframe"]
+
+Tensors = dict[str, torch.Tensor]
+
+_ROWS = 1024  # that are converted at a time, where each element is a row
+_DTYPES: dict[type[T.DataType], str] = {
+    T.FloatType: "float32",
+    T.DoubleType: "float64",
+    T.DecimalType: "float64",
+    T.ByteType: "int8",
+    T.ShortType: "int16",
+    T.IntegerType: "int32",
+    T.LongType: "int64",
+    T.BooleanType: "int8",
+}
+
+
+def tensor_rdd(
+    data: DataFrame | RDD[Any],
+    columns: Sequence[str] | None = None,
+    batch_size: int | None = None,
+    *,
+    dtypes: Mapping[str, str] | None = None,
+) -> RDD[Tensors]:
+    """Returns the rows of a DataFrame as an RDD of batches: dicts of tensors by column name.
+
+    A partition's rows stay in their partition and in their order. They come from the JVM as Arrow, and the tensors
+    share its memory where the types allow: change them in place only where a copy would do.
+
+    Example:
+        >>> rows = [(1.0, [1.0, 2.0]), (2.0, [3.0, 4.0])]
+        >>> data = spark.createDataFrame(rows, "y double, x array<double>").coalesce(1)
+        >>> sparktorch.tensor_rdd(data).map(lambda batch: batch["x"].T @ batch["x"]).first()
+        tensor([[10., 14.],
+                [14., 20.]], dtype=torch.float64)
+
+    Args:
+        data: A DataFrame of classic Spark; or an RDD, as `to_dataframe` takes it.
+        columns: The columns: numbers, booleans (as int8), nested arrays of them of one length, ML vectors; by default
+            all of them.
+        batch_size: Rows of a batch; the last one of a partition may have fewer. `None` takes Spark's own, at most
+            `spark.sql.execution.arrow.maxRecordsPerBatch`, which saves a copy.
+        dtypes: The dtype by column; by default that of the column.
+
+    Returns:
+        An RDD of dicts of tensors of shape `(rows, ...)`.
+
+    Raises:
+        ConfigError: The DataFrame is of Spark Connect, which has no RDDs, or a dtype does not suit its column.
+        ColumnError: A column is missing or cannot become a tensor. In a task: a row holds a null, or its length differs
+            from that of the partition's first row.
+    """
+    if batch_size is not None:
+        at_least("batch_size", batch_size, 1)
+    frame = as_dataframe(data)
+    if is_connect(frame.sparkSession):
+        raise ConfigError(
+            "Spark Connect has no RDDs",
+            hint="sparktorch.run(function, df) gives ranks the rows as tensors there, by context.loader",
+        )
+    found = ColumnNames.of(frame)
+    names = list(frame.columns if columns is None else columns)
+    usual = {name: _dtype(found.type_of(name)) for name in names}
+    chosen = {**{name: dtype for name, dtype in usual.items() if dtype}, **(dtypes or {})}
+    specs = plan_inputs(found, names, InputOptions(dtypes=chosen))
+    encoded = frame.select(*[column_of(found, spec) for spec in specs])
+    schema = to_arrow_schema(encoded.schema)
+    return arrow_batches(encoded).mapPartitions(partial(_tensors, specs, schema, batch_size))
+
+
+def to_dataframe(rdd: RDD[Any], schema: T.StructType | str | None = None) -> DataFrame:
+    """Returns the elements of an RDD as a DataFrame, by way of Arrow.
+
+    Dicts and tuples with tensors are batches, as those of `tensor_rdd`: a tensor of shape `(rows, ...)` gives each row
+    a number, or nested arrays. Other elements are one row each: dicts of numbers, strings and NumPy arrays; or, with a
+    schema, tuples of its columns, or the value of its only column. An RDD of Spark's `Row` goes through
+    `createDataFrame`.
+
+    Args:
+        rdd: The RDD.
+        schema: Schema of the DataFrame, as a type or DDL string; by default, that of the first element.
+
+    Raises:
+        ConfigError: The RDD is empty or its first element has no names, and there is no schema.
+    """
+    spark = session_of(rdd)
+    first = None if schema is not None else next(iter(rdd.take(1)), None)
+    if schema is None and first is None:
+        raise ConfigError("the RDD is empty, so nothing says what its columns are", hint="pass schema=", param="schema")
+    if isinstance(first, Row):
+        return spark.createDataFrame(rdd)
+    if schema is None and not isinstance(first, Mapping):
+        raise ConfigError(
+            f"the elements of the RDD are no dicts, but {type(first).__name__}, and nothing names their columns",
+            hint="pass schema=, such as 'x array<float>, y float'",
+            param="schema",
+        )
+    kind: Any = schema
+    if schema is None:
+        kind = from_arrow_schema(_record_batch([first], None).schema)
+    elif isinstance(schema, str):
+        kind = T._parse_datatype_string(schema)
+    return frame_of_batches(spark, rdd.mapPartitions(partial(_packed, to_arrow_schema(kind))), kind)
+
+
+def as_dataframe(data: Any) -> Any:
+    """Returns the DataFrame of an RDD; other values as they are."""
+    return to_dataframe(data) if is_rdd(data) else data
+
+
+def is_rdd(data: Any) -> bool:
+    """Whether a value is an RDD."""
+    return isinstance(data, RDD)
+
+
+def moved(rdd: RDD[Any]) -> RDD[Any]:
+    """Shuffles the elements of each partition, in their order, to the partition of the same number."""
+    numbered = rdd.mapPartitionsWithIndex(lambda number, elements: ((number, element) for element in elements))
+    return numbered.partitionBy(rdd.getNumPartitions(), lambda number: number).values()
+
+
+def _dtype(kind: T.DataType) -> str:
+    """Returns the dtype of a column's numbers; empty for other types."""
+    while isinstance(kind, T.ArrayType):
+        kind = kind.elementType
+    if isinstance(kind, VectorUDT):
+        return "float64"
+    return _DTYPES.get(type(kind), "")
+
+
+def _tensors(
+    specs: Sequence[TensorSpec], schema: pa.Schema, size: int | None, messages: Iterable[bytes]
+) -> Iterator[Tensors]:
+    """Yields the tensors of a partition's Arrow batches, which come without their schema."""
+    batches = (pa.ipc.read_record_batch(pa.py_buffer(message), schema) for message in messages)
+    known: list[TensorSpec] = []
+    row = 0
+    for batch in _resized(batches, size):
+        if not batch.num_rows:
+            continue
+        known = known or [measured(spec, batch) for spec in specs]
+        named = zip(known, batch.columns, strict=True)
+        yield {spec.column: _tensor(to_numpy(column, spec, first_row=row)) for spec, column in named}
+        row += batch.num_rows
+
+
+def _resized(batches: Iterable[pa.RecordBatch], size: int | None) -> Iterator[pa.RecordBatch]:
+    """Yields the rows in batches of a size; only rows on both sides of a border are copied."""
+    if size is None:
+        yield from batches
+        return
+    held: list[pa.RecordBatch] = []
+    count = 0
+    for batch in batches:
+        start = 0
+        while count + batch.num_rows - start >= size:
+            taken = size - count
+            held.append(batch.slice(start, taken))
+            yield _joined(held)
+            held, count, start = [], 0, start + taken
+        if start < batch.num_rows:
+            held.append(batch.slice(start))
+            count += batch.num_rows - start
+    if held:
+        yield _joined(held)
+
+
+def _joined(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
+    if len(batches) == 1:
+        return batches[0]
+    columns = [pa.concat_arrays(columns) for columns in zip(*(batch.columns for batch in batches), strict=True)]
+    return pa.RecordBatch.from_arrays(columns, schema=batches[0].schema)
+
+
+def _tensor(values: Any) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(np.ascontiguousarray(values))
+
+
+def _packed(schema: pa.Schema, elements: Iterable[Any]) -> Iterator[bytes]:
+    """Yields the elements of a partition as Arrow record batches, without their schema."""
+    rows: list[Any] = []
+    for element in elements:
+        if _is_batch(element):
+            if rows:
+                yield _record_batch(rows, schema).serialize().to_pybytes()
+            rows = []
+            yield _record_batch([element], schema).serialize().to_pybytes()
+            continue
+        rows.append(element)
+        if len(rows) == _ROWS:
+            yield _record_batch(rows, schema).serialize().to_pybytes()
+            rows = []
+    if rows:
+        yield _record_batch(rows, schema).serialize().to_pybytes()
+
+
+def _is_batch(element: Any) -> bool:
+    values = element.values() if isinstance(element, Mapping) else element if isinstance(element, tuple) else ()
+    return any(isinstance(value, torch.Tensor) for value in values)
+
+
+def _record_batch(elements: list[Any], schema: pa.Schema | None) -> pa.RecordBatch:
+    """Returns one batch, or some rows, as a record batch, cast to a schema if there is one."""
+    names = list(elements[0]) if schema is None else schema.names
+    if _is_batch(elements[0]):
+        named = _by_name(elements[0], names)
+        columns = {name: to_arrow(torch.as_tensor(named[name]).detach().cpu().numpy()) for name in names}
+    else:
+        rows = [_by_name(element, names) for element in elements]
+        columns = {name: _column([row[name] for row in rows]) for name in names}
+    lengths = {name: len(column) for name, column in columns.items()}
+    if len(set(lengths.values())) > 1:
+        raise ColumnError(f"the columns of a batch have different numbers of rows: {lengths}")
+    if schema is None:
+        return pa.RecordBatch.from_pydict(columns)
+    return pa.RecordBatch.from_arrays([columns[name].cast(schema.field(name).type) for name in names], schema=schema)
+
+
+def _by_name(element: Any, names: Sequence[str]) -> Mapping[str, Any]:
+    if not isinstance(element, Mapping):
+        values = element if isinstance(element, tuple) else (element,)
+        if len(values) != len(names):
+            raise ColumnError(f"an element has {len(values)} values, and the schema {len(names)} columns")
+        return dict(zip(names, values, strict=True))
+    missing = [name for name in names if name not in element]
+    if missing:
+        raise ColumnError(f"an element lacks {', '.join(map(repr, missing))}: it has {', '.join(map(repr, element))}")
+    return element
+
+
+def _column(values: list[Any]) -> pa.Array:
+    """Returns the values of some rows as a column: NumPy arrays of one shape at once."""
+    if isinstance(values[0], np.ndarray) and values[0].ndim and len({np.shape(value) for value in values}) == 1:
+        return to_arrow(np.stack(values))
+    return pa.array([value.tolist() if isinstance(value, np.ndarray | np.generic) else value for value in values])
