@@ -40,8 +40,7 @@ class Outcome:
     """A rank's result of training.
 
     Attributes:
-        state: The model's state dict on the CPU, without the frozen base of adapters; may be empty on ranks other than
-            0.
+        state: The model's state dict on the CPU, without a frozen base; may be empty on ranks other than 0.
         history: One record per epoch: loss, validation metrics, throughput, times in seconds.
         confusion: Confusion matrix of these weights: validation rows by class (row) and predicted class (column).
             `None` without validation rows or classes, or with too many classes.
@@ -378,9 +377,7 @@ class _Run:
         weights = self._weights(copy=False) if progress.best.state is None else progress.best.state
         engine = self.engine
         if engine.base is not None:
-            whole = engine.strategy.state_dict(engine.module)
-            if self._world.is_main:
-                engine.base.check(whole)
+            engine.base.check(engine.strategy.state_dict(engine.module))
         return Outcome(weights, progress.history, confusion, self._waited / max(self._seconds, 1e-9))
 
     def _look_back(self, *, now: bool = False) -> None:

@@ -10,13 +10,15 @@ import torch
 import torch.distributed as dist
 
 from sparktorch.base.world import World
+from sparktorch.errors import ModuleError
 from sparktorch.train.recipe.loss import Means, mean_of
 
-__all__ = ["REDUCTIONS", "Logs"]
+__all__ = ["Logs", "check_logged", "number_of"]
 
 Pair = tuple[Any, Any]  # a value, for a mean times its weight, and the weight
 
-REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {
+_RECORD = {"epoch", "seconds", "rows_per_second", "data_wait_share", "steps", "validations", "skipped_steps"}
+_REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {
     "mean": lambda a, b: a + b,
     "sum": lambda a, b: a + b,
     "max": lambda a, b: torch.as_tensor(a).maximum(torch.as_tensor(b)),  # does not wait for the device
@@ -24,12 +26,45 @@ REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+def check_logged(name: str, reduce_fx: Any, where: str) -> str:
+    """Returns how values of a name are reduced.
+
+    Raises:
+        ModuleError: The name is taken by the record of the epoch, or there is no such reduction.
+    """
+    if name in _RECORD:
+        raise ModuleError(f"{where}: the record of the epoch has its own {name!r}", hint="choose another name")
+    reduce = "mean" if reduce_fx == "avg" else str(getattr(reduce_fx, "__name__", reduce_fx))
+    if reduce not in _REDUCTIONS:
+        raise ModuleError(f"{where}: reduce_fx is {reduce!r}", hint=f"it is one of {', '.join(_REDUCTIONS)}")
+    return reduce
+
+
+def number_of(value: Any, where: str, *, needed: bool) -> torch.Tensor | None:
+    """Returns a logged value as a tensor of one element; if none is needed, `None` for `None`.
+
+    Raises:
+        ModuleError: It is no number.
+    """
+    if value is None and not needed:
+        return None
+    if not isinstance(value, torch.Tensor | int | float):
+        raise ModuleError(
+            f"{where}: the value is a {type(value).__name__}",
+            hint="log a number, a tensor of one element, or a torchmetrics metric that is the module's attribute",
+        )
+    number = torch.as_tensor(value)
+    if number.numel() != 1:
+        raise ModuleError(f"{where}: the value has shape {tuple(number.shape)}", hint="log its mean()")
+    return number
+
+
 @dataclass
 class _Logged:
     """The values of one name.
 
     Attributes:
-        reduce: How values are reduced, a key of `REDUCTIONS`.
+        reduce: How values are reduced, a key of `_REDUCTIONS`.
         on_step: Whether the value of the last step is reported.
         on_epoch: Whether that of the epoch is.
         metric: Path of the torchmetrics metric in the module that has the epoch's value; empty for numbers.
@@ -68,7 +103,7 @@ class _Logged:
     def _both(self, one: Pair | None, other: Pair | None) -> Pair | None:
         if one is None or other is None:
             return other if one is None else one
-        return REDUCTIONS[self.reduce](one[0], other[0]), one[1] + other[1]
+        return _REDUCTIONS[self.reduce](one[0], other[0]), one[1] + other[1]
 
 
 class Logs(Means):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
@@ -15,20 +13,17 @@ from torch import nn
 from sparktorch.base.batch import Batch
 from sparktorch.base.world import World
 from sparktorch.errors import ModuleError
-from sparktorch.train.lightning.logs import REDUCTIONS, Logs
+from sparktorch.train.lightning.attributes import plain_attributes
+from sparktorch.train.lightning.logs import Logs, check_logged, number_of
 from sparktorch.train.lightning.metrics import Metrics
 from sparktorch.train.lightning.optimizers import Configured, LightningSchedule, configured
 from sparktorch.train.lightning.recognise import overrides, parts
+from sparktorch.train.lightning.step import Call, LightningStep, arguments_of, called, loss_of
 from sparktorch.train.lightning.trainer import TrainerView
-from sparktorch.train.recipe.loss import Sums, TrainingStep, weigh
+from sparktorch.train.recipe.loss import TrainingStep
 from sparktorch.train.recipe.own_training import OwnTraining, Within
 
 __all__ = ["LightningTraining", "training_of"]
-
-_RECORD = {"epoch", "seconds", "rows_per_second", "data_wait_share", "steps", "validations", "skipped_steps"}
-Call = Callable[[Callable[[], Any]], Any]
-
-_PLAIN = (type(None), bool, int, float, str)
 
 
 def training_of(module: nn.Module) -> LightningTraining:
@@ -90,7 +85,7 @@ class LightningTraining(OwnTraining):
         self._last: tuple[dict[str, Any], Batch, int] | None = None  # for on_train_batch_end
         self._began = False
         self._evaluating: list[nn.Module] = []
-        self._built = self._plain_attributes()
+        self._built = plain_attributes(self._module)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LightningTraining:
         return self  # a copy of the module belongs to the same training
@@ -112,7 +107,7 @@ class LightningTraining(OwnTraining):
 
     def training_step(self, within: Within) -> TrainingStep:
         """Returns the step that calls the module's `training_step`, and its `validation_step`."""
-        return LightningStep(self, within)
+        return LightningStep(self.name, self.train, self.validate, self.new_logs, within)
 
     def schedule(self, optimizer: torch.optim.Optimizer) -> LightningSchedule:
         """Returns the schedule of the module's schedulers."""
@@ -147,29 +142,13 @@ class LightningTraining(OwnTraining):
             ModuleError: The name is taken by the record of the epoch, or the value is no number and no metric.
         """
         where = f"self.log({name!r}, ...) of {self.name}"
-        if name in _RECORD:
-            raise ModuleError(f"{where}: the record of the epoch has its own {name!r}", hint="choose another name")
-        reduce = "mean" if reduce_fx == "avg" else getattr(reduce_fx, "__name__", reduce_fx)
-        if reduce not in REDUCTIONS:
-            raise ModuleError(f"{where}: reduce_fx is {reduce!r}", hint=f"it is one of {', '.join(REDUCTIONS)}")
+        reduce = check_logged(name, reduce_fx, where)
         on_step = self._within_step if on_step is None else on_step
         on_epoch = not self._within_step if on_epoch is None else on_epoch
         if not (on_step or on_epoch):
             raise ModuleError(f"{where} with on_step=False and on_epoch=False logs nothing", hint="set one of them")
         path = self._metrics.path_of(value)
-        number: torch.Tensor | None = None
-        if path:
-            latest = getattr(value, "_forward_cache", None)
-            number = None if latest is None else torch.as_tensor(latest)
-        elif isinstance(value, torch.Tensor | int | float):
-            number = torch.as_tensor(value)
-            if number.numel() != 1:
-                raise ModuleError(f"{where}: the value has shape {tuple(number.shape)}", hint="log its mean()")
-        else:
-            raise ModuleError(
-                f"{where}: the value is a {type(value).__name__}",
-                hint="log a number, a tensor of one element, or a torchmetrics metric that is the module's attribute",
-            )
+        number = number_of(getattr(value, "_forward_cache", None) if path else value, where, needed=not path)
         dropped = self._muted or (rank_zero_only and not self._world.is_main)
         if dropped and not path:
             return
@@ -194,7 +173,7 @@ class LightningTraining(OwnTraining):
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
         """Context for passes that do not count: no hooks, nothing is logged, and the module counts nothing."""
-        before = self._plain_attributes(private=True)
+        before = plain_attributes(self._module, private=True)
         self._rehearsing = True
         try:
             yield
@@ -209,12 +188,12 @@ class LightningTraining(OwnTraining):
             call: Calls a function within the module's forward pass.
             batch: A batch or micro-batch; if it has placeholder rows only, what is logged does not count.
         """
-        module, index, arguments = self._module, self._batch_index, _arguments(batch)
-        step = partial(_called, module.training_step, arguments, index)
         self._end_batch()
+        module, index, arguments = self._module, self._batch_index, arguments_of(batch)
+        step = partial(called, module.training_step, arguments, index)
         with self._logging(batch):
             if self._rehearsing:
-                return self._loss(call(step))
+                return loss_of(call(step), self.name)
             if module.on_train_batch_start(arguments, index) == -1:
                 raise ModuleError(
                     f"on_train_batch_start of {self.name} returned -1, which would end the epoch in this rank only",
@@ -222,7 +201,7 @@ class LightningTraining(OwnTraining):
                     param="module",
                 )
             output = call(step)
-            loss = self._loss(output)
+            loss = loss_of(output, self.name)
             module.on_before_backward(loss)
         more = {key: value for key, value in output.items() if key != "loss"} if isinstance(output, Mapping) else {}
         self._last = {"loss": loss.detach(), **more}, batch, index
@@ -231,10 +210,10 @@ class LightningTraining(OwnTraining):
 
     def validate(self, call: Call, batch: Batch) -> torch.Tensor | None:
         """Calls the module's `validation_step`, and the hooks around it; returns its loss if it returned one."""
-        module, index, arguments = self._module, self._validation_index, _arguments(batch)
+        module, index, arguments = self._module, self._validation_index, arguments_of(batch)
         with self._logging(batch, within_step=False):
             module.on_validation_batch_start(arguments, index)
-            output = call(partial(_called, module.validation_step, arguments, index))
+            output = call(partial(called, module.validation_step, arguments, index))
             module.on_validation_batch_end(output, arguments, index)
         self._validation_index += 1
         loss = output.get("loss") if isinstance(output, Mapping) else output
@@ -367,7 +346,7 @@ class LightningTraining(OwnTraining):
         saved: dict[str, Any] = {}
         if overrides(self._module, "on_save_checkpoint"):
             self._module.on_save_checkpoint(saved)
-        now, built = self._plain_attributes(), self._built
+        now, built = plain_attributes(self._module), self._built
         return {
             "batch_index": self._batch_index,
             "attributes": {name: value for name, value in now.items() if name not in built or built[name] != value},
@@ -409,86 +388,16 @@ class LightningTraining(OwnTraining):
             self._muted, self._within_step = False, False
 
     def _end_batch(self) -> None:
-        if self._last is None:
-            return
-        (output, batch, index), self._last = self._last, None
-        with self._logging(batch):
-            self._module.on_train_batch_end(output, _arguments(batch), index)
-
-    def _loss(self, output: Any) -> torch.Tensor:
-        """Returns the loss in what `training_step` returned.
-
-        Raises:
-            ModuleError: There is none.
-        """
-        loss = output.get("loss") if isinstance(output, Mapping) else output
-        if isinstance(loss, torch.Tensor):
-            return loss
-        what = f"a dict with {', '.join(map(repr, output))}" if isinstance(output, Mapping) else type(output).__name__
-        none = "None, which would skip the batch in this rank only"
-        raise ModuleError(
-            f"training_step of {self.name} returned {none if output is None else what}",
-            hint="return the loss, or a dict with it under 'loss'; for a batch that does not count, return loss * 0",
-            param="module",
-        )
+        last, self._last = self._last, None
+        if last is not None:
+            output, batch, index = last
+            with self._logging(batch):
+                self._module.on_train_batch_end(output, arguments_of(batch), index)
 
     def _publish(self, values: Mapping[str, Any]) -> None:
-        numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
-        self.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in numbers.items()})
+        for name, value in values.items():
+            if isinstance(value, int | float):
+                self.trainer.callback_metrics[name] = torch.tensor(value)
 
     def _note_modes(self) -> None:
         self._evaluating = [part for part in self._module.modules() if not part.training]
-
-    def _plain_attributes(self, *, private: bool = False) -> dict[str, Any]:
-        """Returns copies of the module's own attributes that are numbers, strings, or lists and dicts of them."""
-        own = {name: value for name, value in vars(self._module).items() if private or not name.startswith("_")}
-        return {name: copy.deepcopy(value) for name, value in own.items() if name != "training" and _is_plain(value)}
-
-
-class LightningStep(TrainingStep):
-    """Calls `training_step` within the module's forward pass, and `validation_step` for validation rows."""
-
-    param = "module"
-
-    def __init__(self, own: LightningTraining, within: Within) -> None:
-        """Takes the training, and what calls a function within the module's forward pass."""
-        self.what = f"training_step of {own.name}"
-        self._own, self._within = own, within
-
-    def means(self, prefix: str) -> Logs:
-        """Returns an empty collection, into which values are logged from now on."""
-        return self._own.new_logs(prefix)
-
-    def per_row(self, module: nn.Module, batch: Batch) -> tuple[Any, Mapping[str, Any]]:
-        """Returns the loss; what the module logs does not pass here."""
-        return self._own.train(partial(self._within, module), batch), {}
-
-    def evaluate(self, module: nn.Module, batch: Batch) -> tuple[torch.Tensor | None, Sums]:
-        """Returns the weighted sum of the losses that `validation_step` returned; `None` if it returned none."""
-        loss = self._own.validate(partial(self._within, module), batch)
-        if loss is None or not batch.rows:
-            return None, {}
-        what = f"validation_step of {self._own.name}"
-        return weigh(loss.float(), batch.rows, batch.loss_weight, what=what, param=self.param), {}
-
-
-def _arguments(batch: Batch) -> tuple[torch.Tensor, ...]:
-    """Returns the batch that the module's steps get: the inputs, and the label if there is one."""
-    whole = batch.complete()
-    return whole.inputs if whole.label is None else (*whole.inputs, whole.label)
-
-
-def _called(method: Callable[..., Any], batch: tuple[torch.Tensor, ...], index: int) -> Any:
-    """Calls a step, whose `batch_idx` may be left out."""
-    takes = inspect.signature(method).parameters.values()
-    positional = [each for each in takes if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    several = len(positional) > 1 or any(each.kind is each.VAR_POSITIONAL for each in takes)
-    return method(batch, index) if several else method(batch)
-
-
-def _is_plain(value: Any) -> bool:
-    if type(value) in (list, tuple):
-        return all(map(_is_plain, value))
-    if type(value) is dict:
-        return all(map(_is_plain, (*value, *value.values())))
-    return type(value) in _PLAIN

@@ -60,12 +60,12 @@ class FrozenBase:
         return kept | {_RECORD: torch.tensor(list(record), dtype=torch.uint8)}
 
     def check(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Checks that training has not changed the base.
+        """Checks that training has not changed the base, in the rank that has a state dict.
 
         Raises:
             ModuleError: It has.
         """
-        if _digest(state, self.names) != self.digest:
+        if state and _digest(state, self.names) != self.digest:
             raise ModuleError(
                 "parameters that were frozen under the adapters when the training began have changed",
                 hint="they are not in the result: let the factory set requires_grad on those that a callback trains",
