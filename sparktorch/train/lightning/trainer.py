@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from sparktorch.base.world import World
+
 if TYPE_CHECKING:
     import torch
 
@@ -35,10 +37,8 @@ class TrainerView:
     sanity_checking = testing = predicting = fast_dev_run = barebones = False
     logger = progress_bar_callback = None
 
-    def __init__(
-        self, *, rank: int, local_rank: int, world_size: int, epochs: int, steps: int, accumulation: int
-    ) -> None:
-        self.global_rank, self.local_rank, self.world_size = rank, local_rank, world_size
+    def __init__(self, world: World, *, epochs: int, steps: int, accumulation: int) -> None:
+        self.global_rank, self.local_rank, self.world_size = world.rank, world.local_rank, world.world_size
         self.max_epochs, self.accumulate_grad_batches = epochs, accumulation
         self.num_training_batches = steps * accumulation
         self.estimated_stepping_batches = epochs * steps

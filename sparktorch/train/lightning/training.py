@@ -65,14 +65,7 @@ class LightningTraining(OwnTraining):
         self._module: Any = module
         self.name, self._world = type(module).__qualname__, world
         self._validates, self._needs_val_loss = validates, needs_val_loss
-        self.trainer = TrainerView(
-            rank=world.rank,
-            local_rank=world.local_rank,
-            world_size=world.world_size,
-            epochs=epochs,
-            steps=steps,
-            accumulation=accumulation,
-        )
+        self.trainer = TrainerView(world, epochs=epochs, steps=steps, accumulation=accumulation)
         for part in parts(module):
             vars(part).update(_trainer=self.trainer, log=self.log, optimizers=self._optimizers)
         self._metrics = Metrics(module, world.device)

@@ -1,0 +1,120 @@
+"""What of a LightningModule is refused, by name; and the forms in which it returns optimizer and schedulers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+
+from sparktorch.base.world import World
+from sparktorch.errors import ModuleError
+from sparktorch.train.lightning import check_class, is_lightning
+from sparktorch.train.lightning.logs import Logs
+from sparktorch.train.lightning.optimizers import configured
+from sparktorch.train.lightning.recognise import _REFUSED
+from sparktorch.train.lightning.trainer import TrainerView
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of Lightning's own imports
+    from lightning.pytorch import LightningModule
+
+    from tests.support.lightning_modules import LitMinimal
+
+
+def test_modules_are_known_by_class_path_and_instance_and_lightning_is_not_imported_for_others() -> None:
+    for source in (LitMinimal, LitMinimal(), "tests.support.lightning_modules:LitMinimal"):
+        assert is_lightning(source)
+    for other in (torch.nn.Linear, torch.nn.Linear(1, 1), "torch.nn:Linear", "nowhere:Net"):
+        assert not is_lightning(other)
+    program = """
+import sys, torch
+from sparktorch.train.lightning import is_lightning
+assert not is_lightning(torch.nn.Linear(1, 1))
+print([name for name in sys.modules if "lightning" in name and "sparktorch" not in name])
+"""
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize("name", _REFUSED)
+def test_a_method_that_a_fit_does_not_call_is_refused_by_its_name(name: str) -> None:
+    kind = type("Own", (LitMinimal,), {name: lambda self: None})
+    with pytest.raises(ModuleError, match=f"Own overrides {name}, which a fit does not call") as caught:
+        check_class(kind, validated=False)
+    assert caught.value.hint
+    check_class(LitMinimal, validated=True)
+
+
+def test_what_a_fit_needs_is_named() -> None:
+    class Empty(LightningModule):
+        pass
+
+    for name in ("training_step", "configure_optimizers", "forward"):
+        with pytest.raises(ModuleError, match=f"Empty has no {name}"):
+            check_class(Empty, validated=False)
+        setattr(Empty, name, lambda self, batch: None)
+    check_class(Empty, validated=False)
+    with pytest.raises(ModuleError, match="Empty has no validation_step"):
+        check_class(Empty, validated=True)
+
+
+def returning(make: Any) -> Any:
+    """A module whose `configure_optimizers` returns what a function makes of an optimizer."""
+    kind = type("Own", (LitMinimal,), {"configure_optimizers": lambda self: make(SGD(self.parameters(), lr=0.1))})
+    return configured(kind())
+
+
+def test_every_form_of_optimizer_and_schedulers_is_read() -> None:
+    assert returning(lambda it: it).schedulers == []
+    assert returning(lambda it: [it]).schedulers == []
+    assert returning(lambda it: {"optimizer": it}).schedulers == []
+    (found,) = returning(lambda it: ([it], [StepLR(it, 1)])).schedulers
+    assert (found.interval, found.frequency, found.reduce_on_plateau) == ("epoch", 1, False)
+    by_step = {"interval": "step", "frequency": 3}
+    (found,) = returning(lambda it: ([it], [{"scheduler": StepLR(it, 1), **by_step}])).schedulers
+    assert (found.interval, found.frequency) == ("step", 3)
+    plateau = {"monitor": "val_loss"}
+    (found,) = returning(lambda it: {"optimizer": it, "lr_scheduler": ReduceLROnPlateau(it), **plateau}).schedulers
+    assert (found.monitor, found.reduce_on_plateau) == ("val_loss", True)
+
+
+FORMS: dict[str, tuple[Any, str]] = {
+    "nothing": (lambda it: None, "returned NoneType"),
+    "a class": (lambda it: SGD, "returned type"),
+    "two": (lambda it: [it, it], "returned 2 optimizers, and a fit has one"),
+    "several passes": (lambda it: torch.optim.LBFGS(it.param_groups[0]["params"]), "returned LBFGS"),
+    "another's": (lambda it: ([it], [StepLR(SGD([torch.ones(1)]), 1)]), "a scheduler of another optimizer"),
+    "a key": (lambda it: {"optimizer": it, "frequency": 2}, "a dict with frequency"),
+    "an interval": (lambda it: ([it], [{"scheduler": StepLR(it, 1), "interval": "day"}]), "interval of StepLR"),
+    "a frequency": (lambda it: ([it], [{"scheduler": StepLR(it, 1), "frequency": 0}]), "frequency of StepLR"),
+    "no monitor": (lambda it: ([it], [ReduceLROnPlateau(it)]), "names no 'monitor' for ReduceLROnPlateau"),
+}
+
+
+@pytest.mark.parametrize("case", FORMS)
+def test_forms_that_a_fit_cannot_use_are_refused(case: str) -> None:
+    make, message = FORMS[case]
+    with pytest.raises(ModuleError, match=message):
+        returning(make)
+
+
+def test_the_view_of_the_trainer_names_what_it_has() -> None:
+    view = TrainerView(World(), epochs=3, steps=7, accumulation=2)
+    assert (view.estimated_stepping_batches, view.num_training_batches) == (21, 14)
+    with pytest.raises(AttributeError, match=r"self.trainer has no 'datamodule'.* It has current_epoch"):
+        view.datamodule  # noqa: B018
+
+
+def test_values_are_reduced_as_they_were_logged() -> None:
+    logs = Logs(lambda path: 0.0)
+    for step, value in enumerate((1.0, 4.0, 2.0)):
+        for reduce in ("mean", "sum", "max", "min"):
+            logs.log(reduce, torch.tensor(value), 1 + step, reduce=reduce, on_step=True, on_epoch=True, step=step)
+    found = logs.over_ranks(World())
+    assert [found[name] for name in ("mean", "sum", "max", "min")] == pytest.approx([15 / 6, 7.0, 4.0, 1.0])
+    assert [found[f"{name}_step"] for name in ("mean", "sum", "max", "min")] == [2.0] * 4
