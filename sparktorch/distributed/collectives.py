@@ -4,39 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions
 
 from sparktorch.base.devices import is_host
 from sparktorch.base.world import World
+from sparktorch.distributed.values import (
+    OPERATIONS,
+    Reduction,
+    as_bytes,
+    as_tensor,
+    check_operation,
+    like,
+    operation_of,
+    reducible,
+)
 
 __all__ = ["Collectives", "Reduction"]
 
-Reduction = Literal["sum", "mean", "product", "min", "max"]
-
 V = TypeVar("V")
 
-_OPERATIONS = {
-    "sum": dist.ReduceOp.SUM,
-    "mean": dist.ReduceOp.SUM,
-    "product": dist.ReduceOp.PRODUCT,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-}
+_LONG = timedelta(days=365)  # ranks may end hours after each other
+
 _NAMES = ("barrier", "all_reduce", "all_gather", "broadcast", "reduce_scatter", "scatter", "gather")
+_POINTS = ("loader", "wrap", "state_dict", "return")  # of a function, that all ranks reach together
 _KINDS = ("nothing", "tensor", "array", "number")
 _DTYPES: tuple[torch.dtype, ...] = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16),
     *(torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128),
     *(torch.uint16, torch.uint32, torch.uint64),
 )
-_REDUCIBLE = {
-    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8),
-    *(torch.uint8, torch.complex64, torch.complex128),
-}
 _MOST_AXES = 8
 
 
@@ -68,16 +70,16 @@ class Collectives:
 
         Args:
             value: Of the same dtype and shape on every rank.
-            op: The operation; "mean" is for floating-point values.
+            op: The operation; "mean" is for floating-point values, and booleans have "min" and "max" only.
         """
-        operation = _operation(op)
-        tensor = _tensor(value)
-        _check_mean(op, tensor)
-        self._check_equal(self._headers("all_reduce", value, code=list(_OPERATIONS).index(op)))
-        wide = _reducible(tensor)
+        operation = operation_of(op)
+        tensor = as_tensor(value)
+        check_operation(op, tensor)
+        self._check_equal(self._headers("all_reduce", value, code=list(OPERATIONS).index(op)))
+        wide = reducible(tensor, op)
         if self.world_size > 1:
             dist.all_reduce(wide, operation)
-        return _like(value, self._mean(wide, op).to(tensor.dtype))
+        return like(value, self._mean(wide, op).to(tensor.dtype))
 
     def reduce_scatter(self, value: V, op: Reduction = "sum") -> V:
         """Returns this rank's part of the `all_reduce` of a value, which is split along its first axis.
@@ -86,34 +88,34 @@ class Collectives:
             value: Of the same dtype and shape on every rank; its first axis is a multiple of the number of ranks.
             op: As in `all_reduce`.
         """
-        operation = _operation(op)
-        tensor = _tensor(value)
-        _check_mean(op, tensor)
-        self._check_equal(self._headers("reduce_scatter", value, code=list(_OPERATIONS).index(op)))
+        operation = operation_of(op)
+        tensor = as_tensor(value)
+        check_operation(op, tensor)
+        self._check_equal(self._headers("reduce_scatter", value, code=list(OPERATIONS).index(op)))
         if not tensor.dim() or len(tensor) % self.world_size:
             raise ValueError(
                 f"reduce_scatter got shape {tuple(tensor.shape)}, whose first axis {self.world_size} ranks cannot share"
             )
-        wide = _reducible(tensor)
+        wide = reducible(tensor, op)
         part = wide[: len(wide) // self.world_size].clone()
         if self.world_size > 1:
             scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
             scatter(part, wide, operation)
-        return _like(value, self._mean(part, op).to(tensor.dtype))
+        return like(value, self._mean(part, op).to(tensor.dtype))
 
     def all_gather(self, value: V) -> list[V]:
         """Returns the values of all ranks, in rank order, on every rank; their shapes and dtypes may differ."""
         headers = self._headers("all_gather", value)
         if self.world_size == 1:
-            return [_like(value, _tensor(value).clone())]
+            return [like(value, as_tensor(value).clone())]
         if len({header.layout for header in headers}) == 1:
-            own = _bytes(_tensor(value))
+            own = as_bytes(as_tensor(value))
             parts = [torch.empty_like(own) for _ in headers]
             dist.all_gather(parts, own)
             return [self._value(part, header) for part, header in zip(parts, headers, strict=True)]
         found = []
         for source, header in enumerate(headers):
-            part = _bytes(_tensor(value)) if source == self.rank else self._room(header)
+            part = as_bytes(as_tensor(value)) if source == self.rank else self._room(header)
             dist.broadcast(part, source)
             found.append(self._value(part, header))
         return found
@@ -129,7 +131,7 @@ class Collectives:
         header = self._headers("broadcast", value if self.rank == source else None, code=source, whole=False)[source]
         if header.kind == "nothing":
             raise ValueError(f"broadcast got no value in its source, rank {source}")
-        part = _bytes(_tensor(value)).clone() if self.rank == source else self._room(header)
+        part = as_bytes(as_tensor(value)).clone() if self.rank == source else self._room(header)
         if self.world_size > 1:
             dist.broadcast(part, source)
         found: V = self._value(part, header)
@@ -160,8 +162,8 @@ class Collectives:
         for rank, value in enumerate(values):
             if rank != source:
                 dist.send(_Header.of("scatter", value).fields(), rank)
-                dist.send(_bytes(_tensor(value)), rank)
-        return _like(values[source], _tensor(values[source]).clone())
+                dist.send(as_bytes(as_tensor(value)), rank)
+        return like(values[source], as_tensor(values[source]).clone())
 
     def gather(self, value: V, target: int = 0) -> list[V] | None:
         """Returns the values of all ranks, in rank order, in one rank; `None` in the others.
@@ -172,13 +174,13 @@ class Collectives:
         """
         self._check_rank(target)
         headers = self._headers("gather", value, code=target)
-        own = _tensor(value)
+        own = as_tensor(value)
         if self.rank != target:
-            dist.send(_bytes(own), target)
+            dist.send(as_bytes(own), target)
             return None
         found: list[V] = []
         for rank, header in enumerate(headers):
-            part = _bytes(own).clone() if rank == target else self._room(header)
+            part = as_bytes(own).clone() if rank == target else self._room(header)
             if rank != target:
                 dist.recv(part, rank)
             found.append(self._value(part, header))
@@ -213,7 +215,7 @@ class Collectives:
         if self.world_size > 1:
             fields = own.fields()
             parts = [torch.empty_like(fields) for _ in range(self.world_size)]
-            dist.all_gather(parts, fields)
+            _gathered(parts, fields, wait=_LONG if name == "return" else None)
             headers = [_Header.from_fields(part) for part in parts]
         if failed is not None:
             raise failed
@@ -222,7 +224,7 @@ class Collectives:
             raise dist.DistError(f"{name}: rank {stopped[0]} cannot go on")  # that rank reports the cause
         calls = {(header.name, header.code) for header in headers}
         if len(calls) > 1:
-            raise ValueError(f"the ranks call different collectives: {_listed(h.call for h in headers)}")
+            raise ValueError(f"the ranks are not at the same point: {_listed(h.call for h in headers)}")
         if whole and value is not None and any(header.kind == "nothing" for header in headers):
             raise ValueError(f"{name} got no value in some ranks")
         return headers
@@ -270,7 +272,7 @@ class _Header:
     def of(cls, name: str, value: Any, code: int = 0) -> _Header:
         if value is None:
             return cls(name, "nothing", code=code)
-        tensor = _tensor(value)
+        tensor = as_tensor(value)
         if tensor.dim() > _MOST_AXES:
             raise ValueError(f"{name} got a value with {tensor.dim()} axes; at most {_MOST_AXES} can be sent")
         if tensor.dtype not in _DTYPES:
@@ -285,12 +287,14 @@ class _Header:
 
     @property
     def call(self) -> str:
+        if self.name in _POINTS:
+            return f"{self.name} after {self.code} saves"
         of = "" if self.name in ("all_gather", "barrier") else f"({self._code})"
         return f"{self.name}{of}"
 
     @property
     def _code(self) -> str:
-        return list(_OPERATIONS)[self.code] if "reduce" in self.name else f"rank {self.code}"
+        return list(OPERATIONS)[self.code] if "reduce" in self.name else f"rank {self.code}"
 
     @property
     def described(self) -> str:
@@ -303,61 +307,31 @@ class _Header:
 
     def fields(self) -> torch.Tensor:
         """Returns the header as int64 of shape `(SIZE,)`."""
-        codes = [_NAMES.index(self.name), _KINDS.index(self.kind), _DTYPES.index(self.dtype), len(self.shape)]
+        codes = [
+            (_NAMES + _POINTS).index(self.name),
+            _KINDS.index(self.kind),
+            _DTYPES.index(self.dtype),
+            len(self.shape),
+        ]
         shape = [*self.shape, *[0] * (_MOST_AXES - len(self.shape))]
         return torch.tensor([*codes, int(self.on_host), self.code, *shape])
 
     @classmethod
     def from_fields(cls, fields: torch.Tensor) -> _Header:
         name, kind, dtype, axes, on_host, code, *shape = fields.tolist()
-        return cls(_NAMES[name], _KINDS[kind], _DTYPES[dtype], tuple(shape[:axes]), bool(on_host), code)
+        return cls((_NAMES + _POINTS)[name], _KINDS[kind], _DTYPES[dtype], tuple(shape[:axes]), bool(on_host), code)
 
 
-def _operation(op: str) -> Any:
-    if op not in _OPERATIONS:
-        raise ValueError(f"op must be one of {', '.join(map(repr, _OPERATIONS))}, got {op!r}")
-    return _OPERATIONS[op]
-
-
-def _check_mean(op: str, tensor: torch.Tensor) -> None:
-    if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise TypeError(f"op='mean' is for floating-point values, got {tensor.dtype}")
-
-
-def _tensor(value: Any) -> torch.Tensor:
-    """Returns a value as a detached, contiguous tensor, which may share its memory."""
-    if isinstance(value, torch.Tensor):
-        if value.layout is not torch.strided or hasattr(value, "to_local"):
-            raise TypeError("collectives take dense tensors, neither sparse, jagged nor sharded ones")
-        return value.detach().contiguous()
-    if isinstance(value, np.ndarray):
-        return torch.from_numpy(np.ascontiguousarray(value).reshape(value.shape))
-    if isinstance(value, bool | int | float | complex | np.generic):
-        return torch.tensor(value.item() if isinstance(value, np.generic) else value, dtype=_wide(value))
-    raise TypeError(f"collectives take tensors, NumPy arrays and numbers, got {type(value).__name__}")
-
-
-def _wide(number: Any) -> torch.dtype | None:
-    return torch.float64 if isinstance(number, float | np.floating) else None
-
-
-def _reducible(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy in a dtype that all backends can reduce."""
-    return tensor.clone() if tensor.dtype in _REDUCIBLE else tensor.to(torch.int64)
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
-
-
-def _like(value: V, tensor: torch.Tensor) -> V:
-    """Returns a tensor as the kind of value that another one is."""
-    found: Any = tensor
-    if isinstance(value, np.ndarray):
-        found = tensor.numpy()
-    elif not isinstance(value, torch.Tensor):
-        found = tensor.item()
-    return found  # type: ignore[no-any-return]
+def _gathered(parts: list[torch.Tensor], own: torch.Tensor, *, wait: timedelta | None) -> None:
+    """Gathers as `dist.all_gather` does, which has no argument for how long it may take."""
+    if wait is None:
+        dist.all_gather(parts, own)
+        return
+    options = AllgatherOptions()
+    options.timeout = wait
+    group = dist.group.WORLD
+    assert group is not None
+    group.allgather([parts], [own], options).wait()
 
 
 def _listed(descriptions: Any) -> str:

@@ -20,6 +20,7 @@ from sparktorch.base.world import World
 from sparktorch.errors import ClusterError
 
 __all__ = [
+    "abandon",
     "attach",
     "collectives_begun",
     "max_over_ranks",
@@ -78,6 +79,8 @@ def process_group(
         return
     if dist.is_initialized():
         dist.destroy_process_group()
+    # A group's keys have its number in this process. One that could not be opened has counted, in this process alone.
+    dist.distributed_c10d._world.group_count = 0
     with opening(world.address):
         try:
             dist.init_process_group(
@@ -99,18 +102,28 @@ def process_group(
         with _attached:
             yield
     except BaseException as error:
-        if isinstance(error, Exception):
-            with suppress(Exception):  # the store may be gone, too
-                report(error)
-        # Abort first: destroying waits for pending collectives, and these wait for peers that may be destroying, too.
-        world_group = dist.group.WORLD
-        if world_group is not None:
-            with suppress(Exception):
-                world_group.abort()
-        with suppress(Exception):  # it would replace the block's exception
-            dist.destroy_process_group()
+        abandon(error, report)
         raise
     if dist.is_initialized():  # a callback may have closed it
+        dist.destroy_process_group()
+
+
+def abandon(error: BaseException, report: Callable[[BaseException], object]) -> None:
+    """Reports an error, and closes the default process group without waiting for its peers.
+
+    Args:
+        error: Why it is closed.
+        report: Called with it, before.
+    """
+    if isinstance(error, Exception):
+        with suppress(Exception):  # the store may be gone, too
+            report(error)
+    # Abort first: destroying waits for pending collectives, and these wait for peers that may be destroying, too.
+    group = dist.group.WORLD
+    if group is not None:
+        with suppress(Exception):
+            group.abort()
+    with suppress(Exception):  # it would replace the error
         dist.destroy_process_group()
 
 

@@ -56,7 +56,7 @@ class RootCause:
                 return told
         if "spark.driver.maxResultSize" in message:
             return ClusterError(
-                "the trained model is larger than the driver accepts as the result of a job",
+                "what the ranks return, such as a model, is larger than the driver accepts as the result of a job",
                 hint="start the session with a larger spark.driver.maxResultSize",
             )
         if _CHAIN in message:

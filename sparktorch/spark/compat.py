@@ -80,7 +80,9 @@ def on_barrier(data: DataFrame | RDD[Any], function: Batches, schema: str, profi
             for batch in function(elements):
                 yield from zip(*batch.to_pydict().values(), strict=True)
 
-        placed = data if profile is None else data.withResources(profile)
+        placed = data
+        if profile is not None:  # withResources changes the RDD itself
+            placed = data.mapPartitions(lambda own: own, preservesPartitioning=True).withResources(profile)
         return cast(Collect, placed.barrier().mapPartitions(rows).collect)
     resources: dict[str, Any] = {} if profile is None else {"profile": profile}
     return data.mapInArrow(function, schema, barrier=True, **resources).collect

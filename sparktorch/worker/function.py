@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import cloudpickle
 import pyarrow as pa
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map
 
 from sparktorch.base.devices import select
@@ -57,8 +59,7 @@ def run_function(batches: Iterable[pa.RecordBatch], *, world: World, job: Functi
     """Runs a user's function in one rank, without rows; takes and raises what `run_on_partition` does."""
     with leaving_none_of(world.device), _ready(batches, world):
         checkpointer = find_checkpoint(job.checkpoint, {}, world, client)
-        limit = timedelta(seconds=job.collective_seconds)
-        with checkpointer or nullcontext(), process_group(world, client.store, timeout=limit, report=client.fail):
+        with checkpointer or nullcontext(), _group(world, job, client):
             context = RunContext(world, client, job.config, group=None, checkpointer=checkpointer)
             return _called(job, context, client)
 
@@ -73,14 +74,9 @@ def run_on_elements(elements: Iterable[Any], *, world: World, job: FunctionJob, 
         client: Connects the rank to the driver and to the other ranks.
     """
     own = client.moving(elements)
-    with leaving_none_of(world.device), _ready((), world):
-        limit = timedelta(seconds=job.collective_seconds)
-        with process_group(world, client.store, timeout=limit, report=client.fail):
-            context = RunContext(world, client, job.config, group=None, checkpointer=None)
-            result = _called(replace(job, arguments=(context, *job.arguments)), context, client, own)
-    for _ in own:  # Spark does not reuse a worker that leaves input unread
-        pass
-    return result
+    with leaving_none_of(world.device), _ready((), world), _group(world, job, client):
+        context = RunContext(world, client, job.config, group=None, checkpointer=None)
+        return _called(replace(job, arguments=(context, *job.arguments)), context, client, own)
 
 
 def run_script_in_rank(
@@ -108,7 +104,7 @@ def run_script_in_rank(
     with leaving_none_of(world.device), _ready(batches, world), torchrun_environment(world, client, hosts_store=True):
         client.enter("running")
         client.count_work()
-        run_script(path, source, arguments)
+        run_script(path, source, arguments, report=client.fail)
     return RankResult()
 
 
@@ -121,10 +117,16 @@ def _called(job: FunctionJob, context: RunContext, client: Client, first: Any = 
     ):
         client.enter("running")
         client.count_work()
-        found = job.function(context if first is None else first, *job.arguments, **job.keywords)
+        try:
+            found = job.function(context if first is None else first, *job.arguments, **job.keywords)
+        except (SystemExit, KeyboardInterrupt) as error:
+            raise RankError(
+                f"the function raised {type(error).__name__}: {error}",
+                hint="return from it, or raise another exception",
+            ) from error
         context.finish()
     try:
-        payload = cloudpickle.dumps(tree_map(_on_host, found), protocol=pickle.HIGHEST_PROTOCOL)
+        payload = _pickled(tree_map(_detached, found))
     except Exception as error:
         raise RankError(
             f"what the function returned, a {type(found).__name__}, cannot be pickled: {error}",
@@ -132,8 +134,34 @@ def _called(job: FunctionJob, context: RunContext, client: Client, first: Any = 
     return RankResult({"rows": 0}, payload)
 
 
-def _on_host(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, torch.Tensor) and not hasattr(value, "to_local") else value
+def _group(world: World, job: FunctionJob, client: Client) -> AbstractContextManager[None]:
+    """Context with the process group, of a single rank, too: loops by hand use it."""
+    limit = timedelta(seconds=job.collective_seconds)
+    return process_group(world, client.store, timeout=limit, lone=True, report=client.fail)
+
+
+def _pickled(value: Any) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    return file.getvalue()
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) and not hasattr(value, "to_local") else value
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
+    """Pickles tensors for the driver, which may lack their device: on the CPU, and without memory of other tensors."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) not in (torch.Tensor, nn.Parameter) or obj.layout is not torch.strided:
+            return super().reducer_override(obj)
+        host = obj.detach().cpu()
+        if host.untyped_storage().nbytes() > host.nbytes:
+            host = host.clone()
+        if isinstance(obj, nn.Parameter):
+            host = nn.Parameter(host, obj.requires_grad)
+        return host.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
 
 @contextmanager

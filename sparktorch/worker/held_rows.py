@@ -134,7 +134,7 @@ class HeldRows:
         fingerprint = f"{sum(peer['fingerprint'] for peer in peers) % 2**64:016x}"
         checkpointer = find_checkpoint(job.checkpoint, {"data": fingerprint}, world, client)
         limit = timedelta(seconds=job.collective_seconds)
-        lone = strategy.needs_group(options)
+        lone = job.needs_group or strategy.needs_group(options)
         opened = process_group(team, client.store, timeout=limit, lone=lone, report=client.fail)
         seconds = dict(self._seconds)
         self._seconds = {}  # a later training has not waited for the rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import pyarrow as pa
 
@@ -41,6 +41,7 @@ class GroupJob:
     """What ranks need to work on their rows together, besides the rows and their `World`.
 
     Attributes:
+        needs_group: Whether a single rank has a process group, too.
         columns: Which columns become which tensors.
         config: Sampling, strategy and numerics.
         max_imbalance: Largest share by which a rank's rows may exceed the mean. Above it, the ranks stop and ask for a
@@ -51,6 +52,8 @@ class GroupJob:
         by_key: Whether training orders rows by their row keys; otherwise by their position in the partitions.
         collective_seconds: Seconds that a rank waits for the others in a collective.
     """
+
+    needs_group: ClassVar[bool] = False
 
     columns: Columns
     config: TrainConfig
@@ -95,6 +98,8 @@ class FunctionJob(GroupJob):
         arguments: Further positional arguments.
         keywords: Keyword arguments.
     """
+
+    needs_group = True  # loops by hand use it
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...] = ()

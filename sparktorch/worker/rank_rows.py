@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,8 +32,9 @@ class RankRows(Dataset[tuple[torch.Tensor, ...]]):
         Raises:
             IndexError: There is no such row.
         """
-        if isinstance(index, int):
-            return tuple(tensor[0] for tensor in self[[index]])
+        if hasattr(index, "__index__") and getattr(index, "ndim", 0) == 0:
+            return tuple(tensor[0] for tensor in self[[operator.index(index)]])
+        assert not isinstance(index, int)
         numbers = range(len(self))[index] if isinstance(index, slice) else [self._number(one) for one in index]
         batch = self._shard.select(torch.tensor(list(numbers), dtype=torch.int64))
         more = (batch.label, batch.weight)
@@ -43,6 +45,7 @@ class RankRows(Dataset[tuple[torch.Tensor, ...]]):
         return list(zip(*(tensor.unbind() for tensor in self[indices]), strict=True))
 
     def _number(self, index: int) -> int:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
-        return index % len(self)
+        number = operator.index(index)
+        if not -len(self) <= number < len(self):
+            raise IndexError(f"row {number} of {len(self)}")
+        return number % len(self)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, closing
 from typing import Any, overload
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
-from sparktorch.base.batch import Batch
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.world import World
 from sparktorch.distributed.client import Client
@@ -21,67 +21,22 @@ from sparktorch.distributed.process_group import sum_over_ranks
 from sparktorch.errors import ColumnError, ConfigError
 from sparktorch.train.checkpoint.checkpointer import Checkpointer, Position
 from sparktorch.train.checkpoint.store import snapshot
-from sparktorch.train.numerics.determinism import generators_state, seed_all, set_generators_state, untouched_generators
+from sparktorch.train.numerics.determinism import generators_state, seed_all, set_generators_state
 from sparktorch.train.numerics.sync_batchnorm import has_batch_norm
 from sparktorch.train.recipe.built_optimizer import recipe_of
-from sparktorch.train.recipe.loss import step_scales, weigh
+from sparktorch.train.recipe.loss import step_scales
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.base import Strategy
 from sparktorch.train.strategies.registry import build_strategy, check_strategy
+from sparktorch.worker.global_batch import GlobalBatch, global_batch
 from sparktorch.worker.held_rows import RowsGroup
 from sparktorch.worker.rank_rows import RankRows
 
-__all__ = ["GlobalBatch", "RunContext"]
+__all__ = ["RunContext"]
 
 _PROGRESS_SECONDS = 0.2
-
-
-@dataclass(frozen=True)
-class GlobalBatch:
-    """A rank's part of a global batch; unpacks into its inputs, followed by the label if there is one.
-
-    Attributes:
-        inputs: One tensor of shape `(rows, ...)` per input column, or per tensor of `preprocess`.
-        label: Tensor of shape `(rows, ...)`, or `None`.
-        weight: float32 sample weights of shape `(rows,)`; `None` means all ones.
-        rows: Number of real rows. A rank without rows in a step gets a placeholder row of weight zero, because its
-            peers wait for it in the all-reduce.
-        step: Number of the step in its epoch, from 0.
-    """
-
-    inputs: tuple[torch.Tensor, ...]
-    label: torch.Tensor | None
-    weight: torch.Tensor | None
-    rows: int
-    step: int
-    _scale: float
-    _note: Callable[[torch.Tensor], None]
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        yield from self.inputs
-        if self.label is not None:
-            yield self.label
-
-    def mean(self, losses: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's part of the mean loss of the global batch, a scalar tensor to call `backward` on.
-
-        The mean of these values over the ranks is the loss of the whole batch, weighted by the sample weights, however
-        its rows are distributed. So gradients that are averaged over the ranks, as DDP does, are those of that loss.
-
-        Args:
-            losses: A loss per row, of shape `(rows, ...)`; or their mean, if there are no sample weights.
-
-        Raises:
-            ModuleError: They are neither.
-        """
-        shown = len(self.inputs[0])
-        filled = 0 < self.rows < shown
-        if filled and losses.dim() and len(losses) == shown:
-            losses = losses[: self.rows]
-        weight = self.weight[: self.rows] if filled and self.weight is not None else self.weight
-        total = weigh(losses, self.rows or shown, weight, what="the loop", param="function") * self._scale
-        self._note(total.detach())
-        return total
+_RECORD = {"epoch", "steps", "validations"}
+_METRIC = re.compile(r"[/\w.\- :]+")  # what MLflow takes
 
 
 class RunContext(Collectives):
@@ -113,7 +68,7 @@ class RunContext(Collectives):
         self.world, self.device, self.seed = world, torch.device(world.device), config.seed
         self._client, self._config, self._group, self._checkpointer = client, config, group, checkpointer
         self.steps = 0 if group is None else group.plan.steps
-        self._strategy: Strategy[Any] | None = None
+        self._strategies: dict[nn.Module, Strategy[Any]] = {}
         self._min_rows, self._reports, self._saves = 1, 0, 0
         self._epoch, self._step = 0, 0  # of the next batch
         self._diverged = False
@@ -142,20 +97,23 @@ class RunContext(Collectives):
         group = self._rows_group()
         first = self._first.pop(epoch, 0)
         self._client.enter("running", epoch=epoch + 1, step=first)
+        self._together("loader")
         weights = sum_over_ranks(group.shard.step_weights(epoch), group.world)
         if not weights.any():
             raise ColumnError("all rows have the weight 0", hint="see weightCol")
         scales = step_scales(weights, self._divisor)
         self._diverge()
         with closing(group.shard.epoch(epoch, min_rows=self._min_rows, first=first)) as batches:
-            for step in range(first, self.steps):
-                self._client.at_step(step + 1)
-                batch = next(batches)
-                self._continue_generators()
-                self._epoch, self._step, self._loss = epoch, step + 1, None
-                yield _global(batch, step, scales[step], self._note)
-                self._show(epoch, step)
-        self._epoch, self._step = epoch + 1, 0
+            try:
+                for step in range(first, self.steps):
+                    self._client.at_step(step + 1)
+                    batch = next(batches)
+                    self.continue_generators()
+                    self._epoch, self._step, self._loss = epoch, step + 1, None
+                    yield global_batch(batch, step, scales[step], self._note)
+                    self._show(epoch, step)
+            finally:  # a loop that leaves early goes on with the next epoch, after a resume, too
+                self._epoch, self._step = epoch + 1, 0
 
     def validation(self, size: int = 4096) -> Iterator[GlobalBatch]:
         """Yields this rank's rows with a true `validationIndicatorCol`, as many batches in every rank.
@@ -173,7 +131,7 @@ class RunContext(Collectives):
         with closing(group.shard.validation(size, batches=count)) as batches:
             for step, batch in enumerate(batches):
                 self._client.moved()
-                yield _global(batch, step, 1 / max(batch.rows, 1), lambda loss: None)
+                yield global_batch(batch, step, 1 / max(batch.rows, 1), lambda loss: None)
 
     @property
     def dataset(self) -> RankRows:
@@ -212,9 +170,17 @@ class RunContext(Collectives):
         """
         recipe = Recipe(module=module) if optimizer is None else recipe_of(module, optimizer)
         check_strategy(self._config, recipe)
-        self._strategy = strategy = build_strategy(self._config, self.world)
+        strategy = build_strategy(self._config, self.world)
+        if optimizer is None and type(strategy).before_step is not Strategy.before_step:
+            raise ConfigError(
+                f"strategy {self._config.strategy!r} works in the optimizer's steps, and wrap got none",
+                hint="pass the optimizer, too: wrap(module, optimizer)",
+            )
+        self._together("wrap")
         self._min_rows = max(self._min_rows, 2 if has_batch_norm(module) else 1)
+        self._same_in_all_ranks(module)
         wrapped = strategy.prepare(module)
+        self._strategies[wrapped] = strategy
         if optimizer is not None and type(strategy).optimizer is not Strategy.optimizer:
             optimizer = strategy.optimizer(recipe, module)
         elif optimizer is not None and not _has(optimizer, module):
@@ -222,7 +188,7 @@ class RunContext(Collectives):
         if optimizer is not None:
             optimizer.register_step_pre_hook(lambda *_: strategy.before_step(wrapped))
             optimizer.register_step_post_hook(lambda *_: strategy.after_step(wrapped))
-        self._warm_up(wrapped)
+        self._warm_up(wrapped, strategy)
         self._diverge()
         return wrapped if optimizer is None else (wrapped, optimizer)
 
@@ -232,7 +198,7 @@ class RunContext(Collectives):
         Args:
             module: What `wrap` returned.
         """
-        return nullcontext() if self._strategy is None else self._strategy.no_sync(module)
+        return self._strategy_of(module).no_sync(module)
 
     def state_dict(self, module: nn.Module) -> dict[str, torch.Tensor]:
         """Returns the state dict of a wrapped module, whole and on the CPU, in rank 0; an empty dict in the others.
@@ -240,9 +206,9 @@ class RunContext(Collectives):
         Args:
             module: What `wrap` returned.
         """
-        if self._strategy is None:
-            raise ConfigError("state_dict is of a module that wrap returned", hint="module.state_dict() is torch's own")
-        return self._strategy.state_dict(module, copy=True)
+        strategy = self._strategy_of(module)
+        self._together("state_dict")
+        return strategy.state_dict(module, copy=True)
 
     def report(self, **metrics: float | torch.Tensor) -> None:
         """Shows numbers in the progress bar and logs them to MLflow; those of rank 0 count.
@@ -250,10 +216,14 @@ class RunContext(Collectives):
         The reports of a run are numbered from 1, which is MLflow's step. A resumed run goes on from its last `save`.
 
         Raises:
-            ConfigError: A value is not a number, or is called "epoch".
+            ConfigError: A value is not a number, or its name is one that records have, or that MLflow does not take.
         """
-        if "epoch" in metrics:
-            raise ConfigError("report(epoch=...): reports are numbered by themselves", hint="leave it out")
+        for name in metrics:
+            if name in _RECORD or not _METRIC.fullmatch(name):
+                raise ConfigError(
+                    f"report({name}=...): no metric can be called that",
+                    hint=f"{', '.join(sorted(_RECORD))} are taken; names have letters, digits and _ - . : / and spaces",
+                )
         values = {name: _number(name, value) for name, value in metrics.items()}
         self._reports += 1
         if self.world.is_main:
@@ -285,8 +255,19 @@ class RunContext(Collectives):
         share = snapshot({}, rest, lambda name: False)
         self._checkpointer.save(Position(self._saves, self._epoch, self._step), share, None)
 
+    def continue_generators(self) -> None:
+        """Continues this rank's random numbers at those of the `save` that the run resumes from, once.
+
+        `loader` calls it before its first batch. A loop without it calls it where the numbers matter: after the modules
+        are built. Does nothing in a run that does not resume, or that resumes with another number of ranks.
+        """
+        if self._generators is not None:
+            set_generators_state(self._generators, self.device)
+            self._generators = None
+
     def finish(self) -> None:
-        """Waits for the last save, and marks the run as finished; called after the function."""
+        """Waits for the other ranks and the last save, and marks the run as finished; called after the function."""
+        self._together("return")
         if self._checkpointer is not None:
             self._client.enter("saving")
             self._checkpointer.close(Position(self._saves, self._epoch, self._step))
@@ -306,7 +287,17 @@ class RunContext(Collectives):
 
     @property
     def _divisor(self) -> int:
-        return self.world_size if self._strategy is None else self._strategy.gradient_divisor
+        return next((of.gradient_divisor for of in self._strategies.values()), self.world_size)
+
+    def _strategy_of(self, module: nn.Module) -> Strategy[Any]:
+        if module not in self._strategies:
+            raise ConfigError(f"{type(module).__name__} is no module that wrap returned", hint="pass the wrapped one")
+        return self._strategies[module]
+
+    def _together(self, name: str) -> None:
+        """Checks that all ranks are at the same point; they are also to have called `save` equally often."""
+        if self.world_size > 1 and dist.is_initialized():
+            self._headers(name, None, code=self._saves)
 
     def _rows_group(self) -> RowsGroup:
         if self._group is None:
@@ -321,32 +312,26 @@ class RunContext(Collectives):
             self._diverged = True
             seed_all(self.seed + self.rank + 1 + self._saves)
 
-    def _continue_generators(self) -> None:
-        """Continues the random numbers at those of the checkpoint, once."""
-        if self._generators is not None:
-            set_generators_state(self._generators, self.device)
-            self._generators = None
+    def _same_in_all_ranks(self, module: nn.Module) -> None:
+        """Gives a module rank 0's parameters and buffers, as DDP does, if generators differ between ranks."""
+        if self.world_size > 1 and self._diverged:
+            for tensor in module.state_dict().values():
+                if isinstance(tensor, torch.Tensor):
+                    tensor.copy_(self.broadcast(tensor))
 
-    def _warm_up(self, module: nn.Module) -> None:
+    def _warm_up(self, module: nn.Module, strategy: Strategy[Any]) -> None:
         """Lets the strategy's reducer find its final order, so that a resumed run sums gradients in the same order.
 
         See `Engine.warm_up`. Two ranks have one order only.
         """
-        strategy = self._strategy
-        assert strategy is not None
-        if self._checkpointer is None or self._group is None or self.world_size < 3 or not strategy.warm_up_passes:
+        if self._checkpointer is None or self.world_size < 3:
             return
-        with untouched_generators(self.device):
-            before = [buffer.clone() for buffer in module.buffers()]
-            with closing(self._group.shard.epoch(0, min_rows=self._min_rows)) as batches:
-                inputs = next(batches).inputs
-            for _ in range(strategy.warm_up_passes):
-                output = module(*inputs)
-                found = [part for part in tree_leaves(output) if isinstance(part, torch.Tensor) and part.requires_grad]
-                torch.autograd.backward([part.sum() * 0 for part in found])
-            module.zero_grad()
-            for buffer, value in zip(module.buffers(), before, strict=True):
-                buffer.copy_(value)
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+        for _ in range(strategy.warm_up_passes):
+            strategy.reduce(module)
+        module.zero_grad()
 
     def _note(self, loss: torch.Tensor) -> None:
         self._loss = loss
@@ -360,11 +345,6 @@ class RunContext(Collectives):
         loss = None if self._loss is None else float(self._loss) / self._divisor * self.world_size
         place = {"epoch": epoch + 1, "epochs": self._config.epochs, "step": step + 1}
         self._client.progress(**place, steps=self.steps, loss=loss)
-
-
-def _global(batch: Batch, step: int, scale: float, note: Callable[[torch.Tensor], None]) -> GlobalBatch:
-    whole = batch.complete()
-    return GlobalBatch(whole.inputs, whole.label, whole.weight, batch.rows, step, scale, note)
 
 
 def _has(optimizer: torch.optim.Optimizer, module: nn.Module) -> bool:

@@ -7,7 +7,8 @@ import runpy
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,16 +16,17 @@ import torch.distributed as dist
 
 from sparktorch.base.world import World
 from sparktorch.distributed.client import Client
-from sparktorch.distributed.process_group import opening
+from sparktorch.distributed.process_group import abandon, opening
 from sparktorch.distributed.store import host_store
 from sparktorch.errors import RankError
+from sparktorch.worker.process_state import left_as_before
 
 __all__ = ["run_script", "torchrun_environment"]
 
 
 @contextmanager
 def torchrun_environment(world: World, client: Client, *, hosts_store: bool = False) -> Iterator[None]:
-    """Context with the environment variables of torchrun.
+    """Context with the environment variables of torchrun, after which the process is as before.
 
     See `torch/distributed/elastic/agent/server/local_elastic_agent.py` and `torch/distributed/rendezvous.py`.
 
@@ -35,7 +37,7 @@ def torchrun_environment(world: World, client: Client, *, hosts_store: bool = Fa
             `init_process_group` without arguments then joins the ranks.
     """
     address, store = world.address or "127.0.0.1", None
-    offer = {"host": world.host, "address": address, "port": "0"}
+    offer = {"host": world.host, "address": address, "port": "0", "id": uuid.uuid4().hex}
     if hosts_store and world.is_main:
         store, port = host_store(address)
         offer["port"] = str(port)
@@ -54,26 +56,30 @@ def torchrun_environment(world: World, client: Client, *, hosts_store: bool = Fa
         "ROLE_NAME": "default",
         "MASTER_ADDR": found[0]["address"],
         "MASTER_PORT": found[0]["port"],
-        "TORCHELASTIC_RUN_ID": "sparktorch",
+        "TORCHELASTIC_RUN_ID": found[0]["id"],
         "TORCHELASTIC_RESTART_COUNT": 0,
         "TORCHELASTIC_MAX_RESTARTS": 0,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", world.threads),
     }
-    with _environment({name: str(value) for name, value in values.items()}), opening(world.address):
+    with left_as_before(), opening(world.address):
+        os.environ.update({name: str(value) for name, value in values.items()})
         yield
         if hosts_store:
             client.agree("torchrun-end", {})  # until then, others may need the store
     del store
 
 
-def run_script(path: Path, source: str, arguments: Sequence[str]) -> None:
+def run_script(
+    path: Path, source: str, arguments: Sequence[str], *, report: Callable[[BaseException], object] = lambda _: None
+) -> None:
     """Runs a script as `python path arguments` would, in this process.
 
     Args:
         path: Its path on the driver. If this host has its folder, too, the script can import the modules in it.
         source: Its text.
         arguments: Its arguments.
+        report: Called with an exception of the script before its process group is closed.
 
     Raises:
         RankError: It has ended with an exit status that is not 0.
@@ -81,32 +87,20 @@ def run_script(path: Path, source: str, arguments: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="sparktorch-") as folder:
         name, file = path.name, Path(folder, path.name)
         file.write_text(source, encoding="utf-8")
-        argv, before, main = sys.argv, sys.path, sys.modules.get("__main__")
+        main = sys.modules.get("__main__")
         sys.argv = [str(file), *arguments]
-        sys.path = [folder, str(path.parent), *before]
+        sys.path = [folder, str(path.parent), *sys.path]
         try:
             runpy.run_path(str(file), run_name="__main__")
         except SystemExit as error:
             if error.code not in (None, 0):
                 trace = "".join(traceback.format_exception(error))
                 raise RankError(f"{name} has ended with exit status {error.code}", trace=trace) from None
+        except Exception as error:
+            abandon(error, report)
+            raise
         finally:
-            sys.argv, sys.path = argv, before
             if main is not None:
                 sys.modules["__main__"] = main
             if dist.is_initialized():
                 dist.destroy_process_group()
-
-
-@contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

@@ -22,6 +22,7 @@ __all__ = ["Checkpointer", "Position"]
 
 _LEAVING_SECONDS = 5.0  # for a lease that is being renewed
 _LOOK_SECONDS = 1.0
+_COLLECTING_SECONDS = 60.0  # in which waiting for the others' shares is progress; a rank may never have saved one
 _PATIENCE = 10.0  # seconds without a heartbeat of a rank whose share is missing
 
 
@@ -200,11 +201,11 @@ class Checkpointer:
             self._client.warn(f"the end of the training could not be noted in {self._config.directory}: {error}")
 
     def _wait(self) -> None:
-        """Waits for pending writes; while rank 0 collects the other ranks' reports, it counts as making progress."""
+        """Waits for pending writes; while rank 0 collects the other ranks' reports, it makes progress for a while."""
         started = time.perf_counter()
         while self._thread is not None and self._thread.is_alive():
             self._thread.join(_LOOK_SECONDS)
-            if self._collecting:
+            if self._collecting and time.perf_counter() - started < _COLLECTING_SECONDS:
                 self._client.moved()
         self.seconds["checkpoint_wait"] += time.perf_counter() - started
 

@@ -38,13 +38,13 @@ def recipe_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> Recipe:
             f"optimizer {kind} has taken steps already", hint="wrap module and optimizer before the first step"
         )
     names = {parameter: name for name, parameter in module.named_parameters()}
-    own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     if any(parameter not in names for parameter in own):
         raise ModuleError(
             f"optimizer {kind} has parameters that are not the module's",
             hint="build it from module.parameters(), of the module that is wrapped",
         )
-    lacking = [name for parameter, name in names.items() if parameter.requires_grad and parameter not in set(own)]
+    lacking = [name for parameter, name in names.items() if parameter.requires_grad and parameter not in own]
     if lacking:
         raise ModuleError(
             f"optimizer {kind} lacks the trainable parameters {', '.join(lacking[:3])}",

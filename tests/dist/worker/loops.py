@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 from sparktorch import RunContext
 from tests.support.nets import Noisy, Score
 
-__all__ = ["batches", "by_hand", "left_early", "mean_of_gradients", "optimizer_bytes", "resumable", "sums", "wrapped"]
+__all__ = [
+    *("batches", "by_hand", "drawing", "left_early", "mean_of_gradients", "optimizer_bytes"),
+    *("reduced_by_hand", "resumable", "sums", "two_modules", "wrapped"),
+]
 
 
 class Deep(nn.Sequential):
@@ -134,6 +138,38 @@ def optimizer_bytes(context: RunContext) -> int:
     return sum(value.nbytes for state in inner.state.values() for value in state.values())
 
 
+def reduced_by_hand(context: RunContext) -> dict[str, Any]:
+    """Uses the process group by hand, and returns a part of a large tensor."""
+    total = torch.ones(1)
+    torch.distributed.all_reduce(total)
+    return {"total": float(total), "own": torch.zeros(1_000_000)[:1]}
+
+
+def two_modules(context: RunContext) -> dict[str, bool]:
+    """Wraps two modules; the second is built after the generators have diverged."""
+    context.wrap(nn.Linear(5, 5))
+    second = nn.Linear(5, 5)
+    first = context.all_gather(second.weight)[0]
+    whole = context.state_dict(context.wrap(second))
+    return {"equal": context.rank != 0 or torch.equal(whole["weight"], first)}
+
+
+def drawing(context: RunContext, folder: Path) -> float:
+    """Draws numbers, and saves after each; rank 1 is killed the first time, if there is something to save."""
+    drawn, total = 0, 0.0
+    torch.randn(3)  # as building a module does
+    if context.restored is not None:
+        drawn, total = context.restored["drawn"], context.restored["total"]
+    context.continue_generators()
+    while drawn < 6:
+        drawn, total = drawn + 1, total + float(torch.randn(()))
+        context.save({"drawn": drawn, "total": total})
+        if (context.rank, drawn) == (1, 4) and folder.name == "killed" and not folder.exists():
+            folder.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+    return total
+
+
 def sums(context: RunContext, what: str) -> Any:
     """Goes wrong in some way."""
     net = nn.Linear(5, 1)
@@ -142,6 +178,12 @@ def sums(context: RunContext, what: str) -> Any:
         "value": lambda: context.save({"net": net}),
         "report": lambda: context.report(loss="low"),
         "epoch": lambda: context.report(epoch=1),
+        "name": lambda: context.report(**{"a!": 1}),
+        "alone": lambda: context.wrap(net),
+        "exit": lambda: sys.exit(3),
+        "early": lambda: None if context.rank == 0 else context.barrier(),
+        "loader": lambda: next(iter(context.loader(0))) if context.rank == 0 else context.barrier(),
+        "saves": lambda: (context.rank == 0 and context.save({}), next(iter(context.loader(0)))),
         "state": lambda: context.state_dict(net),
         "result": threading.Lock,
         "optimizer": lambda: context.wrap(net, torch.optim.SGD(nn.Linear(5, 1).parameters())),

@@ -154,21 +154,52 @@ def test_a_run_goes_on_with_fewer_ranks_but_without_what_each_rank_saved(tmp_pat
         run_on(parts, checkpointed(tmp_path, -1, 5, 0, restart=1))
 
 
+def test_a_single_rank_has_a_process_group_and_a_part_of_a_tensor_comes_back_alone() -> None:
+    (found,) = run_on([PLAIN.batches()], job(PLAIN, loops.reduced_by_hand))
+    assert found["total"] == 1.0
+    assert found["own"].untyped_storage().nbytes() == 4
+
+
+def test_a_module_that_is_wrapped_later_has_the_parameters_of_rank_0() -> None:
+    parts = [part.batches() for part in PLAIN.parts(2)]
+    for found in run_on(parts, job(PLAIN, loops.two_modules, config={"strategy": "zero3"})):
+        assert found["equal"]
+
+
+def test_a_loop_without_a_loader_continues_the_generators_where_it_says(tmp_path: Path) -> None:
+    parts = [part.batches() for part in PLAIN.parts(2)]
+    expected = run_on(parts, job(PLAIN, loops.drawing, tmp_path / "calm"))
+    checkpoint = CheckpointConfig(directory=str(tmp_path / "saved"), owner="me")
+    killed = job(PLAIN, loops.drawing, tmp_path / "killed", checkpoint=checkpoint)
+    with control_server() as server:
+        assert run_ranks(server, parts, killed)[1].exitcode == -9
+    assert run_on(parts, killed) == expected
+
+
 @pytest.mark.parametrize(
     ("what", "says"),
     [
         ("sharded", "state holds a sharded tensor, which no single rank can save"),
         ("value", r"no checkpoint can hold state\['net'\], a torch.nn.modules.linear.Linear"),
         ("report", "report\\(loss=...\\) got a str"),
-        ("epoch", "reports are numbered by themselves"),
-        ("state", "state_dict is of a module that wrap returned"),
+        ("epoch", "report\\(epoch=...\\): no metric can be called that"),
+        ("name", "report\\(a!=...\\): no metric can be called that"),
+        ("state", "Linear is no module that wrap returned"),
+        ("alone", "strategy 'localSGD' works in the optimizer's steps, and wrap got none"),
+        ("exit", "the function raised SystemExit: 3"),
+        ("early", "the ranks are not at the same point: return after 0 saves in rank 0; barrier in rank 1"),
+        ("loader", "the ranks are not at the same point: loader after 0 saves in rank 0; barrier in rank 1"),
+        (
+            "saves",
+            "the ranks are not at the same point: loader after 1 saves in rank 0; loader after 0 saves in rank 1",
+        ),
         ("result", "what the function returned, a lock, cannot be pickled"),
         ("optimizer", "optimizer SGD has parameters that are not the module's"),
         ("scalar", "the loop returns one number for the batch, so rows cannot be weighted"),
     ],
 )
 def test_what_a_function_cannot_do_is_refused_by_name(tmp_path: Path, what: str, says: str) -> None:
-    config = {"strategy": "zero3"} if what == "sharded" else {}
+    config = {"strategy": {"sharded": "zero3", "alone": "localSGD"}.get(what, "ddp")}
     checkpoint = CheckpointConfig(directory=str(tmp_path), owner="me")
     parts = [part.batches() for part in WEIGHTED.parts(2)]
     with pytest.raises(SparkTorchError, match=says):
