@@ -156,6 +156,8 @@ def collective_map(
             param="rdd",
         )
     ranks = rdd.getNumPartitions()
+    if not ranks:
+        raise ConfigError("the RDD has no partitions", hint="parallelize(rows, n) makes n of them", param="rdd")
     if params.setdefault("numWorkers", ranks) != ranks:
         raise ConfigError(
             f"numWorkers is {params['numWorkers']}, and the RDD has {ranks} partitions, each of which becomes a worker",

@@ -26,6 +26,7 @@ from sparktorch.data.storage import InMemory
 from sparktorch.errors import ColumnError
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.train.numerics.determinism import tf32_allowed
+from sparktorch.train.numerics.torch_errors import is_out_of_memory
 from sparktorch.train.recipe.huggingface import call
 from sparktorch.train.recipe.task import align, autocast, prediction
 
@@ -159,7 +160,7 @@ class Scorer:
             field = field_of(spec, InMemory())
             field.append(column)
             field.finish()
-            if self._preprocess is None:
+            if self._preprocess is None and not self._searches:
                 field.to(self._device)
             fields.append(field)
         return self._in_parts(rows, lambda start, stop: self._arguments(fields, start, stop))
@@ -191,8 +192,8 @@ class Scorer:
         """Scores the rows from `start` to `stop`; `None` if the device was full, and batches are smaller now."""
         try:
             return self._forward(arguments(start, stop))
-        except torch.OutOfMemoryError as error:
-            if not self._searches or stop - start < 2:
+        except Exception as error:
+            if not self._searches or stop - start < 2 or not is_out_of_memory(error):
                 raise
             traceback.clear_frames(error.__traceback__)
         self._batch_size = (stop - start) // 2
@@ -203,7 +204,7 @@ class Scorer:
         """Returns the arguments of `forward` for the rows from `start` to `stop`."""
         columns = [field.part(start, stop) for field in fields]
         if self._preprocess is None:
-            return tuple(argument for column in columns for argument in column)
+            return tuple(argument.to(self._device) for column in columns for argument in column)
         return tuple(tensor.to(self._device) for tensor in self._preprocess(columns, stop - start).values())
 
     @torch.inference_mode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -11,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 from pyspark import RDD
-from pyspark.ml.linalg import VectorUDT
+from pyspark.ml.linalg import Vector, VectorUDT
 from pyspark.sql import DataFrame, Row
 from pyspark.sql import types as T
 from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
@@ -29,6 +30,15 @@ from sparktorch.spark.session import is_connect, session_of
 __all__ = ["as_dataframe", "is_rdd", "moved", "tensor_rdd", "to_dataframe"]
 
 Tensors = dict[str, torch.Tensor]
+
+_OF_SPARK = (Vector, datetime.date)  # values for which Spark has types of its own
+_WIDER = {
+    torch.uint8: torch.int16,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+}
 
 _ROWS = 1024  # that are converted at a time, where each element is a row
 _DTYPES: dict[type[T.DataType], str] = {
@@ -80,6 +90,8 @@ def tensor_rdd(
     """
     if batch_size is not None:
         at_least("batch_size", batch_size, 1)
+    if columns is not None and (isinstance(columns, str) or not columns):
+        raise ConfigError(f"columns is {columns!r}, and not a list of names", hint="pass ['x', ...]", param="columns")
     frame = as_dataframe(data)
     if is_connect(frame.sparkSession):
         raise ConfigError(
@@ -100,16 +112,19 @@ def to_dataframe(rdd: RDD[Any], schema: T.StructType | str | None = None) -> Dat
     """Returns the elements of an RDD as a DataFrame, by way of Arrow.
 
     Dicts and tuples with tensors are batches, as those of `tensor_rdd`: a tensor of shape `(rows, ...)` gives each row
-    a number, or nested arrays. Other elements are one row each: dicts of numbers, strings and NumPy arrays; or, with a
-    schema, tuples of its columns, or the value of its only column. An RDD of Spark's `Row` goes through
+    a number, or nested arrays; of types that Spark lacks, uint8 becomes smallint, and 16-bit floats become float. Other
+    elements are one row each: dicts of numbers, strings and NumPy arrays; or, with a schema, tuples of its columns, or
+    the value of its only column. Rows, and elements with ML vectors, dates or timestamps, go through Spark's
     `createDataFrame`.
 
     Args:
         rdd: The RDD.
-        schema: Schema of the DataFrame, as a type or DDL string; by default, that of the first element.
+        schema: Schema of the DataFrame, as a type or DDL string; by default, the names and types of the first element.
 
     Raises:
-        ConfigError: The RDD is empty or its first element has no names, and there is no schema.
+        ConfigError: The RDD is empty or its first element has no names, and there is no schema; or that is none of
+            columns.
+        ColumnError: In a task: an element does not have the columns of the schema, or has other ones.
     """
     spark = session_of(rdd)
     first = None if schema is not None else next(iter(rdd.take(1)), None)
@@ -117,17 +132,25 @@ def to_dataframe(rdd: RDD[Any], schema: T.StructType | str | None = None) -> Dat
         raise ConfigError("the RDD is empty, so nothing says what its columns are", hint="pass schema=", param="schema")
     if isinstance(first, Row):
         return spark.createDataFrame(rdd)
-    if schema is None and not isinstance(first, Mapping):
+    if schema is None and not (isinstance(first, Mapping) and all(isinstance(name, str) for name in first)):
         raise ConfigError(
-            f"the elements of the RDD are no dicts, but {type(first).__name__}, and nothing names their columns",
-            hint="pass schema=, such as 'x array<float>, y float'",
+            f"the first element of the RDD is a {type(first).__name__}, and nothing names its columns",
+            hint="pass schema=, such as 'x array<float>, y float', or make the elements dicts by column name",
             param="schema",
         )
+    if schema is None and any(isinstance(value, _OF_SPARK) for value in (first or {}).values()):
+        return spark.createDataFrame(rdd.map(lambda element: Row(**element)))
     kind: Any = schema
     if schema is None:
         kind = from_arrow_schema(_record_batch([first], None).schema)
     elif isinstance(schema, str):
         kind = T._parse_datatype_string(schema)
+    if not isinstance(kind, T.StructType) or len(set(kind.names)) < len(kind.names):
+        raise ConfigError(
+            f"schema is {schema!r}, and not one of columns with a name each", hint="such as 'x float'", param="schema"
+        )
+    if any(_needs_spark(field.dataType) for field in kind):
+        return spark.createDataFrame(rdd, kind)
     return frame_of_batches(spark, rdd.mapPartitions(partial(_packed, to_arrow_schema(kind))), kind)
 
 
@@ -145,6 +168,13 @@ def moved(rdd: RDD[Any]) -> RDD[Any]:
     """Shuffles the elements of each partition, in their order, to the partition of the same number."""
     numbered = rdd.mapPartitionsWithIndex(lambda number, elements: ((number, element) for element in elements))
     return numbered.partitionBy(rdd.getNumPartitions(), lambda number: number).values()
+
+
+def _needs_spark(kind: T.DataType) -> bool:
+    """Whether values of a type are not those of Arrow: vectors, and times, which have the session's time zone."""
+    while isinstance(kind, T.ArrayType):
+        kind = kind.elementType
+    return isinstance(kind, T.UserDefinedType | T.DatetimeType)
 
 
 def _dtype(kind: T.DataType) -> str:
@@ -234,7 +264,7 @@ def _record_batch(elements: list[Any], schema: pa.Schema | None) -> pa.RecordBat
     names = list(elements[0]) if schema is None else schema.names
     if _is_batch(elements[0]):
         named = _by_name(elements[0], names)
-        columns = {name: to_arrow(torch.as_tensor(named[name]).detach().cpu().numpy()) for name in names}
+        columns = {name: to_arrow(_widened(named[name])) for name in names}
     else:
         rows = [_by_name(element, names) for element in elements]
         columns = {name: _column([row[name] for row in rows]) for name in names}
@@ -243,6 +273,9 @@ def _record_batch(elements: list[Any], schema: pa.Schema | None) -> pa.RecordBat
         raise ColumnError(f"the columns of a batch have different numbers of rows: {lengths}")
     if schema is None:
         return pa.RecordBatch.from_pydict(columns)
+    for name, column in columns.items():
+        if column.null_count and not schema.field(name).nullable:
+            raise ColumnError("the column has null values, and the schema says NOT NULL", column=name)
     return pa.RecordBatch.from_arrays([columns[name].cast(schema.field(name).type) for name in names], schema=schema)
 
 
@@ -252,10 +285,18 @@ def _by_name(element: Any, names: Sequence[str]) -> Mapping[str, Any]:
         if len(values) != len(names):
             raise ColumnError(f"an element has {len(values)} values, and the schema {len(names)} columns")
         return dict(zip(names, values, strict=True))
-    missing = [name for name in names if name not in element]
-    if missing:
-        raise ColumnError(f"an element lacks {', '.join(map(repr, missing))}: it has {', '.join(map(repr, element))}")
+    if element.keys() != set(names):
+        raise ColumnError(
+            f"an element has {', '.join(map(repr, element))}, and the columns are {', '.join(map(repr, names))}",
+            hint="give all elements the same keys, or pass schema=, and map them to dicts of its columns",
+        )
     return element
+
+
+def _widened(values: Any) -> np.ndarray[Any, Any]:
+    """Returns a tensor of a batch as an array of a type that Spark has."""
+    tensor = torch.as_tensor(values).detach().cpu()
+    return np.asarray(tensor.to(_WIDER.get(tensor.dtype, tensor.dtype)).numpy())
 
 
 def _column(values: list[Any]) -> pa.Array:

@@ -12,11 +12,13 @@ from sparktorch.base.batch import Batch, micro_batches, padding
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.devices import let_go
 from sparktorch.base.world import World
+from sparktorch.errors import ModuleError
 from sparktorch.train.dtensor import whole
 from sparktorch.train.numerics.channels_last import channels_last
 from sparktorch.train.numerics.determinism import generators_state, set_generators_state, untouched_generators
 from sparktorch.train.numerics.non_finite import LossWatch, all_finite
 from sparktorch.train.numerics.sync_batchnorm import Presence, has_batch_norm, synchronise
+from sparktorch.train.numerics.torch_errors import is_out_of_memory
 from sparktorch.train.recipe.frozen_base import FrozenBase
 from sparktorch.train.recipe.huggingface import call, model_in
 from sparktorch.train.recipe.loss import Means, Sums, TrainingStep, full_precision
@@ -74,6 +76,12 @@ class Engine:
             self._presence, self.min_rows = Presence(), 1
             synchronise(plain, self._presence, compiled=config.compile)
         together = self.strategy.collective_forward
+        if config.micro_batch_size == "auto" and any(isinstance(part, nn.SyncBatchNorm) for part in plain.modules()):
+            raise ModuleError(
+                "microBatchSize is 'auto', and the module has SyncBatchNorm, whose ranks wait for each other in a step",
+                hint="set microBatchSize to a number",
+                param="microBatchSize",
+            )
         self.split = Split(config, world, steps=steps, min_rows=self.min_rows, together=together)
         self._masks = model_in(plain) is not None  # such models ignore what the attention mask hides
         if config.channels_last:
@@ -241,10 +249,10 @@ class Engine:
             found, full = [], False
             try:
                 found = self._accumulate(self._split(batch, step), scale)
-            except torch.OutOfMemoryError as error:
-                traceback.clear_frames(error.__traceback__)
-                if self.split.smallest(step):
+            except Exception as error:
+                if self.split.smallest(step) or not is_out_of_memory(error):
                     raise
+                traceback.clear_frames(error.__traceback__)
                 full = True
             if self.split.fits(step, full=full):
                 self.strategy.reduce(self.module)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from decimal import Decimal
 from typing import Any
 
@@ -80,6 +81,9 @@ def test_a_null_and_another_length_are_refused_by_column(spark: SparkSession) ->
         tensor_rdd(spark.createDataFrame([("a",)], "s string"))
     with pytest.raises(ConfigError, match="batch_size must be at least 1"):
         tensor_rdd(null, batch_size=0)
+    for columns in ("y", []):
+        with pytest.raises(ConfigError, match="not a list of names"):
+            tensor_rdd(null, columns)
 
 
 def test_a_dataframe_of_tensors_is_the_one_they_came_from(kinds: DataFrame) -> None:
@@ -101,6 +105,22 @@ def test_rows_of_arrays_numbers_and_tuples_become_rows(spark: SparkSession) -> N
     assert sorted(row["y"] for row in typed.collect()) == [1.0, 2.0]
     both = spark.sparkContext.parallelize([{"n": 1}, {"n": 2}, {"n": torch.tensor([3, 4])}, {"n": 5}], 1)
     assert [row["n"] for row in to_dataframe(both, "n int").collect()] == [1, 2, 3, 4, 5]
+    vectors = spark.sparkContext.parallelize([{"v": Vectors.dense([1.0, 2.0]), "n": 1}], 1)
+    assert to_dataframe(vectors).dtypes == [("v", "vector"), ("n", "bigint")]
+    when = datetime.datetime(2020, 1, 2, 3)
+    assert to_dataframe(spark.sparkContext.parallelize([(when, 1)], 1), "t timestamp, n int").first() == Row(
+        t=when, n=1
+    )
+    halves = spark.sparkContext.parallelize([{"h": torch.ones(2).half(), "u": torch.tensor([200, 1]).byte()}], 1)
+    assert to_dataframe(halves).collect() == [Row(h=1.0, u=200), Row(h=1.0, u=1)]
+    other = spark.sparkContext.parallelize([{"x": 1}, {"x": 2, "y": 3}], 1)
+    with pytest.raises(Exception, match="an element has 'x', 'y', and the columns are 'x'"):
+        to_dataframe(other).collect()
+    with pytest.raises(Exception, match="the column has null values, and the schema says NOT NULL"):
+        to_dataframe(spark.sparkContext.parallelize([(None,)], 1), "x int NOT NULL").collect()
+    for wrong in ("float", "x int, x int"):
+        with pytest.raises(ConfigError, match="not one of columns with a name each"):
+            to_dataframe(tuples, wrong)
     with pytest.raises(ConfigError, match="pass schema="):
         to_dataframe(tuples)
     with pytest.raises(ConfigError, match="the RDD is empty"):
@@ -159,6 +179,8 @@ def test_a_partition_that_raises_is_named_and_what_cannot_run_is_refused(spark: 
     assert caught.value.where["rank"] == 1
     with pytest.raises(ConfigError, match="the RDD has 2 partitions"):
         collective_map(rdd, fails, numWorkers=3)
+    with pytest.raises(ConfigError, match="the RDD has no partitions"):
+        collective_map(spark.sparkContext.emptyRDD(), fails)
     with pytest.raises(ConfigError, match="collective_map takes an RDD"):
         collective_map([1, 2], fails)  # type: ignore[arg-type]
     with pytest.raises(ClusterError, match="numWorkers=9"):

@@ -11,10 +11,23 @@ import torch
 from sparktorch.base.config import TrainConfig
 from sparktorch.errors import ClusterError, ModuleError
 
-__all__ = ["explained"]
+__all__ = ["explained", "is_out_of_memory"]
 
 _SHARDED = ("zero2", "zero3")
+_FULL = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "can't allocate memory")
 _NO_COMPILER = ("InvalidCxxCompiler", "No working C++ compiler", "Failed to find C compiler")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error, or one that it was raised from, says that a device has no memory left.
+
+    Libraries under torch have no class of their own for it; torch.compile wraps errors.
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _FULL):
+        return True
+    return error.__cause__ is not None and is_out_of_memory(error.__cause__)
 
 
 @contextmanager
@@ -31,7 +44,7 @@ def explained(config: TrainConfig) -> Iterator[None]:
     except Exception as error:
         text = str(error)
         trace = "".join(traceback.format_exception(error))
-        if isinstance(error, torch.OutOfMemoryError):
+        if is_out_of_memory(error):
             raise ClusterError(
                 f"the memory of the device is full: {text.splitlines()[0]}",
                 hint=_less_memory(config),
