@@ -120,9 +120,12 @@ class RankPool:
         except BaseException:
             self.cancel()
             raise
+        failed = (
+            None if self._job.error is None else self._causes.of(self._job.error)
+        )
         self._end()
-        if self._job.error is not None:
-            raise self._causes.of(self._job.error)
+        if failed is not None:
+            raise failed
         return assemble(self._job.rows, self._launch.world_size)
 
     def run(self, task: Callable[..., Any], observer: Observer | None = None, judge: Judge | None = None) -> Results:

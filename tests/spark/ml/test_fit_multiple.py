@@ -14,7 +14,7 @@ from pyspark.ml.tuning import CrossValidator, CrossValidatorModel, TrainValidati
 from pyspark.sql import DataFrame, SparkSession
 
 from sparktorch import TorchRegressor
-from sparktorch.errors import ConfigError, ModuleError
+from sparktorch.errors import ColumnError, ConfigError, ModuleError
 from tests.spark.ml.test_prepare import ROWS, regressor, same
 from tests.support.faults import Fault
 from tests.support.waiting import until
@@ -97,6 +97,14 @@ def test_a_setting_that_fails_is_told_in_its_turn_and_the_others_are_trained(fra
     with pytest.raises(ModuleError, match=r"loss is (nan|inf)"):
         next(models)
     assert next(models)[0] == 2
+
+
+def test_rows_that_cannot_be_trained_on_are_told_with_their_column(frame: DataFrame) -> None:
+    estimator = regressor()
+    holed = frame.selectExpr("features", "IF(hash(target) % 100 = 7, NULL, target) AS target")
+    for of in (estimator.fit, lambda rows: list(estimator.fitMultiple(rows, rates(estimator, 0.1, 0.01)))):
+        with pytest.raises(ColumnError, match=r"column 'target' has \d+ rows with null values"):
+            of(holed)
 
 
 def test_rows_that_cannot_be_held_are_read_for_each_setting(witness: Witness) -> None:
