@@ -120,9 +120,7 @@ class RankPool:
         except BaseException:
             self.cancel()
             raise
-        failed = (
-            None if self._job.error is None else self._causes.of(self._job.error)
-        )
+        failed = None if self._job.error is None else self._causes.of(self._job.error)
         self._end()
         if failed is not None:
             raise failed
