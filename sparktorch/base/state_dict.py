@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 
 import torch
 
 from sparktorch.errors import ModuleError
 
-__all__ = ["check_state", "pack_state", "unpack_state"]
+__all__ = ["check_state", "has_entry", "pack_state", "unpack_state"]
 
 
 def check_state(state: Mapping[str, object]) -> None:
@@ -39,6 +40,12 @@ def pack_state(state: Mapping[str, torch.Tensor]) -> bytes:
         tensors[name] = tensor.clone() if address in seen else tensor
         seen.add(address)
     return save(tensors)
+
+
+def has_entry(content: bytes, name: str) -> bool:
+    """Whether a state dict in safetensors bytes has an entry; reads their header only."""
+    size = int.from_bytes(content[:8], "little")
+    return bool(content) and name in json.loads(content[8 : 8 + size])
 
 
 def unpack_state(content: bytes) -> dict[str, torch.Tensor]:

@@ -22,17 +22,17 @@ from sparktorch.base.state_dict import pack_state
 from sparktorch.base.world import World
 from sparktorch.data.dataset.base import Shard
 from sparktorch.data.dataset.in_memory import InMemoryShard
-from sparktorch.data.dataset.reader import balanced, read_shard
+from sparktorch.data.dataset.reader import read_shard
 from sparktorch.data.sampling.plan import SamplingPlan
 from sparktorch.data.storage import InMemory, OnDisk, RowStorage, WithinBudget, local_directory
 from sparktorch.distributed.client import Client
 from sparktorch.distributed.os_memory import forget_peaks, peaks
 from sparktorch.distributed.process_group import process_group
-from sparktorch.errors import ColumnError
 from sparktorch.train.checkpoint.checkpointer import Checkpointer
 from sparktorch.train.loop import Outcome, train
 from sparktorch.train.strategies.registry import strategy_options, strategy_type
 from sparktorch.worker.job import GroupJob, RankResult, RowsJob, TrainJob
+from sparktorch.worker.placement import place
 
 __all__ = ["HeldRows", "RowsGroup", "find_checkpoint"]
 
@@ -127,7 +127,7 @@ class HeldRows:
         shard, world, peers = self._shard, self.world, self._peers_without(without)
         shard.leave_out(without)
         clock = _Clock()
-        team, config, plan = _place(shard, world, job, peers, client)
+        team, config, plan = place(shard, world, job, peers, client)
         strategy, options = strategy_type(config.strategy), strategy_options(config.strategy, config.strategy_params)
         if strategy.own_batches:  # the rank whose epochs count is only known at the end
             client.publish(progress=world.is_main, epochs=False)
@@ -287,39 +287,6 @@ def _meet(shard: Shard, world: World, client: Client) -> list[dict[str, Any]]:
     )
 
 
-def _place(
-    shard: Shard, world: World, job: GroupJob, peers: Sequence[Mapping[str, Any]], client: Client
-) -> tuple[World, TrainConfig, SamplingPlan]:
-    """Gives this rank's rows their positions in the global order, and applies class weights.
-
-    Returns:
-        The world of the ranks that train one model together, in which an independent rank is alone; this rank's
-        configuration; its sampling plan.
-
-    Raises:
-        ColumnError: There are no rows to train on.
-    """
-    config, counts = job.config, [peer["rows"] for peer in peers]
-    strategy, options = strategy_type(config.strategy), strategy_options(config.strategy, config.strategy_params)
-    independent = strategy.own_batches
-    if not (min(counts) if independent else sum(counts)):
-        raise ColumnError(
-            "there are no rows to train on" + (f" for rank {counts.index(0)}" if independent else ""),
-            hint="is every row marked for validation?" if not sum(counts) else "set a smaller numWorkers",
-        )
-    team, rows, first = world, sum(counts), sum(counts[: world.rank])
-    if independent:
-        team, rows, first = _alone(world), counts[world.rank], 0
-        if not strategy.makes_validation(options):  # folds differ only in their rows
-            config = replace(config, seed=config.seed + world.rank)
-    plan = SamplingPlan(
-        rows=rows, batch_size=config.batch_size, seed=config.seed, shuffle=config.shuffle, block=config.shuffle_block
-    )
-    shard.place(first, plan, epochs=config.epochs)
-    _weigh_classes(shard, config.class_weights, job.columns.classes or 0, None if independent else client)
-    return team, config, plan
-
-
 def _facts(shard: Shard, world: World, outcome: Outcome, seconds: dict[str, float]) -> dict[str, Any]:
     """Returns what every rank reports of its training."""
     return {
@@ -337,22 +304,6 @@ def _facts(shard: Shard, world: World, outcome: Outcome, seconds: dict[str, floa
     }
 
 
-def _weigh_classes(shard: Shard, weights: Sequence[float] | str | None, classes: int, client: Client | None) -> None:
-    """Multiplies row weights by class weights; "balanced" gives all classes the same total weight over the ranks.
-
-    Args:
-        shard: This rank's rows.
-        weights: Class weights, "balanced" or `None`.
-        classes: Number of classes.
-        client: Connects the ranks whose rows are balanced together; `None` for this rank alone.
-    """
-    if isinstance(weights, str):
-        own = shard.weight_by_class(classes)
-        all_ranks = [own] if client is None else [peer["sums"] for peer in client.agree("classes", {"sums": own})]
-        weights = balanced([sum(of_class) for of_class in zip(*all_ranks, strict=True)])
-    shard.weigh_classes(weights)
-
-
 def _on_one_kind(world: World, peers: Sequence[Mapping[str, Any]], client: Client) -> World:
     """Returns this rank's world, on the CPU if the ranks have different types of devices.
 
@@ -368,11 +319,6 @@ def _on_one_kind(world: World, peers: Sequence[Mapping[str, Any]], client: Clien
             "device for each\n  -> give every executor its GPUs, or lower numWorkers; device='cpu' says it is meant"
         )
     return replace(world, device="cpu")
-
-
-def _alone(world: World) -> World:
-    """Returns the world of a rank that trains by itself."""
-    return replace(world, rank=0, world_size=1, local_rank=0)
 
 
 def _best(outcomes: list[dict[str, Any]]) -> int:

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from sparktorch.base.state_dict import has_entry
 from sparktorch.errors import ModuleError
 
-__all__ = ["FrozenBase", "load_weights", "seed_of"]
+__all__ = ["FrozenBase", "lacks_base", "load_weights", "seed_of"]
 
 _RECORD = "sparktorch.base"  # the entry of a state dict that tells which base it lacks
 
@@ -71,6 +72,11 @@ class FrozenBase:
                 hint="they are not in the result: let the factory set requires_grad on those that a callback trains",
                 param="module",
             )
+
+
+def lacks_base(content: bytes) -> bool:
+    """Whether a packed state dict is one without its base."""
+    return has_entry(content, _RECORD)
 
 
 def seed_of(state: Mapping[str, torch.Tensor], default: int) -> int:

@@ -16,7 +16,7 @@ from sparktorch.base.imports import SHIPPING_HINT, load_object
 from sparktorch.base.state_dict import unpack_state
 from sparktorch.base.world import World
 from sparktorch.errors import ConfigError, ModuleError
-from sparktorch.train.recipe.frozen_base import load_weights, seed_of
+from sparktorch.train.recipe.frozen_base import lacks_base, load_weights, seed_of
 from sparktorch.train.recipe.huggingface import with_config
 from sparktorch.train.recipe.lookup import look_up, name_of, parameters_of, signature_of
 from sparktorch.train.recipe.loss import Loss, TrainingStep
@@ -117,7 +117,7 @@ class Recipe:
 
     def module_seed(self, seed: int) -> int:
         """Returns the seed for the factory: the given one, or that of the base which the initial weights lack."""
-        return seed_of(unpack_state(self.initial), seed) if self.initial else seed
+        return seed_of(unpack_state(self.initial), seed) if lacks_base(self.initial) else seed
 
     def build_loss(self) -> Loss:
         """Builds the loss.

@@ -1,0 +1,73 @@
+"""Where a rank's rows are in the order of all rows, and what they weigh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from sparktorch.base.config import TrainConfig
+from sparktorch.base.world import World
+from sparktorch.data.dataset.base import Shard
+from sparktorch.data.dataset.reader import balanced
+from sparktorch.data.sampling.plan import SamplingPlan
+from sparktorch.distributed.client import Client
+from sparktorch.errors import ColumnError
+from sparktorch.train.strategies.registry import strategy_options, strategy_type
+from sparktorch.worker.job import GroupJob
+
+__all__ = ["place"]
+
+
+def place(
+    shard: Shard, world: World, job: GroupJob, peers: Sequence[Mapping[str, Any]], client: Client
+) -> tuple[World, TrainConfig, SamplingPlan]:
+    """Gives this rank's rows their positions in the global order, and applies class weights.
+
+    Returns:
+        The world of the ranks that train one model together, in which an independent rank is alone; this rank's
+        configuration; its sampling plan.
+
+    Raises:
+        ColumnError: There are no rows to train on.
+    """
+    config, counts = job.config, [peer["rows"] for peer in peers]
+    strategy, options = strategy_type(config.strategy), strategy_options(config.strategy, config.strategy_params)
+    independent = strategy.own_batches
+    if not (min(counts) if independent else sum(counts)):
+        raise ColumnError(
+            "there are no rows to train on" + (f" for rank {counts.index(0)}" if independent else ""),
+            hint="is every row marked for validation?" if not sum(counts) else "set a smaller numWorkers",
+        )
+    team, rows, first = world, sum(counts), sum(counts[: world.rank])
+    if independent:
+        team, rows, first = _alone(world), counts[world.rank], 0
+        if not strategy.makes_validation(options):  # folds differ only in their rows
+            config = replace(config, seed=config.seed + world.rank)
+    plan = SamplingPlan(
+        rows=rows, batch_size=config.batch_size, seed=config.seed, shuffle=config.shuffle, block=config.shuffle_block
+    )
+    shard.place(first, plan, epochs=config.epochs)
+    _weigh_classes(shard, config.class_weights, job.columns.classes or 0, None if independent else client)
+    return team, config, plan
+
+
+def _weigh_classes(shard: Shard, weights: Sequence[float] | str | None, classes: int, client: Client | None) -> None:
+    """Multiplies row weights by class weights; "balanced" gives all classes the same total weight over the ranks.
+
+    Args:
+        shard: This rank's rows.
+        weights: Class weights, "balanced" or `None`.
+        classes: Number of classes.
+        client: Connects the ranks whose rows are balanced together; `None` for this rank alone.
+    """
+    if isinstance(weights, str):
+        own = shard.weight_by_class(classes)
+        all_ranks = [own] if client is None else [peer["sums"] for peer in client.agree("classes", {"sums": own})]
+        weights = balanced([sum(of_class) for of_class in zip(*all_ranks, strict=True)])
+    shard.weigh_classes(weights)
+
+
+def _alone(world: World) -> World:
+    """Returns the world of a rank that trains by itself."""
+    return replace(world, rank=0, world_size=1, local_rank=0)
