@@ -24,6 +24,7 @@ with warnings.catch_warnings():
 
     from tests.support.lightning_modules import Lit, LitMinimal
 
+pytestmark = QUIET
 QUICK: dict[str, Any] = {"labelCol": "target", "batchSize": 100, "numWorkers": 2, "seed": 3, "progress": False}
 
 
@@ -46,7 +47,6 @@ class OfThisFile(LightningModule):
         return torch.optim.Adam(self.parameters(), lr=0.05)
 
 
-@QUIET
 def test_a_fitted_module_scores_is_saved_and_goes_on(frame: DataFrame, store: MlflowClient, tmp_path: Path) -> None:
     marked = frame.selectExpr("*", "abs(hash(target)) % 4 = 0 AS held_out")
     regressor = TorchRegressor(module=Lit, moduleParams={"schedule": "step"}, epochs=3, **QUICK)
