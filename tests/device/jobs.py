@@ -31,7 +31,7 @@ ALLOWED = {
         "losses that are not finite are looked for every 32 steps and at an epoch's end",
     ),
     "place = int(first) < look_back < _look_back < validate_within": (None, "and before a validation within an epoch"),
-    "module(*batch.inputs)": (
+    "module(*": (
         2,
         "DDP orders its buckets anew after its first backward pass, as one rank has seen them",
     ),

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from sparktorch.base.batch import Batch, components, rebuilt
+from sparktorch.base.batch import Batch, count_tokens, rebuilt
 
 with warnings.catch_warnings():  # torch says once that the layout is in beta
     warnings.simplefilter("ignore")
@@ -41,3 +41,21 @@ def test_a_tensor_is_rebuilt_of_strided_components(layout: str) -> None:
 def test_a_batch_weighs_what_its_components_do() -> None:
     batch = Batch(tuple(TENSORS.values()), torch.zeros(2), None, 2)
     assert batch.nbytes == 6 * 4 + (6 * 8 + 3 * 4) + (5 * 4 + 3 * 8) + 2 * 4
+
+
+def test_tokens_are_counted_up_to_the_last_that_is_shown_or_has_a_label() -> None:
+    mask = torch.tensor([[1, 1, 0, 0], [0, 0, 1, 1], [1, 0, 0, 0]])  # padded behind, in front, and behind
+    assert count_tokens({"attention_mask": mask}).tolist() == [2, 4, 1]  # type: ignore[union-attr]
+    labels = torch.full((3, 4), -100)
+    labels[2, 2] = 5
+    assert count_tokens({"attention_mask": mask, "labels": labels}).tolist() == [2, 4, 3]  # type: ignore[union-attr]
+    assert count_tokens({"input_ids": mask}) is None
+
+
+def test_a_batch_loses_the_tokens_behind_its_longest_row() -> None:
+    ids, mask = torch.arange(8).view(2, 4), torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]])
+    names = ("attention_mask", "input_ids", "other")
+    tokens = count_tokens({"attention_mask": mask})
+    batch = Batch((mask, ids, torch.ones(2, 4)), None, None, 2, names=names, tokens=tokens)
+    assert [tuple(tensor.shape) for tensor in batch.trimmed().inputs] == [(2, 2), (2, 2), (2, 4)]
+    assert [tuple(tensor.shape) for tensor in batch.slice(1, 2).trimmed().inputs] == [(1, 1), (1, 1), (1, 4)]
