@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from sparktorch.base.batch import Batch, count_tokens, rebuilt
+from sparktorch.base.batch import Batch, components, count_tokens, rebuilt
 
 with warnings.catch_warnings():  # torch says once that the layout is in beta
     warnings.simplefilter("ignore")
