@@ -113,8 +113,9 @@ class Validation:
         found = {}
         if self._engine.training_step is not None:
             found = means.over_ranks(self._world)
-        if losses:
-            found.setdefault("val_loss", mean_of(loss_sum, loss_weight_sum))
+        step = self._engine.training_step
+        if losses and not (step is not None and step.logs_val_loss and "val_loss" in found):
+            found["val_loss"] = mean_of(loss_sum, loss_weight_sum)
         if self._task == "classification":
             found["val_accuracy"] = mean_of(right, weight_sum)
         found |= {f"val_{name}": value for name, value in self._metrics.compute().items()}

@@ -95,9 +95,11 @@ class TrainingStep:
     Attributes:
         what: Its name in messages.
         param: The Param that named it.
+        logs_val_loss: Whether a metric "val_loss" of it is the loss of a validation.
     """
 
     param = "trainingStep"
+    logs_val_loss = False
 
     def __init__(self, function: Callable[[nn.Module, Batch], Any]) -> None:
         """Takes a callable that returns a loss per row or their mean, or such a loss and a mapping of metrics."""
