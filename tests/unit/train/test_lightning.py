@@ -22,6 +22,7 @@ from sparktorch.train.lightning.trainer import TrainerView
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of Lightning's own imports
+    pytest.importorskip("lightning")
     from lightning.pytorch import LightningModule
 
     from tests.support.lightning_modules import LitMinimal
