@@ -48,7 +48,7 @@ class FromFolder:
 @functools.lru_cache(maxsize=4)
 def _loaded(auto: str, folder: str) -> Any:
     try:
-        return getattr(transformers(), auto).from_pretrained(folder, local_files_only=True)
+        return getattr(transformers(), auto).from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, ImportError) as error:
         raise ModuleError(
             f"{auto} finds nothing to read in {folder} on {socket.gethostname()}: {error}",

@@ -86,12 +86,12 @@ class Validation:
             too many.
         """
         own = self._engine.own
+        means = self._engine.new_means("val_")
         own.begin_validation()
         module.eval()
         # Sums of losses and weights stay on the device: reading one in each batch would wait for the device's work.
         totals = torch.zeros(5, dtype=torch.float64, device=self._world.device)
         counts = torch.zeros(self._shown**2, dtype=torch.float64, device=self._world.device)
-        means = self._engine.new_means("val_")
         with closing(self._outputs(module, means)) as outputs:
             for batch, output, label, loss in outputs:
                 weight = torch.ones(batch.rows, device=self._world.device) if batch.weight is None else batch.weight

@@ -56,6 +56,7 @@ class Lit(LitMinimal):
         loss = nn.functional.mse_loss(output, y)
         self.log("train_loss", loss, on_step=False, on_epoch=True)
         self.log("last_loss", loss)
+        self.log("rate", self.optimizers().param_groups[0]["lr"])
         self.log("both", loss, on_step=True, on_epoch=True)
         self.log("largest", y.max(), reduce_fx="max", on_step=False, on_epoch=True)
         self.log_dict({"least": y.min()}, reduce_fx=torch.min, on_step=False, on_epoch=True)
@@ -63,6 +64,9 @@ class Lit(LitMinimal):
         self.error(output, y)
         self.log("train_error", self.error, on_step=False, on_epoch=True)
         return {"loss": loss, "more": 1}
+
+    def on_validation_epoch_start(self) -> None:
+        self.log("val_begun", float(self.current_epoch))
 
     def on_train_epoch_end(self) -> None:
         self.log("epoch_number", float(self.current_epoch))

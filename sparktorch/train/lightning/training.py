@@ -96,7 +96,9 @@ class LightningTraining(OwnTraining):
     @cached_property
     def configured(self) -> Configured:
         """The module's optimizer and schedulers."""
-        return configured(self._module)
+        found = configured(self._module)
+        self.trainer.optimizers, self.trainer.lr_scheduler_configs = [found.optimizer], list(found.schedulers)
+        return found
 
     def training_step(self, within: Within) -> TrainingStep:
         """Returns the step that calls the module's `training_step`, and its `validation_step`."""
@@ -104,9 +106,9 @@ class LightningTraining(OwnTraining):
 
     def schedule(self, optimizer: torch.optim.Optimizer) -> LightningSchedule:
         """Returns the schedule of the module's schedulers."""
+        made = self.configured
         self.trainer.optimizers = [optimizer]
-        self.trainer.lr_scheduler_configs = list(self.configured.schedulers)
-        return LightningSchedule(self.configured, optimizer, self.trainer.callback_metrics)
+        return LightningSchedule(made, optimizer, self.trainer.callback_metrics)
 
     def _optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """Returns the optimizer: `self.optimizers()` of the module."""
@@ -209,8 +211,11 @@ class LightningTraining(OwnTraining):
             output = call(partial(called, module.validation_step, arguments, index))
             module.on_validation_batch_end(output, arguments, index)
         self._validation_index += 1
-        loss = output.get("loss") if isinstance(output, Mapping) else output
-        return loss if isinstance(loss, torch.Tensor) and loss.is_floating_point() else None
+        if isinstance(output, Mapping):
+            output = output.get("loss")
+        elif isinstance(output, torch.Tensor) and output.dim():
+            return None  # outputs for a hook
+        return output if isinstance(output, torch.Tensor) and output.is_floating_point() else None
 
     def begin_fit(self, epoch: int, step: int) -> None:
         """Calls `on_fit_start`, `on_train_start` and the first `on_train_epoch_start`."""
@@ -264,7 +269,6 @@ class LightningTraining(OwnTraining):
         self._module.eval()
         self.trainer.training, self.trainer.validating = False, True
         self._validation_index = 0
-        self.new_logs("val_")
         self._hook("on_validation_start")
         self._hook("on_validation_epoch_start")
 
@@ -319,8 +323,8 @@ class LightningTraining(OwnTraining):
         rows = len(inputs[0])
         try:
             with torch.no_grad():
+                logs = self.new_logs("val_")
                 self.begin_validation()
-                logs = self._logs
                 loss = self.validate(lambda function: function(), Batch(inputs, label, None, rows))
                 self.end_validation_rows()
                 found = {} if loss is None else {"val_loss": float(loss.mean())}

@@ -248,7 +248,7 @@ def config_in(folder: str) -> Any:
         ConfigError: transformers is not installed.
     """
     _stamp(folder)
-    return transformers().AutoConfig.from_pretrained(folder, local_files_only=True)
+    return transformers().AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def classifier_in(folder: str, auto: str, classes: int | None) -> dict[str, Any]:
@@ -268,7 +268,11 @@ def classifier_in(folder: str, auto: str, classes: int | None) -> dict[str, Any]
     if type(config) not in known:
         raise ModuleError(f"{auto} knows no {config.model_type}", hint="use TorchClassifier", param="modelFolder")
     more = {} if classes is None or classes == config.num_labels else {"num_labels": classes}
-    return {"architectures": [known[type(config)].__name__], **more}
+    return {
+        "architectures": [known[type(config)].__name__],
+        "problem_type": "single_label_classification",
+        **more,
+    }
 
 
 def rebuildable(module: Any) -> dict[str, Any] | None:

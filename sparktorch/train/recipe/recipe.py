@@ -25,6 +25,8 @@ from sparktorch.train.recipe.parameter_groups import freeze, group
 
 __all__ = ["ModuleSource", "Recipe"]
 
+_OF_LIGHTNING = ("training_step", "configure_optimizers", "automatic_optimization")
+
 
 ModuleSource = str | nn.Module | Callable[..., nn.Module]
 
@@ -108,6 +110,12 @@ class Recipe:
             raise ModuleError(
                 f"module {name_of(factory)} returned {type(module).__name__}, not an nn.Module",
                 hint="pass an nn.Module class, a function that returns one, or an instance",
+            )
+        if type(self) is Recipe and all(hasattr(module, name) for name in _OF_LIGHTNING):
+            raise ModuleError(
+                f"module {name_of(factory)} returned a LightningModule, whose steps a fit would not call",
+                hint="pass its class, and its arguments as moduleParams; or an instance",
+                param="module",
             )
         return module
 

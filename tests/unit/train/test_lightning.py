@@ -19,6 +19,7 @@ from sparktorch.train.lightning.logs import Logs
 from sparktorch.train.lightning.optimizers import configured
 from sparktorch.train.lightning.recognise import _REFUSED
 from sparktorch.train.lightning.trainer import TrainerView
+from sparktorch.train.recipe.recipe import Recipe
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of Lightning's own imports
@@ -62,6 +63,15 @@ def test_what_a_fit_needs_is_named() -> None:
     check_class(Empty, validated=False)
     with pytest.raises(ModuleError, match="Empty has no validation_step"):
         check_class(Empty, validated=True)
+
+
+def made() -> LitMinimal:
+    return LitMinimal()
+
+
+def test_a_function_that_returns_one_is_refused() -> None:
+    with pytest.raises(ModuleError, match="module made returned a LightningModule, whose steps a fit would not call"):
+        Recipe(module=made).build_module(0)
 
 
 def returning(make: Any) -> Any:
