@@ -9,7 +9,7 @@ import torch
 
 from sparktorch.errors import ModuleError
 
-__all__ = ["check_state", "has_entry", "pack_state", "unpack_state"]
+__all__ = ["check_state", "entries", "pack_state", "unpack_state"]
 
 
 def check_state(state: Mapping[str, object]) -> None:
@@ -42,10 +42,10 @@ def pack_state(state: Mapping[str, torch.Tensor]) -> bytes:
     return save(tensors)
 
 
-def has_entry(content: bytes, name: str) -> bool:
-    """Whether a state dict in safetensors bytes has an entry; reads their header only."""
+def entries(content: bytes) -> frozenset[str]:
+    """Returns the names in a state dict of safetensors bytes, of which it reads the header; of none, none."""
     size = int.from_bytes(content[:8], "little")
-    return bool(content) and name in json.loads(content[8 : 8 + size])
+    return frozenset(json.loads(content[8 : 8 + size]) if content else ())
 
 
 def unpack_state(content: bytes) -> dict[str, torch.Tensor]:

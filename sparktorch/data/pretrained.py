@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from sparktorch.base.folders import stamp
 from sparktorch.base.optional import pillow, transformers
 from sparktorch.errors import ModuleError
 
@@ -42,11 +43,11 @@ class FromFolder:
                 hint="copy it to this path on each machine, or name one that all of them mount",
                 param="modelFolder",
             )
-        return _loaded(self.auto, self.folder)
+        return _loaded(self.auto, self.folder, stamp(self.folder))
 
 
 @functools.lru_cache(maxsize=4)
-def _loaded(auto: str, folder: str) -> Any:
+def _loaded(auto: str, folder: str, _: tuple[tuple[str, int], ...]) -> Any:
     try:
         return getattr(transformers(), auto).from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, ImportError) as error:
@@ -64,16 +65,19 @@ class Tokens(FromFolder):
     Attributes:
         folder: Path of the folder with the tokenizer.
         max_length: Number of tokens after which a row is cut off.
+        arguments: Names of what the model takes; others are left out. Empty for all.
     """
 
     max_length: int
+    arguments: tuple[str, ...] = ()
     auto: ClassVar[str] = "AutoTokenizer"
 
     def __call__(self, columns: Mapping[str, Any], *, epoch: int | None, generator: Any) -> dict[str, torch.Tensor]:
         """Returns what the tokenizer returns, such as `input_ids` and `attention_mask`."""
         (texts,) = columns.values()
         options = {"padding": True, "truncation": True, "max_length": self.max_length, "return_tensors": "pt"}
-        return dict(self.load()(texts.to_pylist(), **options))
+        found = self.load()(texts.to_pylist(), **options)
+        return {name: value for name, value in found.items() if name in self.arguments or not self.arguments}
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from sparktorch.base.config import at_least
 from sparktorch.data.pretrained import FromFolder, Pixels, Tokens
-from sparktorch.errors import ConfigError
+from sparktorch.errors import ConfigError, ModuleError
 from sparktorch.ml.classification import TorchClassificationModel, TorchClassifier
 from sparktorch.ml.fit.prepared_data import Source
 from sparktorch.ml.params.mixins import (
@@ -19,7 +19,7 @@ from sparktorch.ml.params.mixins import (
     TextClassifierParams,
 )
 from sparktorch.model.trained_module import TrainedModule
-from sparktorch.train.recipe.huggingface import classifier_in, config_in
+from sparktorch.train.recipe.huggingface import arguments_of, classifier_in, config_in
 
 __all__ = ["ImageClassificationModel", "ImageClassifier", "TextClassificationModel", "TextClassifier"]
 
@@ -66,17 +66,22 @@ class _FromFolderClassifier(TorchClassifier):
         classes = self.getOrDefault("numLabels") if self.isDefined("numLabels") else None
         if classes is not None:
             at_least("numLabels", classes, 2)
-        preprocess = self._preprocess_of(folder)
-        preprocess.load()
+        params = classifier_in(folder, self._auto, classes)
         that = self.copy()
-        that._set(modelFolder=folder, module=folder, moduleParams=classifier_in(folder, self._auto, classes))
-        return that._set(preprocess=preprocess)
+        that._set(modelFolder=folder, module=folder, preprocess=self._preprocess_of(folder, params))
+        return that._set(moduleParams=params)
 
     def _follows(self, name: str) -> bool:
         """Whether `completed` has set a Param."""
         return self.isSet("preprocess") and isinstance(self.getPreprocess(), FromFolder) and name != "inputCols"
 
-    def _preprocess_of(self, folder: str) -> FromFolder:
+    def _preprocess_of(self, folder: str, params: dict[str, Any]) -> FromFolder:
+        """Returns the preprocess of a folder, to whose configuration it may add entries.
+
+        Raises:
+            ModuleError: The folder does not hold it.
+            ConfigError: A Param does not suit it.
+        """
         raise NotImplementedError
 
 
@@ -105,16 +110,27 @@ class TextClassifier(_FromFolderClassifier, TextClassifierParams):
         """Gets the value of `textCol`."""
         return self.getTextCol()
 
-    def _preprocess_of(self, folder: str) -> FromFolder:
-        length, most = self.getMaxLength(), getattr(config_in(folder), "max_position_embeddings", None)
+    def _preprocess_of(self, folder: str, params: dict[str, Any]) -> FromFolder:
+        length, config = self.getMaxLength(), config_in(folder)
         at_least("maxLength", length, 1)
-        if most is not None and length > most:
+        tokens = Tokens(folder, max_length=length, arguments=arguments_of(params["architectures"][0]))
+        tokenizer = tokens.load()
+        if tokenizer.pad_token_id is None:
+            raise ModuleError(
+                f"the tokenizer in {folder} has no padding token, which rows of several lengths need",
+                hint="set tokenizer.pad_token, such as tokenizer.eos_token, and save it in the folder",
+                param="modelFolder",
+            )
+        if getattr(config, "pad_token_id", None) is None:
+            params["pad_token_id"] = tokenizer.pad_token_id
+        most = min(getattr(config, "max_position_embeddings", None) or length, tokenizer.model_max_length)
+        if length > most:
             raise ConfigError(
                 f"maxLength is {length}, and the model takes {most} tokens at most",
                 hint=f"set maxLength to {most} or less",
                 param="maxLength",
             )
-        return Tokens(folder, max_length=length)
+        return tokens
 
 
 class ImageClassificationModel(_FromFolderModel, ImageClassificationModelParams):
@@ -142,5 +158,7 @@ class ImageClassifier(_FromFolderClassifier, ImageClassifierParams):
         """Gets the value of `imageCol`."""
         return self.getImageCol()
 
-    def _preprocess_of(self, folder: str) -> FromFolder:
-        return Pixels(folder)
+    def _preprocess_of(self, folder: str, params: dict[str, Any]) -> FromFolder:
+        pixels = Pixels(folder)
+        pixels.load()
+        return pixels

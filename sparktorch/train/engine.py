@@ -67,7 +67,7 @@ class Engine:
         self.strategy: Strategy[Any] = build_strategy(config, world)
         plain = recipe.build_module(config.seed)
         self.own = recipe.build_own(plain, world, steps)
-        self.base = FrozenBase.of(plain, recipe.module_seed(config.seed))
+        self.base = FrozenBase.of(plain, recipe.module_seed(config.seed), recipe.initial)
         # A rank without rows joins every all-reduce with placeholder rows. Batch normalisation
         # refuses a single row in training, unless it is synchronised over the ranks.
         self.min_rows = 2 if has_batch_norm(plain) else 1

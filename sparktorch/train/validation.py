@@ -114,10 +114,10 @@ class Validation:
         if self._engine.training_step is not None:
             found = means.over_ranks(self._world)
         step = self._engine.training_step
-        if losses and not (step is not None and step.logs_val_loss and "val_loss" in found):
-            found["val_loss"] = mean_of(loss_sum, loss_weight_sum)
+        measured = {"val_loss": mean_of(loss_sum, loss_weight_sum)} if losses else {}
         if self._task == "classification":
-            found["val_accuracy"] = mean_of(right, weight_sum)
+            measured["val_accuracy"] = mean_of(right, weight_sum)
+        found = measured | found if step is not None and step.logs_validation else found | measured
         found |= {f"val_{name}": value for name, value in self._metrics.compute().items()}
         own.end_validation(found)
         return found, summed[5:].long().view(self._shown, self._shown) if self._shown else None

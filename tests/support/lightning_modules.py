@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import nn
-from torchmetrics import MeanSquaredError
+from torchmetrics import MeanAbsoluteError, MeanAbsolutePercentageError, MeanSquaredError, MetricCollection
 
 __all__ = ["Lit", "LitCounting", "LitHooks", "LitMinimal"]
 
@@ -49,6 +49,8 @@ class Lit(LitMinimal):
         super().__init__()
         self.save_hyperparameters()
         self.error = MeanSquaredError()
+        self.groups = MetricCollection([MeanAbsoluteError(), MeanAbsolutePercentageError()])
+        self.kept: list[torch.Tensor] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
@@ -63,12 +65,28 @@ class Lit(LitMinimal):
         self.log("total", y.sum(), reduce_fx="sum", on_step=False, on_epoch=True)
         self.error(output, y)
         self.log("train_error", self.error, on_step=False, on_epoch=True)
+        self.log("train_error_too", self.error, on_step=False, on_epoch=True)
+        self.groups(output, y)
+        self.log_dict(self.groups, on_step=False, on_epoch=True)
         return {"loss": loss, "more": 1}
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.log("step_number", float(self.global_step), on_step=True, on_epoch=True)
 
     def on_validation_epoch_start(self) -> None:
         self.log("val_begun", float(self.current_epoch))
+        self.log("val_rate", self.optimizers().param_groups[0]["lr"])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.kept.append(batch[1])
+        return super().validation_step(batch, batch_idx)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_labels", sum((float(labels.sum()) for labels in self.kept), 0.0), reduce_fx="sum")
+        self.kept.clear()
 
     def on_train_epoch_end(self) -> None:
+        self.log("computed", self.error.compute())
         self.log("epoch_number", float(self.current_epoch))
         self.log("steps_so_far", float(self.global_step))
 
@@ -80,6 +98,11 @@ class Lit(LitMinimal):
             total = self.trainer.estimated_stepping_batches
             schedule = kinds.OneCycleLR(optimizer, max_lr=0.05, total_steps=int(total))
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        if self.hparams["schedule"] == "part":
+            return torch.optim.SGD(self.head.parameters(), lr=0.5)
+        if self.hparams["schedule"] == "often":
+            schedule = {"scheduler": kinds.StepLR(optimizer, 1, gamma=0.7), "interval": "step", "frequency": 4}
+            return [optimizer], [schedule]
         if self.hparams["schedule"] == "epoch":
             return [optimizer], [kinds.StepLR(optimizer, step_size=1, gamma=0.5)]
         if self.hparams["schedule"] == "plateau":

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import BertConfig, GPT2Config, ViTConfig
 
-__all__ = ["LENGTH", "WORDS", "bert", "causal", "gpt2", "lora", "masked", "tokenizer_folder", "vit"]
+__all__ = ["LENGTH", "WORDS", "bert", "causal", "gpt2", "lora", "masked", "prompts", "tokenizer_folder", "vit"]
 
 WORDS, LENGTH = 20, 8
 
@@ -35,6 +35,15 @@ def lora() -> Any:
     from transformers import GPT2LMHeadModel
 
     return get_peft_model(GPT2LMHeadModel(gpt2()), LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["c_attn"]))
+
+
+def prompts() -> Any:
+    """The same with virtual tokens in front of each row."""
+    from peft import PromptTuningConfig, get_peft_model
+    from transformers import GPT2LMHeadModel
+
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    return get_peft_model(GPT2LMHeadModel(gpt2(n_positions=LENGTH + 2)), config)
 
 
 def vit(**options: Any) -> ViTConfig:

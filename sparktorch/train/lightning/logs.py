@@ -107,13 +107,18 @@ class _Logged:
 
 
 class Logs(Means):
-    """Logged values by name. They stay on the device until the ranks exchange them."""
+    """Logged values by name. They stay on the device until the ranks exchange them.
+
+    Attributes:
+        metrics: Paths of the metrics that any rank has logged, known from `over_ranks` on.
+    """
 
     def __init__(self, computed: Callable[[str], float]) -> None:
         """Takes a function that computes the value of a metric, given its path; it is a collective."""
         super().__init__()
         self._computed = computed
         self._logged: dict[str, _Logged] = {}
+        self.metrics: set[str] = set()
 
     def log(
         self,
@@ -156,6 +161,7 @@ class Logs(Means):
         whole = Logs(self._computed)
         for state in every:  # in rank order: all ranks see the same names in the same order
             whole.load_state_dict(state)
+        self.metrics = {logged.metric for logged in whole._logged.values() if logged.metric}
         found: dict[str, float] = {}
         for name, logged in whole._logged.items():
             both = logged.on_step and logged.on_epoch

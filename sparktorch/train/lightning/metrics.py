@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,11 +17,18 @@ __all__ = ["Metrics"]
 
 
 class Metrics:
-    """The metrics in a module, by their paths; none if torchmetrics has not been imported."""
+    """The metrics in a module, by their paths; none if torchmetrics has not been imported.
+
+    Attributes:
+        collections: The collections of them, which group metrics by the values that they see first.
+    """
 
     def __init__(self, module: nn.Module, device: str) -> None:
         """Finds the metrics, and lets them reduce their states over ranks of which some may have no rows."""
-        known = getattr(sys.modules.get("torchmetrics"), "Metric", ())
+        torchmetrics = sys.modules.get("torchmetrics")
+        known = getattr(torchmetrics, "Metric", ())
+        groups = getattr(torchmetrics, "MetricCollection", ())
+        self.collections = [part for part in module.modules() if isinstance(part, groups)]
         self._found: dict[str, Any] = {path: part for path, part in module.named_modules() if isinstance(part, known)}
         for metric in self._found.values():
             reduce_over_ranks(metric, device)
@@ -36,7 +43,7 @@ class Metrics:
             metric.to(device)
 
     def compute(self, path: str) -> float:
-        """Returns a metric's value over the rows of all ranks, and resets it; a collective.
+        """Returns a metric's value over the rows of all ranks; a collective.
 
         Raises:
             ModuleError: The value is not one number.
@@ -44,17 +51,24 @@ class Metrics:
         metric = self._found[path]
         with quiet():  # a rank without rows has not called update
             value = metric.compute()
-        metric.reset()
         if not isinstance(value, torch.Tensor | int | float) or torch.as_tensor(value).numel() != 1:
             raise ModuleError(f"metric {path!r} does not give one number", hint="log its values one by one")
         return float(value)
+
+    def reset(self, paths: Iterable[str]) -> None:
+        """Resets metrics."""
+        for path in paths:
+            self._found[path].reset()
 
     @contextmanager
     def kept(self, kept: bool) -> Iterator[None]:
         """Context after which the metrics are as before, if `kept`."""
         before = self.state_dict() if kept else {}
+        computed = {path: self._found[path]._computed for path in before}
         yield
         self.load_state_dict(before)
+        for path, value in computed.items():  # to compute it again would be a collective of this rank only
+            self._found[path]._computed = value
 
     def state_dict(self) -> dict[str, Any]:
         """Returns copies of the metrics' states by path, and how many updates made them."""

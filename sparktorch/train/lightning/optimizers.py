@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from sparktorch.errors import ModuleError
+from sparktorch.train.lightning.trainer import TrainerView
 from sparktorch.train.recipe.lr_schedule import Schedule
 
 __all__ = ["Configured", "LightningSchedule", "Scheduled", "configured"]
@@ -25,7 +26,7 @@ class Scheduled:
     Attributes:
         scheduler: The scheduler.
         interval: "step" or "epoch".
-        frequency: Number of steps or epochs between its steps.
+        frequency: Number of batches (micro-batches of `accumulationSteps`) or epochs between its steps.
         monitor: Name of the value that `ReduceLROnPlateau` looks at.
         reduce_on_plateau: Whether its step takes that value.
         strict: Whether the value must be there.
@@ -132,45 +133,48 @@ def _refused(what: str, hint: str) -> ModuleError:
 class LightningSchedule(Schedule):
     """Steps the module's own schedulers, after each step or each epoch."""
 
-    def __init__(self, made: Configured, optimizer: Optimizer, metrics: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, made: Configured, optimizer: Optimizer, trainer: TrainerView) -> None:
         """Takes the schedulers.
 
         Args:
             made: From `configure_optimizers`.
             optimizer: The optimizer in use, which has the same parameter groups.
-            metrics: The latest values by name, for `ReduceLROnPlateau`.
+            trainer: Tells the epoch, its number of batches, and the latest values, for `ReduceLROnPlateau`.
         """
-        self._optimizer, self._schedulers, self._metrics = optimizer, made.schedulers, metrics
+        self._optimizer, self._schedulers, self._trainer = optimizer, made.schedulers, trainer
         self._step = 0
         self._last_rate = optimizer.param_groups[0]["lr"]
 
     def step(self, take: Callable[[], object]) -> None:
-        """Calls `take`, an optimizer step, and steps the schedulers whose interval is "step"."""
+        """Calls `take`, an optimizer step, and steps the schedulers without `monitor`: before a validation."""
         self._step += 1
         self._last_rate = self._groups[0]["lr"]
         take()
+        trainer = self._trainer
+        batches = self._step * trainer.accumulate_grad_batches
+        done = {"step": batches}
+        if batches == trainer.num_training_batches:
+            done["epoch"] = trainer.current_epoch + 1
         for each in self._schedulers:
-            if each.interval == "step" and self._step % each.frequency == 0:
+            if not each.reduce_on_plateau and each.interval in done and done[each.interval] % each.frequency == 0:
                 each.scheduler.step()
 
     def epoch_done(self, record: Mapping[str, Any], *, validated: bool) -> None:
-        """Steps the schedulers whose interval is "epoch".
+        """Steps the schedulers that look at a logged value.
 
         Raises:
             ModuleError: A monitored value was not logged.
         """
         self._step = 0
         for each in self._schedulers:
-            if each.interval != "epoch" or record["epoch"] % each.frequency:
+            if not each.reduce_on_plateau or record["epoch"] % each.frequency:
                 continue
-            if not each.reduce_on_plateau:
-                each.scheduler.step()
-            elif (value := self._metrics.get(each.monitor or "")) is not None:
+            if (value := self._trainer.callback_metrics.get(each.monitor or "")) is not None:
                 each.scheduler.step(float(value))
             elif each.strict:
                 raise ModuleError(
                     f"configure_optimizers monitors {each.monitor!r}, which is not logged",
-                    hint=f"there are {', '.join(self._metrics)}",
+                    hint=f"there are {', '.join(self._trainer.callback_metrics)}",
                     param="module",
                 )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 from sparktorch.base.world import World
 from sparktorch.errors import ModuleError, SparkTorchError
 from sparktorch.train.lightning.optimizers import Configured
-from sparktorch.train.lightning.recognise import check_instance, is_lightning
+from sparktorch.train.lightning.recognise import check_instance, is_lightning, overrides
 from sparktorch.train.lightning.training import LightningTraining, training_of
 from sparktorch.train.recipe.built_optimizer import recipe_of
 from sparktorch.train.recipe.recipe import Recipe
@@ -78,6 +78,27 @@ class LightningRecipe(Recipe):
     def build_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
         """Returns the optimizer that the module builds."""
         return training_of(module).configured.optimizer
+
+    def check_scored(self, module: nn.Module) -> None:
+        """Checks that what `setup("fit")` makes is what `setup("predict")` makes.
+
+        Raises:
+            ModuleError: Names or shapes of weights differ.
+        """
+        if not overrides(module, "setup"):
+            return
+        scored = replace(self, stage="predict")._make_module(0).state_dict()
+        trained = module.state_dict()
+        both = sorted(trained.keys() | scored.keys())
+        shapes = [
+            (name, *(state[name].shape if name in state else None for state in (trained, scored))) for name in both
+        ]
+        if differs := [name for name, one, other in shapes if one != other]:
+            raise ModuleError(
+                f"setup('fit') and setup('predict') of {type(module).__qualname__} make another {differs[0]}",
+                hint="make weights and buffers in every stage, or in __init__: the fitted model is set up to predict",
+                param="module",
+            )
 
     def check_optimizer(self, module: nn.Module) -> None:
         """Builds optimizer and schedulers.

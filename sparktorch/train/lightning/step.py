@@ -25,7 +25,7 @@ class LightningStep(TrainingStep):
     """Calls `training_step` within the module's forward pass, and `validation_step` for validation rows."""
 
     param = "module"
-    logs_val_loss = True
+    logs_validation = True
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import Any
 
@@ -13,13 +13,16 @@ from torch import nn
 from sparktorch.base.batch import Batch
 from sparktorch.base.world import World
 from sparktorch.errors import ModuleError
-from sparktorch.train.lightning.attributes import plain_attributes
+from sparktorch.train.lightning.attributes import unchanged
 from sparktorch.train.lightning.logs import Logs, check_logged, number_of
 from sparktorch.train.lightning.metrics import Metrics
 from sparktorch.train.lightning.optimizers import Configured, LightningSchedule, configured
 from sparktorch.train.lightning.recognise import overrides, parts
+from sparktorch.train.lightning.saved import Saved
 from sparktorch.train.lightning.step import Call, LightningStep, arguments_of, called, loss_of
+from sparktorch.train.lightning.trained import Trained
 from sparktorch.train.lightning.trainer import TrainerView
+from sparktorch.train.metrics import quiet
 from sparktorch.train.recipe.loss import TrainingStep
 from sparktorch.train.recipe.own_training import OwnTraining, Within
 
@@ -28,8 +31,7 @@ __all__ = ["LightningTraining", "training_of"]
 
 def training_of(module: nn.Module) -> LightningTraining:
     """Returns the training that a module is attached to."""
-    found: LightningTraining = vars(module)["log"].__self__
-    return found
+    return vars(module)["log"].__self__  # type: ignore[no-any-return]
 
 
 class LightningTraining(OwnTraining):
@@ -63,35 +65,35 @@ class LightningTraining(OwnTraining):
             needs_val_loss: Whether they must give a "val_loss".
         """
         self._module: Any = module
+        self.sees_gradients = overrides(module, "on_before_optimizer_step")
         self.name, self._world = type(module).__qualname__, world
         self._validates, self._needs_val_loss = validates, needs_val_loss
         self.trainer = TrainerView(world, epochs=epochs, steps=steps, accumulation=accumulation)
-        for part in parts(module):
+        lightning = parts(module)
+        for part in lightning:
             vars(part).update(_trainer=self.trainer, log=self.log, optimizers=self._optimizers)
         self._metrics = Metrics(module, world.device)
+        self._kept = [*lightning, *self._metrics.collections]  # what batches that do not count leave as it is
         self._logs = self._training_logs = self._early = Logs(self._metrics.compute)
         self._muted = False  # whether logged values are dropped
         self._within_step = False
         self._rows = 1  # of the batch whose values are logged
+        self._step_rows = 0  # of the step so far
         self._rehearsing = False
         self._batch_index = self._validation_index = 0
         self._last: tuple[dict[str, Any], Batch, int] | None = None  # for on_train_batch_end
         self._began = False
         self._evaluating: list[nn.Module] = []
-        self._built = plain_attributes(self._module)
+        self._trained = Trained(module)
+        self._saved = Saved(module, self.trainer)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LightningTraining:
         return self  # a copy of the module belongs to the same training
 
     @property
     def asked(self) -> bool:  # type: ignore[override]
-        """Whether the module has set `self.trainer.should_stop`."""
+        """Whether `self.trainer.should_stop` is set."""
         return self.trainer.should_stop
-
-    @property
-    def sees_gradients(self) -> bool:  # type: ignore[override]
-        """Whether the module looks at gradients before the optimizer's step."""
-        return overrides(self._module, "on_before_optimizer_step")
 
     @cached_property
     def configured(self) -> Configured:
@@ -108,7 +110,7 @@ class LightningTraining(OwnTraining):
         """Returns the schedule of the module's schedulers."""
         made = self.configured
         self.trainer.optimizers = [optimizer]
-        return LightningSchedule(made, optimizer, self.trainer.callback_metrics)
+        return LightningSchedule(made, optimizer, self.trainer)
 
     def _optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """Returns the optimizer: `self.optimizers()` of the module."""
@@ -168,13 +170,12 @@ class LightningTraining(OwnTraining):
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
         """Context for passes that do not count: no hooks, nothing is logged, and the module counts nothing."""
-        before = plain_attributes(self._module, private=True)
-        self._rehearsing = True
-        try:
-            yield
-        finally:
-            self._rehearsing = False
-            vars(self._module).update(before)
+        with unchanged(self._kept):
+            self._rehearsing = True
+            try:
+                yield
+            finally:
+                self._rehearsing = False
 
     def train(self, call: Call, batch: Batch) -> torch.Tensor:
         """Calls the module's `training_step`, and the hooks around it; returns its loss.
@@ -195,12 +196,12 @@ class LightningTraining(OwnTraining):
                     hint="set self.trainer.should_stop = True, which ends the training after the epoch",
                     param="module",
                 )
-            output = call(step)
-            loss = loss_of(output, self.name)
+            loss = loss_of(output := call(step), self.name)
             module.on_before_backward(loss)
         more = {key: value for key, value in output.items() if key != "loss"} if isinstance(output, Mapping) else {}
         self._last = {"loss": loss.detach(), **more}, batch, index
         self._batch_index += 1
+        self._step_rows += batch.rows
         return loss
 
     def validate(self, call: Call, batch: Batch) -> torch.Tensor | None:
@@ -240,6 +241,7 @@ class LightningTraining(OwnTraining):
         elif fresh:
             self._training_logs.load_state_dict(self._early.state_dict())
         self._began = True
+        self._trained.look((*self.trainer.optimizers, self.configured.optimizer))
 
     def keep_modes(self) -> None:
         """Sets the parts to evaluation mode that were in it before a validation, or before the training."""
@@ -248,15 +250,17 @@ class LightningTraining(OwnTraining):
 
     def before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
         """Calls `on_before_zero_grad`."""
-        self._hook("on_before_zero_grad", optimizer, within_step=True)
+        self._step_rows = 0
+        self._hook("on_before_zero_grad", optimizer, rows=1)
 
     def after_backward(self) -> None:
         """Calls `on_after_backward`."""
-        self._hook("on_after_backward", within_step=True)
+        self._hook("on_after_backward", rows=self._last[1].rows if self._last else 1)
 
     def before_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Calls `on_before_optimizer_step`."""
-        self._hook("on_before_optimizer_step", optimizer, within_step=True)
+        """Removes gradients that the optimizer will not use, and calls `on_before_optimizer_step`."""
+        self._trained.drop_unused_gradients()
+        self._hook("on_before_optimizer_step", optimizer, rows=self._step_rows)
 
     def end_step(self, step: int) -> None:
         """Calls `on_train_batch_end`."""
@@ -290,6 +294,7 @@ class LightningTraining(OwnTraining):
             )
         self._publish(metrics)
         self._hook("on_validation_end")
+        self._metrics.reset(self._logs.metrics)
         self._module.train()
         self.keep_modes()
         self.trainer.training, self.trainer.validating = True, False
@@ -298,12 +303,14 @@ class LightningTraining(OwnTraining):
     def end_epoch(self, record: dict[str, Any]) -> None:
         """Calls `on_train_epoch_end`, and adds what it logs to the record."""
         self._publish(record)
+        logged = self._training_logs.metrics
         if overrides(self._module, "on_train_epoch_end"):
             late = self.new_logs("late")
             self._hook("on_train_epoch_end")
             record |= late.over_ranks(self._world)
             self._publish(record)
-            self._logs = self._training_logs
+            self._logs, logged = self._training_logs, logged | late.metrics
+        self._metrics.reset(logged)
         self.trainer.current_epoch += 1
 
     def end_fit(self) -> None:
@@ -312,22 +319,22 @@ class LightningTraining(OwnTraining):
         self._hook("on_fit_end")
         self._module.teardown("fit")
 
-    def try_validation(self, inputs: tuple[torch.Tensor, ...], label: torch.Tensor | None) -> None:
+    def try_validation(self, batch: Batch) -> None:
         """Validates on the first row, if the training will validate.
 
         Raises:
-            ModuleError: The module fails, or gives no "val_loss" although early stopping looks at it.
+            ModuleError: The module fails, cannot weigh rows that have weights, or gives no "val_loss" to stop early by.
         """
         if not self._validates:
             return
-        rows = len(inputs[0])
+        step = self.training_step(lambda _, function: function())
         try:
             with torch.no_grad():
                 logs = self.new_logs("val_")
                 self.begin_validation()
-                loss = self.validate(lambda function: function(), Batch(inputs, label, None, rows))
+                loss, _ = step.evaluate(self._module, batch)
                 self.end_validation_rows()
-                found = {} if loss is None else {"val_loss": float(loss.mean())}
+                found = {} if loss is None else {"val_loss": float(loss)}
                 self.end_validation(found | logs.over_ranks(World()))
         except ModuleError:
             raise
@@ -340,38 +347,31 @@ class LightningTraining(OwnTraining):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns counters, metrics, what the module saves, and its plain attributes that the training has changed."""
-        saved: dict[str, Any] = {}
-        if overrides(self._module, "on_save_checkpoint"):
-            self._module.on_save_checkpoint(saved)
-        now, built = plain_attributes(self._module), self._built
         return {
+            **self._saved.state_dict(),
             "batch_index": self._batch_index,
-            "attributes": {name: value for name, value in now.items() if name not in built or built[name] != value},
             "metrics": self._metrics.state_dict(),
             "values": {name: float(value) for name, value in self.trainer.callback_metrics.items()},
-            "saved": saved,
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, same_ranks: bool) -> None:
         """Restores what `state_dict` returned; states of metrics only if the number of ranks is the same."""
         self._batch_index = state["batch_index"]
-        vars(self._module).update(state["attributes"])
         self._publish(state["values"])
         if same_ranks:
             self._metrics.load_state_dict(state["metrics"])
-        if overrides(self._module, "on_load_checkpoint"):
-            self._module.on_load_checkpoint(dict(state["saved"]))
+        self._saved.load_state_dict(state)
 
-    def _hook(self, name: str, *arguments: Any, within_step: bool = False) -> None:
-        """Calls a hook of the module; what it logs in an epoch counts once for each rank."""
-        before, self._within_step = self._within_step, within_step
-        if not within_step:
-            self._rows = 1
+    def _hook(self, name: str, *arguments: Any, rows: int | None = None) -> None:
+        """Calls a hook of the module. What it logs counts for the rows of a step, or once for each rank."""
+        before = self._within_step, self._muted
+        self._rows, self._within_step, self._muted = 1 if rows is None else rows, rows is not None, rows == 0
         try:
             if not self._rehearsing:
-                getattr(self._module, name)(*arguments)
+                with quiet() if rows is None else nullcontext():  # a rank without rows computes metrics too
+                    getattr(self._module, name)(*arguments)
         finally:
-            self._within_step = before
+            self._within_step, self._muted = before
 
     @contextmanager
     def _logging(self, batch: Batch, *, within_step: bool = True) -> Iterator[None]:
@@ -379,7 +379,7 @@ class LightningTraining(OwnTraining):
         self._rows, self._within_step = batch.rows, within_step
         self._muted = self._rehearsing or not batch.rows
         try:
-            with self._metrics.kept(self._muted):
+            with self._metrics.kept(self._muted), unchanged(self._kept if self._muted else ()):
                 yield
         finally:
             self._muted, self._within_step = False, False

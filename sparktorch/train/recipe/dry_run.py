@@ -160,17 +160,18 @@ def dry_run(
         label = label.to(torch.int64).clamp(0, classes - 1)  # the ranks check every label
     rows = len(next(iter(inputs.values())))
     weight = torch.ones(rows, device=device) if weighted else None
+    batch = Batch(tuple(inputs.values()), label, weight, rows, weight, names=names)
     if loss is not None:
         _try_loss(loss, task, output, label, weight)
     else:
         assert training_step is not None
         own.begin_fit(0, 0)
-        batch = Batch(tuple(inputs.values()), label, weight, rows, weight, names=names)
         _try_step(training_step, module, batch)
         if recipe.training_step == MODEL_LOSS:
             check_model_loss(module, batch)
     unused = any(parameter.grad is None for parameter in trainable)
-    own.try_validation(tuple(inputs.values()), label)
+    own.try_validation(batch)
+    recipe.check_scored(module)
     return DryRunResult(
         outputs,
         classes,

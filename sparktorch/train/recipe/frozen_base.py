@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from sparktorch.base.state_dict import has_entry
+from sparktorch.base.state_dict import entries
 from sparktorch.errors import ModuleError
 
 __all__ = ["FrozenBase", "lacks_base", "load_weights", "seed_of"]
@@ -36,10 +36,12 @@ class FrozenBase:
     seed: int
 
     @classmethod
-    def of(cls, module: nn.Module, seed: int) -> FrozenBase | None:
+    def of(cls, module: nn.Module, seed: int, initial: bytes = b"") -> FrozenBase | None:
         """Returns the base in a module on the CPU; `None` if no part of it has adapters.
 
-        Such a part has the dict `peft_config`: a `PeftModel`, or a model of transformers after `add_adapter`.
+        Such a part has the dict `peft_config`: a `PeftModel`, or a model of transformers after `add_adapter`. What the
+        factory does not make belongs to no base: the initial weights, as those of an earlier training that `freeze`
+        now freezes.
         """
         names = {
             f"{path}.{name}".removeprefix(".")
@@ -49,7 +51,7 @@ class FrozenBase:
             if not parameter.requires_grad
         }
         state = module.state_dict()
-        names &= state.keys()
+        names = names & state.keys() - entries(initial)
         return cls(frozenset(names), _digest(state, names), seed) if names else None
 
     def without(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -76,7 +78,7 @@ class FrozenBase:
 
 def lacks_base(content: bytes) -> bool:
     """Whether a packed state dict is one without its base."""
-    return has_entry(content, _RECORD)
+    return _RECORD in entries(content)
 
 
 def seed_of(state: Mapping[str, torch.Tensor], default: int) -> int:
@@ -99,7 +101,7 @@ def load_weights(module: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
         raise ModuleError(
             "the module's frozen parameters are not those that its adapters were trained on",
             hint="the factory must make the same base in every process: has the folder that it loads changed, or is it "
-            "another one on this host?",
+            "another one on this host? A base that is computed, as PiSSA's, needs an instance as module",
             param="module",
         )
     kept = {name: value for name, value in state.items() if name != _RECORD}

@@ -19,13 +19,17 @@ import torch
 from torch import nn
 
 from sparktorch.base.batch import IGNORED, Batch
+from sparktorch.base.folders import stamp
 from sparktorch.base.imports import import_path, load_object
 from sparktorch.base.optional import transformers
 from sparktorch.base.state_dict import pack_state
-from sparktorch.errors import ModuleError, SparkTorchError
+from sparktorch.errors import ModuleError, SparkTorchError, nearest
+from sparktorch.train.recipe.loss import TrainingStep
 
 __all__ = [
     "MODEL_LOSS",
+    "ModelLossStep",
+    "arguments_of",
     "call",
     "check_model_loss",
     "classifier_in",
@@ -100,7 +104,7 @@ def _keywords(kind: Any, names: tuple[str, ...]) -> tuple[str, ...]:
     """Returns the names under which a module takes its arguments; `()` if it takes them by their order."""
     if not is_model(kind):
         return ()
-    known = [name for name, p in inspect.signature(kind.forward).parameters.items() if p.kind is not p.VAR_KEYWORD][1:]
+    known = _arguments(kind)
     unknown = [name for name in names if name not in known]
     if not unknown:
         return names
@@ -137,6 +141,16 @@ def model_loss(module: nn.Module, batch: Batch) -> torch.Tensor:
     return _token_losses(module(**inputs).logits, made, ahead=_PER_TOKEN[kind])
 
 
+class ModelLossStep(TrainingStep):
+    """`model_loss` as training step, which no Param names."""
+
+    param, rowwise = "loss", "set loss, such as 'CrossEntropyLoss', or trainingStep: the rows have weights"
+
+    def __init__(self) -> None:
+        super().__init__(model_loss)
+        self.what = "the model's own loss"
+
+
 def _unwrapped(module: Any) -> Any:
     while (found := model_in(module)) is None:
         module = module.module
@@ -159,6 +173,8 @@ def _row_labels(plain: Any, label: torch.Tensor) -> torch.Tensor:
 
 def _token_losses(logits: torch.Tensor, labels: torch.Tensor, *, ahead: int) -> torch.Tensor:
     """Returns the mean loss of each row over its tokens that have a label; 0 for a row without any."""
+    virtual = logits.shape[1] - labels.shape[1]  # tokens that an adapter puts in front
+    labels = nn.functional.pad(labels, (virtual, 0), value=IGNORED)
     logits, labels = logits[:, : logits.shape[1] - ahead].float(), labels[:, ahead:].long()
     losses = nn.functional.cross_entropy(logits.transpose(1, 2), labels, ignore_index=IGNORED, reduction="none")
     return losses.sum(1) / (labels != IGNORED).sum(1).clamp(min=1)
@@ -275,6 +291,16 @@ def classifier_in(folder: str, auto: str, classes: int | None) -> dict[str, Any]
     }
 
 
+def arguments_of(name: str) -> tuple[str, ...]:
+    """Returns the names of the arguments of a class in transformers."""
+    return _arguments(getattr(transformers(), name))
+
+
+def _arguments(kind: Any) -> tuple[str, ...]:
+    parameters = inspect.signature(kind.forward).parameters
+    return tuple(name for name, each in parameters.items() if each.kind is not each.VAR_KEYWORD)[1:]
+
+
 def rebuildable(module: Any) -> dict[str, Any] | None:
     """Returns the fields of a `Recipe` that make a module like an instance of a transformers model, or `None`.
 
@@ -287,14 +313,26 @@ def rebuildable(module: Any) -> dict[str, Any] | None:
             again = type(module)(copy.deepcopy(module.config))
     except Exception:
         return None
-    shapes = [{name: tensor.shape for name, tensor in each.state_dict().items()} for each in (module, again)]
-    return described(type(module), module.config) if shapes[0] == shapes[1] else None
+    one, other = ({name: tensor.shape for name, tensor in each.state_dict().items()} for each in (module, again))
+    return described(type(module), module.config) if one == other and repr(module) == repr(again) else None
 
 
 def _changed(config: Any, params: Mapping[str, Any]) -> Any:
+    """Returns a copy of a configuration with other values; dicts change entries of configurations in it.
+
+    Raises:
+        ModuleError: It has no entry of a name.
+    """
     changed = copy.deepcopy(config)
     for name, value in params.items():
-        setattr(changed, name, value)
+        if not hasattr(changed, name):
+            raise ModuleError(
+                f"the {type(config).__qualname__} has no entry {name!r}",
+                hint=nearest(name, {"num_labels", *changed.to_dict()}),
+                param="moduleParams",
+            )
+        below = getattr(changed, name)
+        setattr(changed, name, _changed(below, value) if is_config(below) and isinstance(value, Mapping) else value)
     return changed
 
 
@@ -306,7 +344,7 @@ def _stamp(folder: Any) -> tuple[tuple[str, int], ...]:
             hint="give the path of a folder that save_pretrained wrote, on this machine",
             param="module",
         )
-    return tuple(sorted((file.name, file.stat().st_mtime_ns) for file in Path(folder).iterdir()))
+    return stamp(folder)
 
 
 @functools.lru_cache(maxsize=1)  # the settings of a search share one copy of the weights

@@ -22,6 +22,8 @@ from sparktorch.train.recipe.lookup import look_up, name_of, parameters_of, sign
 
 __all__ = ["Loss", "Means", "Sums", "TrainingStep", "full_precision", "mean_of", "step_scales", "weigh"]
 
+_ROWWISE = "return one loss per row: a tensor of shape (rows,)"
+
 Sums = Mapping[str, tuple[torch.Tensor, torch.Tensor | int]]  # weighted sums, and sums of weights
 
 
@@ -49,7 +51,9 @@ def full_precision(output: Any) -> Any:
     return tuple(full_precision(tensor) for tensor in output)
 
 
-def weigh(losses: Any, rows: int, weight: torch.Tensor | None, *, what: str, param: str) -> torch.Tensor:
+def weigh(
+    losses: Any, rows: int, weight: torch.Tensor | None, *, what: str, param: str, rowwise: str = _ROWWISE
+) -> torch.Tensor:
     """Returns the weighted sum of the rows' losses, a scalar tensor.
 
     Args:
@@ -58,6 +62,7 @@ def weigh(losses: Any, rows: int, weight: torch.Tensor | None, *, what: str, par
         weight: float32 weights of shape `(rows,)`, or `None` for ones.
         what: The function that computed the losses, for messages.
         param: The Param that named it.
+        rowwise: What to do if it should return a loss per row.
 
     Raises:
         ModuleError: They are neither a scalar nor a value per row, or a scalar where rows have weights.
@@ -74,7 +79,7 @@ def weigh(losses: Any, rows: int, weight: torch.Tensor | None, *, what: str, par
         if weight.any():
             raise ModuleError(
                 f"{what} returns one number for the batch, so rows cannot be weighted",
-                hint="return one loss per row: a tensor of shape (rows,)",
+                hint=rowwise,
                 param=param,
             )
         stand_in: torch.Tensor = losses * 0
@@ -85,8 +90,8 @@ def weigh(losses: Any, rows: int, weight: torch.Tensor | None, *, what: str, par
             hint="return one loss per row, shape (rows,), or their mean",
             param=param,
         )
-    rowwise = losses.flatten(1).mean(1) if losses.dim() > 1 else losses
-    return rowwise.sum() if weight is None else (rowwise * weight).sum()
+    of_rows = losses.flatten(1).mean(1) if losses.dim() > 1 else losses
+    return of_rows.sum() if weight is None else (of_rows * weight).sum()
 
 
 class TrainingStep:
@@ -95,11 +100,12 @@ class TrainingStep:
     Attributes:
         what: Its name in messages.
         param: The Param that named it.
-        logs_val_loss: Whether a metric "val_loss" of it is the loss of a validation.
+        rowwise: What to do if it should return a loss per row.
+        logs_validation: Whether metrics "val_loss" and "val_accuracy" of it are those of a validation.
     """
 
-    param = "trainingStep"
-    logs_val_loss = False
+    param, rowwise = "trainingStep", _ROWWISE
+    logs_validation = False
 
     def __init__(self, function: Callable[[nn.Module, Batch], Any]) -> None:
         """Takes a callable that returns a loss per row or their mean, or such a loss and a mapping of metrics."""
@@ -124,7 +130,7 @@ class TrainingStep:
         rows = batch.rows or len(batch.inputs[0])  # placeholder rows are complete, with weight zero
         if isinstance(losses, torch.Tensor):
             losses = _without_filler(losses, batch).to(torch.promote_types(losses.dtype, torch.float32))
-        total = weigh(losses, rows, batch.loss_weight, what=self.what, param=self.param)
+        total = weigh(losses, rows, batch.loss_weight, what=self.what, param=self.param, rowwise=self.rowwise)
         if not batch.rows:
             return total, {}
         return total, {name: self._sums(name, value, batch) for name, value in metrics.items()}

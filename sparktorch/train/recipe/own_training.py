@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from sparktorch.base.batch import Batch
+
 __all__ = ["OwnTraining", "Within"]
 
 Within = Callable[[nn.Module, Callable[[], Any]], Any]  # as `Strategy.within_forward`
@@ -40,7 +42,7 @@ class OwnTraining:
         """Returns the module's own schedule, with the methods of `Schedule`, or `None` for the recipe's."""
         return None
 
-    def try_validation(self, inputs: tuple[torch.Tensor, ...], label: torch.Tensor | None) -> None:
+    def try_validation(self, batch: Batch) -> None:
         """Tries the module's own validation on the first row, if the training will validate."""
 
     def rehearsal(self) -> AbstractContextManager[None]:

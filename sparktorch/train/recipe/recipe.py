@@ -17,7 +17,7 @@ from sparktorch.base.state_dict import unpack_state
 from sparktorch.base.world import World
 from sparktorch.errors import ConfigError, ModuleError
 from sparktorch.train.recipe.frozen_base import lacks_base, load_weights, seed_of
-from sparktorch.train.recipe.huggingface import with_config
+from sparktorch.train.recipe.huggingface import MODEL_LOSS, ModelLossStep, with_config
 from sparktorch.train.recipe.lookup import look_up, name_of, parameters_of, signature_of
 from sparktorch.train.recipe.loss import Loss, TrainingStep
 from sparktorch.train.recipe.own_training import OwnTraining
@@ -123,6 +123,13 @@ class Recipe:
         """Builds what the module brings to its training; `steps` is the number of steps in an epoch."""
         return OwnTraining()
 
+    def check_scored(self, module: nn.Module) -> None:
+        """Checks, in the dry run, that trained weights fit the module that scores.
+
+        Raises:
+            ModuleError: They do not.
+        """
+
     def module_seed(self, seed: int) -> int:
         """Returns the seed for the factory: the given one, or that of the base which the initial weights lack."""
         return seed_of(unpack_state(self.initial), seed) if lacks_base(self.initial) else seed
@@ -144,7 +151,9 @@ class Recipe:
         step = load_object(self.training_step) if isinstance(self.training_step, str) else self.training_step
         if step is not None and not callable(step):
             raise ModuleError(f"trainingStep must be a callable (module, batch), got {step!r}", param="trainingStep")
-        return None if step is None else TrainingStep(step)
+        if step is None:
+            return None
+        return ModelLossStep() if self.training_step == MODEL_LOSS else TrainingStep(step)
 
     def build_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
         """Builds the optimizer over the module's trainable parameters.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,21 @@ def test_a_random_base_is_made_again_with_the_seed_of_its_training(folder: str) 
     later, _ = train_on(parts(1), TrainJob(**{**vars(further), "recipe": recipe}))
     later_module = trained_module(adapted, {}, later).build()
     assert all(torch.equal(base_of(later_module)[name], value) for name, value in expected.items())
+
+
+def test_what_an_earlier_training_has_trained_is_kept_when_a_later_one_freezes_it(folder: str) -> None:
+    params = {"folder": folder}
+    first, _ = train_on(parts(1), job_for(adapted, params, epochs=1))
+    second = job_for(adapted, params, epochs=1)
+    frozen = {"initial": pack_state(first), "freeze": ["*lora_A*", "*layer.0.*"]}
+    later, _ = train_on(parts(), TrainJob(**{**vars(second), "recipe": replace(second.recipe, **frozen)}))
+    assert later.keys() == first.keys()
+    kept = {name for name in first if "lora_A" in name or "layer.0." in name}
+    assert len(kept) == 6
+    trained = {name for name, value in later.items() if not torch.equal(value, first[name])}
+    assert trained == first.keys() - kept - {"sparktorch.base"}
+    built = trained_module(adapted, params, later).build().state_dict()
+    assert all(torch.equal(built[name], value) for name, value in later.items() if name != "sparktorch.base")
 
 
 def test_the_best_weights_of_an_instance_and_its_saved_model_have_the_base(folder: str, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from sparktorch.worker import TrainJob
 from tests.support.frames import Table
 from tests.support.plain import global_batches
 from tests.support.ranks import train_on
-from tests.support.tiny_transformers import LENGTH, WORDS, bert, causal, gpt2, lora, masked
+from tests.support.tiny_transformers import LENGTH, WORDS, bert, causal, gpt2, lora, masked, prompts
 
 ROWS, SEED = 90, 5
 IDS = TensorSpec(name="x0", column="ids", dtype="int64", shape=(LENGTH,))
@@ -110,6 +110,18 @@ def test_adapters_are_called_by_the_names_of_their_base_and_alone_come_back() ->
     assert state.keys() - adapters.keys() == {"sparktorch.base"}
     torch.testing.assert_close({name: state[name] for name in adapters}, adapters, atol=1e-5, rtol=0)
     assert metas[0]["history"][0]["padding_share"] < float((table.arrays["x0"] == 0).mean())
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft reads it
+def test_virtual_tokens_have_no_labels() -> None:
+    table = sentences(causal, labelled=False)
+    recipe = Recipe(module=prompts, loss=None, training_step=MODEL_LOSS, optimizer="SGD", learning_rate=0.1)
+    job = replace(job_for(table, gpt2()), recipe=recipe)
+    state, _ = train_on([part.batches() for part in table.parts(2)], job)
+    torch.manual_seed(SEED)
+    expected = by_hand(table, job.config, prompts(), mean_of_rows)
+    (name,) = state.keys() - {"sparktorch.base"}
+    torch.testing.assert_close(state[name], expected[name], atol=1e-5, rtol=0)
 
 
 def test_micro_batches_are_trimmed_to_their_longest_row_and_train_the_same() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,26 @@ def test_text_from_a_file_is_classified_by_a_folder_and_written_as_one(
         moved.transform(texts).collect()
 
 
+def test_a_decoder_classifies_text_by_a_tokenizer_that_pads(texts: DataFrame, tmp_path: Path) -> None:
+    from transformers import DistilBertConfig, GPT2Config
+
+    words = ["the", "day", "was", *GOOD, *BAD]
+    small: dict[str, Any] = {"architectures": ["GPT2Model"], "n_embd": 32, "n_layer": 1, "n_head": 2}
+    decoder = tokenizer_folder(tmp_path / "decoder", words, GPT2Config(n_positions=16, **small))
+    classifier = TextClassifier(modelFolder=str(decoder), maxLength=16, epochs=4, **QUICK)
+    model = classifier.fit(texts)
+    assert model.module.config.pad_token_id == 0
+    assert np.mean([row.prediction == row.label for row in model.transform(texts).collect()]) > 0.9
+    settings = decoder / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "pad_token": None}))
+    with pytest.raises(ModuleError, match=r"(?s)has no padding token.*set tokenizer.pad_token"):
+        classifier.copy().setModelFolder(f"{decoder}/").fit(texts)
+    # Its tokenizer makes token_type_ids, which this model does not take.
+    tiny: dict[str, Any] = {"architectures": ["DistilBertModel"], "dim": 32, "n_layers": 1, "n_heads": 2}
+    other = tokenizer_folder(tmp_path / "other", words, DistilBertConfig(max_position_embeddings=16, **tiny))
+    TextClassifier(modelFolder=str(other), maxLength=16, **QUICK).fit(texts).transform(texts).collect()
+
+
 def test_images_are_classified_by_a_folder(spark: SparkSession, tmp_path: Path) -> None:
     from PIL import Image
     from transformers import ViTForImageClassification, ViTImageProcessorPil
@@ -123,6 +144,12 @@ def test_what_a_folder_cannot_be_used_for_is_refused_before_a_job(
         TextClassifier(modelFolder=str(folder), **QUICK).fit(texts)
     with pytest.raises(ConfigError, match="module is set, which TextClassifier finds in modelFolder"):
         TextClassifier(modelFolder=str(folder), maxLength=9, **QUICK).setModule("torch.nn:Linear").fit(texts)
+    with pytest.raises(ModuleError, match=r"(?s)BertConfig has no entry 'num_label' .*did you mean 'num_labels'"):
+        TorchClassifier(module=str(folder), moduleParams={"num_label": 3}, featuresCol="text", **QUICK).fit(texts)
+    weighted = TorchEstimator(module=bert(), featuresCol="ids", preprocess=masked, weightCol="label", **QUICK)
+    weighted.setInputDtypes({"ids": "int64"})
+    with pytest.raises(ModuleError, match=r"(?s)the model's own loss returns one number .*set loss, such as"):
+        weighted.fit(texts.selectExpr("array(1L, 2L) AS ids", "label"))
     config = bert()
     config.architectures = None
     with pytest.raises(ModuleError, match="names no class of models"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
+from collections import defaultdict, deque
 from typing import Any
 
 import pytest
@@ -14,11 +15,14 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from sparktorch.base.world import World
 from sparktorch.errors import ModuleError
-from sparktorch.train.lightning import check_class, is_lightning
+from sparktorch.train.lightning import LightningRecipe, check_class, is_lightning
+from sparktorch.train.lightning.attributes import unchanged
 from sparktorch.train.lightning.logs import Logs
 from sparktorch.train.lightning.optimizers import configured
 from sparktorch.train.lightning.recognise import _REFUSED
+from sparktorch.train.lightning.trained import Trained
 from sparktorch.train.lightning.trainer import TrainerView
+from sparktorch.train.recipe.dry_run import dry_run
 from sparktorch.train.recipe.recipe import Recipe
 
 with warnings.catch_warnings():
@@ -119,6 +123,54 @@ def test_the_view_of_the_trainer_names_what_it_has() -> None:
     assert (view.estimated_stepping_batches, view.num_training_batches) == (21, 14)
     with pytest.raises(AttributeError, match=r"self.trainer has no 'datamodule'.* It has current_epoch"):
         view.datamodule  # noqa: B018
+
+
+class Setup(LitMinimal):
+    def setup(self, stage: str) -> None:
+        if stage == "fit":
+            self.register_buffer("seen", torch.zeros(()))
+
+
+class PerRow(LitMinimal):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return (self(batch[0]) - batch[1]) ** 2
+
+
+def test_what_only_a_dry_run_shows_is_refused() -> None:
+    def tried(module: Any, **options: Any) -> None:
+        recipe = LightningRecipe(module=module, loss=None, validates=True, stage="fit")
+        dry_run(recipe, "generic", 0, {"x": torch.ones(2, 5)}, torch.ones(2), **options)
+
+    with pytest.raises(ModuleError, match=r"setup\('fit'\) and setup\('predict'\) of Setup make another seen"):
+        tried(Setup)
+    with pytest.raises(ModuleError, match="validation_step of PerRow returns one number for the batch"):
+        tried(PerRow, weighted=True)
+    tried(PerRow)
+
+
+def test_parameters_that_a_hook_makes_trainable_are_refused() -> None:
+    module = LitMinimal()
+    module.head.requires_grad_(False)
+    trained = Trained(module)
+    trained.look([SGD(module.parameters(), lr=0.1)])
+    module.head.requires_grad_()
+    with pytest.raises(ModuleError, match=r"LitMinimal has set requires_grad of head\.bias during the training"):
+        trained.look([SGD(module.parameters(), lr=0.1)])
+
+
+def test_a_step_that_does_not_count_leaves_attributes_and_their_items() -> None:
+    module: Any = LitMinimal()
+    module.rows, module.best, module.means = [1], torch.zeros(1), defaultdict(deque, a=deque([1], maxlen=3))
+    rows, best, means = module.rows, module.best, module.means
+    with unchanged([module]):
+        module.rows.append(2)
+        module.means["a"].append(2)
+        module.means["b"].append(2)
+        module.best, module.late = torch.ones(1), 1
+    assert module.rows is rows == [1]
+    assert module.best is best
+    assert module.means is means == {"a": deque([1])}
+    assert (module.means["a"].maxlen, hasattr(module, "late")) == (3, False)
 
 
 def test_values_are_reduced_as_they_were_logged() -> None:
