@@ -138,7 +138,7 @@ test-petastorm-core: $(PETASTORM_VENV)/.done
 
 # pyspark 3.5 has no server of Spark Connect in its package.
 test-petastorm-paths: $(PETASTORM_VENV)/.done
-	$(OLD_PYTEST) tests/paths -k "not connect"
+	$(OLD_PYTEST) tests/paths/test_paths.py tests/paths/test_shipping.py -k "not connect"
 
 mlflow: setup
 	$(BIN)/mlflow ui --backend-store-uri sqlite:///out/mlflow.db --host 127.0.0.1

@@ -18,7 +18,6 @@ from sparktorch import RunContext, TorchRegressor, collective_map, tensor_rdd, t
 from sparktorch.data.columns import TensorSpec
 from sparktorch.errors import ClusterError, ColumnError, ConfigError, RankError
 from sparktorch.spark.rdd import _tensors
-from tests.support.programs import connect_port, run_python
 
 SCHEMA = "i int, b bigint, d double, f float, t boolean, m decimal(5,2), x array<float>, g array<array<double>>"
 
@@ -185,22 +184,3 @@ def test_a_partition_that_raises_is_named_and_what_cannot_run_is_refused(spark: 
         collective_map([1, 2], fails)  # type: ignore[arg-type]
     with pytest.raises(ClusterError, match="numWorkers=9"):
         collective_map(rdd.repartition(9), fails, startTimeout=1)
-
-
-CONNECT = """
-import sparktorch
-from pyspark.sql import SparkSession
-spark = SparkSession.builder.remote("local[1]").getOrCreate()
-try:
-    sparktorch.tensor_rdd(spark.range(1))
-except sparktorch.errors.ConfigError as error:
-    print(error)
-spark.stop()
-"""
-
-
-def test_on_connect_they_are_refused_with_what_to_use_instead(tmp_path: Any) -> None:
-    with connect_port():
-        out = run_python(tmp_path, "-c", CONNECT)
-    assert "Spark Connect has no RDDs" in out
-    assert "sparktorch.run(function, df)" in out

@@ -50,6 +50,7 @@ class Lit(LitMinimal):
         self.save_hyperparameters()
         self.error = MeanSquaredError()
         self.groups = MetricCollection([MeanAbsoluteError(), MeanAbsolutePercentageError()])
+        self.held_out = MeanAbsoluteError()
         self.kept: list[torch.Tensor] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -79,6 +80,8 @@ class Lit(LitMinimal):
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         self.kept.append(batch[1])
+        self.held_out(self.head(self.layers(batch[0])).squeeze(-1), batch[1])
+        self.log("val_error", self.held_out)
         return super().validation_step(batch, batch_idx)
 
     def on_validation_epoch_end(self) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -23,7 +21,7 @@ from sparktorch.spark.checks.check_result import Finding
 from sparktorch.spark.checks.doctor import check_all, check_executors
 from sparktorch.spark.launch.barrier_job import Launch
 from tests.support.nets import Score
-from tests.support.programs import ROOT, SPARK_HOME, connect_port, environment, run_python
+from tests.support.programs import ROOT
 from tests.support.sessions import settings
 from tests.support.waiting import until
 
@@ -182,40 +180,3 @@ def test_slots_that_other_jobs_hold_keep_nobody_waiting(spark: SparkSession, tmp
         job.join()
     tracker = spark.sparkContext.statusTracker()
     until(lambda: not tracker.getActiveStageIds(), seconds=60, what="the check that was late is cancelled")
-
-
-def test_a_doctor_under_spark_submit_checks_the_session_of_the_submission(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [
-            *(str(SPARK_HOME / "bin" / "spark-submit"), "--master", "local[2]", "--conf", "spark.speculation=true"),
-            *("--conf", "spark.dynamicAllocation.enabled=true"),  # neither is there in local mode
-            *(str(ROOT / "jobs" / "doctor.py"), "--num-workers", "3", "--timeout", "200", "--json"),
-        ],
-        env=environment(),
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 1, done.stderr[-4000:]
-    report = json.loads(done.stdout)
-    assert (report["status"], report["master"]) == ("failure", "local[2]")
-    found = {one["check"]: one for one in report["findings"]}
-    assert [check for check, one in found.items() if one["status"] != "ok"] == ["slots"]
-    assert found["speculation"]["found"] == "speculation is on, and Spark has none in local mode"
-    assert found["slots"]["found"] == "numWorkers=3, but the cluster has 2 slots"
-
-
-def test_the_doctor_sees_through_a_connect_server(tmp_path: Path) -> None:
-    with connect_port():
-        out = run_python(
-            tmp_path,
-            *("-m", "sparktorch", "doctor", "--remote", "local[2]", "--num-workers", "2", "--timeout", "150"),
-            *("--checkpoint-dir", str(tmp_path / "checkpoints"), "--json"),
-        )
-    report = json.loads(out)
-    assert (report["status"], report["master"]) == ("ok", "local[2]")
-    said = {one["check"]: one["found"] for one in report["findings"]}
-    assert said["slots"] == "2, of which 2 are needed"
-    assert said["driver-reachable"] == "from all executors (1), on a socket of this job"
-    assert "2 tasks wrote, read and deleted a file" in said["checkpoint-dir"]

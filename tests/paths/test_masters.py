@@ -1,4 +1,4 @@
-"""Clusters with what a session of the ring cannot have, in processes of their own; tests/paths walks the plain ones."""
+"""Clusters with what the walks do not have: messages that are too large for Connect, and GPUs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.programs import connect_port, run_python
 def on(master: str, directory: Path, *requests: str, **settings: str) -> dict[str, Any]:
     """Carries out requests in one session on the master, `_` in its settings' names for `.`; returns their results."""
     names = json.dumps({name.replace("_", "."): value for name, value in settings.items()})
-    out = run_python(directory, "-m", "tests.spark.programs.on_master", master, str(directory), names, *requests)
+    out = run_python(directory, "-m", "tests.paths.programs.on_master", master, str(directory), names, *requests)
     results: dict[str, Any] = json.loads(out.splitlines()[-1])
     return results
 

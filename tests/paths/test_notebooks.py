@@ -1,4 +1,4 @@
-"""The notebook runs from top to bottom, and is stored without its output."""
+"""The notebooks run from top to bottom, and are stored without output."""
 
 from __future__ import annotations
 

@@ -1,0 +1,76 @@
+"""What users type: the doctor and `run`, in a shell of its own, from spark-submit, and over Spark Connect."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+from tests.support.programs import ROOT, SPARK_HOME, connect_port, environment, run_python
+
+SCRIPT = """
+import os, sys
+print(f"{sys.argv[1:]} of rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}", flush=True)
+"""
+RDD = """
+import sparktorch
+from pyspark.sql import SparkSession
+spark = SparkSession.builder.remote("local[1]").getOrCreate()
+try:
+    sparktorch.tensor_rdd(spark.range(1))
+except sparktorch.errors.ConfigError as error:
+    print(error)
+spark.stop()
+"""
+
+
+def test_a_doctor_under_spark_submit_checks_the_session_of_the_submission(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [
+            *(str(SPARK_HOME / "bin" / "spark-submit"), "--master", "local[2]", "--conf", "spark.speculation=true"),
+            *("--conf", "spark.dynamicAllocation.enabled=true"),  # neither is there in local mode
+            *(str(ROOT / "jobs" / "doctor.py"), "--num-workers", "3", "--timeout", "200", "--json"),
+        ],
+        env=environment(),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 1, done.stderr[-4000:]
+    report = json.loads(done.stdout)
+    assert (report["status"], report["master"]) == ("failure", "local[2]")
+    found = {one["check"]: one for one in report["findings"]}
+    assert [check for check, one in found.items() if one["status"] != "ok"] == ["slots"]
+    assert found["speculation"]["found"] == "speculation is on, and Spark has none in local mode"
+    assert found["slots"]["found"] == "numWorkers=3, but the cluster has 2 slots"
+
+
+def test_the_doctor_sees_through_a_connect_server(tmp_path: Path) -> None:
+    with connect_port():
+        out = run_python(
+            tmp_path,
+            *("-m", "sparktorch", "doctor", "--remote", "local[2]", "--num-workers", "2", "--timeout", "150"),
+            *("--checkpoint-dir", str(tmp_path / "checkpoints"), "--json"),
+        )
+    report = json.loads(out)
+    assert (report["status"], report["master"]) == ("ok", "local[2]")
+    said = {one["check"]: one["found"] for one in report["findings"]}
+    assert said["slots"] == "2, of which 2 are needed"
+    assert said["driver-reachable"] == "from all executors (1), on a socket of this job"
+    assert "2 tasks wrote, read and deleted a file" in said["checkpoint-dir"]
+
+
+def test_run_takes_its_options_before_and_after_the_script(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = ("-m", "sparktorch", "run", "--master", "local[2]", "script.py", "--lr", "0.1", "data", "--workers", "2")
+    out = run_python(tmp_path, *command, "--", "--workers", "7")
+    for rank in range(2):
+        assert f"['--lr', '0.1', 'data', '--workers', '7'] of rank {rank} of 2" in out
+
+
+def test_rdds_are_refused_on_connect_with_what_to_use_instead(tmp_path: Path) -> None:
+    with connect_port():
+        out = run_python(tmp_path, "-c", RDD)
+    assert "Spark Connect has no RDDs" in out
+    assert "sparktorch.run(function, df)" in out
