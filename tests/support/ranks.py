@@ -45,6 +45,7 @@ __all__ = [
     "control_server",
     "in_group",
     "load_state",
+    "preload",
     "run_on",
     "run_ranks",
     "train_on",
@@ -58,9 +59,15 @@ _EXIT_SECONDS = 10
 
 # Children are forked from a server that has imported torch already: a rank starts in milliseconds.
 SPAWN = multiprocessing.get_context("forkserver")
-SPAWN.set_forkserver_preload(
-    ["tests.support.warm", "tests.support.ranks", "tests.support.nets", "pytest", "torchmetrics"]
-)
+_PRELOADED = ["tests.support.warm", "tests.support.ranks", "tests.support.nets", "pytest", "torchmetrics"]
+SPAWN.set_forkserver_preload(_PRELOADED)
+
+
+def preload(module: str) -> None:
+    """Lets the server import a module before the first rank is started; called where test modules are imported."""
+    _PRELOADED.append(module)
+    SPAWN.set_forkserver_preload(_PRELOADED)
+
 
 
 @dataclass(frozen=True)

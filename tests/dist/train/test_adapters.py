@@ -23,9 +23,10 @@ from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker import TrainJob
 from tests.support.adapters import LENGTH, WORDS, Adapted, adapted, save_base
 from tests.support.frames import Table
-from tests.support.ranks import control_server, run_ranks, train_on
+from tests.support.ranks import control_server, preload, run_ranks, train_on
 from tests.support.resume import Counts
 
+preload("tests.support.adapters")
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft reads it
 
 RANKS, STEPS = 2, 4

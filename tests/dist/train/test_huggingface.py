@@ -18,9 +18,10 @@ from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker import TrainJob
 from tests.support.frames import Table
 from tests.support.plain import global_batches
-from tests.support.ranks import train_on
+from tests.support.ranks import preload, train_on
 from tests.support.tiny_transformers import LENGTH, WORDS, bert, causal, gpt2, lora, masked, prompts
 
+preload("tests.support.tiny_transformers")
 ROWS, SEED = 90, 5
 IDS = TensorSpec(name="x0", column="ids", dtype="int64", shape=(LENGTH,))
 

@@ -20,7 +20,7 @@ from sparktorch.data.sampling.plan import SamplingPlan
 from sparktorch.train.lightning import LightningRecipe
 from sparktorch.worker import TrainJob
 from tests.support.frames import Table
-from tests.support.ranks import control_server, run_ranks, train_on
+from tests.support.ranks import control_server, preload, run_ranks, train_on
 from tests.support.resume import timeless
 
 with warnings.catch_warnings():
@@ -29,6 +29,7 @@ with warnings.catch_warnings():
 
     from tests.support.lightning_modules import Lit, LitCounting, LitHooks, LitMinimal
 
+preload("tests.support.lightning_modules")
 ROWS, BATCH, EPOCHS, SEED = 331, 64, 3, 11
 TABLE = Table.random(ROWS, validated=True)
 

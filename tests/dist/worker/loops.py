@@ -155,7 +155,7 @@ def two_modules(context: RunContext) -> dict[str, bool]:
 
 
 def drawing(context: RunContext, folder: Path) -> float:
-    """Draws numbers, and saves after each; rank 1 is killed the first time, if there is something to save."""
+    """Draws numbers, and saves after each; rank 0 is killed the first time, if there is something to save."""
     drawn, total = 0, 0.0
     torch.randn(3)  # as building a module does
     if context.restored is not None:
@@ -164,7 +164,7 @@ def drawing(context: RunContext, folder: Path) -> float:
     while drawn < 6:
         drawn, total = drawn + 1, total + float(torch.randn(()))
         context.save({"drawn": drawn, "total": total})
-        if (context.rank, drawn) == (1, 4) and folder.name == "killed" and not folder.exists():
+        if (context.rank, drawn) == (0, 4) and folder.name == "killed" and not folder.exists():
             folder.touch()
             os.kill(os.getpid(), signal.SIGKILL)
     return total

@@ -172,7 +172,7 @@ def test_a_loop_without_a_loader_continues_the_generators_where_it_says(tmp_path
     checkpoint = CheckpointConfig(directory=str(tmp_path / "saved"), owner="me")
     killed = job(PLAIN, loops.drawing, tmp_path / "killed", checkpoint=checkpoint)
     with control_server() as server:
-        assert run_ranks(server, parts, killed)[1].exitcode == -9
+        assert run_ranks(server, parts, killed)[0].exitcode == -9
     assert run_on(parts, killed) == expected
 
 
