@@ -20,7 +20,7 @@ export PYSPARK_PYTHON := $(abspath $(BIN)/python)
 # What may run beside other rings.
 UNTIMED := not slow and not clock
 
-.PHONY: setup demo test test-all test-core test-spark test-faults test-paths test-clock test-device test-gpu nvidia test-petastorm \
+.PHONY: setup demo test test-all test-unit test-dist test-spark test-faults test-paths test-clock test-device test-gpu nvidia test-petastorm \
 	test-petastorm-core test-petastorm-paths test-wheel coverage lint zip mlflow clean
 
 setup: $(VENV)/.done
@@ -54,22 +54,25 @@ lint: setup
 # The output of a target, where this make can hold it back until it is whole.
 IN_ONE_PIECE := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
-# Two rings at a time, for most of the time ranks wait for each other; what looks at the clock, by itself afterwards.
-PARTS := test-spark test-core test-device
+# Three rings at a time, for much of the time ranks wait for each other; what looks at the clock, by itself afterwards.
+PARTS := test-spark test-dist test-device test-unit
 
 test: setup zip lint
 	@echo "tests: the output of a ring is shown when it has ended"
-	@$(MAKE) --no-print-directory --keep-going --jobs=2 $(IN_ONE_PIECE) $(PARTS)
+	@$(MAKE) --no-print-directory --keep-going --jobs=3 $(IN_ONE_PIECE) $(PARTS)
 
 test-all: setup zip lint
 	@echo "tests: the output of a ring is shown when it has ended"
 	@red=0; \
-	$(MAKE) --no-print-directory --keep-going --jobs=2 $(IN_ONE_PIECE) $(PARTS) test-faults test-paths || red=1; \
+	$(MAKE) --no-print-directory --keep-going --jobs=3 $(IN_ONE_PIECE) $(PARTS) test-faults test-paths || red=1; \
 	$(MAKE) --no-print-directory test-clock || red=1; \
 	exit $$red
 
-test-core: setup
-	$(BIN)/python -m pytest $(COVERAGE) -m "$(UNTIMED)" tests/unit tests/dist
+test-unit: setup
+	$(BIN)/python -m pytest $(COVERAGE) tests/unit
+
+test-dist: setup
+	$(BIN)/python -m pytest $(COVERAGE) -m "$(UNTIMED)" tests/dist
 
 test-spark: setup zip
 	$(BIN)/python -m pytest $(COVERAGE) -m "$(UNTIMED)" tests/spark
@@ -97,8 +100,9 @@ test-clock: setup
 
 # Which lines of the package the tests of these rings run in their own process.
 coverage: setup zip
-	COVERAGE_FILE=.coverage.core $(MAKE) --no-print-directory COVERAGE="--cov --cov-report=" test-core
-	COVERAGE_FILE=.coverage.spark $(MAKE) --no-print-directory COVERAGE="--cov --cov-report=" test-spark
+	for ring in unit dist spark; do \
+		COVERAGE_FILE=.coverage.$$ring $(MAKE) --no-print-directory COVERAGE="--cov --cov-report=" test-$$ring || exit 1; \
+	done
 	$(BIN)/coverage combine -q
 	$(BIN)/coverage report --skip-covered
 

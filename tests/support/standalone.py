@@ -127,7 +127,7 @@ def on_loopback(directory: Path, env: Mapping[str, str]) -> Iterator[str]:
         for process in processes:
             process.terminate()
         for process in processes:
-            process.wait(30)
+            process.wait(90)
 
 
 @contextmanager

@@ -301,8 +301,8 @@ def serving(path: str, log: Path) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}/invocations"
     finally:
         with suppress(ProcessLookupError):  # it may have ended by itself
-            os.killpg(server.pid, signal.SIGTERM)
-        server.wait(20)
+            os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
 
 
 def test_mlflow_serves_it_and_answers_as_transform_does(

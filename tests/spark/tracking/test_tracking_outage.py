@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -38,13 +39,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     )
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # six more processes, of no use here
-    process = subprocess.Popen(command.split(), cwd=directory, env=environment, **quiet)
+    process = subprocess.Popen(command.split(), cwd=directory, env=environment, start_new_session=True, **quiet)
     try:
         until(lambda: answers(f"http://127.0.0.1:{port}/health"), seconds=90, what="the server answers")
         yield port
     finally:
-        process.terminate()
-        process.wait(20)
+        os.killpg(process.pid, signal.SIGKILL)  # on a busy machine, it takes its time to end by itself
+        process.wait()
 
 
 @pytest.fixture
