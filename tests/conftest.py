@@ -14,7 +14,7 @@ from tests.support.skips import pytest_make_collect_report, pytest_runtest_maker
 
 _JOIN_SECONDS = 5.0
 _POOLS_OF_LIBRARIES = ("MlflowLocalArtifactRepository_",)  # idle until MLflow lets go of them
-_SET_BY_LIBRARIES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+_SET_BY_LIBRARIES = {"PYTEST_CURRENT_TEST", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR"}
 
 # The JVMs of tests do not live long enough for what the optimising compiler makes to pay.
 _BRIEF_JVMS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
