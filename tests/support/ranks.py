@@ -69,7 +69,6 @@ def preload(module: str) -> None:
     SPAWN.set_forkserver_preload(_PRELOADED)
 
 
-
 @dataclass(frozen=True)
 class Ended:
     """How a rank ended.
