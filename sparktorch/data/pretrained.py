@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import pyarrow as pa
 import torch
 
 from sparktorch.base.folders import stamp
 from sparktorch.base.optional import pillow, transformers
 from sparktorch.errors import ModuleError
+
+_SETTINGS = {"tokenizer_config.json"}
 
 __all__ = ["FromFolder", "Pixels", "Tokens"]
 
@@ -72,9 +75,28 @@ class Tokens(FromFolder):
     arguments: tuple[str, ...] = ()
     auto: ClassVar[str] = "AutoTokenizer"
 
+    def load(self) -> Any:
+        """Returns the tokenizer in the folder.
+
+        Raises:
+            ModuleError: The folder does not hold it: of a folder without its files, transformers makes one that knows
+                no words.
+        """
+        tokenizer = super().load()
+        files = {"tokenizer.json", *tokenizer.vocab_files_names.values()} if tokenizer.vocab_files_names else _SETTINGS
+        if not any((Path(self.folder) / file).is_file() for file in files):
+            raise ModuleError(
+                f"{self.folder} holds no tokenizer: there is none of {', '.join(sorted(files))}",
+                hint="tokenizer.save_pretrained(folder) writes its files beside the model's",
+                param="modelFolder",
+            )
+        return tokenizer
+
     def __call__(self, columns: Mapping[str, Any], *, epoch: int | None, generator: Any) -> dict[str, torch.Tensor]:
         """Returns what the tokenizer returns, such as `input_ids` and `attention_mask`."""
-        (texts,) = columns.values()
+        ((name, texts),) = columns.items()
+        if getattr(texts, "type", None) not in (pa.string(), pa.large_string()):
+            raise ModuleError(f"column {name!r} holds no text", hint="name a string column", param="textCol")
         options = {"padding": True, "truncation": True, "max_length": self.max_length, "return_tensors": "pt"}
         found = self.load()(texts.to_pylist(), **options)
         return {name: value for name, value in found.items() if name in self.arguments or not self.arguments}
@@ -89,7 +111,7 @@ class Pixels(FromFolder):
     def __call__(self, columns: Mapping[str, Any], *, epoch: int | None, generator: Any) -> dict[str, torch.Tensor]:
         """Returns what the image processor returns, such as `pixel_values`."""
         ((name, files),) = columns.items()
-        if not hasattr(files, "to_pylist"):
+        if getattr(files, "type", None) not in (pa.binary(), pa.large_binary()):
             raise ModuleError(
                 f"column {name!r} holds no bytes of image files",
                 hint="name a binary column, such as content of spark.read.format('binaryFile')",

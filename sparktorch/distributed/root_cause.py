@@ -11,7 +11,11 @@ from sparktorch.distributed.server import ControlServer
 from sparktorch.distributed.store import UNREACHED_HINT
 from sparktorch.errors import ClusterError, RankError, RankLostError, SparkTorchError, failure_in
 
-__all__ = ["ChainError", "RootCause"]
+__all__ = ["JVM_MEMORY_HINT", "ChainError", "RootCause"]
+
+JVM_MEMORY_HINT = (
+    "the driver's JVM holds what all ranks return: start the session with more spark.driver.memory, or return less"
+)
 
 _DEATH = (
     r"exited unexpectedly|ExecutorLostFailure|Executor heartbeat timed out|exit code|worker crashed|Connection reset"
@@ -54,11 +58,8 @@ class RootCause:
             told = failure_in(message)
             if told is not None:
                 return told
-        if "spark.driver.maxResultSize" in message:
-            return ClusterError(
-                "what the ranks return, such as a model, is larger than the driver accepts as the result of a job",
-                hint="start the session with a larger spark.driver.maxResultSize",
-            )
+        if (too_large := _too_large(message)) is not None:
+            return too_large
         if _CHAIN in message:
             return ChainError(
                 "Spark runs no barrier job over partitions that are joined or put side by side without a shuffle, as "
@@ -153,3 +154,15 @@ def _from_message(message: str) -> SparkTorchError:
         hint="they need torch, numpy and pyarrow installed (PYSPARK_PYTHON names their Python), and your own "
         "modules and sparktorch shipped with --py-files or spark.addArtifacts",
     )
+
+
+def _too_large(message: str) -> ClusterError | None:
+    """Returns an error for results that the driver does not accept, or that a JVM has no memory for."""
+    if "spark.driver.maxResultSize" in message:
+        return ClusterError(
+            "what the ranks return, such as a model, is larger than the driver accepts as the result of a job",
+            hint="start the session with a larger spark.driver.maxResultSize",
+        )
+    if "OutOfMemoryError: Java heap space" in message:
+        return ClusterError("Spark's JVM on the driver or an executor has no memory left", hint=JVM_MEMORY_HINT)
+    return None

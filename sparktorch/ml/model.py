@@ -74,6 +74,10 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
             raise ConfigError(f"this {type(self).__name__} holds no module", hint="get one from fit() or load()")
         return self._trained
 
+    def hasParam(self, paramName: str) -> bool:
+        """Whether there is a Param of this name. pyspark's own gets the attribute, which would build `module`."""
+        return paramName in {param.name for param in self.params}
+
     @property
     def module(self) -> nn.Module:
         """A new copy of the trained `nn.Module`, in evaluation mode, on the CPU."""

@@ -121,6 +121,12 @@ class TextClassifier(_FromFolderClassifier, TextClassifierParams):
                 hint="set tokenizer.pad_token, such as tokenizer.eos_token, and save it in the folder",
                 param="modelFolder",
             )
+        if (size := getattr(config, "vocab_size", None)) is not None and len(tokenizer) > size:
+            raise ModuleError(
+                f"the tokenizer in {folder} knows {len(tokenizer)} tokens, and the model {size}",
+                hint="are they of one model? model.resize_token_embeddings(len(tokenizer)) makes room, then save both",
+                param="modelFolder",
+            )
         if getattr(config, "pad_token_id", None) is None:
             params["pad_token_id"] = tokenizer.pad_token_id
         most = min(getattr(config, "max_position_embeddings", None) or length, tokenizer.model_max_length)

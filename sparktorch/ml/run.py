@@ -166,7 +166,7 @@ def collective_map(
         )
     given = _params({**params, "split": "keep"})
     request = translate_run(given, function)
-    more = _shippable(given, function, args, kwargs)
+    more = _shippable(given, function, args, kwargs, first="elements, context")
     spark = session_of(rdd)
     with _report(given, spark) as report:
         request = launchable(request, spark, given.getPreflight())
@@ -236,32 +236,67 @@ def check_callable(function: Any) -> None:
 
 
 def _shippable(
-    params: RunParams, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
+    params: RunParams,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    *,
+    first: str = "context",
 ) -> dict[str, Any]:
     """Names a run by its function; returns the fields of a `FunctionJob` with the function.
 
     Raises:
-        ConfigError: The function or an argument cannot be pickled.
+        ConfigError: The function does not take the arguments, or it or one of them cannot be pickled.
     """
     name = str(getattr(function, "__qualname__", type(function).__qualname__))
     params._resetUid(f"run {name}")
+    if not isinstance(args, Sequence) or isinstance(args, str) or not isinstance(kwargs or {}, Mapping):
+        raise ConfigError(
+            f"args is {args!r} and kwargs {kwargs!r}",
+            hint="args is a list or tuple, and kwargs a dict: args=[0.1], kwargs={'lr': 0.1}",
+            param="args",
+        )
     more = {"function": function, "arguments": tuple(args), "keywords": dict(kwargs or {})}
+    _check_arguments(function, first, more)
     check_ships(more, f"function {name}, or an argument of it,", param="function", hint=_SHIPPING_HINT)
     return more
+
+
+def _check_arguments(function: Callable[..., Any], first: str, given: Mapping[str, Any]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a builtin has none
+        return
+    try:
+        signature.bind(*first.split(", "), *given["arguments"], **given["keywords"])
+    except TypeError as error:
+        name = getattr(function, "__qualname__", function)
+        raise ConfigError(
+            f"function {name}{signature} cannot be called: {error}",
+            hint=f"it gets ({first}, *args, **kwargs)",
+            param="function",
+        ) from error
 
 
 def _params(values: Mapping[str, Any]) -> RunParams:
     try:
         return RunParams(**values)
     except TypeError as error:
-        raise ConfigError(str(error).replace("RunParams()", "run()"), hint="docs/params.md lists the Params") from error
+        raise ConfigError(
+            str(error).replace("RunParams()", "run()"),
+            hint="docs/params.md lists the Params; arguments of the function go into args=[...] and kwargs={...}",
+        ) from error
 
 
 def _session(data: DataFrame | None, spark: SparkSession | None) -> SparkSession:
     if data is None:
         return spark or SparkSession.getActiveSession() or SparkSession.builder.getOrCreate()
     if not hasattr(data, "sparkSession"):
-        raise ConfigError(f"run takes a DataFrame of Spark's, and got a {type(data).__name__}", param="data")
+        raise ConfigError(
+            f"run takes a DataFrame of Spark's, and got a {type(data).__module__}.{type(data).__qualname__}",
+            hint="spark.createDataFrame(...) makes one of pandas'",
+            param="data",
+        )
     return data.sparkSession
 
 

@@ -124,6 +124,9 @@ def _called(job: FunctionJob, context: RunContext, client: Client, first: Any = 
                 f"the function raised {type(error).__name__}: {error}",
                 hint="return from it, or raise another exception",
             ) from error
+        except Exception:
+            context.let_save_end()
+            raise
         context.finish()
     try:
         payload = _pickled(tree_map(_detached, found))

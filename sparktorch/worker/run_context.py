@@ -35,6 +35,7 @@ from sparktorch.worker.rank_rows import RankRows
 __all__ = ["RunContext"]
 
 _PROGRESS_SECONDS = 0.2
+_SAVE_SECONDS = 2.0
 _RECORD = {"epoch", "steps", "validations"}
 _METRIC = re.compile(r"[/\w.\- :]+")  # what MLflow takes
 
@@ -241,8 +242,14 @@ class RunContext(Collectives):
 
         Raises:
             PersistenceError: The state holds another type, or another run has taken over the directory.
-            ConfigError: The state holds sharded tensors.
+            ConfigError: The state is no dict, or holds sharded tensors.
         """
+        for given in (state, own or {}):
+            if not isinstance(given, Mapping):
+                raise ConfigError(
+                    f"save got a {type(given).__name__}, and takes a dict",
+                    hint="save({'net': context.state_dict(net), 'step': 3})",
+                )
         if self._checkpointer is None:
             return
         self._saves += 1
@@ -264,6 +271,11 @@ class RunContext(Collectives):
         if self._generators is not None:
             set_generators_state(self._generators, self.device)
             self._generators = None
+
+    def let_save_end(self) -> None:
+        """Lets the last save end, if it can at once; called if the function has raised."""
+        if self._checkpointer is not None:
+            self._checkpointer.let_end(_SAVE_SECONDS)
 
     def finish(self) -> None:
         """Waits for the other ranks and the last save, and marks the run as finished; called after the function."""
@@ -355,7 +367,7 @@ def _has(optimizer: torch.optim.Optimizer, module: nn.Module) -> bool:
 
 def _number(name: str, value: Any) -> float:
     try:
-        return float(value)
+        return float(value.detach() if isinstance(value, torch.Tensor) else value)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"report({name}=...) got a {type(value).__name__}", hint="report numbers only") from error
 

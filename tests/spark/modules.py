@@ -147,3 +147,10 @@ class Raises(Callback):
             with self._marks.open("a") as file:
                 file.write("x")
             raise ValueError("on purpose")
+
+
+def only_in_tasks() -> nn.Module:
+    """A module that only Spark's tasks build."""
+    if TaskContext.get() is None:
+        raise MemoryError("built on the driver")
+    return nn.Sequential(nn.Linear(5, 1), nn.Flatten(0))

@@ -59,6 +59,7 @@ class Lit(LitMinimal):
         loss = nn.functional.mse_loss(output, y)
         self.log("train_loss", loss, on_step=False, on_epoch=True)
         self.log("last_loss", loss)
+        self.log("loss", loss)
         self.log("rate", self.optimizers().param_groups[0]["lr"])
         self.log("both", loss, on_step=True, on_epoch=True)
         self.log("largest", y.max(), reduce_fx="max", on_step=False, on_epoch=True)

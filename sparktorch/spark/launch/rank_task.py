@@ -21,6 +21,7 @@ from sparktorch.base.world import World
 from sparktorch.distributed.addresses import address_towards, host_of
 from sparktorch.distributed.client import Client
 from sparktorch.distributed.log_capture import LogCapture
+from sparktorch.distributed.root_cause import JVM_MEMORY_HINT
 from sparktorch.distributed.store import UNREACHED_HINT, Rendezvous, connect, host_store
 from sparktorch.errors import ClusterError, RankError, RankLostError, SparkTorchError, told
 from sparktorch.spark.launch.gpus import choose_device
@@ -145,7 +146,7 @@ def _marked(failure: SparkTorchError) -> RankError:
 def _chunks(rank: int, result: Result) -> Iterator[pa.RecordBatch]:
     """Yields the result as record batches of one row each, small enough for Arrow and gRPC."""
     payload = memoryview(result.payload)
-    meta = json.dumps(result.meta)
+    meta = json.dumps({"meta": result.meta, "bytes": len(payload)})
     for start in range(0, max(1, len(payload)), _CHUNK_BYTES):
         yield pa.RecordBatch.from_pydict(
             {
@@ -157,11 +158,24 @@ def _chunks(rank: int, result: Result) -> Iterator[pa.RecordBatch]:
 
 
 def assemble(rows: Iterable[Row], world_size: int) -> list[tuple[dict[str, Any], bytes]]:
-    """Joins the chunks of all ranks; returns `(meta, payload)` of each rank, in the order of ranks."""
-    metas: dict[int, dict[str, Any]] = {}
+    """Joins the chunks of all ranks; returns `(meta, payload)` of each rank, in the order of ranks.
+
+    Raises:
+        ClusterError: Chunks are missing: Spark ends the rows without an error where its JVM has no memory for them.
+    """
+    heads: dict[int, dict[str, Any]] = {}
     parts: dict[int, list[bytearray]] = {rank: [] for rank in range(world_size)}
     for rank, meta, payload in rows:
         if meta is not None:
-            metas[rank] = json.loads(meta)
+            heads[rank] = json.loads(meta)
         parts[rank].append(payload)
-    return [(metas[rank], b"".join(parts[rank])) for rank in range(world_size)]
+    found = [(heads.get(rank, {}), b"".join(parts[rank])) for rank in range(world_size)]
+    for rank, (head, payload) in enumerate(found):
+        if head.get("bytes") != len(payload):
+            raise ClusterError(
+                f"only {len(payload):,} of {head.get('bytes', 'an unknown number of')} bytes that the rank returned "
+                "have come to the driver",
+                hint=JVM_MEMORY_HINT,
+                rank=rank,
+            )
+    return [(head["meta"], payload) for head, payload in found]

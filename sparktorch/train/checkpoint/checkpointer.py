@@ -200,6 +200,11 @@ class Checkpointer:
         except Exception as error:
             self._client.warn(f"the end of the training could not be noted in {self._config.directory}: {error}")
 
+    def let_end(self, seconds: float) -> None:
+        """Waits for pending writes, at most that long: those of a rank that is killed never come."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+
     def _wait(self) -> None:
         """Waits for pending writes; while rank 0 collects the other ranks' reports, it makes progress for a while."""
         started = time.perf_counter()

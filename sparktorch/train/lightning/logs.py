@@ -17,6 +17,7 @@ __all__ = ["Logs", "check_logged", "number_of"]
 
 Pair = tuple[Any, Any]  # a value, for a mean times its weight, and the weight
 
+_OF_EPOCH = {"loss", "learning_rate", "gradient_norm"}  # the record's own; a value of one step does not replace them
 _RECORD = {"epoch", "seconds", "rows_per_second", "data_wait_share", "steps", "validations", "skipped_steps"}
 _REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {
     "mean": lambda a, b: a + b,
@@ -165,7 +166,7 @@ class Logs(Means):
         found: dict[str, float] = {}
         for name, logged in whole._logged.items():
             both = logged.on_step and logged.on_epoch
-            if logged.on_step and logged.last is not None:
+            if logged.on_step and logged.last is not None and (both or name not in _OF_EPOCH):
                 found[f"{name}_step" if both else name] = logged.value(logged.last)
             if not logged.on_epoch:
                 continue

@@ -23,7 +23,7 @@ _REFUSED = {
     "optimizer_step": _UPDATE,
     "optimizer_zero_grad": _UPDATE,
     "lr_scheduler_step": "return a scheduler of torch.optim.lr_scheduler, or change param_groups in a hook",
-    "configure_gradient_clipping": "set clipNorm or clipValue",
+    "configure_gradient_clipping": "set gradientClipNorm or gradientClipValue",
     "backward": "the gradient is that of the loss that training_step returns",
     "configure_callbacks": "pass sparktorch.Callback instances as callbacks",
     "configure_sharded_model": "use configure_model",

@@ -25,6 +25,7 @@ class LightningStep(TrainingStep):
     """Calls `training_step` within the module's forward pass, and `validation_step` for validation rows."""
 
     param = "module"
+    hint = "its batch is a tuple: (*inputs, label), without a label (*inputs,); self.logger is None, self.log is there"
     logs_validation = True
 
     def __init__(

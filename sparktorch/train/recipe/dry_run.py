@@ -230,7 +230,8 @@ def _try_step(step: TrainingStep, module: nn.Module, whole: Batch) -> None:
 
     arrives = ", ".join(_describe(tensor) for tensor in whole.inputs)
     got = "" if whole.label is None else f" and label {_describe(whole.label)}"
-    hint = f"it is called with the module and a batch of inputs ({arrives}){got}"
+    hint = step.hint or "it is called with the module and a batch"
+    hint = f"{hint}; inputs ({arrives}){got}"
     with _refusing(step.what, step.param, hint):
         _check_pairs(lambda rows: step.per_row(module, batch(rows))[0], step.what, step.param, hint)
         step(module, batch(whole.rows))[0].backward()  # type: ignore[no-untyped-call]

@@ -101,10 +101,11 @@ class TrainingStep:
         what: Its name in messages.
         param: The Param that named it.
         rowwise: What to do if it should return a loss per row.
+        hint: How it is called, for the message of a failure on the first row; empty for a function `(module, batch)`.
         logs_validation: Whether metrics "val_loss" and "val_accuracy" of it are those of a validation.
     """
 
-    param, rowwise = "trainingStep", _ROWWISE
+    param, rowwise, hint = "trainingStep", _ROWWISE, ""
     logs_validation = False
 
     def __init__(self, function: Callable[[nn.Module, Batch], Any]) -> None:

@@ -15,11 +15,11 @@ __all__ = ["freeze", "group"]
 
 
 def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
-    """Freezes the parameters whose names match; later patterns override earlier ones.
+    """Freezes the parameters whose names match, and unfreezes others; later patterns override earlier ones.
 
     Args:
         module: The module to change in place.
-        patterns: Globs, in which `*` matches dots too; `!pattern` excludes parameters from freezing.
+        patterns: Globs, in which `*` matches dots too; `!pattern` unfreezes, also what the module itself has frozen.
 
     Raises:
         ConfigError: A pattern matches no parameter, or no parameter is left to train.
@@ -27,12 +27,13 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
     if not patterns:
         return
     named = dict(module.named_parameters(remove_duplicate=False))
-    frozen: set[str] = set()
+    trained: dict[str, bool] = {}
     for pattern in patterns:
         found = _matching(pattern.removeprefix("!"), named, "freeze")
-        frozen = frozen - found if pattern.startswith("!") else frozen | found
-    for name in frozen:
-        named[name].requires_grad_(False)
+        trained |= dict.fromkeys(found, pattern.startswith("!"))
+    for name in sorted(trained, key=trained.__getitem__, reverse=True):  # a tensor with two names is frozen by either
+        parameter = named[name]
+        parameter.requires_grad_(trained[name] and (parameter.is_floating_point() or parameter.is_complex()))
     if not any(parameter.requires_grad for parameter in named.values()):
         raise ConfigError(
             "freeze leaves no parameter to train",
@@ -83,8 +84,8 @@ def _matching(pattern: str, names: Iterable[str], param: str) -> set[str]:
     """Returns the names that match a pattern; raises `ConfigError` if there are none."""
     found = {name for name in names if fnmatchcase(name, pattern)}
     if not found:
-        known = dict.fromkeys(part for name in names for part in _prefixes(name))
-        near = difflib.get_close_matches(pattern.strip("*."), known, n=3, cutoff=0.6) or list(names)[:3]
+        known = [part for name in names for part in (name, *(f"{one}.*" for one in _prefixes(name)[1:]))]
+        near = difflib.get_close_matches(pattern.strip("*."), dict.fromkeys(known), n=3, cutoff=0.6) or list(names)[:3]
         raise ConfigError(
             f"{param}: {pattern!r} matches no parameter",
             hint=f"the nearest names are {', '.join(near)}",

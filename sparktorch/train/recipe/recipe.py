@@ -52,7 +52,7 @@ class Recipe:
             metrics, or its import path; used instead of `loss`.
         parameter_groups: Options of the optimizer for parameters whose names match the patterns
             under "params". A parameter belongs to the first group that matches its name.
-        freeze: Name patterns of parameters that are not trained; `"!pattern"` excludes parameters from freezing.
+        freeze: Name patterns of parameters that are not trained; `"!pattern"` unfreezes parameters.
         metrics: Additional validation metrics by name: names of classes in torchmetrics, factories or instances.
         callbacks: Callbacks to call during training.
     """

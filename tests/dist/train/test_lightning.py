@@ -109,6 +109,9 @@ def trainers(table: Table, module: type, params: dict[str, Any], **options: Any)
         **options,
     )
     trainer.fit(built, Batches(rows, plan, parts), Batches(validation, None) if len(validation) else None)
+    for values in history:
+        if "loss" in values:  # of the last step; the history's is that of the epoch
+            values["loss"] = values["train_loss"]
     return built.state_dict(), history
 
 
@@ -137,7 +140,6 @@ def test_ranks_train_and_log_what_the_trainer_does(case: str, ranks: int, traine
     torch.testing.assert_close(state, dict(expected), atol=1e-5, rtol=0)
     for record, values in zip(metas[0]["history"], history, strict=True):
         assert {name: record.get(name) for name in values} == pytest.approx(values, abs=1e-5)
-        assert record["loss"] == pytest.approx(values["train_loss"], abs=1e-5)
 
 
 @pytest.mark.usefixtures("_quietly")

@@ -170,12 +170,22 @@ def drawing(context: RunContext, folder: Path) -> float:
     return total
 
 
+def saving(context: RunContext) -> Any:
+    """Saves, and raises at once if there is nothing to resume from."""
+    if context.restored is None:
+        context.report(loss=torch.ones((), requires_grad=True) * 2)
+        context.save({"large": torch.zeros(1 << 20)})
+        raise ValueError("after a save")
+    return len(context.restored["large"])
+
+
 def sums(context: RunContext, what: str) -> Any:
     """Goes wrong in some way."""
     net = nn.Linear(5, 1)
     wrong: dict[str, Callable[[], Any]] = {
         "sharded": lambda: context.save({"weight": next(iter(context.wrap(net).parameters()))}),
         "value": lambda: context.save({"net": net}),
+        "module": lambda: context.save(net),  # type: ignore[arg-type]
         "report": lambda: context.report(loss="low"),
         "epoch": lambda: context.report(epoch=1),
         "name": lambda: context.report(**{"a!": 1}),

@@ -176,11 +176,21 @@ def test_a_loop_without_a_loader_continues_the_generators_where_it_says(tmp_path
     assert run_on(parts, killed) == expected
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_save_before_an_error_counts(tmp_path: Path) -> None:
+    checkpoint = CheckpointConfig(directory=str(tmp_path), owner="me")
+    parts = [part.batches() for part in PLAIN.parts(2)]
+    with pytest.raises(SparkTorchError, match="after a save"):
+        run_on(parts, job(PLAIN, loops.saving, checkpoint=checkpoint))
+    assert run_on(parts, job(PLAIN, loops.saving, checkpoint=checkpoint)) == [1 << 20] * 2
+
+
 @pytest.mark.parametrize(
     ("what", "says"),
     [
         ("sharded", "state holds a sharded tensor, which no single rank can save"),
         ("value", r"no checkpoint can hold state\['net'\], a torch.nn.modules.linear.Linear"),
+        ("module", "save got a Linear, and takes a dict"),
         ("report", "report\\(loss=...\\) got a str"),
         ("epoch", "report\\(epoch=...\\): no metric can be called that"),
         ("name", "report\\(a!=...\\): no metric can be called that"),

@@ -51,6 +51,16 @@ def test_a_classifier_learns_the_digits_and_every_evaluator_takes_its_columns(
     assert last["val_loss"] == pytest.approx(log_loss, abs=1e-4)
 
 
+def test_a_module_that_the_driver_has_no_memory_for_is_built_in_tasks_alone(frame: DataFrame) -> None:
+    module = "tests.spark.modules:only_in_tasks"
+    regressor = TorchRegressor(module=module, labelCol="target", dryRun="worker", epochs=1, progress=False)
+    model = regressor.fit(frame)
+    assert model.summary.totalIterations > 0
+    assert len(model.transform(frame).select("prediction").collect()) == 1001
+    with pytest.raises(ModuleError, match="built on the driver"):
+        _ = model.module
+
+
 def test_the_summary_tells_the_course_of_the_fit(digits_model: TorchClassificationModel) -> None:
     summary = digits_model.summary
     assert [record["epoch"] for record in summary.history] == list(range(1, 9))

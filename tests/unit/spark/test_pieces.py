@@ -90,6 +90,14 @@ def test_a_result_of_any_size_survives_its_way_in_chunks(megabytes: int) -> None
     ]
 
 
+def test_a_result_that_comes_in_part_is_an_error() -> None:
+    chunks = [batch.to_pylist()[0] for batch in _chunks(0, RankResult({"rows": 1}, b"x" * (40 << 20)))]
+    for rows in (chunks[:-1], chunks[1:], []):
+        with pytest.raises(ClusterError, match="bytes that the rank returned have come") as caught:
+            assemble([Row(*row.values()) for row in rows], 1)
+        assert "spark.driver.memory" in str(caught.value.hint)
+
+
 def test_a_failure_is_found_in_the_message_of_a_spark_job() -> None:
     error = ColumnError("column 'a' has \"3\" null values", hint="drop\nthem", column="a", rank=1)
     message = (

@@ -51,6 +51,12 @@ def test_freezing_changes_no_weight_and_not_the_users_own_instance() -> None:
     assert torch.equal(built.get_parameter("layers.0.weight"), given.get_parameter("layers.0.weight"))
 
 
+def test_what_the_module_has_frozen_is_trained_where_a_pattern_says_so() -> None:
+    given = Mlp().requires_grad_(False)
+    built = Recipe(module=given, freeze=["!*.bias"]).build_module(0)
+    assert {name for name, parameter in built.named_parameters() if parameter.requires_grad} == set(BIASES)
+
+
 def test_a_tensor_with_two_names_is_frozen_by_either() -> None:
     for name in ("inner.weight", "outer.*"):
         module = Recipe(module=Tied, freeze=[name]).build_module(0)
@@ -60,7 +66,7 @@ def test_a_tensor_with_two_names_is_frozen_by_either() -> None:
 @pytest.mark.parametrize(
     ("freeze", "message", "hint"),
     [
-        (["layer.0.*"], "freeze: 'layer.0.*' matches no parameter", "layers.0"),
+        (["layer.0.*"], "freeze: 'layer.0.*' matches no parameter", "layers.0.*"),
         (["*", "!layers.2.wieght"], "freeze: 'layers.2.wieght' matches no parameter", "layers.2.weight"),
         (["Qq"], "freeze: 'Qq' matches no parameter", "layers.0.weight, layers.0.bias, layers.2.weight"),
         (["*"], "freeze leaves no parameter to train", "'!layers.2.bias'"),
