@@ -27,6 +27,7 @@ __all__ = [
     "opening",
     "process_group",
     "set_up_error",
+    "subgroup",
     "sum_over_ranks",
 ]
 
@@ -119,12 +120,16 @@ def abandon(error: BaseException, report: Callable[[BaseException], object]) -> 
         with suppress(Exception):  # the store may be gone, too
             report(error)
     # Abort first: destroying waits for pending collectives, and these wait for peers that may be destroying, too.
-    group = dist.group.WORLD
-    if group is not None:
+    for group in _groups():
         with suppress(Exception):
             group.abort()
     with suppress(Exception):  # it would replace the error
         dist.destroy_process_group()
+
+
+def _groups() -> list[Any]:
+    """Returns the groups of this rank that are open, the default one first."""
+    return list(dist.distributed_c10d._world.pg_map)
 
 
 def set_up_error(error: BaseException) -> ClusterError | None:
@@ -141,16 +146,30 @@ def set_up_error(error: BaseException) -> ClusterError | None:
     return ClusterError(f"NCCL cannot join the ranks: {reason.strip()}", hint=f"{found[0]}; NCCL_DEBUG=INFO says more")
 
 
+def subgroup(world: World, groups: list[list[int]]) -> dist.ProcessGroup:
+    """Returns this rank's group of several; a collective, which opens all of them.
+
+    Args:
+        world: This rank's place.
+        groups: The ranks of each group; every rank is in one of them.
+    """
+    with opening(world.address):
+        opened: Any = dist.new_subgroups_by_enumeration(groups)  # type: ignore[no-untyped-call]
+    _calm_gloo()
+    group: dist.ProcessGroup = opened[0]
+    return group
+
+
 def collectives_begun() -> int | None:
     """Returns how many collectives this rank has started, `None` without a process group.
 
     The other ranks wait for the rank that has started the fewest.
     """
-    group: Any = dist.group.WORLD
-    if group is None:
+    if dist.group.WORLD is None:
         return None
     try:  # an accelerator's group also has a backend for CPU tensors
-        backends = {id(found): found for found in (group._get_backend(kind) for kind in group._device_types)}
+        kinds: list[Any] = [(group, kind) for group in _groups() for kind in group._device_types]
+        backends: dict[int, Any] = {id(found): found for found in (group._get_backend(kind) for group, kind in kinds)}
         return sum(int(backend._get_sequence_number_for_group()) for backend in backends.values())
     except RuntimeError:  # the group is being closed
         return None

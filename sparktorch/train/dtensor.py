@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["divided_like", "local", "local_part", "whole"]
+__all__ = ["divided_like", "first_copy", "local", "local_part", "whole"]
 
 
 def divided_like(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -18,6 +18,13 @@ def divided_like(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     assert isinstance(parameter, DTensor)
     mesh, placements = parameter.device_mesh, parameter.placements
     return DTensor.from_local(part, mesh, placements, shape=parameter.shape, stride=parameter.stride())
+
+
+def first_copy(tensor: torch.Tensor) -> bool:
+    """Whether this rank is the first of those that have the same shard of a `DTensor`."""
+    divided: Any = tensor
+    places = divided.device_mesh.get_coordinate() or []
+    return all(place == 0 for place, of in zip(places, divided.placements, strict=True) if of.is_replicate())
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

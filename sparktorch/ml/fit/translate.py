@@ -24,7 +24,7 @@ from sparktorch.spark.launch.barrier_job import Launch
 from sparktorch.train.checkpoint.store import CheckpointStore
 from sparktorch.train.recipe.huggingface import MODEL_LOSS, opened
 from sparktorch.train.recipe.recipe import Recipe
-from sparktorch.train.strategies.registry import check_strategy, strategy_options, strategy_type
+from sparktorch.train.strategies.registry import check_strategy, check_workers, strategy_type
 
 __all__ = ["JobRequest", "Request", "translate", "translate_run"]
 
@@ -85,6 +85,7 @@ def translate(estimator: EstimatorParams, task: Task) -> Request:
         **_job(estimator, p, task, _EVERY),
     )
     check_strategy(request.config, request.recipe)
+    check_workers(request.config, p["numWorkers"])
     check_restarts(p, request.config)
     return request
 
@@ -104,7 +105,7 @@ def translate_run(params: RunParams, function: Any) -> JobRequest:
             hint="leave strategy out, and do not wrap the module: then each worker trains its own",
             param="strategy",
         )
-    strategy_options(request.config.strategy, request.config.strategy_params)
+    check_workers(request.config, p["numWorkers"])
     check_restarts(p, request.config)
     return request
 

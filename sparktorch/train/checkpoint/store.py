@@ -31,7 +31,7 @@ from sparktorch.train.checkpoint.directory import Directory
 from sparktorch.train.checkpoint.fetch import Needs, fetch_tensors, foreign
 from sparktorch.train.checkpoint.lease import Lease, holds, release
 from sparktorch.train.checkpoint.tensors import storable
-from sparktorch.train.dtensor import local_part
+from sparktorch.train.dtensor import first_copy, local_part
 
 __all__ = ["CheckpointStore", "Manifest", "Share", "read_tensors", "snapshot"]
 
@@ -77,7 +77,7 @@ def snapshot(tensors: Mapping[str, torch.Tensor], rest: dict[str, Any], saves: C
     offsets: dict[str, list[int]] = {}
     for name, value in tensors.items():
         part, offset = local_part(value)
-        if (part is not value or saves(name)) and part.numel():
+        if (saves(name) if part is value else first_copy(value)) and part.numel():
             kept[name] = part.detach()
             offsets[name] = offset or [0]
     kept = {name: copy.reshape(copy.shape or (1,)).contiguous() for name, copy in download(kept, copy=True).items()}

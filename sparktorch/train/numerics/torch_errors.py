@@ -13,7 +13,7 @@ from sparktorch.errors import ClusterError, ModuleError
 
 __all__ = ["explained", "is_out_of_memory"]
 
-_SHARDED = ("zero2", "zero3")
+_SHARDED = ("zero2", "zero3", "mesh")
 _FULL = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "can't allocate memory")
 _NO_COMPILER = ("InvalidCxxCompiler", "No working C++ compiler", "Failed to find C compiler")
 

@@ -76,6 +76,14 @@ class Strategy(ABC, Generic[O]):
         """
 
     @classmethod
+    def check_workers(cls, options: O, workers: int) -> None:
+        """Refuses, on the driver, options that do not suit the number of workers.
+
+        Raises:
+            ConfigError: They do not.
+        """
+
+    @classmethod
     def needs_group(cls, options: O) -> bool:
         """Returns whether even a single rank needs a process group, for options that torch supports only in one."""
         return False

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 __all__ = ["ShardingOptions", "Zero2", "Zero3", "units"]
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+S = TypeVar("S", bound="ShardingOptions")
+
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward pass that could gather parameters
 
 
@@ -64,10 +66,10 @@ class ShardingOptions:
                 one_of(f"strategyParams.{name}", value, tuple(_DTYPES))
 
 
-class Zero3(Strategy[ShardingOptions]):
+class Zero3(Strategy[S]):
     """Parameters are gathered unit by unit for forward and backward, and freed after each."""
 
-    options_type = ShardingOptions
+    options_type: ClassVar[type[Any]] = ShardingOptions
     collective_forward = True
     _reshard_after_forward = True
 
@@ -206,7 +208,7 @@ class Zero3(Strategy[ShardingOptions]):
                 part.reshard()
 
 
-class Zero2(Zero3):
+class Zero2(Zero3[ShardingOptions]):
     """Parameters are gathered once per step, and kept from forward to backward."""
 
     _reshard_after_forward = False

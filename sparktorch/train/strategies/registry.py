@@ -11,16 +11,26 @@ from sparktorch.train.strategies.ddp import DDP
 from sparktorch.train.strategies.fsdp import Zero2, Zero3
 from sparktorch.train.strategies.independent import Independent
 from sparktorch.train.strategies.local_sgd import LocalSGD
+from sparktorch.train.strategies.mesh import Mesh
 from sparktorch.train.strategies.parameter_server.strategy import ParameterServer
 from sparktorch.train.strategies.zero1 import Zero1
 
-__all__ = ["STRATEGIES", "build_strategy", "check_strategy", "resumable", "strategy_options", "strategy_type"]
+__all__ = [
+    "STRATEGIES",
+    "build_strategy",
+    "check_strategy",
+    "check_workers",
+    "resumable",
+    "strategy_options",
+    "strategy_type",
+]
 
 STRATEGIES: dict[str, type[Strategy[Any]]] = {
     "ddp": DDP,
     "zero1": Zero1,
     "zero2": Zero2,
     "zero3": Zero3,
+    "mesh": Mesh,
     "localSGD": LocalSGD,
     "parameterServer": ParameterServer,
     "independent": Independent,
@@ -60,6 +70,16 @@ def check_strategy(config: TrainConfig, recipe: Recipe) -> None:
     """
     options = strategy_options(config.strategy, config.strategy_params)
     strategy_type(config.strategy).check(config, recipe, options)
+
+
+def check_workers(config: TrainConfig, workers: int) -> None:
+    """Refuses options of the strategy that do not suit the number of workers.
+
+    Raises:
+        ConfigError: They do not.
+    """
+    options = strategy_options(config.strategy, config.strategy_params)
+    strategy_type(config.strategy).check_workers(options, workers)
 
 
 def build_strategy(config: TrainConfig, world: World) -> Strategy[Any]:

@@ -77,6 +77,7 @@ def difference(model: TorchRegressionModel, other: TorchRegressionModel) -> floa
         {"strategy": "zero1", "deterministic": True},
         {"strategy": "zero2", "strategyParams": {"min_parameters": 20}, "microBatchSize": 7},
         {"strategy": "zero3", "strategyParams": {"min_parameters": 20}, "validationBatchSize": 5},
+        {"strategy": "mesh", "strategyParams": {"shard": 2, "min_parameters": 20}},
         {"strategy": "localSGD", "strategyParams": {"period": 1}},
         {"strategy": "parameterServer", "strategyParams": {"staleness": 0}},
     ],

@@ -1,0 +1,111 @@
+"""The model divided within groups of ranks and copied between them trains as one process does, on any mesh."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sparktorch.base.config import CheckpointConfig
+from sparktorch.base.state_dict import pack_state
+from sparktorch.base.world import World
+from sparktorch.errors import ConfigError
+from sparktorch.train.strategies.mesh import Mesh, MeshOptions
+from sparktorch.worker import TrainJob
+from tests.dist.strategies.test_strategies import PARTED, TABLE, Weights, job_for, plain
+from tests.support.ranks import control_server, in_group, run_ranks, train_on
+from tests.support.resume import Counts
+
+MESHES: dict[str, dict[str, int]] = {
+    "two copies of two shards": {"shard": 2},
+    "copies only": {"data": 4},
+    "shards only": {"data": 1},
+}
+
+
+def mesh_job(sizes: dict[str, int], *, recipe: dict[str, Any] | None = None, **config: Any) -> TrainJob:
+    return job_for(recipe=recipe, strategy="mesh", strategy_params={**PARTED, **sizes}, **config)
+
+
+@pytest.fixture(scope="module")
+def expected() -> tuple[dict[str, torch.Tensor], float]:
+    return plain()
+
+
+@pytest.mark.parametrize("case", MESHES)
+def test_four_ranks_train_what_one_plain_loop_trains_and_end_with_the_same_bits(
+    case: str, expected: tuple[dict[str, torch.Tensor], float], tmp_path: Path
+) -> None:
+    job = mesh_job(MESHES[case], recipe={"callbacks": [Weights(tmp_path)]})
+    state, metas = train_on([part.batches() for part in TABLE.parts(4)], job)
+    torch.testing.assert_close(state, expected[0], atol=1e-5, rtol=0)
+    assert metas[0]["history"][-1]["val_loss"] == pytest.approx(expected[1], abs=1e-5)
+    assert len({path.read_bytes() for path in tmp_path.iterdir()}) == 1
+
+
+def test_the_norm_is_that_of_one_model_not_of_its_copies() -> None:
+    parts = [part.batches() for part in TABLE.parts(4)]
+    for clips in ({}, {"clip_norm": 0.05}):
+        found = []
+        for job in (mesh_job({"shard": 2}, **clips), job_for(strategy="zero3", strategy_params=PARTED, **clips)):
+            state, metas = train_on(parts, job)
+            found.append((state, metas[0]["history"][-1]["gradient_norm"]))
+        (mine, norm), (other, expected) = found
+        torch.testing.assert_close(mine, other, atol=1e-5, rtol=0)
+        assert norm == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("later", [({"shard": 2}, 4), ({"shard": 4}, 4), ({"data": 2}, 2)], ids=str)
+def test_a_checkpoint_of_a_mesh_is_gone_on_with_on_another(later: tuple[dict[str, int], int], tmp_path: Path) -> None:
+    sizes, ranks = later
+
+    def job(mesh: dict[str, int], callback: Counts) -> TrainJob:
+        checkpoint = CheckpointConfig(directory=str(tmp_path / "saved"), unit="step", interval=1, owner="me")
+        made = mesh_job(mesh, recipe={"callbacks": [callback]}, ema_decay=0.9)
+        return replace(made, checkpoint=checkpoint)
+
+    calm, _ = train_on([part.batches() for part in TABLE.parts(4)], mesh_job({"shard": 2}, ema_decay=0.9))
+    with control_server() as server:
+        ended = run_ranks(
+            server, [part.batches() for part in TABLE.parts(4)], job({"shard": 2}, Counts(tmp_path, rank=3, step=4))
+        )
+    assert any(rank.exitcode == -signal.SIGKILL for rank in ended)
+    state, _ = train_on([part.batches() for part in TABLE.parts(ranks)], job(sizes, Counts(tmp_path)))
+    if later == ({"shard": 2}, 4):
+        assert pack_state(state) == pack_state(calm)
+    else:
+        torch.testing.assert_close(state, calm, atol=1e-5, rtol=0)
+
+
+def groups_of(world: World, hosts: list[str]) -> list[list[int]]:
+    place = replace(world, host=hosts[world.rank])
+    mesh = Mesh(mesh_job({"shard": 2}).config, place, MeshOptions(shard=2)).mesh
+    total = torch.ones(1)
+    dist.all_reduce(total, group=mesh.get_group("shard"))
+    assert total == 2
+    found: list[list[int]] = mesh.mesh.tolist()
+    return found
+
+
+def test_groups_are_those_of_a_host() -> None:
+    assert in_group(4, groups_of, ["a", "b", "a", "b"]) == [[[0, 2], [1, 3]]] * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "workers", "says"),
+    [
+        ({}, 4, "strategy 'mesh' has no dimension"),
+        ({"shard": 3}, 4, "shard 3, which 4 workers cannot be divided into"),
+        ({"data": 8}, 4, "data 8, which 4 workers"),
+        ({"data": 2, "shard": 3}, 4, "data 2 x shard 3, which 4 workers"),
+        ({"shard": 0}, 4, "strategyParams.shard must be at least 1"),
+    ],
+)
+def test_dimensions_that_do_not_multiply_are_refused(options: dict[str, int], workers: int, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        MeshOptions(**options).sizes(workers)
