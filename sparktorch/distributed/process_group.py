@@ -43,7 +43,7 @@ _NCCL_HINTS = {
     "ncclInternalError": "do the executors reach each other on the interface NCCL_SOCKET_IFNAME?",
 }
 
-# Keeps the last group of this process alive until the next one opens. Deleting a group joins threads that may wait for
+# Keeps the last groups of this process alive until the next ones open. Deleting a group joins threads that may wait for
 # the GIL. Dropping this reference releases the GIL meanwhile. Dropping the one in DDP's reducer, which a traceback may
 # keep alive, does not.
 _kept: list[dist.ProcessGroup | None] = []
@@ -120,7 +120,7 @@ def abandon(error: BaseException, report: Callable[[BaseException], object]) -> 
         with suppress(Exception):  # the store may be gone, too
             report(error)
     # Abort first: destroying waits for pending collectives, and these wait for peers that may be destroying, too.
-    for group in _groups():
+    for group in _groups() if dist.group.WORLD is not None else ():
         with suppress(Exception):
             group.abort()
     with suppress(Exception):  # it would replace the error
@@ -128,8 +128,9 @@ def abandon(error: BaseException, report: Callable[[BaseException], object]) -> 
 
 
 def _groups() -> list[Any]:
-    """Returns the groups of this rank that are open, the default one first."""
-    return list(dist.distributed_c10d._world.pg_map)
+    """Returns the groups that all ranks work in: the default one, and those of `subgroup`; not those of a user."""
+    default, opened = dist.group.WORLD, dist.distributed_c10d._world.pg_map
+    return [default, *(group for group in _kept if group is not default and group in opened)]
 
 
 def set_up_error(error: BaseException) -> ClusterError | None:
@@ -157,6 +158,7 @@ def subgroup(world: World, groups: list[list[int]]) -> dist.ProcessGroup:
         opened: Any = dist.new_subgroups_by_enumeration(groups)  # type: ignore[no-untyped-call]
     _calm_gloo()
     group: dist.ProcessGroup = opened[0]
+    _kept.append(group)
     return group
 
 

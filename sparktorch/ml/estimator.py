@@ -27,7 +27,7 @@ from sparktorch.ml.scoring.column_metadata import labels_of
 from sparktorch.ml.summary import TrainingSummary
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.frame.prepare import Frame
-from sparktorch.spark.rdd import as_dataframe
+from sparktorch.spark.rdd import dataframe_of
 from sparktorch.train.recipe.dry_run import DryRunResult
 
 if TYPE_CHECKING:
@@ -198,12 +198,7 @@ def _checked(dataset: Any) -> DataFrame:
     """
     if isinstance(dataset, PreparedData):
         raise ConfigError("these rows are prepared already", hint="pass the DataFrame, or call fit(rows)")
-    dataset = as_dataframe(dataset)
-    if not hasattr(dataset, "sparkSession"):
-        kind = f"{type(dataset).__module__.partition('.')[0]}'s {type(dataset).__name__}"
-        raise ConfigError(f"fit takes a DataFrame of Spark's, and got {kind}", hint="spark.createDataFrame(it)")
-    found: DataFrame = dataset
-    return found
+    return dataframe_of(dataset, "fit")
 
 
 class TorchEstimator(TorchEstimatorBase[TorchModel], GenericParams):

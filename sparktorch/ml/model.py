@@ -27,6 +27,7 @@ from sparktorch.model.pretrained import save_pretrained
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.frame.encoding import input_columns
+from sparktorch.spark.rdd import dataframe_of
 from sparktorch.spark.scoring_udf import (
     Scoring,
     result_column,
@@ -109,6 +110,7 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
         fields, outputs = self._fields()
         if not outputs:
             return dataset
+        dataset = dataframe_of(dataset, "transform")
         make_room(dataset.sparkSession, 1)
         names = ColumnNames.of(dataset)
         taken = [name for name in outputs if names.called(name)]

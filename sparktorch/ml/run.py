@@ -27,7 +27,7 @@ from sparktorch.spark.frame.prepare import prepare
 from sparktorch.spark.launch.barrier_job import run_ranks
 from sparktorch.spark.launch.rank_pool import Results
 from sparktorch.spark.launch.rank_task import Body
-from sparktorch.spark.rdd import as_dataframe, is_rdd, moved
+from sparktorch.spark.rdd import dataframe_of, is_rdd, moved
 from sparktorch.spark.session import session_of
 from sparktorch.worker import (
     FunctionJob,
@@ -83,7 +83,7 @@ def run(
     given = _params(params)
     request = translate_run(given, function)
     more = _shippable(given, function, args, kwargs)
-    rows = as_dataframe(data)
+    rows = None if data is None else dataframe_of(data, "run")
     session = _session(rows, spark)
     with _report(given, session) as report:
         request = launchable(request, session, given.getPreflight())
@@ -291,12 +291,6 @@ def _params(values: Mapping[str, Any]) -> RunParams:
 def _session(data: DataFrame | None, spark: SparkSession | None) -> SparkSession:
     if data is None:
         return spark or SparkSession.getActiveSession() or SparkSession.builder.getOrCreate()
-    if not hasattr(data, "sparkSession"):
-        raise ConfigError(
-            f"run takes a DataFrame of Spark's, and got a {type(data).__module__}.{type(data).__qualname__}",
-            hint="spark.createDataFrame(...) makes one of pandas'",
-            param="data",
-        )
     return data.sparkSession
 
 

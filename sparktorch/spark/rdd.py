@@ -27,7 +27,7 @@ from sparktorch.spark.frame.encoding import column_of, plan_inputs
 from sparktorch.spark.frame.first_row import measured
 from sparktorch.spark.session import is_connect, session_of
 
-__all__ = ["as_dataframe", "is_rdd", "moved", "tensor_rdd", "to_dataframe"]
+__all__ = ["dataframe_of", "is_rdd", "moved", "tensor_rdd", "to_dataframe"]
 
 Tensors = dict[str, torch.Tensor]
 
@@ -92,7 +92,7 @@ def tensor_rdd(
         at_least("batch_size", batch_size, 1)
     if columns is not None and (isinstance(columns, str) or not columns):
         raise ConfigError(f"columns is {columns!r}, and not a list of names", hint="pass ['x', ...]", param="columns")
-    frame = as_dataframe(data)
+    frame = dataframe_of(data, "tensor_rdd")
     if is_connect(frame.sparkSession):
         raise ConfigError(
             "Spark Connect has no RDDs",
@@ -154,9 +154,24 @@ def to_dataframe(rdd: RDD[Any], schema: T.StructType | str | None = None) -> Dat
     return frame_of_batches(spark, rdd.mapPartitions(partial(_packed, to_arrow_schema(kind))), kind)
 
 
-def as_dataframe(data: Any) -> Any:
-    """Returns the DataFrame of an RDD; other values as they are."""
-    return to_dataframe(data) if is_rdd(data) else data
+def dataframe_of(data: Any, caller: str) -> DataFrame:
+    """Returns a DataFrame as it is, and that of an RDD.
+
+    Args:
+        data: What a user gave.
+        caller: The function that takes it, for the message.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    found = to_dataframe(data) if is_rdd(data) else data
+    if not hasattr(found, "sparkSession"):
+        kind = f"{type(data).__module__.partition('.')[0]}'s {type(data).__name__}"
+        raise ConfigError(
+            f"{caller} takes a DataFrame of Spark's, and got {kind}", hint="spark.createDataFrame(it)", param="dataset"
+        )
+    frame: DataFrame = found
+    return frame
 
 
 def is_rdd(data: Any) -> bool:

@@ -139,7 +139,12 @@ def test_a_fit_and_a_run_on_an_rdd_are_those_on_the_dataframe(frame: DataFrame) 
     expected = regressor.fit(frame).module.state_dict()
     rows = frame.rdd.map(lambda row: {"features": np.float32(row.features), "target": np.float32(row.target)})
     for rdd in (tensor_rdd(frame, ["features", "target"]), rows):
-        torch.testing.assert_close(regressor.fit(rdd).module.state_dict(), expected, atol=1e-5, rtol=0)
+        model = regressor.fit(rdd)
+        torch.testing.assert_close(model.module.state_dict(), expected, atol=1e-5, rtol=0)
+    scored = [row.prediction for row in model.transform(rows).collect()]
+    assert scored == pytest.approx([row.prediction for row in model.transform(frame).collect()], abs=1e-6)
+    with pytest.raises(ConfigError, match="transform takes a DataFrame of Spark's, and got numpy's ndarray"):
+        model.transform(np.ones((2, 5)))
 
     def counted(context: RunContext) -> int:
         return len(context.dataset)

@@ -24,7 +24,7 @@ from sparktorch.spark.launch.rank_pool import Results
 from sparktorch.spark.launch.spark_job import new_tag
 from sparktorch.train.checkpoint.store import CheckpointStore
 from sparktorch.train.recipe.dry_run import DryRunResult
-from sparktorch.train.strategies.registry import strategy_options, strategy_type
+from sparktorch.train.strategies.registry import strategy_options, strategy_type, workers_for
 from sparktorch.worker import GroupJob, TrainJob, train_partition
 
 __all__ = ["Attempt", "of_request", "one_job", "partitioned", "train_with_restarts", "with_restarts"]
@@ -130,11 +130,13 @@ def _with_slots_left(spark: SparkSession, request: R, lost: list[str]) -> R:
         return replace(request, launch=launch)
     fewest = launch.world_size if least is None else least
     check_cluster(spark, fewest, launch.profile, longest=launch.patience.start)
-    if found < fewest:
+    fewer = workers_for(request.config, found, fewest)
+    if fewer is None:
         _LOG.warning("the cluster has %d slots free: the restart waits for those of lost workers", found)
         return replace(request, launch=launch)
-    _LOG.warning("the cluster has %d slots left: going on with as many workers instead of %d", found, launch.world_size)
-    return replace(request, launch=replace(launch, world_size=found))
+    message = "the cluster has %d slots left: going on with %d workers instead of %d"
+    _LOG.warning(message, found, fewer, launch.world_size)
+    return replace(request, launch=replace(launch, world_size=fewer))
 
 
 def one_job(frame: Frame, job: TrainJob, request: Request, report: FitReport) -> Results:

@@ -1,10 +1,12 @@
 """The strategies by name. To add one, add a file beside this one and an entry here."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from sparktorch.base.config import TrainConfig, from_dict, one_of
 from sparktorch.base.world import World
+from sparktorch.errors import ConfigError
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.base import Strategy
 from sparktorch.train.strategies.ddp import DDP
@@ -23,6 +25,7 @@ __all__ = [
     "resumable",
     "strategy_options",
     "strategy_type",
+    "workers_for",
 ]
 
 STRATEGIES: dict[str, type[Strategy[Any]]] = {
@@ -80,6 +83,15 @@ def check_workers(config: TrainConfig, workers: int) -> None:
     """
     options = strategy_options(config.strategy, config.strategy_params)
     strategy_type(config.strategy).check_workers(options, workers)
+
+
+def workers_for(config: TrainConfig, most: int, fewest: int) -> int | None:
+    """Returns the largest number of workers, from `fewest` to `most`, that the strategy's options suit, if any does."""
+    for workers in range(most, fewest - 1, -1):
+        with suppress(ConfigError):
+            check_workers(config, workers)
+            return workers
+    return None
 
 
 def build_strategy(config: TrainConfig, world: World) -> Strategy[Any]:

@@ -16,6 +16,7 @@ from sparktorch.base.state_dict import pack_state
 from sparktorch.base.world import World
 from sparktorch.errors import ConfigError
 from sparktorch.train.strategies.mesh import Mesh, MeshOptions
+from sparktorch.train.strategies.registry import workers_for
 from sparktorch.worker import TrainJob
 from tests.dist.strategies.test_strategies import PARTED, TABLE, Weights, job_for, plain
 from tests.support.ranks import control_server, in_group, run_ranks, train_on
@@ -94,6 +95,14 @@ def groups_of(world: World, hosts: list[str]) -> list[list[int]]:
 
 def test_groups_are_those_of_a_host() -> None:
     assert in_group(4, groups_of, ["a", "b", "a", "b"]) == [[[0, 2], [1, 3]]] * 4
+
+
+def test_a_restart_takes_as_many_workers_as_the_mesh_can_use() -> None:
+    config = mesh_job({"shard": 2}).config
+    assert [workers_for(config, most, 1) for most in (4, 3, 2, 1)] == [4, 2, 2, None]
+    assert workers_for(config, 3, 3) is None
+    assert workers_for(mesh_job({"shard": 2, "data": 2}).config, 3, 1) is None
+    assert workers_for(job_for(strategy="zero3").config, 3, 1) == 3
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,7 @@ def test_a_run_whose_rank_is_killed_goes_on_from_its_last_save(frame: DataFrame,
         (loop, {"args": "x"}, "args is 'x' and kwargs None"),
         (loop, {"lr": 1}, "arguments of the function go into args"),
         (loop, {"minWorkers": 1}, "maxRestarts is 0"),
-        (loop, {"data": [1, 2]}, "run takes a DataFrame of Spark's, and got a builtins.list"),
+        (loop, {"data": [1, 2]}, "run takes a DataFrame of Spark's, and got builtins's list"),
     ],
 )
 def test_what_cannot_run_is_refused_before_a_job(spark: SparkSession, function: Any, params: Any, says: str) -> None:
