@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 __all__ = [
+    "JVM_MEMORY_HINT",
     "ClusterError",
     "ColumnError",
     "ConfigError",
@@ -23,6 +24,10 @@ __all__ = [
     "nearest",
     "told",
 ]
+
+JVM_MEMORY_HINT = (
+    "the driver's JVM holds what all ranks return: start the session with more spark.driver.memory, or return less"
+)
 
 
 class SparkTorchError(Exception):

@@ -9,13 +9,9 @@ from sparktorch.distributed.monitor import Monitor
 from sparktorch.distributed.os_memory import out_of_memory_kills
 from sparktorch.distributed.server import ControlServer
 from sparktorch.distributed.store import UNREACHED_HINT
-from sparktorch.errors import ClusterError, RankError, RankLostError, SparkTorchError, failure_in
+from sparktorch.errors import JVM_MEMORY_HINT, ClusterError, RankError, RankLostError, SparkTorchError, failure_in
 
-__all__ = ["JVM_MEMORY_HINT", "ChainError", "RootCause"]
-
-JVM_MEMORY_HINT = (
-    "the driver's JVM holds what all ranks return: start the session with more spark.driver.memory, or return less"
-)
+__all__ = ["ChainError", "RootCause"]
 
 _DEATH = (
     r"exited unexpectedly|ExecutorLostFailure|Executor heartbeat timed out|exit code|worker crashed|Connection reset"
@@ -58,8 +54,11 @@ class RootCause:
             told = failure_in(message)
             if told is not None:
                 return told
-        if (too_large := _too_large(message)) is not None:
-            return too_large
+        if "spark.driver.maxResultSize" in message:
+            return ClusterError(
+                "what the ranks return, such as a model, is larger than the driver accepts as the result of a job",
+                hint="start the session with a larger spark.driver.maxResultSize",
+            )
         if _CHAIN in message:
             return ChainError(
                 "Spark runs no barrier job over partitions that are joined or put side by side without a shuffle, as "
@@ -139,6 +138,8 @@ def _from_message(message: str) -> SparkTorchError:
             hint="it was killed, crashed, or its host is cut off; see the executors' logs, and Spark's message below",
             trace=message,
         )
+    if raised is None and "OutOfMemoryError: Java heap space" in message:
+        return ClusterError("Spark's JVM has no memory left", hint=JVM_MEMORY_HINT, trace=message)
     if raised is None:
         return ClusterError("the barrier job failed", trace=message)
     if "DistNetworkError" in raised[1]:
@@ -154,15 +155,3 @@ def _from_message(message: str) -> SparkTorchError:
         hint="they need torch, numpy and pyarrow installed (PYSPARK_PYTHON names their Python), and your own "
         "modules and sparktorch shipped with --py-files or spark.addArtifacts",
     )
-
-
-def _too_large(message: str) -> ClusterError | None:
-    """Returns an error for results that the driver does not accept, or that a JVM has no memory for."""
-    if "spark.driver.maxResultSize" in message:
-        return ClusterError(
-            "what the ranks return, such as a model, is larger than the driver accepts as the result of a job",
-            hint="start the session with a larger spark.driver.maxResultSize",
-        )
-    if "OutOfMemoryError: Java heap space" in message:
-        return ClusterError("Spark's JVM on the driver or an executor has no memory left", hint=JVM_MEMORY_HINT)
-    return None

@@ -127,12 +127,13 @@ class TextClassifier(_FromFolderClassifier, TextClassifierParams):
                 hint="are they of one model? model.resize_token_embeddings(len(tokenizer)) makes room, then save both",
                 param="modelFolder",
             )
-        if getattr(config, "pad_token_id", None) is None:
+        if getattr(config, "pad_token_id", 0) is None:
             params["pad_token_id"] = tokenizer.pad_token_id
-        most = min(getattr(config, "max_position_embeddings", None) or length, tokenizer.model_max_length)
+        positions = getattr(config, "max_position_embeddings", None)
+        most = min(positions, tokenizer.model_max_length) if positions else length
         if length > most:
             raise ConfigError(
-                f"maxLength is {length}, and the model takes {most} tokens at most",
+                f"maxLength is {length}, and the model and its tokenizer take {most} tokens at most",
                 hint=f"set maxLength to {most} or less",
                 param="maxLength",
             )

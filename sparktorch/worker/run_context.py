@@ -244,7 +244,7 @@ class RunContext(Collectives):
             PersistenceError: The state holds another type, or another run has taken over the directory.
             ConfigError: The state is no dict, or holds sharded tensors.
         """
-        for given in (state, own or {}):
+        for given in (state if self.world.is_main else {}, {} if own is None else own):
             if not isinstance(given, Mapping):
                 raise ConfigError(
                     f"save got a {type(given).__name__}, and takes a dict",

@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torchmetrics import MeanAbsoluteError, MeanAbsolutePercentageError, MeanSquaredError, MetricCollection
 
-__all__ = ["Lit", "LitCounting", "LitHooks", "LitMinimal"]
+__all__ = ["Lit", "LitCounting", "LitHooks", "LitMinimal", "LitShared"]
 
 
 class LitMinimal(LightningModule):
@@ -52,6 +52,7 @@ class Lit(LitMinimal):
         self.groups = MetricCollection([MeanAbsoluteError(), MeanAbsolutePercentageError()])
         self.held_out = MeanAbsoluteError()
         self.kept: list[torch.Tensor] = []
+        self.begun = 0
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
@@ -71,6 +72,10 @@ class Lit(LitMinimal):
         self.groups(output, y)
         self.log_dict(self.groups, on_step=False, on_epoch=True)
         return {"loss": loss, "more": 1}
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.begun += 1
+        self.log("begun", float(self.begun), reduce_fx="max", on_step=False, on_epoch=True)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.log("step_number", float(self.global_step), on_step=True, on_epoch=True)
@@ -113,6 +118,28 @@ class Lit(LitMinimal):
             schedule = kinds.ReduceLROnPlateau(optimizer, factor=0.3, patience=0, threshold=0.5)
             return {"optimizer": optimizer, "lr_scheduler": schedule, "monitor": "val_loss"}
         return optimizer
+
+
+class LitShared(LitMinimal):
+    """Logs one metric in training and validation, which Lightning's Trainer mixes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error = MeanSquaredError()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = self.head(self.layers(batch[0])).squeeze(-1)
+        self.error(output, batch[1])
+        self.log("train_error", self.error, on_step=False, on_epoch=True)
+        return nn.functional.mse_loss(output, batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.error(self.head(self.layers(batch[0])).squeeze(-1), batch[1])
+        self.log("val_error", self.error)
+        return super().validation_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("computed", self.error.compute())
 
 
 class LitCounting(Lit):

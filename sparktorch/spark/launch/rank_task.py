@@ -21,9 +21,8 @@ from sparktorch.base.world import World
 from sparktorch.distributed.addresses import address_towards, host_of
 from sparktorch.distributed.client import Client
 from sparktorch.distributed.log_capture import LogCapture
-from sparktorch.distributed.root_cause import JVM_MEMORY_HINT
 from sparktorch.distributed.store import UNREACHED_HINT, Rendezvous, connect, host_store
-from sparktorch.errors import ClusterError, RankError, RankLostError, SparkTorchError, told
+from sparktorch.errors import JVM_MEMORY_HINT, ClusterError, RankError, RankLostError, SparkTorchError, told
 from sparktorch.spark.launch.gpus import choose_device
 from sparktorch.spark.shipping import Sent
 

@@ -30,36 +30,31 @@ def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
     Parameters, buffers, parts, hooks and tensors that are changed in place are left as they are.
     """
     before = [(vars(module), _own(module)) for module in modules]
-    held = [{name: _items(value) for name, value in own.items()} for _, own in before]
+    held: dict[int, tuple[Any, Any]] = {}
+    for _, own in before:
+        _hold(list(own.values()), held)
     try:
         yield
     finally:
-        for (now, own), items in zip(before, held, strict=True):
+        for now, own in before:
             for name in now.keys() - own.keys() - _OF_TORCH:
                 del now[name]
-            now |= {name: _restored(value, items[name]) for name, value in own.items()}
+            now |= own
+        for container, items in held.values():
+            container.clear()
+            (container.extend if type(container) in _LISTS else container.update)(items)
 
 
 def _own(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
 
 
-def _items(value: Any) -> Any:
-    """Returns copies of lists, dicts and sets, also in each other; anything else as it is."""
-    if type(value) not in (*_LISTS, *_OTHERS):
-        return value
-    found = copy.copy(value)
-    if type(value) is not set:
-        for place in range(len(found)) if type(value) in _LISTS else found:
-            found[place] = _items(found[place])
-    return found
-
-
-def _restored(value: Any, items: Any) -> Any:
-    if type(value) in (*_LISTS, *_OTHERS):
-        value.clear()
-        (value.extend if type(value) in _LISTS else value.update)(items)
-    return value
+def _hold(values: Iterable[Any], held: dict[int, tuple[Any, Any]]) -> None:
+    """Adds the lists, dicts and sets among values, and in each other, with copies of them."""
+    for value in values:
+        if type(value) in (*_LISTS, *_OTHERS) and id(value) not in held:
+            held[id(value)] = value, copy.copy(value)
+            _hold(value.values() if isinstance(value, dict) else value, held)
 
 
 def _is_plain(value: Any) -> bool:

@@ -140,6 +140,11 @@ class Logs(Means):
             pair = (wide * weight if reduce == "mean" else wide, weight)
         self._add(name, _Logged(reduce, on_step, on_epoch, metric, step, pair, None if metric else pair))
 
+    @property
+    def logged_metrics(self) -> set[str]:
+        """Paths of the metrics that this rank has logged."""
+        return {logged.metric for logged in self._logged.values() if logged.metric}
+
     def clear(self) -> None:
         """Removes all values."""
         self._logged = {}
@@ -162,7 +167,7 @@ class Logs(Means):
         whole = Logs(self._computed)
         for state in every:  # in rank order: all ranks see the same names in the same order
             whole.load_state_dict(state)
-        self.metrics = {logged.metric for logged in whole._logged.values() if logged.metric}
+        self.metrics = whole.logged_metrics
         found: dict[str, float] = {}
         for name, logged in whole._logged.items():
             both = logged.on_step and logged.on_epoch

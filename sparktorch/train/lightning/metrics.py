@@ -64,11 +64,26 @@ class Metrics:
     def kept(self, kept: bool) -> Iterator[None]:
         """Context after which the metrics are as before, if `kept`."""
         before = self.state_dict() if kept else {}
-        computed = {path: self._found[path]._computed for path in before}
         yield
+        # As in the other ranks, a value that is computed stays so, and one that an update has removed is gone.
+        computed = {path: self._found[path]._computed for path in before}
         self.load_state_dict(before)
-        for path, value in computed.items():  # to compute it again would be a collective of this rank only
+        for path, value in computed.items():
             self._found[path]._computed = value
+
+    def set_aside(self, paths: Iterable[str]) -> dict[str, Any]:
+        """Resets metrics; returns what `put_back` takes."""
+        before, found = self.state_dict(), dict[str, Any]()
+        for path in paths:
+            found[path] = before[path], self._found[path]._computed
+            self._found[path].reset()
+        return found
+
+    def put_back(self, aside: Mapping[str, Any]) -> None:
+        """Restores metrics that were set aside."""
+        self.load_state_dict({path: state for path, (state, _) in aside.items()})
+        for path, (_, computed) in aside.items():
+            self._found[path]._computed = computed
 
     def state_dict(self) -> dict[str, Any]:
         """Returns copies of the metrics' states by path, and how many updates made them."""

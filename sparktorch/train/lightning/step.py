@@ -16,7 +16,7 @@ from sparktorch.train.lightning.logs import Logs
 from sparktorch.train.recipe.loss import Sums, TrainingStep, weigh
 from sparktorch.train.recipe.own_training import Within
 
-__all__ = ["Call", "LightningStep", "arguments_of", "called", "loss_of"]
+__all__ = ["Call", "LightningStep", "arguments_of", "called", "check_not_left_out", "loss_of"]
 
 Call = Callable[[Callable[[], Any]], Any]
 
@@ -69,6 +69,20 @@ def called(method: Callable[..., Any], batch: tuple[torch.Tensor, ...], index: i
     positional = [each for each in takes if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
     several = len(positional) > 1 or any(each.kind is each.VAR_POSITIONAL for each in takes)
     return method(batch, index) if several else method(batch)
+
+
+def check_not_left_out(answer: Any, name: str) -> None:
+    """Refuses what `on_train_batch_start` of a module returns to leave out the rest of the epoch.
+
+    Raises:
+        ModuleError: It has returned that.
+    """
+    if answer == -1:
+        raise ModuleError(
+            f"on_train_batch_start of {name} returned -1, which would end the epoch in this rank only",
+            hint="set self.trainer.should_stop = True, which ends the training after the epoch",
+            param="module",
+        )
 
 
 def loss_of(output: Any, name: str) -> torch.Tensor:

@@ -37,10 +37,14 @@ class Trained:
         used = {id(parameter) for group in groups for parameter in group["params"]}
         self._left_out = [each for each in self._module.parameters() if each.requires_grad and id(each) not in used]
 
-    def drop_unused_gradients(self) -> None:
+    def drop_unused_gradients(self, optimizer: Optimizer) -> None:
         """Removes gradients that the optimizer neither uses nor sets to zero: they would add up, and be clipped."""
+        if not self._left_out:
+            return
+        used = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for parameter in self._left_out:
-            parameter.grad = None
+            if id(parameter) not in used:  # a hook may have added some since
+                parameter.grad = None
 
     def _trainable(self) -> set[str]:
         return {name for name, parameter in self._module.named_parameters() if parameter.requires_grad}

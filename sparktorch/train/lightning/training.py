@@ -19,7 +19,7 @@ from sparktorch.train.lightning.metrics import Metrics
 from sparktorch.train.lightning.optimizers import Configured, LightningSchedule, configured
 from sparktorch.train.lightning.recognise import overrides, parts
 from sparktorch.train.lightning.saved import Saved
-from sparktorch.train.lightning.step import Call, LightningStep, arguments_of, called, loss_of
+from sparktorch.train.lightning.step import Call, LightningStep, arguments_of, called, check_not_left_out, loss_of
 from sparktorch.train.lightning.trained import Trained
 from sparktorch.train.lightning.trainer import TrainerView
 from sparktorch.train.metrics import quiet
@@ -73,7 +73,8 @@ class LightningTraining(OwnTraining):
         for part in lightning:
             vars(part).update(_trainer=self.trainer, log=self.log, optimizers=self._optimizers)
         self._metrics = Metrics(module, world.device)
-        self._kept = [*lightning, *self._metrics.collections]  # what batches that do not count leave as it is
+        self._parts = lightning
+        self._aside: dict[str, Any] = {}  # states of metrics of the training, in a validation
         self._logs = self._training_logs = self._early = Logs(self._metrics.compute)
         self._muted = False  # whether logged values are dropped
         self._within_step = False
@@ -170,7 +171,7 @@ class LightningTraining(OwnTraining):
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
         """Context for passes that do not count: no hooks, nothing is logged, and the module counts nothing."""
-        with unchanged(self._kept):
+        with unchanged([*self._parts, *self._metrics.collections]):
             self._rehearsing = True
             try:
                 yield
@@ -190,12 +191,7 @@ class LightningTraining(OwnTraining):
         with self._logging(batch):
             if self._rehearsing:
                 return loss_of(call(step), self.name)
-            if module.on_train_batch_start(arguments, index) == -1:
-                raise ModuleError(
-                    f"on_train_batch_start of {self.name} returned -1, which would end the epoch in this rank only",
-                    hint="set self.trainer.should_stop = True, which ends the training after the epoch",
-                    param="module",
-                )
+            check_not_left_out(module.on_train_batch_start(arguments, index), self.name)
             loss = loss_of(output := call(step), self.name)
             module.on_before_backward(loss)
         more = {key: value for key, value in output.items() if key != "loss"} if isinstance(output, Mapping) else {}
@@ -251,6 +247,7 @@ class LightningTraining(OwnTraining):
     def before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
         """Calls `on_before_zero_grad`."""
         self._step_rows = 0
+        self._trained.drop_unused_gradients(optimizer)
         self._hook("on_before_zero_grad", optimizer, rows=1)
 
     def after_backward(self) -> None:
@@ -259,7 +256,7 @@ class LightningTraining(OwnTraining):
 
     def before_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Removes gradients that the optimizer will not use, and calls `on_before_optimizer_step`."""
-        self._trained.drop_unused_gradients()
+        self._trained.drop_unused_gradients(optimizer)
         self._hook("on_before_optimizer_step", optimizer, rows=self._step_rows)
 
     def end_step(self, step: int) -> None:
@@ -272,7 +269,7 @@ class LightningTraining(OwnTraining):
         self._note_modes()
         self._module.eval()
         self.trainer.training, self.trainer.validating = False, True
-        self._validation_index = 0
+        self._validation_index, self._aside = 0, self._metrics.set_aside(self._training_logs.logged_metrics)
         self._hook("on_validation_start")
         self._hook("on_validation_epoch_start")
 
@@ -295,6 +292,7 @@ class LightningTraining(OwnTraining):
         self._publish(metrics)
         self._hook("on_validation_end")
         self._metrics.reset(self._logs.metrics)
+        self._metrics.put_back(self._aside)
         self._module.train()
         self.keep_modes()
         self.trainer.training, self.trainer.validating = True, False
@@ -379,7 +377,9 @@ class LightningTraining(OwnTraining):
         self._rows, self._within_step = batch.rows, within_step
         self._muted = self._rehearsing or not batch.rows
         try:
-            with self._metrics.kept(self._muted), unchanged(self._kept if self._muted else ()):
+            # Attributes of a training are left to the module: a counter that differed between ranks would part them.
+            own = self._parts if self._muted and not within_step else []
+            with self._metrics.kept(self._muted), unchanged([*own, *self._metrics.collections] if self._muted else ()):
                 yield
         finally:
             self._muted, self._within_step = False, False

@@ -44,6 +44,8 @@ __all__ = [
     "with_config",
 ]
 
+_SILENT = ("gradient_checkpointing",)  # entries that transformers reads and no configuration has
+
 MODEL_LOSS = f"{__name__}:model_loss"
 
 _PER_ROW = ("ForSequenceClassification", "ForImageClassification", "ForVideoClassification", "ForAudioClassification")
@@ -325,7 +327,7 @@ def _changed(config: Any, params: Mapping[str, Any]) -> Any:
     """
     changed = copy.deepcopy(config)
     for name, value in params.items():
-        if not hasattr(changed, name):
+        if not hasattr(changed, name) and name not in _SILENT:
             raise ModuleError(
                 f"the {type(config).__qualname__} has no entry {name!r}",
                 hint=nearest(name, {"num_labels", *changed.to_dict()}),

@@ -30,7 +30,9 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
     trained: dict[str, bool] = {}
     for pattern in patterns:
         found = _matching(pattern.removeprefix("!"), named, "freeze")
-        trained |= dict.fromkeys(found, pattern.startswith("!"))
+        unfreezes = pattern.startswith("!")
+        # peft keeps the part that it has copied to train, and does not call it.
+        trained |= {name: unfreezes for name in found if not (unfreezes and ".original_module." in name)}
     for name in sorted(trained, key=trained.__getitem__, reverse=True):  # a tensor with two names is frozen by either
         parameter = named[name]
         parameter.requires_grad_(trained[name] and (parameter.is_floating_point() or parameter.is_complex()))

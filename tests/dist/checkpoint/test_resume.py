@@ -26,6 +26,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "zero1": {"strategy": "zero1"},
     "zero2": {"strategy": "zero2", "strategy_params": {"min_parameters": 60}},
     "zero3": {"strategy": "zero3", "strategy_params": {"min_parameters": 60}},
+    "mesh": {"strategy": "mesh", "strategy_params": {"min_parameters": 60, "shard": 2}},
 }
 
 
@@ -67,7 +68,7 @@ class Tallies(Counts):
         self.seen = state["seen"]["sum"]
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 3), ("zero1", 2), ("zero2", 2), ("zero3", 4)])
+@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 3), ("zero1", 2), ("zero2", 2), ("zero3", 3), ("mesh", 4)])
 def test_the_weights_are_the_same_to_the_last_bit(strategy: str, ranks: int, tmp_path: Path) -> None:
     calm, rough = tmp_path / "calm", tmp_path / "rough"
     calm.mkdir()
@@ -93,7 +94,8 @@ def on_one_rank(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "before", "after"), [("ddp", 2, 3), ("zero1", 4, 1), ("zero2", 3, 1), ("zero3", 2, 3)]
+    ("strategy", "before", "after"),
+    [("ddp", 2, 3), ("zero1", 4, 1), ("zero2", 3, 1), ("zero3", 2, 3), ("mesh", 4, 2)],
 )
 def test_another_number_of_ranks_goes_on_with_the_same_batches(
     strategy: str, before: int, after: int, on_one_rank: Any, tmp_path: Path

@@ -27,7 +27,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of Lightning's own imports
     from lightning.pytorch import Callback, Trainer
 
-    from tests.support.lightning_modules import Lit, LitCounting, LitHooks, LitMinimal
+    from tests.support.lightning_modules import Lit, LitCounting, LitHooks, LitMinimal, LitShared
 
 preload("tests.support.lightning_modules")
 ROWS, BATCH, EPOCHS, SEED = 331, 64, 3, 11
@@ -193,6 +193,17 @@ def test_steps_that_call_the_whole_module_train_the_same_divided() -> None:
     whole, _ = train_on(parts, job_for(TABLE, LitMinimal))
     divided, _ = train_on(parts, job_for(TABLE, LitMinimal, strategy="zero3"))
     torch.testing.assert_close(divided, whole, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_a_metric_of_training_and_validation_keeps_them_apart(strategy: str) -> None:
+    held_out = TABLE.arrays[VALIDATION]
+    parts = [TABLE.take(held_out).batches(), TABLE.take(~held_out).batches()]
+    job = replace(job_for(TABLE, LitShared, strategy=strategy), placeholder=TABLE.batches()[0].slice(7, 1))
+    _, metas = train_on(parts, job)
+    for record in metas[0]["history"]:
+        assert record["train_error"] == record["computed"] == pytest.approx(record["loss"], abs=1e-5)
+        assert record["val_error"] == pytest.approx(record["val_loss"], abs=1e-5)
 
 
 @pytest.mark.usefixtures("_quietly")

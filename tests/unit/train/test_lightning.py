@@ -171,6 +171,13 @@ def test_a_step_that_does_not_count_leaves_attributes_and_their_items() -> None:
     assert module.best is best
     assert module.means is means == {"a": deque([1])}
     assert (module.means["a"].maxlen, hasattr(module, "late")) == (3, False)
+    module.alike = {"means": module.means, "rows": module.rows}
+    module.alike["self"] = module.alike
+    with unchanged([module]):
+        module.rows.append(3)
+        module.alike["rows"].append(4)
+    assert module.alike["rows"] is module.rows
+    assert module.rows == [1]
 
 
 def test_values_are_reduced_as_they_were_logged() -> None:

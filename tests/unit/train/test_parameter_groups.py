@@ -57,6 +57,17 @@ def test_what_the_module_has_frozen_is_trained_where_a_pattern_says_so() -> None
     assert {name for name, parameter in built.named_parameters() if parameter.requires_grad} == set(BIASES)
 
 
+def test_what_peft_keeps_of_a_part_that_it_copied_stays_frozen() -> None:
+    class Copied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.ModuleDict({"original_module": nn.Linear(2, 1), "copy": nn.Linear(2, 1)})
+            self.head["original_module"].requires_grad_(False)
+
+    built = Recipe(module=Copied, freeze=["!*head*"]).build_module(0)
+    assert {name for name, p in built.named_parameters() if p.requires_grad} == {"head.copy.weight", "head.copy.bias"}
+
+
 def test_a_tensor_with_two_names_is_frozen_by_either() -> None:
     for name in ("inner.weight", "outer.*"):
         module = Recipe(module=Tied, freeze=[name]).build_module(0)
