@@ -140,7 +140,7 @@ def test_what_a_folder_cannot_be_used_for_is_refused_before_a_job(
 ) -> None:
     with pytest.raises(ModuleError, match="there is no config"):
         TorchClassifier(module=str(tmp_path), featuresCol="text", **QUICK).fit(texts)
-    with pytest.raises(ConfigError, match="maxLength is 128, and the model takes 16 tokens"):
+    with pytest.raises(ConfigError, match="maxLength is 128, and the model and its tokenizer take 16 tokens"):
         TextClassifier(modelFolder=str(folder), **QUICK).fit(texts)
     with pytest.raises(ConfigError, match="module is set, which TextClassifier finds in modelFolder"):
         TextClassifier(modelFolder=str(folder), maxLength=9, **QUICK).setModule("torch.nn:Linear").fit(texts)
