@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["divided_like", "first_copy", "local", "local_part", "whole"]
+__all__ = ["copies", "divided_like", "first_copy", "local", "local_part", "whole"]
 
 
 def divided_like(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -22,9 +24,23 @@ def divided_like(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 def first_copy(tensor: torch.Tensor) -> bool:
     """Whether this rank is the first of those that have the same shard of a `DTensor`."""
+    ranks, sharded = _sharded(tensor)
+    places = zip(ranks.mesh_dim_names or (), ranks.get_coordinate() or [], strict=True)
+    return all(place == 0 for name, place in places if name not in sharded)
+
+
+def copies(tensor: torch.Tensor, ranks: int) -> int:
+    """Returns how many of all ranks have the same shard of a `DTensor`."""
+    mesh, sharded = _sharded(tensor)
+    return ranks // math.prod(mesh.size(i) for i, name in enumerate(mesh.mesh_dim_names or ()) if name in sharded)
+
+
+def _sharded(tensor: torch.Tensor) -> tuple[DeviceMesh, set[str]]:
+    """Returns the mesh of all ranks, of which the tensor's may be a part, and the dimensions that divide the tensor."""
     divided: Any = tensor
-    places = divided.device_mesh.get_coordinate() or []
-    return all(place == 0 for place, of in zip(places, divided.placements, strict=True) if of.is_replicate())
+    mesh = divided.device_mesh
+    names = {name for name, of in zip(mesh.mesh_dim_names, divided.placements, strict=True) if not of.is_replicate()}
+    return mesh._get_root_mesh(), names
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -83,7 +83,8 @@ class Engine:
                 param="microBatchSize",
             )
         self.split = Split(config, world, steps=steps, min_rows=self.min_rows, together=together)
-        self._masks = model_in(plain) is not None  # such models ignore what the attention mask hides
+        # Models of transformers ignore what the attention mask hides.
+        self._masks = model_in(plain) is not None and not self.strategy.exchanges_rows
         if config.channels_last:
             channels_last(plain)
         if config.compile:

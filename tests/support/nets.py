@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 __all__ = [
+    "Bags",
     "Bias",
     "Complex",
     "Counting",
@@ -33,6 +34,7 @@ __all__ = [
     "Normalised",
     "NormalisedLogarithm",
     "Pair",
+    "Paired",
     "Parted",
     "Rotated",
     "Score",
@@ -387,6 +389,35 @@ class Tower(nn.Module):
             x = x + block(x)
         x = self.tied_again(torch.tanh(self.tied(x))) * self.frozen.mean() + self.shift
         out: torch.Tensor = self.last(x).squeeze(-1)
+        return out
+
+
+class Paired(nn.Module):
+    """Pairs of layers that tensor parallelism divides, and a norm and a buffer that it does not; one number a row."""
+
+    def __init__(self, inputs: int = 5, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, 6), nn.Dropout(dropout))
+        self.norm = nn.LayerNorm(6)
+        self.second = nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Dropout(dropout), nn.Linear(12, 1))
+        self.register_buffer("shift", torch.tensor(0.25))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.second(torch.tanh(self.norm(self.first(x)))).squeeze(-1) + self.shift
+        return out
+
+
+class Bags(nn.Module):
+    """The mean of embeddings from a table, with a part of the table in each rank; ids without a word are 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(12, 4)
+        self.out = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ids = (x.abs() * 4).long().clamp(max=11)
+        out: torch.Tensor = self.out(self.table(ids).mean(1)).squeeze(-1)
         return out
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import BertConfig, GPT2Config, ViTConfig
+from transformers import BertConfig, GPT2Config, LlamaConfig, ViTConfig
 
-__all__ = ["LENGTH", "WORDS", "bert", "causal", "gpt2", "lora", "masked", "prompts", "tokenizer_folder", "vit"]
+__all__ = ["LENGTH", "WORDS", "bert", "causal", "gpt2", "llama", "lora", "masked", "prompts", "tokenizer_folder", "vit"]
 
 WORDS, LENGTH = 20, 8
 
@@ -27,6 +27,12 @@ def gpt2(kind: str = "GPT2LMHeadModel", **options: Any) -> GPT2Config:
     steady = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "initializer_range": 0.3}
     ends = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     return GPT2Config(architectures=[kind], **{**sizes, **steady, **ends, **options})
+
+
+def llama(kind: str = "LlamaForCausalLM", **options: Any) -> LlamaConfig:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    more = {"vocab_size": WORDS, "intermediate_size": 24, "max_position_embeddings": LENGTH, "pad_token_id": 0}
+    return LlamaConfig(architectures=[kind], **{**sizes, **more, "initializer_range": 0.3, **options})
 
 
 def lora() -> Any:

@@ -27,6 +27,7 @@ from sparktorch.spark.launch.rank_task import Body
 from sparktorch.spark.launch.spark_job import new_tag
 from sparktorch.spark.session import is_local
 from sparktorch.train.recipe.dry_run import DryRunResult, complete, dry_run
+from sparktorch.train.strategies.registry import check_module
 from sparktorch.worker import try_in_rank
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def try_out(frame: Frame, request: Request, in_worker: Callable[..., Results]) -
     weighted = frame.columns.weight is not None or config.class_weights is not None
     names = frame.columns.arguments
     run = partial(dry_run, request.recipe, config.task, config.seed, inputs, label, names=names, weighted=weighted)
+    run = partial(run, check=partial(check_module, config, request.recipe))
     trial = _on_driver(frame, request, run) if request.dry_run == "driver" else _in_worker(request, run, in_worker)
     config.check_classes(trial.classes)
     return frame, complete(trial, request.recipe.metrics, config.task)

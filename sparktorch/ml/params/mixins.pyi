@@ -224,7 +224,7 @@ class EstimatorParams(HasFeaturesCol, HasInputCols, HasLabelCol, HasPredictionCo
     strategy: Param[str]
     def getStrategy(self) -> str: ...
     def setStrategy(self, value: str) -> Self:
-        """Sets the value of `strategy`: how the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and parameters among them, 'mesh' within groups of them; 'localSGD', 'parameterServer', 'independent'."""
+        """Sets the value of `strategy`: how the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and parameters among them, 'mesh' within groups of them, and layers; 'localSGD', 'parameterServer', 'independent'."""
     strategyParams: Param[dict[str, Any]]
     def getStrategyParams(self) -> dict[str, Any]: ...
     def setStrategyParams(self, value: dict[str, Any]) -> Self:
@@ -493,7 +493,7 @@ class GenericParams(EstimatorParams, HasOutputCols):
             shuffle: Whether every epoch draws its batches anew.
             shuffleBlock: Number of neighbouring rows, by key, that an epoch trains within as many steps, so that they are read from disk at once; 1, as with storage 'memory', shuffles single rows; 32 if it is not set otherwise (> 0).
             seed: Seed of the initial weights, the sampling and each worker's generators.
-            strategy: How the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and parameters among them, 'mesh' within groups of them; 'localSGD', 'parameterServer', 'independent'.
+            strategy: How the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and parameters among them, 'mesh' within groups of them, and layers; 'localSGD', 'parameterServer', 'independent'.
             strategyParams: Options of the strategy, as docs/training.md lists them.
             numWorkers: Number of barrier tasks, the world size (> 0).
             device: 'auto', 'cpu' or a type of accelerator, such as 'cuda', for training and for scoring; auto takes one per task where there are any.
@@ -677,7 +677,7 @@ class ClassifierParams(EstimatorParams, HasProbabilityCol, HasRawPredictionCol, 
             shuffle: Whether every epoch draws its batches anew.
             shuffleBlock: Number of neighbouring rows, by key, that an epoch trains within as many steps, so that they are read from disk at once; 1, as with storage 'memory', shuffles single rows; 32 if it is not set otherwise (> 0).
             seed: Seed of the initial weights, the sampling and each worker's generators.
-            strategy: How the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and parameters among them, 'mesh' within groups of them; 'localSGD', 'parameterServer', 'independent'.
+            strategy: How the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and parameters among them, 'mesh' within groups of them, and layers; 'localSGD', 'parameterServer', 'independent'.
             strategyParams: Options of the strategy, as docs/training.md lists them.
             numWorkers: Number of barrier tasks, the world size (> 0).
             device: 'auto', 'cpu' or a type of accelerator, such as 'cuda', for training and for scoring; auto takes one per task where there are any.
@@ -859,7 +859,7 @@ class RegressorParams(EstimatorParams):
             shuffle: Whether every epoch draws its batches anew.
             shuffleBlock: Number of neighbouring rows, by key, that an epoch trains within as many steps, so that they are read from disk at once; 1, as with storage 'memory', shuffles single rows; 32 if it is not set otherwise (> 0).
             seed: Seed of the initial weights, the sampling and each worker's generators.
-            strategy: How the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and parameters among them, 'mesh' within groups of them; 'localSGD', 'parameterServer', 'independent'.
+            strategy: How the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and parameters among them, 'mesh' within groups of them, and layers; 'localSGD', 'parameterServer', 'independent'.
             strategyParams: Options of the strategy, as docs/training.md lists them.
             numWorkers: Number of barrier tasks, the world size (> 0).
             device: 'auto', 'cpu' or a type of accelerator, such as 'cuda', for training and for scoring; auto takes one per task where there are any.
@@ -1056,7 +1056,7 @@ class TextClassifierParams(ClassifierParams):
             shuffle: Whether every epoch draws its batches anew.
             shuffleBlock: Number of neighbouring rows, by key, that an epoch trains within as many steps, so that they are read from disk at once; 1, as with storage 'memory', shuffles single rows; 32 if it is not set otherwise (> 0).
             seed: Seed of the initial weights, the sampling and each worker's generators.
-            strategy: How the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and parameters among them, 'mesh' within groups of them; 'localSGD', 'parameterServer', 'independent'.
+            strategy: How the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and parameters among them, 'mesh' within groups of them, and layers; 'localSGD', 'parameterServer', 'independent'.
             strategyParams: Options of the strategy, as docs/training.md lists them.
             numWorkers: Number of barrier tasks, the world size (> 0).
             device: 'auto', 'cpu' or a type of accelerator, such as 'cuda', for training and for scoring; auto takes one per task where there are any.
@@ -1232,7 +1232,7 @@ class ImageClassifierParams(ClassifierParams):
             shuffle: Whether every epoch draws its batches anew.
             shuffleBlock: Number of neighbouring rows, by key, that an epoch trains within as many steps, so that they are read from disk at once; 1, as with storage 'memory', shuffles single rows; 32 if it is not set otherwise (> 0).
             seed: Seed of the initial weights, the sampling and each worker's generators.
-            strategy: How the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and parameters among them, 'mesh' within groups of them; 'localSGD', 'parameterServer', 'independent'.
+            strategy: How the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and parameters among them, 'mesh' within groups of them, and layers; 'localSGD', 'parameterServer', 'independent'.
             strategyParams: Options of the strategy, as docs/training.md lists them.
             numWorkers: Number of barrier tasks, the world size (> 0).
             device: 'auto', 'cpu' or a type of accelerator, such as 'cuda', for training and for scoring; auto takes one per task where there are any.
@@ -1369,7 +1369,7 @@ class RunParams(HasFeaturesCol, HasInputCols, HasLabelCol, HasWeightCol, HasVali
             shuffle: Whether every epoch draws its batches anew.
             shuffleBlock: Number of neighbouring rows, by key, that an epoch trains within as many steps, so that they are read from disk at once; 1, as with storage 'memory', shuffles single rows; 32 if it is not set otherwise (> 0).
             seed: Seed of the initial weights, the sampling and each worker's generators.
-            strategy: How the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and parameters among them, 'mesh' within groups of them; 'localSGD', 'parameterServer', 'independent'.
+            strategy: How the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and parameters among them, 'mesh' within groups of them, and layers; 'localSGD', 'parameterServer', 'independent'.
             strategyParams: Options of the strategy, as docs/training.md lists them.
             numWorkers: Number of barrier tasks, the world size (> 0).
             device: 'auto', 'cpu' or a type of accelerator, such as 'cuda', for training and for scoring; auto takes one per task where there are any.
@@ -1473,7 +1473,7 @@ class RunParams(HasFeaturesCol, HasInputCols, HasLabelCol, HasWeightCol, HasVali
     strategy: Param[str]
     def getStrategy(self) -> str: ...
     def setStrategy(self, value: str) -> Self:
-        """Sets the value of `strategy`: how the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and parameters among them, 'mesh' within groups of them; 'localSGD', 'parameterServer', 'independent'."""
+        """Sets the value of `strategy`: how the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and parameters among them, 'mesh' within groups of them, and layers; 'localSGD', 'parameterServer', 'independent'."""
     strategyParams: Param[dict[str, Any]]
     def getStrategyParams(self) -> dict[str, Any]: ...
     def setStrategyParams(self, value: dict[str, Any]) -> Self:

@@ -271,7 +271,8 @@ SAMPLING = (
 STRATEGY = (
     P("strategy", "str", "ddp",
       "how the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients "
-      "and parameters among them, 'mesh' within groups of them; 'localSGD', 'parameterServer', 'independent'",
+      "and parameters among them, 'mesh' within groups of them, and layers; 'localSGD', 'parameterServer', "
+      "'independent'",
       field="config.strategy", compared=False),
     P("strategyParams", "dict[str, Any]", {},
       "options of the strategy, as docs/training.md lists them", field="config.strategy_params", compared=False),

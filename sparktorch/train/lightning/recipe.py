@@ -63,6 +63,11 @@ class LightningRecipe(Recipe):
                 ) from error
         return module  # type: ignore[no-any-return]
 
+    @property
+    def steps_itself(self) -> bool:
+        """Whether the module brings its own training step: a LightningModule does."""
+        return True
+
     def build_own(self, module: nn.Module, world: World, steps: int) -> LightningTraining:
         """Attaches the training to the module."""
         return LightningTraining(

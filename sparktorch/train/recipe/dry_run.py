@@ -109,6 +109,7 @@ def dry_run(
     names: tuple[str, ...] = (),
     weighted: bool = False,
     device: str = "cpu",
+    check: Callable[[nn.Module], None] | None = None,
 ) -> DryRunResult:
     """Builds everything the ranks will build and runs it forward and backward on a few rows.
 
@@ -122,12 +123,16 @@ def dry_run(
         names: Names of the arguments, as in `Batch.names`.
         weighted: Whether rows will have weights.
         device: The device to run on.
+        check: Raises if the module does not suit the strategy.
 
     Raises:
         ModuleError: The module, loss or optimizer cannot be built or does not fit the columns.
-        ConfigError: Name patterns or options in `freeze` or `parameter_groups` do not fit the module or optimizer.
+        ConfigError: Name patterns or options in `freeze` or `parameter_groups` do not fit the module or optimizer, or
+            options of the strategy do not fit the module.
     """
     module = recipe.build_module(seed).to(device)
+    if check is not None:
+        check(module)
     inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
     label = None if label is None else label.to(device)
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]

@@ -34,6 +34,7 @@ __all__ = [
     "check_model_loss",
     "classifier_in",
     "config_in",
+    "gets_row_labels",
     "has_own_loss",
     "is_config",
     "is_model",
@@ -165,6 +166,11 @@ def _no_loss(plain: nn.Module, what: str, hint: str) -> ModuleError:
         hint=f"{hint}: the model's own loss is used where neither loss nor trainingStep is set",
         param="loss",
     )
+
+
+def gets_row_labels(module: nn.Module) -> bool:
+    """Whether `model_loss` passes labels to a model, which returns the mean loss of its rows."""
+    return getattr(_unwrapped(module), "loss_type", None) in _PER_ROW
 
 
 def _row_labels(plain: Any, label: torch.Tensor) -> torch.Tensor:

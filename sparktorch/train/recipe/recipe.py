@@ -119,6 +119,11 @@ class Recipe:
             )
         return module
 
+    @property
+    def steps_itself(self) -> bool:
+        """Whether the module brings its own training step."""
+        return False
+
     def build_own(self, module: nn.Module, world: World, steps: int) -> OwnTraining:
         """Builds what the module brings to its training; `steps` is the number of steps in an epoch."""
         return OwnTraining()

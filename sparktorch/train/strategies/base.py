@@ -88,6 +88,15 @@ class Strategy(ABC, Generic[O]):
         """Returns whether even a single rank needs a process group, for options that torch supports only in one."""
         return False
 
+    @classmethod
+    def check_module(cls, options: O, recipe: Recipe, module: nn.Module) -> None:
+        """Refuses, in the dry run, options that do not suit the module.
+
+        Raises:
+            ConfigError: An option is refused.
+            ModuleError: The module is.
+        """
+
     def __init__(self, config: TrainConfig, world: World, options: O) -> None:
         """Takes the configuration, the rank's world, and the strategy's options."""
         self._config = config
@@ -118,6 +127,11 @@ class Strategy(ABC, Generic[O]):
 
     def load_own_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """Restores what this rank's `own_state` returned, or rank 0's if the number of ranks has changed."""
+
+    @property
+    def exchanges_rows(self) -> bool:
+        """Whether ranks exchange the inputs of a forward pass, which then should have the same shapes in all ranks."""
+        return False
 
     @property
     def gradient_divisor(self) -> int:

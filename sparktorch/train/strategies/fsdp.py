@@ -74,7 +74,7 @@ class Zero3(Strategy[S]):
     _reshard_after_forward = True
 
     @classmethod
-    def check(cls, config: TrainConfig, recipe: Recipe, options: ShardingOptions) -> None:
+    def check(cls, config: TrainConfig, recipe: Recipe, options: S) -> None:
         """Refuses fp16, whose scaler sees this rank's shards only, channels-last weights, and "auto" micro-batches."""
         if config.channels_last:
             raise ConfigError(
@@ -97,7 +97,12 @@ class Zero3(Strategy[S]):
             )
 
     @classmethod
-    def needs_group(cls, options: ShardingOptions) -> bool:
+    def check_module(cls, options: S, recipe: Recipe, module: nn.Module) -> None:
+        """Refuses names in `wrap_classes` that the module lacks."""
+        units(module, options)
+
+    @classmethod
+    def needs_group(cls, options: S) -> bool:
         """Returns whether an option has an effect for a single rank, too: dtypes and offloading."""
         return options.cpu_offload or options.param_dtype is not None or options.reduce_dtype is not None
 

@@ -1,13 +1,17 @@
-"""Hybrid sharding: the model is divided within groups of ranks, and each group has a copy of it.
+"""Ranks in up to three dimensions: copies of the model, shards of its parameters, and parts of its layers.
 
-Zhao et al. 2023, PyTorch FSDP (https://arxiv.org/abs/2304.11277), section 3.2.2. A group that lies on one host gathers
-parameters without the network between hosts, which carries 1/`shard` of the gradients then.
+`data` x `shard` is hybrid sharding: the model is divided within groups of ranks, and each group has a copy of it. Zhao
+et al. 2023, PyTorch FSDP (https://arxiv.org/abs/2304.11277), section 3.2.2. A group that lies on one host gathers
+parameters without the network between hosts, which carries 1/`shard` of the gradients then. `tensor` divides layers:
+`tensor_parallel.py`.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -15,14 +19,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from sparktorch.base.config import at_least
+from sparktorch.base.config import TrainConfig, at_least, one_of
 from sparktorch.distributed.process_group import subgroup
 from sparktorch.errors import ConfigError
+from sparktorch.train.dtensor import copies, local
+from sparktorch.train.recipe.huggingface import MODEL_LOSS, gets_row_labels
+from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.fsdp import ShardingOptions, Zero3
+from sparktorch.train.strategies.tensor_parallel import STYLES, check_plan, divide, share_rows
 
 __all__ = ["Mesh", "MeshOptions"]
 
 _log = logging.getLogger(__name__)
+_DIMENSIONS = ("data", "shard", "tensor")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,37 +40,52 @@ class MeshOptions(ShardingOptions):
 
     Attributes:
         data: Number of groups, each with a copy of the model; `None` for as many as there are ranks for.
-        shard: Number of ranks of a group, among which the model is divided; `None` for as many as `data` leaves.
+        shard: Number of ranks of a group among which parameters are sharded; `None` for as many as `data` leaves, or
+            1 without `data`.
+        tensor: Number of ranks among which layers are divided, which compute on the same rows; `None` for 1.
+        plan: How layers are divided, "colwise", "rowwise" or "colwise_gather_output", by globs of their names; empty
+            for the plan that is known of the module. The output of a "colwise" layer is divided, as a "rowwise" one
+            takes it.
     """
 
     data: int | None = None
     shard: int | None = None
+    tensor: int | None = None
+    plan: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.data is None and self.shard is None:
+        given = self._given()
+        if not given:
             raise ConfigError(
                 "strategy 'mesh' has no dimension",
                 hint="strategyParams={'shard': n} divides the model among n workers, as many as a host has GPUs",
                 param="strategyParams",
             )
-        for name in ("data", "shard"):
-            if (value := getattr(self, name)) is not None:
-                at_least(f"strategyParams.{name}", value, 1)
+        for name, value in given.items():
+            at_least(f"strategyParams.{name}", value, 1)
+        if self.plan and (self.tensor or 1) == 1:
+            raise ConfigError(
+                "strategyParams has a plan for dividing layers, and no tensor ranks",
+                hint="set strategyParams.tensor to the number of workers that share a layer",
+                param="strategyParams",
+            )
+        for pattern, style in self.plan.items():
+            one_of(f"strategyParams.plan[{pattern!r}]", style, STYLES)
 
-    def sizes(self, workers: int) -> tuple[int, int]:
-        """Returns the number of groups, and that of ranks in each.
+    def sizes(self, workers: int) -> tuple[int, int, int]:
+        """Returns the sizes of the dimensions: data, shard, tensor.
 
         Raises:
             ConfigError: They do not multiply to the number of workers.
         """
-        data = self.data or workers // (self.shard or 1)
-        shard = self.shard or workers // data if data else 0
-        if data * shard == workers:
-            return data, shard
-        given = " x ".join(
-            f"{name} {value}" for name in ("data", "shard") if (value := getattr(self, name)) is not None
-        )
+        tensor = self.tensor or 1
+        left = workers // tensor
+        data = self.data or left // (self.shard or 1)
+        shard = self.shard or left // data if data else 0
+        if data * shard * tensor == workers:
+            return data, shard, tensor
+        given = " x ".join(f"{name} {value}" for name, value in self._given().items())
         possible = [size for size in range(1, workers + 1) if workers % size == 0]
         raise ConfigError(
             f"strategyParams has {given}, which {workers} workers cannot be divided into",
@@ -69,33 +93,143 @@ class MeshOptions(ShardingOptions):
             param="strategyParams",
         )
 
+    def _given(self) -> dict[str, int]:
+        """Returns the dimensions that are set."""
+        return {name: value for name in _DIMENSIONS if (value := getattr(self, name)) is not None}
+
 
 class Mesh(Zero3[MeshOptions]):
-    """As `zero3` within each group; between groups, gradients are averaged."""
+    """As `zero3` within each group of `shard` ranks; between groups, gradients are averaged."""
 
     options_type = MeshOptions
+
+    @classmethod
+    def check(cls, config: TrainConfig, recipe: Recipe, options: MeshOptions) -> None:
+        """Refuses what `zero3` does and, with `tensor`, modules that train themselves."""
+        super().check(config, recipe, options)
+        if (options.tensor or 1) > 1 and recipe.steps_itself:
+            raise ConfigError(
+                "a LightningModule computes in steps of its own, in which ranks that share layers cannot exchange rows",
+                hint="pass its network as module, with a loss, or use strategyParams.shard instead of tensor",
+                param="strategyParams",
+            )
 
     @classmethod
     def check_workers(cls, options: MeshOptions, workers: int) -> None:
         """Refuses dimensions that do not multiply to the number of workers."""
         options.sizes(workers)
 
+    @classmethod
+    def check_module(cls, options: MeshOptions, recipe: Recipe, module: nn.Module) -> None:
+        """Refuses what `zero3` does and, with `tensor`, plans that do not fit, and losses of rows from the module."""
+        super().check_module(options, recipe, module)
+        if (options.tensor or 1) == 1:
+            return
+        if recipe.training_step == MODEL_LOSS and gets_row_labels(module):
+            raise ConfigError(
+                f"{type(module).__name__} computes the loss of its rows, which with strategyParams.tensor are those of"
+                " several ranks",
+                hint="set loss, such as 'CrossEntropyLoss'",
+                param="loss",
+            )
+        check_plan(module, options.plan, options.tensor or 1)
+
     @cached_property
-    def mesh(self) -> DeviceMesh:
-        """The ranks in two dimensions, `data` and `shard`; those of a group are on one host where hosts have enough."""
-        data, shard = self._options.sizes(self._world.world_size)
+    def _sizes(self) -> tuple[int, int, int]:
+        return self._options.sizes(self._world.world_size)
+
+    @cached_property
+    def _ranks(self) -> DeviceMesh:
+        """The ranks in all dimensions; those of a group are on one host where a host has enough."""
+        data, shard, tensor = self._sizes
         hosts: list[str] = [""] * self._world.world_size
         dist.all_gather_object(hosts, self._world.host)
-        ranks = torch.tensor(sorted(range(len(hosts)), key=lambda rank: hosts.index(hosts[rank]))).view(data, shard)
-        apart = sum(len({hosts[rank] for rank in group}) > 1 for group in ranks.tolist())
-        if apart and shard <= max(map(hosts.count, hosts)) and self._world.is_main:
-            _log.warning(
-                "%d of %d groups of strategy 'mesh' are on several hosts, whose network they load", apart, data
-            )
-        groups = [subgroup(self._world, lists) for lists in (ranks.T.tolist(), ranks.tolist())]
-        return DeviceMesh.from_group(groups, self._device.type, mesh=ranks, mesh_dim_names=("data", "shard"))
+        order = torch.tensor(sorted(range(len(hosts)), key=lambda rank: hosts.index(hosts[rank])))
+        ranks, largest = order.view(data, shard, tensor), max(map(hosts.count, hosts))
+        for name, size in (("tensor", tensor), ("shard", shard * tensor)):
+            groups = order.view(-1, size).tolist()
+            apart = sum(len({hosts[rank] for rank in group}) > 1 for group in groups)
+            if apart and size <= largest and self._world.is_main:
+                _log.warning(
+                    "%d of %d %s groups of strategy 'mesh' are on several hosts, whose network they load",
+                    *(apart, len(groups), name),
+                )
+        along = [ranks.movedim(axis, -1).reshape(-1, size).tolist() for axis, size in enumerate(self._sizes)]
+        groups = [subgroup(self._world, lists) for lists in along]
+        return DeviceMesh.from_group(groups, self._device.type, mesh=ranks, mesh_dim_names=_DIMENSIONS)
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """The ranks that hold different samples, in the dimensions `data` and `shard`."""
+        return self._ranks["data", "shard"]
+
+    @property
+    def exchanges_rows(self) -> bool:
+        """Whether ranks exchange the inputs of a forward pass."""
+        return self._sizes[2] > 1
+
+    @property
+    def gradient_divisor(self) -> int:
+        """Number of ranks over which gradients are averaged."""
+        return self._world.world_size // self._sizes[2]
+
+    def prepare(self, module: nn.Module) -> nn.Module:
+        """Divides layers, and shards what is left of each rank's parameters, in place."""
+        if self.exchanges_rows:
+            group = self._ranks["tensor"]
+            divide(module, group, self._options.plan)
+            share_rows(module, group.get_group(), self._device)
+        return super().prepare(module)
 
     def gradient_norm(self, module: nn.Module) -> torch.Tensor:
-        """Returns the norm of the whole model's gradients, of which each group has a copy."""
-        norm = super().gradient_norm(module)
-        return norm if self.alone else norm / self._options.sizes(self._world.world_size)[0] ** 0.5
+        """Returns the norm of the whole model's gradients, of which some ranks have copies."""
+        if self.alone:
+            return super().gradient_norm(module)
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for count, gradients in _by_copies(module, self._world.world_size).items():
+            total += nn.utils.get_total_norm(gradients).to(self._device, torch.float64).square() / count
+        dist.all_reduce(total)
+        return total.sqrt()
+
+    def state_dict(
+        self, module: nn.Module, *, copy: bool = False, leave_out: Collection[str] = ()
+    ) -> dict[str, torch.Tensor]:
+        """Gathers the whole model's state dict in rank 0; returns an empty dict in other ranks."""
+        with _unlogged("torch.distributed.tensor._redistribute"):  # advises to merge gathers, which it cannot
+            return super().state_dict(module, copy=copy, leave_out=leave_out)
+
+    def clip_gradients(self, module: nn.Module, *, norm: float | None, value: float | None) -> torch.Tensor | None:
+        """Clips each rank's part of the gradients; torch's functions take no tensors of several meshes."""
+        if self.alone:
+            return super().clip_gradients(module, norm=norm, value=value)
+        own = [part for parts in _by_copies(module, self._world.world_size).values() for part in parts]
+        if value is not None:
+            torch._foreach_clamp_min_(own, -value)
+            torch._foreach_clamp_max_(own, value)
+        if norm is None:
+            return None
+        total = self.gradient_norm(module)
+        factor = (norm / (total + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(own, factor.to(torch.float32))
+        return total
+
+
+@contextmanager
+def _unlogged(name: str) -> Iterator[None]:
+    """Context in which one of torch's loggers does not warn."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def _by_copies(module: nn.Module, ranks: int) -> dict[int, list[torch.Tensor]]:
+    """Returns this rank's parts of the gradients, by the number of ranks that have the same part."""
+    found: dict[int, list[torch.Tensor]] = {}
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            found.setdefault(copies(parameter.grad, ranks), []).append(local(parameter.grad))
+    return found

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from torch import nn
+
 from sparktorch.base.config import TrainConfig, from_dict, one_of
 from sparktorch.base.world import World
 from sparktorch.errors import ConfigError
@@ -20,6 +22,7 @@ from sparktorch.train.strategies.zero1 import Zero1
 __all__ = [
     "STRATEGIES",
     "build_strategy",
+    "check_module",
     "check_strategy",
     "check_workers",
     "resumable",
@@ -83,6 +86,17 @@ def check_workers(config: TrainConfig, workers: int) -> None:
     """
     options = strategy_options(config.strategy, config.strategy_params)
     strategy_type(config.strategy).check_workers(options, workers)
+
+
+def check_module(config: TrainConfig, recipe: Recipe, module: nn.Module) -> None:
+    """Refuses options of the strategy that do not suit the module.
+
+    Raises:
+        ConfigError: They do not.
+        ModuleError: The module does not suit the strategy.
+    """
+    options = strategy_options(config.strategy, config.strategy_params)
+    strategy_type(config.strategy).check_module(options, recipe, module)
 
 
 def workers_for(config: TrainConfig, most: int, fewest: int) -> int | None:

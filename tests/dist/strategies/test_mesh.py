@@ -52,7 +52,7 @@ def test_the_norm_is_that_of_one_model_not_of_its_copies() -> None:
     parts = [part.batches() for part in TABLE.parts(4)]
     for clips in ({}, {"clip_norm": 0.05}):
         found = []
-        for job in (mesh_job({"shard": 2}, **clips), job_for(strategy="zero3", strategy_params=PARTED, **clips)):
+        for job in (mesh_job({"shard": 2}, **clips), job_for(strategy="ddp", **clips)):
             state, metas = train_on(parts, job)
             found.append((state, metas[0]["history"][-1]["gradient_norm"]))
         (mine, norm), (other, expected) = found

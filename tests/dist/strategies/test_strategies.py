@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from sparktorch import Callback
 from sparktorch.base.config import TrainConfig
@@ -59,13 +60,15 @@ def job_for(table: Table = TABLE, *, recipe: dict[str, Any] | None = None, **con
     )
 
 
-def plain(table: Table = TABLE, **optimizer: Any) -> tuple[dict[str, torch.Tensor], float]:
+def plain(
+    table: Table = TABLE, *, of: type[nn.Module] = Tower, **optimizer: Any
+) -> tuple[dict[str, torch.Tensor], float]:
     """Trains in this process, on whole batches, with nothing but torch; returns the state and the last val_loss."""
     held_out = table.arrays.get(VALIDATION, np.zeros(len(table), bool))
     rows, validation = table.take(~held_out).by_key(), table.take(held_out)
     plan = SamplingPlan(rows=len(rows), batch_size=BATCH, seed=SEED, shuffle=True)
     torch.manual_seed(SEED)
-    module = Tower()
+    module = of()
     kind = optimizer.pop("kind", torch.optim.AdamW)
     made = kind(module.parameters(), **(optimizer or {"lr": 3e-3, "weight_decay": 0.05}))
 

@@ -13,6 +13,7 @@ from pyspark.sql import DataFrame, SparkSession
 from torch import nn
 
 from sparktorch import TorchRegressionModel, TorchRegressor
+from sparktorch.errors import ConfigError, ModuleError
 from tests.spark.modules import MLP
 
 ROWS = 240
@@ -78,6 +79,7 @@ def difference(model: TorchRegressionModel, other: TorchRegressionModel) -> floa
         {"strategy": "zero2", "strategyParams": {"min_parameters": 20}, "microBatchSize": 7},
         {"strategy": "zero3", "strategyParams": {"min_parameters": 20}, "validationBatchSize": 5},
         {"strategy": "mesh", "strategyParams": {"shard": 2, "min_parameters": 20}},
+        {"strategy": "mesh", "strategyParams": {"tensor": 2}},
         {"strategy": "localSGD", "strategyParams": {"period": 1}},
         {"strategy": "parameterServer", "strategyParams": {"staleness": 0}},
     ],
@@ -128,3 +130,11 @@ def test_batch_normalisation_over_all_workers_and_pictures_with_the_channels_las
     alone = pictures().fit(rows)
     model = pictures(numWorkers=2, syncBatchNorm=True, channelsLast=True).fit(rows)
     assert difference(model, alone) < 1e-5
+
+
+def test_a_plan_that_does_not_fit_the_module_is_refused_before_the_job(rows: DataFrame) -> None:
+    params = {"tensor": 2, "plan": {"layer.0": "colwise"}}
+    with pytest.raises(ConfigError, match=r"'layer.0' matches no part of the module"):
+        asked(numWorkers=2, strategy="mesh", strategyParams=params).fit(rows)
+    with pytest.raises(ModuleError, match="no part of class 'Layer'"):
+        asked(numWorkers=2, strategy="zero3", strategyParams={"wrap_classes": ["Layer"]}).fit(rows)
