@@ -3,8 +3,8 @@
 An MLP of eight layers of 1024, AdamW, spawned Gloo ranks on one machine; no Spark. With P bytes of parameters,
 data parallel keeps P, P and 2P (AdamW's two moments); stage 1 keeps P, P and 2P / N; stage 2 P, P / N and 2P / N;
 stage 3 P / N, P / N and 2P / N (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054, section 5); a mesh those of
-stage 3 with the ranks of a group, here two, for N. Measured are
-the parameters between forward and backward, and gradients and state after the step, of the rank that keeps most: under
+stage 3 with the ranks of a group, here two, for N: parameters are sharded, or layers divided. Measured are the
+parameters between forward and backward, and gradients and state after the step, of the rank that keeps most: under
 stage 1 shares are whole tensors.
 """
 
@@ -26,14 +26,15 @@ from sparktorch.train.strategies.registry import build_strategy
 
 LAYERS, WIDTH = 8, 1024
 SIZES = (2, 4, 8)
-SHARD = 2  # ranks of a group of the mesh
+GROUP = 2  # ranks of a group of the meshes
+MESHES = {"mesh": {"shard": GROUP}, "mesh, tensor": {"tensor": GROUP}}
 # By strategy, what of it is divided by the number of ranks, or of those of a group.
 DIVIDED: dict[str, list[str]] = {
     "ddp": [],
     "zero1": ["state"],
     "zero2": ["gradients", "state"],
     "zero3": ["parameters", "gradients", "state"],
-    "mesh": ["parameters", "gradients", "state"],
+    **{mesh: ["parameters", "gradients", "state"] for mesh in MESHES},
 }
 GOALS = {
     f"{strategy} {kind} / formula, {size} ranks": Goal(1.15)
@@ -58,10 +59,9 @@ def measure(place: Place, strategy: str) -> dict[str, int]:
 
 def two_steps(world: World, strategy: str) -> dict[str, int]:
     """Takes the steps and measures; what trained is gone before the group is."""
-    options = {"min_parameters": WIDTH**2} if strategy in ("zero2", "zero3", "mesh") else {}
-    if strategy == "mesh":
-        options["shard"] = SHARD
-    shared = build_strategy(TrainConfig(strategy=strategy, strategy_params=options), world)
+    mesh = MESHES.get(strategy, {})
+    options = {"min_parameters": WIDTH**2, **mesh} if mesh or strategy in ("zero2", "zero3") else {}
+    shared = build_strategy(TrainConfig(strategy="mesh" if mesh else strategy, strategy_params=options), world)
     plain = Recipe(module=Deep).build_module(seed=0)
     module = shared.prepare(plain)
     optimizer = shared.optimizer(Recipe(module=Deep), plain)
@@ -101,7 +101,7 @@ def main() -> None:
         for size, strategy in product(SIZES[:1] if options.quick else SIZES, DIVIDED):
             found = largest(size, strategy)
             formula = {"parameters": model, "gradients": model, "state": 2 * model}
-            parts = SHARD if strategy == "mesh" else size
+            parts = GROUP if strategy in MESHES else size
             formula |= {kind: formula[kind] // parts for kind in DIVIDED[strategy]}
             for name, value in found.items():
                 samples[f"{strategy}, {size} ranks: {name}, MiB"] = [value / 2**20]
