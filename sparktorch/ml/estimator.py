@@ -17,6 +17,7 @@ from sparktorch.ml.fit.attempts import train_with_restarts
 from sparktorch.ml.fit.checks import check_param_names
 from sparktorch.ml.fit.listeners import Fit, FitReport, callers
 from sparktorch.ml.fit.multiple import fit_multiple
+from sparktorch.ml.fit.plan import plan_of
 from sparktorch.ml.fit.prepared_data import FreshData, PreparedData, Source
 from sparktorch.ml.fit.translate import Request
 from sparktorch.ml.model import TorchModel, TorchModelBase
@@ -28,6 +29,7 @@ from sparktorch.ml.summary import TrainingSummary
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.frame.prepare import Frame
 from sparktorch.spark.rdd import dataframe_of
+from sparktorch.train.plan import Plan
 from sparktorch.train.recipe.dry_run import DryRunResult
 
 if TYPE_CHECKING:
@@ -116,6 +118,22 @@ class TorchEstimatorBase(Estimator[M], EstimatorParams, MLReadable[Any], MLWrita
         """
         above("idleTimeout", idleTimeout, 0)
         return PreparedData(self, self._task, _checked(dataset), idle_timeout=idleTimeout, gives_way=True)
+
+    def plan(self, dataset: DataFrame, *, memory: float | None = None) -> Plan:
+        """Returns what each strategy takes of a worker: memory, and bytes sent in a step. Print it for a table.
+
+        It trains nothing: it reads the first row, and needs as much memory on the driver as a training with one worker
+        and a few rows.
+
+        Args:
+            dataset: The rows to train on.
+            memory: MB that a worker has: those of its device or, on CPUs, its share of the host's.
+
+        Raises:
+            ConfigError: A Param is invalid.
+            ModuleError: The module cannot be built, or does not fit the columns.
+        """
+        return plan_of(self.completed(), self._task, _checked(dataset), memory)
 
     def fitMultiple(self, dataset: DataFrame | PreparedData, paramMaps: Sequence[ParamMap]) -> Iterator[tuple[int, M]]:
         """Trains a model for each of several settings of Params, and yields each with its index once it is trained.

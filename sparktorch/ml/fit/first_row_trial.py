@@ -33,7 +33,7 @@ from sparktorch.worker import try_in_rank
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["first_inputs", "one_rank", "try_out"]
+__all__ = ["first_inputs", "first_label", "one_rank", "try_out"]
 
 
 def try_out(frame: Frame, request: Request, in_worker: Callable[..., Results]) -> tuple[Frame, DryRunResult]:
@@ -49,9 +49,7 @@ def try_out(frame: Frame, request: Request, in_worker: Callable[..., Results]) -
         ConfigError: Parameter names, optimizer options or metrics are invalid.
     """
     frame, inputs = first_inputs(frame)
-    label = None
-    if frame.columns.label is not None:
-        (label,) = _twice(Dense(frame.columns.label, InMemory()), frame.sample.column(frame.columns.label.name))
+    label = first_label(frame)
     config = request.config
     weighted = frame.columns.weight is not None or config.class_weights is not None
     names = frame.columns.arguments
@@ -86,6 +84,14 @@ def first_inputs(frame: Frame) -> tuple[Frame, dict[str, torch.Tensor]]:
         names = (f"column {spec.column!r}", f"where column {spec.column!r} has elements")
         inputs |= dict(zip(names, arguments, strict=False))
     return frame, inputs
+
+
+def first_label(frame: Frame) -> torch.Tensor | None:
+    """Returns the label of the first row twice, or `None` without a label column."""
+    if frame.columns.label is None:
+        return None
+    (label,) = _twice(Dense(frame.columns.label, InMemory()), frame.sample.column(frame.columns.label.name))
+    return label  # type: ignore[no-any-return]
 
 
 def _on_driver(frame: Frame, request: Request, run: partial[DryRunResult]) -> DryRunResult:

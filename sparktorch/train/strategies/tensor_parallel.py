@@ -21,12 +21,12 @@ from torch.utils import _pytree as pytree
 from sparktorch.base.devices import is_host, module_of
 from sparktorch.errors import ConfigError, ModuleError, nearest
 
-__all__ = ["STYLES", "check_plan", "divide", "share_rows"]
+__all__ = ["DIVIDED", "STYLES", "check_plan", "divide", "share_rows"]
 
 STYLES = ("colwise", "rowwise", "colwise_gather_output")
 _PARAM = "strategyParams"
 _EXAMPLE = "strategyParams={'plan': {'layers.*.fc1': 'colwise', 'layers.*.fc2': 'rowwise'}}"
-_DIVIDED = (nn.Linear, nn.Embedding)
+DIVIDED = (nn.Linear, nn.Embedding)
 _ELEMENTWISE = (
     *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Softplus, nn.Hardswish),
     *(nn.Tanh, nn.Sigmoid, nn.LogSigmoid, nn.Hardtanh, nn.Hardsigmoid, nn.Softsign, nn.Dropout, nn.Identity),
@@ -110,7 +110,7 @@ def _matched(module: nn.Module, plan: Mapping[str, str], size: int) -> dict[str,
         if not matching:
             raise ConfigError(
                 f"strategyParams.plan: {pattern!r} matches no part of the module",
-                hint=nearest(pattern, [name for name in names if isinstance(parts[name], _DIVIDED)]),
+                hint=nearest(pattern, [name for name in names if isinstance(parts[name], DIVIDED)]),
                 param=_PARAM,
             )
         for name in matching:
@@ -128,7 +128,7 @@ def _matched(module: nn.Module, plan: Mapping[str, str], size: int) -> dict[str,
 def _obstacle(module: nn.Module, name: str, style: str, size: int) -> str:
     """Returns why a layer cannot be divided; empty if it can."""
     part = module.get_submodule(name)
-    if not isinstance(part, _DIVIDED):
+    if not isinstance(part, DIVIDED):
         return f"a {type(part).__name__}, and only nn.Linear and nn.Embedding can be divided"
     if _tied(module, part):
         return "whose weights are tied to those of another part"

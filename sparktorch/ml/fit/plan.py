@@ -1,0 +1,34 @@
+"""The plan of a training: what each strategy takes of a worker, from the first row."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from sparktorch.base.batch import Batch
+from sparktorch.base.config import Task, above
+from sparktorch.ml.fit.first_row_trial import first_inputs, first_label
+from sparktorch.ml.fit.translate import translate
+from sparktorch.ml.params.mixins import EstimatorParams
+from sparktorch.spark.frame.prepare import prepare
+from sparktorch.train.plan import Plan, plan
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+__all__ = ["plan_of"]
+
+
+def plan_of(estimator: EstimatorParams, task: Task, dataset: DataFrame, memory: float | None) -> Plan:
+    """Returns the plan of an estimator's training; see `TorchEstimatorBase.plan`."""
+    request = translate(estimator, task)
+    frame, inputs = first_inputs(prepare(dataset, task, **request.columns))
+    label = first_label(frame)
+    weighted = frame.columns.weight is not None or request.config.class_weights is not None
+    weight = torch.ones(2) if weighted else None
+    batch = Batch(tuple(inputs.values()), label, weight, 2, weight, names=frame.columns.arguments)
+    if memory is not None:
+        above("memory", memory, 0)
+    available = None if memory is None else int(memory * 10**6)
+    return plan(request.recipe, request.config, estimator.getNumWorkers(), batch, memory=available)

@@ -1,0 +1,350 @@
+"""What each strategy takes of a worker: memory by what it keeps, and what it sends in a step.
+
+Parameters, gradients and optimizer state are those of the ZeRO paper (Rajbhandari et al. 2020,
+https://arxiv.org/abs/1910.02054, section 5), counted for the layout that a strategy gives each tensor;
+`benchmarks.memory` measures the same. Activations are what autograd keeps of a few rows, times the rows of a worker.
+Collectives are counted as rings: of `b` bytes, each of `n` ranks sends `(n - 1) / n * b` to gather or to scatter, twice
+that to reduce for all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparktorch.base.batch import Batch
+from sparktorch.base.config import Precision, TrainConfig
+from sparktorch.base.world import World
+from sparktorch.errors import SparkTorchError
+from sparktorch.train.checkpoint.tensors import create_optimizer_state, own_optimizer
+from sparktorch.train.engine import Engine
+from sparktorch.train.recipe.recipe import Recipe
+from sparktorch.train.strategies.fsdp import ShardingOptions, units
+from sparktorch.train.strategies.registry import check_module, check_strategy, check_workers, strategy_options
+from sparktorch.train.strategies.tensor_parallel import DIVIDED, check_plan
+
+__all__ = ["Need", "Plan", "plan"]
+
+_ROWS = 2  # of the pass that is measured, and of a second one twice as many
+_TENSOR = (2, 4, 8)
+_SHARED = ("ddp", "zero1", "zero2", "zero3")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """What a worker needs under a strategy, in bytes.
+
+    Attributes:
+        strategy: The strategy.
+        options: Its `strategyParams`.
+        parameters: Parameters and buffers that it keeps.
+        gradients: Gradients that it keeps.
+        state: Its optimizer state.
+        gathered: Parameters of other workers that it has at the same time.
+        activations: What a forward pass keeps for the backward pass, and its inputs.
+        sent: What it sends in a step.
+        refused: Why the strategy cannot train this; then all figures are 0.
+    """
+
+    strategy: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    parameters: int = 0
+    gradients: int = 0
+    state: int = 0
+    gathered: int = 0
+    activations: int = 0
+    sent: int = 0
+    refused: str = ""
+
+    @property
+    def total(self) -> int:
+        """Bytes that it needs at once, but for what kernels and allocators take."""
+        return self.parameters + self.gradients + self.state + self.gathered + self.activations
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What each strategy takes of a worker; print it for a table.
+
+    Attributes:
+        needs: One entry per strategy and its sizes.
+        workers: Number of workers.
+        rows: Rows of a worker in a forward pass.
+        parameters: Number of the module's parameters.
+        memory: Bytes that a worker has, if they were given.
+    """
+
+    needs: tuple[Need, ...]
+    workers: int
+    rows: int
+    parameters: int
+    memory: int | None = None
+
+    @property
+    def fitting(self) -> list[Need]:
+        """Those that fit into the memory of a worker, the simplest first; all that are possible without a memory."""
+        possible = [need for need in self.needs if not need.refused]
+        return [need for need in possible if self.memory is None or need.total <= self.memory]
+
+    def __str__(self) -> str:
+        names = ("parameters", "gradients", "state", "gathered", "activations", "total", "sent")
+        table = [["strategy", *names[:2], "optimizer", *names[3:6], "sent a step", ""]]
+        for need in self.needs:
+            title = " ".join([need.strategy, *(f"{name}={value}" for name, value in need.options.items())])
+            fits = "" if self.memory is None else "fits" if need.total <= self.memory else "too large"
+            figures = ["-"] * len(names) if need.refused else [_bytes(getattr(need, name)) for name in names]
+            table.append([title, *figures, need.refused or fits])
+        widths = [max(len(line[i]) for line in table) for i in range(len(table[0]) - 1)]
+        lines = [
+            "  ".join(
+                [
+                    line[0].ljust(widths[0]),
+                    *(cell.rjust(width) for cell, width in zip(line[1:-1], widths[1:], strict=True)),
+                ]
+            )
+            + f"  {line[-1]}"
+            for line in table
+        ]
+        each = f"{self.parameters:,} parameters, {self.workers} workers, {self.rows:,} rows of each at a time"
+        return "\n".join([each, "", *(line.rstrip() for line in lines)])
+
+
+def _bytes(count: int) -> str:
+    if count < 1e5:
+        return f"{count / 1e3:.1f} KB"
+    return f"{count / 1e6:,.1f} MB" if count < 1e9 else f"{count / 1e9:,.2f} GB"
+
+
+def plan(recipe: Recipe, config: TrainConfig, workers: int, first: Batch, *, memory: int | None = None) -> Plan:
+    """Returns what each strategy takes of a worker.
+
+    It holds the module, its gradients and its optimizer state in this process, and runs forward passes on a few rows.
+
+    Args:
+        recipe: What is trained.
+        config: How it is trained; its strategy and options are tried besides those of the table.
+        workers: Number of workers.
+        first: A batch of two rows.
+        memory: Bytes that a worker has.
+
+    Raises:
+        ModuleError: The module cannot be built or called.
+    """
+    measured = _Measured(recipe, config, workers, first)
+    tried: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in _SHARED] + _meshes(workers)
+    own = (config.strategy, dict(config.strategy_params))
+    if own not in tried and own[0] in (*_SHARED, "mesh"):
+        tried.append(own)
+    needs = tuple(measured.need(name, options) for name, options in tried)
+    return Plan(needs=needs, workers=workers, rows=measured.rows, parameters=measured.count, memory=memory)
+
+
+def _meshes(workers: int) -> list[tuple[str, dict[str, Any]]]:
+    """Returns the sizes of meshes that the table shows."""
+    shards = [size for size in _TENSOR if workers % size == 0 and size < workers]
+    found: list[tuple[str, dict[str, Any]]] = [("mesh", {"shard": size}) for size in shards]
+    for size in _TENSOR:
+        if workers % size == 0:
+            found.append(("mesh", {"tensor": size}))
+            if workers > size:
+                found.append(("mesh", {"tensor": size, "shard": workers // size}))
+    return found
+
+
+class _Measured:
+    """The module as one process trains it."""
+
+    def __init__(self, recipe: Recipe, config: TrainConfig, workers: int, first: Batch) -> None:
+        self._recipe, self._config, self._workers = recipe, config, workers
+        share = -(-config.batch_size // workers)
+        size = config.micro_batch_size
+        self.rows = min(share, size) if isinstance(size, int) else -(-share // config.accumulation_steps)
+        # fp16 is as large as bf16, and not every CPU has it.
+        precision: Precision = "bf16" if config.precision in ("bf16", "fp16") else "fp32"
+        alone = replace(
+            config, strategy="ddp", strategy_params={}, compile=False, micro_batch_size=None, precision=precision
+        )
+        self._engine = engine = Engine(recipe, alone, World(), steps=1)
+        self._module = engine.unwrapped
+        self._parameters = dict(self._module.named_parameters())
+        self.count = sum(parameter.numel() for parameter in self._parameters.values())
+        engine.training_mode()
+        less, more = (_kept(engine, _rows_of(first, rows)) for rows in (_ROWS, 2 * _ROWS))
+        self._kept = {name: (more[name] - less[name]) // _ROWS for name in more}  # of a row
+        self._inputs = sum(tensor.nbytes for tensor in first.tensors) // first.rows
+        create_optimizer_state(engine.optimizer)
+        self._state = {
+            parameter: sum(value.nbytes for value in values.values() if isinstance(value, torch.Tensor))
+            for parameter, values in own_optimizer(engine.optimizer).state.items()
+        }
+
+    def need(self, strategy: str, options: dict[str, Any]) -> Need:
+        """Returns what a worker needs under a strategy."""
+        config = replace(self._config, strategy=strategy, strategy_params=options)
+        try:
+            check_strategy(config, self._recipe)
+            check_workers(config, self._workers)
+            check_module(config, self._recipe, self._module)
+        except SparkTorchError as error:
+            return Need(strategy=strategy, options=options, refused=error.what)
+        if strategy in ("ddp", "zero1"):
+            return self._copies(strategy, options)
+        return self._shards(strategy, options)
+
+    def _copies(self, strategy: str, options: dict[str, Any]) -> Need:
+        """Every worker has the whole model; under "zero1", each has the state of its own share of the parameters."""
+        trained = [p for p in self._parameters.values() if p.requires_grad]
+        gradients, state = sum(p.nbytes for p in trained), self._state_of(trained)
+        sent = _reduced(gradients, self._workers)
+        if strategy == "zero1":
+            shares: list[list[nn.Parameter]] = [[] for _ in range(self._workers)]
+            for parameter in sorted(trained, key=torch.Tensor.numel, reverse=True):  # as torch divides them
+                min(shares, key=lambda share: sum(map(torch.Tensor.numel, share))).append(parameter)
+            state = max(map(self._state_of, shares))
+            sent += _gathered(gradients, self._workers)
+        return Need(
+            strategy=strategy,
+            options=options,
+            parameters=self._bytes_of(self._parameters.values()) + self._buffers,
+            gradients=gradients,
+            state=state,
+            activations=self._activations(),
+            sent=sent,
+        )
+
+    def _shards(self, strategy: str, options: dict[str, Any]) -> Need:
+        """Every worker has a part of each tensor, and gathers those of a unit at a time."""
+        known: Any = strategy_options(strategy, options)
+        data, shard, tensor = known.sizes(self._workers) if strategy == "mesh" else (1, self._workers, 1)
+        plan = check_plan(self._module, known.plan, tensor) if tensor > 1 else {}
+        of_worker = {parameter: parameter.nbytes for parameter in self._parameters.values()}  # before it is sharded
+        for name, style in plan.items():
+            for kind, parameter in self._module.get_submodule(name).named_parameters(recurse=False):
+                if kind == "weight" or style != "rowwise":
+                    of_worker[parameter] //= tensor
+        part = {p: math.ceil(len(p) / shard) / len(p) if p.dim() else 1.0 for p in of_worker}
+        kept = {p: int(size * part[p]) for p, size in of_worker.items()}
+        trained = [p for p in kept if p.requires_grad]
+        whole = [sum(of_worker[p] for p in group) for group in self._units(known)]
+        everything, gradients = sum(of_worker.values()), sum(of_worker[p] for p in trained)
+        gathered = 0 if shard == 1 else everything if strategy == "zero2" else whole[0] + 2 * max(whole[1:], default=0)
+        passes = 1 if strategy == "zero2" else 2  # forward, and again backward
+        sent = passes * _gathered(everything, shard) + _gathered(gradients, shard)
+        sent += _reduced(sum(kept[p] for p in trained), data)
+        rows = self.rows * tensor  # of all that share layers
+        sent += rows * (_reduced(self._exchanged(plan), tensor) + _gathered(self._inputs, tensor))
+        return Need(
+            strategy=strategy,
+            options=options,
+            parameters=sum(kept.values()) + self._buffers,
+            gradients=sum(kept[p] for p in trained),
+            state=sum(int(self._state.get(p, 0) * kept[p] / max(p.nbytes, 1)) for p in trained),
+            gathered=min(gathered, everything),
+            activations=self._activations(plan, tensor),
+            sent=sent,
+        )
+
+    def _units(self, options: ShardingOptions) -> list[list[nn.Parameter]]:
+        """Returns the parameters that are gathered together: those in no unit first, then those of each unit."""
+        taken: set[nn.Parameter] = set()
+        groups = []
+        for unit in units(self._module, options):
+            own = [p for p in unit.parameters() if p not in taken]
+            taken.update(own)
+            groups.append(own)
+        return [[p for p in self._parameters.values() if p not in taken], *groups]
+
+    def _activations(self, plan: Mapping[str, str] | None = None, tensor: int = 1) -> int:
+        """Returns the bytes of the activations and inputs of a worker, which has the rows of `tensor` workers.
+
+        What is between a layer with a divided output and one with a divided input is divided, too.
+        """
+        within = sum(self._kept[name] for name, style in (plan or {}).items() if style == "colwise")
+        return self.rows * (tensor * (self._kept[""] - within) + within + tensor * self._inputs)
+
+    def _exchanged(self, plan: Mapping[str, str]) -> int:
+        """Returns the bytes of a row that workers which share layers sum up: outputs forward, inputs backward."""
+        return sum(self._kept[f"{name}:{'out' if style == 'rowwise' else 'in'}"] for name, style in plan.items())
+
+    def _state_of(self, parameters: Iterable[nn.Parameter]) -> int:
+        return sum(self._state.get(parameter, 0) for parameter in parameters)
+
+    def _bytes_of(self, parameters: Iterable[nn.Parameter]) -> int:
+        return sum(parameter.nbytes for parameter in parameters)
+
+    @property
+    def _buffers(self) -> int:
+        return sum(buffer.nbytes for buffer in self._module.buffers())
+
+
+def _reduced(size: float, ranks: int) -> int:
+    return 2 * _gathered(size, ranks)
+
+
+def _gathered(size: float, ranks: int) -> int:
+    return int(size * (ranks - 1) / ranks)
+
+
+def _rows_of(batch: Batch, rows: int) -> Batch:
+    """Returns a batch of as many rows, those of `batch` again and again."""
+
+    def repeated(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else torch.cat([tensor] * (rows // batch.rows))
+
+    return replace(
+        batch,
+        inputs=tuple(torch.cat([tensor] * (rows // batch.rows)) for tensor in batch.inputs),
+        label=repeated(batch.label),
+        weight=repeated(batch.weight),
+        loss_weight=repeated(batch.loss_weight),
+        rows=rows,
+    )
+
+
+def _kept(engine: Engine, batch: Batch) -> dict[str, int]:
+    """Returns the bytes that autograd keeps of a batch: all of them as "", and what each linear layer begins.
+
+    Those of a layer are what is kept from its output on until the next layer. `NAME:in` and `NAME:out` are the bytes of
+    a layer's input and output.
+    """
+    module = engine.unwrapped
+    found: dict[str, int] = {"": 0}
+    held = [*module.parameters(), *module.buffers(), *batch.tensors]
+    seen = {tensor.untyped_storage().data_ptr() for tensor in held if tensor.layout is torch.strided}
+    current = [""]
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout is not torch.strided:
+            return tensor
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            kept.append(tensor)  # no other tensor gets this address
+            for name in {"", current[0]}:
+                found[name] = found.get(name, 0) + storage.nbytes()
+        return tensor
+
+    kept: list[torch.Tensor] = []
+    hooks = []
+    for name, part in module.named_modules():
+        if isinstance(part, DIVIDED):
+
+            def after(part: nn.Module, inputs: Any, output: torch.Tensor, name: str = name) -> None:
+                current[0] = name
+                found[f"{name}:in"] = found.get(f"{name}:in", 0) + inputs[0].nbytes * inputs[0].requires_grad
+                found[f"{name}:out"] = found.get(f"{name}:out", 0) + output.nbytes
+
+            found[name] = 0
+            hooks.append(part.register_forward_hook(after))
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            engine.losses_of(engine.module, batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found

@@ -1,0 +1,94 @@
+"""What the plan says a worker keeps is what the ranks of each strategy keep."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sparktorch.base.batch import Batch
+from sparktorch.base.config import TrainConfig
+from sparktorch.base.world import World
+from sparktorch.train.checkpoint.tensors import own_optimizer
+from sparktorch.train.dtensor import local
+from sparktorch.train.plan import plan
+from sparktorch.train.recipe.recipe import Recipe
+from sparktorch.train.strategies.registry import build_strategy
+from tests.support.nets import Paired, Tower
+from tests.support.ranks import in_group
+
+RANKS = 4
+PARTED = {"min_parameters": 60}
+
+
+def kept(world: World, recipe: Recipe, strategy: str, options: dict[str, Any]) -> dict[str, int]:
+    """The bytes that a rank keeps after a step."""
+    config = TrainConfig(strategy=strategy, strategy_params=options)
+    shared = build_strategy(config, world)
+    plain = recipe.build_module(0)
+    module = shared.prepare(plain)
+    optimizer = shared.optimizer(recipe, plain)
+    module(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    state = own_optimizer(optimizer).state.values()
+    return {
+        "parameters": sum(local(p).nbytes for p in plain.parameters()) + sum(b.nbytes for b in plain.buffers()),
+        "gradients": sum(local(p.grad).nbytes for p in plain.parameters() if p.grad is not None),
+        "state": sum(local(t).nbytes for s in state for t in s.values() if isinstance(t, torch.Tensor) and t.dim()),
+    }
+
+
+@pytest.mark.parametrize(
+    ("module", "strategy", "options"),
+    [
+        (Tower, "ddp", {}),
+        (Tower, "zero1", {}),
+        (Tower, "zero3", PARTED),
+        (Tower, "mesh", {"shard": 2, **PARTED}),
+        (Paired, "mesh", {"tensor": 2}),
+        (Paired, "mesh", {"tensor": 2, "shard": 2}),
+    ],
+)
+def test_a_worker_keeps_what_the_plan_says(module: type[nn.Module], strategy: str, options: dict[str, Any]) -> None:
+    recipe = Recipe(module=module, optimizer="Adagrad")  # one number of state for each, and a step
+    config = TrainConfig(task="regression", batch_size=64, strategy=strategy, strategy_params=options)
+    first = Batch((torch.ones(2, 5),), torch.ones(2), None, 2, names=("x",))
+    (need,) = (
+        need
+        for need in plan(recipe, config, RANKS, first).needs
+        if (need.strategy, need.options) == (strategy, options)
+    )
+    found = in_group(RANKS, kept, recipe, strategy, options)
+    steps = 4 * len(list(module().parameters()))  # the optimizer's counters of steps, which are no parameter's size
+    for name in ("parameters", "gradients", "state"):
+        expected = max(rank[name] for rank in found)
+        assert expected <= getattr(need, name) <= expected + (steps if name == "state" else 0)
+
+
+def test_activations_are_those_that_autograd_keeps_of_the_rows_of_a_worker() -> None:
+    first = Batch((torch.ones(2, 100),), torch.ones(2, 1), None, 2, names=("x",))
+    recipe = Recipe(module=nn.Sequential(nn.Linear(100, 50), nn.Tanh(), nn.Linear(50, 1)), optimizer="SGD")
+    config = TrainConfig(task="regression", batch_size=64, accumulation_steps=2)
+    found = {(need.strategy, *need.options.items()): need for need in plan(recipe, config, 2, first).needs}
+    inputs, hidden, error = 4 * 101, 4 * 50, 4 * 1  # the output less the label is kept by the loss
+    assert found["ddp",].activations == 16 * (inputs + hidden + error)
+    assert found["mesh", ("tensor", 2)].activations == 16 * (2 * inputs + hidden + 2 * error)
+    assert found["ddp",].state == 0
+    assert found["ddp",].sent == found["ddp",].gradients == 4 * 5101
+    # Inputs are exchanged, and forward the output of the second layer is summed up; the input needs no gradient.
+    assert found["mesh", ("tensor", 2)].sent == 32 * (inputs // 2 + 4 * 1)
+
+
+def test_the_table_names_what_fits_and_what_is_refused() -> None:
+    first = Batch((torch.ones(2, 5),), torch.ones(2), None, 2, names=("x",))
+    config = TrainConfig(task="regression", batch_size=64, channels_last=True)
+    table = plan(Recipe(module=Paired), config, 4, first, memory=6000)
+    text = str(table)
+    assert "4 workers, 16 rows of each at a time" in text
+    lines = {line.split("  ")[0]: line for line in text.splitlines()}
+    assert lines["ddp"].endswith("too large")
+    assert lines["zero1"].endswith("fits")
+    assert "channelsLast lays out weights" in lines["zero3"]
+    assert [need.strategy for need in table.fitting] == ["zero1"]
