@@ -54,14 +54,14 @@ lint: setup
 # The output of a target, where this make can hold it back until it is whole.
 IN_ONE_PIECE := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
-# Three rings at a time, for much of the time ranks wait for each other; what looks at the clock, by itself afterwards.
-PARTS := test-spark test-dist test-device test-unit
+# Three parts at a time, for much of the time ranks wait for each other; what looks at the clock, by itself afterwards.
+PARTS := test-spark test-dist lint test-device test-unit
 
-test: setup zip lint
+test: setup zip
 	@echo "tests: the output of a ring is shown when it has ended"
 	@$(MAKE) --no-print-directory --keep-going --jobs=3 $(IN_ONE_PIECE) $(PARTS)
 
-test-all: setup zip lint
+test-all: setup zip
 	@echo "tests: the output of a ring is shown when it has ended"
 	@red=0; \
 	$(MAKE) --no-print-directory --keep-going --jobs=3 $(IN_ONE_PIECE) $(PARTS) test-faults test-paths || red=1; \

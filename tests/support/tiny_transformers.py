@@ -9,7 +9,20 @@ from typing import Any
 import torch
 from transformers import BertConfig, GPT2Config, LlamaConfig, ViTConfig
 
-__all__ = ["LENGTH", "WORDS", "bert", "causal", "gpt2", "llama", "lora", "masked", "prompts", "tokenizer_folder", "vit"]
+__all__ = [
+    "LENGTH",
+    "WORDS",
+    "bert",
+    "causal",
+    "gpt2",
+    "llama",
+    "lora",
+    "masked",
+    "prompts",
+    "shortened",
+    "tokenizer_folder",
+    "vit",
+]
 
 WORDS, LENGTH = 20, 8
 
@@ -67,6 +80,13 @@ def causal(columns: Any, *, epoch: int | None, generator: torch.Generator) -> di
     """As `masked`, with the ids as labels, but for the padding."""
     ids = columns["ids"]
     return {"labels": ids.masked_fill(ids == 0, -100), **masked(columns, epoch=epoch, generator=generator)}
+
+
+def shortened(columns: Any, *, epoch: int | None, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """As `causal`, padded to the longest of these rows, so that ranks have tensors of other lengths."""
+    ids = columns["ids"]
+    longest = max(2, int((ids != 0).sum(1).max()))
+    return causal({"ids": ids[:, :longest]}, epoch=epoch, generator=generator)
 
 
 def tokenizer_folder(folder: Path, words: list[str], config: Any) -> Path:

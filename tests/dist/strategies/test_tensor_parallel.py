@@ -22,7 +22,7 @@ from tests.dist.train import test_huggingface as texts
 from tests.support.nets import Bags, Paired, Tower
 from tests.support.ranks import control_server, run_ranks, train_on
 from tests.support.resume import Counts, timeless
-from tests.support.tiny_transformers import causal, llama
+from tests.support.tiny_transformers import causal, llama, shortened
 
 MESHES: dict[str, tuple[int, dict[str, int]]] = {
     "layers": (2, {"tensor": 2}),
@@ -67,7 +67,7 @@ def test_ranks_without_rows_take_part_and_change_nothing(expected: tuple[dict[st
 
 def test_gradients_are_clipped_as_those_of_one_model_and_averages_are_kept() -> None:
     parts = [part.batches() for part in TABLE.parts(4)]
-    for clips in ({"clip_norm": 0.05, "ema_decay": 0.9}, {"clip_value": 0.01}):
+    for clips in ({"clip_norm": 0.05, "ema_decay": 0.9, "patience": 1, "epochs": 4}, {"clip_value": 0.01}):
         mine, metas = train_on(parts, tensor_job({"shard": 2, "tensor": 2}, **clips))
         other, expected = train_on([TABLE.batches()], job_for(recipe={"module": Paired}, **clips))
         torch.testing.assert_close(mine, other, atol=1e-5, rtol=0)
@@ -91,14 +91,13 @@ def test_a_table_of_embeddings_is_divided_by_rows() -> None:
     torch.testing.assert_close(state, plain(of=Bags)[0], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("shard", [1, 2])
-def test_a_model_of_transformers_is_divided_by_its_own_plan(shard: int) -> None:
-    table = texts.sentences(causal, labelled=False)
-    job = texts.job_for(
-        table, llama(), strategy="mesh", strategy_params={"tensor": 2, "shard": shard}, micro_batch_size=7
-    )
+@pytest.mark.parametrize(("shard", "preprocess"), [(1, shortened), (2, causal)])
+def test_a_model_of_transformers_is_divided_by_its_own_plan(shard: int, preprocess: Any) -> None:
+    table = texts.sentences(preprocess, labelled=False)
+    params = {"tensor": 2, "shard": shard}
+    job = texts.job_for(table, llama(), strategy="mesh", strategy_params=params, batch_size=6)
     found, _ = train_on([part.batches() for part in table.parts(2 * shard)], job)
-    expected, _ = train_on([table.batches()], texts.job_for(table, llama()))
+    expected, _ = train_on([table.batches()], texts.job_for(table, llama(), batch_size=6))
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
