@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["copies", "divided_like", "first_copy", "local", "local_part", "whole"]
+__all__ = ["copies", "divided_like", "first_copy", "local", "local_part", "undivided", "whole"]
 
 
 def divided_like(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -33,6 +33,11 @@ def copies(tensor: torch.Tensor, ranks: int) -> int:
     """Returns how many of all ranks have the same shard of a `DTensor`."""
     mesh, sharded = _sharded(tensor)
     return ranks // math.prod(mesh.size(i) for i, name in enumerate(mesh.mesh_dim_names or ()) if name in sharded)
+
+
+def undivided(tensor: torch.Tensor, dimension: str) -> bool:
+    """Whether all ranks along a dimension of the mesh have the same part of a `DTensor`."""
+    return dimension not in _sharded(tensor)[1]
 
 
 def _sharded(tensor: torch.Tensor) -> tuple[DeviceMesh, set[str]]:

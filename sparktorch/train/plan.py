@@ -26,7 +26,7 @@ from sparktorch.train.engine import Engine
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.fsdp import ShardingOptions, units
 from sparktorch.train.strategies.registry import check_module, check_strategy, check_workers, strategy_options
-from sparktorch.train.strategies.tensor_parallel import DIVIDED, check_plan
+from sparktorch.train.strategies.tensor_parallel import DIVIDED, SUMMED, check_plan
 
 __all__ = ["Need", "Plan", "plan"]
 
@@ -224,6 +224,8 @@ class _Measured:
         plan = check_plan(self._module, known.plan, tensor) if tensor > 1 else {}
         of_worker = {parameter: parameter.nbytes for parameter in self._parameters.values()}  # before it is sharded
         for name, style in plan.items():
+            if style == SUMMED:
+                continue
             for kind, parameter in self._module.get_submodule(name).named_parameters(recurse=False):
                 if kind == "weight" or style != "rowwise":
                     of_worker[parameter] //= tensor
@@ -269,7 +271,8 @@ class _Measured:
 
     def _exchanged(self, plan: Mapping[str, str]) -> int:
         """Returns the bytes of a row that workers which share layers sum up: outputs forward, inputs backward."""
-        return sum(self._kept[f"{name}:{'out' if style == 'rowwise' else 'in'}"] for name, style in plan.items())
+        ends = {"rowwise": ("out",), "colwise": ("in",), "colwise_gather_output": ("in", "out")}
+        return sum(self._kept[f"{name}:{end}"] for name, style in plan.items() for end in ends.get(style, ()))
 
     def _state_of(self, parameters: Iterable[nn.Parameter]) -> int:
         return sum(self._state.get(parameter, 0) for parameter in parameters)

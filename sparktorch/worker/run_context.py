@@ -172,15 +172,15 @@ class RunContext(Collectives):
         recipe = Recipe(module=module) if optimizer is None else recipe_of(module, optimizer)
         check_strategy(self._config, recipe)
         strategy = build_strategy(self._config, self.world)
-        if optimizer is None and type(strategy).before_step is not Strategy.before_step:
-            raise ConfigError(
-                f"strategy {self._config.strategy!r} works in the optimizer's steps, and wrap got none",
-                hint="pass the optimizer, too: wrap(module, optimizer)",
-            )
         self._together("wrap")
         self._min_rows = max(self._min_rows, 2 if has_batch_norm(module) else 1)
         self._same_in_all_ranks(module)
         wrapped = strategy.prepare(module)
+        if optimizer is None and strategy.acts_in_steps:
+            raise ConfigError(
+                f"strategy {self._config.strategy!r} works in the optimizer's steps, and wrap got none",
+                hint="pass the optimizer, too: wrap(module, optimizer)",
+            )
         self._strategies[wrapped] = strategy
         if optimizer is not None and type(strategy).optimizer is not Strategy.optimizer:
             optimizer = strategy.optimizer(recipe, module)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import BertConfig, GPT2Config, LlamaConfig, ViTConfig
+from transformers import BertConfig, GPT2Config, LlamaConfig, Qwen3Config, ViTConfig
 
 __all__ = [
     "LENGTH",
@@ -46,6 +46,19 @@ def llama(kind: str = "LlamaForCausalLM", **options: Any) -> LlamaConfig:
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     more = {"vocab_size": WORDS, "intermediate_size": 24, "max_position_embeddings": LENGTH, "pad_token_id": 0}
     return LlamaConfig(architectures=[kind], **{**sizes, **more, "initializer_range": 0.3, **options})
+
+
+def qwen() -> Qwen3Config:
+    """Of a model that normalises the heads, which each rank has a part of."""
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 4,
+    }
+    more = {"vocab_size": WORDS, "intermediate_size": 24, "max_position_embeddings": LENGTH, "pad_token_id": 0}
+    return Qwen3Config(architectures=["Qwen3ForCausalLM"], **{**sizes, **more, "initializer_range": 0.3})
 
 
 def lora() -> Any:

@@ -129,6 +129,11 @@ class Strategy(ABC, Generic[O]):
         """Restores what this rank's `own_state` returned, or rank 0's if the number of ranks has changed."""
 
     @property
+    def acts_in_steps(self) -> bool:
+        """Whether `before_step` changes gradients, so that an optimizer may not step without it."""
+        return type(self).before_step is not Strategy.before_step
+
+    @property
     def exchanges_rows(self) -> bool:
         """Whether ranks exchange the inputs of a forward pass, which then should have the same shapes in all ranks."""
         return False

@@ -246,9 +246,10 @@ def _visit(
     A function in `units` that calls itself would be a reference cycle, which keeps the whole parameters in device
     memory until the garbage collector finds it.
     """
-    own = list(part.parameters(recurse=False))
+    at_once = isinstance(part, nn.MultiheadAttention)  # it reads the weights of its parts without calling them
+    own = list(part.parameters(recurse=at_once))
     count, tied = sum(p.numel() for p in own), any(owners[p] > 1 for p in own)
-    for child in part.children():
+    for child in () if at_once else part.children():
         below, tied_below = _visit(child, module, options, owners, found)
         count, tied = count + below, tied or tied_below
     chosen = type(part).__name__ in options.wrap_classes if options.wrap_classes else count >= options.min_parameters

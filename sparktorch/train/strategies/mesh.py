@@ -9,7 +9,7 @@ parameters without the network between hosts, which carries 1/`shard` of the gra
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,13 +20,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from sparktorch.base.config import TrainConfig, at_least, one_of
+from sparktorch.base.devices import is_host
 from sparktorch.distributed.process_group import subgroup
 from sparktorch.errors import ConfigError
-from sparktorch.train.dtensor import copies, local
+from sparktorch.train.dtensor import copies, local, undivided
 from sparktorch.train.recipe.huggingface import MODEL_LOSS, gets_row_labels
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.fsdp import ShardingOptions, Zero3
-from sparktorch.train.strategies.tensor_parallel import STYLES, check_plan, divide, share_rows
+from sparktorch.train.strategies.row_exchange import share_rows
+from sparktorch.train.strategies.tensor_parallel import STYLES, check_gradients, check_plan, divide
 
 __all__ = ["Mesh", "MeshOptions"]
 
@@ -102,6 +104,8 @@ class Mesh(Zero3[MeshOptions]):
     """As `zero3` within each group of `shard` ranks; between groups, gradients are averaged."""
 
     options_type = MeshOptions
+    _summed: Sequence[nn.Module] = ()
+    _compared = False
 
     @classmethod
     def check(cls, config: TrainConfig, recipe: Recipe, options: MeshOptions) -> None:
@@ -145,9 +149,10 @@ class Mesh(Zero3[MeshOptions]):
         hosts: list[str] = [""] * self._world.world_size
         dist.all_gather_object(hosts, self._world.host)
         order = torch.tensor(sorted(range(len(hosts)), key=lambda rank: hosts.index(hosts[rank])))
-        ranks, largest = order.view(data, shard, tensor), max(map(hosts.count, hosts))
+        # Collectives number the ranks of a group in ascending order, and so must the mesh.
+        ranks, largest = order.view(data, -1).sort().values.view(data, shard, tensor), max(map(hosts.count, hosts))
         for name, size in (("tensor", tensor), ("shard", shard * tensor)):
-            groups = order.view(-1, size).tolist()
+            groups = ranks.view(-1, size).tolist()
             apart = sum(len({hosts[rank] for rank in group}) > 1 for group in groups)
             if apart and size <= largest and self._world.is_main:
                 _log.warning(
@@ -177,9 +182,47 @@ class Mesh(Zero3[MeshOptions]):
         """Divides layers, and shards what is left of each rank's parameters, in place."""
         if self.exchanges_rows:
             group = self._ranks["tensor"]
-            divide(module, group, self._options.plan)
+            self._summed = divide(module, group, self._options.plan)
             share_rows(module, group.get_group(), self._device)
         return super().prepare(module)
+
+    def optimizer(self, recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer:
+        """Builds the optimizer of this rank's shards, which may lie on several meshes."""
+        built = super().optimizer(recipe, module)
+        if self.exchanges_rows and isinstance(built, torch.optim.ASGD):
+            for group in built.param_groups:
+                group["foreach"] = False  # its kernels take those of one mesh only
+        return built
+
+    @property
+    def acts_in_steps(self) -> bool:
+        """Whether gradients must be summed before a step."""
+        return bool(self._summed)
+
+    def before_step(self, module: nn.Module) -> None:
+        """Sums the gradients that ranks which share layers have computed in parts; compares the others, once."""
+        if not self.exchanges_rows:
+            return
+        group = self._ranks["tensor"].get_group()
+        for part in self._summed:
+            for parameter in part.parameters(recurse=False):
+                if parameter.grad is not None:
+                    dist.all_reduce(local(parameter.grad), group=group)
+        if not self._compared:
+            self._compared = True
+            check_gradients(module, group)
+
+    @contextmanager
+    def evaluating(self, module: nn.Module) -> Iterator[nn.Module]:
+        """Context in which ranks that share layers have the same bits of what is not divided."""
+        if self.exchanges_rows and not is_host(self._device):  # kernels of accelerators may differ in the last bits
+            group = self._ranks["tensor"].get_group()
+            source = dist.get_global_rank(group, 0)
+            for parameter in module.parameters():
+                if undivided(parameter, "tensor"):
+                    dist.broadcast(local(parameter.detach()), source, group=group)
+        with super().evaluating(module) as same:
+            yield same
 
     def gradient_norm(self, module: nn.Module) -> torch.Tensor:
         """Returns the norm of the whole model's gradients, of which some ranks have copies."""
@@ -203,14 +246,15 @@ class Mesh(Zero3[MeshOptions]):
         if self.alone:
             return super().clip_gradients(module, norm=norm, value=value)
         own = [part for parts in _by_copies(module, self._world.world_size).values() for part in parts]
-        if value is not None:
+        if value is not None and own:
             torch._foreach_clamp_min_(own, -value)
             torch._foreach_clamp_max_(own, value)
         if norm is None:
             return None
         total = self.gradient_norm(module)
         factor = (norm / (total + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(own, factor.to(torch.float32))
+        if own:
+            torch._foreach_mul_(own, factor.to(own[0].device, torch.float32))
         return total
 
 

@@ -16,14 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree as pytree
+from torch.nn import functional as F
 
-from sparktorch.base.devices import is_host, module_of
 from sparktorch.errors import ConfigError, ModuleError, nearest
+from sparktorch.train.dtensor import local, undivided
 
-__all__ = ["DIVIDED", "STYLES", "check_plan", "divide", "share_rows"]
+__all__ = ["DIVIDED", "STYLES", "SUMMED", "check_gradients", "check_plan", "divide"]
 
-STYLES = ("colwise", "rowwise", "colwise_gather_output")
+SUMMED = "sum_gradients"
+STYLES = ("colwise", "rowwise", "colwise_gather_output", SUMMED)
 _PARAM = "strategyParams"
 _EXAMPLE = "strategyParams={'plan': {'layers.*.fc1': 'colwise', 'layers.*.fc2': 'rowwise'}}"
 DIVIDED = (nn.Linear, nn.Embedding)
@@ -31,13 +32,23 @@ _ELEMENTWISE = (
     *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Softplus, nn.Hardswish),
     *(nn.Tanh, nn.Sigmoid, nn.LogSigmoid, nn.Hardtanh, nn.Hardsigmoid, nn.Softsign, nn.Dropout, nn.Identity),
 )
-_OF_TRANSFORMERS = {"embedding_rowwise": "rowwise", "colwise_rep": "colwise_gather_output"}  # other names for the same
+_ACTIVATIONS = (F.relu, F.gelu, *_ELEMENTWISE)
+# Other names for the same.
+_OF_TRANSFORMERS = {
+    "embedding_rowwise": "rowwise",
+    "colwise_rep": "colwise_gather_output",
+    "replicated_with_grad_allreduce": SUMMED,
+}
 _WITHOUT_PARTNER = ("embedding_rowwise", "colwise_rep", "colwise_gather_output")
+_TOLERANCE = 1e-2  # of gradients that should be equal
 _HEADS = ("num_attention_heads", "num_key_value_heads")
 
 
-def divide(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
+def divide(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> list[nn.Module]:
     """Divides layers of a module among the ranks of a mesh of one dimension, in place.
+
+    Returns:
+        The parts whose gradients must be summed over these ranks, because each computes them from its own part.
 
     Args:
         module: The module, with the same parameters in every rank.
@@ -57,8 +68,55 @@ def divide(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> None
         return ColwiseParallel(output_layouts=Replicate() if name == "colwise_gather_output" else None)
 
     parts = dict(module.named_modules())
-    styles = {name: style(parts[name], kind) for name, kind in check_plan(module, plan, mesh.size()).items()}
+    found = check_plan(module, plan, mesh.size())
+    styles = {name: style(parts[name], kind) for name, kind in found.items() if kind != SUMMED}
     parallelize_module(module, mesh, styles, src_data_rank=None)  # all ranks have the same parameters
+    inplace = any(getattr(part, "inplace", False) for part in parts.values())
+    for name in styles:
+        if isinstance(part := parts[name], nn.Embedding):
+            part.register_forward_pre_hook(_check_index)
+        elif inplace:  # what a divided layer returns is a view, which nothing may change in place
+            part.register_forward_hook(lambda part, inputs, output: output.clone())
+    return [parts[name] for name, kind in found.items() if kind == SUMMED]
+
+
+def _check_index(part: Any, inputs: Any) -> None:
+    """Refuses what is no row of a table: of a divided one, torch returns zeros for it."""
+    index = local(inputs[0])
+    known: Any = ((index >= 0) & (index < part.num_embeddings)).all()
+    torch._assert_async(known, f"an index is not one of the {part.num_embeddings} rows of an nn.Embedding")
+
+
+@torch.no_grad()
+def check_gradients(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Checks that ranks which share layers have the same gradients of what is not divided.
+
+    Raises:
+        ModuleError: They have not; in all ranks.
+    """
+    names, far, sizes = [], [], []
+    for name, parameter in module.named_parameters():
+        if parameter.grad is None or not undivided(parameter, "tensor"):
+            continue
+        own = local(parameter.grad).float()
+        mean = own.clone()
+        dist.all_reduce(mean, group=group)
+        mean /= group.size()
+        names.append(name)
+        far.append((own - mean).norm())
+        sizes.append(mean.norm())
+    if not names:
+        return
+    distances, norms = torch.stack(far), torch.stack(sizes)
+    dist.all_reduce(distances, dist.ReduceOp.MAX, group=group)
+    wrong = distances > _TOLERANCE * norms + 1e-5 * norms.max()
+    if wrong.any():
+        name = names[int(wrong.nonzero()[0])]
+        raise ModuleError(
+            f"the gradient of {name!r} differs between ranks that share layers: it is used with a divided output",
+            hint=f"add {name.rpartition('.')[0]!r}: {SUMMED!r} to strategyParams.plan, or gather the output before it",
+            param=_PARAM,
+        )
 
 
 def check_plan(module: nn.Module, plan: Mapping[str, str], size: int) -> dict[str, str]:
@@ -75,6 +133,12 @@ def check_plan(module: nn.Module, plan: Mapping[str, str], size: int) -> dict[st
         ConfigError: A pattern matches no layer, or one that cannot be divided; or nothing is known of the module.
         ModuleError: The module has batch normalisation.
     """
+    if hasattr(module, "peft_config"):
+        raise ConfigError(
+            "strategyParams.tensor divides no module with adapters",
+            hint="divide parameters with strategyParams.shard, or train the model without adapters",
+            param=_PARAM,
+        )
     for name, part in module.named_modules():
         if isinstance(part, nn.modules.batchnorm._BatchNorm):
             raise ModuleError(
@@ -114,6 +178,8 @@ def _matched(module: nn.Module, plan: Mapping[str, str], size: int) -> dict[str,
                 param=_PARAM,
             )
         for name in matching:
+            if name in found:
+                continue
             reason = _obstacle(module, name, style, size)
             if reason:
                 raise ConfigError(
@@ -121,17 +187,24 @@ def _matched(module: nn.Module, plan: Mapping[str, str], size: int) -> dict[str,
                     hint="make the pattern narrower, or choose another number of ranks for strategyParams.tensor",
                     param=_PARAM,
                 )
-            found.setdefault(name, style)
+            found[name] = style
     return found
 
 
 def _obstacle(module: nn.Module, name: str, style: str, size: int) -> str:
     """Returns why a layer cannot be divided; empty if it can."""
-    part = module.get_submodule(name)
-    if not isinstance(part, DIVIDED):
-        return f"a {type(part).__name__}, and only nn.Linear and nn.Embedding can be divided"
+    part: Any = module.get_submodule(name)
+    if style == SUMMED:
+        return "" if list(part.parameters(recurse=False)) else "which has no parameters of its own"
+    kind = f"{type(part).__module__}.{type(part).__qualname__}"
+    if type(part) not in DIVIDED:  # a subclass may compute something else
+        return f"a {kind}, and only nn.Linear and nn.Embedding themselves can be divided"
+    if {name for name, _ in part.named_parameters()} - {"weight", "bias"} or list(part.buffers()):
+        return "which has other parameters or buffers than those of its class"
     if _tied(module, part):
         return "whose weights are tied to those of another part"
+    if isinstance(part, nn.Embedding) and (part.max_norm is not None or part.sparse or part.scale_grad_by_freq):
+        return "with max_norm, sparse or scale_grad_by_freq, which a divided table cannot have"
     # An embedding's weight has a row for each entry, that of a linear layer has one for each output.
     rows, columns = part.weight.shape
     along = columns if (style == "rowwise") == isinstance(part, nn.Linear) else rows
@@ -182,9 +255,11 @@ def _known_pairs(module: nn.Module) -> Iterable[list[tuple[str, str]]]:
     """Yields the layers of torch's own modules that belong together, with their styles."""
     for path, part in module.named_modules():
         prefix = f"{path}." if path else ""
-        if isinstance(part, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
-            yield [(f"{prefix}linear1", "colwise"), (f"{prefix}linear2", "rowwise")]
-        elif isinstance(part, nn.Sequential):
+        if type(part) in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer):
+            activation = part.activation
+            if activation in _ACTIVATIONS or isinstance(activation, _ELEMENTWISE):
+                yield [(f"{prefix}linear1", "colwise"), (f"{prefix}linear2", "rowwise")]
+        elif type(part).forward is nn.Sequential.forward:
             shown = [(name, child) for name, child in part.named_children() if not isinstance(child, _ELEMENTWISE)]
             last = ""
             for (name, child), (following, after) in pairwise(shown):
@@ -195,146 +270,3 @@ def _known_pairs(module: nn.Module) -> Iterable[list[tuple[str, str]]]:
 
 def _all_divide(module: nn.Module, layers: list[tuple[str, str]], size: int) -> bool:
     return not any(_obstacle(module, name, style, size) for name, style in layers)
-
-
-def share_rows(module: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Lets a module compute on the rows of all ranks of a group in each of them, and return each rank its own.
-
-    Before a forward pass, the ranks exchange the tensors among its arguments, padded with zeros where those of another
-    rank are longer, and set their generators to one seed. All else, from sampling to losses, is each rank's own.
-
-    Args:
-        module: The module; it must return a row for each of its rows.
-        group: This rank's group.
-        device: This rank's device.
-    """
-    exchange = _Exchange(group, device)
-    before, after = (torch.compiler.disable(hook) for hook in (exchange.before, exchange.after))  # type: ignore[no-untyped-call]
-    module.register_forward_pre_hook(before, with_kwargs=True)
-    module.register_forward_hook(after)
-
-
-class _Exchange:
-    """The hooks around a forward pass, in one rank."""
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group, self._device = group, device
-        self._counts: list[int] = []
-        self._longest = (0, 0)
-        self._generators: tuple[torch.Tensor, torch.Tensor | None] | None = None
-
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Returns the arguments with the rows of all ranks."""
-        found, spec = pytree.tree_flatten((args, kwargs))
-        places = [i for i, leaf in enumerate(found) if isinstance(leaf, torch.Tensor) and leaf.dim()]
-        if not places or len({len(found[i]) for i in places}) > 1:
-            raise ModuleError(
-                f"{type(module).__name__} is called with {len(places)} tensors that have not all as many rows, and "
-                "ranks that share layers exchange rows",
-                hint="pass tensors with a row for each row to forward, or leave strategyParams.tensor out",
-                param=_PARAM,
-            )
-        for i in places:
-            if found[i].layout is not torch.strided:
-                raise ModuleError(
-                    f"{type(module).__name__} gets a tensor of layout {found[i].layout}, which ranks that share layers "
-                    "cannot exchange",
-                    hint="pad it, see setInputFormats, or leave strategyParams.tensor out",
-                    param=_PARAM,
-                )
-        first = found[places[0]]
-        shapes, seed = self._meet([found[i].shape for i in places])
-        self._counts = [shape[0][0] for shape in shapes]
-        most = [torch.Size(map(max, *(shape[k] for shape in shapes))) for k in range(len(places))]
-        own, widest = first.shape[1:2], most[0][1:2]
-        self._longest = (own[0], widest[0]) if own != widest else (0, 0)
-        for k, i in enumerate(places):
-            found[i] = self._together(found[i], most[k])
-        self._agree(seed)
-        return pytree.tree_unflatten(found, spec)
-
-    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Returns this rank's rows of the output."""
-        self._restore()
-        rank, total = self._group.rank(), sum(self._counts)
-        start = sum(self._counts[:rank])
-
-        def own_rows(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor):
-                return leaf
-            if leaf.shape[:1] != (total,):
-                raise ModuleError(
-                    f"{type(module).__name__} returned a tensor of shape {tuple(leaf.shape)} for {total} rows, and "
-                    "ranks that share layers each take their own rows of it",
-                    hint="return a row for each row, and compute the loss in loss or trainingStep",
-                    param=_PARAM,
-                )
-            part: torch.Tensor = _OwnRows.apply(leaf, self._group, self._counts, start)  # type: ignore[no-untyped-call]
-            mine, widest = self._longest
-            return part[:, :mine] if widest and part.shape[1:2] == (widest,) else part
-
-        return pytree.tree_map(own_rows, output)
-
-    def _meet(self, shapes: list[torch.Size]) -> tuple[list[list[list[int]]], int]:
-        """Returns the shapes of each rank's tensors, and the first rank's seed."""
-        own = torch.tensor([int(torch.randint(2**62, ())), *(size for shape in shapes for size in shape)])
-        rows = _gathered(own.to(self._device), self._group).tolist()
-        ends = [1]
-        for shape in shapes:
-            ends.append(ends[-1] + len(shape))
-        return [[row[start:end] for start, end in pairwise(ends)] for row in rows], rows[0][0]
-
-    def _together(self, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Returns the rows of all ranks, with this rank's padded to a shape."""
-        return _concatenated(_padded(tensor, shape), self._group, self._counts)
-
-    def _agree(self, seed: int) -> None:
-        of_device = None if is_host(self._device) else module_of(self._device).get_rng_state(self._device)
-        self._generators = (torch.get_rng_state(), of_device)
-        torch.manual_seed(seed)
-
-    def _restore(self) -> None:
-        assert self._generators is not None
-        of_host, of_device = self._generators
-        torch.set_rng_state(of_host)
-        if of_device is not None:
-            module_of(self._device).set_rng_state(of_device, self._device)
-
-
-class _OwnRows(torch.autograd.Function):
-    """Takes a rank's rows; backward, each rank gets the gradients of all rows, each from the rank that has the row."""
-
-    @staticmethod
-    def forward(ctx: Any, full: torch.Tensor, group: dist.ProcessGroup, counts: list[int], start: int) -> torch.Tensor:
-        ctx.group, ctx.counts = group, counts
-        return full[start : start + counts[group.rank()]].clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        shape = torch.Size((max(ctx.counts), *gradient.shape[1:]))
-        return _concatenated(_padded(gradient, shape), ctx.group, ctx.counts), None, None, None
-
-
-def _padded(tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Returns a tensor filled up to a shape with zeros at the ends of its axes."""
-    if tensor.shape == shape:
-        return tensor.contiguous()
-    filled = tensor.new_zeros(shape)
-    filled[tuple(slice(size) for size in tensor.shape)] = tensor
-    return filled
-
-
-def _concatenated(tensor: torch.Tensor, group: dist.ProcessGroup, counts: list[int]) -> torch.Tensor:
-    """Returns the rows of the ranks of a group in their order; each has given as many, of which `counts` count."""
-    found = _gathered(tensor, group)
-    if len(set(counts)) == 1:
-        return found.flatten(0, 1)
-    return torch.cat([part[:count] for part, count in zip(found, counts, strict=True)])
-
-
-def _gathered(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Returns the tensors of the ranks of a group, of one shape, stacked."""
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)  # as bytes, for backends do not take every dtype
-    found = flat.new_empty(group.size() * flat.numel())
-    dist.all_gather_into_tensor(found, flat, group=group)
-    return found.view(tensor.dtype).view(group.size(), *tensor.shape)

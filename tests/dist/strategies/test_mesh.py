@@ -78,18 +78,21 @@ def test_a_checkpoint_of_a_mesh_is_gone_on_with_on_another(
     assert int((tmp_path / "steps-0").read_text()) > 4  # those before the kill are counted
 
 
-def groups_of(world: World, hosts: list[str]) -> list[list[int]]:
+def groups_of(world: World, hosts: list[str], shard: int) -> list[list[int]]:
     place = replace(world, host=hosts[world.rank])
-    mesh = Mesh(mesh_job({"shard": 2}).config, place, MeshOptions(shard=2)).mesh
+    mesh = Mesh(mesh_job({"shard": shard}).config, place, MeshOptions(shard=shard)).mesh
     total = torch.ones(1)
     dist.all_reduce(total, group=mesh.get_group("shard"))
-    assert total == 2
+    assert total == shard
+    assert mesh.get_group("shard").rank() == mesh.get_local_rank("shard")  # collectives and offsets count alike
     found: list[list[int]] = mesh.mesh.tolist()
     return found
 
 
 def test_groups_are_those_of_a_host() -> None:
-    assert in_group(4, groups_of, ["a", "b", "a", "b"]) == [[[0, 2], [1, 3]]] * 4
+    assert in_group(4, groups_of, ["a", "b", "a", "b"], 2) == [[[0, 2], [1, 3]]] * 4
+    assert in_group(4, groups_of, ["a", "b", "b", "a"], 2) == [[[0, 3], [1, 2]]] * 4
+    assert in_group(4, groups_of, ["a", "b", "a", "b"], 4) == [[[0, 1, 2, 3]]] * 4
 
 
 def test_a_restart_takes_as_many_workers_as_the_mesh_can_use() -> None:

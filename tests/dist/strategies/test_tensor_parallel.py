@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import contextlib
+import copy
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
 from sparktorch.base.config import CheckpointConfig
+from sparktorch.base.world import World
 from sparktorch.data.columns import VALIDATION
 from sparktorch.errors import ConfigError, ModuleError
 from sparktorch.train.recipe.huggingface import opened
 from sparktorch.train.recipe.recipe import Recipe
-from sparktorch.train.strategies.registry import check_module, check_strategy
+from sparktorch.train.strategies.registry import build_strategy, check_module, check_strategy
 from sparktorch.worker import TrainJob
 from tests.dist.strategies.test_strategies import PARTED, TABLE, Weights, job_for, plain
 from tests.dist.train import test_huggingface as texts
 from tests.support.nets import Bags, Paired, Tower
-from tests.support.ranks import control_server, run_ranks, train_on
+from tests.support.ranks import control_server, in_group, run_ranks, train_on
 from tests.support.resume import Counts, timeless
-from tests.support.tiny_transformers import causal, llama, shortened
+from tests.support.tiny_transformers import causal, llama, qwen, shortened
 
 MESHES: dict[str, tuple[int, dict[str, int]]] = {
     "layers": (2, {"tensor": 2}),
@@ -91,14 +94,21 @@ def test_a_table_of_embeddings_is_divided_by_rows() -> None:
     torch.testing.assert_close(state, plain(of=Bags)[0], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize(("shard", "preprocess"), [(1, shortened), (2, causal)])
-def test_a_model_of_transformers_is_divided_by_its_own_plan(shard: int, preprocess: Any) -> None:
-    table = texts.sentences(preprocess, labelled=False)
+@pytest.mark.parametrize(("shard", "model"), [(1, qwen()), (2, llama())], ids=["qwen3", "llama"])
+def test_a_model_of_transformers_is_divided_by_its_own_plan(shard: int, model: Any) -> None:
+    table = texts.sentences(causal, labelled=False)
     params = {"tensor": 2, "shard": shard}
-    job = texts.job_for(table, llama(), strategy="mesh", strategy_params=params, batch_size=6)
+    job = texts.job_for(table, model, strategy="mesh", strategy_params=params, micro_batch_size=7)
     found, _ = train_on([part.batches() for part in table.parts(2 * shard)], job)
-    expected, _ = train_on([table.batches()], texts.job_for(table, llama(), batch_size=6))
+    expected, _ = train_on([table.batches()], texts.job_for(table, model))
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+def test_ranks_whose_texts_are_padded_to_another_length_are_told_to_pad_them_alike() -> None:
+    table = texts.sentences(shortened, labelled=False)
+    job = texts.job_for(table, llama(), strategy="mesh", strategy_params={"tensor": 2}, batch_size=6)
+    with pytest.raises(ModuleError, match=r"(?s)tensors of other shapes.*pad inputs to a fixed length"):
+        train_on([part.batches() for part in table.parts(2)], job)
 
 
 def test_a_training_that_was_killed_goes_on_to_the_same_bits_and_on_another_mesh(tmp_path: Path) -> None:
@@ -148,7 +158,12 @@ class Summed(nn.Module):
     [
         (Paired, {"tensor": 5}, ConfigError, "no layers that are known to be divisible by 5"),
         (Paired, {"tensor": 2, "plan": {"frist.*": "colwise"}}, ConfigError, r"(?s)'frist.\*' matches no part.*first"),
-        (Paired, {"tensor": 2, "plan": {"first.*": "colwise"}}, ConfigError, "matches 'first.1', a Tanh"),
+        (
+            Paired,
+            {"tensor": 2, "plan": {"first.*": "colwise"}},
+            ConfigError,
+            "a torch.nn.modules.activation.Tanh",
+        ),
         (
             Paired,
             {"tensor": 4, "plan": {"first.2": "colwise"}},
@@ -194,3 +209,173 @@ def test_a_module_without_a_row_for_each_row_is_refused_in_the_rank() -> None:
 def total_of(module: nn.Module, batch: Any) -> torch.Tensor:
     total: torch.Tensor = module(*batch.inputs)
     return total
+
+
+class Gated(nn.Module):
+    """A parameter of its own between two layers, of which each rank sees a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.act, self.fc2 = nn.Linear(5, 8), nn.PReLU(), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.fc2(self.act(self.fc1(x))).squeeze(-1)
+        return out
+
+
+class Peeking(nn.Module):
+    """Uses all of a hidden layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(5, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.fc1(x)).sum(-1)
+
+
+class InPlace(nn.Module):
+    """Layers whose activation works in place, and attention whose parts are never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(5, 8), nn.ReLU(inplace=True), nn.Linear(8, 8))
+        self.layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+        self.last = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.layer(self.first(x).view(-1, 2, 4)).mean(1)).squeeze(-1)
+        return out
+
+
+# Not Adam: a bias of the keys has no gradient but rounding, of which Adam makes steps.
+STEEP: dict[str, Any] = {"optimizer": "SGD", "optimizer_params": {}, "learning_rate": 0.1}
+
+
+def descended(module: type[nn.Module]) -> dict[str, torch.Tensor]:
+    return plain(of=module, kind=torch.optim.SGD, lr=0.1)[0]
+
+
+PAIR = {"fc1": "colwise", "fc2": "rowwise"}
+
+
+@pytest.mark.parametrize(("module", "plan"), [(Gated, {**PAIR, "act": "sum_gradients"}), (InPlace, {})])
+def test_parameters_between_divided_layers_and_activations_in_place_train_as_in_one_process(
+    module: type[nn.Module], plan: dict[str, str]
+) -> None:
+    job = tensor_job({"tensor": 2, "plan": plan}, recipe={"module": module, **STEEP})
+    state, _ = train_on([part.batches() for part in TABLE.parts(4)], job)
+    torch.testing.assert_close(state, descended(module), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("module", "plan", "says"),
+    [
+        (Gated, PAIR, "(?s)gradient of 'act.weight' differs.*add 'act': 'sum_gradients'"),
+        (Peeking, {"fc1": "colwise"}, "output of .*Peeking differs between ranks"),
+    ],
+)
+def test_a_plan_that_computes_something_else_is_found_in_the_first_step(
+    module: type[nn.Module], plan: dict[str, str], says: str
+) -> None:
+    job = tensor_job({"tensor": 2, "plan": plan}, recipe={"module": module})
+    with pytest.raises(ModuleError, match=says):
+        train_on([part.batches() for part in TABLE.parts(2)], job)
+
+
+def test_attention_is_gathered_as_a_whole_under_zero3() -> None:
+    recipe = {"module": InPlace, **STEEP}
+    job = job_for(recipe=recipe, strategy="zero3", strategy_params={"min_parameters": 10})
+    state, _ = train_on([part.batches() for part in TABLE.parts(2)], job)
+    torch.testing.assert_close(state, descended(InPlace), atol=1e-5, rtol=0)
+
+
+@dataclass
+class Output:
+    value: torch.Tensor
+
+
+class Odd(nn.Module):
+    """Returns what is asked for, of a divided layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def forward(self, x: torch.Tensor, scale: Any = 1.0, *, kind: str = "plain") -> Any:
+        if kind == "failing":
+            raise ValueError("as asked")
+        out = self.net(x) * scale
+        return Output(out) if kind == "dataclass" else {"twice": 2 * out, "rows": out} if kind == "dict" else out
+
+
+def calls(world: World) -> dict[str, Any]:
+    """What own loops do with a wrapped module, in one of two ranks."""
+    config = tensor_job({"tensor": 2}).config
+    torch.manual_seed(0)
+    whole = Odd()
+    module = build_strategy(config, world).prepare(copy.deepcopy(whole))
+    x = torch.randn(2 + world.rank, 5).requires_grad_()
+    module(x).sum().backward()
+    (expected,) = torch.autograd.grad(whole(x).sum(), x)
+    found: dict[str, Any] = {"gradient": torch.allclose(cast(torch.Tensor, x.grad), expected, atol=1e-6)}
+    module.zero_grad()
+    outputs = module(x.detach(), kind="dict")
+    outputs["rows" if world.rank else "twice"].sum().backward()  # each rank uses another one
+    found["meets"] = True
+    before = torch.get_rng_state()
+    with contextlib.suppress(ValueError):
+        module(x.detach(), kind="failing")
+    torch.randint(2**31, ())  # the one draw of an exchange
+    after = torch.get_rng_state()
+    torch.set_rng_state(before)
+    torch.randint(2**31, ()), torch.randint(2**31, ())
+    found["generator"] = torch.equal(after, torch.get_rng_state())
+    for name, arguments in {
+        "dataclass": {"kind": "dataclass"},
+        "number": {"scale": float(world.rank)},
+        "tensor": {"scale": torch.tensor(float(world.rank))},
+    }.items():
+        with pytest.raises(ModuleError) as error:
+            module(x.detach(), **arguments)
+        found[name] = str(error.value)
+    return found
+
+
+def test_own_loops_get_gradients_of_inputs_and_differing_calls_are_refused_in_all_ranks() -> None:
+    for found in in_group(2, calls):
+        assert found["gradient"]
+        assert found["meets"]
+        assert found["generator"]
+        assert "type Output" in found["dataclass"]
+        assert "with other numbers" in found["number"]
+        assert "with other numbers" in found["tensor"]
+
+
+def beyond(world: World) -> str:
+    config = tensor_job({"tensor": 2, "plan": {"0": "rowwise"}}).config
+    module = build_strategy(config, world).prepare(nn.Sequential(nn.Embedding(12, 4)))
+    module(torch.tensor([3]))
+    with pytest.raises(RuntimeError) as error:
+        module(torch.tensor([-1]))
+    return str(error.value)
+
+
+def test_an_index_beyond_a_divided_table_is_refused() -> None:
+    assert all("not one of the 12 rows" in found for found in in_group(2, beyond))
+
+
+@pytest.mark.parametrize(
+    ("part", "says"),
+    [
+        (nn.Embedding(8, 4, max_norm=1.0), "with max_norm, sparse or scale_grad_by_freq"),
+        (nn.Embedding(8, 4, sparse=True), "with max_norm, sparse or scale_grad_by_freq"),
+        (nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), "only nn.Linear and nn.Embedding themselves"),
+        (nn.MultiheadAttention(4, 2).out_proj, "only nn.Linear and nn.Embedding themselves"),
+    ],
+)
+def test_layers_that_compute_in_their_own_way_are_refused(part: nn.Module, says: str) -> None:
+    module = nn.ModuleDict({"part": part})
+    config = tensor_job({"tensor": 2, "plan": {"part": "rowwise"}}).config
+    with pytest.raises(ConfigError, match=says):
+        check_module(config, Recipe(module=module), module)

@@ -1,0 +1,252 @@
+"""Ranks that compute on the same rows: they exchange inputs before a forward pass, and take their own rows after it."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import zlib
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from sparktorch.base.devices import is_host, module_of
+from sparktorch.errors import ModuleError, SparkTorchError
+
+__all__ = ["PARAM", "share_rows"]
+
+PARAM = "strategyParams"
+_FAILED = -1
+_PLAIN = (int, float, str, bool, type(None))
+_TOLERANCE = 1e-2  # of what should be equal in all ranks: wrong plans make differences of its own size
+
+
+def share_rows(module: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Lets a module compute on the rows of all ranks of a group in each of them, and return each rank its own.
+
+    Before a forward pass, the ranks exchange the tensors among its arguments, and set their generators to one seed. All
+    else, from sampling to losses, is each rank's own.
+
+    Args:
+        module: The module; it must return a row for each of its rows.
+        group: This rank's group.
+        device: This rank's device.
+    """
+    exchange = _Exchange(group, device)
+    hooks: Any = torch.compiler.disable
+    module.register_forward_pre_hook(hooks(exchange.before), with_kwargs=True)
+    module.register_forward_hook(hooks(exchange.after))
+    module.register_forward_hook(hooks(exchange.restore), always_call=True)
+
+
+class _Exchange:
+    """The hooks around a forward pass, in one rank."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._counts: list[int] = []
+        self._generators: Any = None
+        self._compared: set[bool] = set()  # in training, or in evaluation
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Returns the arguments with the rows of all ranks.
+
+        Raises:
+            ModuleError: Arguments cannot be exchanged; in all ranks if they are those of one.
+        """
+        found, spec = pytree.tree_flatten((args, kwargs))
+        places = [i for i, leaf in enumerate(found) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+        try:
+            rows, signature = _described(module, found, places)
+        except SparkTorchError:
+            self._meet(_FAILED, 0)
+            raise
+        seed = self._meet(rows, signature)
+        for i in places:
+            found[i] = _AllRows.apply(found[i], self._group, self._counts)  # type: ignore[no-untyped-call]
+        self._agree(seed)
+        return pytree.tree_unflatten(found, spec)
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Returns this rank's rows of the output.
+
+        Raises:
+            ModuleError: The output has not a row for each row, or differs between the ranks.
+        """
+        found, spec = pytree.tree_flatten(output)
+        places = [i for i, leaf in enumerate(found) if isinstance(leaf, torch.Tensor)]
+        total = sum(self._counts)
+        for leaf in found:
+            shown = f"shape {tuple(leaf.shape)}" if isinstance(leaf, torch.Tensor) else f"type {type(leaf).__name__}"
+            fits = leaf.shape[:1] == (total,) if isinstance(leaf, torch.Tensor) else not dataclasses.is_dataclass(leaf)
+            if not fits:
+                raise ModuleError(
+                    f"{type(module).__name__} returned a value of {shown} for {total} rows, and ranks that share "
+                    "layers each take their own rows of it",
+                    hint="return tensors with a row for each row, in tuples, lists or dicts, and compute the loss in "
+                    "loss or trainingStep",
+                    param=PARAM,
+                )
+        if module.training not in self._compared:
+            self._compared.add(module.training)
+            self._compare(module, [found[i] for i in places])
+        own = _OwnRows.apply(self._group, self._counts, *(found[i] for i in places))  # type: ignore[no-untyped-call]
+        for i, part in zip(places, own, strict=True):
+            found[i] = part
+        return pytree.tree_unflatten(found, spec)
+
+    def _meet(self, rows: int, signature: int) -> int:
+        """Tells the ranks of this rank's arguments; returns the first rank's seed. No device is waited for.
+
+        Raises:
+            ModuleError: Another rank has failed, or has other arguments.
+        """
+        own = torch.tensor([rows, signature, int(torch.randint(2**31, ()))])
+        met = [torch.empty_like(own) for _ in range(self._group.size())]
+        dist.all_gather(met, own, group=self._group)
+        counts, signatures, seeds = torch.stack(met).T.tolist()
+        if rows != _FAILED and (_FAILED in counts or len(set(signatures)) > 1):
+            raise ModuleError(
+                "ranks that share layers call the module with tensors of other shapes or dtypes, or with other numbers",
+                hint="pad inputs to a fixed length, and draw numbers that rows share from one seed",
+                param=PARAM,
+            )
+        self._counts = counts
+        return int(seeds[0])
+
+    def _compare(self, module: nn.Module, outputs: list[torch.Tensor]) -> None:
+        """Checks that all ranks have computed the same.
+
+        Raises:
+            ModuleError: They have not.
+        """
+        for leaf in outputs:
+            if not leaf.is_floating_point() or not leaf.numel():
+                continue
+            highest, lowest = leaf.detach().float().clone(), leaf.detach().float().clone()
+            dist.all_reduce(highest, dist.ReduceOp.MAX, group=self._group)
+            dist.all_reduce(lowest, dist.ReduceOp.MIN, group=self._group)
+            if float((highest - lowest).abs().max()) > _TOLERANCE * float(
+                highest.abs().max().maximum(lowest.abs().max())
+            ):
+                raise ModuleError(
+                    f"the output of {type(module).__name__} differs between ranks that share layers: a divided output "
+                    "reaches a part that needs all of it",
+                    hint="let a 'rowwise' layer follow each 'colwise' one, with elementwise functions between them, or "
+                    "use 'colwise_gather_output'",
+                    param=PARAM,
+                )
+
+    def _agree(self, seed: int) -> None:
+        of_device = None if is_host(self._device) else module_of(self._device).get_rng_state(self._device)
+        self._generators = (torch.get_rng_state(), of_device, random.getstate(), np.random.get_state())
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+
+    def restore(self, *_: Any) -> None:
+        """Gives the rank its own generators back, also after an exception."""
+        if self._generators is None:
+            return
+        of_host, of_device, of_python, of_numpy = self._generators
+        self._generators = None
+        torch.set_rng_state(of_host)
+        if of_device is not None:
+            module_of(self._device).set_rng_state(of_device, self._device)
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+
+
+def _described(module: nn.Module, leaves: list[Any], places: list[int]) -> tuple[int, int]:
+    """Returns the number of rows of a call's tensors, and a number for all that ranks must have in common.
+
+    Raises:
+        ModuleError: The tensors cannot be exchanged.
+    """
+    tensors = [leaves[i] for i in places]
+    odd = next((tensor.layout for tensor in tensors if tensor.layout is not torch.strided or tensor.is_nested), None)
+    if odd is not None:
+        raise ModuleError(
+            f"{type(module).__name__} gets a tensor of layout {odd}, which ranks that share layers cannot exchange",
+            hint="pad it, see setInputFormats, or leave strategyParams.tensor out",
+            param=PARAM,
+        )
+    if len({len(tensor) for tensor in tensors}) != 1:
+        raise ModuleError(
+            f"{type(module).__name__} is called with {len(tensors)} tensors that have not all as many rows, and ranks "
+            "that share layers exchange rows",
+            hint="pass tensors with a row for each row to forward, or leave strategyParams.tensor out",
+            param=PARAM,
+        )
+    numbers = [
+        leaf.item() if isinstance(leaf, torch.Tensor) else leaf for i, leaf in enumerate(leaves) if i not in places
+    ]
+    common = [(tuple(tensor.shape[1:]), tensor.dtype) for tensor in tensors]
+    others = [value if isinstance(value, _PLAIN) else type(value).__name__ for value in numbers]
+    return len(tensors[0]), zlib.crc32(repr((common, others)).encode())
+
+
+class _AllRows(torch.autograd.Function):
+    """Returns the rows of all ranks; backward, each rank keeps the gradients of its own, which all have computed."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup, counts: list[int]) -> torch.Tensor:
+        ctx.rank, ctx.counts = group.rank(), counts
+        return _gathered(tensor, group, counts)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _own(gradient, ctx.rank, ctx.counts), None, None
+
+
+class _OwnRows(torch.autograd.Function):
+    """Takes a rank's rows of all outputs; backward, each rank gets the gradients of all rows, from whom they belong to.
+
+    One function for all outputs, so that ranks whose losses use other outputs still meet once.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, group: dist.ProcessGroup, counts: list[int], *outputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.group, ctx.counts = group, counts
+        own = tuple(_own(output, group.rank(), counts).clone() for output in outputs)
+        ctx.mark_non_differentiable(*(part for part in own if not part.is_floating_point()))
+        return own
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        needed = ctx.needs_input_grad[2:]
+        return (
+            None,
+            None,
+            *(
+                _gathered(gradient, ctx.group, ctx.counts) if needs else None
+                for gradient, needs in zip(gradients, needed, strict=True)
+            ),
+        )
+
+
+def _own(tensor: torch.Tensor, rank: int, counts: list[int]) -> torch.Tensor:
+    start = sum(counts[:rank])
+    return tensor[start : start + counts[rank]]
+
+
+def _gathered(tensor: torch.Tensor, group: dist.ProcessGroup, counts: list[int]) -> torch.Tensor:
+    """Returns the rows of the ranks of a group, in the order of the ranks."""
+    most = max(counts)
+    filled = tensor.detach().contiguous()
+    if len(filled) < most:
+        filled = torch.cat([filled, filled.new_zeros(most - len(filled), *filled.shape[1:])])
+    flat = filled.view(-1).view(torch.uint8)  # as bytes, for backends do not take every dtype
+    found = flat.new_empty(group.size() * flat.numel())
+    dist.all_gather_into_tensor(found, flat, group=group)
+    rows = found.view(tensor.dtype).view(group.size(), *filled.shape)
+    if min(counts) == most:
+        return rows.flatten(0, 1)
+    return torch.cat([part[:count] for part, count in zip(rows, counts, strict=True)])
