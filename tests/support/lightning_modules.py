@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torchmetrics import MeanAbsoluteError, MeanAbsolutePercentageError, MeanSquaredError, MetricCollection
 
-__all__ = ["Lit", "LitCounting", "LitHooks", "LitMinimal", "LitShared"]
+__all__ = ["Lit", "LitCounting", "LitDoubled", "LitHooks", "LitMinimal", "LitShared"]
 
 
 class LitMinimal(LightningModule):
@@ -125,10 +125,17 @@ class LitShared(LitMinimal):
 
     def __init__(self) -> None:
         super().__init__()
-        self.error = MeanSquaredError()
+        self.error, self.unlogged = MeanSquaredError(), MeanSquaredError()
+
+    def on_validation_epoch_start(self) -> None:
+        self.unlogged.compute()
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_unlogged", self.unlogged.compute())  # computed already: no rank may wait for the others here
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         output = self.head(self.layers(batch[0])).squeeze(-1)
+        self.unlogged.update(output, batch[1])
         self.error(output, batch[1])
         self.log("train_error", self.error, on_step=False, on_epoch=True)
         return nn.functional.mse_loss(output, batch[1])
@@ -140,6 +147,15 @@ class LitShared(LitMinimal):
 
     def on_train_epoch_end(self) -> None:
         self.log("computed", self.error.compute())
+
+
+class LitDoubled(LitMinimal):
+    """Has another validation loss than it returns."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = nn.functional.mse_loss(self(batch[0]), batch[1])
+        self.log("val_loss", 2 * loss)
+        return loss
 
 
 class LitCounting(Lit):

@@ -27,7 +27,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of Lightning's own imports
     from lightning.pytorch import Callback, Trainer
 
-    from tests.support.lightning_modules import Lit, LitCounting, LitHooks, LitMinimal, LitShared
+    from tests.support.lightning_modules import Lit, LitCounting, LitDoubled, LitHooks, LitMinimal, LitShared
 
 preload("tests.support.lightning_modules")
 ROWS, BATCH, EPOCHS, SEED = 331, 64, 3, 11
@@ -193,6 +193,14 @@ def test_steps_that_call_the_whole_module_train_the_same_divided() -> None:
     whole, _ = train_on(parts, job_for(TABLE, LitMinimal))
     divided, _ = train_on(parts, job_for(TABLE, LitMinimal, strategy="zero3"))
     torch.testing.assert_close(divided, whole, atol=1e-5, rtol=0)
+
+
+def test_what_a_module_logs_as_its_validation_loss_is_that() -> None:
+    records = []
+    for kind in (LitMinimal, LitDoubled):
+        _, metas = train_on([part.batches() for part in TABLE.parts(2)], job_for(TABLE, kind))
+        records.append(metas[0]["history"][-1])
+    assert records[1]["val_loss"] == pytest.approx(2 * records[0]["val_loss"])
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
