@@ -408,7 +408,7 @@ class Paired(nn.Module):
 
 
 class Bags(nn.Module):
-    """The mean of embeddings from a table, with a part of the table in each rank; ids without a word are 0."""
+    """The mean of embeddings from a table, each weighed by its place among five."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -417,7 +417,7 @@ class Bags(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         ids = (x.abs() * 4).long().clamp(max=11)
-        out: torch.Tensor = self.out(self.table(ids).mean(1)).squeeze(-1)
+        out: torch.Tensor = self.out((self.table(ids) * torch.arange(1.0, 6.0)[:, None]).mean(1)).squeeze(-1)
         return out
 
 
