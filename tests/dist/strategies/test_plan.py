@@ -77,6 +77,8 @@ def test_activations_are_those_that_autograd_keeps_of_the_rows_of_a_worker() -> 
     assert found["mesh", ("tensor", 2)].activations == 16 * (2 * inputs + hidden + 2 * error)
     assert found["ddp",].state == 0
     assert found["ddp",].sent == found["ddp",].gradients == 4 * 5101
+    assert found["zero2",].sent == 4 * 5101  # a gather of the parameters, and one half of what ddp sends
+    assert found["zero3",].sent == 4 * 5101 * 3 // 2
     # Inputs are exchanged, and forward the output of the second layer is summed up; the input needs no gradient.
     assert found["mesh", ("tensor", 2)].sent == 32 * (inputs // 2 + 4 * 1)
 
