@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["copies", "divided_like", "first_copy", "local", "local_part", "undivided", "whole"]
+__all__ = [
+    "copies",
+    "divided_like",
+    "first_copy",
+    "local",
+    "local_part",
+    "mesh_of_training",
+    "part_of",
+    "undivided",
+    "whole",
+]
+
+_trainings = itertools.count()
 
 
 def divided_like(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -25,14 +41,48 @@ def divided_like(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 def first_copy(tensor: torch.Tensor) -> bool:
     """Whether this rank is the first of those that have the same shard of a `DTensor`."""
     ranks, sharded = _sharded(tensor)
-    places = zip(ranks.mesh_dim_names or (), ranks.get_coordinate() or [], strict=True)
+    places = zip(_plain(ranks.mesh_dim_names), ranks.get_coordinate() or [], strict=True)
     return all(place == 0 for name, place in places if name not in sharded)
 
 
 def copies(tensor: torch.Tensor, ranks: int) -> int:
     """Returns how many of all ranks have the same shard of a `DTensor`."""
     mesh, sharded = _sharded(tensor)
-    return ranks // math.prod(mesh.size(i) for i, name in enumerate(mesh.mesh_dim_names or ()) if name in sharded)
+    return ranks // math.prod(mesh.size(i) for i, name in enumerate(_plain(mesh.mesh_dim_names)) if name in sharded)
+
+
+def mesh_of_training(
+    groups: Sequence[dist.ProcessGroup], device: str, ranks: torch.Tensor, names: Sequence[str]
+) -> DeviceMesh:
+    """Returns a mesh that equals none of an earlier training of this process, in which this may have been another rank.
+
+    torch caches what it does with `DTensor`s by mesh, and would give them an earlier one's groups and offsets.
+
+    Args:
+        groups: This rank's group along each dimension.
+        device: The type of the ranks' devices.
+        ranks: All ranks, of a shape with a size for each dimension.
+        names: Names of the dimensions; those of the mesh have a number behind an underscore.
+    """
+    with suppress(ImportError, AttributeError):  # private to torch; without it, what was cached stays in memory
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+    number = next(_trainings)
+    unique = tuple(f"{name}_{number}" for name in names)
+    of_groups = list(groups) if len(groups) > 1 else groups[0]
+    return DeviceMesh.from_group(of_groups, device, mesh=ranks, mesh_dim_names=unique)
+
+
+def part_of(mesh: DeviceMesh, *names: str) -> DeviceMesh:
+    """Returns some dimensions of a mesh that `mesh_of_training` has made."""
+    (number,) = {name.rpartition("_")[2] for name in mesh.mesh_dim_names or ()}
+    wanted = tuple(f"{name}_{number}" for name in names)
+    return mesh[wanted if len(wanted) > 1 else wanted[0]]
+
+
+def _plain(names: Iterable[str] | None) -> list[str]:
+    return [name.rpartition("_")[0] for name in names or ()]
 
 
 def undivided(tensor: torch.Tensor, dimension: str) -> bool:
@@ -44,7 +94,8 @@ def _sharded(tensor: torch.Tensor) -> tuple[DeviceMesh, set[str]]:
     """Returns the mesh of all ranks, of which the tensor's may be a part, and the dimensions that divide the tensor."""
     divided: Any = tensor
     mesh = divided.device_mesh
-    names = {name for name, of in zip(mesh.mesh_dim_names, divided.placements, strict=True) if not of.is_replicate()}
+    of_names = zip(_plain(mesh.mesh_dim_names), divided.placements, strict=True)
+    names = {name for name, of in of_names if not of.is_replicate()}
     return mesh._get_root_mesh(), names
 
 

@@ -13,6 +13,7 @@ from sparktorch.ml.fit.translate import translate
 from sparktorch.ml.params.mixins import EstimatorParams
 from sparktorch.spark.frame.prepare import prepare
 from sparktorch.train.plan import Plan, plan
+from sparktorch.train.recipe.dry_run import dry_run
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -26,9 +27,12 @@ def plan_of(estimator: EstimatorParams, task: Task, dataset: DataFrame, memory: 
     frame, inputs = first_inputs(prepare(dataset, task, **request.columns))
     label = first_label(frame)
     weighted = frame.columns.weight is not None or request.config.class_weights is not None
-    weight = torch.ones(2) if weighted else None
-    batch = Batch(tuple(inputs.values()), label, weight, 2, weight, names=frame.columns.arguments)
+    weight, names, config = torch.ones(2) if weighted else None, frame.columns.arguments, request.config
+    trial = dry_run(request.recipe, task, config.seed, inputs, label, names=names, weighted=weighted)  # has hints
+    if label is not None and trial.classes is not None:
+        label = torch.zeros_like(label, dtype=torch.int64)
+    batch = Batch(tuple(inputs.values()), label, weight, 2, weight, names=names)
     if memory is not None:
         above("memory", memory, 0)
     available = None if memory is None else int(memory * 10**6)
-    return plan(request.recipe, request.config, estimator.getNumWorkers(), batch, memory=available)
+    return plan(request.recipe, config, estimator.getNumWorkers(), batch, memory=available)

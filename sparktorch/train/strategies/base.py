@@ -18,6 +18,7 @@ from sparktorch.base.devices import download
 from sparktorch.base.imports import load_object
 from sparktorch.base.world import World
 from sparktorch.errors import ConfigError
+from sparktorch.train.dtensor import mesh_of_training
 from sparktorch.train.recipe.recipe import Recipe
 
 __all__ = ["Strategy", "require_optimizer_class"]
@@ -110,7 +111,7 @@ class Strategy(ABC, Generic[O]):
         # Uses the open group: for CPU ranks on hosts with a GPU, init_device_mesh would open another one.
         group = dist.group.WORLD
         assert group is not None
-        return DeviceMesh.from_group(group, self._device.type, mesh_dim_names=(_DATA,))
+        return mesh_of_training([group], self._device.type, torch.arange(self._world.world_size), [_DATA])
 
     @property
     def alone(self) -> bool:

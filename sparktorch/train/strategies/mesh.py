@@ -23,7 +23,7 @@ from sparktorch.base.config import TrainConfig, at_least, one_of
 from sparktorch.base.devices import is_host
 from sparktorch.distributed.process_group import subgroup
 from sparktorch.errors import ConfigError
-from sparktorch.train.dtensor import copies, local, undivided
+from sparktorch.train.dtensor import copies, local, mesh_of_training, part_of, undivided
 from sparktorch.train.recipe.huggingface import MODEL_LOSS, gets_row_labels
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.fsdp import ShardingOptions, Zero3
@@ -161,12 +161,12 @@ class Mesh(Zero3[MeshOptions]):
                 )
         along = [ranks.movedim(axis, -1).reshape(-1, size).tolist() for axis, size in enumerate(self._sizes)]
         groups = [subgroup(self._world, lists) for lists in along]
-        return DeviceMesh.from_group(groups, self._device.type, mesh=ranks, mesh_dim_names=_DIMENSIONS)
+        return mesh_of_training(groups, self._device.type, ranks, _DIMENSIONS)
 
     @cached_property
     def mesh(self) -> DeviceMesh:
         """The ranks that hold different samples, in the dimensions `data` and `shard`."""
-        return self._ranks["data", "shard"]
+        return part_of(self._ranks, "data", "shard")
 
     @property
     def exchanges_rows(self) -> bool:
@@ -181,7 +181,7 @@ class Mesh(Zero3[MeshOptions]):
     def prepare(self, module: nn.Module) -> nn.Module:
         """Divides layers, and shards what is left of each rank's parameters, in place."""
         if self.exchanges_rows:
-            group = self._ranks["tensor"]
+            group = part_of(self._ranks, "tensor")
             self._summed = divide(module, group, self._options.plan)
             share_rows(module, group.get_group(), self._device)
         return super().prepare(module)
@@ -203,7 +203,7 @@ class Mesh(Zero3[MeshOptions]):
         """Sums the gradients that ranks which share layers have computed in parts; compares the others, once."""
         if not self.exchanges_rows:
             return
-        group = self._ranks["tensor"].get_group()
+        group = part_of(self._ranks, "tensor").get_group()
         for part in self._summed:
             for parameter in part.parameters(recurse=False):
                 if parameter.grad is not None:
@@ -216,7 +216,7 @@ class Mesh(Zero3[MeshOptions]):
     def evaluating(self, module: nn.Module) -> Iterator[nn.Module]:
         """Context in which ranks that share layers have the same bits of what is not divided."""
         if self.exchanges_rows and not is_host(self._device):  # kernels of accelerators may differ in the last bits
-            group = self._ranks["tensor"].get_group()
+            group = part_of(self._ranks, "tensor").get_group()
             source = dist.get_global_rank(group, 0)
             for parameter in module.parameters():
                 if undivided(parameter, "tensor"):

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from sparktorch.base.config import CheckpointConfig
 from sparktorch.base.world import World
 from sparktorch.errors import ConfigError
+from sparktorch.train.dtensor import part_of
+from sparktorch.train.strategies.fsdp import ShardingOptions, Zero3
 from sparktorch.train.strategies.mesh import Mesh, MeshOptions
 from sparktorch.train.strategies.registry import workers_for
 from sparktorch.worker import TrainJob
@@ -82,9 +84,11 @@ def groups_of(world: World, hosts: list[str], shard: int) -> list[list[int]]:
     place = replace(world, host=hosts[world.rank])
     mesh = Mesh(mesh_job({"shard": shard}).config, place, MeshOptions(shard=shard)).mesh
     total = torch.ones(1)
-    dist.all_reduce(total, group=mesh.get_group("shard"))
+    dist.all_reduce(total, group=part_of(mesh, "shard").get_group())
     assert total == shard
-    assert mesh.get_group("shard").rank() == mesh.get_local_rank("shard")  # collectives and offsets count alike
+    assert (
+        part_of(mesh, "shard").get_group().rank() == part_of(mesh, "shard").get_local_rank()
+    )  # collectives and offsets count alike
     found: list[list[int]] = mesh.mesh.tolist()
     return found
 
@@ -93,6 +97,18 @@ def test_groups_are_those_of_a_host() -> None:
     assert in_group(4, groups_of, ["a", "b", "a", "b"], 2) == [[[0, 2], [1, 3]]] * 4
     assert in_group(4, groups_of, ["a", "b", "b", "a"], 2) == [[[0, 3], [1, 2]]] * 4
     assert in_group(4, groups_of, ["a", "b", "a", "b"], 4) == [[[0, 1, 2, 3]]] * 4
+
+
+def equal_meshes(world: World) -> bool:
+    config = mesh_job({"shard": 2}).config
+    first, second = (Mesh(config, world, MeshOptions(shard=2)).mesh for _ in range(2))
+    whole, again = (Zero3[Any](config, world, ShardingOptions()).mesh for _ in range(2))
+    return first == second or whole == again or part_of(first, "shard") == part_of(second, "shard")
+
+
+def test_the_mesh_of_a_training_equals_none_of_an_earlier_one() -> None:
+    """In which a reused worker may have been another rank: torch caches groups and offsets by mesh."""
+    assert in_group(2, equal_meshes) == [False, False]
 
 
 def test_a_restart_takes_as_many_workers_as_the_mesh_can_use() -> None:

@@ -12,7 +12,7 @@ import torch
 from pyspark.sql import DataFrame, SparkSession
 from torch import nn
 
-from sparktorch import TorchRegressionModel, TorchRegressor
+from sparktorch import TorchClassifier, TorchRegressionModel, TorchRegressor
 from sparktorch.errors import ConfigError, ModuleError
 from tests.spark.modules import MLP
 
@@ -146,5 +146,10 @@ def test_a_plan_says_what_strategies_take_and_trains_nothing(rows: DataFrame) ->
     assert plan.parameters == 113
     assert plan.needs[0].state == 2 * plan.needs[0].parameters + 4 * 4  # Adam's two numbers each, and counters of steps
     assert plan.fitting[0].strategy == "ddp"
+    classes = rows.withColumn("sign", (rows.target > 0).cast("int"))
+    classifier = TorchClassifier(module=MLP, moduleParams={"outputs": 2}, labelCol="sign", numWorkers=2)
+    assert classifier.plan(classes).needs[0].activations > 0
+    with pytest.raises(ModuleError, match="forward of MLP failed on the first row"):
+        asked(moduleParams={"inputs": 4}).plan(rows)
     with pytest.raises(ConfigError, match="memory must be"):
         asked().plan(rows, memory=-1)
