@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -70,6 +71,9 @@ def divide(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> list
     parts = dict(module.named_modules())
     found = check_plan(module, plan, mesh.size())
     styles = {name: style(parts[name], kind) for name, kind in found.items() if kind != SUMMED}
+    for name, kind in found.items():
+        if kind == "rowwise" and isinstance(parts[name], nn.Linear):  # before torch's hook, which takes it for a part
+            parts[name].register_forward_pre_hook(partial(_check_width, name, mesh.size()))
     parallelize_module(module, mesh, styles, src_data_rank=None)  # all ranks have the same parameters
     inplace = any(getattr(part, "inplace", False) for part in parts.values())
     for name in styles:
@@ -78,6 +82,18 @@ def divide(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> list
         elif inplace:  # what a divided layer returns is a view, which nothing may change in place
             part.register_forward_hook(lambda part, inputs, output: output.clone())
     return [parts[name] for name, kind in found.items() if kind == SUMMED]
+
+
+def _check_width(name: str, size: int, part: Any, inputs: Any) -> None:
+    """Refuses an input of a divided layer that is not divided."""
+    width = inputs[0].shape[-1]
+    if width * size != part.in_features:
+        raise ModuleError(
+            f"{name!r} is divided by 'rowwise' and gets {width} features in each of {size} ranks, not "
+            f"{part.in_features // size}",
+            hint="what it takes must be the divided output of a 'colwise' layer",
+            param=_PARAM,
+        )
 
 
 def _check_index(part: Any, inputs: Any) -> None:

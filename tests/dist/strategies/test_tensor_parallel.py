@@ -273,6 +273,7 @@ def test_parameters_between_divided_layers_and_activations_in_place_train_as_in_
     [
         (Gated, PAIR, "(?s)gradient of 'act.weight' differs.*add 'act': 'sum_gradients'"),
         (Peeking, {"fc1": "colwise"}, "output of .*Peeking differs between ranks"),
+        (Gated, {"fc2": "rowwise"}, "'fc2' is divided by 'rowwise' and gets 8 features in each of 2 ranks, not 4"),
     ],
 )
 def test_a_plan_that_computes_something_else_is_found_in_the_first_step(
