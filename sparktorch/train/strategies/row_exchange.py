@@ -129,9 +129,8 @@ class _Exchange:
             highest, lowest = leaf.detach().float().clone(), leaf.detach().float().clone()
             dist.all_reduce(highest, dist.ReduceOp.MAX, group=self._group)
             dist.all_reduce(lowest, dist.ReduceOp.MIN, group=self._group)
-            if float((highest - lowest).abs().max()) > _TOLERANCE * float(
-                highest.abs().max().maximum(lowest.abs().max())
-            ):
+            largest = highest.abs().max().maximum(lowest.abs().max())
+            if (highest - lowest).max() > _TOLERANCE * largest:
                 raise ModuleError(
                     f"the output of {type(module).__name__} differs between ranks that share layers: a divided output "
                     "reaches a part that needs all of it",
