@@ -1,6 +1,7 @@
 # make demo   trains and scores the digits, from a fresh clone
 # make test   runs every check, and the tests of all parts: what to run while you work
-# make test-all   these, and what users do in sessions of their own, kills, and clocks: before a change lands
+# make test-all   all there is but for GPUs: also what users do in sessions of their own, kills, clocks, the older stack
+#                 and the wheel: before a change lands
 # make test-gpu   runs what a GPU can show, on a machine that has one: docs/gpu.md
 # make test-faults   of these, those that kill, stop and cut off what a fit runs on
 # make test-wheel   builds the wheel, and fits and scores with it in a fresh environment without extras
@@ -19,8 +20,10 @@ export PYSPARK_PYTHON := $(abspath $(BIN)/python)
 
 # What may run beside other rings.
 UNTIMED := not slow and not clock
+# Of these, what runs at each change.
+AT_EACH_CHANGE := $(UNTIMED) and not landing
 
-.PHONY: setup demo test test-all test-unit test-dist test-spark test-faults test-paths test-clock test-device test-gpu nvidia test-petastorm \
+.PHONY: setup demo test test-all test-unit test-dist test-dist-shared test-dist-rest test-spark test-spark-ml test-spark-rest test-faults test-paths test-clock test-device test-gpu nvidia test-petastorm \
 	test-petastorm-core test-petastorm-paths test-wheel coverage lint zip mlflow clean
 
 setup: $(VENV)/.done
@@ -54,17 +57,19 @@ lint: setup
 # The output of a target, where this make can hold it back until it is whole.
 IN_ONE_PIECE := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
-# Three parts at a time, for much of the time ranks wait for each other; what looks at the clock, by itself afterwards.
-PARTS := test-spark test-dist lint test-device test-unit
+# Three parts at a time, for much of the time ranks wait for each other; the longest first.
+PARTS := test-spark-ml test-dist-rest test-dist-shared test-spark-rest test-device lint test-unit
+BEFORE_LANDING := test-paths test-petastorm-paths test-faults $(PARTS) test-petastorm-core test-wheel
 
 test: setup zip
 	@echo "tests: the output of a ring is shown when it has ended"
-	@$(MAKE) --no-print-directory --keep-going --jobs=3 $(IN_ONE_PIECE) $(PARTS)
+	@$(MAKE) --no-print-directory --keep-going --jobs=3 $(IN_ONE_PIECE) "UNTIMED=$(AT_EACH_CHANGE)" $(PARTS)
 
-test-all: setup zip
+# What looks at the clock runs by itself afterwards.
+test-all: setup zip $(PETASTORM_VENV)/.done
 	@echo "tests: the output of a ring is shown when it has ended"
 	@red=0; \
-	$(MAKE) --no-print-directory --keep-going --jobs=3 $(IN_ONE_PIECE) $(PARTS) test-faults test-paths || red=1; \
+	$(MAKE) --no-print-directory --keep-going --jobs=3 $(IN_ONE_PIECE) $(BEFORE_LANDING) || red=1; \
 	$(MAKE) --no-print-directory test-clock || red=1; \
 	exit $$red
 
@@ -76,6 +81,21 @@ test-dist: setup
 
 test-spark: setup zip
 	$(BIN)/python -m pytest $(COVERAGE) -m "$(UNTIMED)" tests/spark
+
+# The two longest rings in halves, of about as long.
+FITS := $(filter-out %/test_prepare.py %/test_fit_multiple.py,$(wildcard tests/spark/ml/test_*.py))
+
+test-dist-shared: setup
+	$(BIN)/python -m pytest -m "$(UNTIMED)" tests/dist/strategies tests/dist/checkpoint
+
+test-dist-rest: setup
+	$(BIN)/python -m pytest -m "$(UNTIMED)" tests/dist --ignore=tests/dist/strategies --ignore=tests/dist/checkpoint
+
+test-spark-ml: setup zip
+	$(BIN)/python -m pytest -m "$(UNTIMED)" $(FITS)
+
+test-spark-rest: setup zip
+	$(BIN)/python -m pytest -m "$(UNTIMED)" tests/spark $(addprefix --ignore=,$(FITS))
 
 test-device: setup
 	$(BIN)/python -m pytest tests/device
@@ -140,9 +160,9 @@ test-petastorm-core test-petastorm-paths: export PYSPARK_PYTHON := $(abspath $(P
 test-petastorm-core: $(PETASTORM_VENV)/.done
 	$(OLD_PYTEST) $(OLD_STACK)
 
-# pyspark 3.5 has no server of Spark Connect in its package.
+# pyspark 3.5 has no server of Spark Connect in its package. Each value of the table occurs, not each pair.
 test-petastorm-paths: $(PETASTORM_VENV)/.done
-	$(OLD_PYTEST) tests/paths/test_paths.py tests/paths/test_shipping.py -k "not connect"
+	$(OLD_PYTEST) tests/paths/test_paths.py tests/paths/test_shipping.py -k "not connect" -m "not pairs"
 
 mlflow: setup
 	$(BIN)/mlflow ui --backend-store-uri sqlite:///out/mlflow.db --host 127.0.0.1

@@ -43,7 +43,7 @@ SUBJECTS = {
     "`TextClassifier` and `ImageClassifier`": (tables.PRETRAINED, tables.TEXT, tables.IMAGE),
     "Steps and epochs": (tables.STEPS, tables.EPOCHS, tables.SAMPLING),
     "Numbers": (tables.NUMERICS,),
-    "Workers and strategies": (tables.STRATEGY, tables.DEVICE, tables.LAUNCH, tables.PATIENCE),
+    "Workers and strategies": (tables.STRATEGY, tables.RESULT, tables.DEVICE, tables.LAUNCH, tables.PATIENCE),
     "Where workers keep their rows": (tables.STORAGE,),
     "Checkpoints and restarts": (tables.CHECKPOINTS,),
     "Scoring": (tables.SCORING,),

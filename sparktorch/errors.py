@@ -26,7 +26,8 @@ __all__ = [
 ]
 
 JVM_MEMORY_HINT = (
-    "the driver's JVM holds what all ranks return: start the session with more spark.driver.memory, or return less"
+    "the driver's JVM holds what all ranks return: start the session with more spark.driver.memory, or return less; "
+    "with modelDir, workers write a fit's model themselves"
 )
 
 

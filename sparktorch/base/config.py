@@ -71,6 +71,8 @@ class TrainConfig:
         sync_batch_norm: Whether batch normalisation computes its statistics over the rows of all ranks.
         unused_parameters: Whether some parameters may get no gradient in a step. The ranks then
             search for them after each forward pass, which costs time.
+        model_folder: An absolute path, under which the ranks write the model, and none of them ever holds all of it;
+            `None` to return the model.
 
     Raises:
         ConfigError: A value is out of range.
@@ -104,6 +106,7 @@ class TrainConfig:
     channels_last: bool = False
     sync_batch_norm: bool = False
     unused_parameters: bool = False
+    model_folder: str | None = None
 
     def __post_init__(self) -> None:
         one_of("task", self.task, _TASKS)

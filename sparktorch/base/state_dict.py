@@ -7,9 +7,12 @@ from collections.abc import Mapping
 
 import torch
 
+from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.errors import ModuleError
 
-__all__ = ["check_state", "entries", "pack_state", "unpack_state"]
+__all__ = ["check_state", "entries", "pack_state", "packed_weights", "unpack_state", "unpacked_weights"]
+
+_FOLDER = b"folder "  # safetensors bytes begin with the length of their header, which is never this large
 
 
 def check_state(state: Mapping[str, object]) -> None:
@@ -46,6 +49,20 @@ def entries(content: bytes) -> frozenset[str]:
     """Returns the names in a state dict of safetensors bytes, of which it reads the header; of none, none."""
     size = int.from_bytes(content[:8], "little")
     return frozenset(json.loads(content[8 : 8 + size]) if content else ())
+
+
+def packed_weights(weights: Mapping[str, torch.Tensor]) -> bytes:
+    """Returns weights as safetensors bytes, or the place of those that are in a folder."""
+    if isinstance(weights, WeightsFolder):
+        return _FOLDER + json.dumps({"path": weights.path, "token": weights.token}).encode()
+    return pack_state(weights)
+
+
+def unpacked_weights(content: bytes) -> bytes | WeightsFolder:
+    """Returns what `packed_weights` has packed: safetensors bytes, or the folder."""
+    if content.startswith(_FOLDER):
+        return WeightsFolder(**json.loads(content.removeprefix(_FOLDER)))
+    return content
 
 
 def unpack_state(content: bytes) -> dict[str, torch.Tensor]:

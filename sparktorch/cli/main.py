@@ -6,11 +6,11 @@ import argparse
 from collections.abc import Sequence
 
 import sparktorch
-from sparktorch.cli import doctor, run
+from sparktorch.cli import doctor, plan, run
 
 __all__ = ["main"]
 
-_COMMANDS = {"doctor": doctor, "run": run}
+_COMMANDS = {"doctor": doctor, "plan": plan, "run": run}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

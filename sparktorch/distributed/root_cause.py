@@ -17,6 +17,7 @@ _DEATH = (
     r"exited unexpectedly|ExecutorLostFailure|Executor heartbeat timed out|exit code|worker crashed|Connection reset"
     r"|FetchFailed"
 )
+_JVM_GONE = r"Connection refused|Answer from Java side is empty"  # what py4j says
 _FIRST = r"barrier task \w+\(\d+, (\d+)\) finished unsuccessfully"  # stage and partition, which is the rank
 _MEMORY = r"OOMKilled|exceeding (?:physical |virtual )?memory limits"
 _EXECUTOR = r"ExecutorLostFailure \(executor (\S+) (.*)\)(?: Reason: (.*))?"
@@ -140,6 +141,12 @@ def _from_message(message: str) -> SparkTorchError:
         )
     if raised is None and "OutOfMemoryError: Java heap space" in message:
         return ClusterError("Spark's JVM has no memory left", hint=JVM_MEMORY_HINT, trace=message)
+    if raised is None and re.search(_JVM_GONE, message):
+        return ClusterError(
+            "the driver's JVM has ended during the job",
+            hint=f"its log says why. If it had no memory left: {JVM_MEMORY_HINT}",
+            trace=message,
+        )
     if raised is None:
         return ClusterError("the barrier job failed", trace=message)
     if "DistNetworkError" in raised[1]:

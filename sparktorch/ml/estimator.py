@@ -12,6 +12,8 @@ from pyspark.ml.util import MLReadable, MLWritable
 from pyspark.sql import DataFrame
 
 from sparktorch.base.config import Task, above
+from sparktorch.base.state_dict import unpacked_weights
+from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.errors import ConfigError
 from sparktorch.ml.fit.attempts import train_with_restarts
 from sparktorch.ml.fit.checks import check_param_names
@@ -98,7 +100,7 @@ class TorchEstimatorBase(Estimator[M], EstimatorParams, MLReadable[Any], MLWrita
             results = train_with_restarts(frame, trial, request, report, source.attempt)
             seconds = {"prepare": prepared - started, "job": time.perf_counter() - prepared}
             summary = TrainingSummary.of(results, seconds)
-            weights = next(payload for _, payload in results if payload)
+            weights = unpacked_weights(next(payload for _, payload in results if payload))
             labels = self._labels(source.dataset, trial.classes)
             model = self._model(request, frame, trial, weights, summary, labels)
             report.finished(model, summary)
@@ -168,7 +170,7 @@ class TorchEstimatorBase(Estimator[M], EstimatorParams, MLReadable[Any], MLWrita
         request: Request,
         frame: Frame,
         trial: DryRunResult,
-        weights: bytes,
+        weights: bytes | WeightsFolder,
         summary: TrainingSummary,
         labels: tuple[str, ...],
     ) -> M:

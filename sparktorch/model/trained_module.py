@@ -2,7 +2,7 @@
 
 It is saved as a directory of plain files:
 
-    weights.safetensors   the weights
+    weights.safetensors   the weights, if they are not in a folder of their own
     module.json           how to build the module, and its inputs and outputs
     module.pt2            the exported graph, if the module's code has no import path
     module.pkl            the pickled code, if there is neither an import path nor a graph
@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch import nn
 from sparktorch.base.config import Task
 from sparktorch.base.imports import import_path, load_object
 from sparktorch.base.state_dict import pack_state, unpack_state
+from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.data.columns import TensorSpec
 from sparktorch.data.preprocess import Function, check_signature
 from sparktorch.data.pretrained import FromFolder
@@ -34,11 +35,11 @@ from sparktorch.train.lightning import recipe_type
 from sparktorch.train.recipe.dry_run import ArgumentSpec, OutputSpec
 from sparktorch.train.recipe.frozen_base import load_weights, seed_of
 from sparktorch.train.recipe.huggingface import model_in, rebuildable
-from sparktorch.train.recipe.recipe import ModuleSource
+from sparktorch.train.recipe.recipe import ModuleSource, Recipe
 
 __all__ = ["FORMAT_VERSION", "TrainedModule"]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 1 for models that hold their weights
 
 _WEIGHTS = "weights.safetensors"
 _GRAPH = "module.pt2"
@@ -58,7 +59,7 @@ class TrainedModule:
     Attributes:
         source: The module's class, factory, import path or instance, or its exported graph.
         params: Keyword arguments of the class or factory.
-        weights: The state dict as a safetensors file; of adapters, without the frozen base.
+        weights: The state dict as a safetensors file, of adapters without the frozen base; or the folder that has it.
         inputs: One spec per input column.
         outputs: Specs of what `forward` returns.
         task: Meaning of the outputs.
@@ -70,7 +71,7 @@ class TrainedModule:
 
     source: ModuleSource | Program
     params: Mapping[str, Any]
-    weights: bytes
+    weights: bytes | WeightsFolder
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[OutputSpec, ...]
     task: Task
@@ -85,14 +86,29 @@ class TrainedModule:
         return self.inputs if self.arguments is None else self.arguments
 
     def build(self, state: Mapping[str, torch.Tensor] | None = None) -> nn.Module:
-        """Returns the module with its trained weights, or with `state`, in evaluation mode, on the CPU."""
+        """Returns the module with its trained weights, or with `state`, in evaluation mode, on the CPU.
+
+        Weights in a folder are mapped into memory, which the processes of a host share until they change it.
+        """
+        if isinstance(self.weights, WeightsFolder):
+            assert state is None, "weights in a folder are mapped"
+            return self._recipe(initial=self.weights).build_module(seed=0).eval()
         weights = unpack_state(self.weights) if state is None else state
         if isinstance(self.source, Program):
             return self.source(**weights).eval()
-        recipe = recipe_type(self.source)(module=self.source, module_params=self.params)
-        module = recipe.build_module(seed=seed_of(weights, 0))
+        module = self._recipe().build_module(seed=seed_of(weights, 0))
         load_weights(module, weights)
         return module.eval()
+
+    def _recipe(self, **initial: Any) -> Recipe:
+        assert not isinstance(self.source, Program)
+        return recipe_type(self.source)(module=self.source, module_params=self.params, **initial)
+
+    def unpacked(self) -> tuple[TrainedModule, dict[str, torch.Tensor] | None]:
+        """Returns the module without its weights, and these as the argument of `build`: nothing holds them twice."""
+        if isinstance(self.weights, WeightsFolder):
+            return self, None
+        return replace(self, weights=b""), unpack_state(self.weights)
 
     def save(self, directory: Path, *, allow_pickle: bool = False) -> None:
         """Writes the module into an existing directory.
@@ -105,7 +121,10 @@ class TrainedModule:
         exported = "program" in form["module"] and not isinstance(self.source, Program)
         # A graph has no source that could make the base of adapters again.
         weights = pack_state(self.build().state_dict()) if exported else self.weights
-        (directory / _WEIGHTS).write_bytes(weights)
+        if isinstance(weights, WeightsFolder):
+            form |= {"format": FORMAT_VERSION, "weights": {"path": weights.path, "token": weights.token}}
+        else:
+            (directory / _WEIGHTS).write_bytes(weights)
         if self.preprocess is not None:
             form["preprocess"] = self._save_preprocess(directory, allow_pickle)
         (directory / "module.json").write_text(json.dumps(form, indent=1))
@@ -124,6 +143,8 @@ class TrainedModule:
         else:
             why = f"the parameters of {path} are not all numbers, strings, lists and dicts"
         try:
+            if isinstance(self.weights, WeightsFolder):
+                raise ExportError("it was fitted with modelDir, and a graph holds the weights")
             if model_in(self.source) is not None:
                 raise ExportError("its configuration makes another model, and a graph takes no arguments by name")
             return _write_program(export_program(self.build(), self.takes), directory)
@@ -179,7 +200,7 @@ class TrainedModule:
         return cls(
             source=source,
             params=params,
-            weights=(directory / _WEIGHTS).read_bytes(),
+            weights=WeightsFolder(**form["weights"]) if "weights" in form else (directory / _WEIGHTS).read_bytes(),
             inputs=tuple(TensorSpec.from_dict(spec) for spec in form["inputs"]),
             outputs=tuple(OutputSpec(spec["name"], tuple(spec["shape"])) for spec in form["outputs"]),
             task=form["task"],
@@ -196,7 +217,7 @@ class TrainedModule:
 
     def _describe(self) -> dict[str, Any]:
         return {
-            "format": FORMAT_VERSION,
+            "format": 1,
             "torch": torch.__version__,
             "task": self.task,
             "inputs": [spec.to_dict() for spec in self.inputs],

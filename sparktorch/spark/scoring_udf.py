@@ -7,7 +7,7 @@ import logging
 import os
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
@@ -18,7 +18,6 @@ from pyspark.sql import functions as F
 
 from sparktorch.base.config import Device, Precision
 from sparktorch.base.devices import device_count, is_host, let_go
-from sparktorch.base.state_dict import unpack_state
 from sparktorch.data.columns import TensorSpec
 from sparktorch.model.scorer import Scorer, first_batch_size
 from sparktorch.model.trained_module import TrainedModule
@@ -206,15 +205,15 @@ def _scorer(sent: Sent, scoring: Scoring, local: bool) -> Scorer:
             del _scorers[other]
             let_go(other[2])
     if key not in _scorers:
-        trained: TrainedModule = sent.load()
+        trained, weights = sent.load().unpacked()
         _scorers[key] = Scorer(
-            replace(trained, weights=b""),  # free them: the module has its own copy
+            trained,
             device=device,
             batch_size=scoring.batch_size,
             precision=scoring.precision,
             compiled=scoring.compiled,
             thresholds=scoring.thresholds,
-            weights=unpack_state(trained.weights),
+            weights=weights,
         )
         if len(_scorers) > _KEPT_SCORERS:
             _scorers.popitem(last=False)

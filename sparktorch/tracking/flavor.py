@@ -60,8 +60,8 @@ def log_model(
         code_paths: Files and folders of code to save with the model; by default the file or
             package of the module, unless it is installed.
         allow_pickle: Whether to pickle a module that has neither an import path nor an exportable graph.
-        pytorch: Whether to add the `pytorch` flavour if the graph can be exported; it stores the weights
-            a second time.
+        pytorch: Whether to add the `pytorch` flavour, if the graph can be exported; it stores the weights a second
+            time, and is left out of a model that was fitted with `modelDir`.
         kwargs: Passed to `save_model` (`signature=`, `input_example=`, `conda_env=`, `pip_requirements=`,
             `extra_pip_requirements=`) and to `mlflow.models.Model.log`: `step=`, `model_id=`, `metadata=`, ...
 
@@ -173,7 +173,7 @@ def save_model(
         **files,
     )
     mlflow_model.add_flavor(FLAVOR_NAME, version=sparktorch.__version__, data=_DATA, code=code)
-    if pytorch:
+    if pytorch and isinstance(sparktorch_model.trained.weights, bytes):  # a graph would hold those in a folder
         _add_pytorch(mlflow_model, sparktorch_model, Path(path), code)
     mlflow_model.save(os.path.join(path, MLMODEL_FILE_NAME))
     _write_environment(Path(path), files, **environment)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = [
+    "PIPELINE",
     "copies",
     "divided_like",
     "first_copy",
@@ -20,10 +22,12 @@ __all__ = [
     "local_part",
     "mesh_of_training",
     "part_of",
+    "unadvised",
     "undivided",
     "whole",
 ]
 
+PIPELINE = "pipeline"  # the dimension of a mesh along which ranks have different parameters
 _trainings = itertools.count()
 
 
@@ -91,12 +95,16 @@ def undivided(tensor: torch.Tensor, dimension: str) -> bool:
 
 
 def _sharded(tensor: torch.Tensor) -> tuple[DeviceMesh, set[str]]:
-    """Returns the mesh of all ranks, of which the tensor's may be a part, and the dimensions that divide the tensor."""
+    """Returns the mesh of all ranks, of which the tensor's may be a part, and the dimensions that divide the tensor.
+
+    Ranks of other stages of a pipeline do not have it at all.
+    """
     divided: Any = tensor
     mesh = divided.device_mesh
     of_names = zip(_plain(mesh.mesh_dim_names), divided.placements, strict=True)
     names = {name for name, of in of_names if not of.is_replicate()}
-    return mesh._get_root_mesh(), names
+    root: DeviceMesh = mesh._get_root_mesh()
+    return root, names | ({PIPELINE} & set(_plain(root.mesh_dim_names)))
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -109,6 +117,18 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the whole tensor. For a sharded one this is a collective, which every rank must call."""
     found: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return found
+
+
+@contextmanager
+def unadvised() -> Iterator[None]:
+    """Context in which torch does not advise to merge the gathers of a tensor along several dimensions; it cannot."""
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, list[int]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import traceback
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,6 +30,9 @@ from sparktorch.train.split import Split
 from sparktorch.train.strategies.base import Strategy
 from sparktorch.train.strategies.registry import build_strategy
 
+if TYPE_CHECKING:
+    from sparktorch.base.deferred import Deferred
+
 __all__ = ["Engine"]
 
 
@@ -53,7 +57,16 @@ class Engine:
         gradient_norm: Gradient norm of the last step before clipping, a scalar tensor; `None` if it was not measured.
     """
 
-    def __init__(self, recipe: Recipe, config: TrainConfig, world: World, *, steps: int) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        config: TrainConfig,
+        world: World,
+        *,
+        steps: int,
+        built: Deferred | None = None,
+        example: Callable[[], Batch] | None = None,
+    ) -> None:
         """Builds everything; the same seed gives the same initial weights in every rank.
 
         Args:
@@ -61,13 +74,17 @@ class Engine:
             config: How it is trained.
             world: This rank's place; with more than one rank, the process group is open.
             steps: Number of steps in an epoch.
+            built: The module, built without values; `None` to build it.
+            example: Returns a batch of this rank.
         """
         self._config, self._world = config, world
         device = torch.device(world.device)
         self.strategy: Strategy[Any] = build_strategy(config, world)
-        plain = recipe.build_module(config.seed)
+        if built is None and config.model_folder:
+            built = recipe.build_deferred(config.seed)
+        plain = recipe.build_module(config.seed) if built is None else built.module
         self.own = recipe.build_own(plain, world, steps)
-        self.base = FrozenBase.of(plain, recipe.module_seed(config.seed), recipe.initial)
+        self.base = FrozenBase.of(plain, recipe.module_seed(config.seed), recipe.packed)
         # A rank without rows joins every all-reduce with placeholder rows. Batch normalisation
         # refuses a single row in training, unless it is synchronised over the ranks.
         self.min_rows = 2 if has_batch_norm(plain) else 1
@@ -90,7 +107,12 @@ class Engine:
         if config.compile:
             torch.compiler.reset()  # graphs of an earlier training in this process would change those of this one
             plain.compile()
+        if built is not None:
+            self.strategy.materialise = built.materialise
+        self.strategy.example = example
         self.module = self.strategy.prepare(plain)
+        self.strategy.example = None
+        del self.strategy.materialise  # and with it what the constructor has computed
         self.unwrapped = self.strategy.unwrap(self.module)
         self.optimizer = self.strategy.optimizer(recipe, plain)
         self.schedule: Schedule = self.own.schedule(self.optimizer) or Schedule(recipe, config, self.optimizer, steps)
@@ -269,6 +291,11 @@ class Engine:
 
     def _backward(self, batch: Batch, scale: float) -> tuple[torch.Tensor, Sums]:
         """Accumulates the gradients of a batch; returns its loss sum and metric sums."""
+        if self.strategy.runs_passes:
+            loss, metrics = self.strategy.run_pass(self.module, batch, self.losses_of, scale, self._autocast)
+            if self.watch is not None:
+                self.watch.check(loss)
+            return loss, metrics
         loss, metrics = self.losses_of(self.module, batch)
         if self.watch is not None:
             self.watch.check(loss)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 
 from sparktorch.base.batch import Batch, RankDataset
 from sparktorch.base.config import TrainConfig
+from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.base.world import World
 from sparktorch.distributed.client import Client
 from sparktorch.distributed.process_group import max_over_ranks, sum_over_ranks
@@ -21,13 +22,13 @@ from sparktorch.train.callbacks import Callbacks, FitContext
 from sparktorch.train.checkpoint.checkpointer import Checkpointer, Position
 from sparktorch.train.engine import Engine
 from sparktorch.train.numerics.determinism import reproducible, seed_all
-from sparktorch.train.numerics.ema import MovingAverage
 from sparktorch.train.numerics.torch_errors import explained
 from sparktorch.train.progress import Progress
 from sparktorch.train.recipe.loss import step_scales
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.training_state import TrainingState
 from sparktorch.train.validation import Validation
+from sparktorch.train.weights import Weights
 
 __all__ = ["Outcome", "train"]
 
@@ -40,14 +41,15 @@ class Outcome:
     """A rank's result of training.
 
     Attributes:
-        state: The model's state dict on the CPU, without a frozen base; may be empty on ranks other than 0.
+        state: The model's state dict on the CPU, without a frozen base; may be empty on ranks other than 0. Or the
+            folder in which the ranks have written it.
         history: One record per epoch: loss, validation metrics, throughput, times in seconds.
         confusion: Confusion matrix of these weights: validation rows by class (row) and predicted class (column).
             `None` without validation rows or classes, or with too many classes.
         data_wait_share: Share of the training time since the last start that this rank waited for rows.
     """
 
-    state: dict[str, torch.Tensor]
+    state: dict[str, torch.Tensor] | WeightsFolder
     history: list[dict[str, Any]]
     confusion: list[list[int]] | None = None
     data_wait_share: float = 0.0
@@ -173,10 +175,8 @@ class _Run:
     ) -> None:
         self._dataset, self._config, self._world, self._client = dataset, config, world, client
         self._steps, self._checkpointer = steps, checkpointer
-        self.engine = engine = Engine(recipe, config, world, steps=steps)
-        self._average: MovingAverage | None = None
-        if config.ema_decay is not None:
-            self._average = MovingAverage(engine.module.parameters(), config.ema_decay)
+        self.engine = engine = Engine(recipe, config, world, steps=steps, example=self._example)
+        self._weights = Weights(engine, config, world)
         self.context = FitContext(engine.unwrapped, engine.optimizer, world)
         self.callbacks = Callbacks(recipe.callbacks, self.context)
         self.validation: Validation | None = None
@@ -185,10 +185,15 @@ class _Run:
                 dataset, engine, recipe, config, world, client, rows=validation_rows, classes=classes
             )
         self.progress = Progress(steps, config.patience, torch.device(world.device))
-        self._state = TrainingState(config, world, engine, self._average, self.callbacks, self.progress)
+        self._state = TrainingState(config, world, engine, self._weights.average, self.callbacks, self.progress)
         self._waited, self._seconds, self._next_progress = 0.0, 0.0, 0.0
         # Same initial weights everywhere; from here on, dropout and the like differ by rank.
         seed_all(config.seed + world.rank + 1)
+
+    def _example(self) -> Batch:
+        """Returns a batch of this rank."""
+        with closing(self._dataset.epoch(0, min_rows=1)) as batches:
+            return next(batches)
 
     def start(self) -> int:
         """Warms up for checkpoints and loads the one to resume from; returns the first epoch, from 0."""
@@ -265,8 +270,8 @@ class _Run:
         if counters.norms is not None and engine.gradient_norm is not None:
             counters.norms[step] = engine.gradient_norm
         self._look_back()
-        if self._average is not None:
-            self._average.update()
+        if self._weights.average is not None:
+            self._weights.average.update()
 
     def show(self, epoch: _Epoch, step: int, loss: torch.Tensor | None) -> None:
         """Publishes the progress at most a few times a second, because reading the loss waits for the device."""
@@ -302,10 +307,10 @@ class _Run:
         started = time.perf_counter()
         progress.validated_step = self.context.step
         self._client.enter("validating", epoch=self.context.epoch)
-        with self._averaged(), self.engine.strategy.evaluating(self.engine.module) as module:
+        with self._weights.averaged(), self.engine.strategy.evaluating(self.engine.module) as module:
             metrics, counts = self.validation.run(module)
         progress.counters.validations.append({"step": self.context.step, **metrics})
-        if progress.best.offer(metrics.get("val_loss", math.nan), self._weights):
+        if progress.best.offer(metrics.get("val_loss", math.nan), self._weights.copied):
             progress.confusion = counts
         self.callbacks.call("on_validation_end", dict(metrics))  # a copy, so that callbacks cannot change it
         progress.counters.validating += time.perf_counter() - started
@@ -374,7 +379,7 @@ class _Run:
         self._client.enter("finishing")
         progress = self.progress
         confusion = None if progress.confusion is None else progress.confusion.tolist()
-        weights = self._weights(copy=False) if progress.best.state is None else progress.best.state
+        weights = self._weights.result(progress.best.state)
         engine = self.engine
         if engine.base is not None:
             engine.base.check(engine.strategy.state_dict(engine.module))
@@ -385,16 +390,3 @@ class _Run:
         counters = self.progress.counters
         if self.engine.watch is not None and counters.taken:
             self.engine.watch.look_back(counters.losses, counters.taken, now=now)
-
-    def _weights(self, *, copy: bool = True) -> dict[str, torch.Tensor]:
-        """Returns the model's state dict on the CPU, without a frozen base; with a moving average, always a copy."""
-        engine, base = self.engine, self.engine.base
-        with self._averaged():
-            state = engine.strategy.state_dict(
-                engine.module, copy=copy or self._average is not None, leave_out=base.names if base else ()
-            )
-        return base.without(state) if base else state
-
-    def _averaged(self) -> AbstractContextManager[None]:
-        """Context in which the module has the weights that the training would return now."""
-        return nullcontext() if self._average is None else self._average.swapped_in()

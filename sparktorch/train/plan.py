@@ -9,6 +9,7 @@ that to reduce for all.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -23,15 +24,19 @@ from sparktorch.base.world import World
 from sparktorch.errors import SparkTorchError
 from sparktorch.train.checkpoint.tensors import create_optimizer_state, own_optimizer
 from sparktorch.train.engine import Engine
+from sparktorch.train.pipeline.setup import staged
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.fsdp import ShardingOptions, units
+from sparktorch.train.strategies.mesh_options import MeshOptions
 from sparktorch.train.strategies.registry import check_module, check_strategy, check_workers, strategy_options
 from sparktorch.train.strategies.tensor_parallel import DIVIDED, SUMMED, check_plan
 
 __all__ = ["Need", "Plan", "plan"]
 
+_log = logging.getLogger(__name__)
+
 _ROWS = 2  # of the pass that is measured, and of a second one twice as many
-_TENSOR = (2, 4, 8)
+_SIZES = (2, 4, 8)
 _SHARED = ("ddp", "zero1", "zero2", "zero3")
 
 
@@ -123,7 +128,8 @@ def _bytes(count: int) -> str:
 def plan(recipe: Recipe, config: TrainConfig, workers: int, first: Batch, *, memory: int | None = None) -> Plan:
     """Returns what each strategy takes of a worker.
 
-    It holds the module, its gradients and its optimizer state in this process, and runs forward passes on a few rows.
+    It runs forward passes on a few rows, of a module that has shapes and no values where that is possible. Instances,
+    LightningModules, adapters and modules that look at values take as much memory here as a training.
 
     Args:
         recipe: What is trained.
@@ -146,9 +152,10 @@ def plan(recipe: Recipe, config: TrainConfig, workers: int, first: Batch, *, mem
 
 def _meshes(workers: int) -> list[tuple[str, dict[str, Any]]]:
     """Returns the sizes of meshes that the table shows."""
-    shards = [size for size in _TENSOR if workers % size == 0 and size < workers]
+    shards = [size for size in _SIZES if workers % size == 0 and size < workers]
     found: list[tuple[str, dict[str, Any]]] = [("mesh", {"shard": size}) for size in shards]
-    for size in _TENSOR:
+    found += [("mesh", {"pipeline": size}) for size in _SIZES if workers % size == 0]
+    for size in _SIZES:
         if workers % size == 0:
             found.append(("mesh", {"tensor": size}))
             if workers > size:
@@ -169,14 +176,21 @@ class _Measured:
         alone = replace(
             config, strategy="ddp", strategy_params={}, compile=False, micro_batch_size=None, precision=precision
         )
-        self._engine = engine = Engine(recipe, alone, World(), steps=1)
+        self._first = first
+        self._inputs = sum(tensor.nbytes for tensor in first.tensors) // first.rows
+        try:
+            self._measure(Engine(recipe, alone, World(), steps=1, built=recipe.build_deferred(0, exact=False)), first)
+        except Exception as error:  # many: torch has no shapes of what an operator returns, or asks for a value
+            _log.debug("%s is measured with values: %s", recipe.module, error)
+            self._measure(Engine(recipe, alone, World(), steps=1), first)
+        self.count = sum(parameter.numel() for parameter in self._parameters.values())
+
+    def _measure(self, engine: Engine, first: Batch) -> None:
         self._module = engine.unwrapped
         self._parameters = dict(self._module.named_parameters())
-        self.count = sum(parameter.numel() for parameter in self._parameters.values())
         engine.training_mode()
         less, more = (_kept(engine, _rows_of(first, rows)) for rows in (_ROWS, 2 * _ROWS))
         self._kept = {name: (more[name] - less[name]) // _ROWS for name in more}  # of a row
-        self._inputs = sum(tensor.nbytes for tensor in first.tensors) // first.rows
         create_optimizer_state(engine.optimizer)
         self._state = {
             parameter: sum(value.nbytes for value in values.values() if isinstance(value, torch.Tensor))
@@ -189,7 +203,7 @@ class _Measured:
         try:
             check_strategy(config, self._recipe)
             check_workers(config, self._workers)
-            check_module(config, self._recipe, self._module)
+            check_module(config, self._recipe, self._module, self._first)
         except SparkTorchError as error:
             return Need(strategy=strategy, options=options, refused=error.what)
         if strategy in ("ddp", "zero1"):
@@ -220,7 +234,8 @@ class _Measured:
     def _shards(self, strategy: str, options: dict[str, Any]) -> Need:
         """Every worker has a part of each tensor, and gathers those of a unit at a time."""
         known: Any = strategy_options(strategy, options)
-        data, shard, tensor = known.sizes(self._workers) if strategy == "mesh" else (1, self._workers, 1)
+        sizes = known.sizes(self._workers) if strategy == "mesh" else (1, 1, self._workers, 1)
+        data, pipeline, shard, tensor = sizes
         plan = check_plan(self._module, known.plan, tensor) if tensor > 1 else {}
         of_worker = {parameter: parameter.nbytes for parameter in self._parameters.values()}  # before it is sharded
         for name, style in plan.items():
@@ -229,17 +244,22 @@ class _Measured:
             for kind, parameter in self._module.get_submodule(name).named_parameters(recurse=False):
                 if kind == "weight" or style != "rowwise":
                     of_worker[parameter] //= tensor
+        passed, at_once = 0, 1.0
+        if pipeline > 1:
+            of_worker, passed = self._of_stages(known, of_worker)
+            at_once = 1.0 if known.schedule == "gpipe" else min(1.0, pipeline / known.count)
         part = {p: math.ceil(len(p) / shard) / len(p) if p.dim() else 1.0 for p in of_worker}
         kept = {p: int(size * part[p]) for p, size in of_worker.items()}
         trained = [p for p in kept if p.requires_grad]
-        whole = [sum(of_worker[p] for p in group) for group in self._units(known)]
+        whole = [sum(of_worker.get(p, 0) for p in group) for group in self._units(known)]
         everything, gradients = sum(of_worker.values()), sum(of_worker[p] for p in trained)
         gathered = 0 if shard == 1 else everything if strategy == "zero2" else whole[0] + 2 * max(whole[1:], default=0)
         passes = 1 if strategy == "zero2" else 2  # forward, and again backward
         sent = passes * _gathered(everything, shard) + _gathered(gradients, shard)
         sent += _reduced(sum(kept[p] for p in trained), data)
-        rows = self.rows * tensor  # of all that share layers
-        sent += rows * (_reduced(self._exchanged(plan), tensor) + _gathered(self._inputs, tensor))
+        together = tensor * pipeline  # workers with the same rows
+        sent += self.rows * tensor * _reduced(self._exchanged(plan), tensor)
+        sent += self.rows * together * (_gathered(self._inputs, together) + 2 * passed)
         return Need(
             strategy=strategy,
             options=options,
@@ -247,9 +267,19 @@ class _Measured:
             gradients=sum(kept[p] for p in trained),
             state=sum(int(self._state.get(p, 0) * kept[p] / max(p.nbytes, 1)) for p in trained),
             gathered=min(gathered, everything),
-            activations=self._activations(plan, tensor),
+            activations=self._activations(plan, tensor, pipeline, at_once),
             sent=sent,
         )
+
+    def _of_stages(
+        self, options: MeshOptions, sizes: Mapping[nn.Parameter, int]
+    ) -> tuple[dict[nn.Parameter, int], int]:
+        """Returns the parameters of the worker with the largest stages, and the bytes of a row that are passed on."""
+        found = staged(self._module, options.stages, options.split, self._first)
+        of_ranks: list[dict[nn.Parameter, int]] = [{} for _ in range(options.stages // options.stages_per_rank)]
+        for name, parameter in self._parameters.items():
+            of_ranks[found.stage(name) % len(of_ranks)][parameter] = sizes[parameter]
+        return max(of_ranks, key=lambda kept: sum(kept.values())), found.passed // self._first.rows
 
     def _units(self, options: ShardingOptions) -> list[list[nn.Parameter]]:
         """Returns the parameters that are gathered together: those in no unit first, then those of each unit."""
@@ -261,13 +291,17 @@ class _Measured:
             groups.append(own)
         return [[p for p in self._parameters.values() if p not in taken], *groups]
 
-    def _activations(self, plan: Mapping[str, str] | None = None, tensor: int = 1) -> int:
-        """Returns the bytes of the activations and inputs of a worker, which has the rows of `tensor` workers.
+    def _activations(
+        self, plan: Mapping[str, str] | None = None, tensor: int = 1, pipeline: int = 1, at_once: float = 1.0
+    ) -> int:
+        """Returns the bytes of the activations and inputs of a worker, which has the rows of all that share them.
 
-        What is between a layer with a divided output and one with a divided input is divided, too.
+        What is between a layer with a divided output and one with a divided input is divided, too. Of a pipeline, it
+        has an equal part of the activations, of the share `at_once` of the rows.
         """
         within = sum(self._kept[name] for name, style in (plan or {}).items() if style == "colwise")
-        return self.rows * (tensor * (self._kept[""] - within) + within + tensor * self._inputs)
+        kept = tensor * (self._kept[""] - within) + within
+        return int(self.rows * (kept * at_once + tensor * pipeline * self._inputs))
 
     def _exchanged(self, plan: Mapping[str, str]) -> int:
         """Returns the bytes of a row that workers which share layers sum up: outputs forward, inputs backward."""
@@ -318,16 +352,16 @@ def _kept(engine: Engine, batch: Batch) -> dict[str, int]:
     module = engine.unwrapped
     found: dict[str, int] = {"": 0}
     held = [*module.parameters(), *module.buffers(), *batch.tensors]
-    seen = {tensor.untyped_storage().data_ptr() for tensor in held if tensor.layout is torch.strided}
+    seen = {tensor.untyped_storage()._cdata for tensor in held if tensor.layout is torch.strided}
     current = [""]
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.layout is not torch.strided:
             return tensor
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in seen:
-            seen.add(storage.data_ptr())
-            kept.append(tensor)  # no other tensor gets this address
+        if storage._cdata not in seen:
+            seen.add(storage._cdata)
+            kept.append(tensor)  # no other storage gets this address
             for name in {"", current[0]}:
                 found[name] = found.get(name, 0) + storage.nbytes()
         return tensor

@@ -145,6 +145,11 @@ class Progress:
             record["padding_share"] = 1 - elements / places
         return record
 
+    @staticmethod
+    def had_best(main: Mapping[str, Any]) -> bool:
+        """Whether best weights were kept; takes what `state` returned in rank 0."""
+        return bool(main["best"]["loss"] < math.inf)
+
     def state(self) -> dict[str, Any]:
         """Returns the progress without the best weights, on the CPU, for `merge`."""
         counters = self.counters

@@ -54,6 +54,11 @@ class TrainingState:
         self._config, self._world, self._engine, self._average = config, world, engine, average
         self._callbacks, self._progress, self._device = callbacks, progress, torch.device(world.device)
 
+    @property
+    def _layout(self) -> str:
+        """What decides which rank has which values."""
+        return repr((self._config.strategy, sorted(self._config.strategy_params.items())))
+
     def check(self) -> None:
         """Checks that a checkpoint can store all values of the state.
 
@@ -91,7 +96,7 @@ class TrainingState:
         """Returns the state other than named tensors."""
         engine = self._engine
         return {
-            "strategy": self._config.strategy,
+            "strategy": self._layout,
             "base": engine.base.digest if engine.base else None,
             "optimizer": optimizer_values(engine.unwrapped, engine.optimizer),
             "schedule": engine.schedule.state_dict(),
@@ -117,7 +122,7 @@ class TrainingState:
                 param="checkpointDir",
             )
         create_optimizer_state(engine.optimizer)
-        best = self._load_tensors(store, manifest, f"{_OWN}{source}.")
+        best = self._load_tensors(store, manifest, f"{_OWN}{source}.", best=self._progress.had_best(main))
         # Under "zero1", each rank has the values of its own share only.
         values = {
             name: found for _, rest in sorted(rests.items(), reverse=True) for name, found in rest["optimizer"].items()
@@ -139,36 +144,42 @@ class TrainingState:
         else:
             seed_all(self._config.seed + rank + 1 + manifest.step)
 
-    def _load_tensors(self, store: CheckpointStore, manifest: Manifest, own: str) -> dict[str, torch.Tensor]:
-        """Loads the parts of tensors that this rank needs; returns the best weights, which only rank 0 needs.
+    def _load_tensors(
+        self, store: CheckpointStore, manifest: Manifest, own: str, *, best: bool
+    ) -> dict[str, torch.Tensor]:
+        """Loads the parts of tensors that this rank needs; returns the best weights: its share, or rank 0's of all.
 
         Args:
             store: Holds the checkpoint.
             manifest: Manifest of the checkpoint.
             own: Name prefix of the rank-specific tensors that this rank resumes from.
+            best: Whether the checkpoint holds the best weights.
         """
-        engine, wanted = self._engine, self._tensors()
-        part_needed, main = needed_parts(wanted), self._world.is_main
+        engine, wanted, shares = self._engine, self._tensors(), dict[str, torch.Tensor]()
+        if best and self._config.model_folder:
+            shares = engine.strategy.shares(engine.module, copy=True)
+            wanted |= {f"{_BEST}{name}": share for name, share in shares.items()}
+        part_needed, main = needed_parts(wanted), self._world.is_main and not shares
 
         def needs(name: str, first: list[int], shape: list[int]) -> bool:
             return name.startswith(own) or (main and name.startswith(_BEST)) or part_needed(name, first, shape)
 
         with store.local(manifest, needs) as directory:
             known = load_tensors(directory, wanted)
-            best = read_tensors(directory, 0, _BEST) if main else {}
+            whole = read_tensors(directory, 0, _BEST) if main else {}
             state = read_tensors(directory, int(own[len(_OWN) : -1]), own)
         forget_optimizer_state(engine.unwrapped, engine.optimizer, known)
         load_buffers(engine.unwrapped, _under(_BUFFER, state))
         engine.strategy.load_own_state(_under(_STRATEGY, state))
         shapes = {name: value.shape for name, value in engine.unwrapped.state_dict().items()}
-        return {name: value.view(shapes.get(name, value.shape)) for name, value in best.items()}
+        return shares or {name: value.view(shapes.get(name, value.shape)) for name, value in whole.items()}
 
     def _read_rests(self, store: CheckpointStore, manifest: Manifest) -> dict[int, dict[str, Any]]:
-        """Reads the ranks' other state, by rank: rank 0's and this rank's, or all if world size or strategy differ."""
+        """Reads the ranks' other state, by rank: rank 0's and this rank's, or all if ranks have other parts now."""
         rank, before = self._world.rank, range(manifest.world_size)
         same = manifest.world_size == self._world.world_size
         rests = {old: store.read_rest(manifest, old) for old in ({0, rank} if same else before)}
-        if rests[0].get("strategy") != self._config.strategy:
+        if rests[0].get("strategy") != self._layout:
             rests |= {old: store.read_rest(manifest, old) for old in before if old not in rests}
         return rests
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from sparktorch.base.state_dict import unpack_state
 from sparktorch.data.convert.tensors import to_arrow
 from sparktorch.distributed.client import Client
 from sparktorch.model.scorer import Scorer, first_batch_size
@@ -44,8 +42,8 @@ def score_fold(
         empty if this rank has no row of the fold.
     """
     client.enter("scoring")
-    weights = unpack_state(trained.weights)
-    scorer = Scorer(replace(trained, weights=b""), device=rows.world.device, weights=weights, **scoring)
+    trained, weights = trained.unpacked()
+    scorer = Scorer(trained, device=rows.world.device, weights=weights, **scoring)
     carried = rows.carried(fold)
     inputs = rows.inputs(fold, first_batch_size(scoring["batch_size"]))
     parts = [scorer.score_tensors(part) for part in client.moving(inputs)]

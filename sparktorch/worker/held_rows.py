@@ -18,7 +18,7 @@ import torch
 
 from sparktorch.base.config import CheckpointConfig, StorageConfig, TrainConfig
 from sparktorch.base.devices import is_host, select
-from sparktorch.base.state_dict import pack_state
+from sparktorch.base.state_dict import packed_weights
 from sparktorch.base.world import World
 from sparktorch.data.dataset.base import Shard
 from sparktorch.data.dataset.in_memory import InMemoryShard
@@ -110,7 +110,7 @@ class HeldRows:
             return RankResult(meta)
         meta |= {"history": outcome.history, "confusion": outcome.confusion}
         meta |= {"steps_per_epoch": plan.steps, "fingerprint": group.fingerprint}
-        return RankResult(meta, pack_state(outcome.state))
+        return RankResult(meta, packed_weights(outcome.state))
 
     @contextmanager
     def together(self, job: GroupJob, client: Client, *, without: int | None = None) -> Iterator[RowsGroup]:

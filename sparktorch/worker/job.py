@@ -113,8 +113,8 @@ class RankResult:
     Attributes:
         meta: JSON-ready values, such as rows and times in seconds. One rank (rank 0, or the best of independent ones)
             adds history, confusion matrix and fingerprint.
-        payload: Of a training, the model's state dict as safetensors bytes from that rank, empty from all others; of a
-            user's function, its pickled result.
+        payload: Of a training, the model's weights from that rank, as `packed_weights` returns them, empty from all
+            others; of a user's function, its pickled result.
     """
 
     meta: dict[str, Any] = field(default_factory=dict)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,3 +91,19 @@ def test_a_sharded_module_never_lies_on_a_device_as_a_whole() -> None:
     assert max(meta["peak_device_memory"] for meta in metas) < 0.8 * whole
     _, metas = trained(job_of(**options), ranks=2)
     assert min(meta["peak_device_memory"] for meta in metas) > whole
+
+
+@pytest.mark.parametrize(
+    ("options", "strategy"),
+    [({}, "zero3"), ({"cpu_offload": True}, "zero3"), ({"shard": 1, "tensor": 2}, "mesh")],
+)
+def test_a_model_that_ranks_write_is_that_of_cpus(options: dict[str, Any], strategy: str, tmp_path: Path) -> None:
+    job = job_of(
+        validated=True, patience=1, epochs=3, strategy=strategy, strategy_params={"min_parameters": 1, **options}
+    )
+    parted = replace(job, config=replace(job.config, model_folder=str(tmp_path / "model")))
+    if "cpu_offload" in options:
+        job = replace(job, config=replace(job.config, strategy_params={"min_parameters": 1}))
+    expected, _ = trained(job, ranks=2, device="cpu")
+    state, _ = trained(parted, ranks=2)
+    close(state, expected)

@@ -12,6 +12,8 @@ from tests.support.programs import run_python
 # Per fit. Of each rank's tensors, of a connection or of a module, one a fit would be more.
 MEBIBYTES = {"driver": 0.15, "workers": 0.15, "jvm": 0.5}
 OBJECTS = 2
+# Once: a Python worker that Spark has started anew shares other pages with the process that it was forked from.
+ONCE = 10
 
 
 @pytest.mark.parametrize(("fits", "rest"), [(40, 0), pytest.param(200, 70, marks=pytest.mark.slow)])
@@ -27,7 +29,7 @@ def test_fits_leave_nothing_behind_and_do_not_disturb_each_other(fits: int, rest
             assert later[name]["processes"] == earlier[name]["processes"], report
             assert later[name]["threads"] == earlier[name]["threads"], report
             assert later[name]["files"] == earlier[name]["files"], report
-            assert later[name]["memory"] - earlier[name]["memory"] < MEBIBYTES[name] * count, report
+            assert later[name]["memory"] - earlier[name]["memory"] < MEBIBYTES[name] * count + ONCE, report
         assert later["driver"]["objects"] - earlier["driver"]["objects"] < OBJECTS * count, report
     # Of Spark's own: its pools keep idle threads for a minute, its status keeps the last 1,000 jobs.
     assert after["jvm"]["files"] - before["jvm"]["files"] < 20, report

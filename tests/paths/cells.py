@@ -12,7 +12,7 @@ from itertools import combinations, product
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["FILE", "KNOWN", "Cell", "cover", "every", "pairs", "read", "write"]
+__all__ = ["FILE", "KNOWN", "Cell", "cover", "every", "once", "pairs", "read", "write"]
 
 FILE = Path(__file__).with_name("cells.csv")
 
@@ -105,6 +105,18 @@ def cover() -> list[Cell]:
 
 def _is_dear(cell: Cell) -> bool:
     return (cell.source, cell.action) == ("stream", "agg")
+
+
+def once(cells: Iterable[Cell]) -> set[Cell]:
+    """Returns those that have failed before, and as many more as it takes for each value to occur."""
+    cells = list(cells)
+    chosen = {cell for cell in cells if cell in KNOWN}
+    missing = {value for cell in cells for value in cell} - {value for cell in chosen for value in cell}
+    while missing:
+        best = max(cells, key=lambda cell: len(missing.intersection(cell)))
+        chosen.add(best)
+        missing.difference_update(best)
+    return chosen
 
 
 def read() -> list[Cell]:

@@ -74,3 +74,17 @@ def test_rdds_are_refused_on_connect_with_what_to_use_instead(tmp_path: Path) ->
         out = run_python(tmp_path, "-c", RDD)
     assert "Spark Connect has no RDDs" in out
     assert "sparktorch.run(function, df)" in out
+
+
+def test_a_plan_of_a_job_file_says_what_fits(tmp_path: Path) -> None:
+    out = run_python(
+        tmp_path,
+        *("-m", "sparktorch", "plan", str(ROOT / "conf" / "digits.yaml"), "--master", "local[1]"),
+        *("--workers", "4", "--memory", "3.5"),
+        path=str(ROOT / "jobs"),
+    )
+    assert "4 workers, 32 rows of each at a time" in out
+    fits = {
+        line.split("  ")[0]: line.rpartition("  ")[2] for line in out.splitlines() if line.endswith(("fits", "large"))
+    }
+    assert (fits["ddp"], fits["zero3"]) == ("too large", "fits")

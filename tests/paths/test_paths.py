@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.paths.cells import KNOWN, Cell, every, pairs, read
+from tests.paths.cells import KNOWN, Cell, every, once, pairs, read
 from tests.paths.conftest import Walks
 
 pytestmark = pytest.mark.timeout(3000)  # the first cell of a master waits for all of them
@@ -16,7 +16,10 @@ def test_the_table_holds_every_pair_of_values_that_can_meet_and_what_has_failed_
     assert set(KNOWN) <= set(cells)
 
 
-@pytest.mark.parametrize("cell", read(), ids=lambda cell: cell.name)
+@pytest.mark.parametrize(
+    "cell",
+    [pytest.param(cell, id=cell.name, marks=[] if cell in once(read()) else [pytest.mark.pairs]) for cell in read()],
+)
 def test_what_users_do_with_rows_and_a_model_gives_what_the_plain_module_says(walks: Walks, cell: Cell) -> None:
     error = walks.result(cell.master, "-".join(cell[1:]))
     assert error is None, error

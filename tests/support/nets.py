@@ -17,6 +17,7 @@ from torch import nn
 __all__ = [
     "Bags",
     "Bias",
+    "Chain",
     "Complex",
     "Counting",
     "Damped",
@@ -405,6 +406,27 @@ class Paired(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.second(torch.tanh(self.norm(self.first(x)))).squeeze(-1) + self.shift
         return out
+
+
+class Chain(nn.Module):
+    """Layers in a list, a parameter between them, a mask, a layer that nobody calls; a value that skips layers."""
+
+    def __init__(self, skips: bool = False, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+        self.enter = nn.Linear(5, 8)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Dropout(dropout)) for _ in range(3))
+        self.out = nn.Linear(8, 1)
+        self.unused = nn.Linear(2, 2)
+        self.skips = skips
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = (x.abs() < 2).float().mean(1, keepdim=True)
+        first = out = self.enter(x) * self.scale
+        for layer in self.layers:
+            out = out + mask * torch.tanh(layer(out))
+        result: torch.Tensor = self.out(out + first if self.skips else out).squeeze(-1)
+        return result
 
 
 class Bags(nn.Module):

@@ -25,7 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sparktorch.base.state_dict import unpack_state
+from sparktorch.base.state_dict import unpack_state, unpacked_weights
 from sparktorch.base.world import World
 from sparktorch.distributed.client import Client
 from sparktorch.distributed.monitor import Monitor, Timeouts
@@ -219,7 +219,8 @@ def run_on(partitions: Sequence[Sequence[pa.RecordBatch]], job: FunctionJob, **o
 
 def load_state(result: RankResult) -> dict[str, torch.Tensor]:
     """Returns the state that rank 0 handed back."""
-    return unpack_state(result.payload)
+    weights = unpacked_weights(result.payload)
+    return unpack_state(weights) if isinstance(weights, bytes) else dict(weights)
 
 
 def _world(rank: int, size: int, device: str) -> World:

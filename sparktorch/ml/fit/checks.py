@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
 from pyspark.ml.param import Params
 from pyspark.ml.param.shared import HasThresholds
+from torch import nn
 
 from sparktorch.base.config import TrainConfig, above, at_least, one_of, rows_or_auto
 from sparktorch.base.devices import is_kind
@@ -18,9 +20,13 @@ from sparktorch.ml.fit.values import Values
 from sparktorch.ml.params.mixins import EstimatorParams, ModelParams
 from sparktorch.train.callbacks import check_callback
 from sparktorch.train.recipe.huggingface import has_own_loss
+from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.registry import resumable, strategy_options, strategy_type
 
-__all__ = ["check_job", "check_param_names", "check_params", "check_restarts", "check_scoring", "check_thresholds"]
+__all__ = [
+    *("check_job", "check_model_folder", "check_param_names", "check_params", "check_restarts", "check_scoring"),
+    "check_thresholds",
+]
 
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
@@ -147,6 +153,39 @@ def check_restarts(p: Values, config: TrainConfig) -> None:
             f"minWorkers is set, and under strategy {p['strategy']!r} another number of workers trains something else",
             hint=f"use {resumable()}, or leave minWorkers out",
             param="minWorkers",
+        )
+
+
+def check_model_folder(p: Values, config: TrainConfig, recipe: Recipe) -> None:
+    """Checks that workers can divide the model among them and write it into a folder.
+
+    Raises:
+        ConfigError: The strategy does not divide parameters, the module is one that the driver holds already, or
+            brings its own steps, or `modelDir` is a URL.
+    """
+    if not os.path.isabs(p["modelDir"]):
+        raise ConfigError(
+            f"modelDir {p['modelDir']!r} is a URL or a relative path, and the files of a model are mapped into memory",
+            hint="name a folder, from '/' on, on a file system that is mounted on all hosts",
+            param="modelDir",
+        )
+    if not strategy_type(config.strategy).divides_parameters:
+        raise ConfigError(
+            f"modelDir is set, and under strategy {config.strategy!r} each worker holds the whole model",
+            hint="set strategy='zero3', or 'mesh'; or leave modelDir out",
+            param="modelDir",
+        )
+    if recipe.steps_itself:
+        raise ConfigError(
+            "modelDir is set, and module is a LightningModule, whose steps may take parameters apart",
+            hint="pass its network as module, with a loss, or leave modelDir out",
+            param="module",
+        )
+    if isinstance(recipe.module, nn.Module):
+        raise ConfigError(
+            "modelDir is set, and module is an instance, which this process holds already",
+            hint="pass a class or function that makes the module, and its arguments as moduleParams",
+            param="module",
         )
 
 

@@ -55,6 +55,8 @@ def try_out(frame: Frame, request: Request, in_worker: Callable[..., Results]) -
     names = frame.columns.arguments
     run = partial(dry_run, request.recipe, config.task, config.seed, inputs, label, names=names, weighted=weighted)
     run = partial(run, check=partial(check_module, config, request.recipe))
+    if config.model_folder and request.dry_run == "driver":
+        run = partial(run, values=False)
     trial = _on_driver(frame, request, run) if request.dry_run == "driver" else _in_worker(request, run, in_worker)
     config.check_classes(trial.classes)
     return frame, complete(trial, request.recipe.metrics, config.task)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,7 +29,11 @@ def plan_of(estimator: EstimatorParams, task: Task, dataset: DataFrame, memory: 
     label = first_label(frame)
     weighted = frame.columns.weight is not None or request.config.class_weights is not None
     weight, names, config = torch.ones(2) if weighted else None, frame.columns.arguments, request.config
-    trial = dry_run(request.recipe, task, config.seed, inputs, label, names=names, weighted=weighted)  # has hints
+    run = partial(dry_run, request.recipe, task, config.seed, inputs, label, names=names, weighted=weighted)
+    try:
+        trial = run(values=False)
+    except Exception:  # as in `plan`; with values, the error has hints
+        trial = run()
     if label is not None and trial.classes is not None:
         label = torch.zeros_like(label, dtype=torch.int64)
     batch = Batch(tuple(inputs.values()), label, weight, 2, weight, names=names)

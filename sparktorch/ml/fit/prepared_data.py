@@ -382,6 +382,7 @@ def _tried(
 ) -> tuple[Request, Frame, DryRunResult]:
     """Runs the dry run, and the checks that need its result."""
     frame, trial = try_out(frame, request, in_worker)
-    check_result_size(frame.data.sparkSession, trial.state_bytes)
+    if request.config.model_folder is None:
+        check_result_size(frame.data.sparkSession, trial.state_bytes)
     check_thresholds(estimator, trial.classes)
     return request, frame, trial

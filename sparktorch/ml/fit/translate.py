@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
 from typing import Any, Literal
 
 from sparktorch.base.config import CheckpointConfig, StorageConfig, Task, TrainConfig
 from sparktorch.distributed.monitor import Timeouts
 from sparktorch.errors import ConfigError
-from sparktorch.ml.fit.checks import check_job, check_params, check_restarts
+from sparktorch.ml.fit.checks import check_job, check_model_folder, check_params, check_restarts
 from sparktorch.ml.fit.inputs import input_names, input_options, preprocess_of
 from sparktorch.ml.fit.lightning import brings_its_training, lightning_recipe
 from sparktorch.ml.fit.values import Values
@@ -82,12 +84,21 @@ def translate(estimator: EstimatorParams, task: Task) -> Request:
     request = Request(
         recipe=_recipe(p),
         dry_run=p["dryRun"],
-        **_job(estimator, p, task, _EVERY),
+        **_job(estimator, p, task, _EVERY, **({} if p["modelDir"] is None else {"modelDir": "set"})),
     )
     check_strategy(request.config, request.recipe)
     check_workers(request.config, p["numWorkers"])
     check_restarts(p, request.config)
-    return request
+    if p["modelDir"] is None:
+        return request
+    check_model_folder(p, request.config, request.recipe)
+    return replace(request, config=replace(request.config, model_folder=_new_folder(p["modelDir"])))
+
+
+def _new_folder(directory: str) -> str:
+    """Returns the path of a new folder for the model of one fit."""
+    started = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
+    return os.path.join(directory, f"model-{started}-{secrets.token_hex(4)}")
 
 
 def translate_run(params: RunParams, function: Any) -> JobRequest:
@@ -204,7 +215,7 @@ def _module(p: Values) -> dict[str, Any]:
     module, params = p["module"], p["moduleParams"]
     trained = getattr(module, "trained", None)
     if not isinstance(trained, TrainedModule):
-        found = opened(module, params, seed=p["seed"])
+        found = opened(module, params, seed=p["seed"], in_place=p["modelDir"] is not None)
         return {"module": module, "module_params": params} if found is None else found
     if isinstance(trained.source, Program):
         raise ConfigError(

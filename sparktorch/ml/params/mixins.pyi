@@ -249,6 +249,10 @@ class EstimatorParams(HasFeaturesCol, HasInputCols, HasLabelCol, HasPredictionCo
     def getDryRun(self) -> str: ...
     def setDryRun(self, value: str) -> Self:
         """Sets the value of `dryRun`: where module and loss are tried on the first row before the job starts: on the 'driver', or in a 'worker' for modules that need an accelerator, or more memory than the driver has."""
+    modelDir: Param[str]
+    def getModelDir(self) -> str: ...
+    def setModelDir(self, value: str) -> Self:
+        """Sets the value of `modelDir`: folder, mounted on all hosts, in which the workers write the model, each fit's in a folder of its own there: neither the driver nor a worker ever holds all of it; for strategies that divide parameters, 'zero2', 'zero3' and 'mesh'."""
     checkpointDir: Param[str]
     def getCheckpointDir(self) -> str: ...
     def setCheckpointDir(self, value: str) -> Self:
@@ -415,6 +419,7 @@ class GenericParams(EstimatorParams, HasOutputCols):
         rendezvous: str = "auto",
         preflight: str = "basic",
         dryRun: str = "driver",
+        modelDir: str | None = None,
         checkpointDir: str | None = None,
         checkpointInterval: int = 1,
         checkpointUnit: str = "epoch",
@@ -500,6 +505,7 @@ class GenericParams(EstimatorParams, HasOutputCols):
             rendezvous: Who hosts the store at which workers meet: 'auto', 'driver' or 'rank0'.
             preflight: What is checked before the job starts: 'basic' for settings, slots and GPUs, 'full' for the executors as well.
             dryRun: Where module and loss are tried on the first row before the job starts: on the 'driver', or in a 'worker' for modules that need an accelerator, or more memory than the driver has.
+            modelDir: Folder, mounted on all hosts, in which the workers write the model, each fit's in a folder of its own there: neither the driver nor a worker ever holds all of it; for strategies that divide parameters, 'zero2', 'zero3' and 'mesh'.
             checkpointDir: Path or URL of a directory that all workers can write, for checkpoints; a fit whose directory holds an unfinished training of the same configuration goes on with it.
             checkpointInterval: Epochs or steps from one checkpoint to the next (> 0).
             checkpointUnit: What checkpointInterval counts: 'epoch' or 'step'.
@@ -597,6 +603,7 @@ class ClassifierParams(EstimatorParams, HasProbabilityCol, HasRawPredictionCol, 
         rendezvous: str = "auto",
         preflight: str = "basic",
         dryRun: str = "driver",
+        modelDir: str | None = None,
         checkpointDir: str | None = None,
         checkpointInterval: int = 1,
         checkpointUnit: str = "epoch",
@@ -684,6 +691,7 @@ class ClassifierParams(EstimatorParams, HasProbabilityCol, HasRawPredictionCol, 
             rendezvous: Who hosts the store at which workers meet: 'auto', 'driver' or 'rank0'.
             preflight: What is checked before the job starts: 'basic' for settings, slots and GPUs, 'full' for the executors as well.
             dryRun: Where module and loss are tried on the first row before the job starts: on the 'driver', or in a 'worker' for modules that need an accelerator, or more memory than the driver has.
+            modelDir: Folder, mounted on all hosts, in which the workers write the model, each fit's in a folder of its own there: neither the driver nor a worker ever holds all of it; for strategies that divide parameters, 'zero2', 'zero3' and 'mesh'.
             checkpointDir: Path or URL of a directory that all workers can write, for checkpoints; a fit whose directory holds an unfinished training of the same configuration goes on with it.
             checkpointInterval: Epochs or steps from one checkpoint to the next (> 0).
             checkpointUnit: What checkpointInterval counts: 'epoch' or 'step'.
@@ -782,6 +790,7 @@ class RegressorParams(EstimatorParams):
         rendezvous: str = "auto",
         preflight: str = "basic",
         dryRun: str = "driver",
+        modelDir: str | None = None,
         checkpointDir: str | None = None,
         checkpointInterval: int = 1,
         checkpointUnit: str = "epoch",
@@ -866,6 +875,7 @@ class RegressorParams(EstimatorParams):
             rendezvous: Who hosts the store at which workers meet: 'auto', 'driver' or 'rank0'.
             preflight: What is checked before the job starts: 'basic' for settings, slots and GPUs, 'full' for the executors as well.
             dryRun: Where module and loss are tried on the first row before the job starts: on the 'driver', or in a 'worker' for modules that need an accelerator, or more memory than the driver has.
+            modelDir: Folder, mounted on all hosts, in which the workers write the model, each fit's in a folder of its own there: neither the driver nor a worker ever holds all of it; for strategies that divide parameters, 'zero2', 'zero3' and 'mesh'.
             checkpointDir: Path or URL of a directory that all workers can write, for checkpoints; a fit whose directory holds an unfinished training of the same configuration goes on with it.
             checkpointInterval: Epochs or steps from one checkpoint to the next (> 0).
             checkpointUnit: What checkpointInterval counts: 'epoch' or 'step'.
@@ -984,6 +994,7 @@ class TextClassifierParams(ClassifierParams):
         rendezvous: str = "auto",
         preflight: str = "basic",
         dryRun: str = "driver",
+        modelDir: str | None = None,
         checkpointDir: str | None = None,
         checkpointInterval: int = 1,
         checkpointUnit: str = "epoch",
@@ -1063,6 +1074,7 @@ class TextClassifierParams(ClassifierParams):
             rendezvous: Who hosts the store at which workers meet: 'auto', 'driver' or 'rank0'.
             preflight: What is checked before the job starts: 'basic' for settings, slots and GPUs, 'full' for the executors as well.
             dryRun: Where module and loss are tried on the first row before the job starts: on the 'driver', or in a 'worker' for modules that need an accelerator, or more memory than the driver has.
+            modelDir: Folder, mounted on all hosts, in which the workers write the model, each fit's in a folder of its own there: neither the driver nor a worker ever holds all of it; for strategies that divide parameters, 'zero2', 'zero3' and 'mesh'.
             checkpointDir: Path or URL of a directory that all workers can write, for checkpoints; a fit whose directory holds an unfinished training of the same configuration goes on with it.
             checkpointInterval: Epochs or steps from one checkpoint to the next (> 0).
             checkpointUnit: What checkpointInterval counts: 'epoch' or 'step'.
@@ -1161,6 +1173,7 @@ class ImageClassifierParams(ClassifierParams):
         rendezvous: str = "auto",
         preflight: str = "basic",
         dryRun: str = "driver",
+        modelDir: str | None = None,
         checkpointDir: str | None = None,
         checkpointInterval: int = 1,
         checkpointUnit: str = "epoch",
@@ -1239,6 +1252,7 @@ class ImageClassifierParams(ClassifierParams):
             rendezvous: Who hosts the store at which workers meet: 'auto', 'driver' or 'rank0'.
             preflight: What is checked before the job starts: 'basic' for settings, slots and GPUs, 'full' for the executors as well.
             dryRun: Where module and loss are tried on the first row before the job starts: on the 'driver', or in a 'worker' for modules that need an accelerator, or more memory than the driver has.
+            modelDir: Folder, mounted on all hosts, in which the workers write the model, each fit's in a folder of its own there: neither the driver nor a worker ever holds all of it; for strategies that divide parameters, 'zero2', 'zero3' and 'mesh'.
             checkpointDir: Path or URL of a directory that all workers can write, for checkpoints; a fit whose directory holds an unfinished training of the same configuration goes on with it.
             checkpointInterval: Epochs or steps from one checkpoint to the next (> 0).
             checkpointUnit: What checkpointInterval counts: 'epoch' or 'step'.

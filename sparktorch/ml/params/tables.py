@@ -298,6 +298,13 @@ LAUNCH = (
       field="request.dry_run", compared=False),
 )
 
+RESULT = (
+    P("modelDir", "str", None,
+      "folder, mounted on all hosts, in which the workers write the model, each fit's in a folder of its own there: "
+      "neither the driver nor a worker ever holds all of it; for strategies that divide parameters, 'zero2', 'zero3' "
+      "and 'mesh'", field="config.model_folder", compared=False),
+)
+
 CHECKPOINTS = (
     P("checkpointDir", "str", None,
       "path or URL of a directory that all workers can write, for checkpoints; a fit whose directory holds an "
@@ -363,7 +370,7 @@ _BEFORE_LABELS = (*MODULE, *COLUMNS, *INPUTS, *LABEL)
 _BEFORE_LOSS = (*PREDICTION, *WEIGHT, *ROWS)
 _AFTER_LOSS = (
     *(*OPTIMIZER, *STEPS, *NUMERICS, *EPOCHS, *STORAGE, *SAMPLING, *STRATEGY, *DEVICE, *LAUNCH),
-    *(*CHECKPOINTS, *PATIENCE, *SCORING, *TRACKING),
+    *(*RESULT, *CHECKPOINTS, *PATIENCE, *SCORING, *TRACKING),
 )
 
 # In the order of the constructors.

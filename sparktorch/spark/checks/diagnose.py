@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -37,6 +38,7 @@ def diagnose(answers: Sequence[ExecutorReport], expected: Expected) -> list[Find
         *_gpus(answers, expected),
         *_shared_memory(executors),
         *_disks(executors),
+        *_placement(answers),
     ]
     return findings if expected.checkpoint_dir is None else [*findings, *_checkpoints(answers, expected)]
 
@@ -312,6 +314,17 @@ def _disks(executors: Sequence[ExecutorReport]) -> list[Finding]:
     ]
     least = min((free for answer in executors for free in answer.disks.values() if free is not None), default=0)
     return _or_ok(problems, "local-disk", f"{_size(least)} free or more under the local directories")
+
+
+def _placement(answers: Sequence[ExecutorReport]) -> list[Finding]:
+    """Tells how many workers of a group can lie on one host, where there are several: groups follow one another."""
+    tasks = Counter(answer.host for answer in answers)
+    if len(tasks) == 1:
+        return []
+    shown = ", ".join(f"{host} {count}" for host, count in tasks.most_common(8))
+    largest = math.gcd(*tasks.values())
+    lies = f"of {largest} lie on one host" if largest > 1 else "of workers (shard, tensor) lie on several hosts"
+    return [Finding(check="placement", status="ok", found=f"tasks by host: {shown}; groups of strategy 'mesh' {lies}")]
 
 
 def _checkpoints(answers: Sequence[ExecutorReport], expected: Expected) -> list[Finding]:

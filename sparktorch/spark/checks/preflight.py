@@ -206,7 +206,7 @@ def check_result_size(spark: SparkSession, model_bytes: int) -> None:
             f"the model takes {model_bytes / 2**30:.1f} GiB, and the driver accepts {limit / 2**30:.1f} GiB as the "
             "result of a job",
             hint="start the session with a larger spark.driver.maxResultSize (0 for any size), and with a "
-            "spark.driver.memory of about three times the model",
+            "spark.driver.memory of about three times the model; or let workers write it: modelDir",
         )
 
 

@@ -16,6 +16,7 @@ from sparktorch.errors import PersistenceError
 from sparktorch.train.dtensor import local_part
 
 __all__ = [
+    "OPTIMIZER",
     "create_optimizer_state",
     "forget_optimizer_state",
     "load_buffers",
@@ -30,7 +31,7 @@ __all__ = [
     "storable",
 ]
 
-_OPTIMIZER = "optimizer."
+OPTIMIZER = "optimizer."
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _WRAPPER = "_checkpoint_wrapped_module."  # torch's wrapper for activation checkpointing
 
@@ -47,7 +48,7 @@ def named_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
     for parameter, state in own_optimizer(optimizer).state.items():
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
-                found[f"{_OPTIMIZER}{names[parameter]}.{key}"] = value
+                found[f"{OPTIMIZER}{names[parameter]}.{key}"] = value
     return found
 
 
@@ -153,7 +154,7 @@ def forget_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer, 
     """Deletes the state of parameters that have none in the checkpoint, because they had no gradient yet."""
     names, state = parameter_names(module), own_optimizer(optimizer).state
     for parameter, values in list(state.items()):
-        tensors = [f"{_OPTIMIZER}{names[parameter]}.{key}" for key in values if isinstance(values[key], torch.Tensor)]
+        tensors = [f"{OPTIMIZER}{names[parameter]}.{key}" for key in values if isinstance(values[key], torch.Tensor)]
         if tensors and not known.intersection(tensors):
             del state[parameter]
 
@@ -217,7 +218,7 @@ def load_tensors(directory: Path, wanted: Mapping[str, torch.Tensor]) -> set[str
                 f"{tuple(value.shape)}",
                 hint="is the module the same as when it was saved?",
             )
-    lacking = [name for name in wanted if name not in known and not name.startswith(_OPTIMIZER)]
+    lacking = [name for name in wanted if name not in known and not name.startswith(OPTIMIZER)]
     if lacking:
         raise PersistenceError(
             f"the checkpoint lacks {', '.join(lacking[:3])}", hint="is the module the same as when it was saved?"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from sparktorch.train.lightning.optimizers import Configured
 from sparktorch.train.lightning.recognise import check_instance, is_lightning, overrides
 from sparktorch.train.lightning.training import LightningTraining, training_of
 from sparktorch.train.recipe.built_optimizer import recipe_of
-from sparktorch.train.recipe.recipe import Recipe
+from sparktorch.train.recipe.recipe import Recipe, called
 
 __all__ = ["LightningRecipe", "recipe_type"]
 
@@ -42,13 +43,13 @@ class LightningRecipe(Recipe):
     needs_val_loss: bool = False
     stage: str = "predict"
 
-    def _make_module(self, seed: int) -> nn.Module:
+    def _make_module(self, seed: int, build: Callable[[Callable[[], nn.Module]], nn.Module] = called) -> nn.Module:
         """Builds the module; calls `setup` and `configure_model`, which may make layers.
 
         Raises:
             ModuleError: The module optimizes by itself, or one of these methods fails.
         """
-        module: Any = super()._make_module(seed)
+        module: Any = super()._make_module(seed, build)
         check_instance(module)
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(self.module_seed(seed))
@@ -80,7 +81,7 @@ class LightningRecipe(Recipe):
             needs_val_loss=self.needs_val_loss,
         )
 
-    def build_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
+    def build_optimizer(self, module: nn.Module, whole: nn.Module | None = None) -> torch.optim.Optimizer:
         """Returns the optimizer that the module builds."""
         return training_of(module).configured.optimizer
 
@@ -126,7 +127,9 @@ class LightningRecipe(Recipe):
         if not own <= set(module.parameters()):
             raise ModuleError(f"{where} has parameters that are not the module's", param="module")
 
-    def optimizer_call(self, module: nn.Module) -> tuple[Any, list[Any], dict[str, Any]]:
+    def optimizer_call(
+        self, module: nn.Module, whole: nn.Module | None = None
+    ) -> tuple[Any, list[Any], dict[str, Any]]:
         """Returns the class of the module's optimizer, its own groups, and its options."""
         built = self.build_optimizer(module)
         same = recipe_of(module, built)

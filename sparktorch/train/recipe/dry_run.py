@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,10 @@ from sparktorch.train.recipe.task import align, classes_in, first_rows, predicti
 
 __all__ = ["ArgumentSpec", "DryRunResult", "OutputSpec", "describe_outputs", "dry_run"]
 
+_WITH_VALUES = (
+    "with modelDir, the driver tries shapes alone; dryRun='worker' tries values, in one worker, which then holds the "
+    "whole model"
+)
 _STEPS = 100  # of an epoch, as far as the dry run knows
 
 
@@ -109,7 +114,8 @@ def dry_run(
     names: tuple[str, ...] = (),
     weighted: bool = False,
     device: str = "cpu",
-    check: Callable[[nn.Module], None] | None = None,
+    check: Callable[[nn.Module, Batch], None] | None = None,
+    values: bool = True,
 ) -> DryRunResult:
     """Builds everything the ranks will build and runs it forward and backward on a few rows.
 
@@ -123,18 +129,55 @@ def dry_run(
         names: Names of the arguments, as in `Batch.names`.
         weighted: Whether rows will have weights.
         device: The device to run on.
-        check: Raises if the module does not suit the strategy.
+        check: Raises if the module, or what it does with the rows, does not suit the strategy.
+        values: Whether the tensors have values; without, only shapes are tried, and the module takes no memory.
 
     Raises:
-        ModuleError: The module, loss or optimizer cannot be built or does not fit the columns.
+        ModuleError: The module, loss or optimizer cannot be built or does not fit the columns. Without `values`, also
+            where a module or loss needs the value of a tensor.
         ConfigError: Name patterns or options in `freeze` or `parameter_groups` do not fit the module or optimizer, or
             options of the strategy do not fit the module.
     """
-    module = recipe.build_module(seed).to(device)
-    if check is not None:
-        check(module)
+    tried = partial(_tried, recipe, task, names=names, weighted=weighted, device=device, check=check, values=values)
+    if values:
+        return tried(recipe.build_module(seed).to(device), inputs, label)
+    from sparktorch.base.deferred import needs_values  # imports a part of torch's compiler
+
+    built = recipe.build_deferred(seed, exact=False)
+    if jagged := [name for name, tensor in inputs.items() if tensor.is_nested]:
+        raise ModuleError(
+            f"{jagged[0]} is jagged, which has no shape to try alone", hint=_WITH_VALUES, param="modelDir"
+        )
+    with built.mode:
+        inputs = {name: built.mode.from_tensor(tensor) for name, tensor in inputs.items()}
+        try:
+            found = tried(built.module, inputs, None if label is None else built.mode.from_tensor(label))
+        except ModuleError as error:
+            if not needs_values(error.__cause__):
+                raise
+            raise ModuleError(error.what, hint=_WITH_VALUES, **error.where) from error
+    return replace(found, aligned=_plain(found.aligned))
+
+
+def _tried(
+    recipe: Recipe,
+    task: Task,
+    module: nn.Module,
+    inputs: Mapping[str, torch.Tensor],
+    label: torch.Tensor | None,
+    *,
+    names: tuple[str, ...],
+    weighted: bool,
+    device: str,
+    check: Callable[[nn.Module, Batch], None] | None,
+    values: bool,
+) -> DryRunResult:
+    """Runs a module forward and backward on a few rows; see `dry_run`."""
     inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
     label = None if label is None else label.to(device)
+    if check is not None:
+        shown = tuple(inputs.values())
+        check(module, Batch(shown, label, None, len(shown[0]), names=names))
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not trainable:
         raise ModuleError("the module has no parameters that require a gradient", param="module")
@@ -172,7 +215,7 @@ def dry_run(
         assert training_step is not None
         own.begin_fit(0, 0)
         _try_step(training_step, module, batch)
-        if recipe.training_step == MODEL_LOSS:
+        if recipe.training_step == MODEL_LOSS and values:
             check_model_loss(module, batch)
     unused = any(parameter.grad is None for parameter in trainable)
     own.try_validation(batch)
@@ -204,6 +247,15 @@ def _on_host(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _on_host(item) for name, item in value.items()}
     return tuple(map(_on_host, value)) if isinstance(value, tuple | list) else value
+
+
+def _plain(value: Any) -> Any:
+    """Returns tensors of ones, or of zeros where they are integers, in place of those without values, for metrics."""
+    if isinstance(value, torch.Tensor):
+        return torch.full(value.shape, 1 if value.is_floating_point() else 0, dtype=value.dtype)
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    return tuple(map(_plain, value)) if isinstance(value, tuple | list) else value
 
 
 def _argument(name: str, tensor: torch.Tensor) -> ArgumentSpec:

@@ -23,6 +23,7 @@ from sparktorch.base.folders import stamp
 from sparktorch.base.imports import import_path, load_object
 from sparktorch.base.optional import transformers
 from sparktorch.base.state_dict import pack_state
+from sparktorch.base.weights_folder import WeightsFolder, is_weights_folder
 from sparktorch.errors import ModuleError, SparkTorchError, nearest
 from sparktorch.train.recipe.loss import TrainingStep
 
@@ -96,6 +97,14 @@ def call(module: Any, inputs: Sequence[torch.Tensor], names: Sequence[str], plai
     """
     named = _keywords(_kind(module if plain is None else plain), tuple(names))
     return module(**dict(zip(named, inputs, strict=True))) if named else module(*inputs)
+
+
+def arguments(batch: Batch, plain: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the arguments with which `call` calls a module for a batch."""
+    found: tuple[tuple[Any, ...], dict[str, Any]] = call(
+        lambda *args, **kwargs: (args, kwargs), batch.inputs, batch.names, plain
+    )
+    return found
 
 
 def _kind(module: Any) -> Any:
@@ -223,18 +232,29 @@ def with_config(factory: Any, params: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**params, "config": factory.config_class.from_dict(dict(params["config"]))}
 
 
-def opened(module: Any, params: Mapping[str, Any], *, seed: int) -> dict[str, Any] | None:
+def opened(module: Any, params: Mapping[str, Any], *, seed: int, in_place: bool = False) -> dict[str, Any] | None:
     """Returns the fields of a `Recipe` for a configuration or a folder; `None` for any other module.
 
     Args:
         module: What the user gave.
         params: Replaces entries of the configuration.
         seed: Seed of those weights that the folder lacks.
+        in_place: Whether each worker reads the weights in the folder, which must hold all of them.
 
     Raises:
         ModuleError: The folder holds no model, or the configuration does not say of which class.
         ConfigError: transformers is not installed.
     """
+    if is_folder(module) and in_place:
+        folder = os.path.abspath(module)
+        config = _changed(config_in(folder), params)
+        if not is_weights_folder(folder):
+            raise ModuleError(
+                f"{folder} holds no weights as safetensors",
+                hint="write them with save_pretrained(folder), or leave modelDir out",
+                param="module",
+            )
+        return {**described(type_of(config), config), "initial": WeightsFolder(folder)}
     if is_folder(module):
         found, weights = _read(os.path.abspath(module), json.dumps(dict(params), sort_keys=True), seed, _stamp(module))
         return {**found, "initial": weights}

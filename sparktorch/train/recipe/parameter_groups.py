@@ -44,17 +44,28 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
         )
 
 
-def group(module: nn.Module, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def group(
+    module: nn.Module, groups: Sequence[Mapping[str, Any]], whole: nn.Module | None = None
+) -> list[dict[str, Any]]:
     """Returns the module's trainable parameters as an optimizer's groups; those without a group come first.
 
     Args:
         module: The module that has the parameters.
         groups: Options of the optimizer, with a glob or a list of globs under "params". A parameter
             belongs to the first group that matches its name.
+        whole: The module with all of its parameters, if `module` has some of them only; then groups may be empty.
 
     Raises:
         ConfigError: A group has no patterns, a pattern matches no parameter, or a group is left without parameters.
     """
+    if whole is not None:
+        present = dict(module.named_parameters(remove_duplicate=False))
+        names = {p: name for name, p in whole.named_parameters()}
+        of_whole = group(whole, groups)
+        return [
+            {**options, "params": [present[names[p]] for p in options["params"] if names[p] in present]}
+            for options in of_whole
+        ]
     named = dict(module.named_parameters(remove_duplicate=False))
     rest = {parameter: None for parameter in named.values() if parameter.requires_grad}  # in order, tied ones once
     made = []

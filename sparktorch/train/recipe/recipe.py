@@ -6,7 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,8 +14,9 @@ from torch.optim import lr_scheduler
 
 from sparktorch.base.imports import SHIPPING_HINT, load_object
 from sparktorch.base.state_dict import unpack_state
+from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.base.world import World
-from sparktorch.errors import ConfigError, ModuleError
+from sparktorch.errors import ConfigError, ModuleError, SparkTorchError
 from sparktorch.train.recipe.frozen_base import lacks_base, load_weights, seed_of
 from sparktorch.train.recipe.huggingface import MODEL_LOSS, ModelLossStep, with_config
 from sparktorch.train.recipe.lookup import look_up, name_of, parameters_of, signature_of
@@ -23,9 +24,17 @@ from sparktorch.train.recipe.loss import Loss, TrainingStep
 from sparktorch.train.recipe.own_training import OwnTraining
 from sparktorch.train.recipe.parameter_groups import freeze, group
 
-__all__ = ["ModuleSource", "Recipe"]
+if TYPE_CHECKING:
+    from sparktorch.base.deferred import Deferred
+
+__all__ = ["ModuleSource", "Recipe", "called"]
 
 _OF_LIGHTNING = ("training_step", "configure_optimizers", "automatic_optimization")
+
+
+def called(make: Callable[[], nn.Module]) -> nn.Module:
+    """Calls a factory."""
+    return make()
 
 
 ModuleSource = str | nn.Module | Callable[..., nn.Module]
@@ -38,7 +47,7 @@ class Recipe:
     Attributes:
         module: An `nn.Module` class or factory, its import path `"pkg.mod:Net"`, or an instance.
         module_params: Keyword arguments of the factory.
-        initial: Initial weights as safetensors bytes; empty for those that the factory makes.
+        initial: Initial weights as safetensors bytes or in a folder; empty for those that the factory makes.
         loss: The name of a class in `torch.nn`, an import path, or a callable `(output, label)`
             that returns one loss per row, or their mean; `None` with a training step.
         loss_params: Keyword arguments of a loss class.
@@ -59,7 +68,7 @@ class Recipe:
 
     module: ModuleSource
     module_params: Mapping[str, Any] = field(default_factory=dict)
-    initial: bytes = b""
+    initial: bytes | WeightsFolder = b""
     loss: str | Callable[..., torch.Tensor] | None = "MSELoss"
     loss_params: Mapping[str, Any] = field(default_factory=dict)
     optimizer: str | Callable[..., torch.optim.Optimizer] = "AdamW"
@@ -80,13 +89,48 @@ class Recipe:
             ModuleError: The factory fails, or its result is not an `nn.Module`.
             ConfigError: A `freeze` pattern matches no parameter, or no parameter is left to train.
         """
+        if isinstance(self.initial, WeightsFolder):
+            built = self.build_deferred(seed)
+            built.materialise(built.module)
+            return built.module
         module = self._make_module(seed)
         if self.initial:
             load_weights(module, unpack_state(self.initial))
         freeze(module, self.freeze)
         return module
 
-    def _make_module(self, seed: int) -> nn.Module:
+    def build_deferred(self, seed: int, *, exact: bool = True) -> Deferred:
+        """Builds the module without values: parts of it get the values of `build_module` when they are made real.
+
+        Args:
+            seed: Seed of the initial weights.
+            exact: As for `deferred`: without it, initial weights would be others.
+
+        Raises:
+            ModuleError: As `build_module`; or the initial weights have other names or shapes.
+            ConfigError: As `build_module`.
+        """
+        from sparktorch.base.deferred import deferred  # imports a part of torch's compiler
+
+        saved: Mapping[str, torch.Tensor] = {}
+        if self.initial:
+            saved = self.initial if isinstance(self.initial, WeightsFolder) else unpack_state(self.initial)
+        found: list[Deferred] = []
+
+        def build(make: Callable[[], nn.Module]) -> nn.Module:
+            found.append(deferred(make, saved, exact=exact))
+            return found[0].module
+
+        module = self._make_module(seed, build)
+        if not found:
+            raise ModuleError("module is an instance, which has values already", param="module")
+        if saved:
+            found[0].check_saved()
+        freeze(module, self.freeze)
+        return found[0]
+
+    def _make_module(self, seed: int, build: Callable[[Callable[[], nn.Module]], nn.Module] = called) -> nn.Module:
+        """Makes the module, and lets `build` call the factory, if it is made by one."""
         if isinstance(self.module, nn.Module):
             if self.module_params:
                 raise ModuleError("moduleParams are given, but module is an instance", hint="pass the class instead")
@@ -100,11 +144,17 @@ class Recipe:
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(self.module_seed(seed))
             try:
-                module = factory(**with_config(factory, self.module_params))
+                module = build(lambda: factory(**with_config(factory, self.module_params)))
+            except SparkTorchError:
+                raise
             except Exception as error:
+                more = (
+                    "" if build is called else "; with modelDir, it must not look into tensors or read them from files"
+                )
                 raise ModuleError(
                     f"module {name_of(factory)} cannot be built: {type(error).__name__}: {error}",
-                    hint=f"its parameters are {signature_of(factory)}; moduleParams are {dict(self.module_params)}",
+                    hint=f"its parameters are {signature_of(factory)}; moduleParams are {dict(self.module_params)}"
+                    f"{more}",
                 ) from error
         if not isinstance(module, nn.Module):
             raise ModuleError(
@@ -137,7 +187,12 @@ class Recipe:
 
     def module_seed(self, seed: int) -> int:
         """Returns the seed for the factory: the given one, or that of the base which the initial weights lack."""
-        return seed_of(unpack_state(self.initial), seed) if lacks_base(self.initial) else seed
+        return seed_of(unpack_state(self.packed), seed) if lacks_base(self.packed) else seed
+
+    @property
+    def packed(self) -> bytes:
+        """The initial weights, empty if they are in a folder."""
+        return self.initial if isinstance(self.initial, bytes) else b""
 
     def build_loss(self) -> Loss:
         """Builds the loss.
@@ -160,16 +215,20 @@ class Recipe:
             return None
         return ModelLossStep() if self.training_step == MODEL_LOSS else TrainingStep(step)
 
-    def build_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
+    def build_optimizer(self, module: nn.Module, whole: nn.Module | None = None) -> torch.optim.Optimizer:
         """Builds the optimizer over the module's trainable parameters.
 
         It uses torch's fused kernel if the optimizer has one, the user has not chosen another, and the
         parameters and gradients permit it: no complex parameters, no sparse gradients.
 
+        Args:
+            module: The module.
+            whole: The module with all of its parameters, if `module` has some of them only.
+
         Raises:
             ModuleError: The optimizer is unknown or does not take its parameters.
         """
-        factory, parameters, options = self.optimizer_call(module)
+        factory, parameters, options = self.optimizer_call(module, whole)
         try:
             optimizer: torch.optim.Optimizer = factory(parameters, **options)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -257,7 +316,9 @@ class Recipe:
             param="schedulerParams",
         )
 
-    def optimizer_call(self, module: nn.Module) -> tuple[Any, list[Any], dict[str, Any]]:
+    def optimizer_call(
+        self, module: nn.Module, whole: nn.Module | None = None
+    ) -> tuple[Any, list[Any], dict[str, Any]]:
         """Returns the optimizer's factory, the trainable parameters or groups of them, and its options.
 
         Raises:
@@ -265,17 +326,19 @@ class Recipe:
             ConfigError: A parameter group is invalid or without parameters.
         """
         factory = look_up(self.optimizer, torch.optim, torch.optim.Optimizer, "optimizer")
-        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        parameters: list[Any] = [parameter for parameter in module.parameters() if parameter.requires_grad]
         options = {"lr": self.learning_rate, **self.optimizer_params}
         chosen = {"fused", "foreach", "differentiable"} & options.keys()
         dense = all(p.is_floating_point() for p in parameters) and not any(
             makes_sparse_gradients(part) for part in module.modules()
         )
         # Among the fused kernels, only those of Adam and AdamW take sharded parameters.
-        whole = not any(hasattr(p, "to_local") for p in parameters) or factory in (torch.optim.Adam, torch.optim.AdamW)
-        if "fused" in parameters_of(factory) and dense and whole and not chosen:
+        fits = not any(hasattr(p, "to_local") for p in parameters) or factory in (torch.optim.Adam, torch.optim.AdamW)
+        if "fused" in parameters_of(factory) and dense and fits and not chosen:
             options["fused"] = True
-        return factory, group(module, self.parameter_groups) if self.parameter_groups else parameters, options
+        if self.parameter_groups:
+            parameters = group(module, self.parameter_groups, whole)
+        return factory, parameters, options
 
 
 def makes_sparse_gradients(part: nn.Module) -> bool:

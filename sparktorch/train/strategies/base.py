@@ -13,18 +13,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from sparktorch.base.batch import Batch
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.devices import download
 from sparktorch.base.imports import load_object
 from sparktorch.base.world import World
 from sparktorch.errors import ConfigError
 from sparktorch.train.dtensor import mesh_of_training
+from sparktorch.train.recipe.loss import Sums
 from sparktorch.train.recipe.recipe import Recipe
 
-__all__ = ["Strategy", "require_optimizer_class"]
+__all__ = ["Step", "Strategy", "require_optimizer_class"]
 
 _DATA = "data"  # the mesh's dimension along which ranks hold different samples
 
+Step = Callable[[nn.Module, Batch], tuple[torch.Tensor, Sums]]
 O = TypeVar("O")  # noqa: E741 - the options of a strategy
 
 
@@ -54,6 +57,10 @@ class Strategy(ABC, Generic[O]):
         warm_up_passes: Passes that warm up the reducer, after which it sums gradients in their final order.
         resumable: Whether a checkpoint can hold all of its state.
         own_batches: Whether each rank trains a model of its own, on batches of its own.
+        divides_parameters: Whether a rank keeps its share of the parameters only, and has `shares`.
+        example: Returns a batch of this rank, for a strategy that needs one before it prepares a module.
+        materialise: Gives a part of a module without values its values; for other modules it does nothing. A strategy
+            that divides parameters calls it in `prepare`, for one part after another.
     """
 
     options_type: ClassVar[type[Any]]
@@ -62,6 +69,7 @@ class Strategy(ABC, Generic[O]):
     warm_up_passes: ClassVar[int] = 0
     resumable: ClassVar[bool] = True
     own_batches: ClassVar[bool] = False
+    divides_parameters: ClassVar[bool] = False
 
     @classmethod
     def makes_validation(cls, options: O) -> bool:
@@ -91,7 +99,16 @@ class Strategy(ABC, Generic[O]):
 
     @classmethod
     def check_module(cls, options: O, recipe: Recipe, module: nn.Module) -> None:
-        """Refuses, in the dry run, options that do not suit the module.
+        """Refuses, before the module is called, options that do not suit it.
+
+        Raises:
+            ConfigError: An option is refused.
+            ModuleError: The module is.
+        """
+
+    @classmethod
+    def check_call(cls, options: O, module: nn.Module, batch: Batch) -> None:
+        """Refuses, in the dry run, options that do not suit what the module does with a few rows.
 
         Raises:
             ConfigError: An option is refused.
@@ -104,6 +121,8 @@ class Strategy(ABC, Generic[O]):
         self._world = world
         self._options = options
         self._device = torch.device(world.device)
+        self.materialise: Callable[[nn.Module], None] = lambda part: None
+        self.example: Callable[[], Batch] | None = None
 
     @cached_property
     def mesh(self) -> DeviceMesh:
@@ -138,6 +157,29 @@ class Strategy(ABC, Generic[O]):
     def exchanges_rows(self) -> bool:
         """Whether ranks exchange the inputs of a forward pass, which then should have the same shapes in all ranks."""
         return False
+
+    @property
+    def runs_passes(self) -> bool:
+        """Whether the strategy runs forward and backward passes itself, in `run_pass`."""
+        return False
+
+    def run_pass(
+        self, module: nn.Module, batch: Batch, step: Step, scale: float, autocast: AbstractContextManager[Any]
+    ) -> tuple[torch.Tensor, Sums]:
+        """Runs forward and backward of a micro-batch, for strategies with `runs_passes`.
+
+        Args:
+            module: The module that `prepare` returned.
+            batch: This rank's rows.
+            step: Calls a module with a batch; returns the sum of the weighted losses, and the sums of metrics.
+            scale: Factor of the loss.
+            autocast: Context of a forward pass.
+
+        Returns:
+            This rank's part of the sum of the weighted losses of all ranks, without the factor, a scalar tensor; and
+            the sums of metrics.
+        """
+        raise NotImplementedError
 
     @property
     def gradient_divisor(self) -> int:
@@ -238,6 +280,19 @@ class Strategy(ABC, Generic[O]):
                 return {}
             state = plain.state_dict().items()
             return download({name: value.detach() for name, value in state if name not in leave_out}, copy=copy)
+
+    def shares(self, module: nn.Module, *, copy: bool = False) -> dict[str, torch.Tensor]:
+        """Returns this rank's share of the model that training would return now, for strategies that divide parameters.
+
+        Args:
+            module: The module that `prepare` returned.
+            copy: Whether to return copies, on the CPU.
+
+        Returns:
+            `DTensor`s by name, and tensors that are the same in all ranks. One that the module has under several names
+            is there under the first.
+        """
+        raise NotImplementedError
 
 
 def require_optimizer_class(config: TrainConfig, recipe: Recipe, each: str) -> str | type:

@@ -85,7 +85,9 @@ class DDP(Strategy[DDPOptions]):
         """Wraps the module, and broadcasts rank 0's initial parameters and buffers."""
         if "nccl" in backend_of(self._world.device) and not self.alone:
             _refuse_sparse(module)
-        module.to(self._device)
+        tensors = [*module.parameters(), *module.buffers()]
+        if any(tensor.device != self._device for tensor in tensors):  # a module without values cannot be moved
+            module.to(self._device)
         if self.alone:
             return module
         options = self._options

@@ -20,6 +20,8 @@ from torch import nn
 
 from sparktorch.base.config import TrainConfig, at_least, one_of
 from sparktorch.base.devices import download, is_host
+from sparktorch.base.host_memory import given_back
+from sparktorch.distributed.process_group import attach
 from sparktorch.errors import ConfigError, ModuleError, nearest
 from sparktorch.train.dtensor import local
 from sparktorch.train.recipe.recipe import Recipe
@@ -32,6 +34,8 @@ __all__ = ["ShardingOptions", "Zero2", "Zero3", "units"]
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 S = TypeVar("S", bound="ShardingOptions")
+
+_LEAST_BYTES = 1 << 20  # of a block of host memory that is worth giving back
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward pass that could gather parameters
 
@@ -71,6 +75,7 @@ class Zero3(Strategy[S]):
 
     options_type: ClassVar[type[Any]] = ShardingOptions
     collective_forward = True
+    divides_parameters = True
     _reshard_after_forward = True
 
     @classmethod
@@ -113,13 +118,17 @@ class Zero3(Strategy[S]):
 
     def prepare(self, module: nn.Module) -> nn.Module:
         """Shards the module's parameters in place, unit by unit as they are moved to the device."""
-        options = self._options
+        return self._divided(module, self._options)
+
+    def _divided(self, module: nn.Module, options: ShardingOptions) -> nn.Module:
+        """Shards the parameters of a module or of a part of it; see `prepare`."""
         parts = units(module, options)
         if options.activation_checkpointing:
             from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
             apply_activation_checkpointing(module, check_fn=lambda part: part in parts)
         if self.alone:
+            self.materialise(module)
             return module.to(self._device)
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -132,7 +141,12 @@ class Zero3(Strategy[S]):
         policy = MixedPrecisionPolicy(
             param_dtype=_DTYPES.get(options.param_dtype or ""), reduce_dtype=_DTYPES.get(options.reduce_dtype or "")
         )
+        if is_host(self._device):
+            largest = [max(p.nbytes for p in part.parameters()) for part in parts]
+            if max(largest, default=0) >= _LEAST_BYTES:
+                attach(given_back(max(_LEAST_BYTES, min(largest))))
         for part in [*parts, module]:
+            self.materialise(part)
             fully_shard(
                 part,
                 mesh=self.mesh,
@@ -201,6 +215,15 @@ class Zero3(Strategy[S]):
             whole = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
         kept = {name: value for name, value in whole.items() if name not in leave_out}
         return download(cast(dict[str, torch.Tensor], kept), copy=copy)
+
+    def shares(self, module: nn.Module, *, copy: bool = False) -> dict[str, torch.Tensor]:
+        """Returns this rank's shards by name, and its buffers, which are rank 0's."""
+        with self.evaluating(module):
+            self._let_go(module)
+            named = module.state_dict(keep_vars=True)
+            once = {id(tensor): name for name, tensor in reversed(named.items())}
+            found = {name: named[name].detach() for name in named if once[id(named[name])] == name}
+            return {name: tensor.cpu().clone() for name, tensor in found.items()} if copy else found
 
     def _let_go(self, module: nn.Module) -> None:
         """Frees gathered parameters, which stay after a forward pass without a backward."""

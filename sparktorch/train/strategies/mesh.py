@@ -1,103 +1,48 @@
-"""Ranks in up to three dimensions: copies of the model, shards of its parameters, and parts of its layers.
+"""Ranks in up to four dimensions: copies of the model, its layers in stages, shards of parameters, parts of layers.
 
 `data` x `shard` is hybrid sharding: the model is divided within groups of ranks, and each group has a copy of it. Zhao
 et al. 2023, PyTorch FSDP (https://arxiv.org/abs/2304.11277), section 3.2.2. A group that lies on one host gathers
 parameters without the network between hosts, which carries 1/`shard` of the gradients then. `tensor` divides layers:
-`tensor_parallel.py`.
+`tensor_parallel.py`. `pipeline` has layers one after another on several ranks: `sparktorch/train/pipeline`.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from sparktorch.base.config import TrainConfig, at_least, one_of
+from sparktorch.base.batch import Batch
+from sparktorch.base.config import TrainConfig
 from sparktorch.base.devices import is_host
-from sparktorch.distributed.process_group import subgroup
+from sparktorch.distributed.process_group import subgroup, sum_over_ranks
 from sparktorch.errors import ConfigError
-from sparktorch.train.dtensor import copies, local, mesh_of_training, part_of, undivided
+from sparktorch.train.checkpoint.tensors import OPTIMIZER
+from sparktorch.train.dtensor import copies, local, mesh_of_training, part_of, unadvised, undivided
+from sparktorch.train.pipeline.pipe import Pipe
+from sparktorch.train.pipeline.setup import check_pipeline, check_stages, first_of_all, leave, staged
+from sparktorch.train.pipeline.stages import Stage
+from sparktorch.train.pipeline.step import StandIn, arguments_of, once, slice_of
 from sparktorch.train.recipe.huggingface import MODEL_LOSS, gets_row_labels
+from sparktorch.train.recipe.loss import Sums
 from sparktorch.train.recipe.recipe import Recipe
-from sparktorch.train.strategies.fsdp import ShardingOptions, Zero3
-from sparktorch.train.strategies.row_exchange import share_rows
-from sparktorch.train.strategies.tensor_parallel import STYLES, check_gradients, check_plan, divide
+from sparktorch.train.strategies.base import Step
+from sparktorch.train.strategies.fsdp import Zero3
+from sparktorch.train.strategies.mesh_options import MeshOptions, Sizes
+from sparktorch.train.strategies.row_exchange import RowExchange, share_rows
+from sparktorch.train.strategies.tensor_parallel import check_gradients, check_plan, divide
 
 __all__ = ["Mesh", "MeshOptions"]
 
 _log = logging.getLogger(__name__)
-_DIMENSIONS = ("data", "shard", "tensor")
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeshOptions(ShardingOptions):
-    """Options of `mesh`, besides those of `zero3`.
-
-    Attributes:
-        data: Number of groups, each with a copy of the model; `None` for as many as there are ranks for.
-        shard: Number of ranks of a group among which parameters are sharded; `None` for as many as `data` leaves, or
-            1 without `data`.
-        tensor: Number of ranks among which layers are divided, which compute on the same rows; `None` for 1.
-        plan: How layers are divided, "colwise", "rowwise" or "colwise_gather_output", by globs of their names; empty
-            for the plan that is known of the module. The output of a "colwise" layer is divided, as a "rowwise" one
-            takes it.
-    """
-
-    data: int | None = None
-    shard: int | None = None
-    tensor: int | None = None
-    plan: dict[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        given = self._given()
-        if not given:
-            raise ConfigError(
-                "strategy 'mesh' has no dimension",
-                hint="strategyParams={'shard': n} divides the model among n workers, as many as a host has GPUs",
-                param="strategyParams",
-            )
-        for name, value in given.items():
-            at_least(f"strategyParams.{name}", value, 1)
-        if self.plan and (self.tensor or 1) == 1:
-            raise ConfigError(
-                "strategyParams has a plan for dividing layers, and no tensor ranks",
-                hint="set strategyParams.tensor to the number of workers that share a layer",
-                param="strategyParams",
-            )
-        for pattern, style in self.plan.items():
-            one_of(f"strategyParams.plan[{pattern!r}]", style, STYLES)
-
-    def sizes(self, workers: int) -> tuple[int, int, int]:
-        """Returns the sizes of the dimensions: data, shard, tensor.
-
-        Raises:
-            ConfigError: They do not multiply to the number of workers.
-        """
-        tensor = self.tensor or 1
-        left = workers // tensor
-        data = self.data or left // (self.shard or 1)
-        shard = self.shard or left // data if data else 0
-        if data * shard * tensor == workers:
-            return data, shard, tensor
-        given = " x ".join(f"{name} {value}" for name, value in self._given().items())
-        possible = [size for size in range(1, workers + 1) if workers % size == 0]
-        raise ConfigError(
-            f"strategyParams has {given}, which {workers} workers cannot be divided into",
-            hint=f"set one of them to {', '.join(map(str, possible))}, or change numWorkers",
-            param="strategyParams",
-        )
-
-    def _given(self) -> dict[str, int]:
-        """Returns the dimensions that are set."""
-        return {name: value for name in _DIMENSIONS if (value := getattr(self, name)) is not None}
 
 
 class Mesh(Zero3[MeshOptions]):
@@ -106,11 +51,16 @@ class Mesh(Zero3[MeshOptions]):
     options_type = MeshOptions
     _summed: Sequence[nn.Module] = ()
     _compared = False
+    _compared_step = False
+    _exchange: RowExchange
+    _pipe: Pipe
 
     @classmethod
     def check(cls, config: TrainConfig, recipe: Recipe, options: MeshOptions) -> None:
         """Refuses what `zero3` does and, with `tensor`, modules that train themselves."""
         super().check(config, recipe, options)
+        if (options.pipeline or 1) > 1:
+            check_pipeline(config, recipe)
         if (options.tensor or 1) > 1 and recipe.steps_itself:
             raise ConfigError(
                 "a LightningModule computes in steps of its own, in which ranks that share layers cannot exchange rows",
@@ -127,30 +77,40 @@ class Mesh(Zero3[MeshOptions]):
     def check_module(cls, options: MeshOptions, recipe: Recipe, module: nn.Module) -> None:
         """Refuses what `zero3` does and, with `tensor`, plans that do not fit, and losses of rows from the module."""
         super().check_module(options, recipe, module)
-        if (options.tensor or 1) == 1:
+        if (options.pipeline or 1) > 1:
+            check_stages(module)
+        if (options.tensor or 1) * (options.pipeline or 1) == 1:
             return
         if recipe.training_step == MODEL_LOSS and gets_row_labels(module):
             raise ConfigError(
-                f"{type(module).__name__} computes the loss of its rows, which with strategyParams.tensor are those of"
-                " several ranks",
+                f"{type(module).__name__} computes the loss of its rows, which with strategyParams.tensor or pipeline "
+                "are those of several ranks",
                 hint="set loss, such as 'CrossEntropyLoss'",
                 param="loss",
             )
+        if (options.tensor or 1) == 1:
+            return
         check_plan(module, options.plan, options.tensor or 1)
 
+    @classmethod
+    def check_call(cls, options: MeshOptions, module: nn.Module, batch: Batch) -> None:
+        """Refuses modules that cannot be cut into stages."""
+        if (options.pipeline or 1) > 1:
+            staged(module, options.stages, options.split, batch)
+
     @cached_property
-    def _sizes(self) -> tuple[int, int, int]:
+    def _sizes(self) -> Sizes:
         return self._options.sizes(self._world.world_size)
 
     @cached_property
     def _ranks(self) -> DeviceMesh:
         """The ranks in all dimensions; those of a group are on one host where a host has enough."""
-        data, shard, tensor = self._sizes
+        data, _, shard, tensor = self._sizes
         hosts: list[str] = [""] * self._world.world_size
         dist.all_gather_object(hosts, self._world.host)
         order = torch.tensor(sorted(range(len(hosts)), key=lambda rank: hosts.index(hosts[rank])))
         # Collectives number the ranks of a group in ascending order, and so must the mesh.
-        ranks, largest = order.view(data, -1).sort().values.view(data, shard, tensor), max(map(hosts.count, hosts))
+        ranks, largest = order.view(data, -1).sort().values.view(self._sizes), max(map(hosts.count, hosts))
         for name, size in (("tensor", tensor), ("shard", shard * tensor)):
             groups = ranks.view(-1, size).tolist()
             apart = sum(len({hosts[rank] for rank in group}) > 1 for group in groups)
@@ -161,34 +121,125 @@ class Mesh(Zero3[MeshOptions]):
                 )
         along = [ranks.movedim(axis, -1).reshape(-1, size).tolist() for axis, size in enumerate(self._sizes)]
         groups = [subgroup(self._world, lists) for lists in along]
-        return mesh_of_training(groups, self._device.type, ranks, _DIMENSIONS)
+        return mesh_of_training(groups, self._device.type, ranks, Sizes._fields)
 
     @cached_property
     def mesh(self) -> DeviceMesh:
         """The ranks that hold different samples, in the dimensions `data` and `shard`."""
         return part_of(self._ranks, "data", "shard")
 
+    @cached_property
+    def _sharing(self) -> dist.ProcessGroup:
+        """The ranks that compute on the same rows."""
+        if self._sizes.pipeline == 1:
+            return part_of(self._ranks, "tensor").get_group()
+        lists = self._ranks.mesh.movedim(2, 1).reshape(-1, self._sizes.pipeline * self._sizes.tensor).tolist()
+        return subgroup(self._world, lists)
+
     @property
     def exchanges_rows(self) -> bool:
         """Whether ranks exchange the inputs of a forward pass."""
-        return self._sizes[2] > 1
+        return self._sizes.tensor * self._sizes.pipeline > 1
+
+    @property
+    def runs_passes(self) -> bool:
+        """Whether ranks pass micro-batches through their stages."""
+        return self._sizes.pipeline > 1
 
     @property
     def gradient_divisor(self) -> int:
         """Number of ranks over which gradients are averaged."""
-        return self._world.world_size // self._sizes[2]
+        return self._sizes.data * self._sizes.shard
 
     def prepare(self, module: nn.Module) -> nn.Module:
         """Divides layers, and shards what is left of each rank's parameters, in place."""
+        if self.runs_passes:
+            return self._piped(module)
         if self.exchanges_rows:
-            group = part_of(self._ranks, "tensor")
-            self._summed = divide(module, group, self._options.plan)
-            share_rows(module, group.get_group(), self._device)
+            self._summed = divide(module, part_of(self._ranks, "tensor"), self._options.plan, self.materialise)
+            self._exchange = share_rows(module, self._sharing, self._device)
         return super().prepare(module)
+
+    def _piped(self, module: nn.Module) -> Pipe:
+        """Leaves this rank the parameters of its stages, and divides these."""
+        assert self.example is not None
+        options = self._options
+        found = staged(module, options.stages, options.split, self.example())
+        stage_of = first_of_all(found.stage_of)  # batches of other shapes might be cut elsewhere
+        group = part_of(self._ranks, "pipeline").get_group()
+        own = range(group.rank(), options.stages_per_rank * group.size(), group.size())
+        if self._sizes.tensor > 1:
+            self._summed = divide(module, part_of(self._ranks, "tensor"), options.plan, self.materialise)
+        leave(module, [name for name, stage in stage_of.items() if stage in own], self._device)
+        stages = [Stage(module, [name for name in stage_of if stage_of[name] == number]) for number in own]
+        for stage in stages:
+            present = {type(part).__name__ for part in stage.modules()}
+            classes = [name for name in options.wrap_classes if name in present]
+            self._divided(stage, replace(options, wrap_classes=classes))
+            stage.give_back()
+        self._pipe = Pipe(
+            module,
+            stages,
+            found.twin,
+            found.layers,
+            stage_of,
+            group,
+            self._device,
+            schedule=options.schedule,
+            micro_batches=options.count,
+        )
+        self._exchange = share_rows(self._pipe, self._sharing, self._device)
+        return self._pipe
+
+    def unwrap(self, module: nn.Module) -> nn.Module:
+        """Returns the user's module, of which this rank may have some parameters only."""
+        return module.module if isinstance(module, Pipe) else module
+
+    def run_pass(
+        self, module: nn.Module, batch: Batch, step: Step, scale: float, autocast: AbstractContextManager[Any]
+    ) -> tuple[torch.Tensor, Sums]:
+        """Runs the rows of all ranks that share them through the pipeline."""
+        assert isinstance(module, Pipe)
+        own = arguments_of(step, module.module, batch)
+        ones = torch.ones(len(batch.inputs[0]), device=self._device)
+        weights = [ones if each is None else each for each in (batch.weight, batch.loss_weight)]
+        sent = (own.values, list(batch.inputs), batch.label, weights)
+        (values, inputs, label, weights), _ = self._exchange.before(module, sent, {})
+        given = replace(own, values=values)
+        # A rank without rows has weights of zero for its placeholders, and others may have none.
+        differ = torch.stack([(each != 1).any() for each in weights]).tolist()
+        weight, loss_weight = (each if differs else None for each, differs in zip(weights, differ, strict=True))
+        every = replace(batch, inputs=tuple(inputs), label=label, weight=weight, loss_weight=loss_weight)
+        compares, self._compared_step = not self._compared_step, True
+        metrics: dict[str, Any] = {}
+
+        def loss(output: Any, first: int, last: int) -> torch.Tensor:
+            tensors = iter(tensor[first:last] for tensor in given.tensors)
+            rows = [next(tensors) if i in given.places else value for i, value in enumerate(given.values)]
+            stands = StandIn(module.module, once(output, replace(given, values=rows), compare=compares))
+            found, sums = step(stands, slice_of(every, first, last))
+            for name, (value, count) in sums.items():
+                before = metrics.get(name, (0.0, 0.0))
+                metrics[name] = before[0] + value, before[1] + count
+            return found
+
+        try:
+            total = module.train_rows(given, loss, scale, autocast)
+        finally:
+            self._exchange.restore()
+        return total / self._sharing.size(), metrics
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the share of the time that ranks of a pipeline were idle, and that of equal stages by formula."""
+        if not self.runs_passes:
+            return {}
+        idle, whole = sum_over_ranks(torch.tensor(self._pipe.idle(), dtype=torch.float64), self._world).tolist()
+        return {"pipeline_bubble_formula": self._pipe.bubble} | ({"pipeline_bubble": idle / whole} if whole else {})
 
     def optimizer(self, recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer:
         """Builds the optimizer of this rank's shards, which may lie on several meshes."""
-        built = super().optimizer(recipe, module)
+        whole = self._pipe.twin.module if self.runs_passes else None
+        built = recipe.build_optimizer(module, whole)
         if self.exchanges_rows and isinstance(built, torch.optim.ASGD):
             for group in built.param_groups:
                 group["foreach"] = False  # its kernels take those of one mesh only
@@ -201,7 +252,7 @@ class Mesh(Zero3[MeshOptions]):
 
     def before_step(self, module: nn.Module) -> None:
         """Sums the gradients that ranks which share layers have computed in parts; compares the others, once."""
-        if not self.exchanges_rows:
+        if self._sizes.tensor == 1:
             return
         group = part_of(self._ranks, "tensor").get_group()
         for part in self._summed:
@@ -215,14 +266,27 @@ class Mesh(Zero3[MeshOptions]):
     @contextmanager
     def evaluating(self, module: nn.Module) -> Iterator[nn.Module]:
         """Context in which ranks that share layers have the same bits of what is not divided."""
-        if self.exchanges_rows and not is_host(self._device):  # kernels of accelerators may differ in the last bits
+        if self._sizes.tensor > 1 and not is_host(self._device):  # kernels of accelerators may differ in the last bits
             group = part_of(self._ranks, "tensor").get_group()
             source = dist.get_global_rank(group, 0)
             for parameter in module.parameters():
                 if undivided(parameter, "tensor"):
                     dist.broadcast(local(parameter.detach()), source, group=group)
         with super().evaluating(module) as same:
-            yield same
+            yield module if isinstance(module, Pipe) else same
+
+    @contextmanager
+    def no_sync(self, module: nn.Module) -> Iterator[None]:
+        """Context in which gradients are not reduced; a schedule reduces them at its end."""
+        with nullcontext() if self.runs_passes else super().no_sync(module):
+            yield
+
+    def saves(self, name: str) -> bool:
+        """Returns whether this rank saves an unsharded tensor; of an optimizer, a rank of each stage does."""
+        if self.runs_passes and name.startswith(OPTIMIZER):
+            others = (part_of(self._ranks, name) for name in ("data", "shard", "tensor"))
+            return all(part.get_local_rank() == 0 for part in others)
+        return super().saves(name)
 
     def gradient_norm(self, module: nn.Module) -> torch.Tensor:
         """Returns the norm of the whole model's gradients, of which some ranks have copies."""
@@ -238,7 +302,11 @@ class Mesh(Zero3[MeshOptions]):
         self, module: nn.Module, *, copy: bool = False, leave_out: Collection[str] = ()
     ) -> dict[str, torch.Tensor]:
         """Gathers the whole model's state dict in rank 0; returns an empty dict in other ranks."""
-        with _unlogged("torch.distributed.tensor._redistribute"):  # advises to merge gathers, which it cannot
+        with unadvised():
+            if isinstance(module, Pipe):
+                with self.evaluating(module):
+                    self._let_go(module)
+                    return module.whole_state(leave_out)
             return super().state_dict(module, copy=copy, leave_out=leave_out)
 
     def clip_gradients(self, module: nn.Module, *, norm: float | None, value: float | None) -> torch.Tensor | None:
@@ -256,18 +324,6 @@ class Mesh(Zero3[MeshOptions]):
         if own:
             torch._foreach_mul_(own, factor.to(own[0].device, torch.float32))
         return total
-
-
-@contextmanager
-def _unlogged(name: str) -> Iterator[None]:
-    """Context in which one of torch's loggers does not warn."""
-    logger = logging.getLogger(name)
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
 
 
 def _by_copies(module: nn.Module, ranks: int) -> dict[int, list[torch.Tensor]]:

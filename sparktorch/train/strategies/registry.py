@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import nn
 
+from sparktorch.base.batch import Batch
 from sparktorch.base.config import TrainConfig, from_dict, one_of
 from sparktorch.base.world import World
-from sparktorch.errors import ConfigError
+from sparktorch.errors import ConfigError, ModuleError
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.base import Strategy
 from sparktorch.train.strategies.ddp import DDP
@@ -88,15 +89,29 @@ def check_workers(config: TrainConfig, workers: int) -> None:
     strategy_type(config.strategy).check_workers(options, workers)
 
 
-def check_module(config: TrainConfig, recipe: Recipe, module: nn.Module) -> None:
+def check_module(config: TrainConfig, recipe: Recipe, module: nn.Module, batch: Batch) -> None:
     """Refuses options of the strategy that do not suit the module.
+
+    Args:
+        config: Names the strategy.
+        recipe: What is trained.
+        module: The module.
+        batch: A few rows, with which the module can be called.
 
     Raises:
         ConfigError: They do not.
         ModuleError: The module does not suit the strategy.
     """
     options = strategy_options(config.strategy, config.strategy_params)
-    strategy_type(config.strategy).check_module(options, recipe, module)
+    strategy = strategy_type(config.strategy)
+    strategy.check_module(options, recipe, module)
+    strategy.check_call(options, module, batch)
+    if config.model_folder and any(isinstance(getattr(part, "peft_config", None), dict) for part in module.modules()):
+        raise ModuleError(
+            "modelDir is set, and the module has adapters, whose base is not divided",
+            hint="leave modelDir out: of adapters, only what is trained is sent",
+            param="modelDir",
+        )
 
 
 def workers_for(config: TrainConfig, most: int, fewest: int) -> int | None:

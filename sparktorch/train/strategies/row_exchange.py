@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from sparktorch.base.devices import is_host, module_of
 from sparktorch.errors import ModuleError, SparkTorchError
 
-__all__ = ["PARAM", "share_rows"]
+__all__ = ["PARAM", "RowExchange", "share_rows"]
 
 PARAM = "strategyParams"
 _FAILED = -1
@@ -24,25 +24,26 @@ _PLAIN = (int, float, str, bool, type(None))
 _TOLERANCE = 1e-2  # of what should be equal in all ranks: wrong plans make differences of its own size
 
 
-def share_rows(module: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Lets a module compute on the rows of all ranks of a group in each of them, and return each rank its own.
+def share_rows(module: nn.Module, group: dist.ProcessGroup, device: torch.device) -> RowExchange:
+    """Lets a module compute on the rows of all ranks of a group in each of them; returns what exchanges them.
 
-    Before a forward pass, the ranks exchange the tensors among its arguments, and set their generators to one seed. All
-    else, from sampling to losses, is each rank's own.
+    Before a forward pass, the ranks exchange the tensors among its arguments, and set their generators to one seed;
+    after it, each takes its own rows of the output. All else, from sampling to losses, is each rank's own.
 
     Args:
         module: The module; it must return a row for each of its rows.
         group: This rank's group.
         device: This rank's device.
     """
-    exchange = _Exchange(group, device)
+    exchange = RowExchange(group, device)
     hooks: Any = torch.compiler.disable
     module.register_forward_pre_hook(hooks(exchange.before), with_kwargs=True)
     module.register_forward_hook(hooks(exchange.after))
     module.register_forward_hook(hooks(exchange.restore), always_call=True)
+    return exchange
 
 
-class _Exchange:
+class RowExchange:
     """The hooks around a forward pass, in one rank."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:

@@ -7,7 +7,7 @@ layers, `nn.Linear` and `nn.Embedding`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import pairwise
@@ -45,7 +45,9 @@ _TOLERANCE = 1e-2  # of gradients that should be equal
 _HEADS = ("num_attention_heads", "num_key_value_heads")
 
 
-def divide(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> list[nn.Module]:
+def divide(
+    module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str], materialise: Callable[[nn.Module], None]
+) -> list[nn.Module]:
     """Divides layers of a module among the ranks of a mesh of one dimension, in place.
 
     Returns:
@@ -55,6 +57,7 @@ def divide(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> list
         module: The module, with the same parameters in every rank.
         mesh: The ranks of this rank's group.
         plan: As in `MeshOptions.plan`.
+        materialise: Gives a layer its values before it is divided.
 
     Raises:
         ConfigError: The plan does not fit the module.
@@ -74,7 +77,9 @@ def divide(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> list
     for name, kind in found.items():
         if kind == "rowwise" and isinstance(parts[name], nn.Linear):  # before torch's hook, which takes it for a part
             parts[name].register_forward_pre_hook(partial(_check_width, name, mesh.size()))
-    parallelize_module(module, mesh, styles, src_data_rank=None)  # all ranks have the same parameters
+    for name, way in styles.items():
+        materialise(parts[name])
+        parallelize_module(parts[name], mesh, way, src_data_rank=None)  # all ranks have the same parameters
     inplace = any(getattr(part, "inplace", False) for part in parts.values())
     for name in styles:
         if isinstance(part := parts[name], nn.Embedding):

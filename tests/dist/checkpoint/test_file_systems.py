@@ -23,6 +23,8 @@ from tests.support.resume import STEPS, Counts, job_for, killed, parts, timeless
 from tests.support.s3 import object_store
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.landing
+
 BUCKET = "runs"
 
 

@@ -17,6 +17,8 @@ from sparktorch.distributed.server import ControlServer
 from sparktorch.distributed.store import Rendezvous, connect
 from tests.support.ranks import HOST, SPAWN
 
+pytestmark = pytest.mark.landing
+
 PATIENCE = 3.0
 
 

@@ -41,6 +41,8 @@ from tests.support.nets import (
 from tests.support.ranks import cause_of_death, control_server, run_ranks, train_on
 
 ROWS, BATCH, EPOCHS, SEED = 403, 64, 3, 11
+pytestmark = pytest.mark.landing
+
 STEPS = -(-ROWS // BATCH)
 TABLE = Table.random(ROWS, weighted=True)
 MODES = [{"staleness": 1}, {"staleness": 4, "servers": None}, {}, {"servers": 2}]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,9 +30,14 @@ def kept(world: World, recipe: Recipe, strategy: str, options: dict[str, Any]) -
     config = TrainConfig(strategy=strategy, strategy_params=options)
     shared = build_strategy(config, world)
     plain = recipe.build_module(0)
+    rows = Batch((torch.ones(2, 5),), None, None, 2)
+    shared.example = lambda: rows
     module = shared.prepare(plain)
     optimizer = shared.optimizer(recipe, plain)
-    module(torch.ones(2, 5)).sum().backward()
+    if shared.runs_passes:
+        shared.run_pass(module, rows, lambda module, batch: (module(*batch.inputs).sum(), {}), 1.0, nullcontext())
+    else:
+        module(*rows.inputs).sum().backward()
     optimizer.step()
     state = own_optimizer(optimizer).state.values()
     return {
@@ -49,6 +56,8 @@ def kept(world: World, recipe: Recipe, strategy: str, options: dict[str, Any]) -
         (Tower, "mesh", {"shard": 2, **PARTED}),
         (Paired, "mesh", {"tensor": 2}),
         (Paired, "mesh", {"tensor": 2, "shard": 2}),
+        (Paired, "mesh", {"pipeline": 2, "shard": 2}),
+        (Paired, "mesh", {"pipeline": 4}),
     ],
 )
 def test_a_worker_keeps_what_the_plan_says(module: type[nn.Module], strategy: str, options: dict[str, Any]) -> None:
@@ -81,6 +90,10 @@ def test_activations_are_those_that_autograd_keeps_of_the_rows_of_a_worker() -> 
     assert found["zero3",].sent == 4 * 5101 * 3 // 2
     # Inputs are exchanged, and forward the output of the second layer is summed up; the input needs no gradient.
     assert found["mesh", ("tensor", 2)].sent == 32 * (inputs // 2 + 4 * 1)
+    # Of eight micro-batches, a worker has two. The first layer's output is passed on, and its gradient.
+    staged = found["mesh", ("pipeline", 2)]
+    assert staged.activations == 16 * ((hidden + error) // 4 + 2 * inputs)
+    assert staged.sent == 32 * (inputs // 2 + 2 * hidden)
 
 
 def test_the_table_names_what_fits_and_what_is_refused() -> None:
@@ -94,3 +107,30 @@ def test_the_table_names_what_fits_and_what_is_refused() -> None:
     assert lines["zero1"].endswith("fits")
     assert "channelsLast lays out weights" in lines["zero3"]
     assert [need.strategy for need in table.fitting] == ["zero1"]
+
+
+def test_a_model_that_no_process_could_build_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("the module is built with values")
+
+    monkeypatch.setattr(Recipe, "build_module", refuse)
+    width = 1 << 20
+    first = Batch((torch.ones(2, width),), torch.ones(2, width), None, 2, names=("x",))
+    module = partial(nn.Linear, width, width, bias=False)
+    table = plan(Recipe(module=module), TrainConfig(task="regression"), 4, first, memory=10**15)
+    assert table.parameters == width**2
+    assert table.needs[0].total > 16 * 10**12  # of Adam
+
+
+class Looks(nn.Linear):
+    """Asks for the value of its input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x if x.max() < 100 else x / 100)
+
+
+@pytest.mark.parametrize("module", [Looks(5, 1), partial(Looks, 5, 1)])
+def test_a_module_that_needs_values_is_planned_with_values(module: Any) -> None:
+    first = Batch((torch.ones(2, 5),), torch.ones(2, 1), None, 2, names=("x",))
+    table = plan(Recipe(module=module), TrainConfig(task="regression"), 2, first)
+    assert (table.parameters, table.needs[0].gradients) == (6, 24)

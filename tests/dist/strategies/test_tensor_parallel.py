@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from sparktorch.base.batch import Batch
 from sparktorch.base.config import CheckpointConfig
 from sparktorch.base.world import World
 from sparktorch.data.columns import VALIDATION
@@ -27,6 +28,7 @@ from tests.support.ranks import control_server, in_group, run_ranks, train_on
 from tests.support.resume import Counts, timeless
 from tests.support.tiny_transformers import causal, llama, qwen, shortened
 
+FEW = Batch((torch.ones(2, 5),), None, None, 2)
 MESHES: dict[str, tuple[int, dict[str, int]]] = {
     "layers": (2, {"tensor": 2}),
     "copies of layers": (4, {"tensor": 2}),
@@ -88,7 +90,9 @@ def test_dropout_draws_the_same_numbers_in_the_ranks_that_share_a_layer(tmp_path
 def test_a_table_of_embeddings_is_divided_by_rows() -> None:
     job = tensor_job({"tensor": 2, "plan": {"table": "rowwise", "o*": "rowwise"}}, recipe={"module": Bags})
     with pytest.raises(ConfigError, match="out"):  # what it takes is not divided, so it must not be either
-        check_module(replace(job.config, strategy_params={"tensor": 3, "plan": {"out": "rowwise"}}), job.recipe, Bags())
+        check_module(
+            replace(job.config, strategy_params={"tensor": 3, "plan": {"out": "rowwise"}}), job.recipe, Bags(), FEW
+        )
     job = tensor_job({"tensor": 2, "plan": {"table": "rowwise"}}, recipe={"module": Bags})
     state, _ = train_on([part.batches() for part in TABLE.parts(2)], job)
     torch.testing.assert_close(state, plain(of=Bags)[0], atol=1e-5, rtol=0)
@@ -182,7 +186,7 @@ def test_what_cannot_be_divided_is_refused_before_the_job(
 ) -> None:
     job = job_for(recipe={"module": module}, strategy="mesh", strategy_params=options)
     with pytest.raises(error, match=says):
-        check_module(job.config, job.recipe, module())
+        check_module(job.config, job.recipe, module(), FEW)
 
 
 def test_heads_that_cannot_be_divided_and_losses_of_rows_are_refused_before_the_job() -> None:
@@ -196,7 +200,7 @@ def test_heads_that_cannot_be_divided_and_losses_of_rows_are_refused_before_the_
         config = job_for(strategy="mesh", strategy_params={"tensor": tensor}).config
         check_strategy(config, recipe)
         with pytest.raises(ConfigError, match=says):
-            check_module(config, recipe, recipe.build_module(0))
+            check_module(config, recipe, recipe.build_module(0), FEW)
 
 
 def test_a_module_without_a_row_for_each_row_is_refused_in_the_rank() -> None:
@@ -379,4 +383,4 @@ def test_layers_that_compute_in_their_own_way_are_refused(part: nn.Module, says:
     module = nn.ModuleDict({"part": part})
     config = tensor_job({"tensor": 2, "plan": {"part": "rowwise"}}).config
     with pytest.raises(ConfigError, match=says):
-        check_module(config, Recipe(module=module), module)
+        check_module(config, Recipe(module=module), module, FEW)

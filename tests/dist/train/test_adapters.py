@@ -27,7 +27,10 @@ from tests.support.ranks import control_server, preload, run_ranks, train_on
 from tests.support.resume import Counts
 
 preload("tests.support.adapters")
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft reads it
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),  # peft reads it
+    pytest.mark.landing,
+]
 
 RANKS, STEPS = 2, 4
 STRATEGIES: dict[str, dict[str, Any]] = {

@@ -18,6 +18,8 @@ from tests.support.frames import Table
 from tests.support.parts import NormalisedScore
 from tests.support.ranks import train_on
 
+pytestmark = pytest.mark.landing
+
 TABLE = Table.random(100, validated=True)
 JOB = TrainJob(
     columns=TABLE.columns,

@@ -26,6 +26,7 @@ __all__ = ["main"]
 
 WARM = 12  # fits, after which every process has all that it will ever import
 SEEDS = 20
+_END_OF_TASK = 1.0  # seconds; a rank hands back its result before it has closed the task's connections
 
 
 class When(Callback):
@@ -87,6 +88,7 @@ def on_held_rows(
     with TorchRegressor(module=Score, numWorkers=1).prepare(data) as rows:
         for number in range(WARM + fits + 1):
             if number in (WARM, WARM + fits):
+                time.sleep(_END_OF_TASK)
                 found.append(holdings(spark))
             assert fit(rows, number % SEEDS) == expected[number % SEEDS]
     return found

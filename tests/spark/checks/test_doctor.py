@@ -25,6 +25,8 @@ from tests.support.programs import ROOT
 from tests.support.sessions import settings
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.landing
+
 
 def regressor(**params: Any) -> TorchRegressor:
     given: dict[str, Any] = {"module": Score, "numWorkers": 2, "progress": False, "preflight": "full"}

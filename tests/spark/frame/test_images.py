@@ -19,6 +19,9 @@ from tests.spark.columns import Flat
 ROWS, SHAPE = 12, (4, 5, 3)
 
 
+pytestmark = pytest.mark.landing
+
+
 @pytest.fixture(scope="module")
 def pixels() -> np.ndarray:
     return np.random.default_rng(7).integers(0, 256, (ROWS, *SHAPE), dtype=np.uint8)

@@ -34,6 +34,7 @@ def test_the_digits_job_is_valid() -> None:
     assert job.tracking.uri == "sqlite:///out/mlflow.db"
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("name", ["diabetes", "movielens"])
 def test_a_regression_job_beats_the_mean(spark: SparkSession, name: str) -> None:
     job = read_job(ROOT / "conf" / f"{name}.yaml")

@@ -14,7 +14,10 @@ from sparktorch import TorchClassificationModel, TorchClassifier
 from sparktorch.errors import PersistenceError
 from tests.support.adapters import LENGTH, WORDS, Adapted, adapted, save_base
 
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft reads it
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),  # peft reads it
+    pytest.mark.landing,
+]
 
 
 def test_a_fitted_saved_and_loaded_model_scores_as_its_merged_module(spark: SparkSession, tmp_path: Path) -> None:

@@ -329,3 +329,19 @@ def test_mlflow_serves_it_and_answers_as_transform_does(
             np.testing.assert_allclose(
                 [row["probability"] for row in found], [row["probability"].toArray() for row in expected], atol=1e-6
             )
+
+
+@pytest.mark.usefixtures("store")
+def test_a_model_in_a_folder_of_its_own_is_logged_by_name(frame: DataFrame, tmp_path: Path) -> None:
+    shards: dict[str, object] = {"strategy": "zero3", "modelDir": str(tmp_path / "models"), "numWorkers": 2}
+    model = classifier(**shards).fit(frame)
+    with mlflow.start_run():
+        info = log_model(model, name="divided")
+    logged = Path(mlflow.artifacts.download_artifacts(info.model_uri), "sparktorch")
+    assert {path.name for path in logged.iterdir()} == {"columns.json", "module.json", "model.json"}
+    expected = [row.prediction for row in rows_of(model.transform(frame))]
+    loaded = load_model(info.model_uri)
+    assert [row.prediction for row in rows_of(loaded.transform(frame))] == expected
+    rows = frame.orderBy("target").select("features").toPandas()
+    scored = mlflow.pyfunc.load_model(info.model_uri).predict(rows)
+    assert scored["prediction"].tolist() == expected

@@ -24,7 +24,7 @@ from tests.support.mlflow import QUIET, answers
 from tests.support.proxy import Proxy, free_port
 from tests.support.waiting import until
 
-pytestmark = [*QUIET, pytest.mark.timeout(180)]
+pytestmark = [*QUIET, pytest.mark.timeout(180), pytest.mark.landing]
 
 Away = Literal["refuse", "stall"]
 

@@ -64,8 +64,23 @@ def test_where_all_is_well_each_check_says_so_once() -> None:
     assert len(set(checks)) == len(checks)
     assert set(checks) == {
         *("packages", "driver-reachable", "peers-reachable", "host-names", "gpu-addresses"),
-        *("shared-memory", "local-disk", "checkpoint-dir"),
+        *("shared-memory", "local-disk", "placement", "checkpoint-dir"),
     }
+
+
+@pytest.mark.parametrize(
+    ("hosts", "says"),
+    [
+        ("aabb", "a 2, b 2; groups of strategy 'mesh' of 2 lie on one host"),
+        ("aaab", "a 3, b 1; groups of strategy 'mesh' of workers (shard, tensor) lie on several hosts"),
+        ("aaaa", None),
+    ],
+)
+def test_how_many_workers_of_a_group_lie_on_one_host_is_told(hosts: str, says: str | None) -> None:
+    answers = [answer(rank, host=host) for rank, host in enumerate(hosts)]
+    found = diagnose(answers, Expected(packages=PACKAGES, driver="10.0.1.1", world_size=4))
+    told = [finding.found for finding in found if finding.check == "placement"]
+    assert told == ([] if says is None else [f"tasks by host: {says}"])
 
 
 @pytest.mark.parametrize(

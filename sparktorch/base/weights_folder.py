@@ -1,0 +1,109 @@
+"""A model's weights in a folder of safetensors files with an index, in the layout of Hugging Face's models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparktorch.errors import PersistenceError
+
+__all__ = ["INDEX", "WeightsFolder", "is_weights_folder"]
+
+INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class WeightsFolder(Mapping[str, torch.Tensor]):
+    """Tensors by name, which are mapped into memory when they are asked for: processes of a host share their pages.
+
+    A parameter that a module has under several names is saved under the first one.
+
+    Attributes:
+        path: The folder, on a file system that is mounted wherever it is read.
+        token: What the training that wrote it has put into the index; empty for any.
+    """
+
+    path: str
+    token: str = ""
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """Returns a tensor, on the CPU; changes to it are not written.
+
+        Raises:
+            PersistenceError: The folder cannot be read.
+        """
+        file = self._files[name]
+        with self._reading():
+            tensor: torch.Tensor = self._opened(file).get_tensor(name)
+        return tensor
+
+    def __contains__(self, name: object) -> bool:
+        """Whether there is a tensor of that name; maps none."""
+        return name in self._files
+
+    def __iter__(self) -> Iterator[str]:
+        """Yields the names of the tensors."""
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        """Returns the number of tensors."""
+        return len(self._files)
+
+    def __reduce__(self) -> tuple[type[WeightsFolder], tuple[str, str]]:
+        """Leaves out open files."""
+        return WeightsFolder, (self.path, self.token)
+
+    @cached_property
+    def _files(self) -> dict[str, str]:
+        """The file of each tensor."""
+        index, single = Path(self.path, INDEX), Path(self.path, _SINGLE)
+        with self._reading():
+            if not self.token and single.is_file():
+                return dict.fromkeys(self._opened(_SINGLE).keys(), _SINGLE)
+            form = json.loads(index.read_text())
+            found: dict[str, str] = form["weight_map"]
+            written = form.get("metadata", {}).get("sparktorch", "")
+        if self.token and written != self.token:
+            raise PersistenceError(f"{self.path} holds the weights of another training", param="modelDir")
+        return found
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Context in which files are read; says where they must be."""
+        from safetensors import SafetensorError
+
+        try:
+            yield
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            raise PersistenceError(
+                f"the weights in {self.path} cannot be read: {error}",
+                hint="the folder must be mounted under this path wherever the model is trained, loaded or scored; "
+                "and its files must be complete",
+                param="modelDir",
+            ) from error
+
+    def _opened(self, file: str) -> Any:
+        """Returns the open file; the names in an index may come from an attacker, and stay inside the folder."""
+        from safetensors import safe_open
+
+        known = self._handles
+        if file not in known:
+            known[file] = safe_open(Path(self.path, Path(file).name), framework="pt", device="cpu")
+        return known[file]
+
+    @cached_property
+    def _handles(self) -> dict[str, Any]:
+        return {}
+
+
+def is_weights_folder(path: str) -> bool:
+    """Whether a folder holds weights as safetensors."""
+    return any(Path(path, name).is_file() for name in (INDEX, _SINGLE))

@@ -1,0 +1,48 @@
+"""Says what each strategy would take of a worker, for the training of a job file.
+
+Prints the table of `estimator.plan(df)`: memory, and bytes sent in a step. It reads the first row, and trains nothing.
+The job file's modules must be on the Python path.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from sparktorch.cli.job_file import read_job
+from sparktorch.cli.session import NoSessionError, add_session_arguments, count, session
+from sparktorch.errors import SparkTorchError
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "say what each strategy would take of a worker"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments of the command."""
+    add_session_arguments(parser)
+    parser.add_argument("job", help="a job file, such as conf/digits.yaml")
+    parser.add_argument(
+        "--workers", type=count, metavar="N", help="number of workers (default: numWorkers of the job file)"
+    )
+    parser.add_argument("--memory", type=float, metavar="MB", help="what a worker has, to say which strategies fit")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the command; returns 0 if a strategy is possible and fits, else 1."""
+    try:
+        job = read_job(options.job)
+        estimator = job.estimator.build()
+        if options.workers is not None:
+            estimator.set(estimator.getParam("numWorkers"), options.workers)
+        with session(options, "sparktorch plan", quiet=True) as spark:
+            training, _ = job.data.split(job.data.load(spark))
+            found = estimator.plan(training, memory=options.memory)  # type: ignore[attr-defined]  # which all have
+    except NoSessionError as error:
+        print(f"{error.finding.found}\n  -> {error.finding.advice}", file=sys.stderr)
+        return 1
+    except SparkTorchError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(found)
+    return 0 if found.fitting else 1

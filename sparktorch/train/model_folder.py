@@ -1,0 +1,127 @@
+"""Writes the model of ranks that each hold a share of it into a folder, tensor by tensor and file by file."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+
+from sparktorch.base.weights_folder import INDEX, WeightsFolder
+from sparktorch.base.world import World
+from sparktorch.distributed.process_group import sum_over_ranks
+from sparktorch.errors import PersistenceError
+from sparktorch.train.dtensor import unadvised, whole
+
+__all__ = ["ModelFolder"]
+
+_FILE_BYTES = 1 << 30
+_LEAST_BYTES = 16 << 20
+_SEEN_SECONDS = 10.0
+
+
+class ModelFolder:
+    """A folder that rank 0 writes, and the driver and whoever scores read.
+
+    The files are safetensors with an index, in the layout of Hugging Face's models. The index is written last: a folder
+    without it holds no model.
+    """
+
+    def __init__(self, path: str, world: World) -> None:
+        """Takes an absolute path, whose last part identifies the training, and this rank's place."""
+        self._path, self._token, self._world = Path(path), Path(path).name, world
+
+    def check(self) -> None:
+        """Makes the folder; checks that rank 0 can write to it, and that it is the same one in every rank.
+
+        Raises:
+            PersistenceError: It is not, or rank 0 cannot.
+        """
+        own = secrets.randbits(50) if self._world.is_main else 0
+        try:
+            if self._world.is_main:
+                self._path.mkdir(parents=True, exist_ok=True)
+                (self._path / f".{own}").touch()
+            number = int(sum_over_ranks(torch.tensor([own], dtype=torch.float64), self._world))
+            main = self._path / f".{number}"
+            until = time.monotonic() + _SEEN_SECONDS
+            while not main.is_file():  # a network file system may take a while
+                if time.monotonic() > until:
+                    raise FileNotFoundError(f"{self._path} is not the folder that rank 0 has made under this path")
+                time.sleep(0.1)
+            self._wait()
+            if self._world.is_main:
+                main.unlink()
+        except OSError as error:
+            raise PersistenceError(
+                f"modelDir cannot be used: {error}",
+                hint="name a folder on a file system that is mounted under the same path on all hosts",
+                param="modelDir",
+            ) from error
+
+    def write(self, tensors: Mapping[str, torch.Tensor]) -> WeightsFolder:
+        """Writes the model.
+
+        Each rank gathers one tensor at a time; rank 0 holds a file at a time, of about half its share of the model.
+
+        Args:
+            tensors: This rank's share, as `Strategy.shares` returns it.
+        """
+        world, files = self._world, list(self._files(tensors))
+        places: dict[str, str] = {}
+        for number, names in enumerate(files):
+            file = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
+            held: dict[str, torch.Tensor] = {}
+            for name in names:
+                tensor = self._whole(tensors[name])
+                if world.is_main:
+                    held[name] = tensor.cpu().contiguous()
+                places[name] = file
+            if world.is_main:
+                self._write(file, held)
+        self._wait()
+        if world.is_main:
+            size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+            index = {"metadata": {"total_size": size, "sparktorch": self._token}, "weight_map": places}
+            (self._path / f"{INDEX}.new").write_text(json.dumps(index, indent=1))
+            (self._path / f"{INDEX}.new").rename(self._path / INDEX)
+            for left in set(self._path.glob("model-*")) - {self._path / file for file in places.values()}:
+                left.unlink()  # of an attempt with another number of ranks, which was lost
+        self._wait()
+        return WeightsFolder(str(self._path), self._token)
+
+    def _files(self, tensors: Mapping[str, torch.Tensor]) -> Iterable[list[str]]:
+        """Yields the names of the tensors in each file."""
+        sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+        # safetensors copies what it writes: a file takes twice its size.
+        most = max(_LEAST_BYTES, min(_FILE_BYTES, sum(sizes.values()) // (2 * self._world.world_size)))
+        names: list[str] = []
+        held = 0
+        for name, size in sizes.items():
+            if names and held + size > most:
+                yield names
+                names, held = [], 0
+            names.append(name)
+            held += size
+        yield names
+
+    def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the whole tensor; a collective for a `DTensor`, on the device of its ranks."""
+        if not hasattr(tensor, "device_mesh"):
+            return tensor.detach()
+        with unadvised():
+            return whole(tensor.detach().to(self._world.device))
+
+    def _write(self, file: str, tensors: dict[str, torch.Tensor]) -> None:
+        from safetensors.torch import save_file
+
+        new = self._path / f"{file}.new"
+        save_file(tensors, new, metadata={"format": "pt"})
+        new.rename(self._path / file)
+
+    def _wait(self) -> None:
+        """Waits until all ranks are here."""
+        sum_over_ranks(torch.zeros(1), self._world)

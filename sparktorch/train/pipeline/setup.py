@@ -1,0 +1,150 @@
+"""What is checked and decided before a module is divided into stages."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from sparktorch.base.batch import Batch
+from sparktorch.base.config import TrainConfig
+from sparktorch.errors import ConfigError, ModuleError
+from sparktorch.train.pipeline.pipe import Arguments
+from sparktorch.train.pipeline.recording import Twin
+from sparktorch.train.pipeline.stages import cut, layers_of, programs
+from sparktorch.train.recipe.huggingface import arguments
+from sparktorch.train.recipe.recipe import Recipe
+
+__all__ = ["Staged", "check_pipeline", "check_stages", "first_of_all", "leave", "staged"]
+
+_PARAM = "strategyParams"
+
+
+@dataclass(frozen=True)
+class Staged:
+    """How a module is divided into stages.
+
+    Attributes:
+        twin: Records its forward passes.
+        layers: Names of the layers that are called as they are.
+        stage_of: The stage of each layer, and of each parameter between them.
+        passed: Bytes that the stage which passes on most passes on of the rows that were recorded.
+    """
+
+    twin: Twin
+    layers: list[str]
+    stage_of: dict[str, int]
+    passed: int
+
+    def stage(self, name: str) -> int:
+        """Returns the stage of a parameter."""
+        return next(stage for path, stage in self.stage_of.items() if _within(name, path))
+
+
+def check_pipeline(config: TrainConfig, recipe: Recipe) -> None:
+    """Refuses settings that a pipeline does not support.
+
+    Raises:
+        ConfigError: One of them is set.
+    """
+    if recipe.steps_itself:
+        raise ConfigError(
+            "a LightningModule computes in steps of its own, whose passes a pipeline cannot run",
+            hint="pass its network as module, with a loss, or use strategyParams.shard instead of pipeline",
+            param="module",
+        )
+    if config.compile:
+        raise ConfigError(
+            "compile is set, and strategyParams.pipeline calls the layers of the module, not the module",
+            hint="leave compile out",
+            param="compile",
+        )
+    if config.model_folder:
+        raise ConfigError(
+            "modelDir is set, and ranks of a pipeline do not write it",
+            hint="use strategyParams.shard instead of pipeline, or leave modelDir out",
+            param="modelDir",
+        )
+
+
+def check_stages(module: nn.Module) -> None:
+    """Refuses modules that no pipeline can train as one process does.
+
+    Raises:
+        ConfigError: The module has adapters.
+        ModuleError: The module has batch normalisation.
+    """
+    if hasattr(module, "peft_config"):
+        raise ConfigError(
+            "strategyParams.pipeline divides no module with adapters",
+            hint="divide parameters with strategyParams.shard, or train the model without adapters",
+            param=_PARAM,
+        )
+    for name, part in module.named_modules():
+        if isinstance(part, nn.modules.batchnorm._BatchNorm):
+            raise ModuleError(
+                f"{name or 'the module'} is batch normalisation, and a pipeline computes on a micro-batch at a time",
+                hint="use nn.GroupNorm or nn.LayerNorm, or leave strategyParams.pipeline out",
+                param=_PARAM,
+            )
+
+
+def staged(module: nn.Module, stages: int, split: Sequence[str], batch: Batch) -> Staged:
+    """Divides a module into stages, which says nothing of values.
+
+    Args:
+        module: The module.
+        stages: Number of stages.
+        split: Names of the layers that they begin with, but for the first; empty for stages with equal work.
+        batch: Its forward pass is recorded.
+
+    Raises:
+        ConfigError: The options do not fit the module.
+        ModuleError: The module cannot be divided.
+    """
+    for name, tensor in zip(batch.names or [""] * len(batch.inputs), batch.inputs, strict=True):
+        if tensor.is_nested or tensor.layout is not torch.strided:
+            raise ModuleError(
+                f"input {name!r} is of layout {str(tensor.layout).removeprefix('torch.')}, which a pipeline cannot cut "
+                "into micro-batches of one shape",
+                hint="pad it, see setInputFormats, or leave strategyParams.pipeline out",
+                param=_PARAM,
+            )
+    twin = Twin(module)
+    layers = layers_of(twin.module, stages, split)
+    args, kwargs = arguments(batch, module)
+    kwargs.pop("labels", None)  # with which a model of transformers computes a loss, too
+    given = Arguments.of(args, kwargs)
+    recording = twin.record(layers, given.call, given.tensors, training=True)
+    found = cut(recording, twin.module, stages, split)
+    made = programs(recording, found, stages)  # refuses what cannot be passed on
+    inside = [name for name, _ in twin.module.named_parameters() if not any(_within(name, path) for path in found)]
+    for name in inside:  # nothing uses them
+        found[next((layer for layer in layers if _within(name, layer)), name)] = 0
+    return Staged(twin, layers, found, max(sum(value.nbytes for value in each.received) for each in made))
+
+
+def _within(name: str, path: str) -> bool:
+    return name == path or name.startswith(f"{path}.")
+
+
+def first_of_all(value: Any) -> Any:
+    """Returns rank 0's value in all ranks."""
+    found = [value]
+    dist.broadcast_object_list(found, 0)
+    return found[0]
+
+
+def leave(module: nn.Module, names: Collection[str], device: torch.device) -> None:
+    """Leaves a module the parameters of some layers; moves its buffers to the device."""
+    for path, part in module.named_modules():
+        for last in list(part._parameters):
+            name = f"{path}.{last}" if path else last
+            if not any(_within(name, kept) for kept in names):
+                part._parameters[last] = None
+        for last, buffer in part._buffers.items():
+            part._buffers[last] = None if buffer is None else buffer.to(device)

@@ -1,0 +1,143 @@
+"""The options of "mesh": the sizes of its dimensions, and how layers and stages are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from sparktorch.base.config import at_least, one_of
+from sparktorch.errors import ConfigError
+from sparktorch.train.strategies.fsdp import ShardingOptions
+from sparktorch.train.strategies.tensor_parallel import STYLES
+
+__all__ = ["MeshOptions", "Sizes"]
+
+
+class Sizes(NamedTuple):
+    """The sizes of a mesh's dimensions, the outermost first."""
+
+    data: int
+    pipeline: int
+    shard: int
+    tensor: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshOptions(ShardingOptions):
+    """Options of `mesh`, besides those of `zero3`.
+
+    Attributes:
+        data: Number of groups, each with a copy of the model; `None` for as many as there are ranks for.
+        shard: Number of ranks of a group among which parameters are sharded; `None` for as many as `data` leaves, or
+            1 without `data`.
+        tensor: Number of ranks among which layers are divided, which compute on the same rows; `None` for 1.
+        pipeline: Number of ranks that have the module's layers one after another, and pass micro-batches on; `None` for
+            1.
+        stages_per_rank: Number of stages of each of these ranks; with more than 1, the schedule is interleaved.
+        split: Names of the layers that stages begin with, but for the first; empty for stages with equal work.
+        micro_batches: Number of micro-batches into which the rows of these ranks are divided; `None` for 4 times
+            `pipeline`.
+        schedule: "1f1b" runs the backward pass of a micro-batch as soon as it can; "gpipe" runs all forward passes
+            first, and keeps the activations of all micro-batches.
+        plan: How layers are divided, "colwise", "rowwise" or "colwise_gather_output", by globs of their names; empty
+            for the plan that is known of the module. The output of a "colwise" layer is divided, as a "rowwise" one
+            takes it.
+    """
+
+    data: int | None = None
+    shard: int | None = None
+    tensor: int | None = None
+    pipeline: int | None = None
+    stages_per_rank: int = 1
+    split: list[str] = field(default_factory=list)
+    micro_batches: int | None = None
+    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    plan: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = self._given()
+        if not given:
+            raise ConfigError(
+                "strategy 'mesh' has no dimension",
+                hint="strategyParams={'shard': n} divides the model among n workers, as many as a host has GPUs",
+                param="strategyParams",
+            )
+        for name, value in given.items():
+            at_least(f"strategyParams.{name}", value, 1)
+        if self.plan and (self.tensor or 1) == 1:
+            raise ConfigError(
+                "strategyParams has a plan for dividing layers, and no tensor ranks",
+                hint="set strategyParams.tensor to the number of workers that share a layer",
+                param="strategyParams",
+            )
+        for pattern, style in self.plan.items():
+            one_of(f"strategyParams.plan[{pattern!r}]", style, STYLES)
+        one_of("strategyParams.schedule", self.schedule, ("1f1b", "gpipe"))
+        self._check_pipeline()
+
+    def _check_pipeline(self) -> None:
+        at_least("strategyParams.stages_per_rank", self.stages_per_rank, 1)
+        if self.micro_batches is not None:
+            at_least("strategyParams.micro_batches", self.micro_batches, 1)
+        ranks = self.pipeline or 1
+        if ranks == 1 and (self.split or self.micro_batches or self.stages_per_rank > 1):
+            raise ConfigError(
+                "strategyParams has options of a pipeline, and no pipeline ranks",
+                hint="set strategyParams.pipeline to the number of workers that have the layers one after another",
+                param="strategyParams",
+            )
+        if self.stages_per_rank > 1 and self.schedule == "gpipe":
+            raise ConfigError(
+                "strategyParams.schedule is 'gpipe', and several stages of a rank take turns by '1f1b'",
+                hint="leave schedule or stages_per_rank out",
+                param="strategyParams",
+            )
+        count = self.count
+        if ranks > 1 and count < ranks and (self.schedule == "1f1b" or self.stages_per_rank > 1):
+            raise ConfigError(
+                f"strategyParams.micro_batches is {count}, and schedule '1f1b' keeps {ranks} ranks busy with at least "
+                f"{ranks}",
+                hint="set it to more, or schedule to 'gpipe'",
+                param="strategyParams",
+            )
+        if self.stages_per_rank > 1 and count % (count // ranks):
+            raise ConfigError(
+                f"strategyParams.micro_batches is {count}, and {ranks} ranks with several stages take turns",
+                hint=f"set it to a multiple of {ranks}",
+                param="strategyParams",
+            )
+
+    @property
+    def stages(self) -> int:
+        """Number of stages of a pipeline."""
+        return (self.pipeline or 1) * self.stages_per_rank
+
+    @property
+    def count(self) -> int:
+        """Number of micro-batches in a pipeline."""
+        return self.micro_batches or 4 * (self.pipeline or 1)
+
+    def sizes(self, workers: int) -> Sizes:
+        """Returns the sizes of the dimensions.
+
+        Raises:
+            ConfigError: They do not multiply to the number of workers.
+        """
+        tensor, pipeline = self.tensor or 1, self.pipeline or 1
+        left = workers // (tensor * pipeline)
+        data = self.data or left // (self.shard or 1)
+        shard = self.shard or left // data if data else 0
+        if data * shard * tensor * pipeline == workers:
+            return Sizes(data, pipeline, shard, tensor)
+        given = " x ".join(f"{name} {value}" for name, value in self._given().items())
+        possible = [size for size in range(1, workers + 1) if workers % size == 0]
+        raise ConfigError(
+            f"strategyParams has {given}, which {workers} workers cannot be divided into",
+            hint=f"set one of them to {', '.join(map(str, possible))}, or change numWorkers",
+            param="strategyParams",
+        )
+
+    def _given(self) -> dict[str, int]:
+        """Returns the dimensions that are set."""
+        return {name: value for name in Sizes._fields if (value := getattr(self, name)) is not None}

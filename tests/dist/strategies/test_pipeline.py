@@ -1,0 +1,355 @@
+"""A module whose layers are on ranks one after another trains as one process does, on any mesh and schedule."""
+
+from __future__ import annotations
+
+import random
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sparktorch.base.batch import Batch
+from sparktorch.base.config import CheckpointConfig
+from sparktorch.data.columns import VALIDATION
+from sparktorch.errors import ConfigError, ModuleError
+from sparktorch.train.strategies.mesh import MeshOptions
+from sparktorch.train.strategies.registry import check_module, check_strategy
+from sparktorch.worker import TrainJob
+from tests.dist.strategies.test_strategies import PARTED, TABLE, job_for, plain
+from tests.dist.train import test_huggingface as texts
+from tests.support.nets import Chain, Paired
+from tests.support.ranks import control_server, run_ranks, train_on
+from tests.support.resume import Counts
+from tests.support.tiny_transformers import causal, llama
+
+LANDING = pytest.mark.landing
+MESHES: dict[str, tuple[int, dict[str, Any]]] = {
+    "two stages": (2, {"pipeline": 2}),
+    "all forward passes first": (2, {"pipeline": 2, "schedule": "gpipe", "micro_batches": 3}),
+    "one after another": (2, {"pipeline": 2, "schedule": "gpipe", "micro_batches": 1}),
+    "two stages of each rank": (2, {"pipeline": 2, "stages_per_rank": 2}),
+    "copies of stages": (4, {"pipeline": 2, "data": 2}),
+    "shards of stages": (4, {"pipeline": 2, "shard": 2}),
+    "four stages": (4, {"pipeline": 4}),
+    "layers of stages": (4, {"pipeline": 2, "tensor": 2}),
+    "all but copies": (8, {"pipeline": 2, "shard": 2, "tensor": 2}),
+}
+AT_EACH_CHANGE = ("two stages", "layers of stages")
+
+
+def pipeline_job(sizes: dict[str, Any], *, recipe: dict[str, Any] | None = None, **config: Any) -> TrainJob:
+    return job_for(
+        recipe={"module": Paired, **(recipe or {})}, strategy="mesh", strategy_params={**PARTED, **sizes}, **config
+    )
+
+
+@pytest.fixture(scope="module")
+def expected() -> tuple[dict[str, torch.Tensor], float]:
+    return plain(of=Paired)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case in AT_EACH_CHANGE else [LANDING]) for case in MESHES]
+)
+def test_ranks_train_what_one_plain_loop_trains(case: str, expected: tuple[dict[str, torch.Tensor], float]) -> None:
+    ranks, sizes = MESHES[case]
+    state, metas = train_on([part.batches() for part in TABLE.parts(ranks)], pipeline_job(sizes))
+    torch.testing.assert_close(state, expected[0], atol=1e-5, rtol=0)
+    record = metas[0]["history"][-1]
+    assert record["val_loss"] == pytest.approx(expected[1], abs=1e-5)
+    stages, count = MeshOptions(**sizes).stages, MeshOptions(**sizes).count
+    ranks = sizes["pipeline"]
+    wait = (ranks - 1) * ranks / stages
+    assert record["pipeline_bubble_formula"] == pytest.approx(wait / (count + wait))
+    assert 0 < record["pipeline_bubble"] < 1
+
+
+@LANDING
+def test_ranks_without_rows_take_part_and_change_nothing(expected: tuple[dict[str, torch.Tensor], float]) -> None:
+    held_out = TABLE.arrays[VALIDATION]
+    parts = [TABLE.take(~held_out).batches(), [], TABLE.take(held_out).batches(), []]
+    job = replace(pipeline_job({"pipeline": 2, "data": 2}), placeholder=TABLE.batches()[0].slice(7, 1))
+    state, metas = train_on(parts, job)
+    torch.testing.assert_close(state, expected[0], atol=1e-5, rtol=0)
+    assert metas[0]["history"][-1]["val_loss"] == pytest.approx(expected[1], abs=1e-5)
+
+
+@LANDING
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"clip_norm": 0.05, "ema_decay": 0.9, "patience": 1, "epochs": 4},
+        {"clip_value": 0.01, "micro_batch_size": 5, "accumulation_steps": 1},
+    ],
+)
+def test_gradients_are_clipped_as_those_of_one_model_and_averages_are_kept(config: dict[str, Any]) -> None:
+    groups = [{"params": "first.*", "lr": 1e-2}, {"params": ["norm.*", "second.0.*"], "weight_decay": 0.0}]
+    recipe = {"parameter_groups": groups, "freeze": ["second.3.bias"]}
+    parts = [part.batches() for part in TABLE.parts(4)]
+    mine, metas = train_on(parts, pipeline_job({"pipeline": 2, "shard": 2}, recipe=recipe, **config))
+    other, expected = train_on([TABLE.batches()], job_for(recipe={"module": Paired, **recipe}, **config))
+    torch.testing.assert_close(mine, other, atol=1e-5, rtol=0)
+    norms = [found[0]["history"][-1]["gradient_norm"] for found in (metas, expected)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+
+
+@LANDING
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [({"pipeline": 2, "shard": 2}, {"pipeline": 2, "shard": 2}), ({"pipeline": 2, "data": 2}, {"shard": 2})],
+)
+def test_a_killed_training_goes_on_on_the_same_mesh_and_on_another(
+    before: dict[str, Any], after: dict[str, Any], tmp_path: Path
+) -> None:
+    parts = [part.batches() for part in TABLE.parts(4)]
+    same = before == after
+
+    def job(sizes: dict[str, Any], folder: str, **kill: int) -> TrainJob:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        checkpoint = CheckpointConfig(directory=str(tmp_path / folder / "saved"), unit="step", interval=1, owner="me")
+        params = {"dropout": 0.3 if same else 0.0}
+        recipe = {"module": Chain, "module_params": params, "callbacks": [Counts(tmp_path / folder, **kill)]}
+        return replace(pipeline_job(sizes, recipe=recipe, patience=5), checkpoint=checkpoint)
+
+    with control_server() as server:
+        ended = run_ranks(server, parts, job(before, "killed", rank=3, step=4))
+    assert any(rank.exitcode == -signal.SIGKILL for rank in ended)
+    state, _ = train_on(parts, job(after, "killed"))
+    assert int((tmp_path / "killed" / "steps-0").read_text()) > 4  # those before the kill are counted
+    expected, _ = train_on(parts, job(before, "whole"))
+    torch.testing.assert_close(state, expected, atol=0 if same else 1e-5, rtol=0)
+
+
+@LANDING
+def test_values_that_skip_stages_and_parameters_between_layers_are_trained() -> None:
+    parts = [part.batches() for part in TABLE.parts(4)]
+    recipe = {"module": Chain, "module_params": {"skips": True}}
+    split = {"pipeline": 4, "split": ["layers.1", "layers.2", "out"]}
+    mine, _ = train_on(parts, pipeline_job(split, recipe=recipe))
+    other, _ = train_on([TABLE.batches()], job_for(recipe=recipe))
+    assert {"scale", "unused.weight"} < mine.keys()
+    torch.testing.assert_close(mine, other, atol=1e-5, rtol=0)
+
+
+class Doubling(Chain):
+    """Has hooks on a layer and on itself, a part that is not trained, and one that computes in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1].register_forward_hook(lambda part, args, out: out * 2)
+        self.layers[2].register_forward_pre_hook(lambda part, args: (args[0] * 2,))
+        self.register_forward_hook(lambda part, args, out: out * 1.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = x > 0
+        mask[:, 0] = True
+        with torch.no_grad():
+            out = self.enter(x) * mask.float().mean(1, keepdim=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = out + self.layers[0](out)
+        for layer in self.layers[1:]:
+            out = out + torch.tanh(layer(out.float()))
+        result: torch.Tensor = self.out(out).squeeze(-1)
+        return result
+
+
+def in_place() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 8), nn.ReLU(inplace=True), nn.Linear(8, 1), nn.Flatten(0))
+
+
+def normed() -> nn.Module:
+    norm: Any = nn.utils.parametrizations.weight_norm
+    return nn.Sequential(norm(nn.Linear(5, 8)), nn.Tanh(), norm(nn.Linear(8, 8)), nn.Linear(8, 1), nn.Flatten(0))
+
+
+@LANDING
+@pytest.mark.parametrize(
+    ("module", "split"), [(Doubling, "layers.1"), (Doubling, "layers.2"), (in_place, "1"), (normed, "2")]
+)
+def test_what_a_module_does_around_its_layers_is_done_in_stages(module: Any, split: str) -> None:
+    parts = [part.batches() for part in TABLE.parts(2)]
+    recipe = {"module": module, "optimizer": "SGD", "optimizer_params": {}}
+    mine, _ = train_on(parts, pipeline_job({"pipeline": 2, "split": [split]}, recipe=recipe))
+    other, _ = train_on([TABLE.batches()], job_for(recipe=recipe))
+    torch.testing.assert_close(mine, other, atol=1e-4 if module is Doubling else 1e-5, rtol=0)
+
+
+@LANDING
+@pytest.mark.parametrize("options", [{}, {"stages_per_rank": 2}, {"schedule": "gpipe", "split": ["layers.1"]}])
+def test_with_bfloat16_stages_pass_on_what_one_process_computes(options: dict[str, Any]) -> None:
+    parts = [part.batches() for part in TABLE.parts(2)]
+    recipe = {"module": Chain, "optimizer": "SGD", "optimizer_params": {}}
+    mine, metas = train_on(parts, pipeline_job({"pipeline": 2, **options}, recipe=recipe, precision="bf16"))
+    other, expected = train_on([TABLE.batches()], job_for(recipe=recipe, precision="bf16"))
+    torch.testing.assert_close(mine, other, atol=2e-4, rtol=0)
+    assert metas[0]["history"][-1]["val_loss"] == pytest.approx(expected[0]["history"][-1]["val_loss"], rel=1e-3)
+
+
+def squares(module: nn.Module, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    assert batch.label is not None
+    error = module(batch.inputs[0]) - batch.label.float()
+    return error**2, {"error": error.abs()}
+
+
+def penalised(module: nn.Module, batch: Batch) -> torch.Tensor:
+    error, _ = squares(module, batch)
+    return error + sum(p.square().sum() for p in module.parameters())
+
+
+def twice(module: nn.Module, batch: Batch) -> torch.Tensor:
+    assert batch.label is not None
+    found: torch.Tensor = module(batch.inputs[0]) + module(-batch.inputs[0]) - batch.label.float()
+    return found
+
+
+def noisy(module: nn.Module, batch: Batch) -> torch.Tensor:
+    assert batch.label is not None
+    inputs = batch.inputs[0]
+    found: torch.Tensor = (module(inputs + torch.randn_like(inputs)) - batch.label.float()) ** 2
+    return found
+
+
+@LANDING
+def test_a_training_step_computes_losses_and_metrics_in_the_last_stage() -> None:
+    parts = [part.batches() for part in TABLE.parts(4)]
+    recipe = {"module": Paired, "loss": None, "training_step": squares}
+    mine, metas = train_on(parts, pipeline_job({"pipeline": 2, "tensor": 2}, recipe=recipe))
+    other, expected = train_on([TABLE.batches()], job_for(recipe=recipe))
+    torch.testing.assert_close(mine, other, atol=1e-5, rtol=0)
+    for name in ("loss", "train_error", "val_loss", "val_error"):
+        assert metas[0]["history"][-1][name] == pytest.approx(expected[0]["history"][-1][name], rel=1e-5)
+
+
+@LANDING
+@pytest.mark.parametrize(
+    ("step", "says"),
+    [
+        (noisy, r"(?s)with other values for some rows.*draw random numbers in preprocess"),
+        (twice, "calls the module more than once"),
+        (penalised, "uses parameters of the module"),
+    ],
+)
+def test_a_training_step_that_needs_more_than_one_call_of_the_module_is_refused(step: Any, says: str) -> None:
+    recipe = {"module": Paired, "loss": None, "training_step": step}
+    with pytest.raises(ModuleError, match=says):
+        train_on([part.batches() for part in TABLE.parts(2)], pipeline_job({"pipeline": 2}, recipe=recipe))
+
+
+@LANDING
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_model_of_transformers_is_cut_between_its_layers(precision: str) -> None:
+    table = texts.sentences(causal, labelled=False)
+    params = {"pipeline": 2, "micro_batches": 3}
+    job = texts.job_for(
+        table, llama(), strategy="mesh", strategy_params=params, micro_batch_size=7, precision=precision
+    )
+    found, _ = train_on([part.batches() for part in table.parts(2)], job)
+    expected, _ = train_on([table.batches()], texts.job_for(table, llama(), precision=precision))
+    torch.testing.assert_close(found, expected, atol=1e-5 if precision == "fp32" else 3e-2, rtol=0)
+
+
+class Deciding(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.sum() > 0:
+            x = -x
+        found: torch.Tensor = super().forward(x)
+        return found
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.other.weight = self.one.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.other(torch.tanh(self.one(x)))
+        return found
+
+
+class Again(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.one(self.other(self.one(x)))
+        return found
+
+
+class Counting(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += len(x)
+        return super().forward(x)
+
+
+class Dropping(Chain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * random.random())
+
+
+class Sharing(Chain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.enter.weight.mean()
+
+
+def deciding() -> nn.Module:
+    return Deciding(nn.Linear(5, 4), nn.Linear(4, 1))
+
+
+def normalised() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+
+TWO = {"pipeline": 2}
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "error", "says"),
+    [
+        (Paired, {"pipeline": 9}, ConfigError, r"(?s)makes 9 stages, and the module has \d layers"),
+        (Chain, {**TWO, "split": ["layers.7"]}, ConfigError, r"(?s)calls no layer 'layers.7'.*layers\.\d"),
+        (Chain, {**TWO, "split": ["layers.1", "out"]}, ConfigError, "names 2 layers, and 2 stages begin with 1"),
+        (Chain, {"pipeline": 3, "split": ["out", "layers.1"]}, ConfigError, "not called in this order"),
+        (deciding, TWO, ModuleError, r"(?s)cannot be recorded at .*test_pipeline.py:\d+, 'if x.sum\(\) > 0"),
+        (Tied, TWO, ModuleError, "'one.weight' of stage 0 and 'other.weight' of stage 1 of the pipeline are one"),
+        (Again, {**TWO, "split": ["other"]}, ModuleError, "'one' is called in stages 0 and 1"),
+        (Counting, TWO, ModuleError, "changes buffer 'seen'"),
+        (Dropping, TWO, ModuleError, "draws numbers of Python or NumPy"),
+        (Sharing, TWO, ModuleError, "parameter 'enter.weight' is used in stages 0 and 1"),
+        (Chain, {**TWO, "schedule": "gpipe", "stages_per_rank": 2}, ConfigError, "take turns by '1f1b'"),
+        (normalised, TWO, ModuleError, "1 is batch normalisation"),
+        (Paired, {"shard": 2, "split": ["norm"]}, ConfigError, "no pipeline ranks"),
+        (Paired, {**TWO, "micro_batches": 1}, ConfigError, "'1f1b' keeps 2 ranks busy"),
+        (Paired, {**TWO, "schedule": "zigzag"}, ConfigError, "zigzag"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_before_the_job(
+    module: Any, options: dict[str, Any], error: type[Exception], says: str
+) -> None:
+    job = job_for(recipe={"module": module}, strategy="mesh", strategy_params=options)
+    with pytest.raises(error, match=says):
+        check_module(job.config, job.recipe, module(), Batch((torch.randn(2, 5),), None, None, 2))
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"compile": True}, "compile is set"),
+        ({"model_folder": "/shared/model"}, "modelDir is set"),
+    ],
+)
+def test_settings_that_a_pipeline_does_not_support_are_refused_before_the_job(
+    config: dict[str, Any], says: str
+) -> None:
+    job = pipeline_job(TWO, **config)
+    with pytest.raises(ConfigError, match=says):
+        check_strategy(job.config, job.recipe)

@@ -1,0 +1,236 @@
+"""A model that ranks write into a folder, each its share, is that which rank 0 returns where it holds all of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from sparktorch import Callback
+from sparktorch.base.deferred import deferred
+from sparktorch.base.state_dict import unpacked_weights
+from sparktorch.base.weights_folder import INDEX, WeightsFolder
+from sparktorch.base.world import World
+from sparktorch.errors import PersistenceError
+from sparktorch.train import model_folder
+from sparktorch.train.engine import Engine
+from sparktorch.train.recipe.huggingface import opened
+from sparktorch.train.recipe.recipe import Recipe
+from sparktorch.train.weights import Weights
+from sparktorch.worker import TrainJob
+from tests.dist.strategies.test_strategies import PARTED, TABLE, job_for
+from tests.support.nets import Paired, Tower
+from tests.support.ranks import control_server, in_group, run_ranks, train_on
+from tests.support.resume import STEPS, Counts, killed, timeless
+from tests.support.resume import job_for as checkpointed
+from tests.support.resume import parts as noisy_parts
+from tests.support.tiny_transformers import bert, gpt2, llama, vit
+from tests.unit.base.test_deferred import check_values
+
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "one rank": (1, {"strategy": "zero3"}),
+    "zero2": (2, {"strategy": "zero2", "strategy_params": PARTED}),
+    "zero3": (3, {"strategy": "zero3", "strategy_params": PARTED}),
+    "zero3, activations computed twice": (
+        2,
+        {"strategy": "zero3", "strategy_params": {**PARTED, "activation_checkpointing": True}},
+    ),
+    "copies of shards": (4, {"strategy": "mesh", "strategy_params": {**PARTED, "shard": 2}}),
+    "shards of layers": (4, {"strategy": "mesh", "strategy_params": {**PARTED, "shard": 2, "tensor": 2}}),
+}
+
+
+def parts(ranks: int) -> list[Any]:
+    return [part.batches() for part in TABLE.parts(ranks)]
+
+
+def check_same(found: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]) -> None:
+    """Compares bits; a tensor that the module has under two names is in a folder under the first."""
+    assert whole.keys() - found.keys() <= {"tied_again.weight"}
+    assert all(torch.equal(found[name], whole[name]) for name in whole.keys() - {"tied_again.weight"})
+
+
+class Statistics(nn.Module):
+    """Has batch normalisation, whose statistics are those of a rank's rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(5, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.last = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.last(self.norm(self.hidden(x))).squeeze(-1)
+        return found
+
+
+def into(folder: Path, job: TrainJob) -> TrainJob:
+    return replace(job, config=replace(job.config, model_folder=str(folder / "model")))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_the_model_that_rank_0_returns(case: str, tmp_path: Path) -> None:
+    ranks, config = CASES[case]
+    module = Paired if "tensor" in config.get("strategy_params", {}) else Tower
+    more = {"patience": 1, "ema_decay": 0.5} if case == "zero3" else {}
+    job = job_for(recipe={"module": module}, **config, **more)
+    expected, metas = train_on(parts(ranks), job)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model-00009-of-00009.safetensors").touch()  # of an attempt that was lost
+    state, mine = train_on(parts(ranks), into(tmp_path, job))
+    assert timeless(mine[0]["history"]) == timeless(metas[0]["history"])
+    check_same(state, expected)
+    left = {path.name for path in (tmp_path / "model").iterdir()}
+    index = json.loads((tmp_path / "model" / INDEX).read_text())
+    assert left == {INDEX, *index["weight_map"].values()}
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in state.values())
+
+
+def test_statistics_are_those_of_rank_0(tmp_path: Path) -> None:
+    job = job_for(recipe={"module": Statistics}, strategy="zero3", strategy_params=PARTED)
+    expected, _ = train_on(parts(2), job)
+    assert expected["norm.running_mean"].any()
+    state, _ = train_on(parts(2), into(tmp_path, job))
+    check_same(state, expected)
+
+
+def jumping(folder: Path, callback: Callback | None, **config: Any) -> TrainJob:
+    """At such a rate the loss soon jumps about: the best validation is an early one."""
+    stops = {"epochs": 40, "patience": 4, "schedule_interval": "epoch", "warmup_steps": 0, "ema_decay": None}
+    made = checkpointed(folder, callback, module=Tower, **stops, **config)
+    recipe = {"optimizer": "SGD", "optimizer_params": {"momentum": 0.9}, "learning_rate": 0.15}
+    return into(folder, replace(made, recipe=replace(made.recipe, scheduler=None, scheduler_params={}, **recipe)))
+
+
+def test_the_best_weights_of_before_a_kill_are_kept_on_any_mesh(tmp_path: Path) -> None:
+    shards = {"strategy": "zero3", "strategy_params": {"min_parameters": 60}}
+    expected, wanted = train_on(noisy_parts(2), jumping(tmp_path, None, **shards))
+    losses = [record["val_loss"] for record in wanted[0]["history"]]
+    best = losses.index(min(losses))
+    assert len(losses) < 40
+    mesh = {"strategy": "mesh", "strategy_params": {"min_parameters": 60, "shard": 2}}
+    for ranks, config in ((2, shards), (4, mesh)):
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        killed(jumping(folder, Counts(folder, rank=1, step=(best + 1) * STEPS + 9), **shards), 2)
+        state, _ = train_on(noisy_parts(ranks), jumping(folder, None, **config))
+        assert all(torch.equal(state[name], expected[name]) for name in expected)
+
+
+class Wide(nn.Module):
+    """268 MB in equal layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(64)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layers(x)
+        return found
+
+
+def _grown(world: World, folder: str) -> list[float]:
+    """Returns by how many MB the rank's memory has grown at most: built, and written."""
+
+    def most() -> float:
+        return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 1e3
+
+    config = replace(
+        job_for(strategy="zero3", strategy_params={"min_parameters": 1_000_000}).config, model_folder=folder
+    )
+    deferred(lambda: nn.Linear(2, 2))  # imports a part of torch's compiler
+    before = most()
+    engine = Engine(Recipe(module=Wide, optimizer="SGD"), config, world, steps=1)
+    built = most()
+    Weights(engine, config, world).result(None)
+    return [built - before, most() - before]
+
+
+def test_no_rank_ever_holds_the_whole(tmp_path: Path) -> None:
+    whole = 268.4
+    for built, written in in_group(4, _grown, str(tmp_path / "model")):
+        assert whole / 4 < built < whole / 2
+        assert written < 0.75 * whole  # its share, and that of the model which it writes
+    files = list((tmp_path / "model").glob("*.safetensors"))
+    assert max(file.stat().st_size for file in files) < 1.1e6 * whole / 8  # safetensors copies what it writes
+
+
+def test_weights_to_begin_with_are_read_from_a_folder(tmp_path: Path) -> None:
+    first = into(tmp_path, job_for(strategy="zero3", strategy_params=PARTED))
+    with control_server() as server:
+        ended = run_ranks(server, parts(2), first)
+    weights = unpacked_weights(ended[0].result.payload)  # type: ignore[union-attr]
+    assert isinstance(weights, WeightsFolder)
+    (tmp_path / "next").mkdir()
+    going_on = {"initial": weights}
+    state, _ = train_on(parts(2), into(tmp_path / "next", job_for(recipe=going_on, **CASES["zero3"][1])))
+    whole, _ = train_on(parts(2), job_for(recipe=going_on, strategy="ddp"))
+    torch.testing.assert_close(state, {name: whole[name] for name in state}, atol=1e-5, rtol=0)
+
+
+def _apart(world: World, folders: list[str]) -> str:
+    model_folder._SEEN_SECONDS = 0.5
+    model_folder.secrets.randbits = lambda bits: 5  # type: ignore[assignment]
+    model_folder.sum_over_ranks = lambda values, world: torch.tensor([5.0])  # rank 0 would wait for the other
+    try:
+        model_folder.ModelFolder(folders[world.rank], world).check()
+    except PersistenceError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_do_not_share_the_folder_are_told(tmp_path: Path) -> None:
+    found = in_group(2, _apart, [str(tmp_path / str(rank) / "model") for rank in range(2)])
+    assert "is not the folder that rank 0 has made" in found[1]
+    assert "mounted under the same path on all hosts" in found[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("BertForSequenceClassification", bert()),
+        ("LlamaForCausalLM", llama()),
+        ("GPT2LMHeadModel", gpt2()),
+        ("ViTForImageClassification", vit()),
+    ],
+)
+def test_models_of_hugging_face_get_the_values_of_their_constructors(kind: str, config: Any) -> None:
+    check_values(lambda: getattr(transformers, kind)(config))
+
+
+def test_a_model_of_hugging_face_is_read_and_written_in_place(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(llama(tie_word_embeddings=True))
+    model.save_pretrained(tmp_path / "base")
+    whole = opened(str(tmp_path / "base"), {}, seed=0)
+    parted = opened(str(tmp_path / "base"), {}, seed=0, in_place=True)
+    assert whole is not None
+    assert parted is not None
+    assert isinstance(parted["initial"], WeightsFolder)
+    config = job_for(strategy="zero3", strategy_params=PARTED).config
+    one, other = (Recipe(**fields).build_module(0) for fields in (whole, parted))
+    assert all(torch.equal(one.state_dict()[name], value) for name, value in other.state_dict().items())
+    assert other.lm_head.weight is other.model.embed_tokens.weight
+    found = in_group(2, _rewritten, parted, replace(config, model_folder=str(tmp_path / "model")))[0]
+    again = transformers.LlamaForCausalLM.from_pretrained(
+        _with_config(tmp_path / "base", Path(found)), local_files_only=True
+    )
+    assert all(torch.equal(again.state_dict()[name], value) for name, value in model.state_dict().items())
+
+
+def _rewritten(world: World, fields: dict[str, Any], config: Any) -> str:
+    engine = Engine(Recipe(**fields), config, world, steps=1)
+    written = Weights(engine, config, world).result(None)
+    assert isinstance(written, WeightsFolder)
+    return written.path
+
+
+def _with_config(base: Path, folder: Path) -> Path:
+    (folder / "config.json").write_text((base / "config.json").read_text())
+    return folder

@@ -1,0 +1,188 @@
+"""A model that only the workers' folder holds is fitted, scored, saved and gone on from like any other."""
+
+from __future__ import annotations
+
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+from torch import nn
+
+from sparktorch import TorchClassificationModel, TorchClassifier, TorchEstimator
+from sparktorch.base.weights_folder import INDEX, WeightsFolder
+from sparktorch.errors import ConfigError, ModuleError, PersistenceError
+from tests.spark.modules import MLP
+from tests.support.tiny_transformers import LENGTH, llama
+
+SHARDS: dict[str, Any] = {"strategy": "zero3", "strategyParams": {"min_parameters": 20}}
+
+asked = partial(
+    TorchClassifier,
+    module=MLP,
+    moduleParams={"outputs": 3},
+    epochs=2,
+    batchSize=100,
+    numWorkers=2,
+    progress=False,
+    **SHARDS,
+)
+
+
+@pytest.fixture(scope="module")
+def fitted(frame: DataFrame, tmp_path_factory: pytest.TempPathFactory) -> TorchClassificationModel:
+    return asked(modelDir=str(tmp_path_factory.mktemp("models"))).fit(frame)
+
+
+@pytest.fixture(scope="module")
+def marked(frame: DataFrame) -> DataFrame:
+    """Some of the rows are for validation."""
+    return frame.withColumn("held_out", F.col("target") > 0)
+
+
+def scores(model: TorchClassificationModel, frame: DataFrame) -> list[Any]:
+    return [row.probability for row in model.transform(frame).orderBy("target").collect()]
+
+
+def test_it_is_the_model_that_fits_return(fitted: TorchClassificationModel, frame: DataFrame, tmp_path: Path) -> None:
+    weights = fitted.trained.weights
+    assert isinstance(weights, WeightsFolder)
+    assert INDEX in {path.name for path in Path(weights.path).iterdir()}
+    plain = asked().fit(frame)
+    assert dict(fitted.module.state_dict()).keys() == dict(plain.module.state_dict()).keys()
+    assert all(torch.equal(fitted.module.state_dict()[n], value) for n, value in plain.module.state_dict().items())
+    expected = scores(plain, frame)
+    assert scores(fitted, frame) == expected
+    row = frame.orderBy("target").first()
+    assert row is not None
+    assert fitted.predictProbability(row.features).toArray() == pytest.approx(expected[0].toArray(), abs=1e-6)
+
+    fitted.save(str(tmp_path / "saved"))
+    loaded = TorchClassificationModel.load(str(tmp_path / "saved"))
+    assert loaded.trained.weights == weights
+    assert scores(loaded, frame) == expected
+
+
+def test_metrics_and_early_stopping_are_those_of_fits(marked: DataFrame, tmp_path: Path) -> None:
+    metrics = {"area": "MulticlassAUROC"}
+    validated = partial(asked, validationIndicatorCol="held_out", metrics=metrics, earlyStoppingPatience=1, epochs=4)
+    parted, whole = validated(modelDir=str(tmp_path)).fit(marked), validated().fit(marked)
+    names = ("loss", "val_loss", "val_accuracy", "val_area")
+    for one, other in zip(parted.summary.history, whole.summary.history, strict=True):
+        assert [one[name] for name in names] == [other[name] for name in names]
+
+
+def test_each_fit_writes_a_folder_of_its_own(
+    fitted: TorchClassificationModel, frame: DataFrame, tmp_path: Path
+) -> None:
+    estimator = asked(modelDir=str(tmp_path / "made" / "here"))
+    models = [model for _, model in estimator.fitMultiple(frame, [{estimator.seed: 1}, {estimator.seed: 2}])]
+    found = [model.trained.weights for model in models]
+    assert len({weights.path for weights in found if isinstance(weights, WeightsFolder)}) == 2
+    assert scores(models[0], frame) != scores(models[1], frame)
+
+
+def test_a_fit_goes_on_from_the_folder_of_another(
+    fitted: TorchClassificationModel, frame: DataFrame, tmp_path: Path
+) -> None:
+    again = partial(asked, module=fitted, moduleParams={}, seed=3, batchSize=1001, shuffle=False)
+    parted, whole = again(modelDir=str(tmp_path)).fit(frame), again(strategy="ddp", strategyParams={}).fit(frame)
+    for name, value in whole.module.state_dict().items():
+        torch.testing.assert_close(parted.module.state_dict()[name], value, atol=1e-5, rtol=0)
+        assert not torch.equal(value, fitted.module.state_dict()[name])
+
+
+def test_a_folder_that_is_gone_is_named(frame: DataFrame, tmp_path: Path) -> None:
+    model = asked(modelDir=str(tmp_path / "models")).fit(frame)
+    model.save(str(tmp_path / "saved"))
+    shutil.rmtree(tmp_path / "models")
+    loaded = TorchClassificationModel.load(str(tmp_path / "saved"))
+    said = "must be mounted under this path wherever the model is trained, loaded or scored"
+    with pytest.raises(PersistenceError, match=said):
+        loaded.predict([0.0] * 5)
+    with pytest.raises(Exception, match=said):
+        loaded.transform(frame).collect()
+
+
+class Adapted(nn.Module):
+    """Has what adapters have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = MLP(5, 3)
+        self.body.peft_config = {}  # type: ignore[assignment]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.body(x)
+        return found
+
+
+class Looks(MLP):
+    """Looks at the values of its input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x if x.abs().max() < 100 else x / 100)
+
+
+@pytest.mark.parametrize(
+    ("params", "error", "said"),
+    [
+        ({"strategy": "ddp", "strategyParams": {}}, ConfigError, "under strategy 'ddp' each worker holds the whole"),
+        ({"modelDir": "s3://bucket/models"}, ConfigError, "is a URL or a relative path"),
+        ({"modelDir": "dbfs:/models"}, ConfigError, "is a URL or a relative path"),
+        ({"module": MLP(5, 3), "moduleParams": {}}, ConfigError, "module is an instance"),
+        ({"module": Adapted, "moduleParams": {}}, ModuleError, "the module has adapters"),
+        ({"module": Looks}, ModuleError, r"(?s)DataDependent.*dryRun='worker' tries values"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(
+    params: dict[str, Any], error: type[Exception], said: str, frame: DataFrame, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=said):
+        asked(**{"modelDir": str(tmp_path / "models"), **params}).fit(frame)
+    assert not (tmp_path / "models").exists()
+
+
+def test_a_module_that_looks_at_values_is_tried_in_a_worker(frame: DataFrame, tmp_path: Path) -> None:
+    model = asked(module=Looks, modelDir=str(tmp_path), dryRun="worker").fit(frame)
+    assert isinstance(model.trained.weights, WeightsFolder)
+    assert scores(model, frame) == scores(asked(module=Looks).fit(frame), frame)
+
+
+def both(columns: Any, *, epoch: int, generator: Any) -> dict[str, torch.Tensor]:
+    ids = torch.tensor(columns["ids"].to_pylist())
+    return {"input_ids": ids, "labels": ids}
+
+
+def test_a_causal_model_is_tuned_from_its_folder_and_written_as_one(spark: SparkSession, tmp_path: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(0)
+    LlamaForCausalLM(llama()).save_pretrained(tmp_path / "base")
+    path = tmp_path / "rows.parquet"
+    rows = [([(start + step) % 7 + 1 for step in range(LENGTH)],) for start in range(40)]
+    spark.createDataFrame(rows, "ids array<int>").write.parquet(str(path))
+    texts = spark.read.parquet(str(path))
+    tune = partial(
+        TorchEstimator,
+        module=str(tmp_path / "base"),
+        inputCols=["ids"],
+        labelCol="",
+        preprocess=both,
+        outputCols=["loss", "logits"],
+        epochs=2,
+        batchSize=10,
+        numWorkers=2,
+        learningRate=0.01,
+        progress=False,
+        **{**SHARDS, "strategyParams": {"wrap_classes": ["LlamaDecoderLayer"]}},
+    )
+    parted, whole = tune(modelDir=str(tmp_path / "models")).fit(texts), tune().fit(texts)
+    assert parted.summary.objectiveHistory == whole.summary.objectiveHistory
+    parted.save_pretrained(str(tmp_path / "tuned"))
+    again = LlamaForCausalLM.from_pretrained(tmp_path / "tuned", local_files_only=True)
+    assert all(torch.equal(again.state_dict()[name], value) for name, value in whole.module.state_dict().items())
