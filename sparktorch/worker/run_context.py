@@ -172,11 +172,6 @@ class RunContext(Collectives):
         recipe = Recipe(module=module) if optimizer is None else recipe_of(module, optimizer)
         check_strategy(self._config, recipe)
         strategy = build_strategy(self._config, self.world)
-        if strategy.runs_passes:
-            raise ConfigError(
-                "strategyParams.pipeline runs forward and backward passes itself, which a loop of your own does too",
-                hint="use strategyParams.shard, or fit an estimator",
-            )
         self._together("wrap")
         self._min_rows = max(self._min_rows, 2 if has_batch_norm(module) else 1)
         self._same_in_all_ranks(module)

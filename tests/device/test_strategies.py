@@ -25,6 +25,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     },
     "mesh": {"strategy": "mesh", "strategy_params": {"shard": 2, "min_parameters": 1}},
     "mesh, layers": {"strategy": "mesh", "strategy_params": {"tensor": 2}},
+    "mesh, stages": {"strategy": "mesh", "strategy_params": {"pipeline": 2}},
     "localSGD": {"strategy": "localSGD", "strategy_params": {"period": 2}},
     "localSGD, together at first": {"strategy": "localSGD", "strategy_params": {"start_step": 3}},
     "independent": {"strategy": "independent"},

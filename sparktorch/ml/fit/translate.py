@@ -26,7 +26,7 @@ from sparktorch.spark.launch.barrier_job import Launch
 from sparktorch.train.checkpoint.store import CheckpointStore
 from sparktorch.train.recipe.huggingface import MODEL_LOSS, opened
 from sparktorch.train.recipe.recipe import Recipe
-from sparktorch.train.strategies.registry import check_strategy, check_workers, strategy_type
+from sparktorch.train.strategies.registry import check_loop, check_strategy, check_workers
 
 __all__ = ["JobRequest", "Request", "translate", "translate_run"]
 
@@ -110,12 +110,7 @@ def translate_run(params: RunParams, function: Any) -> JobRequest:
     p = Values(params)
     check_job(params, p)
     request = JobRequest(**_job(params, p, "generic", {spec.name: spec for spec in RUN}, function=_described(function)))
-    if strategy_type(request.config.strategy).own_batches:
-        raise ConfigError(
-            f"strategy {request.config.strategy!r} trains a model in each worker, and a function has a loop of its own",
-            hint="leave strategy out, and do not wrap the module: then each worker trains its own",
-            param="strategy",
-        )
+    check_loop(request.config)
     check_workers(request.config, p["numWorkers"])
     check_restarts(p, request.config)
     return request

@@ -15,60 +15,18 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from sparktorch.base.devices import is_host
+from sparktorch.errors import ModuleError
 from sparktorch.train.dtensor import whole
-from sparktorch.train.pipeline.recording import Recording, Twin
-from sparktorch.train.pipeline.stages import Program, Stage, programs
+from sparktorch.train.pipeline.arguments import Arguments
+from sparktorch.train.pipeline.programs import Program, Stage, programs
+from sparktorch.train.pipeline.recording import Recording, Twin, attributes
 
-__all__ = ["Arguments", "MicroLoss", "Pipe"]
+__all__ = ["MicroLoss", "Pipe", "check_rows", "names_in_stages", "stages_of"]
+
+_MOST_PREPARED = 16  # schedules that a rank keeps, for shapes that it has met
 
 # Returns the loss of the output for the rows from the first to the second number.
 MicroLoss = Callable[[Any, int, int], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """What a module is called with.
-
-    Attributes:
-        values: All arguments, flattened.
-        spec: How they were nested.
-        places: Which of them are tensors with rows.
-    """
-
-    values: list[Any]
-    spec: Any
-    places: list[int]
-
-    @classmethod
-    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
-        """Takes the arguments of a call."""
-        values, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
-        return cls(
-            values, spec, [i for i, value in enumerate(values) if isinstance(value, torch.Tensor) and value.dim()]
-        )
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """The tensors with rows."""
-        return [self.values[place] for place in self.places]
-
-    @property
-    def rows(self) -> int:
-        """Number of rows."""
-        return len(self.tensors[0])
-
-    @property
-    def form(self) -> str:
-        """All but the tensors, as text."""
-        return repr(([None if i in self.places else value for i, value in enumerate(self.values)], self.spec))
-
-    def call(self, module: nn.Module, *tensors: torch.Tensor) -> Any:
-        """Calls a module with other tensors in place of these."""
-        values = list(self.values)
-        for place, tensor in zip(self.places, tensors, strict=True):
-            values[place] = tensor
-        args, kwargs = pytree.tree_unflatten(values, self.spec)
-        return module(*args, **kwargs)
 
 
 @dataclass
@@ -77,13 +35,15 @@ class _Prepared:
 
     Attributes:
         schedule: Torch's schedule.
+        stages: Torch's stages, which it runs.
         programs: The program of each of this rank's stages.
-        outputs: Shape and dtype of the outputs of a micro-batch.
+        outputs: Shape and dtype of the outputs of a micro-batch, without values.
         recording: The forward pass.
         used: Whether the schedule has run.
     """
 
     schedule: Any
+    stages: list[Any]
     programs: list[Program]
     outputs: list[torch.Tensor]
     recording: Recording
@@ -100,6 +60,7 @@ class Pipe(nn.Module):
         module: The user's module, of which this rank has the parameters of its stages.
         stages: This rank's stages.
         twin: The module with all of its parameters, without values.
+        most_rows: The most rows of a pass in training so far; passes of fewer are padded, so that schedules are reused.
     """
 
     def __init__(
@@ -135,7 +96,8 @@ class Pipe(nn.Module):
         self._group, self._device = group, device
         self._schedule, self._micro_batches = schedule, micro_batches
         self._prepared: dict[Any, _Prepared] = {}
-        self._most_rows = 0
+        self.most_rows = 0
+        self._names = names_in_stages(twin.module, stage_of)
         self._clock = _Clock(active=is_host(device))
 
     @property
@@ -148,6 +110,8 @@ class Pipe(nn.Module):
         padded, size = self._padded(given.tensors, given.rows)
         prepared = self._prepare(given, padded, size, training=False)
         outputs = prepared.schedule.step(**_named(padded))
+        for stage in prepared.stages:
+            stage.clear_runtime_states()  # it keeps outputs
         found = []
         for place, meta in enumerate(prepared.outputs):
             if outputs is None:
@@ -176,8 +140,8 @@ class Pipe(nn.Module):
             The sum of the losses, without the factor, the same in all ranks.
         """
         rows = given.rows
-        self._most_rows = max(self._most_rows, rows)
-        padded, size = self._padded(given.tensors, self._most_rows)
+        self.most_rows = max(self.most_rows, rows)
+        padded, size = self._padded(given.tensors, self.most_rows)
         with autocast:
             prepared = self._prepare(given, padded, size, training=True)
         total = torch.zeros((), device=self._device)
@@ -197,6 +161,8 @@ class Pipe(nn.Module):
             places = torch.arange(size * self._micro_batches)
             prepared.schedule.step(target=places, return_outputs=False, **_named(padded))
         prepared.used = True
+        for stage in prepared.stages:
+            stage.clear_runtime_states()
         prepared.schedule._loss_fn = _no_loss
         dist.all_reduce(total, group=self._group)
         return total
@@ -213,7 +179,9 @@ class Pipe(nn.Module):
         for name, meta in self.twin.module.state_dict().items():
             source = self._rank_of(name)
             here = source == self._group.rank()
-            tensor = whole(own[name].detach()) if here else None  # a collective of the stage's ranks
+            tensor = (
+                whole(own[self._names.get(name, name)].detach()) if here else None
+            )  # a collective of the stage's ranks
             if not first or name in leave_out:
                 continue
             if source and here:
@@ -229,9 +197,13 @@ class Pipe(nn.Module):
 
     def _rank_of(self, name: str) -> int:
         """Returns the rank in the group that has a parameter or buffer; the first for buffers between layers."""
-        parts = name.split(".")
-        paths = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
-        return next((self._stage_of[path] for path in paths if path in self._stage_of), 0) % self._group.size()
+        return next(iter(stages_of(self._names.get(name, name), self._stage_of)), 0) % self._group.size()
+
+    def train(self, mode: bool = True) -> Pipe:
+        """Sets the mode of the module, whose own `train` decides on its parts, which are those of the stages."""
+        self.training = mode
+        self.module.train(mode)
+        return self
 
     def idle(self) -> tuple[float, float]:
         """Returns the seconds this rank was idle in schedules since the last call, and their seconds; zeros on GPUs."""
@@ -253,20 +225,26 @@ class Pipe(nn.Module):
 
     def _prepare(self, given: Arguments, tensors: Sequence[torch.Tensor], size: int, *, training: bool) -> _Prepared:
         autocast = torch.is_autocast_enabled(self._device.type)
-        shapes = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
-        key = (training, self.module.training, autocast, given.form, shapes)
+        shapes = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors)
+        kept = tuple(attributes(self.module, self._layers).items())
+        key = (training, kept, autocast, given.form, shapes)
         if key not in self._prepared:
             first = [tensor[:size] for tensor in tensors]
-            recording = self.twin.record(self._layers, given.call, first, training=self.module.training)
+            recording = self.twin.record(
+                self._layers, given.call, first, training=self.module.training, attributes_of=self.module
+            )
             made = programs(recording, self._stage_of, self._count)
-            schedule, own = self._scheduled(made, training=training)
-            self._prepared[key] = _Prepared(schedule, own, made[-1].returned, recording)
+            check_rows(made[-1].returned, size)
+            schedule, stages, own = self._scheduled(made, training=training)
+            self._prepared[key] = _Prepared(schedule, stages, own, made[-1].returned, recording)
+            if len(self._prepared) > _MOST_PREPARED:
+                del self._prepared[next(iter(self._prepared))]
         prepared = self._prepared[key]
         for stage, program in zip(self._own, prepared.programs, strict=True):
             stage.program = program
         return prepared
 
-    def _scheduled(self, made: list[Program], *, training: bool) -> tuple[Any, list[Program]]:
+    def _scheduled(self, made: list[Program], *, training: bool) -> tuple[Any, list[Any], list[Program]]:
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
         clock = self._clock
@@ -297,7 +275,40 @@ class Pipe(nn.Module):
         many = len(stages) > 1
         kind: Any = ScheduleInterleaved1F1B if many else Schedule1F1B if self._schedule == "1f1b" else ScheduleGPipe
         schedule = kind(stages if many else stages[0], self._micro_batches, loss_fn=loss, scale_grads=False)
-        return schedule, [made[number] for number in numbers]
+        return schedule, stages, [made[number] for number in numbers]
+
+
+def check_rows(outputs: Sequence[torch.Tensor], rows: int) -> None:
+    """Refuses outputs without a row for each row, which micro-batches cannot be put together of.
+
+    Raises:
+        ModuleError: An output is one.
+    """
+    for output in outputs:
+        if output.shape[:1] != (rows,):
+            raise ModuleError(
+                f"the module returns a tensor of shape {tuple(output.shape)} for {rows} rows, and a pipeline computes "
+                "on a micro-batch at a time",
+                hint="return tensors with a row for each row, and compute the loss in loss or trainingStep",
+                param="module",
+            )
+
+
+def stages_of(name: str, stage_of: Mapping[str, int]) -> list[int]:
+    """Returns the stage of a parameter or buffer, or of a layer that has it; nothing if it is in none."""
+    parts = name.split(".")
+    paths = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+    return [stage_of[path] for path in paths if path in stage_of][:1]
+
+
+def names_in_stages(module: nn.Module, stage_of: Mapping[str, int]) -> dict[str, str]:
+    """Returns the name under which a stage has the parameter of each name; tied ones have several."""
+    named = dict(module.named_parameters(remove_duplicate=False))
+    in_stages: dict[int, str] = {}
+    for name, parameter in named.items():
+        if stages_of(name, stage_of):
+            in_stages.setdefault(id(parameter), name)
+    return {name: in_stages[id(parameter)] for name, parameter in named.items() if id(parameter) in in_stages}
 
 
 @contextmanager
@@ -328,12 +339,9 @@ def _named(tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     return {f"input_{place}": tensor for place, tensor in enumerate(tensors)}
 
 
-def _like(fakes: Sequence[torch.Tensor], *, training: bool) -> tuple[torch.Tensor, ...]:
-    """Returns tensors of the same shapes and dtypes without values."""
-    return tuple(
-        torch.empty(fake.shape, dtype=fake.dtype, device="meta").requires_grad_(training and fake.is_floating_point())
-        for fake in fakes
-    )
+def _like(values: Sequence[torch.Tensor], *, training: bool) -> tuple[torch.Tensor, ...]:
+    """Returns tensors of the same shapes and dtypes without values, which require gradients in training only."""
+    return tuple(value.detach().requires_grad_(training and value.requires_grad) for value in values)
 
 
 def _nested(recording: Recording, outputs: Sequence[torch.Tensor]) -> Any:

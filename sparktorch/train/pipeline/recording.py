@@ -11,66 +11,22 @@ import pickle
 import random
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import fx, nn
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.utils import _pytree as pytree
 
 from sparktorch.errors import ModuleError, SparkTorchError
+from sparktorch.train.pipeline.layers import Call, Modes, call_of_layer, check_functions, recorded_layers
 
-__all__ = ["Call", "Recording", "Twin"]
+__all__ = ["Recording", "Twin", "attributes"]
 
-
-@dataclass
-class Call:
-    """A call of a layer.
-
-    Attributes:
-        layer: Name of the layer.
-        arguments: Its arguments, flattened; the tensors among them are those of another call.
-        spec: How they were nested.
-        places: Which of them are tensors.
-        result_spec: How its result was nested.
-        result_places: Which values of the result are tensors.
-        work: Floating-point operations of its forward pass.
-        gradients: Whether gradients were enabled.
-        autocast: By type of device, the dtype of autocast there; `None` where it was disabled.
-    """
-
-    layer: str
-    arguments: list[Any]
-    spec: Any
-    places: list[int]
-    result_spec: Any = None
-    result_places: list[int] = field(default_factory=list)
-    work: int = 0
-    gradients: bool = True
-    autocast: dict[str, torch.dtype | None] = field(default_factory=dict)
-
-    @contextmanager
-    def context(self) -> Iterator[None]:
-        """Context in which the layer was called."""
-        with ExitStack() as stack:
-            if not self.gradients:
-                stack.enter_context(torch.no_grad())
-            for kind, dtype in self.autocast.items():
-                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=dtype is not None))
-            yield
-
-    def __call__(self, part: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Calls the layer with other tensors; returns the tensors of its result."""
-        values = list(self.arguments)
-        for place, tensor in zip(self.places, tensors, strict=True):
-            values[place] = tensor
-        args, kwargs = pytree.tree_unflatten(values, self.spec)
-        found = pytree.tree_leaves(part(*args, **kwargs))
-        return [value for value in found if isinstance(value, torch.Tensor)]
+_ABSENT = object()
 
 
 @dataclass(frozen=True)
@@ -78,7 +34,9 @@ class Recording:
     """A forward pass.
 
     Attributes:
-        nodes: What it computes, in order: operators of torch, `operator.getitem`, and calls of layers.
+        nodes: What it computes, in order: operators of torch, `operator.getitem`, and calls of layers. Each has its
+            result in `meta["val"]`, a fake tensor; whether it requires gradients in `meta["requires_grad"]`; and the
+            `Modes` in `meta["modes"]`.
         inputs: The tensors that it gets, as nodes.
         outputs: What it returns, flattened: nodes, and values that are no tensors.
         spec: How that was nested.
@@ -86,6 +44,7 @@ class Recording:
         tensors: Name of the parameter or buffer that each node of that kind reads.
         parameters: Names of all parameters of the module.
         constants: The tensor of each node that is one, such as a number that is written into a mask.
+        modes: The modes in which the module was called.
     """
 
     nodes: list[fx.Node]
@@ -96,13 +55,18 @@ class Recording:
     tensors: Mapping[fx.Node, str]
     parameters: Collection[str]
     constants: Mapping[fx.Node, torch.Tensor]
+    modes: Modes
 
 
 class Twin:
     """A copy of a module that has shapes and no values, and takes no memory."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
         """Copies the module.
+
+        Args:
+            module: The module.
+            device: Where it computes; the twin of a module of fake tensors is where these are.
 
         Raises:
             ModuleError: It cannot be copied.
@@ -112,14 +76,17 @@ class Twin:
         held = [*module.parameters(), *module.buffers()]
         fakes = [tensor for tensor in held if isinstance(tensor, FakeTensor)]
         self.mode = fakes[0].fake_mode if fakes else FakeTensorMode(allow_non_fake_inputs=True)
+        self.device = fakes[0].device if fakes else device
         known: dict[int, Any] = {}
         for tensor in held:
             if isinstance(tensor, FakeTensor):
                 known[id(tensor)] = tensor
                 continue
-            fake = self.mode.from_tensor(tensor.detach())
+            fake = self._fake(tensor)
             is_parameter = isinstance(tensor, nn.Parameter)
             known[id(tensor)] = nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_parameter else fake
+        with self.mode:
+            self._seed = nn.Parameter(torch.empty((), device=self.device))
         try:
             self.module: nn.Module = copy.deepcopy(module, known)
         except Exception as error:
@@ -135,18 +102,26 @@ class Twin:
         self.names = {id(t): name for name, t in [*self.module.named_parameters(), *self.module.named_buffers()]}
 
     def record(
-        self, layers: Sequence[str], run: Callable[..., Any], tensors: Sequence[torch.Tensor], *, training: bool
+        self,
+        layers: Sequence[str],
+        run: Callable[..., Any],
+        tensors: Sequence[torch.Tensor],
+        *,
+        training: bool,
+        attributes_of: nn.Module | None = None,
     ) -> Recording:
         """Records a forward pass.
 
         Args:
             layers: Names of the parts that are called as they are.
             run: Calls the module, its first argument, with the tensors.
-            tensors: Only their shapes and dtypes count.
+            tensors: Only their shapes, strides and dtypes count.
             training: Whether in training mode.
+            attributes_of: Has what the parts above the layers keep besides tensors now; `None` for this copy.
 
         Raises:
-            ModuleError: The forward pass depends on values, or computes with tensors that the module does not have.
+            ModuleError: The forward pass depends on values, computes with tensors that the module does not have, or
+                changes what the module keeps.
         """
         from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -155,17 +130,23 @@ class Twin:
 
         def flat(*fakes: torch.Tensor) -> list[torch.Tensor]:
             found["values"], found["spec"] = pytree.tree_flatten(run(self.module, *fakes))
+            check_functions(found["values"], set())
             return [value for value in found["values"] if isinstance(value, torch.Tensor)]
 
         self.module.train(training)
+        if attributes_of is not None:
+            for (path, name), value in attributes(attributes_of, layers).items():
+                vars(self.module.get_submodule(path))[name] = value
+        kept = _kept(self.module, layers)
         buffers = {name: (buffer, buffer._version) for name, buffer in self.module.named_buffers()}
         before = _state()
         untouched = torch.random.fork_rng(devices=[])  # dropout draws numbers, also those without values
-        kind = tensors[0].device.type if tensors else "cpu"
         try:
-            with untouched, self.mode, _layers(self.module, layers, calls, kind), torch.enable_grad():
-                fakes = [self.mode.from_tensor(tensor.detach()) for tensor in tensors]
+            with untouched, self.mode, recorded_layers(self.module, layers, calls, self._seed), torch.enable_grad():
+                modes = Modes.now(*{self.device.type, "cpu"})
+                fakes = [self._fake(tensor) for tensor in tensors]
                 graph = make_fx(flat, pre_dispatch=True, _allow_non_fake_inputs=True)(*fakes)
+                _Gradients(graph, calls).run(*fakes)
         except SparkTorchError:
             raise
         except Exception as error:
@@ -179,7 +160,13 @@ class Twin:
         finally:
             torch.clear_autocast_cache()
         self._check(buffers, before)
-        return self._recording(graph, calls, found)
+        self._check_attributes(kept, _kept(self.module, layers))
+        return self._recording(graph, calls, found, modes)
+
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor of the same shape, strides and dtype, without values."""
+        with self.mode:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
 
     def _check(self, buffers: Mapping[str, tuple[torch.Tensor, int]], numbers: bytes) -> None:
         """Refuses what would be another thing in each pass."""
@@ -203,49 +190,97 @@ class Twin:
                 param="module",
             )
 
+    def _check_attributes(self, before: Mapping[tuple[str, str], Any], after: Mapping[tuple[str, str], Any]) -> None:
+        """Refuses attributes that a forward pass sets, as a recording is not called again."""
+        for (path, name), value in after.items():
+            if before.get((path, name), _ABSENT) is not value and before.get((path, name)) != value:
+                raise ModuleError(
+                    f"the forward pass of {self._kind} sets attribute {name!r} of {path or 'the module'}, and a "
+                    "pipeline records what is computed above its layers once",
+                    hint="return what the loss needs, set it in a layer, or divide the module with "
+                    "strategyParams.shard",
+                    param="module",
+                )
+
     @property
     def _kind(self) -> str:
         return type(self.module).__name__
 
-    def _recording(self, graph: fx.GraphModule, calls: list[Call], found: Mapping[str, Any]) -> Recording:
+    def _recording(self, graph: fx.GraphModule, calls: list[Call], found: Mapping[str, Any], modes: Modes) -> Recording:
         nodes: list[fx.Node] = []
         inputs: list[fx.Node] = []
         outputs: list[fx.Node] = []
         tensors: dict[fx.Node, str] = {}
         of_calls: dict[fx.Node, Call] = {}
         constants: dict[fx.Node, torch.Tensor] = {}
-        gradients = True
-        for node in graph.graph.nodes:
+        for node in _with_modes(graph.graph, modes):
             if node.op == "placeholder":
                 inputs.append(node)
             elif node.op == "output":
                 outputs = list(node.args[0])
             elif node.op == "get_attr":
-                tensor: Any = getattr(graph, node.target)
-                name = self.names.get(id(tensor))
-                constant = getattr(tensor, "constant", None) if hasattr(tensor, "fake_mode") else tensor
-                if name is not None:
-                    tensors[node] = name
-                elif constant is not None and not constant.dim():
-                    constants[node] = constant
+                read = getattr(graph, node.target)
+                if read is self._seed:
+                    continue
+                kept = self._name_or_constant(read)
+                if isinstance(kept, str):
+                    tensors[node] = kept
                 else:
-                    raise ModuleError(
-                        f"the forward pass of {self._kind} computes with a tensor of shape "
-                        f"{tuple(tensor.shape)} that is neither a parameter nor a buffer",
-                        hint="keep it with register_buffer, or make it with torch.full",
-                        param="module",
-                    )
-            elif node.target is torch._C._set_grad_enabled:
-                gradients = bool(node.args[0])
+                    constants[node] = kept
             else:
                 nodes.append(node)
-                node.meta["gradients"] = gradients
-                if node.target is _call_of_layer().default:
+                if node.target is call_of_layer().default:
                     of_calls[node] = calls[node.args[0]]
         places = iter(outputs)
         values = [next(places) if isinstance(value, torch.Tensor) else value for value in found["values"]]
         parameters = dict(self.module.named_parameters())
-        return Recording(nodes, inputs, values, found["spec"], of_calls, tensors, parameters, constants)
+        return Recording(nodes, inputs, values, found["spec"], of_calls, tensors, parameters, constants, modes)
+
+    def _name_or_constant(self, tensor: Any) -> str | torch.Tensor:
+        """Returns the name of a parameter or buffer, or a number that the forward pass makes a tensor of.
+
+        Raises:
+            ModuleError: It is another tensor, or a function.
+        """
+        if not isinstance(tensor, torch.Tensor):
+            raise ModuleError(
+                f"the forward pass of {self._kind} calls an operator of torch that takes functions, such as "
+                "torch.cond, above its layers",
+                hint="call it within a layer, or divide the module with strategyParams.shard",
+                param="module",
+            )
+        constant: torch.Tensor | None = getattr(tensor, "constant", None) if hasattr(tensor, "fake_mode") else tensor
+        if id(tensor) in self.names:
+            return self.names[id(tensor)]
+        if constant is not None and not constant.dim():
+            return constant
+        raise ModuleError(
+            f"the forward pass of {self._kind} computes with a tensor of shape {tuple(tensor.shape)} that is neither a "
+            "parameter nor a buffer",
+            hint="keep it with register_buffer, or make it with torch.full",
+            param="module",
+        )
+
+
+def attributes(module: nn.Module, layers: Collection[str]) -> dict[tuple[str, str], Any]:
+    """Returns the numbers, texts and flags that the parts above the layers keep, by part and attribute."""
+    plain = (bool, int, float, str, type(None))
+    return {place: value for place, value in _kept(module, layers).items() if isinstance(value, plain)}
+
+
+def _kept(module: nn.Module, layers: Collection[str]) -> dict[tuple[str, str], Any]:
+    """Returns what the parts above the layers keep besides parts, functions, and torch's own, by part and attribute."""
+    found: dict[tuple[str, str], Any] = {}
+
+    def visit(path: str, part: nn.Module) -> None:
+        found.update({(path, name): value for name, value in vars(part).items() if not callable(value)})
+        for name, child in part.named_children():
+            here = f"{path}.{name}" if path else name
+            if here not in layers:
+                visit(here, child)
+
+    visit("", module)
+    return found
 
 
 def _state() -> bytes:
@@ -261,69 +296,34 @@ def _line_of_user(error: BaseException) -> str:
     return f" at {of_user[-1].filename}:{of_user[-1].lineno}, {of_user[-1].line!r}" if of_user else ""
 
 
-def _tensors(values: Sequence[Any]) -> list[int]:
-    return [place for place, value in enumerate(values) if isinstance(value, torch.Tensor)]
+def _with_modes(graph: fx.Graph, modes: Modes) -> Iterator[Any]:
+    """Returns the nodes but for those that change modes, which are in `meta["modes"]` of the others."""
+    states = [modes]
+    for node in graph.nodes:
+        if node.target is torch._C._set_grad_enabled:
+            states[-1] = replace(states[-1], gradients=bool(node.args[0]))
+        elif node.target is _enter_autocast:
+            kind, dtype, enabled, _ = node.args
+            states.append(replace(states[-1], autocast={**states[-1].autocast, kind: dtype if enabled else None}))
+        elif node.target is _exit_autocast:
+            states[-2:] = [replace(states[-2], gradients=states[-1].gradients)]
+        else:
+            node.meta["modes"] = states[-1]
+            yield node
 
 
-_results: list[list[torch.Tensor]] = []  # what the layer that is being recorded has returned
+class _Gradients(fx.Interpreter):
+    """Runs a recorded graph again to see which values require gradients."""
 
+    def __init__(self, graph: fx.GraphModule, calls: Sequence[Call]) -> None:
+        super().__init__(graph)
+        self._calls = calls
 
-@cache
-def _call_of_layer() -> Any:
-    """Returns the operator that stands for a layer while a forward pass is recorded."""
-
-    @torch.library.custom_op("sparktorch::layer", mutates_args=())
-    def layer(number: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        raise AssertionError("it is recorded, and never called")
-
-    @layer.register_fake
-    def _(number: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [torch.empty_like(tensor) for tensor in _results[-1]]  # an operator may not return what it got
-
-    return torch.ops.sparktorch.layer
-
-
-@contextmanager
-def _layers(module: nn.Module, names: Sequence[str], calls: list[Call], kind: str) -> Iterator[None]:
-    """Context in which the named parts of a module are recorded as calls, with their hooks.
-
-    Args:
-        module: The module.
-        names: Names of the parts.
-        calls: Where the calls are added.
-        kind: Type of the device of the inputs.
-    """
-    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
-    from torch.utils.flop_counter import FlopCounterMode
-
-    operator = _call_of_layer().default
-
-    def instead(name: str, part: Callable[..., Any]) -> Callable[..., Any]:
-        def recorded(*args: Any, **kwargs: Any) -> Any:
-            flat, spec = pytree.tree_flatten((args, kwargs))
-            call = Call(name, flat, spec, _tensors(flat), gradients=torch.is_grad_enabled())
-            for each in {kind, "cpu"}:
-                enabled = torch.is_autocast_enabled(each)
-                call.autocast[each] = torch.get_autocast_dtype(each) if enabled else None
-            calls.append(call)
-            with disable_proxy_modes_tracing(), FlopCounterMode(display=False) as counter, torch.no_grad():
-                values, call.result_spec = pytree.tree_flatten(part(*args, **kwargs))
-            call.work, call.result_places = counter.get_total_flops(), _tensors(values)
-            _results.append([values[place] for place in call.result_places])
-            found = operator(len(calls) - 1, [flat[place] for place in call.places])
-            _results.pop()
-            for place, tensor in zip(call.result_places, found, strict=True):
-                values[place] = tensor
-            call.arguments = [None if isinstance(value, torch.Tensor) else value for value in flat]
-            return pytree.tree_unflatten(values, call.result_spec)
-
-        return recorded
-
-    parts = [module.get_submodule(name) for name in names]
-    try:
-        for name, part in zip(names, parts, strict=True):
-            vars(part)["_call_impl"] = instead(name, part._call_impl)
-        yield
-    finally:
-        for part in parts:
-            vars(part).pop("_call_impl", None)
+    def run_node(self, n: fx.Node) -> Any:
+        if n.target is call_of_layer().default:
+            gradients = self._calls[int(n.args[0])].result_gradients  # type: ignore[arg-type]
+            values = [torch.empty_like(v).requires_grad_(g) for v, g in zip(n.meta["val"], gradients, strict=True)]
+            return [value.clone() for value in values]  # which may be changed in place
+        found = super().run_node(n)
+        n.meta["requires_grad"] = isinstance(found, torch.Tensor) and found.requires_grad
+        return found

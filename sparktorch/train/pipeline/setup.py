@@ -13,9 +13,11 @@ from torch import nn
 from sparktorch.base.batch import Batch
 from sparktorch.base.config import TrainConfig
 from sparktorch.errors import ConfigError, ModuleError
-from sparktorch.train.pipeline.pipe import Arguments
+from sparktorch.train.pipeline.arguments import Arguments
+from sparktorch.train.pipeline.pipe import check_rows, names_in_stages, stages_of
+from sparktorch.train.pipeline.programs import programs
 from sparktorch.train.pipeline.recording import Twin
-from sparktorch.train.pipeline.stages import cut, layers_of, programs
+from sparktorch.train.pipeline.stages import add_evaluated, cut, layers_of
 from sparktorch.train.recipe.huggingface import arguments
 from sparktorch.train.recipe.recipe import Recipe
 
@@ -40,9 +42,10 @@ class Staged:
     stage_of: dict[str, int]
     passed: int
 
-    def stage(self, name: str) -> int:
-        """Returns the stage of a parameter."""
-        return next(stage for path, stage in self.stage_of.items() if _within(name, path))
+    def stage(self, parameter: str) -> int:
+        """Returns the stage of a parameter, by any of its names."""
+        names = names_in_stages(self.twin.module, self.stage_of)
+        return stages_of(names[parameter], self.stage_of)[0]
 
 
 def check_pipeline(config: TrainConfig, recipe: Recipe) -> None:
@@ -93,14 +96,17 @@ def check_stages(module: nn.Module) -> None:
             )
 
 
-def staged(module: nn.Module, stages: int, split: Sequence[str], batch: Batch) -> Staged:
+def staged(
+    module: nn.Module, stages: int, split: Sequence[str], batch: Batch, device: torch.device | None = None
+) -> Staged:
     """Divides a module into stages, which says nothing of values.
 
     Args:
         module: The module.
         stages: Number of stages.
         split: Names of the layers that they begin with, but for the first; empty for stages with equal work.
-        batch: Its forward pass is recorded.
+        batch: Its forward pass is recorded, in training and in evaluation.
+        device: Where the stages compute; `None` for the CPU.
 
     Raises:
         ConfigError: The options do not fit the module.
@@ -114,18 +120,24 @@ def staged(module: nn.Module, stages: int, split: Sequence[str], batch: Batch) -
                 hint="pad it, see setInputFormats, or leave strategyParams.pipeline out",
                 param=_PARAM,
             )
-    twin = Twin(module)
+    twin = Twin(module, device or torch.device("cpu"))
     layers = layers_of(twin.module, stages, split)
     args, kwargs = arguments(batch, module)
     kwargs.pop("labels", None)  # with which a model of transformers computes a loss, too
     given = Arguments.of(args, kwargs)
-    recording = twin.record(layers, given.call, given.tensors, training=True)
-    found = cut(recording, twin.module, stages, split)
-    made = programs(recording, found, stages)  # refuses what cannot be passed on
-    inside = [name for name, _ in twin.module.named_parameters() if not any(_within(name, path) for path in found)]
-    for name in inside:  # nothing uses them
-        found[next((layer for layer in layers if _within(name, layer)), name)] = 0
-    return Staged(twin, layers, found, max(sum(value.nbytes for value in each.received) for each in made))
+    trained, evaluated = (
+        twin.record(layers, given.call, given.tensors, training=training) for training in (True, False)
+    )
+    found = cut(trained, twin.module, stages, split)
+    add_evaluated(evaluated, twin.module, found, stages)
+    made = [programs(recording, found, stages) for recording in (trained, evaluated)]  # refuses what cannot be cut
+    for each in made:
+        check_rows(each[-1].returned, given.rows)
+    names = names_in_stages(twin.module, found)
+    for name, _ in twin.module.named_parameters():  # nothing uses those that are in no stage
+        if name not in names:
+            found[name] = 0
+    return Staged(twin, layers, found, max(sum(value.nbytes for value in each.received) for each in made[0]))
 
 
 def _within(name: str, path: str) -> bool:

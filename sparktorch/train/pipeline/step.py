@@ -11,7 +11,7 @@ from torch import nn
 
 from sparktorch.base.batch import Batch
 from sparktorch.errors import ModuleError
-from sparktorch.train.pipeline.pipe import Arguments
+from sparktorch.train.pipeline.arguments import Arguments
 
 __all__ = ["StandIn", "arguments_of", "once", "slice_of"]
 

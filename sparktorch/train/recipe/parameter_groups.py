@@ -13,6 +13,8 @@ from sparktorch.errors import ConfigError
 
 __all__ = ["freeze", "group"]
 
+_WRAPPER = "_checkpoint_wrapped_module."
+
 
 def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
     """Freezes the parameters whose names match, and unfreezes others; later patterns override earlier ones.
@@ -44,6 +46,11 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
         )
 
 
+def _by_name(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Returns the parameters by all of their names, without what torch's activation checkpointing adds to these."""
+    return {name.replace(_WRAPPER, ""): p for name, p in module.named_parameters(remove_duplicate=False)}
+
+
 def group(
     module: nn.Module, groups: Sequence[Mapping[str, Any]], whole: nn.Module | None = None
 ) -> list[dict[str, Any]]:
@@ -59,13 +66,14 @@ def group(
         ConfigError: A group has no patterns, a pattern matches no parameter, or a group is left without parameters.
     """
     if whole is not None:
-        present = dict(module.named_parameters(remove_duplicate=False))
-        names = {p: name for name, p in whole.named_parameters()}
+        present = _by_name(module)
+        twins: dict[nn.Parameter, nn.Parameter] = {}
+        for name, parameter in whole.named_parameters(remove_duplicate=False):
+            if name in present:
+                twins.setdefault(parameter, present[name])
+        assert {p for p in present.values() if p.requires_grad} <= set(twins.values()), "names of other parameters"
         of_whole = group(whole, groups)
-        return [
-            {**options, "params": [present[names[p]] for p in options["params"] if names[p] in present]}
-            for options in of_whole
-        ]
+        return [{**options, "params": [twins[p] for p in options["params"] if p in twins]} for options in of_whole]
     named = dict(module.named_parameters(remove_duplicate=False))
     rest = {parameter: None for parameter in named.values() if parameter.requires_grad}  # in order, tied ones once
     made = []

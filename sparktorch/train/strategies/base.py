@@ -77,6 +77,11 @@ class Strategy(ABC, Generic[O]):
         return False
 
     @classmethod
+    def own_passes(cls, options: O) -> bool:
+        """Whether the strategy runs forward and backward passes itself, in `run_pass`."""
+        return False
+
+    @classmethod
     def check(cls, config: TrainConfig, recipe: Recipe, options: O) -> None:
         """Refuses, on the driver, settings that this strategy does not support.
 
@@ -161,7 +166,7 @@ class Strategy(ABC, Generic[O]):
     @property
     def runs_passes(self) -> bool:
         """Whether the strategy runs forward and backward passes itself, in `run_pass`."""
-        return False
+        return self.own_passes(self._options)
 
     def run_pass(
         self, module: nn.Module, batch: Batch, step: Step, scale: float, autocast: AbstractContextManager[Any]

@@ -37,7 +37,8 @@ S = TypeVar("S", bound="ShardingOptions")
 
 _LEAST_BYTES = 1 << 20  # of a block of host memory that is worth giving back
 
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward pass that could gather parameters
+# They have no forward pass that could gather parameters.
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 @dataclass(frozen=True, kw_only=True)

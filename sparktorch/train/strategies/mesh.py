@@ -9,7 +9,7 @@ parameters without the network between hosts, which carries 1/`shard` of the gra
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -24,12 +24,12 @@ from sparktorch.base.batch import Batch
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.devices import is_host
 from sparktorch.distributed.process_group import subgroup, sum_over_ranks
-from sparktorch.errors import ConfigError
+from sparktorch.errors import ConfigError, nearest
 from sparktorch.train.checkpoint.tensors import OPTIMIZER
 from sparktorch.train.dtensor import copies, local, mesh_of_training, part_of, unadvised, undivided
 from sparktorch.train.pipeline.pipe import Pipe
+from sparktorch.train.pipeline.programs import Stage
 from sparktorch.train.pipeline.setup import check_pipeline, check_stages, first_of_all, leave, staged
-from sparktorch.train.pipeline.stages import Stage
 from sparktorch.train.pipeline.step import StandIn, arguments_of, once, slice_of
 from sparktorch.train.recipe.huggingface import MODEL_LOSS, gets_row_labels
 from sparktorch.train.recipe.loss import Sums
@@ -43,6 +43,8 @@ from sparktorch.train.strategies.tensor_parallel import check_gradients, check_p
 __all__ = ["Mesh", "MeshOptions"]
 
 _log = logging.getLogger(__name__)
+
+_MOST_ROWS = "pipeline_rows"
 
 
 class Mesh(Zero3[MeshOptions]):
@@ -59,8 +61,15 @@ class Mesh(Zero3[MeshOptions]):
     def check(cls, config: TrainConfig, recipe: Recipe, options: MeshOptions) -> None:
         """Refuses what `zero3` does and, with `tensor`, modules that train themselves."""
         super().check(config, recipe, options)
-        if (options.pipeline or 1) > 1:
+        if cls.own_passes(options):
             check_pipeline(config, recipe)
+            if options.param_dtype is not None:
+                raise ConfigError(
+                    f"strategyParams.param_dtype is {options.param_dtype!r}, and stages of a pipeline pass on values "
+                    "in the dtypes of the module",
+                    hint="set precision='bf16', which leaves parameters as they are, or leave it out",
+                    param="strategyParams",
+                )
         if (options.tensor or 1) > 1 and recipe.steps_itself:
             raise ConfigError(
                 "a LightningModule computes in steps of its own, in which ranks that share layers cannot exchange rows",
@@ -77,7 +86,7 @@ class Mesh(Zero3[MeshOptions]):
     def check_module(cls, options: MeshOptions, recipe: Recipe, module: nn.Module) -> None:
         """Refuses what `zero3` does and, with `tensor`, plans that do not fit, and losses of rows from the module."""
         super().check_module(options, recipe, module)
-        if (options.pipeline or 1) > 1:
+        if cls.own_passes(options):
             check_stages(module)
         if (options.tensor or 1) * (options.pipeline or 1) == 1:
             return
@@ -95,8 +104,18 @@ class Mesh(Zero3[MeshOptions]):
     @classmethod
     def check_call(cls, options: MeshOptions, module: nn.Module, batch: Batch) -> None:
         """Refuses modules that cannot be cut into stages."""
-        if (options.pipeline or 1) > 1:
-            staged(module, options.stages, options.split, batch)
+        if not cls.own_passes(options):
+            return
+        found = staged(module, options.stages, options.split, batch)
+        called = {type(part).__name__ for name in found.layers for part in module.get_submodule(name).modules()}
+        for name in options.wrap_classes:
+            if name not in called:
+                raise ConfigError(
+                    f"strategyParams.wrap_classes names {name!r}, and strategyParams.pipeline divides parts of that "
+                    "class themselves",
+                    hint=nearest(name, called),
+                    param="strategyParams",
+                )
 
     @cached_property
     def _sizes(self) -> Sizes:
@@ -141,10 +160,10 @@ class Mesh(Zero3[MeshOptions]):
         """Whether ranks exchange the inputs of a forward pass."""
         return self._sizes.tensor * self._sizes.pipeline > 1
 
-    @property
-    def runs_passes(self) -> bool:
+    @classmethod
+    def own_passes(cls, options: MeshOptions) -> bool:
         """Whether ranks pass micro-batches through their stages."""
-        return self._sizes.pipeline > 1
+        return (options.pipeline or 1) > 1
 
     @property
     def gradient_divisor(self) -> int:
@@ -164,7 +183,7 @@ class Mesh(Zero3[MeshOptions]):
         """Leaves this rank the parameters of its stages, and divides these."""
         assert self.example is not None
         options = self._options
-        found = staged(module, options.stages, options.split, self.example())
+        found = staged(module, options.stages, options.split, self.example(), self._device)
         stage_of = first_of_all(found.stage_of)  # batches of other shapes might be cut elsewhere
         group = part_of(self._ranks, "pipeline").get_group()
         own = range(group.rank(), options.stages_per_rank * group.size(), group.size())
@@ -203,12 +222,14 @@ class Mesh(Zero3[MeshOptions]):
         own = arguments_of(step, module.module, batch)
         ones = torch.ones(len(batch.inputs[0]), device=self._device)
         weights = [ones if each is None else each for each in (batch.weight, batch.loss_weight)]
+        self._exchange.flags = (batch.weight is not None) + 2 * (batch.loss_weight is not None)
         sent = (own.values, list(batch.inputs), batch.label, weights)
         (values, inputs, label, weights), _ = self._exchange.before(module, sent, {})
+        stage = part_of(self._ranks, "pipeline").get_local_rank()
+        torch.manual_seed(torch.initial_seed() + stage)  # stages drop other activations; tensor ranks the same
         given = replace(own, values=values)
         # A rank without rows has weights of zero for its placeholders, and others may have none.
-        differ = torch.stack([(each != 1).any() for each in weights]).tolist()
-        weight, loss_weight = (each if differs else None for each, differs in zip(weights, differ, strict=True))
+        weight, loss_weight = (each if self._exchange.flags & bit else None for bit, each in enumerate(weights, 1))
         every = replace(batch, inputs=tuple(inputs), label=label, weight=weight, loss_weight=loss_weight)
         compares, self._compared_step = not self._compared_step, True
         metrics: dict[str, Any] = {}
@@ -228,6 +249,18 @@ class Mesh(Zero3[MeshOptions]):
         finally:
             self._exchange.restore()
         return total / self._sharing.size(), metrics
+
+    def own_state(self) -> dict[str, torch.Tensor]:
+        """Returns the most rows of a pass so far, to which others are padded."""
+        return super().own_state() | ({_MOST_ROWS: torch.tensor(self._pipe.most_rows)} if self.runs_passes else {})
+
+    def load_own_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Restores it; is a collective."""
+        super().load_own_state(state)
+        if self.runs_passes and _MOST_ROWS in state:
+            most = state[_MOST_ROWS].to(self._device)
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=self._sharing)  # on another mesh, they may have had others
+            self._pipe.most_rows = int(most)
 
     def metrics(self) -> dict[str, float]:
         """Returns the share of the time that ranks of a pipeline were idle, and that of equal stages by formula."""

@@ -23,6 +23,7 @@ from sparktorch.train.strategies.zero1 import Zero1
 __all__ = [
     "STRATEGIES",
     "build_strategy",
+    "check_loop",
     "check_module",
     "check_strategy",
     "check_workers",
@@ -87,6 +88,27 @@ def check_workers(config: TrainConfig, workers: int) -> None:
     """
     options = strategy_options(config.strategy, config.strategy_params)
     strategy_type(config.strategy).check_workers(options, workers)
+
+
+def check_loop(config: TrainConfig) -> None:
+    """Refuses strategies and options that do not suit a loop of the user's own.
+
+    Raises:
+        ConfigError: They do not.
+    """
+    kind, options = strategy_type(config.strategy), strategy_options(config.strategy, config.strategy_params)
+    if kind.own_batches:
+        raise ConfigError(
+            f"strategy {config.strategy!r} trains a model in each worker, and a function has a loop of its own",
+            hint="leave strategy out, and do not wrap the module: then each worker trains its own",
+            param="strategy",
+        )
+    if kind.own_passes(options):
+        raise ConfigError(
+            "strategyParams.pipeline runs forward and backward passes itself, which a loop of your own does too",
+            hint="use strategyParams.shard, or fit an estimator",
+            param="strategyParams",
+        )
 
 
 def check_module(config: TrainConfig, recipe: Recipe, module: nn.Module, batch: Batch) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 import random
 import zlib
 from typing import Any
@@ -44,10 +46,15 @@ def share_rows(module: nn.Module, group: dist.ProcessGroup, device: torch.device
 
 
 class RowExchange:
-    """The hooks around a forward pass, in one rank."""
+    """The hooks around a forward pass, in one rank.
+
+    Attributes:
+        flags: Bits that this rank tells the others in the next exchange; after it, those that any rank has set.
+    """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
+        self.flags = 0
         self._counts: list[int] = []
         self._generators: Any = None
         self._compared: set[bool] = set()  # in training, or in evaluation
@@ -100,22 +107,22 @@ class RowExchange:
         return pytree.tree_unflatten(found, spec)
 
     def _meet(self, rows: int, signature: int) -> int:
-        """Tells the ranks of this rank's arguments; returns the first rank's seed. No device is waited for.
+        """Tells the ranks of this rank's arguments and flags; returns the first rank's seed. No device is waited for.
 
         Raises:
             ModuleError: Another rank has failed, or has other arguments.
         """
-        own = torch.tensor([rows, signature, int(torch.randint(2**31, ()))])
+        own = torch.tensor([rows, signature, int(torch.randint(2**31, ())), self.flags])
         met = [torch.empty_like(own) for _ in range(self._group.size())]
         dist.all_gather(met, own, group=self._group)
-        counts, signatures, seeds = torch.stack(met).T.tolist()
+        counts, signatures, seeds, flags = torch.stack(met).T.tolist()
         if rows != _FAILED and (_FAILED in counts or len(set(signatures)) > 1):
             raise ModuleError(
                 "ranks that share layers call the module with tensors of other shapes or dtypes, or with other numbers",
                 hint="pad inputs to a fixed length, and draw numbers that rows share from one seed",
                 param=PARAM,
             )
-        self._counts = counts
+        self._counts, self.flags = counts, functools.reduce(operator.or_, flags)
         return int(seeds[0])
 
     def _compare(self, module: nn.Module, outputs: list[torch.Tensor]) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from sparktorch import Callback
 from sparktorch.base.batch import Batch
 from sparktorch.base.config import CheckpointConfig
 from sparktorch.data.columns import VALIDATION
@@ -90,7 +91,8 @@ def test_gradients_are_clipped_as_those_of_one_model_and_averages_are_kept(confi
     groups = [{"params": "first.*", "lr": 1e-2}, {"params": ["norm.*", "second.0.*"], "weight_decay": 0.0}]
     recipe = {"parameter_groups": groups, "freeze": ["second.3.bias"]}
     parts = [part.batches() for part in TABLE.parts(4)]
-    mine, metas = train_on(parts, pipeline_job({"pipeline": 2, "shard": 2}, recipe=recipe, **config))
+    sizes = {"pipeline": 2, "shard": 2, "activation_checkpointing": "clip_value" in config}
+    mine, metas = train_on(parts, pipeline_job(sizes, recipe=recipe, **config))
     other, expected = train_on([TABLE.batches()], job_for(recipe={"module": Paired, **recipe}, **config))
     torch.testing.assert_close(mine, other, atol=1e-5, rtol=0)
     norms = [found[0]["history"][-1]["gradient_norm"] for found in (metas, expected)]
@@ -157,6 +159,38 @@ class Doubling(Chain):
         return result
 
 
+class Winding(nn.Module):
+    """Uses a part in every stage, and passes on numbers, masks, transposed values and some without gradients.
+
+    A part has the weight of another under a name that nobody calls, and is defined before it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(5, 8)
+        self.enter = nn.Linear(5, 8)
+        self.head.weight = self.enter.weight
+        self.side = nn.Linear(5, 8)
+        self.middle = nn.Linear(8, 8)
+        self.matrix = nn.Parameter(torch.eye(8) / 2)
+        self.pair = nn.ParameterDict({"up": nn.Parameter(torch.ones(8)), "down": nn.Parameter(torch.zeros(8))})
+        self.act = nn.Tanh()
+        self.out = nn.Linear(8, 1)
+        self.only_in_evaluation = nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        side = self.side(x).detach()
+        out = self.act(self.enter(x)) * self.pair["up"]
+        largest, positive = out.argmax(1), out > 0
+        out = self.act(self.middle(out.unsqueeze(2).transpose(1, 2))).transpose(1, 2).squeeze(2)
+        out = out @ self.matrix + self.pair["down"]
+        out[positive] = 0.5
+        result: torch.Tensor = self.out(self.act(out + side)) + torch.nn.functional.one_hot(largest, 8)[:, :1]
+        if not self.training:
+            result = self.only_in_evaluation(result)
+        return result.squeeze(-1)
+
+
 def in_place() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 8), nn.ReLU(inplace=True), nn.Linear(8, 1), nn.Flatten(0))
 
@@ -168,21 +202,100 @@ def normed() -> nn.Module:
 
 @LANDING
 @pytest.mark.parametrize(
-    ("module", "split"), [(Doubling, "layers.1"), (Doubling, "layers.2"), (in_place, "1"), (normed, "2")]
+    ("module", "split"),
+    [
+        (Doubling, ["layers.1"]),
+        (Doubling, ["layers.2"]),
+        (in_place, ["1"]),
+        (normed, ["2"]),
+        (Winding, ["middle"]),
+        (Winding, ["out"]),
+        (Winding, ["middle", "out"]),
+    ],
 )
-def test_what_a_module_does_around_its_layers_is_done_in_stages(module: Any, split: str) -> None:
-    parts = [part.batches() for part in TABLE.parts(2)]
-    recipe = {"module": module, "optimizer": "SGD", "optimizer_params": {}}
-    mine, _ = train_on(parts, pipeline_job({"pipeline": 2, "split": [split]}, recipe=recipe))
-    other, _ = train_on([TABLE.batches()], job_for(recipe=recipe))
+def test_what_a_module_does_around_its_layers_is_done_in_stages(module: Any, split: list[str]) -> None:
+    ranks = len(split) + 1
+    parts = [part.batches() for part in TABLE.parts(ranks)]
+    recipe = {"module": module, "optimizer": "SGD", "optimizer_params": {"weight_decay": 0.1}}
+    mine, metas = train_on(parts, pipeline_job({"pipeline": ranks, "split": split}, recipe=recipe))
+    other, expected = train_on([TABLE.batches()], job_for(recipe=recipe))
     torch.testing.assert_close(mine, other, atol=1e-4 if module is Doubling else 1e-5, rtol=0)
+    records = [found[0]["history"][-1] for found in (metas, expected)]
+    assert records[0]["val_loss"] == pytest.approx(records[1]["val_loss"], rel=1e-3)
+
+
+class Frozen(Chain):
+    """Keeps its layers in evaluation, and computes with a number that a callback changes."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.5)
+        self.factor = 1.0
+
+    def train(self, mode: bool = True) -> Frozen:
+        super().train(mode)
+        self.layers.eval()
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.factor
+
+
+class Growing(Callback):
+    ranks = "all"
+
+    def on_epoch_end(self, context: Any, record: Any) -> None:
+        context.module.factor += 0.5
 
 
 @LANDING
-@pytest.mark.parametrize("options", [{}, {"stages_per_rank": 2}, {"schedule": "gpipe", "split": ["layers.1"]}])
-def test_with_bfloat16_stages_pass_on_what_one_process_computes(options: dict[str, Any]) -> None:
+def test_modes_and_numbers_that_a_module_and_callbacks_set_count() -> None:
     parts = [part.batches() for part in TABLE.parts(2)]
-    recipe = {"module": Chain, "optimizer": "SGD", "optimizer_params": {}}
+    recipe = {"module": Frozen, "optimizer": "SGD", "optimizer_params": {"lr": 0.05}, "callbacks": [Growing()]}
+    mine, _ = train_on(parts, pipeline_job(TWO, recipe=recipe))
+    other, _ = train_on([TABLE.batches()], job_for(recipe=recipe))
+    torch.testing.assert_close(mine, other, atol=1e-5, rtol=0)
+
+
+class Twofold(nn.Module):
+    """Returns the share of units that neither stage drops, times 4."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.drop = nn.Linear(5, 64), nn.Linear(64, 64), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.first(x)
+        first = first * 0 + self.drop(torch.ones_like(first))
+        second = self.second(first) * 0
+        return (first * (second + self.drop(torch.ones_like(second)))).mean(1)
+
+
+def outputs(module: nn.Module, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    found = module(batch.inputs[0])
+    return found, {"output": found.detach()}
+
+
+@LANDING
+def test_stages_drop_other_activations() -> None:
+    recipe = {"module": Twofold, "loss": None, "training_step": outputs}
+    parts = [part.batches() for part in TABLE.parts(2)]
+    _, metas = train_on(parts, pipeline_job({"pipeline": 2, "split": ["second"]}, recipe=recipe))
+    assert metas[0]["history"][-1]["train_output"] == pytest.approx(1, abs=0.2)  # 2 if both drop the same
+
+
+@LANDING
+@pytest.mark.parametrize(
+    ("module", "options"),
+    [
+        (Chain, {}),
+        (Chain, {"stages_per_rank": 2}),
+        (Chain, {"schedule": "gpipe", "split": ["layers.1"]}),
+        (Winding, {"split": ["out"]}),
+    ],
+)
+def test_with_bfloat16_stages_pass_on_what_one_process_computes(module: Any, options: dict[str, Any]) -> None:
+    parts = [part.batches() for part in TABLE.parts(2)]
+    recipe = {"module": module, "optimizer": "SGD", "optimizer_params": {}}
     mine, metas = train_on(parts, pipeline_job({"pipeline": 2, **options}, recipe=recipe, precision="bf16"))
     other, expected = train_on([TABLE.batches()], job_for(recipe=recipe, precision="bf16"))
     torch.testing.assert_close(mine, other, atol=2e-4, rtol=0)
@@ -301,6 +414,40 @@ class Sharing(Chain):
         return super().forward(x) + self.enter.weight.mean()
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+class Straight(Chain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = Doubled.apply(super().forward(x))  # type: ignore[no-untyped-call]
+        return found
+
+
+class Averaging(Chain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).mean()
+
+
+class Remembering(Chain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().forward(x)
+
+
+class Branching(Chain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        found: torch.Tensor = torch.cond(out.sum() > 0, lambda y: y + 1, lambda y: y - 1, (out,))
+        return found
+
+
 def deciding() -> nn.Module:
     return Deciding(nn.Linear(5, 4), nn.Linear(4, 1))
 
@@ -324,6 +471,11 @@ TWO = {"pipeline": 2}
         (Again, {**TWO, "split": ["other"]}, ModuleError, "'one' is called in stages 0 and 1"),
         (Counting, TWO, ModuleError, "changes buffer 'seen'"),
         (Dropping, TWO, ModuleError, "draws numbers of Python or NumPy"),
+        (Straight, TWO, ModuleError, "calls Doubled above its layers"),
+        (Averaging, TWO, ModuleError, r"returns a tensor of shape \(\) for 2 rows"),
+        (Remembering, TWO, ModuleError, "sets attribute 'calls' of the module"),
+        (Branching, TWO, ModuleError, "takes functions, such as torch.cond|cannot be recorded"),
+        (Paired, {**TWO, "wrap_classes": ["Sequential"]}, ConfigError, "wrap_classes names 'Sequential'"),
         (Sharing, TWO, ModuleError, "parameter 'enter.weight' is used in stages 0 and 1"),
         (Chain, {**TWO, "schedule": "gpipe", "stages_per_rank": 2}, ConfigError, "take turns by '1f1b'"),
         (normalised, TWO, ModuleError, "1 is batch normalisation"),
@@ -345,11 +497,12 @@ def test_what_cannot_be_cut_is_refused_before_the_job(
     [
         ({"compile": True}, "compile is set"),
         ({"model_folder": "/shared/model"}, "modelDir is set"),
+        ({"strategy_params": {**TWO, "param_dtype": "bf16"}}, "strategyParams.param_dtype is 'bf16'"),
     ],
 )
 def test_settings_that_a_pipeline_does_not_support_are_refused_before_the_job(
     config: dict[str, Any], says: str
 ) -> None:
-    job = pipeline_job(TWO, **config)
+    job = job_for(strategy="mesh", **{"strategy_params": TWO, **config})
     with pytest.raises(ConfigError, match=says):
         check_strategy(job.config, job.recipe)

@@ -1,0 +1,59 @@
+"""What a module is called with, taken apart so that the tensors can be others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+__all__ = ["Arguments"]
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What a module is called with.
+
+    Attributes:
+        values: All arguments, flattened.
+        spec: How they were nested.
+        places: Which of them are tensors with rows.
+    """
+
+    values: list[Any]
+    spec: Any
+    places: list[int]
+
+    @classmethod
+    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
+        """Takes the arguments of a call."""
+        values, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+        return cls(
+            values, spec, [i for i, value in enumerate(values) if isinstance(value, torch.Tensor) and value.dim()]
+        )
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors with rows."""
+        return [self.values[place] for place in self.places]
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return len(self.tensors[0])
+
+    @property
+    def form(self) -> str:
+        """All but the tensors, as text."""
+        return repr(([None if i in self.places else value for i, value in enumerate(self.values)], self.spec))
+
+    def call(self, module: nn.Module, *tensors: torch.Tensor) -> Any:
+        """Calls a module with other tensors in place of these."""
+        values = list(self.values)
+        for place, tensor in zip(self.places, tensors, strict=True):
+            values[place] = tensor
+        args, kwargs = pytree.tree_unflatten(values, self.spec)
+        return module(*args, **kwargs)

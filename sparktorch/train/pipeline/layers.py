@@ -1,0 +1,190 @@
+"""The calls of layers while a forward pass is recorded: each is one operator of the graph, called later as it is."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from sparktorch.errors import ModuleError
+
+__all__ = ["Call", "Modes", "call_of_layer", "check_functions", "recorded_layers"]
+
+_OF_OPERATOR = "GeneratedBackwardFor"  # torch's name of the backward pass of a custom operator, which is recorded
+
+
+@dataclass(frozen=True)
+class Modes:
+    """Modes of torch in which something is computed.
+
+    Attributes:
+        gradients: Whether gradients are enabled.
+        autocast: By type of device, the dtype of autocast there; `None` where it is disabled.
+    """
+
+    gradients: bool
+    autocast: dict[str, torch.dtype | None]
+
+    @classmethod
+    def now(cls, *kinds: str) -> Modes:
+        """Returns those of this thread, for some types of devices."""
+        return cls(torch.is_grad_enabled(), {kind: _autocast(kind) for kind in kinds})
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Context with these modes; it enables no gradients."""
+        with ExitStack() as stack:
+            if not self.gradients and torch.is_grad_enabled():
+                stack.enter_context(torch.no_grad())
+            for kind, dtype in self.autocast.items():
+                if dtype != _autocast(kind):
+                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=dtype is not None))
+            yield
+
+
+def _autocast(kind: str) -> torch.dtype | None:
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+@dataclass
+class Call:
+    """A call of a layer.
+
+    Attributes:
+        layer: Name of the layer.
+        arguments: Its arguments, flattened; the tensors among them are those of another call.
+        spec: How they were nested.
+        places: Which of them are tensors.
+        result_spec: How its result was nested.
+        result_places: Which values of the result are tensors.
+        result_gradients: Which of these require gradients.
+        work: Floating-point operations of its forward pass.
+    """
+
+    layer: str
+    arguments: list[Any]
+    spec: Any
+    places: list[int]
+    result_spec: Any = None
+    result_places: list[int] = field(default_factory=list)
+    result_gradients: list[bool] = field(default_factory=list)
+    work: int = 0
+
+    def __call__(self, part: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Calls the layer with other tensors; returns the tensors of its result."""
+        values = list(self.arguments)
+        for place, tensor in zip(self.places, tensors, strict=True):
+            values[place] = tensor
+        args, kwargs = pytree.tree_unflatten(values, self.spec)
+        found = pytree.tree_leaves(part(*args, **kwargs))
+        return [value for value in found if isinstance(value, torch.Tensor)]
+
+
+def _tensors(values: Sequence[Any]) -> list[int]:
+    return [place for place, value in enumerate(values) if isinstance(value, torch.Tensor)]
+
+
+class _Of(threading.local):
+    """What the layer that this thread records has returned."""
+
+    def __init__(self) -> None:
+        self.results: list[torch.Tensor] = []
+
+
+_of = _Of()
+
+
+@cache
+def call_of_layer() -> Any:
+    """Returns the operator that stands for a layer while a forward pass is recorded."""
+
+    @torch.library.custom_op("sparktorch::layer", mutates_args=())
+    def layer(number: int, tensors: list[torch.Tensor], seed: torch.Tensor | None) -> list[torch.Tensor]:
+        raise AssertionError("it is recorded, and never called")
+
+    @layer.register_fake
+    def _(number: int, tensors: list[torch.Tensor], seed: torch.Tensor | None) -> list[torch.Tensor]:
+        return [torch.empty_like(tensor) for tensor in _of.results]  # an operator may not return what it got
+
+    return torch.ops.sparktorch.layer
+
+
+@contextmanager
+def recorded_layers(module: nn.Module, names: Sequence[str], calls: list[Call], seed: torch.Tensor) -> Iterator[None]:
+    """Context in which the named parts of a module are recorded as calls, with their hooks.
+
+    Args:
+        module: The module.
+        names: Names of the parts.
+        calls: Where the calls are added.
+        seed: A scalar that requires gradients; so do the results of layers that it is passed to.
+    """
+    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+    from torch.utils.flop_counter import FlopCounterMode
+
+    operator = call_of_layer().default
+    seen: set[Any] = set()
+
+    def instead(name: str, part: Callable[..., Any]) -> Callable[..., Any]:
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            flat, spec = pytree.tree_flatten((args, kwargs))
+            call = Call(name, flat, spec, _tensors(flat))
+            calls.append(call)
+            check_functions(flat, seen)
+            with disable_proxy_modes_tracing(), FlopCounterMode(display=False) as counter:
+                values, call.result_spec = pytree.tree_flatten(part(*args, **kwargs))
+            call.work, call.result_places = counter.get_total_flops(), _tensors(values)
+            _of.results = [values[place] for place in call.result_places]
+            call.result_gradients = [result.requires_grad for result in _of.results]
+            inputs = [flat[place] for place in call.places]
+            if any(call.result_gradients):
+                found = operator(len(calls) - 1, inputs, seed)
+            else:
+                with torch._C._AutoDispatchBelowAutograd():
+                    found = operator(len(calls) - 1, inputs, None)
+            _of.results = []
+            for place, tensor in zip(call.result_places, found, strict=True):
+                values[place] = tensor
+            call.arguments = [None if isinstance(value, torch.Tensor) else value for value in flat]
+            return pytree.tree_unflatten(values, call.result_spec)
+
+        return recorded
+
+    parts = [module.get_submodule(name) for name in names]
+    try:
+        for name, part in zip(names, parts, strict=True):
+            vars(part)["_call_impl"] = instead(name, part._call_impl)
+        yield
+    finally:
+        for part in parts:
+            vars(part).pop("_call_impl", None)
+
+
+def check_functions(values: Iterable[Any], seen: set[Any]) -> None:
+    """Refuses functions with a backward pass of their own above layers, which is not recorded.
+
+    Args:
+        values: Tensors that were computed above layers.
+        seen: Steps of their backward pass that were seen before; is added to.
+    """
+    left = [value.grad_fn for value in values if isinstance(value, torch.Tensor)]
+    while left:
+        step = left.pop()
+        if step is None or step in seen:
+            continue
+        seen.add(step)
+        name = type(step).__name__.removesuffix("Backward")
+        if isinstance(step, torch.autograd.function.BackwardCFunction) and not name.startswith(_OF_OPERATOR):
+            raise ModuleError(
+                f"the forward pass calls {name} above its layers, whose own backward pass is not recorded",
+                hint="call it within a layer; instead of a checkpoint, set strategyParams.activation_checkpointing",
+                param="module",
+            )
+        left.extend(following for following, _ in step.next_functions)
