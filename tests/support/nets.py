@@ -411,13 +411,13 @@ class Paired(nn.Module):
 class Chain(nn.Module):
     """Layers in a list, a parameter between them, a mask, a layer that nobody calls; a value that skips layers."""
 
-    def __init__(self, skips: bool = False, dropout: float = 0.0) -> None:
+    def __init__(self, skips: bool = False, dropout: float = 0.0, unused: int = 2) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(8))
         self.enter = nn.Linear(5, 8)
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Dropout(dropout)) for _ in range(3))
         self.out = nn.Linear(8, 1)
-        self.unused = nn.Linear(2, 2)
+        self.unused = nn.Linear(unused, 2)
         self.skips = skips
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from sparktorch.errors import ModuleError
-from sparktorch.train.pipeline.layers import Call, Modes
+from sparktorch.train.pipeline.layers import Call
 from sparktorch.train.pipeline.recording import Recording
 from sparktorch.train.pipeline.stages import free_nodes, is_value, stages_of_nodes
 
@@ -28,7 +28,6 @@ class Program:
         returned: The same of each value that it returns: what the next stage receives, or the module's outputs.
         calls: Its calls of layers.
         constants: Its constant tensors.
-        modes: The modes in which the module was called.
     """
 
     graph: fx.GraphModule
@@ -36,7 +35,6 @@ class Program:
     returned: list[torch.Tensor]
     calls: list[Call]
     constants: list[torch.Tensor]
-    modes: Modes
 
 
 def programs(recording: Recording, stages: Mapping[str, int], count: int) -> list[Program]:
@@ -116,7 +114,7 @@ def _program(
             made[node] = graph.node_copy(node, value)
     graph.output(tuple(value(node) for node in ends))
     module = fx.GraphModule({}, graph)
-    return Program(module, _without_values(received), _without_values(ends), calls, constants, recording.modes)
+    return Program(module, _without_values(received), _without_values(ends), calls, constants)
 
 
 def _without_values(nodes: Sequence[fx.Node]) -> list[torch.Tensor]:
@@ -171,8 +169,7 @@ class Stage(nn.Module):
         """
         # What a stage receives is a leaf, or a view of FSDP's, which nothing may change in place.
         values = [value.clone() if value.requires_grad else value for value in received]
-        with self.program.modes.entered():
-            returned = _Running(self, self.program).run(*values, *inputs.values())
+        returned = _Running(self, self.program).run(*values, *inputs.values())
         for value, expected in zip(returned, self.program.returned, strict=True):
             if value.shape != expected.shape or value.dtype != expected.dtype:
                 raise ModuleError(
@@ -182,9 +179,7 @@ class Stage(nn.Module):
                     "strategyParams.shard",
                     param="module",
                 )
-        # As values are sent, and no views, of which FSDP warns.
-        plain = torch.contiguous_format
-        return tuple(v.clone(memory_format=plain) if v._is_view() else v.contiguous() for v in returned)
+        return tuple(_to_send(v, expected) for v, expected in zip(returned, self.program.returned, strict=True))
 
     def call(self, call: Call, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Calls a layer; one without tensors is that of the module."""
@@ -197,6 +192,12 @@ class Stage(nn.Module):
             found: torch.Tensor = self.between[self._between[name]]
             return found
         return self._module[0].get_buffer(name)
+
+
+def _to_send(value: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Returns a value as it is sent: contiguous, with gradients if later stages have any, and no view: FSDP warns."""
+    value = value if expected.requires_grad else value.detach()
+    return value.clone(memory_format=torch.contiguous_format) if value._is_view() else value.contiguous()
 
 
 def _described(tensor: torch.Tensor) -> str:

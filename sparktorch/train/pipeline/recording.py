@@ -35,8 +35,8 @@ class Recording:
 
     Attributes:
         nodes: What it computes, in order: operators of torch, `operator.getitem`, and calls of layers. Each has its
-            result in `meta["val"]`, a fake tensor; whether it requires gradients in `meta["requires_grad"]`; and the
-            `Modes` in `meta["modes"]`.
+            result in `meta["val"]`, a fake tensor; whether a backward pass needs its gradient in
+            `meta["requires_grad"]`; and the `Modes` in `meta["modes"]`.
         inputs: The tensors that it gets, as nodes.
         outputs: What it returns, flattened: nodes, and values that are no tensors.
         spec: How that was nested.
@@ -44,7 +44,6 @@ class Recording:
         tensors: Name of the parameter or buffer that each node of that kind reads.
         parameters: Names of all parameters of the module.
         constants: The tensor of each node that is one, such as a number that is written into a mask.
-        modes: The modes in which the module was called.
     """
 
     nodes: list[fx.Node]
@@ -55,7 +54,6 @@ class Recording:
     tensors: Mapping[fx.Node, str]
     parameters: Collection[str]
     constants: Mapping[fx.Node, torch.Tensor]
-    modes: Modes
 
 
 class Twin:
@@ -231,10 +229,11 @@ class Twin:
                 nodes.append(node)
                 if node.target is call_of_layer().default:
                     of_calls[node] = calls[node.args[0]]
+        _without_unused_gradients(nodes, {node for node in outputs if isinstance(node, fx.Node)})
         places = iter(outputs)
         values = [next(places) if isinstance(value, torch.Tensor) else value for value in found["values"]]
         parameters = dict(self.module.named_parameters())
-        return Recording(nodes, inputs, values, found["spec"], of_calls, tensors, parameters, constants, modes)
+        return Recording(nodes, inputs, values, found["spec"], of_calls, tensors, parameters, constants)
 
     def _name_or_constant(self, tensor: Any) -> str | torch.Tensor:
         """Returns the name of a parameter or buffer, or a number that the forward pass makes a tensor of.
@@ -312,6 +311,13 @@ def _with_modes(graph: fx.Graph, modes: Modes) -> Iterator[Any]:
             yield node
 
 
+def _without_unused_gradients(nodes: Sequence[fx.Node], outputs: Collection[fx.Node]) -> None:
+    """Marks values from which no output's gradient depends, such as those that are detached, as without gradients."""
+    for node in reversed(nodes):
+        used = node in outputs or any(user.meta.get("requires_grad") for user in node.users)
+        node.meta["requires_grad"] = bool(node.meta["requires_grad"] and used)
+
+
 class _Gradients(fx.Interpreter):
     """Runs a recorded graph again to see which values require gradients."""
 
@@ -322,6 +328,7 @@ class _Gradients(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         if n.target is call_of_layer().default:
             gradients = self._calls[int(n.args[0])].result_gradients  # type: ignore[arg-type]
+            n.meta["requires_grad"] = any(gradients)
             values = [torch.empty_like(v).requires_grad_(g) for v, g in zip(n.meta["val"], gradients, strict=True)]
             return [value.clone() for value in values]  # which may be changed in place
         found = super().run_node(n)
