@@ -3,20 +3,28 @@
 An MLP of eight layers of 1024, AdamW, spawned Gloo ranks on one machine; no Spark. With P bytes of parameters,
 data parallel keeps P, P and 2P (AdamW's two moments); stage 1 keeps P, P and 2P / N; stage 2 P, P / N and 2P / N;
 stage 3 P / N, P / N and 2P / N (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054, section 5); a mesh those of
-stage 3 with the ranks of a group, here two, for N: parameters are sharded, or layers divided. Measured are the
-parameters between forward and backward, and gradients and state after the step, of the rank that keeps most: under
-stage 1 shares are whole tensors.
+stage 3 with the ranks of a group, here two, for N: parameters are sharded, layers divided, or some of the layers there.
+Measured are the parameters between forward and backward, and gradients and state after the step, of the rank that keeps
+most: under stage 1 shares are whole tensors. Of a pipeline, also what its first stage keeps for backward passes: the
+inputs of its layers, of all micro-batches by GPipe's schedule, of as many as there are stages by 1F1B (Narayanan et al.
+2021, https://arxiv.org/abs/2104.04473, section 2.2).
 """
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import torch
 from torch import nn
 
 from benchmarks.common import Goal, arguments, machine, report, workspace
 from benchmarks.ranks import Place, Ranks
+from sparktorch.base.batch import Batch
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.world import World
 from sparktorch.train.checkpoint.tensors import own_optimizer
@@ -27,7 +35,12 @@ from sparktorch.train.strategies.registry import build_strategy
 LAYERS, WIDTH = 8, 1024
 SIZES = (2, 4, 8)
 GROUP = 2  # ranks of a group of the meshes
-MESHES = {"mesh": {"shard": GROUP}, "mesh, tensor": {"tensor": GROUP}}
+MICRO_BATCHES, ROWS = 8, 64
+PIPELINES = {
+    f"mesh, {schedule}": {"pipeline": GROUP, "schedule": schedule, "micro_batches": MICRO_BATCHES}
+    for schedule in ("1f1b", "gpipe")
+}
+MESHES: dict[str, dict[str, Any]] = {"mesh": {"shard": GROUP}, "mesh, tensor": {"tensor": GROUP}, **PIPELINES}
 # By strategy, what of it is divided by the number of ranks, or of those of a group.
 DIVIDED: dict[str, list[str]] = {
     "ddp": [],
@@ -41,7 +54,7 @@ GOALS = {
     for size in SIZES
     for strategy, kinds in DIVIDED.items()
     for kind in kinds
-}
+} | {f"{pipeline} activations / formula, {size} ranks": Goal(1.15) for size in SIZES for pipeline in PIPELINES}
 
 
 class Deep(nn.Sequential):
@@ -49,6 +62,49 @@ class Deep(nn.Sequential):
 
     def __init__(self) -> None:
         super().__init__(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+
+
+class Kept:
+    """Counts the bytes of activations that autograd keeps, each once.
+
+    Attributes:
+        most: The most there were at a time.
+    """
+
+    def __init__(self) -> None:
+        self.most = 0
+        self._counts: Counter[tuple[int, int]] = Counter()
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Takes what autograd keeps."""
+        if isinstance(tensor._base if tensor._base is not None else tensor, nn.Parameter):
+            return tensor
+        key = (tensor.data_ptr(), tensor.nbytes)
+        self._counts[key] += 1
+        self.most = max(self.most, sum(size for _, size in self._counts))
+        held = _Held(tensor)
+        weakref.finalize(held, self._drop, key)
+        return held
+
+    def unpack(self, kept: Any) -> torch.Tensor:
+        """Returns it."""
+        tensor: torch.Tensor = kept.tensor if isinstance(kept, _Held) else kept
+        return tensor
+
+    def _drop(self, key: tuple[int, int]) -> None:
+        self._counts[key] -= 1
+        if not self._counts[key]:
+            del self._counts[key]
+
+
+@dataclass(eq=False)
+class _Held:
+    tensor: torch.Tensor
+
+
+def loss_of(module: nn.Module, batch: Batch) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The sum of the outputs."""
+    return module(*batch.inputs).sum(), {}
 
 
 def measure(place: Place, strategy: str) -> dict[str, int]:
@@ -63,14 +119,20 @@ def two_steps(world: World, strategy: str) -> dict[str, int]:
     options = {"min_parameters": WIDTH**2, **mesh} if mesh or strategy in ("zero2", "zero3") else {}
     shared = build_strategy(TrainConfig(strategy="mesh" if mesh else strategy, strategy_params=options), world)
     plain = Recipe(module=Deep).build_module(seed=0)
+    shared.example = lambda: Batch((torch.ones(2, WIDTH),), None, None, 2)
     module = shared.prepare(plain)
     optimizer = shared.optimizer(Recipe(module=Deep), plain)
-    parameters = 0
+    batch, kept, parameters = Batch((torch.ones(ROWS, WIDTH),), None, None, ROWS), Kept(), 0
     for _ in range(2):
         optimizer.zero_grad()
-        loss = module(torch.ones(1, WIDTH)).sum()
-        parameters = sum(local(p).nbytes for p in plain.parameters())
-        loss.backward()
+        if shared.runs_passes:
+            with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
+                shared.run_pass(module, batch, loss_of, 1.0, nullcontext())
+            parameters = sum(local(p).nbytes for p in plain.parameters())
+        else:
+            loss, _ = loss_of(module, batch)
+            parameters = sum(local(p).nbytes for p in plain.parameters())
+            loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     return {
         "parameters": parameters,
@@ -81,6 +143,7 @@ def two_steps(world: World, strategy: str) -> dict[str, int]:
             for t in s.values()
             if isinstance(t, torch.Tensor)
         ),
+        **({"activations": kept.most} if shared.runs_passes else {}),
     }
 
 
@@ -103,6 +166,8 @@ def main() -> None:
             formula = {"parameters": model, "gradients": model, "state": 2 * model}
             parts = GROUP if strategy in MESHES else size
             formula |= {kind: formula[kind] // parts for kind in DIVIDED[strategy]}
+            at_once = GROUP if strategy == "mesh, 1f1b" else MICRO_BATCHES
+            formula["activations"] = LAYERS // GROUP * at_once * GROUP * ROWS // MICRO_BATCHES * WIDTH * 4
             for name, value in found.items():
                 samples[f"{strategy}, {size} ranks: {name}, MiB"] = [value / 2**20]
                 ratios[f"{strategy} {name} / formula, {size} ranks"] = value / formula[name]

@@ -1,7 +1,7 @@
 """Says what each strategy would take of a worker, for the training of a job file.
 
-Prints the table of `estimator.plan(df)`: memory, and bytes sent in a step. It reads the first row, and trains nothing.
-The job file's modules must be on the Python path.
+Prints the table of `estimator.plan(df)`: memory, bytes sent in a step, and its time. It reads the first row, and trains
+nothing. The job file's modules must be on the Python path.
 """
 
 from __future__ import annotations
@@ -26,6 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--workers", type=count, metavar="N", help="number of workers (default: numWorkers of the job file)"
     )
     parser.add_argument("--memory", type=float, metavar="MB", help="what a worker has, to say which strategies fit")
+    parser.add_argument(
+        "--speed", type=float, metavar="GFLOPS", help="what a worker reaches in training, for the time of a step"
+    )
+    parser.add_argument("--bandwidth", type=float, metavar="MB/S", help="what a worker sends a second, for the same")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -37,7 +41,8 @@ def run(options: argparse.Namespace) -> int:
             estimator.set(estimator.getParam("numWorkers"), options.workers)
         with session(options, "sparktorch plan", quiet=True) as spark:
             training, _ = job.data.split(job.data.load(spark))
-            found = estimator.plan(training, memory=options.memory)  # type: ignore[attr-defined]  # which all have
+            given = {name: getattr(options, name) for name in ("memory", "speed", "bandwidth")}
+            found = estimator.plan(training, **given)  # type: ignore[attr-defined]  # which all have
     except NoSessionError as error:
         print(f"{error.finding.found}\n  -> {error.finding.advice}", file=sys.stderr)
         return 1

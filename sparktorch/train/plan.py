@@ -4,15 +4,16 @@ Parameters, gradients and optimizer state are those of the ZeRO paper (Rajbhanda
 https://arxiv.org/abs/1910.02054, section 5), counted for the layout that a strategy gives each tensor;
 `benchmarks.memory` measures the same. Activations are what autograd keeps of a few rows, times the rows of a worker.
 Collectives are counted as rings: of `b` bytes, each of `n` ranks sends `(n - 1) / n * b` to gather or to scatter, twice
-that to reduce for all.
+that to reduce for all. Operations are counted by torch, for a forward pass; a backward pass has twice as many.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from sparktorch.base.world import World
 from sparktorch.errors import SparkTorchError
 from sparktorch.train.checkpoint.tensors import create_optimizer_state, own_optimizer
 from sparktorch.train.engine import Engine
+from sparktorch.train.needs import Need, Plan
 from sparktorch.train.pipeline.setup import staged
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.fsdp import ShardingOptions, units
@@ -31,7 +33,7 @@ from sparktorch.train.strategies.mesh_options import MeshOptions
 from sparktorch.train.strategies.registry import check_module, check_strategy, check_workers, strategy_options
 from sparktorch.train.strategies.tensor_parallel import DIVIDED, SUMMED, check_plan
 
-__all__ = ["Need", "Plan", "plan"]
+__all__ = ["plan", "reduced"]
 
 _log = logging.getLogger(__name__)
 
@@ -40,92 +42,16 @@ _SIZES = (2, 4, 8)
 _SHARED = ("ddp", "zero1", "zero2", "zero3")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Need:
-    """What a worker needs under a strategy, in bytes.
-
-    Attributes:
-        strategy: The strategy.
-        options: Its `strategyParams`.
-        parameters: Parameters and buffers that it keeps.
-        gradients: Gradients that it keeps.
-        state: Its optimizer state.
-        gathered: Parameters of other workers that it has at the same time.
-        activations: What a forward pass keeps for the backward pass, and its inputs.
-        sent: What it sends in a step.
-        refused: Why the strategy cannot train this; then all figures are 0.
-    """
-
-    strategy: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    parameters: int = 0
-    gradients: int = 0
-    state: int = 0
-    gathered: int = 0
-    activations: int = 0
-    sent: int = 0
-    refused: str = ""
-
-    @property
-    def total(self) -> int:
-        """Bytes that it needs at once, but for what kernels and allocators take."""
-        return self.parameters + self.gradients + self.state + self.gathered + self.activations
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What each strategy takes of a worker; print it for a table.
-
-    Attributes:
-        needs: One entry per strategy and its sizes.
-        workers: Number of workers.
-        rows: Rows of a worker in a forward pass.
-        parameters: Number of the module's parameters.
-        memory: Bytes that a worker has, if they were given.
-    """
-
-    needs: tuple[Need, ...]
-    workers: int
-    rows: int
-    parameters: int
-    memory: int | None = None
-
-    @property
-    def fitting(self) -> list[Need]:
-        """Those that fit into the memory of a worker, the simplest first; all that are possible without a memory."""
-        possible = [need for need in self.needs if not need.refused]
-        return [need for need in possible if self.memory is None or need.total <= self.memory]
-
-    def __str__(self) -> str:
-        names = ("parameters", "gradients", "state", "gathered", "activations", "total", "sent")
-        table = [["strategy", *names[:2], "optimizer", *names[3:6], "sent a step", ""]]
-        for need in self.needs:
-            title = " ".join([need.strategy, *(f"{name}={value}" for name, value in need.options.items())])
-            fits = "" if self.memory is None else "fits" if need.total <= self.memory else "too large"
-            figures = ["-"] * len(names) if need.refused else [_bytes(getattr(need, name)) for name in names]
-            table.append([title, *figures, need.refused or fits])
-        widths = [max(len(line[i]) for line in table) for i in range(len(table[0]) - 1)]
-        lines = [
-            "  ".join(
-                [
-                    line[0].ljust(widths[0]),
-                    *(cell.rjust(width) for cell, width in zip(line[1:-1], widths[1:], strict=True)),
-                ]
-            )
-            + f"  {line[-1]}"
-            for line in table
-        ]
-        each = f"{self.parameters:,} parameters, {self.workers} workers, {self.rows:,} rows of each at a time"
-        return "\n".join([each, "", *(line.rstrip() for line in lines)])
-
-
-def _bytes(count: int) -> str:
-    if count < 1e5:
-        return f"{count / 1e3:.1f} KB"
-    return f"{count / 1e6:,.1f} MB" if count < 1e9 else f"{count / 1e9:,.2f} GB"
-
-
-def plan(recipe: Recipe, config: TrainConfig, workers: int, first: Batch, *, memory: int | None = None) -> Plan:
+def plan(
+    recipe: Recipe,
+    config: TrainConfig,
+    workers: int,
+    first: Batch,
+    *,
+    memory: int | None = None,
+    speed: float | None = None,
+    bandwidth: float | None = None,
+) -> Plan:
     """Returns what each strategy takes of a worker.
 
     It runs forward passes on a few rows, of a module that has shapes and no values where that is possible. Instances,
@@ -137,6 +63,8 @@ def plan(recipe: Recipe, config: TrainConfig, workers: int, first: Batch, *, mem
         workers: Number of workers.
         first: A batch of two rows.
         memory: Bytes that a worker has.
+        speed: Floating-point operations a second that a worker reaches; with `bandwidth`, steps are timed.
+        bandwidth: Bytes a second that a worker sends.
 
     Raises:
         ModuleError: The module cannot be built or called.
@@ -147,7 +75,15 @@ def plan(recipe: Recipe, config: TrainConfig, workers: int, first: Batch, *, mem
     if own not in tried and own[0] in (*_SHARED, "mesh"):
         tried.append(own)
     needs = tuple(measured.need(name, options) for name, options in tried)
-    return Plan(needs=needs, workers=workers, rows=measured.rows, parameters=measured.count, memory=memory)
+    return Plan(
+        needs=needs,
+        workers=workers,
+        rows=measured.rows,
+        parameters=measured.count,
+        memory=memory,
+        speed=speed,
+        bandwidth=bandwidth,
+    )
 
 
 def _meshes(workers: int) -> list[tuple[str, dict[str, Any]]]:
@@ -168,9 +104,10 @@ class _Measured:
 
     def __init__(self, recipe: Recipe, config: TrainConfig, workers: int, first: Batch) -> None:
         self._recipe, self._config, self._workers = recipe, config, workers
-        share = -(-config.batch_size // workers)
+        self._share = share = -(-config.batch_size // workers)  # of the rows of a step
         size = config.micro_batch_size
         self.rows = min(share, size) if isinstance(size, int) else -(-share // config.accumulation_steps)
+        self._passes = -(-share // self.rows)  # of a step
         # fp16 is as large as bf16, and not every CPU has it.
         precision: Precision = "bf16" if config.precision in ("bf16", "fp16") else "fp32"
         alone = replace(
@@ -191,6 +128,7 @@ class _Measured:
         engine.training_mode()
         less, more = (_kept(engine, _rows_of(first, rows)) for rows in (_ROWS, 2 * _ROWS))
         self._kept = {name: (more[name] - less[name]) // _ROWS for name in more}  # of a row
+        self._operations = _operations(engine, _rows_of(first, _ROWS))
         create_optimizer_state(engine.optimizer)
         self._state = {
             parameter: sum(value.nbytes for value in values.values() if isinstance(value, torch.Tensor))
@@ -214,7 +152,7 @@ class _Measured:
         """Every worker has the whole model; under "zero1", each has the state of its own share of the parameters."""
         trained = [p for p in self._parameters.values() if p.requires_grad]
         gradients, state = sum(p.nbytes for p in trained), self._state_of(trained)
-        sent = _reduced(gradients, self._workers)
+        sent = reduced(gradients, self._workers)
         if strategy == "zero1":
             shares: list[list[nn.Parameter]] = [[] for _ in range(self._workers)]
             for parameter in sorted(trained, key=torch.Tensor.numel, reverse=True):  # as torch divides them
@@ -229,6 +167,7 @@ class _Measured:
             state=state,
             activations=self._activations(),
             sent=sent,
+            operations=self._of_step(),
         )
 
     def _shards(self, strategy: str, options: dict[str, Any]) -> Need:
@@ -244,10 +183,11 @@ class _Measured:
             for kind, parameter in self._module.get_submodule(name).named_parameters(recurse=False):
                 if kind == "weight" or style != "rowwise":
                     of_worker[parameter] //= tensor
-        passed, at_once = 0, 1.0
+        passed, at_once, bubble = 0, 1.0, 0.0
         if pipeline > 1:
             of_worker, passed = self._of_stages(known, of_worker)
             at_once = 1.0 if known.schedule == "gpipe" else min(1.0, pipeline / known.count)
+            bubble = known.bubble
         part = {p: math.ceil(len(p) / shard) / len(p) if p.dim() else 1.0 for p in of_worker}
         kept = {p: int(size * part[p]) for p, size in of_worker.items()}
         trained = [p for p in kept if p.requires_grad]
@@ -255,11 +195,11 @@ class _Measured:
         everything, gradients = sum(of_worker.values()), sum(of_worker[p] for p in trained)
         gathered = 0 if shard == 1 else everything if strategy == "zero2" else whole[0] + 2 * max(whole[1:], default=0)
         passes = 1 if strategy == "zero2" else 2  # forward, and again backward
-        sent = passes * _gathered(everything, shard) + _gathered(gradients, shard)
-        sent += _reduced(sum(kept[p] for p in trained), data)
+        sent = self._passes * passes * _gathered(everything, shard) + _gathered(gradients, shard)
+        sent += reduced(sum(kept[p] for p in trained), data)
         together = tensor * pipeline  # workers with the same rows
-        sent += self.rows * tensor * _reduced(self._exchanged(plan), tensor)
-        sent += self.rows * together * (_gathered(self._inputs, together) + 2 * passed)
+        sent += self._share * tensor * reduced(self._exchanged(plan), tensor)
+        sent += self._share * together * (_gathered(self._inputs, together) + 2 * passed)
         return Need(
             strategy=strategy,
             options=options,
@@ -269,6 +209,8 @@ class _Measured:
             gathered=min(gathered, everything),
             activations=self._activations(plan, tensor, pipeline, at_once),
             sent=sent,
+            operations=self._of_step(plan, tensor, 4 if known.activation_checkpointing else 3),
+            bubble=bubble,
         )
 
     def _of_stages(
@@ -303,6 +245,14 @@ class _Measured:
         kept = tensor * (self._kept[""] - within) + within
         return int(self.rows * (kept * at_once + tensor * pipeline * self._inputs))
 
+    def _of_step(self, plan: Mapping[str, str] | None = None, tensor: int = 1, forwards: int = 3) -> int:
+        """Returns the operations of a worker in a step; a backward pass has twice those of a forward pass.
+
+        Workers that share layers compute those that are not divided for the rows of all; stages have equal parts.
+        """
+        divided = sum(self._operations[name] for name, style in (plan or {}).items() if style != SUMMED)
+        return int(forwards * self._share * (tensor * (self._operations[""] - divided) + divided))
+
     def _exchanged(self, plan: Mapping[str, str]) -> int:
         """Returns the bytes of a row that workers which share layers sum up: outputs forward, inputs backward."""
         ends = {"rowwise": ("out",), "colwise": ("in",), "colwise_gather_output": ("in", "out")}
@@ -319,7 +269,8 @@ class _Measured:
         return sum(buffer.nbytes for buffer in self._module.buffers())
 
 
-def _reduced(size: float, ranks: int) -> int:
+def reduced(size: float, ranks: int) -> int:
+    """Returns the bytes that each of some ranks sends to sum up `size` bytes in all of them."""
     return 2 * _gathered(size, ranks)
 
 
@@ -341,6 +292,32 @@ def _rows_of(batch: Batch, rows: int) -> Batch:
         loss_weight=repeated(batch.loss_weight),
         rows=rows,
     )
+
+
+def _operations(engine: Engine, batch: Batch) -> Counter[str]:
+    """Returns the floating-point operations of a row's forward pass: all as "", and those of each linear layer."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    found: Counter[str] = Counter()
+    hooks = []
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        for name, part in engine.unwrapped.named_modules():
+            if isinstance(part, DIVIDED):
+
+                def before(part: nn.Module, inputs: Any, name: str = name) -> None:
+                    found[name] -= counter.get_total_flops()
+
+                def after(part: nn.Module, inputs: Any, output: Any, name: str = name) -> None:
+                    found[name] += counter.get_total_flops()
+
+                hooks += [part.register_forward_pre_hook(before), part.register_forward_hook(after)]
+        try:
+            engine.losses_of(engine.module, batch)
+        finally:
+            for hook in hooks:
+                hook.remove()
+    found[""] = counter.get_total_flops()
+    return Counter({name: count // batch.rows for name, count in found.items()})
 
 
 def _kept(engine: Engine, batch: Batch) -> dict[str, int]:

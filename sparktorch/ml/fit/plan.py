@@ -9,11 +9,13 @@ import torch
 
 from sparktorch.base.batch import Batch
 from sparktorch.base.config import Task, above
+from sparktorch.errors import ConfigError
 from sparktorch.ml.fit.first_row_trial import first_inputs, first_label
 from sparktorch.ml.fit.translate import translate
 from sparktorch.ml.params.mixins import EstimatorParams
 from sparktorch.spark.frame.prepare import prepare
-from sparktorch.train.plan import Plan, plan
+from sparktorch.train.needs import Plan
+from sparktorch.train.plan import plan
 from sparktorch.train.recipe.dry_run import dry_run
 
 if TYPE_CHECKING:
@@ -22,8 +24,23 @@ if TYPE_CHECKING:
 __all__ = ["plan_of"]
 
 
-def plan_of(estimator: EstimatorParams, task: Task, dataset: DataFrame, memory: float | None) -> Plan:
+def plan_of(
+    estimator: EstimatorParams,
+    task: Task,
+    dataset: DataFrame,
+    memory: float | None,
+    speed: float | None,
+    bandwidth: float | None,
+) -> Plan:
     """Returns the plan of an estimator's training; see `TorchEstimatorBase.plan`."""
+    for name, value in (("memory", memory), ("speed", speed), ("bandwidth", bandwidth)):
+        if value is not None:
+            above(name, value, 0)
+    if (speed is None) != (bandwidth is None):
+        raise ConfigError(
+            f"{'bandwidth' if speed is None else 'speed'} is given without {'speed' if speed is None else 'bandwidth'}",
+            hint="give both, for the time of a step, or neither",
+        )
     request = translate(estimator, task)
     frame, inputs = first_inputs(prepare(dataset, task, **request.columns))
     label = first_label(frame)
@@ -37,7 +54,12 @@ def plan_of(estimator: EstimatorParams, task: Task, dataset: DataFrame, memory: 
     if label is not None and trial.classes is not None:
         label = torch.zeros_like(label, dtype=torch.int64)
     batch = Batch(tuple(inputs.values()), label, weight, 2, weight, names=names)
-    if memory is not None:
-        above("memory", memory, 0)
-    available = None if memory is None else int(memory * 10**6)
-    return plan(request.recipe, config, estimator.getNumWorkers(), batch, memory=available)
+    return plan(
+        request.recipe,
+        config,
+        estimator.getNumWorkers(),
+        batch,
+        memory=None if memory is None else int(memory * 10**6),
+        speed=None if speed is None else speed * 10**9,
+        bandwidth=None if bandwidth is None else bandwidth * 10**6,
+    )

@@ -209,12 +209,6 @@ class Pipe(nn.Module):
         """Returns the seconds this rank was idle in schedules since the last call, and their seconds; zeros on GPUs."""
         return self._clock.read()
 
-    @property
-    def bubble(self) -> float:
-        """The share of the time that a rank is idle if all stages take equally long (Narayanan et al. 2021)."""
-        wait = (self._group.size() - 1) / len(self._own)
-        return wait / (self._micro_batches + wait)
-
     def _padded(self, tensors: Sequence[torch.Tensor], rows: int) -> tuple[list[torch.Tensor], int]:
         """Returns the tensors with as many rows as the micro-batches have, the last row again and again; and theirs."""
         size = math.ceil(rows / self._micro_batches)

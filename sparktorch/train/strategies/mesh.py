@@ -267,7 +267,7 @@ class Mesh(Zero3[MeshOptions]):
         if not self.runs_passes:
             return {}
         idle, whole = sum_over_ranks(torch.tensor(self._pipe.idle(), dtype=torch.float64), self._world).tolist()
-        return {"pipeline_bubble_formula": self._pipe.bubble} | ({"pipeline_bubble": idle / whole} if whole else {})
+        return {"pipeline_bubble_formula": self._options.bubble} | ({"pipeline_bubble": idle / whole} if whole else {})
 
     def optimizer(self, recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer:
         """Builds the optimizer of this rank's shards, which may lie on several meshes."""

@@ -118,6 +118,15 @@ class MeshOptions(ShardingOptions):
         """Number of micro-batches in a pipeline."""
         return self.micro_batches or 4 * (self.pipeline or 1)
 
+    @property
+    def bubble(self) -> float:
+        """Share of the time that a rank of a pipeline is idle if all stages take equally long.
+
+        Narayanan et al. 2021 (https://arxiv.org/abs/2104.04473), section 2.2.
+        """
+        wait = ((self.pipeline or 1) - 1) / self.stages_per_rank
+        return wait / (self.count + wait)
+
     def sizes(self, workers: int) -> Sizes:
         """Returns the sizes of the dimensions.
 

@@ -109,6 +109,25 @@ def test_the_table_names_what_fits_and_what_is_refused() -> None:
     assert [need.strategy for need in table.fitting] == ["zero1"]
 
 
+def test_a_step_takes_what_its_operations_its_bubble_and_what_is_sent_take() -> None:
+    first = Batch((torch.ones(2, 5),), torch.ones(2), None, 2, names=("x",))
+    config = TrainConfig(task="regression", batch_size=64, accumulation_steps=2)
+    table = plan(Recipe(module=Paired), config, 4, first, speed=1e6, bandwidth=1e5)
+    found = {(need.strategy, *need.options): need for need in table.needs}
+    one = 2 * (5 * 8 + 8 * 6 + 6 * 12 + 12 * 1)  # a row's forward pass
+    whole = 3 * 16 * one
+    assert found["ddp",].operations == found["mesh", "pipeline"].operations == whole
+    assert found["mesh", "tensor"].operations == whole  # two workers compute halves of all layers for the rows of both
+    assert found["mesh", "pipeline"].bubble == 1 / 9
+    for need in found.values():
+        assert table.seconds(need) == pytest.approx(need.operations / 1e6 / (1 - need.bubble) + need.sent / 1e5)
+    sent = 4 * sum(p.numel() for p in Paired().parameters()) * 3 / 4
+    assert found["zero3",].sent == pytest.approx((2 * 2 + 1) * sent, abs=3)  # gathered twice in each of two passes
+    line = next(line for line in str(table).splitlines() if line.startswith("ddp"))
+    assert line.endswith(f"{1000 * table.seconds(found['ddp',]):.1f} ms")
+    assert plan(Recipe(module=Paired), config, 4, first).seconds(found["ddp",]) is None
+
+
 def test_a_model_that_no_process_could_build_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise AssertionError("the module is built with values")

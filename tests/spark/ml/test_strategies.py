@@ -154,3 +154,6 @@ def test_a_plan_says_what_strategies_take_and_trains_nothing(rows: DataFrame) ->
         asked(moduleParams={"inputs": 4}).plan(rows)
     with pytest.raises(ConfigError, match="memory must be"):
         asked().plan(rows, memory=-1)
+    with pytest.raises(ConfigError, match="speed is given without bandwidth"):
+        asked().plan(rows, speed=10)
+    assert "time a step" in str(asked().plan(rows, speed=10, bandwidth=1000))

@@ -1,0 +1,111 @@
+"""What a worker needs under each strategy, and the table of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Need", "Plan"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """What a worker needs under a strategy, in bytes, and what it does in a step.
+
+    Attributes:
+        strategy: The strategy.
+        options: Its `strategyParams`.
+        parameters: Parameters and buffers that it keeps.
+        gradients: Gradients that it keeps.
+        state: Its optimizer state.
+        gathered: Parameters of other workers that it has at the same time.
+        activations: What a forward pass keeps for the backward pass, and its inputs.
+        sent: What it sends in a step.
+        operations: Floating-point operations of a step, forward and backward.
+        bubble: Share of the time that it waits for other stages of a pipeline.
+        refused: Why the strategy cannot train this; then all figures are 0.
+    """
+
+    strategy: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    parameters: int = 0
+    gradients: int = 0
+    state: int = 0
+    gathered: int = 0
+    activations: int = 0
+    sent: int = 0
+    operations: int = 0
+    bubble: float = 0.0
+    refused: str = ""
+
+    @property
+    def total(self) -> int:
+        """Bytes that it needs at once, but for what kernels and allocators take."""
+        return self.parameters + self.gradients + self.state + self.gathered + self.activations
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What each strategy takes of a worker; print it for a table.
+
+    Attributes:
+        needs: One entry per strategy and its sizes.
+        workers: Number of workers.
+        rows: Rows of a worker in a forward pass.
+        parameters: Number of the module's parameters.
+        memory: Bytes that a worker has, if they were given.
+        speed: Floating-point operations a second that it reaches, if they were given.
+        bandwidth: Bytes a second that it sends, if they were given.
+    """
+
+    needs: tuple[Need, ...]
+    workers: int
+    rows: int
+    parameters: int
+    memory: int | None = None
+    speed: float | None = None
+    bandwidth: float | None = None
+
+    def seconds(self, need: Need) -> float | None:
+        """Returns how long a step takes if nothing is sent while a worker computes; `None` without speeds."""
+        if self.speed is None or self.bandwidth is None or need.refused:
+            return None
+        return need.operations / self.speed / (1 - need.bubble) + need.sent / self.bandwidth
+
+    @property
+    def fitting(self) -> list[Need]:
+        """Those that fit into the memory of a worker, the simplest first; all that are possible without a memory."""
+        possible = [need for need in self.needs if not need.refused]
+        return [need for need in possible if self.memory is None or need.total <= self.memory]
+
+    def __str__(self) -> str:
+        names = ("parameters", "gradients", "state", "gathered", "activations", "total", "sent")
+        timed = ["time a step"] if self.speed else []
+        table = [["strategy", *names[:2], "optimizer", *names[3:6], "sent a step", *timed, ""]]
+        for need in self.needs:
+            title = " ".join([need.strategy, *(f"{name}={value}" for name, value in need.options.items())])
+            fits = "" if self.memory is None else "fits" if need.total <= self.memory else "too large"
+            figures = ["-"] * len(names) if need.refused else [_bytes(getattr(need, name)) for name in names]
+            seconds = self.seconds(need)
+            times = [] if not timed else ["-"] if seconds is None else [f"{1000 * seconds:,.1f} ms"]
+            table.append([title, *figures, *times, need.refused or fits])
+        widths = [max(len(line[i]) for line in table) for i in range(len(table[0]) - 1)]
+        lines = [
+            "  ".join(
+                [
+                    line[0].ljust(widths[0]),
+                    *(cell.rjust(width) for cell, width in zip(line[1:-1], widths[1:], strict=True)),
+                ]
+            )
+            + f"  {line[-1]}"
+            for line in table
+        ]
+        each = f"{self.parameters:,} parameters, {self.workers} workers, {self.rows:,} rows of each at a time"
+        return "\n".join([each, "", *(line.rstrip() for line in lines)])
+
+
+def _bytes(count: int) -> str:
+    if count < 1e5:
+        return f"{count / 1e3:.1f} KB"
+    return f"{count / 1e6:,.1f} MB" if count < 1e9 else f"{count / 1e9:,.2f} GB"
