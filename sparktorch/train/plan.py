@@ -193,8 +193,10 @@ class _Measured:
         trained = [p for p in kept if p.requires_grad]
         whole = [sum(of_worker.get(p, 0) for p in group) for group in self._units(known)]
         everything, gradients = sum(of_worker.values()), sum(of_worker[p] for p in trained)
-        gathered = 0 if shard == 1 else everything if strategy == "zero2" else whole[0] + 2 * max(whole[1:], default=0)
-        passes = 1 if strategy == "zero2" else 2  # forward, and again backward
+        kept_gathered = strategy == "zero2" or pipeline > 1  # from forward to backward
+        gathered = everything if kept_gathered else whole[0] + 2 * max(whole[1:], default=0)
+        gathered = 0 if shard == 1 and pipeline == 1 else gathered
+        passes = 1 if kept_gathered else 2  # forward, and again backward
         sent = self._passes * passes * _gathered(everything, shard) + _gathered(gradients, shard)
         sent += reduced(sum(kept[p] for p in trained), data)
         together = tensor * pipeline  # workers with the same rows

@@ -145,13 +145,13 @@ class Zero3(Strategy[S]):
         if is_host(self._device):
             largest = [max(p.nbytes for p in part.parameters()) for part in parts]
             if max(largest, default=0) >= _LEAST_BYTES:
-                attach(given_back(max(_LEAST_BYTES, min(largest))))
+                attach(given_back(max(_LEAST_BYTES, min(largest) // (2 * self.mesh.size(-1)))))
         for part in [*parts, module]:
             self.materialise(part)
             fully_shard(
                 part,
                 mesh=self.mesh,
-                reshard_after_forward=self._reshard_after_forward,
+                reshard_after_forward=self._reshard_after_forward and not self.runs_passes,
                 mp_policy=policy,
                 offload_policy=CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy(),
             )

@@ -86,14 +86,16 @@ def test_activations_are_those_that_autograd_keeps_of_the_rows_of_a_worker() -> 
     assert found["mesh", ("tensor", 2)].activations == 16 * (2 * inputs + hidden + 2 * error)
     assert found["ddp",].state == 0
     assert found["ddp",].sent == found["ddp",].gradients == 4 * 5101
-    assert found["zero2",].sent == 4 * 5101  # a gather of the parameters, and one half of what ddp sends
-    assert found["zero3",].sent == 4 * 5101 * 3 // 2
+    # Parameters are gathered in each of two passes, and again backward under zero3; half of what ddp sends comes on top.
+    assert found["zero2",].sent == 4 * 5101 * 3 // 2
+    assert found["zero3",].sent == 4 * 5101 * 5 // 2
     # Inputs are exchanged, and forward the output of the second layer is summed up; the input needs no gradient.
-    assert found["mesh", ("tensor", 2)].sent == 32 * (inputs // 2 + 4 * 1)
+    assert found["mesh", ("tensor", 2)].sent == 64 * (inputs // 2 + 4 * 1)
     # Of eight micro-batches, a worker has two. The first layer's output is passed on, and its gradient.
     staged = found["mesh", ("pipeline", 2)]
     assert staged.activations == 16 * ((hidden + error) // 4 + 2 * inputs)
-    assert staged.sent == 32 * (inputs // 2 + 2 * hidden)
+    assert staged.sent == 64 * (inputs // 2 + 2 * hidden)
+    assert staged.gathered == max(4 * 5050, 4 * 51)  # the parameters of a stage, in each step
 
 
 def test_the_table_names_what_fits_and_what_is_refused() -> None:
@@ -113,12 +115,13 @@ def test_a_step_takes_what_its_operations_its_bubble_and_what_is_sent_take() -> 
     first = Batch((torch.ones(2, 5),), torch.ones(2), None, 2, names=("x",))
     config = TrainConfig(task="regression", batch_size=64, accumulation_steps=2)
     table = plan(Recipe(module=Paired), config, 4, first, speed=1e6, bandwidth=1e5)
-    found = {(need.strategy, *need.options): need for need in table.needs}
+    found = {(need.strategy, *need.options.items()): need for need in table.needs}
     one = 2 * (5 * 8 + 8 * 6 + 6 * 12 + 12 * 1)  # a row's forward pass
     whole = 3 * 16 * one
-    assert found["ddp",].operations == found["mesh", "pipeline"].operations == whole
-    assert found["mesh", "tensor"].operations == whole  # two workers compute halves of all layers for the rows of both
-    assert found["mesh", "pipeline"].bubble == 1 / 9
+    staged, divided = found["mesh", ("pipeline", 2)], found["mesh", ("tensor", 2)]
+    assert found["ddp",].operations == staged.operations == whole
+    assert divided.operations == whole  # two workers compute halves of all layers for the rows of both
+    assert staged.bubble == 1 / 9
     for need in found.values():
         assert table.seconds(need) == pytest.approx(need.operations / 1e6 / (1 - need.bubble) + need.sent / 1e5)
     sent = 4 * sum(p.numel() for p in Paired().parameters()) * 3 / 4
