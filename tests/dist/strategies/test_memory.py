@@ -51,6 +51,7 @@ def _grown(world: World, strategy: str, options: dict[str, Any]) -> float:
     return took[-1] - took[3]
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize(
     ("strategy", "options"), [("zero2", {}), ("zero3", {}), ("mesh", {"shard": 2}), ("mesh", {"pipeline": 2})]
 )

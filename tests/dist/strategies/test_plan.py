@@ -86,7 +86,7 @@ def test_activations_are_those_that_autograd_keeps_of_the_rows_of_a_worker() -> 
     assert found["mesh", ("tensor", 2)].activations == 16 * (2 * inputs + hidden + 2 * error)
     assert found["ddp",].state == 0
     assert found["ddp",].sent == found["ddp",].gradients == 4 * 5101
-    # Parameters are gathered in each of two passes, and again backward under zero3; half of what ddp sends comes on top.
+    # Parameters are gathered in each of two passes, under zero3 again backward; half of what ddp sends comes on top.
     assert found["zero2",].sent == 4 * 5101 * 3 // 2
     assert found["zero3",].sent == 4 * 5101 * 5 // 2
     # Inputs are exchanged, and forward the output of the second layer is summed up; the input needs no gradient.
