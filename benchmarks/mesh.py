@@ -100,10 +100,11 @@ def loop_by_hand(world: World, sizes: Sizes, epochs: int) -> float:
         own, ends = mesh.get_local_rank("stage"), [*starts(stages), len(whole.layers)]
         last = [nn.Flatten(0)] if own == stages - 1 else []
         module = nn.Sequential(*list(whole.layers)[ends[own] : ends[own + 1]], *last)
-    for part in module.modules():
-        if isinstance(part, nn.Linear) and part.out_features > 1:
-            fully_shard(part, mesh=mesh["copy", "part"])
-    fully_shard(module, mesh=mesh["copy", "part"])
+    if stages < world.world_size:
+        for part in module.modules():
+            if isinstance(part, nn.Linear) and part.out_features > 1:
+                fully_shard(part, mesh=mesh["copy", "part"], reshard_after_forward=stages == 1)
+        fully_shard(module, mesh=mesh["copy", "part"])
     optimizer = torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE, fused=True)
     step = passes(module, mesh) if stages > 1 else partial(one_pass, module)
     torch.manual_seed(holder)

@@ -117,6 +117,11 @@ class Zero3(Strategy[S]):
         """Whether this is the only rank, and the module is not wrapped."""
         return super().alone and not self.needs_group(self._options)
 
+    @property
+    def whole_stages(self) -> bool:
+        """Whether no other rank has parameters that this one has, so that there is nothing to shard."""
+        return False
+
     def prepare(self, module: nn.Module) -> nn.Module:
         """Shards the module's parameters in place, unit by unit as they are moved to the device."""
         return self._divided(module, self._options)
@@ -128,7 +133,7 @@ class Zero3(Strategy[S]):
             from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
             apply_activation_checkpointing(module, check_fn=lambda part: part in parts)
-        if self.alone:
+        if self.alone or self.whole_stages:
             self.materialise(module)
             return module.to(self._device)
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard

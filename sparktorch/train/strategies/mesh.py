@@ -25,7 +25,7 @@ from sparktorch.base.config import TrainConfig
 from sparktorch.base.devices import is_host
 from sparktorch.distributed.process_group import subgroup, sum_over_ranks
 from sparktorch.errors import ConfigError, nearest
-from sparktorch.train.checkpoint.tensors import OPTIMIZER
+from sparktorch.train.checkpoint.tensors import OPTIMIZER, parameter_names
 from sparktorch.train.dtensor import copies, local, mesh_of_training, part_of, unadvised, undivided
 from sparktorch.train.pipeline.pipe import Pipe
 from sparktorch.train.pipeline.programs import Stage
@@ -164,6 +164,11 @@ class Mesh(Zero3[MeshOptions]):
     def own_passes(cls, options: MeshOptions) -> bool:
         """Whether ranks pass micro-batches through their stages."""
         return (options.pipeline or 1) > 1
+
+    @property
+    def whole_stages(self) -> bool:
+        """Whether each rank has stages that no other rank has, nor a part of."""
+        return self._sizes.pipeline == self._world.world_size and not self.needs_group(self._options)
 
     @property
     def gradient_divisor(self) -> int:
@@ -315,11 +320,18 @@ class Mesh(Zero3[MeshOptions]):
             yield
 
     def saves(self, name: str) -> bool:
-        """Returns whether this rank saves an unsharded tensor; of an optimizer, a rank of each stage does."""
+        """Returns whether this rank saves an unsharded tensor; of a stage, a rank of that stage does."""
         if self.runs_passes and name.startswith(OPTIMIZER):
             others = (part_of(self._ranks, name) for name in ("data", "shard", "tensor"))
             return all(part.get_local_rank() == 0 for part in others)
+        if self.whole_stages and name.partition(".")[2] in self._own_names:
+            return True
         return super().saves(name)
+
+    @cached_property
+    def _own_names(self) -> Collection[str]:
+        """Names of the parameters of this rank's stages."""
+        return set(parameter_names(self._pipe.module).values())
 
     def gradient_norm(self, module: nn.Module) -> torch.Tensor:
         """Returns the norm of the whole model's gradients, of which some ranks have copies."""
@@ -364,5 +376,6 @@ def _by_copies(module: nn.Module, ranks: int) -> dict[int, list[torch.Tensor]]:
     found: dict[int, list[torch.Tensor]] = {}
     for parameter in module.parameters():
         if parameter.grad is not None:
-            found.setdefault(copies(parameter.grad, ranks), []).append(local(parameter.grad))
+            count = copies(parameter.grad, ranks) if hasattr(parameter.grad, "device_mesh") else 1  # of whole stages
+            found.setdefault(count, []).append(local(parameter.grad))
     return found

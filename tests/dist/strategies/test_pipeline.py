@@ -84,14 +84,15 @@ def test_ranks_without_rows_take_part_and_change_nothing(expected: tuple[dict[st
     "config",
     [
         {"clip_norm": 0.05, "ema_decay": 0.9, "patience": 1, "epochs": 4},
-        {"clip_value": 0.01, "micro_batch_size": 5, "accumulation_steps": 1},
+        {"clip_norm": 0.05, "clip_value": 0.01, "micro_batch_size": 5, "accumulation_steps": 1},
     ],
 )
 def test_gradients_are_clipped_as_those_of_one_model_and_averages_are_kept(config: dict[str, Any]) -> None:
     groups = [{"params": "first.*", "lr": 1e-2}, {"params": ["norm.*", "second.0.*"], "weight_decay": 0.0}]
     recipe = {"parameter_groups": groups, "freeze": ["second.3.bias"]}
     parts = [part.batches() for part in TABLE.parts(4)]
-    mine, metas = train_on(parts, pipeline_job({"pipeline": 2, "shard": 2}, recipe=recipe, **config))
+    sizes = {"pipeline": 4} if "clip_value" in config else {"pipeline": 2, "shard": 2}
+    mine, metas = train_on(parts, pipeline_job(sizes, recipe=recipe, **config))
     other, expected = train_on([TABLE.batches()], job_for(recipe={"module": Paired, **recipe}, **config))
     torch.testing.assert_close(mine, other, atol=1e-5, rtol=0)
     norms = [found[0]["history"][-1]["gradient_norm"] for found in (metas, expected)]
@@ -104,6 +105,8 @@ def test_gradients_are_clipped_as_those_of_one_model_and_averages_are_kept(confi
     [
         ({"pipeline": 2, "shard": 2, "micro_batches": 3}, {"pipeline": 2, "shard": 2, "micro_batches": 3}),
         ({"pipeline": 2, "data": 2}, {"shard": 2}),
+        ({"pipeline": 4}, {"pipeline": 4}),
+        ({"pipeline": 4}, {"pipeline": 2, "shard": 2}),
     ],
 )
 def test_a_killed_training_goes_on_on_the_same_mesh_and_on_another(
