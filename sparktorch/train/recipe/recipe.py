@@ -247,9 +247,15 @@ class Recipe:
 
         Raises:
             ModuleError: The optimizer is unknown or does not take its parameters.
-            ConfigError: It does not take the options of a parameter group.
+            ConfigError: It does not take the options of a parameter group, or it computes the loss itself.
         """
         factory, _, options = self.optimizer_call(module)
+        if isinstance(factory, type) and issubclass(factory, torch.optim.LBFGS):
+            raise ConfigError(
+                f"optimizer {name_of(factory)} computes the loss several times in a step",
+                hint="choose another one, or write a loop of your own, see sparktorch.run",
+                param="optimizer",
+            )
         known: Mapping[str, Any] | None = None
         if not getattr(factory, "__module__", "").startswith("torch.optim."):
             known = self.build_optimizer(module).defaults

@@ -37,6 +37,8 @@ S = TypeVar("S", bound="ShardingOptions")
 
 _LEAST_BYTES = 1 << 20  # of a block of host memory that is worth giving back
 
+_OF_WHOLE_PARAMETERS = {"Adafactor", "Rprop"}
+
 # They have no forward pass that could gather parameters.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
@@ -104,8 +106,17 @@ class Zero3(Strategy[S]):
 
     @classmethod
     def check_module(cls, options: S, recipe: Recipe, module: nn.Module) -> None:
-        """Refuses names in `wrap_classes` that the module lacks."""
+        """Refuses names in `wrap_classes` that the module lacks, and optimizers that need whole parameters."""
         units(module, options)
+        if recipe.steps_itself:
+            return
+        optimizer = recipe.optimizer_call(module)[0]
+        if isinstance(optimizer, type) and {kind.__name__ for kind in optimizer.__mro__} & _OF_WHOLE_PARAMETERS:
+            raise ConfigError(
+                f"optimizer {optimizer.__name__} computes with whole parameters, which this strategy divides",
+                hint="choose another one, such as 'AdamW', or strategy='zero1'",
+                param="optimizer",
+            )
 
     @classmethod
     def needs_group(cls, options: S) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from sparktorch import Callback
+from sparktorch.base.batch import Batch
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.state_dict import pack_state
 from sparktorch.data.columns import VALIDATION, WEIGHT
@@ -22,7 +23,7 @@ from sparktorch.errors import ConfigError, ModuleError
 from sparktorch.train.callbacks import FitContext
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.fsdp import ShardingOptions, units
-from sparktorch.train.strategies.registry import check_strategy
+from sparktorch.train.strategies.registry import check_module, check_strategy
 from sparktorch.worker import TrainJob
 from tests.support.frames import Table
 from tests.support.nets import Parted, Rotated, Score, Tower
@@ -300,3 +301,14 @@ def test_options_that_a_strategy_does_not_have_are_refused(strategy: str, params
             TrainConfig(strategy=strategy, strategy_params=params, accumulation_steps=2), Recipe(module=Tower)
         )
     assert caught.value.what == message
+
+
+@pytest.mark.parametrize("optimizer", ["Rprop", torch.optim.Adafactor])
+def test_optimizers_of_whole_parameters_are_refused_where_these_are_divided(optimizer: Any) -> None:
+    batch = Batch((torch.ones(2, 5),), torch.ones(2), None, 2)
+    for strategy, params in (("zero2", {}), ("mesh", {"shard": 2})):
+        job = job_for(
+            recipe={"optimizer": optimizer, "optimizer_params": {}}, strategy=strategy, strategy_params=params
+        )
+        with pytest.raises(ConfigError, match="computes with whole parameters"):
+            check_module(job.config, job.recipe, Tower(), batch)

@@ -175,3 +175,8 @@ def test_a_factory_gets_the_groups_and_its_optimizer_says_what_they_may_hold() -
     module = recipe.build_module(0)
     recipe.check_optimizer(module)
     assert [g["momentum"] for g in recipe.build_optimizer(module).param_groups] == [0.5, 0.0]
+
+
+def test_an_optimizer_that_computes_the_loss_itself_is_refused_on_the_driver() -> None:
+    with pytest.raises(ConfigError, match="LBFGS computes the loss several times"):
+        dry_run(Recipe(module=Mlp, optimizer="LBFGS"), "generic", 0, {"x": torch.ones(2, 5)}, torch.ones(2, 3))
