@@ -332,5 +332,6 @@ class _Gradients(fx.Interpreter):
             values = [torch.empty_like(v).requires_grad_(g) for v, g in zip(n.meta["val"], gradients, strict=True)]
             return [value.clone() for value in values]  # which may be changed in place
         found = super().run_node(n)
-        n.meta["requires_grad"] = isinstance(found, torch.Tensor) and found.requires_grad
+        values = pytree.tree_leaves(found)  # of an operator, such as unbind, also several
+        n.meta["requires_grad"] = any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
         return found

@@ -190,7 +190,8 @@ class Winding(nn.Module):
         out = self.act(self.enter(x)) * self.pair["up"]
         largest, positive = out.argmax(1), out > 0
         out = self.act(self.middle(out.view(-1, 2, 4).transpose(1, 2))).mean(1)
-        out = out @ self.matrix + self.pair["down"]
+        one, other = out.unflatten(1, (2, 4)).unbind(1)
+        out = torch.cat([one * 2, other], 1) @ self.matrix + self.pair["down"]
         out[positive] = 0.5
         result: torch.Tensor = self.out(self.act(out + side.detach())) + torch.nn.functional.one_hot(largest, 8)[:, :1]
         if not self.training:
