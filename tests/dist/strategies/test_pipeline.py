@@ -25,6 +25,7 @@ from tests.dist.train import test_huggingface as texts
 from tests.support.nets import Chain, Paired
 from tests.support.ranks import control_server, run_ranks, train_on
 from tests.support.resume import Counts
+from tests.support.staged_nets import Doubling, Winding, in_place, normed
 from tests.support.tiny_transformers import causal, llama
 
 LANDING = pytest.mark.landing
@@ -142,70 +143,6 @@ def test_values_that_skip_stages_and_parameters_between_layers_are_trained() -> 
     other, _ = train_on([TABLE.batches()], job_for(recipe=recipe))
     assert {"scale", "unused.weight"} < mine.keys()
     torch.testing.assert_close(mine, other, atol=1e-5, rtol=0)
-
-
-class Doubling(Chain):
-    """Has hooks on a layer and on itself, a part that is not trained, and one that computes in bfloat16."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers[1].register_forward_hook(lambda part, args, out: out * 2)
-        self.layers[2].register_forward_pre_hook(lambda part, args: (args[0] * 2,))
-        self.register_forward_hook(lambda part, args, out: out * 1.5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mask = x > 0
-        mask[:, 0] = True
-        with torch.no_grad():
-            out = self.enter(x) * mask.float().mean(1, keepdim=True)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            out = out + self.layers[0](out)
-        for layer in self.layers[1:]:
-            out = out + torch.tanh(layer(out.float()))
-        result: torch.Tensor = self.out(out).squeeze(-1)
-        return result
-
-
-class Winding(nn.Module):
-    """Uses a part in every stage, and passes on numbers, masks, transposed values and some without gradients.
-
-    A part has the weight of another under a name that nobody calls, and is defined before it.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(5, 8)
-        self.enter = nn.Linear(5, 8)
-        self.head.weight = self.enter.weight
-        self.side = nn.Linear(5, 8)
-        self.middle = nn.Linear(2, 8)
-        self.matrix = nn.Parameter(torch.eye(8) / 2)
-        self.pair = nn.ParameterDict({"up": nn.Parameter(torch.ones(8)), "down": nn.Parameter(torch.zeros(8))})
-        self.act = nn.Tanh()
-        self.out = nn.Linear(8, 1)
-        self.only_in_evaluation = nn.Linear(1, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        side = self.side(x)
-        out = self.act(self.enter(x)) * self.pair["up"]
-        largest, positive = out.argmax(1), out > 0
-        out = self.act(self.middle(out.view(-1, 2, 4).transpose(1, 2))).mean(1)
-        one, other = out.unflatten(1, (2, 4)).unbind(1)
-        out = torch.cat([one * 2, other], 1) @ self.matrix + self.pair["down"]
-        out[positive] = 0.5
-        result: torch.Tensor = self.out(self.act(out + side.detach())) + torch.nn.functional.one_hot(largest, 8)[:, :1]
-        if not self.training:
-            result = self.only_in_evaluation(result)
-        return result.squeeze(-1)
-
-
-def in_place() -> nn.Module:
-    return nn.Sequential(nn.Linear(5, 8), nn.ReLU(inplace=True), nn.Linear(8, 1), nn.Flatten(0))
-
-
-def normed() -> nn.Module:
-    norm: Any = nn.utils.parametrizations.weight_norm
-    return nn.Sequential(norm(nn.Linear(5, 8)), nn.Tanh(), norm(nn.Linear(8, 8)), nn.Linear(8, 1), nn.Flatten(0))
 
 
 @LANDING

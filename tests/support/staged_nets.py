@@ -1,0 +1,98 @@
+"""Networks that compute something between their layers, for pipelines, which cut there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.support.nets import Chain
+
+__all__ = ["Attending", "Doubling", "Winding", "in_place", "normed"]
+
+
+class Doubling(Chain):
+    """Has hooks on a layer and on itself, a part that is not trained, and one that computes in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1].register_forward_hook(lambda part, args, out: out * 2)
+        self.layers[2].register_forward_pre_hook(lambda part, args: (args[0] * 2,))
+        self.register_forward_hook(lambda part, args, out: out * 1.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = x > 0
+        mask[:, 0] = True
+        with torch.no_grad():
+            out = self.enter(x) * mask.float().mean(1, keepdim=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = out + self.layers[0](out)
+        for layer in self.layers[1:]:
+            out = out + torch.tanh(layer(out.float()))
+        result: torch.Tensor = self.out(out).squeeze(-1)
+        return result
+
+
+class Winding(nn.Module):
+    """Uses a part in every stage, and passes on numbers, masks, transposed values and some without gradients.
+
+    A part has the weight of another under a name that nobody calls, and is defined before it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(5, 8)
+        self.enter = nn.Linear(5, 8)
+        self.head.weight = self.enter.weight
+        self.side = nn.Linear(5, 8)
+        self.middle = nn.Linear(2, 8)
+        self.matrix = nn.Parameter(torch.eye(8) / 2)
+        self.pair = nn.ParameterDict({"up": nn.Parameter(torch.ones(8)), "down": nn.Parameter(torch.zeros(8))})
+        self.act = nn.Tanh()
+        self.out = nn.Linear(8, 1)
+        self.only_in_evaluation = nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        side = self.side(x)
+        out = self.act(self.enter(x)) * self.pair["up"]
+        largest, positive = out.argmax(1), out > 0
+        out = self.act(self.middle(out.view(-1, 2, 4).transpose(1, 2))).mean(1)
+        one, other = out.unflatten(1, (2, 4)).unbind(1)
+        out = torch.cat([one * 2, other], 1) @ self.matrix + self.pair["down"]
+        out[positive] = 0.5
+        result: torch.Tensor = self.out(self.act(out + side.detach())) + torch.nn.functional.one_hot(largest, 8)[:, :1]
+        if not self.training:
+            result = self.only_in_evaluation(result)
+        return result.squeeze(-1)
+
+
+def in_place() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 8), nn.ReLU(inplace=True), nn.Linear(8, 1), nn.Flatten(0))
+
+
+def normed() -> nn.Module:
+    norm: Any = nn.utils.parametrizations.weight_norm
+    return nn.Sequential(norm(nn.Linear(5, 8)), nn.Tanh(), norm(nn.Linear(8, 8)), nn.Linear(8, 1), nn.Flatten(0))
+
+
+class Attending(nn.Module):
+    """Blocks of attention, whose queries, keys and values one layer computes, with norms before; rows of 5 tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(1, 8)
+        self.norms, self.packed, self.out = (
+            nn.ModuleList(make() for _ in range(3))
+            for make in (lambda: nn.LayerNorm(8), lambda: nn.Linear(8, 24), lambda: nn.Linear(8, 8))
+        )
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.enter(x.unsqueeze(-1))
+        for norm, packed, out in zip(self.norms, self.packed, self.out, strict=True):
+            query, key, value = packed(norm(x)).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+            mixed = nn.functional.scaled_dot_product_attention(query, key, value)
+            x = x + out(mixed.transpose(1, 2).flatten(2))
+        one, other = self.head(x.mean(1)).chunk(2, 1)
+        return one.squeeze(1), other.squeeze(1).detach()

@@ -1,0 +1,83 @@
+"""Stages one after another compute what their module does, wherever it is cut: outputs, gradients, and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from sparktorch.errors import SparkTorchError
+from sparktorch.train.pipeline.programs import Stage, programs
+from sparktorch.train.pipeline.recording import Twin
+from sparktorch.train.pipeline.stages import cut, layers_of
+from tests.support.nets import Chain, Paired
+from tests.support.staged_nets import Attending, Doubling, Winding, in_place, normed
+
+Module = Callable[[], nn.Module]
+
+
+def stages_of(module: nn.Module, split: list[str], x: torch.Tensor) -> list[Stage]:
+    """The stages of a module that begins its second and later ones with these layers, in one process."""
+    count = len(split) + 1
+    twin = Twin(module, torch.device("cpu"))
+    layers = layers_of(twin.module, count, split)
+    recording = twin.record(layers, lambda whole, value: whole(value), [x], training=True)
+    placed = cut(recording, twin.module, count, split)
+    stages = [Stage(module, [name for name, own in placed.items() if own == stage]) for stage in range(count)]
+    for stage, program in zip(stages, programs(recording, placed, count), strict=True):
+        stage.program = program
+    return stages
+
+
+def backward(outputs: list[torch.Tensor]) -> None:
+    sum(output.square().sum() for output in outputs if output.requires_grad).backward()  # type: ignore[union-attr]
+
+
+def pass_through(stages: list[Stage], x: torch.Tensor) -> list[torch.Tensor]:
+    """Runs forward and backward as a schedule does: what crosses is cut off, and its gradient sent back."""
+    sent: list[tuple[torch.Tensor, ...]] = []
+    received: list[list[torch.Tensor]] = [[]]
+    for stage in stages:
+        sent.append(stage(*received[-1], input_0=x))
+        received.append([value.detach().requires_grad_(value.requires_grad) for value in sent[-1]])
+    backward(list(sent[-1]))
+    for values, copies in zip(sent[-2::-1], received[-2:0:-1], strict=True):
+        pairs = [(value, copy.grad) for value, copy in zip(values, copies, strict=True) if value.requires_grad]
+        assert all(gradient is not None for _, gradient in pairs)
+        torch.autograd.backward([value for value, _ in pairs], [gradient for _, gradient in pairs])
+    return list(sent[-1])
+
+
+def cuts_of(make: Module) -> list[list[str]]:
+    """One cut before each layer but the first, and two cuts."""
+    module = make()
+    names = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)][1:]
+    return [[name] for name in names] + [[names[0], names[-1]]]
+
+
+@pytest.mark.parametrize("make", [Chain, Paired, Doubling, Winding, Attending, in_place, normed])
+def test_stages_compute_what_the_module_does_wherever_it_is_cut(make: Module) -> None:
+    tried = 0
+    for split in cuts_of(make):
+        torch.manual_seed(0)
+        whole, x = make(), torch.randn(6, 5)
+        torch.manual_seed(0)
+        parted = make()
+        try:
+            stages = stages_of(parted, split, x)
+        except SparkTorchError:
+            continue  # it cannot be cut there: a parameter is in several stages, or nothing to train in one
+        tried += 1
+        expected = [value for value in pytree.tree_leaves(whole(x)) if isinstance(value, torch.Tensor)]
+        backward(expected)
+        found = pass_through(stages, x)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+        gradients = {name: parameter.grad for name, parameter in whole.named_parameters()}
+        for name, parameter in parted.named_parameters():
+            assert (parameter.grad is None) == (gradients[name] is None), (split, name)
+            if parameter.grad is not None:
+                torch.testing.assert_close(parameter.grad, gradients[name], atol=1e-3, rtol=1e-2)
+    assert tried
