@@ -79,7 +79,7 @@ def check_stages(module: nn.Module) -> None:
 
     Raises:
         ConfigError: The module has adapters.
-        ModuleError: The module has batch normalisation.
+        ModuleError: The module has batch normalisation, or embeddings with sparse gradients.
     """
     if hasattr(module, "peft_config"):
         raise ConfigError(
@@ -92,6 +92,12 @@ def check_stages(module: nn.Module) -> None:
             raise ModuleError(
                 f"{name or 'the module'} is batch normalisation, and a pipeline computes on a micro-batch at a time",
                 hint="use nn.GroupNorm or nn.LayerNorm, or leave strategyParams.pipeline out",
+                param=_PARAM,
+            )
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+            raise ModuleError(
+                f"{name or 'the module'} has sparse gradients, which ranks of a pipeline do not clip or measure",
+                hint="leave sparse=True out",
                 param=_PARAM,
             )
 

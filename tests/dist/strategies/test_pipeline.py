@@ -399,6 +399,10 @@ def deciding() -> nn.Module:
     return Deciding(nn.Linear(5, 4), nn.Linear(4, 1))
 
 
+def sparse() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 4), nn.Embedding(5, 4, sparse=True))
+
+
 def normalised() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
 
@@ -426,6 +430,7 @@ TWO = {"pipeline": 2}
         (Sharing, TWO, ModuleError, "parameter 'enter.weight' is used in stages 0 and 1"),
         (Chain, {**TWO, "schedule": "gpipe", "stages_per_rank": 2}, ConfigError, "take turns by '1f1b'"),
         (normalised, TWO, ModuleError, "1 is batch normalisation"),
+        (sparse, TWO, ModuleError, "1 has sparse gradients"),
         (Paired, {"shard": 2, "split": ["norm"]}, ConfigError, "no pipeline ranks"),
         (Paired, {**TWO, "micro_batches": 1}, ConfigError, "'1f1b' keeps 2 ranks busy"),
         (Paired, {**TWO, "schedule": "zigzag"}, ConfigError, "zigzag"),
