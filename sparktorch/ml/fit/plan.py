@@ -34,6 +34,8 @@ def plan_of(
 ) -> Plan:
     """Returns the plan of an estimator's training; see `TorchEstimatorBase.plan`."""
     for name, value in (("memory", memory), ("speed", speed), ("bandwidth", bandwidth)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise ConfigError(f"{name} is {value!r}, and must be a number", param=name)
         if value is not None:
             above(name, value, 0)
     if (speed is None) != (bandwidth is None):

@@ -195,8 +195,8 @@ class Twin:
                 raise ModuleError(
                     f"the forward pass of {self._kind} sets attribute {name!r} of {path or 'the module'}, and a "
                     "pipeline records what is computed above its layers once",
-                    hint="return what the loss needs, set it in a layer, or divide the module with "
-                    "strategyParams.shard",
+                    hint="return what the loss needs, set it in a part without parts of its own, or divide the module "
+                    "with strategyParams.shard",
                     param="module",
                 )
 

@@ -66,6 +66,12 @@ def check_pipeline(config: TrainConfig, recipe: Recipe) -> None:
             hint="leave compile out",
             param="compile",
         )
+    if config.precision == "fp16":
+        raise ConfigError(
+            "precision 'fp16' scales the loss, and strategyParams.pipeline divides the gradients",
+            hint="set precision='bf16'",
+            param="precision",
+        )
     if config.model_folder:
         raise ConfigError(
             "modelDir is set, and ranks of a pipeline do not write it",

@@ -141,7 +141,13 @@ def _given(names: list[str], split: Sequence[str], stages: int) -> list[int]:
                 param=_PARAM,
             )
         starts.append(found[0])
-    if starts != sorted(set(starts)) or starts[0] == 0:
+    if starts[0] == 0:
+        raise ConfigError(
+            f"strategyParams.split names {split[0]!r}, with which the first stage begins anyway",
+            hint="name one layer for each stage but the first",
+            param=_PARAM,
+        )
+    if starts != sorted(set(starts)):
         raise ConfigError(
             f"strategyParams.split names {', '.join(map(repr, split))}, which are not called in this order after "
             f"{names[0]!r}",
@@ -171,6 +177,14 @@ def _balanced(recording: Recording, module: nn.Module, calls: list[fx.Node], sta
     order = {node: index for index, node in enumerate(recording.nodes)}
     at_each = _crossing(recording, order)
     crossing = [at_each[order[node]] for node in calls]
+    # Between the calls of a layer that is called again, a cut would put it into two stages.
+    named: dict[str, list[int]] = {}
+    for index, node in enumerate(calls):
+        named.setdefault(recording.calls[node].layer, []).append(index)
+    within = {index for places in named.values() for index in range(places[0] + 1, places[-1] + 1)}
+    possible = set(range(len(calls))) - within
+    if sum(index > 0 for index in possible) < stages - 1:
+        possible = set(range(len(calls)))  # `cut` says which layer is in the way
     # best[k][j]: the largest cost of k + 1 stages of the first j calls, then the values that cross their ends
     totals = list(accumulate(costs, initial=0.0))
     layers = list(accumulate((size > 0 for size in sizes), initial=0))
@@ -183,11 +197,17 @@ def _balanced(recording: Recording, module: nn.Module, calls: list[fx.Node], sta
             ways = [
                 (max(round(most, 9), round(totals[end] - totals[start], 9)), values + crossing[start], [*cuts, start])
                 for start, (most, values, cuts) in best[-1].items()
-                if start < end and layers[end] > layers[start]
+                if start < end and start in possible and layers[end] > layers[start]
             ]
             if ways:
                 row[end] = min(ways)
         best.append(row)
+    if len(calls) not in best[-1]:
+        raise ConfigError(
+            f"strategyParams.pipeline makes {stages} stages, and layers that are called several times leave fewer",
+            hint="make fewer stages, or name the layers that stages begin with in strategyParams.split",
+            param=_PARAM,
+        )
     return best[-1][len(calls)][2]
 
 

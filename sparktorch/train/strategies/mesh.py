@@ -60,7 +60,6 @@ class Mesh(Zero3[MeshOptions]):
     @classmethod
     def check(cls, config: TrainConfig, recipe: Recipe, options: MeshOptions) -> None:
         """Refuses what `zero3` does and, with `tensor`, modules that train themselves."""
-        super().check(config, recipe, options)
         if cls.own_passes(options):
             check_pipeline(config, recipe)
             if options.param_dtype is not None:
@@ -70,6 +69,7 @@ class Mesh(Zero3[MeshOptions]):
                     hint="set precision='bf16', which leaves parameters as they are, or leave it out",
                     param="strategyParams",
                 )
+        super().check(config, recipe, options)
         if (options.tensor or 1) > 1 and recipe.steps_itself:
             raise ConfigError(
                 "a LightningModule computes in steps of its own, in which ranks that share layers cannot exchange rows",

@@ -119,7 +119,7 @@ class RowExchange:
         if rows != _FAILED and (_FAILED in counts or len(set(signatures)) > 1):
             raise ModuleError(
                 "ranks that share layers call the module with tensors of other shapes or dtypes, or with other numbers",
-                hint="pad inputs to a fixed length, and draw numbers that rows share from one seed",
+                hint="pad inputs to a fixed length, in preprocess, and draw numbers that rows share from one seed",
                 param=PARAM,
             )
         self._counts, self.flags = counts, functools.reduce(operator.or_, flags)

@@ -417,6 +417,7 @@ TWO = {"pipeline": 2}
         (Chain, {**TWO, "split": ["layers.7"]}, ConfigError, r"(?s)calls no layer 'layers.7'.*layers\.\d"),
         (Chain, {**TWO, "split": ["layers.1", "out"]}, ConfigError, "names 2 layers, and 2 stages begin with 1"),
         (Chain, {"pipeline": 3, "split": ["out", "layers.1"]}, ConfigError, "not called in this order"),
+        (Chain, {**TWO, "split": ["enter"]}, ConfigError, "with which the first stage begins anyway"),
         (deciding, TWO, ModuleError, r"(?s)cannot be recorded at .*test_pipeline.py:\d+, 'if x.sum\(\) > 0"),
         (Tied, TWO, ModuleError, "'one.weight' of stage 0 and 'other.weight' of stage 1 of the pipeline are one"),
         (Again, {**TWO, "split": ["other"]}, ModuleError, "'one' is called in stages 0 and 1"),
@@ -449,6 +450,7 @@ def test_what_cannot_be_cut_is_refused_before_the_job(
     [
         ({"compile": True}, "compile is set"),
         ({"model_folder": "/shared/model"}, "modelDir is set"),
+        ({"precision": "fp16"}, "precision 'fp16' scales the loss, and strategyParams.pipeline"),
         ({"strategy_params": {**TWO, "param_dtype": "bf16"}}, "strategyParams.param_dtype is 'bf16'"),
     ],
 )

@@ -58,6 +58,30 @@ def cuts_of(make: Module) -> list[list[str]]:
     return [[name] for name in names] + [[names[0], names[-1]]]
 
 
+class Again(nn.Module):
+    """Calls a layer several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.again, self.last, self.head = (nn.Linear(*shape) for shape in ((5, 8), (8, 8), (8, 8), (8, 1)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        for _ in range(4):
+            x = torch.tanh(self.again(x))
+        found: torch.Tensor = self.head(torch.tanh(self.last(x))).squeeze(-1)
+        return found
+
+
+def test_a_layer_that_is_called_again_is_cut_around() -> None:
+    for count in (2, 3):
+        twin = Twin(Again(), torch.device("cpu"))
+        layers = layers_of(twin.module, count)
+        recording = twin.record(layers, lambda whole, value: whole(value), [torch.ones(2, 5)], training=True)
+        placed = cut(recording, twin.module, count)
+        assert set(placed.values()) == set(range(count))
+
+
 @pytest.mark.parametrize("make", [Chain, Paired, Doubling, Winding, Attending, in_place, normed])
 def test_stages_compute_what_the_module_does_wherever_it_is_cut(make: Module) -> None:
     tried = 0
