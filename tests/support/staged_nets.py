@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.support.nets import Chain
 
-__all__ = ["Attending", "Doubling", "Winding", "in_place", "normed"]
+__all__ = ["Attending", "Doubling", "Sharing", "Winding", "in_place", "normed"]
 
 
 class Doubling(Chain):
@@ -65,6 +65,23 @@ class Winding(nn.Module):
         if not self.training:
             result = self.only_in_evaluation(result)
         return result.squeeze(-1)
+
+
+class Sharing(nn.Module):
+    """Blocks with an activation of their own, one of which is also called between blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.GELU()
+        acts = (nn.Tanh(), self.act, nn.Tanh(), nn.Tanh(), nn.Tanh())
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(5, 5), act) for act in acts)
+        self.head = nn.Linear(5, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        found: torch.Tensor = self.head(self.act(x)).squeeze(-1)
+        return found
 
 
 def in_place() -> nn.Module:

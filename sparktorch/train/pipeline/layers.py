@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -92,10 +92,16 @@ def _tensors(values: Sequence[Any]) -> list[int]:
 
 
 class _Of(threading.local):
-    """What the layer that this thread records has returned."""
+    """What this thread records.
+
+    Attributes:
+        results: What the layer that is being recorded has returned.
+        within: Whether a layer is being called.
+    """
 
     def __init__(self) -> None:
         self.results: list[torch.Tensor] = []
+        self.within = False
 
 
 _of = _Of()
@@ -125,6 +131,9 @@ def recorded_layers(module: nn.Module, names: Sequence[str], calls: list[Call], 
         names: Names of the parts.
         calls: Where the calls are added.
         seed: A scalar that requires gradients; so do the results of layers that it is passed to.
+
+    Raises:
+        ModuleError: A layer gets what a later call would not, such as an attribute that is set above it.
     """
     from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
     from torch.utils.flop_counter import FlopCounterMode
@@ -134,21 +143,29 @@ def recorded_layers(module: nn.Module, names: Sequence[str], calls: list[Call], 
 
     def instead(name: str, part: Callable[..., Any]) -> Callable[..., Any]:
         def recorded(*args: Any, **kwargs: Any) -> Any:
+            if _of.within:  # a part of another layer, too
+                return part(*args, **kwargs)
             flat, spec = pytree.tree_flatten((args, kwargs))
-            call = Call(name, flat, spec, _tensors(flat))
+            call, number = Call(name, flat, spec, _tensors(flat)), len(calls)
             calls.append(call)
             check_functions(flat, seen)
-            with disable_proxy_modes_tracing(), FlopCounterMode(display=False) as counter:
-                values, call.result_spec = pytree.tree_flatten(part(*args, **kwargs))
+            _check_given(name, flat, kept.get(name), _kept_by(module, name))
+            _of.within = True
+            try:
+                with disable_proxy_modes_tracing(), FlopCounterMode(display=False) as counter:
+                    values, call.result_spec = pytree.tree_flatten(part(*args, **kwargs))
+            finally:
+                _of.within = False
+            kept[name] = _kept_by(module, name)
             call.work, call.result_places = counter.get_total_flops(), _tensors(values)
             _of.results = [values[place] for place in call.result_places]
             call.result_gradients = [result.requires_grad for result in _of.results]
             inputs = [flat[place] for place in call.places]
             if any(call.result_gradients):
-                found = operator(len(calls) - 1, inputs, seed)
+                found = operator(number, inputs, seed)
             else:
                 with torch._C._AutoDispatchBelowAutograd():
-                    found = operator(len(calls) - 1, inputs, None)
+                    found = operator(number, inputs, None)
             _of.results = []
             for place, tensor in zip(call.result_places, found, strict=True):
                 values[place] = tensor
@@ -158,6 +175,7 @@ def recorded_layers(module: nn.Module, names: Sequence[str], calls: list[Call], 
         return recorded
 
     parts = [module.get_submodule(name) for name in names]
+    kept = {name: _kept_by(module, name) for name in names}
     try:
         for name, part in zip(names, parts, strict=True):
             vars(part)["_call_impl"] = instead(name, part._call_impl)
@@ -165,6 +183,43 @@ def recorded_layers(module: nn.Module, names: Sequence[str], calls: list[Call], 
     finally:
         for part in parts:
             vars(part).pop("_call_impl", None)
+
+
+def _kept_by(module: nn.Module, name: str) -> dict[str, Any]:
+    """Returns the numbers, texts and flags that a layer and its parts keep."""
+    return {
+        f"{path}.{attribute}" if path else attribute: value
+        for path, part in module.get_submodule(name).named_modules()
+        for attribute, value in vars(part).items()
+        if isinstance(value, bool | int | float | str | torch.Tensor)
+    }
+
+
+def _check_given(name: str, values: Iterable[Any], before: Any, now: Mapping[str, Any]) -> None:
+    """Refuses what a layer gets from above it, but would not get where a stage calls it.
+
+    Args:
+        name: Name of the layer.
+        values: Its arguments, flattened.
+        before: What it kept after the call before, or at first.
+        now: What it keeps.
+    """
+    changed = [attribute for attribute, value in now.items() if before.get(attribute) is not value]
+    changed = [each for each in changed if isinstance(now[each], torch.Tensor) or before.get(each) != now[each]]
+    if changed:
+        raise ModuleError(
+            f"the forward pass sets attribute {changed[0]!r} of {name!r} from outside, and a stage calls it alone",
+            hint="pass it as an argument, or divide the module with strategyParams.shard",
+            param="module",
+        )
+    for value in values:
+        held = [] if isinstance(value, nn.Module) else getattr(value, "__dict__", {}).values()
+        if not isinstance(value, torch.Tensor) and any(isinstance(each, torch.Tensor) for each in held):
+            raise ModuleError(
+                f"the forward pass passes an object with tensors, of type {type(value).__name__}, to {name!r}",
+                hint="pass the tensors themselves, in tuples, lists or dicts",
+                param="module",
+            )
 
 
 def check_functions(values: Iterable[Any], seen: set[Any]) -> None:

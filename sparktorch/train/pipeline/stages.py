@@ -94,7 +94,11 @@ def cut(recording: Recording, module: nn.Module, stages: int, split: Sequence[st
 
 
 def add_evaluated(recording: Recording, module: nn.Module, stage_of: dict[str, int], stages: int) -> None:
-    """Adds the layers and parameters that evaluation alone uses, in the stage of what is called before them."""
+    """Adds the layers and parameters that evaluation alone uses, in the stage of what is called before them.
+
+    Raises:
+        ModuleError: A parameter would be in several stages.
+    """
     current = 0
     for node in recording.nodes:
         if node in recording.calls:
@@ -104,6 +108,7 @@ def add_evaluated(recording: Recording, module: nn.Module, stage_of: dict[str, i
             current = stage_of.get(name, current)
     for name, users in _between(recording, stage_of, stages).items():
         stage_of.setdefault(name, min(users))
+    _held(module, stage_of)
 
 
 def _placed(module: nn.Module, layer: str, split: Sequence[str] = ()) -> bool:

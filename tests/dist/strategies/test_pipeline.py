@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import signal
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -388,6 +389,40 @@ class Remembering(Chain):
         return super().forward(x)
 
 
+class Scaling(Chain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            layer.scale = 1.0 / (number + 1)  # type: ignore[assignment]
+        return super().forward(x)
+
+
+class Holder:
+    def __init__(self, factor: torch.Tensor) -> None:
+        self.factor = factor
+
+
+class Part(nn.Linear):
+    def forward(self, x: torch.Tensor, holder: Any = None) -> torch.Tensor:
+        return super().forward(x) * holder.factor
+
+
+class Holding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = Part(5, 5), Part(5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        holder = Holder(x.mean())
+        found: torch.Tensor = self.other(self.one(x, holder), holder)
+        return found
+
+
+class Evaluating(Chain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        return out if self.training else out * self.enter.weight.mean()
+
+
 class Branching(Chain):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = super().forward(x)
@@ -426,6 +461,9 @@ TWO = {"pipeline": 2}
         (Straight, TWO, ModuleError, "calls Doubled above its layers"),
         (Averaging, TWO, ModuleError, r"returns a tensor of shape \(\) for 2 rows"),
         (Remembering, TWO, ModuleError, "sets attribute 'calls' of the module"),
+        (partial(Scaling, unused=40), TWO, ModuleError, "sets attribute 'scale' of 'layers.0' from outside"),
+        (Holding, TWO, ModuleError, "an object with tensors, of type Holder, to 'one'"),
+        (Evaluating, TWO, ModuleError, "parameter 'enter.weight' is used in stages 0 and 1"),
         (Branching, TWO, ModuleError, "takes functions, such as torch.cond|cannot be recorded"),
         (Paired, {**TWO, "wrap_classes": ["Sequential"]}, ConfigError, "wrap_classes names 'Sequential'"),
         (Sharing, TWO, ModuleError, "parameter 'enter.weight' is used in stages 0 and 1"),

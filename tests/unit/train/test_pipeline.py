@@ -14,7 +14,7 @@ from sparktorch.train.pipeline.programs import Stage, programs
 from sparktorch.train.pipeline.recording import Twin
 from sparktorch.train.pipeline.stages import cut, layers_of
 from tests.support.nets import Chain, Paired
-from tests.support.staged_nets import Attending, Doubling, Winding, in_place, normed
+from tests.support.staged_nets import Attending, Doubling, Sharing, Winding, in_place, normed
 
 Module = Callable[[], nn.Module]
 
@@ -82,7 +82,7 @@ def test_a_layer_that_is_called_again_is_cut_around() -> None:
         assert set(placed.values()) == set(range(count))
 
 
-@pytest.mark.parametrize("make", [Chain, Paired, Doubling, Winding, Attending, in_place, normed])
+@pytest.mark.parametrize("make", [Chain, Paired, Doubling, Winding, Attending, Sharing, in_place, normed])
 def test_stages_compute_what_the_module_does_wherever_it_is_cut(make: Module) -> None:
     tried = 0
     for split in cuts_of(make):
