@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+import torch
 from torch import nn
 
 from sparktorch.base.batch import Batch
@@ -124,6 +125,14 @@ def check_module(config: TrainConfig, recipe: Recipe, module: nn.Module, batch: 
         ConfigError: They do not.
         ModuleError: The module does not suit the strategy.
     """
+    for name, value in module.state_dict().items():
+        if not isinstance(value, torch.Tensor):
+            raise ModuleError(
+                f"the module's state has {name!r}, which is no tensor but of type {type(value).__name__}, and cannot "
+                "be returned",
+                hint="keep it in a buffer, or leave get_extra_state out",
+                param="module",
+            )
     options = strategy_options(config.strategy, config.strategy_params)
     strategy = strategy_type(config.strategy)
     strategy.check_module(options, recipe, module)

@@ -312,3 +312,18 @@ def test_optimizers_of_whole_parameters_are_refused_where_these_are_divided(opti
         )
         with pytest.raises(ConfigError, match="computes with whole parameters"):
             check_module(job.config, job.recipe, Tower(), batch)
+
+
+class Versioned(Tower):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"version": 1}
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+def test_a_state_that_is_no_tensor_is_refused_before_the_job() -> None:
+    batch = Batch((torch.ones(2, 5),), torch.ones(2), None, 2)
+    job = job_for(recipe={"module": Versioned})
+    with pytest.raises(ModuleError, match="'_extra_state', which is no tensor but of type dict"):
+        check_module(job.config, job.recipe, Versioned(), batch)
