@@ -38,9 +38,8 @@ $(VENV)/.done: pyproject.toml constraints.txt scripts/java.sh
 
 zip: dist/sparktorch.zip
 
-dist/sparktorch.zip: $(shell find sparktorch -name '*.py')
-	mkdir -p dist && rm -f $@
-	python3 -c "import zipfile,sys; z=zipfile.ZipFile('$@','w',8); [z.write(p) for p in sys.argv[1:]]" $^
+dist/sparktorch.zip: $(shell find sparktorch -name '*.py') scripts/package.py | setup
+	$(BIN)/python scripts/package.py $@
 
 demo: setup zip
 	scripts/demo.sh $(BIN)

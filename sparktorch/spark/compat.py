@@ -11,7 +11,6 @@ from typing import Any, cast
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark import RDD, __version__, inheritable_thread_target
-from pyspark.ml.functions import array_to_vector
 from pyspark.resource import ResourceProfile
 from pyspark.serializers import NoOpSerializer
 from pyspark.sql import Column, DataFrame, Row, SparkSession
@@ -120,6 +119,8 @@ def to_vector(column: Column) -> Column:
             hint="set the output columns of vectors to '', or let registerUDF make an SQL function, which returns "
             "arrays; pyspark 4.0 and newer make them",
         )
+    from pyspark.ml.functions import array_to_vector  # for drivers only: it takes a Python worker a third of a second
+
     return array_to_vector(column)
 
 

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import sysconfig
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,9 +52,7 @@ def pythons(folder: Path) -> Pythons:
 def package_zip(folder: Path) -> Path:
     """Makes the zip that travels to executors, as `make zip` does."""
     path = folder / "sparktorch.zip"
-    with zipfile.ZipFile(path, "w") as archive:
-        for file in (ROOT / "sparktorch").rglob("*.py"):
-            archive.write(file, file.relative_to(ROOT))
+    subprocess.run([sys.executable, ROOT / "scripts" / "package.py", path], check=True)
     return path
 
 

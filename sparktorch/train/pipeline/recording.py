@@ -12,7 +12,6 @@ import random
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -289,9 +288,10 @@ def _state() -> bytes:
 
 def _line_of_user(error: BaseException) -> str:
     """Returns where an exception left the user's code."""
-    own = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
-    frames = traceback.extract_tb(error.__traceback__)
-    of_user = [frame for frame in frames if not frame.filename.startswith(own) and "/" in frame.filename]
+    calls = traceback.walk_tb(error.__traceback__)
+    packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in calls]
+    frames = zip(packages, traceback.extract_tb(error.__traceback__), strict=True)
+    of_user = [frame for package, frame in frames if package not in ("torch", "sparktorch") and "/" in frame.filename]
     return f" at {of_user[-1].filename}:{of_user[-1].lineno}, {of_user[-1].line!r}" if of_user else ""
 
 
