@@ -13,6 +13,8 @@ PETASTORM_VENV ?= .venv-petastorm
 PYTHON ?= python3
 BIN := $(VENV)/bin
 SHELL := /bin/bash
+# Python compiles what it imports when it does; of all that is installed, that is a small part.
+PIP_INSTALL := python -m pip install --quiet --no-compile
 
 export SPARK_LOCAL_IP := 127.0.0.1
 export MLFLOW_DISABLE_TELEMETRY := true
@@ -31,10 +33,14 @@ setup: $(VENV)/.done
 $(VENV)/.done: pyproject.toml constraints.txt scripts/java.sh
 	scripts/java.sh
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[mlflow,connect,metrics,images,search,peft]" --group test
+	$(BIN)/$(PIP_INSTALL) --upgrade "pip>=25.1"
+	$(BIN)/$(PIP_INSTALL) -c constraints.txt torch
+	$(BIN)/$(PIP_INSTALL) -c constraints.txt -e ".[mlflow,connect,metrics,images,search,peft]" --group test
 	touch $@
+
+# The classes of Spark, as JVMs of tests map them.
+%/spark.jsa: %/.done scripts/class_archive.py
+	$*/bin/python scripts/class_archive.py $@ 2> $*/spark.jsa.log || { cat $*/spark.jsa.log; exit 1; }
 
 zip: dist/sparktorch.zip
 
@@ -78,7 +84,7 @@ test-unit: setup
 test-dist: setup
 	$(BIN)/python -m pytest $(COVERAGE) -m "$(UNTIMED)" tests/dist
 
-test-spark: setup zip
+test-spark: setup zip $(VENV)/spark.jsa
 	$(BIN)/python -m pytest $(COVERAGE) -m "$(UNTIMED)" tests/spark
 
 # The two longest rings in halves, of about as long.
@@ -90,13 +96,13 @@ test-dist-shared: setup
 test-dist-rest: setup
 	$(BIN)/python -m pytest -m "$(UNTIMED)" tests/dist --ignore=tests/dist/strategies --ignore=tests/dist/checkpoint
 
-test-spark-ml: setup zip
+test-spark-ml: setup zip $(VENV)/spark.jsa
 	$(BIN)/python -m pytest -m "$(UNTIMED)" $(FITS)
 
-test-spark-rest: setup zip
+test-spark-rest: setup zip $(VENV)/spark.jsa
 	$(BIN)/python -m pytest -m "$(UNTIMED)" tests/spark $(addprefix --ignore=,$(FITS))
 
-test-device: setup
+test-device: setup $(VENV)/spark.jsa
 	$(BIN)/python -m pytest tests/device
 
 nvidia:
@@ -111,10 +117,10 @@ test-gpu: nvidia setup
 	done; \
 	exit $$red
 
-test-paths: setup
+test-paths: setup $(VENV)/spark.jsa
 	$(BIN)/python -m pytest tests/paths
 
-test-clock: setup
+test-clock: setup $(VENV)/spark.jsa
 	$(BIN)/python -m pytest -m "clock and not slow" tests/dist tests/spark tests/faults
 
 # Which lines of the package the tests of these rings run in their own process.
@@ -128,14 +134,14 @@ coverage: setup zip
 test-wheel: setup
 	scripts/wheel.sh $(PYTHON)
 
-test-faults: setup
+test-faults: setup $(VENV)/spark.jsa
 	$(BIN)/python -m pytest -m "$(UNTIMED)" tests/faults
 
 $(PETASTORM_VENV)/.done: pyproject.toml constraints-petastorm.txt scripts/java.sh
 	scripts/java.sh
 	$(PYTHON) -m venv $(PETASTORM_VENV)
-	$(PETASTORM_VENV)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
-	$(PETASTORM_VENV)/bin/python -m pip install --quiet -c constraints-petastorm.txt \
+	$(PETASTORM_VENV)/bin/$(PIP_INSTALL) --upgrade "pip>=25.1"
+	$(PETASTORM_VENV)/bin/$(PIP_INSTALL) -c constraints-petastorm.txt \
 		-e ".[petastorm,metrics]" --group test-petastorm
 	touch $@
 
@@ -156,11 +162,11 @@ test-petastorm: $(PETASTORM_VENV)/.done
 	$(MAKE) --no-print-directory --keep-going --jobs=2 $(IN_ONE_PIECE) test-petastorm-core test-petastorm-paths
 
 test-petastorm-core test-petastorm-paths: export PYSPARK_PYTHON := $(abspath $(PETASTORM_VENV)/bin/python)
-test-petastorm-core: $(PETASTORM_VENV)/.done
+test-petastorm-core: $(PETASTORM_VENV)/spark.jsa
 	$(OLD_PYTEST) $(OLD_STACK)
 
 # pyspark 3.5 has no server of Spark Connect in its package. Each value of the table occurs, not each pair.
-test-petastorm-paths: $(PETASTORM_VENV)/.done
+test-petastorm-paths: $(PETASTORM_VENV)/spark.jsa
 	$(OLD_PYTEST) tests/paths/test_paths.py tests/paths/test_shipping.py -k "not connect" -m "not pairs"
 
 mlflow: setup

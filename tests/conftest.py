@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.programs import SHARED_CLASSES
 from tests.support.skips import pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401 - hooks
 
 _JOIN_SECONDS = 5.0
@@ -17,7 +18,7 @@ _POOLS_OF_LIBRARIES = ("MlflowLocalArtifactRepository_",)  # idle until MLflow l
 _SET_BY_LIBRARIES = {"PYTEST_CURRENT_TEST", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR"}
 
 # The JVMs of tests do not live long enough for what the optimising compiler makes to pay.
-_BRIEF_JVMS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
+_BRIEF_JVMS = f"-XX:TieredStopAtLevel=1 -XX:+UseSerialGC {SHARED_CLASSES}"
 os.environ["JAVA_TOOL_OPTIONS"] = f"{os.environ.get('JAVA_TOOL_OPTIONS', '')} {_BRIEF_JVMS}".strip()
 
 

@@ -13,10 +13,14 @@ from pathlib import Path
 
 import pyspark
 
-__all__ = ["ROOT", "SPARK_HOME", "connect_port", "environment", "run_python"]
+__all__ = ["ROOT", "SHARED_CLASSES", "SPARK_HOME", "connect_port", "environment", "run_python"]
 
 ROOT = Path(__file__).parents[2]
 SPARK_HOME = Path(pyspark.__file__).parent
+
+# A JVM maps the classes that `make` has archived. Without the file, or with another class path, it reads and verifies
+# them one by one.
+SHARED_CLASSES = f"-XX:SharedArchiveFile={Path(sys.prefix, 'spark.jsa')} -Xlog:disable"
 
 
 def environment(**more: str) -> dict[str, str]:

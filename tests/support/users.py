@@ -9,7 +9,7 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.programs import ROOT
+from tests.support.programs import ROOT, SHARED_CLASSES
 
 __all__ = ["Pythons", "package_zip", "pythons", "shell"]
 
@@ -57,7 +57,11 @@ def package_zip(folder: Path) -> Path:
 
 
 def shell(python: Path | None = None, **more: str) -> dict[str, str]:
-    """The environment of a shell on loopback in which one Python is active, and nothing of this test's own."""
+    """The environment of a shell on loopback in which one Python is active, and nothing of this test's own.
+
+    But for classes that JVMs map: with them a JVM starts sooner, and does nothing else in another way.
+    """
     path = os.pathsep.join([*([str(python.parent)] if python else []), os.defpath, os.environ.get("PATH", "")])
     kept = {name: os.environ[name] for name in _INHERITED if name in os.environ}
-    return {**kept, "PATH": path, "SPARK_LOCAL_IP": "127.0.0.1", "MLFLOW_DISABLE_TELEMETRY": "true", **more}
+    own = {"SPARK_LOCAL_IP": "127.0.0.1", "MLFLOW_DISABLE_TELEMETRY": "true", "JAVA_TOOL_OPTIONS": SHARED_CLASSES}
+    return {**kept, "PATH": path, **own, **more}
