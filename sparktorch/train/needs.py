@@ -22,7 +22,8 @@ class Need:
         gathered: Parameters of other workers that it has at the same time.
         activations: What a forward pass keeps for the backward pass, and its inputs.
         sent: What it sends in a step.
-        operations: Floating-point operations of a step, forward and backward.
+        operations: Floating-point operations of a step, forward and backward; of a pipeline, those of the worker with
+            most.
         bubble: Share of the time that it waits for other stages of a pipeline.
         refused: Why the strategy cannot train this; then all figures are 0.
     """

@@ -119,7 +119,8 @@ def test_a_step_takes_what_its_operations_its_bubble_and_what_is_sent_take() -> 
     one = 2 * (5 * 8 + 8 * 6 + 6 * 12 + 12 * 1)  # a row's forward pass
     whole = 3 * 16 * one
     staged, divided = found["mesh", ("pipeline", 2)], found["mesh", ("tensor", 2)]
-    assert found["ddp",].operations == staged.operations == whole
+    assert found["ddp",].operations == whole
+    assert staged.operations == pytest.approx(2 * 3 * 16 * 2 * (5 * 8 + 8 * 6), abs=1)  # of the first of two stages
     assert divided.operations == whole  # two workers compute halves of all layers for the rows of both
     assert staged.bubble == 1 / 9
     for need in found.values():
