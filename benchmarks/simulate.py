@@ -7,7 +7,7 @@ takes, probe and steps in turn. Nothing is fitted to the steps.
 
 For the published points of data parallel, models, batches and links are what the publications state; `PUBLISHED` names
 sources, and what had to be assumed. Each is predicted with all the overlap there can be, and with none. Divided models
-are predicted by what `estimator.plan` computes: operations, the bubble of a pipeline, and what is sent.
+are predicted by what `estimator.plan` computes: `benchmarks.divided`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,13 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
+from benchmarks import divided
 from benchmarks.common import arguments, machine, report, workspace
 from benchmarks.ranks import Place, Ranks, arrays_of
 from benchmarks.ring import Gradient, Link, Work, buckets, efficiency, evenly, step
 from benchmarks.scaling import CASES, ONE_BUCKET_MB, Case, Way, train
 from sparktorch.data.columns import LABEL, input_name
 from sparktorch.distributed.process_group import process_group
-from sparktorch.train.needs import Need, Plan
-from sparktorch.train.plan import reduced
-from sparktorch.train.strategies.mesh_options import MeshOptions
 
 RANKS = 2
 MB = 2**20
@@ -86,18 +84,6 @@ PUBLISHED = {
 # BERT-large on 1, 2, 4 and 8 K80 GPUs. Of batch, step and link nothing is stated: the time to send, relative to the
 # step, is taken from two GPUs, without overlap, and four and eight are predicted.
 BERT_MINUTES = {1: 399, 2: 214, 4: 118, 8: 61}
-
-
-# By numbers of stages and micro-batches, throughput of a Transformer of 48 layers on TPUs, relative to two stages and
-# one micro-batch: Huang et al. 2018, https://arxiv.org/abs/1811.06965v5, table 2.
-GPIPE = {(2, 4): 1.7, (2, 32): 1.8, (4, 4): 3.2, (4, 32): 3.4, (8, 4): 4.8, (8, 32): 6.3}
-
-# By GPUs that share layers: hidden size, layers and weak-scaling efficiency of GPT-2 on V100 GPUs of one server, where
-# one GPU reaches 39 TFLOPS: Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053, section 5.1. In float16, rows of
-# 1024 tokens, activations computed again. A V100 sends at most 150 GB/s through NVSwitch; collectives reach less.
-MEGATRON = {2: (1920, 54, 0.95), 4: (2304, 64, 0.82), 8: (3072, 72, 0.77)}
-MEGATRON_ROWS, MEGATRON_LENGTH, MEGATRON_VOCABULARY = 8, 1024, 51_200
-MEGATRON_SPEED, MEGATRON_BANDWIDTH = 39e12, 150e9
 
 
 def bert() -> dict[str, Point]:
@@ -223,56 +209,6 @@ def show_published() -> dict[str, float]:
     return found
 
 
-def show_divided() -> dict[str, float]:
-    """Prints what `estimator.plan` says of divided models beside what was published; returns the ratios."""
-    found = {}
-    print(f"\n{'divided models':44}{'published':>10}{'predicted':>11}{'error':>8}")
-    for name, (predicted, published) in {**in_stages(), **in_parts()}.items():
-        found[f"{name}: predicted / published"] = predicted / published
-        print(f"{name:44}{published:10.2f}{predicted:11.2f}{predicted / published - 1:+8.0%}")
-    return found
-
-
-def in_stages() -> dict[str, tuple[float, float]]:
-    """Returns the predicted and published speed of stages, relative to two of them and one micro-batch."""
-    found = {}
-    for (stages, micro_batches), published in GPIPE.items():
-        seconds = []
-        for size, count in ((2, 1), (stages, micro_batches)):
-            options = MeshOptions(pipeline=size, micro_batches=count, schedule="gpipe")
-            need = Need(strategy="mesh", operations=10**9 // size, bubble=options.bubble)
-            seconds.append(planned(need, size, 1.0, 1.0))
-        found[f"GPipe, {stages} stages, {micro_batches} micro-batches"] = (seconds[0] / seconds[1], published)
-    return found
-
-
-def in_parts() -> dict[str, tuple[float, float]]:
-    """Returns the predicted and published efficiency of layers divided among GPUs of a server."""
-    found = {}
-    for size, (hidden, layers, published) in MEGATRON.items():
-        tokens = MEGATRON_ROWS * MEGATRON_LENGTH
-        # Narayanan et al. 2021, section 5.1: with a second forward pass in backward
-        whole = 96 * tokens * layers * hidden**2
-        whole *= 1 + MEGATRON_LENGTH / (6 * hidden) + MEGATRON_VOCABULARY / (16 * layers * hidden)
-        # In each layer two all-reduces forward, again, and backward.
-        sent = 6 * layers * reduced(tokens * hidden * 2, size)
-        need = Need(strategy="mesh", operations=int(whole / size), sent=sent)
-        alone = need.operations / MEGATRON_SPEED
-        found[f"Megatron-LM, {size} GPUs"] = (
-            alone / planned(need, size, MEGATRON_SPEED, MEGATRON_BANDWIDTH),
-            published,
-        )
-    return found
-
-
-def planned(need: Need, workers: int, speed: float, bandwidth: float) -> float:
-    """Returns the seconds of a step that a plan says."""
-    plan = Plan(needs=(need,), workers=workers, rows=1, parameters=1, speed=speed, bandwidth=bandwidth)
-    seconds = plan.seconds(need)
-    assert seconds is not None
-    return seconds
-
-
 def show_further(here: Machine) -> dict[str, dict[str, list[float]]]:
     """Prints and returns what this machine's steps would come to on more machines like it, by network."""
     own = here.link()
@@ -299,7 +235,7 @@ def main() -> None:
         here = Machine(ranks, steps)
         for _ in range(rounds):
             here.round()
-    ratios = show_here(here) | show_published() | show_divided()
+    ratios = show_here(here) | show_published() | divided.show()
     further = show_further(here)
     link = here.link()
     report(

@@ -7,7 +7,6 @@ those that the constructor alone would have made, bit for bit.
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
@@ -43,12 +42,13 @@ class Deferred:
     Attributes:
         module: The module.
         mode: The mode of its tensors, in which it can be called with fake inputs.
+        saved: Values of parameters and buffers by name, in place of those that its constructor makes.
     """
 
     def __init__(self, module: nn.Module, mode: FakeTensorMode, tape: Tape, saved: Mapping[str, torch.Tensor]) -> None:
         """Takes a module, what its constructor did, and saved values by name."""
-        self.module, self.mode = module, mode
-        self._tape, self._saved = tape, saved
+        self.module, self.mode, self.saved = module, mode, saved
+        self._tape = tape
         self._names: dict[int, list[str]] = {}
         self._kept: list[torch.Tensor] = []  # an id is that of one tensor only
         for named in (module.named_parameters, module.named_buffers):
@@ -75,28 +75,29 @@ class Deferred:
                     if getattr(owner, called, None) is tensor:
                         setattr(owner, called, made)  # recurrent modules keep what is set in a list, too
 
+    @property
+    def lacking(self) -> list[str]:
+        """Names of the parameters and buffers of a state dict that have no saved value."""
+        wanted = self.module.state_dict(keep_vars=True)
+        return [name for name, tensor in wanted.items() if self._saved_as(tensor) is None]
+
     def check_saved(self) -> None:
         """Checks that saved values are those of this module.
 
         Raises:
             ModuleError: Names or shapes differ.
         """
-        wanted = self.module.state_dict(keep_vars=True)
-        # transformers names what files may have besides, as patterns.
-        ignored = getattr(self.module, "_keys_to_ignore_on_load_unexpected", None) or ()
-        unknown = sorted(self._saved.keys() - wanted.keys())
-        unknown = [name for name in unknown if not any(re.search(pattern, name) for pattern in ignored)]
-        lacking = [name for name, tensor in wanted.items() if self._saved_as(tensor) is None]
+        wanted, lacking = self.module.state_dict(keep_vars=True), self.lacking
+        unknown = sorted(self.saved.keys() - wanted.keys())
         if lacking or unknown:
             raise ModuleError(
                 f"the saved weights {f'lack {lacking[0]!r}' if lacking else f'have {unknown[0]!r}'}, which "
                 f"{type(self.module).__qualname__} {'has' if lacking else 'has not'}",
-                hint="they must be those of the same module, under its names; without modelDir, transformers converts "
-                "other names, and makes what is missing",
+                hint="they must be those of the same module, under its names",
                 param="module",
             )
         for name, tensor in wanted.items():
-            if (shape := self._saved[self._saved_as(tensor) or ""].shape) != tensor.shape:
+            if (shape := self.saved[self._saved_as(tensor) or ""].shape) != tensor.shape:
                 raise ModuleError(
                     f"the saved {name!r} has the shape {tuple(shape)}, and that of {type(self.module).__qualname__} "
                     f"has {tuple(tensor.shape)}",
@@ -116,22 +117,26 @@ class Deferred:
 
     def _saved_as(self, tensor: torch.Tensor) -> str | None:
         """Returns the name under which a tensor is saved, which may have several."""
-        return next((name for name in self._names.get(id(tensor), ()) if name in self._saved), None)
+        return next((name for name in self._names.get(id(tensor), ()) if name in self.saved), None)
 
     def _made(self, tensor: torch.Tensor) -> torch.Tensor:
         name = self._saved_as(tensor)
-        value = self._tape.value(tensor) if name is None else self._saved[name].to(tensor.dtype)
+        value = self._tape.value(tensor) if name is None else self.saved[name].to(tensor.dtype)
         return _like(tensor, value)
 
 
 def deferred(
-    make: Callable[[], nn.Module], saved: Mapping[str, torch.Tensor] | None = None, *, exact: bool = True
+    make: Callable[[], nn.Module],
+    saved: Mapping[str, torch.Tensor] | Callable[[nn.Module], Mapping[str, torch.Tensor]] | None = None,
+    *,
+    exact: bool = True,
 ) -> Deferred:
     """Calls a module's factory so that its tensors are fake.
 
     Args:
         make: Returns a module. It may be called twice.
-        saved: Values of parameters and buffers by name, in place of those that the factory makes.
+        saved: Values of parameters and buffers by name, in place of those that the factory makes; or a function that
+            returns them for a module without values.
         exact: Whether random values are those that the factory alone would have made; otherwise none is drawn but those
             that the factory looks at, which are others.
 
@@ -139,24 +144,27 @@ def deferred(
         ModuleError: The factory does what cannot be recorded; says what.
     """
     saved = saved or {}
+    values_of = saved if callable(saved) else lambda _: saved
     if not exact:
-        found = _built(make, saved, Tape(draws=False, others=True))
+        found = _built(make, values_of, Tape(draws=False, others=True))
         found.check_drawn()
         return found
     with torch.random.fork_rng(devices=()), suppress(NotDrawnError):
         if saved:  # random numbers that nothing needs are not drawn
-            found = _built(make, saved, Tape(draws=False))
+            found = _built(make, values_of, Tape(draws=False))
             found.check_drawn()
             return found
-    return _built(make, saved, Tape(draws=True))
+    return _built(make, values_of, Tape(draws=True))
 
 
-def _built(make: Callable[[], nn.Module], saved: Mapping[str, torch.Tensor], tape: Tape) -> Deferred:
+def _built(
+    make: Callable[[], nn.Module], values_of: Callable[[nn.Module], Mapping[str, torch.Tensor]], tape: Tape
+) -> Deferred:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with _lock, mode, tape, _Copies(), _unconverted():
         module = make()
     tape.let_go()
-    return Deferred(module, mode, tape, saved)
+    return Deferred(module, mode, tape, values_of(module))
 
 
 class _Copies(TorchFunctionMode):

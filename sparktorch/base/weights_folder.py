@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -56,6 +56,22 @@ class WeightsFolder(Mapping[str, torch.Tensor]):
     def __len__(self) -> int:
         """Returns the number of tensors."""
         return len(self._files)
+
+    def delete(self) -> None:
+        """Deletes the files of the training that wrote the folder, and the folder, unless there are others in it.
+
+        Raises:
+            PersistenceError: No training of ours wrote it, or it cannot be read or deleted.
+        """
+        if not self.token:
+            raise PersistenceError(f"{self.path} was written by no fit", hint="delete it yourself", param="modelDir")
+        files = {Path(file).name for file in self._files.values()}
+        self._handles.clear()
+        with self._reading():
+            for file in (*sorted(files), INDEX):
+                Path(self.path, file).unlink(missing_ok=True)
+        with suppress(OSError):
+            Path(self.path).rmdir()
 
     def __reduce__(self) -> tuple[type[WeightsFolder], tuple[str, str]]:
         """Leaves out open files."""

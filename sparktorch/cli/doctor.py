@@ -29,7 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of the command."""
     add_session_arguments(parser)
     parser.add_argument(
-        "--num-workers", type=count, default=1, metavar="N", help="workers that a fit would have (default: 1)"
+        "--num-workers",
+        "--workers",
+        type=count,
+        default=1,
+        metavar="N",
+        help="workers that a fit would have (default: 1)",
     )
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda", "xpu"), default="auto", help="what they would train on"

@@ -10,8 +10,9 @@ import argparse
 import sys
 
 from sparktorch.cli.job_file import read_job
-from sparktorch.cli.session import NoSessionError, add_session_arguments, count, session
+from sparktorch.cli.session import NoSessionError, add_session_arguments, count, figure, session
 from sparktorch.errors import SparkTorchError
+from sparktorch.ml.fit.plan import check_figures
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -23,25 +24,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_session_arguments(parser)
     parser.add_argument("job", help="a job file, such as conf/digits.yaml")
     parser.add_argument(
-        "--workers", type=count, metavar="N", help="number of workers (default: numWorkers of the job file)"
+        "--workers",
+        "--num-workers",
+        type=count,
+        metavar="N",
+        help="number of workers (default: numWorkers of the job file)",
     )
-    parser.add_argument("--memory", type=float, metavar="MB", help="what a worker has, to say which strategies fit")
+    parser.add_argument("--memory", type=figure, metavar="MB", help="what a worker has, to say which strategies fit")
     parser.add_argument(
-        "--speed", type=float, metavar="GFLOPS", help="what a worker reaches in training, for the time of a step"
+        "--speed", type=figure, metavar="GFLOPS", help="what a worker reaches in training, for the time of a step"
     )
-    parser.add_argument("--bandwidth", type=float, metavar="MB/S", help="what a worker sends a second, for the same")
+    parser.add_argument("--bandwidth", type=figure, metavar="MB/S", help="what a worker sends a second, for the same")
 
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command; returns 0 if a strategy is possible and fits, else 1."""
     try:
+        given = {name: getattr(options, name) for name in ("memory", "speed", "bandwidth")}
+        check_figures(**given)
         job = read_job(options.job)
         estimator = job.estimator.build()
         if options.workers is not None:
             estimator.set(estimator.getParam("numWorkers"), options.workers)
         with session(options, "sparktorch plan", quiet=True) as spark:
             training, _ = job.data.split(job.data.load(spark))
-            given = {name: getattr(options, name) for name in ("memory", "speed", "bandwidth")}
             found = estimator.plan(training, **given)  # type: ignore[attr-defined]  # which all have
     except NoSessionError as error:
         print(f"{error.finding.found}\n  -> {error.finding.advice}", file=sys.stderr)
@@ -50,4 +56,7 @@ def run(options: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return 1
     print(found)
-    return 0 if found.fitting else 1
+    if found.fitting:
+        return 0
+    print("no strategy fits: try more workers, smaller batches or accumulationSteps", file=sys.stderr)
+    return 1

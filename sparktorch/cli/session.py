@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,7 +14,7 @@ from pyspark.sql import SparkSession
 from sparktorch.spark.checks.check_result import Finding
 from sparktorch.spark.session import is_connect
 
-__all__ = ["NoSessionError", "add_session_arguments", "count", "session"]
+__all__ = ["NoSessionError", "add_session_arguments", "count", "figure", "session"]
 
 _LONGEST = 300  # characters of Spark's message that are shown
 
@@ -46,6 +47,14 @@ def count(text: str) -> int:
     if found < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
     return found
+
+
+def figure(text: str) -> float:
+    """Returns an argument that is a number above 0, in the unit that its help names."""
+    with suppress(ValueError):
+        if 0 < (found := float(text)) < math.inf:
+            return found
+    raise argparse.ArgumentTypeError(f"expected a number above 0, without its unit, got {text!r}")
 
 
 class NoSessionError(Exception):

@@ -145,7 +145,7 @@ class TorchEstimatorBase(Estimator[M], EstimatorParams, MLReadable[Any], MLWrita
             ConfigError: A Param is invalid, or only one of `speed` and `bandwidth` is given.
             ModuleError: The module cannot be built, or does not fit the columns.
         """
-        return plan_of(self.completed(), self._task, _checked(dataset), memory, speed, bandwidth)
+        return plan_of(self.completed(), self._task, _checked(dataset, "plan"), memory, speed, bandwidth)
 
     def fitMultiple(self, dataset: DataFrame | PreparedData, paramMaps: Sequence[ParamMap]) -> Iterator[tuple[int, M]]:
         """Trains a model for each of several settings of Params, and yields each with its index once it is trained.
@@ -220,7 +220,7 @@ class TorchEstimatorBase(Estimator[M], EstimatorParams, MLReadable[Any], MLWrita
         return cls.read().load(path)
 
 
-def _checked(dataset: Any) -> DataFrame:
+def _checked(dataset: Any, caller: str = "fit") -> DataFrame:
     """Returns the dataset, if it is a DataFrame, or that of an RDD.
 
     Raises:
@@ -228,7 +228,7 @@ def _checked(dataset: Any) -> DataFrame:
     """
     if isinstance(dataset, PreparedData):
         raise ConfigError("these rows are prepared already", hint="pass the DataFrame, or call fit(rows)")
-    return dataframe_of(dataset, "fit")
+    return dataframe_of(dataset, caller)
 
 
 class TorchEstimator(TorchEstimatorBase[TorchModel], GenericParams):

@@ -14,7 +14,8 @@ from pyspark.sql import functions as F
 from torch import nn
 
 from sparktorch.base.config import Precision
-from sparktorch.errors import ColumnError, ConfigError, nearest
+from sparktorch.base.weights_folder import WeightsFolder
+from sparktorch.errors import ColumnError, ConfigError, PersistenceError, nearest
 from sparktorch.ml.fit.checks import check_scoring
 from sparktorch.ml.fit.inputs import input_names
 from sparktorch.ml.fit.prepared_data import make_room
@@ -237,6 +238,17 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
             PersistenceError: The module is no model of transformers.
         """
         save_pretrained(self.trained, folder)
+
+    def deleteWeights(self) -> None:
+        """Deletes the folder under `modelDir` that has the weights, which the model and its saved copies then lack.
+
+        Raises:
+            PersistenceError: The model was not fitted with `modelDir`, or the folder cannot be deleted from here.
+        """
+        weights = self.trained.weights
+        if not isinstance(weights, WeightsFolder):
+            raise PersistenceError("the model has its weights with it, and no folder", hint="it needs no clean-up")
+        weights.delete()
 
     def write(self) -> ModelWriter:
         """Returns a writer; `option("allowPickle", "true")` allows a module without an import path."""

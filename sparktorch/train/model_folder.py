@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import secrets
+import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -26,44 +28,59 @@ _SEEN_SECONDS = 10.0
 class ModelFolder:
     """A folder that rank 0 writes, and the driver and whoever scores read.
 
-    The files are safetensors with an index, in the layout of Hugging Face's models. The index is written last: a folder
-    without it holds no model.
+    The files are safetensors with an index, in the layout of Hugging Face's models. They are written into a folder of
+    this attempt alone, whose name begins with a dot, and get their place when all of them are there: a training that
+    fails leaves none, and ranks that outlive their job disturb no later attempt.
     """
 
     def __init__(self, path: str, world: World) -> None:
         """Takes an absolute path, whose last part identifies the training, and this rank's place."""
         self._path, self._token, self._world = Path(path), Path(path).name, world
+        self._new = self._path.with_name(f".{self._token}.{secrets.token_hex(4)}")
 
     def check(self) -> None:
-        """Makes the folder; checks that rank 0 can write to it, and that it is the same one in every rank.
+        """Checks that rank 0 can write, and that all ranks see it; removes what an earlier attempt has begun.
 
         Raises:
-            PersistenceError: It is not, or rank 0 cannot.
+            PersistenceError: They do not, or rank 0 cannot.
         """
         own = secrets.randbits(50) if self._world.is_main else 0
+        mark = self._mark(own)
         try:
             if self._world.is_main:
-                self._path.mkdir(parents=True, exist_ok=True)
-                (self._path / f".{own}").touch()
-            number = int(sum_over_ranks(torch.tensor([own], dtype=torch.float64), self._world))
-            main = self._path / f".{number}"
+                mark.parent.mkdir(parents=True, exist_ok=True)
+                for left in mark.parent.glob(f".{self._token}.*"):
+                    shutil.rmtree(left, ignore_errors=True)  # of an earlier attempt, which may even write yet
+                mark.touch()
+            main = self._mark(int(sum_over_ranks(torch.tensor([own], dtype=torch.float64), self._world)))
             until = time.monotonic() + _SEEN_SECONDS
             while not main.is_file():  # a network file system may take a while
                 if time.monotonic() > until:
-                    raise FileNotFoundError(f"{self._path} is not the folder that rank 0 has made under this path")
+                    raise FileNotFoundError(f"{main.parent} is not the folder that rank 0 has made under this path")
                 time.sleep(0.1)
             self._wait()
-            if self._world.is_main:
-                main.unlink()
         except OSError as error:
             raise PersistenceError(
                 f"modelDir cannot be used: {error}",
                 hint="name a folder on a file system that is mounted under the same path on all hosts",
                 param="modelDir",
             ) from error
+        finally:
+            if self._world.is_main:
+                mark.unlink(missing_ok=True)
+
+    def _mark(self, number: int) -> Path:
+        return self._path.with_name(f".{self._token}-{number}")
 
     def write(self, tensors: Mapping[str, torch.Tensor]) -> WeightsFolder:
-        """Writes the model.
+        """Writes the model; see `_fill`."""
+        with self._published():
+            self._fill(tensors)
+        self._wait()
+        return WeightsFolder(str(self._path), self._token)
+
+    def _fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Writes the files and their index.
 
         Each rank gathers one tensor at a time; rank 0 holds a file at a time, of about half its share of the model.
 
@@ -86,12 +103,7 @@ class ModelFolder:
         if world.is_main:
             size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
             index = {"metadata": {"total_size": size, "sparktorch": self._token}, "weight_map": places}
-            (self._path / f"{INDEX}.new").write_text(json.dumps(index, indent=1))
-            (self._path / f"{INDEX}.new").rename(self._path / INDEX)
-            for left in set(self._path.glob("model-*")) - {self._path / file for file in places.values()}:
-                left.unlink()  # of an attempt with another number of ranks, which was lost
-        self._wait()
-        return WeightsFolder(str(self._path), self._token)
+            (self._new / INDEX).write_text(json.dumps(index, indent=1))
 
     def _files(self, tensors: Mapping[str, torch.Tensor]) -> Iterable[list[str]]:
         """Yields the names of the tensors in each file."""
@@ -115,12 +127,27 @@ class ModelFolder:
         with unadvised():
             return whole(tensor.detach().to(self._world.device))
 
+    @contextmanager
+    def _published(self) -> Iterator[None]:
+        """Context in which rank 0 writes the files; then they get their place, or none is left."""
+        if not self._world.is_main:
+            yield
+            return
+        self._new.mkdir()
+        try:
+            yield
+            try:
+                self._new.rename(self._path)
+            except OSError:
+                if not (self._path / INDEX).is_file():  # an earlier attempt was lost after it had written the same
+                    raise
+        finally:
+            shutil.rmtree(self._new, ignore_errors=True)
+
     def _write(self, file: str, tensors: dict[str, torch.Tensor]) -> None:
         from safetensors.torch import save_file
 
-        new = self._path / f"{file}.new"
-        save_file(tensors, new, metadata={"format": "pt"})
-        new.rename(self._path / file)
+        save_file(tensors, self._new / file, metadata={"format": "pt"})
 
     def _wait(self) -> None:
         """Waits until all ranks are here."""

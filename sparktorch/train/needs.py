@@ -22,7 +22,8 @@ class Need:
         gathered: Parameters of other workers that it has at the same time.
         activations: What a forward pass keeps for the backward pass, and its inputs.
         sent: What it sends in a step.
-        operations: Floating-point operations of a step, forward and backward.
+        operations: Floating-point operations of a step, forward and backward; of a pipeline, those of the worker with
+            most.
         bubble: Share of the time that it waits for other stages of a pipeline.
         refused: Why the strategy cannot train this; then all figures are 0.
     """
@@ -45,9 +46,9 @@ class Need:
         return self.parameters + self.gradients + self.state + self.gathered + self.activations
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
-    """What each strategy takes of a worker; print it for a table.
+    """What each strategy takes of a worker; printed or shown, it is a table.
 
     Attributes:
         needs: One entry per strategy and its sizes.
@@ -88,7 +89,7 @@ class Plan:
             fits = "" if self.memory is None else "fits" if need.total <= self.memory else "too large"
             figures = ["-"] * len(names) if need.refused else [_bytes(getattr(need, name)) for name in names]
             seconds = self.seconds(need)
-            times = [] if not timed else ["-"] if seconds is None else [f"{1000 * seconds:,.1f} ms"]
+            times = [] if not timed else ["-"] if seconds is None else [_milliseconds(seconds)]
             table.append([title, *figures, *times, need.refused or fits])
         widths = [max(len(line[i]) for line in table) for i in range(len(table[0]) - 1)]
         lines = [
@@ -101,11 +102,18 @@ class Plan:
             + f"  {line[-1]}"
             for line in table
         ]
-        each = f"{self.parameters:,} parameters, {self.workers} workers, {self.rows:,} rows of each at a time"
+        workers = "1 worker" if self.workers == 1 else f"{self.workers} workers"
+        each = f"{self.parameters:,} parameters, {workers}, {self.rows:,} rows of each at a time"
         return "\n".join([each, "", *(line.rstrip() for line in lines)])
+
+    __repr__ = __str__
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:,.{1 if seconds >= 0.01 else 3}f} ms"
 
 
 def _bytes(count: int) -> str:
-    if count < 1e5:
+    if count < 1e6:
         return f"{count / 1e3:.1f} KB"
     return f"{count / 1e6:,.1f} MB" if count < 1e9 else f"{count / 1e9:,.2f} GB"

@@ -183,9 +183,9 @@ class _Measured:
             for kind, parameter in self._module.get_submodule(name).named_parameters(recurse=False):
                 if kind == "weight" or style != "rowwise":
                     of_worker[parameter] //= tensor
-        passed, at_once, bubble = 0, 1.0, 0.0
+        passed, at_once, bubble, slowest = 0, 1.0, 0.0, 1.0
         if pipeline > 1:
-            of_worker, passed = self._of_stages(known, of_worker)
+            of_worker, passed, slowest = self._of_stages(known, of_worker)
             at_once = 1.0 if known.schedule == "gpipe" else min(1.0, pipeline / known.count)
             bubble = known.bubble
         part = {p: math.ceil(len(p) / shard) / len(p) if p.dim() else 1.0 for p in of_worker}
@@ -211,19 +211,27 @@ class _Measured:
             gathered=min(gathered, everything),
             activations=self._activations(plan, tensor, pipeline, at_once),
             sent=sent,
-            operations=self._of_step(plan, tensor, 4 if known.activation_checkpointing else 3),
+            operations=int(slowest * self._of_step(plan, tensor, 4 if known.activation_checkpointing else 3)),
             bubble=bubble,
         )
 
     def _of_stages(
         self, options: MeshOptions, sizes: Mapping[nn.Parameter, int]
-    ) -> tuple[dict[nn.Parameter, int], int]:
-        """Returns the parameters of the worker with the largest stages, and the bytes of a row that are passed on."""
+    ) -> tuple[dict[nn.Parameter, int], int, float]:
+        """Returns what the workers with most have in their stages.
+
+        Returns:
+            The parameters of one; the bytes of a row that are passed on; and the operations of one, relative to those
+            of equal stages.
+        """
         found = staged(self._module, options.stages, options.split, self._first)
         of_ranks: list[dict[nn.Parameter, int]] = [{} for _ in range(options.stages // options.stages_per_rank)]
         for name, parameter in self._parameters.items():
             of_ranks[found.stage(name) % len(of_ranks)][parameter] = sizes[parameter]
-        return max(of_ranks, key=lambda kept: sum(kept.values())), found.passed // self._first.rows
+        most = max(of_ranks, key=lambda kept: sum(kept.values()))
+        work = [sum(found.work[rank :: len(of_ranks)]) for rank in range(len(of_ranks))]
+        slowest = max(work) * len(work) / sum(work) if any(work) else 1.0
+        return most, found.passed // self._first.rows, slowest
 
     def _units(self, options: ShardingOptions) -> list[list[nn.Parameter]]:
         """Returns the parameters that are gathered together: those in no unit first, then those of each unit."""
@@ -250,7 +258,7 @@ class _Measured:
     def _of_step(self, plan: Mapping[str, str] | None = None, tensor: int = 1, forwards: int = 3) -> int:
         """Returns the operations of a worker in a step; a backward pass has twice those of a forward pass.
 
-        Workers that share layers compute those that are not divided for the rows of all; stages have equal parts.
+        Workers that share layers compute those that are not divided for the rows of all; stages count as equal parts.
         """
         divided = sum(self._operations[name] for name, style in (plan or {}).items() if style != SUMMED)
         return int(forwards * self._share * (tensor * (self._operations[""] - divided) + divided))

@@ -88,3 +88,4 @@ def test_a_plan_of_a_job_file_says_what_fits(tmp_path: Path) -> None:
         line.split("  ")[0]: line.rpartition("  ")[2] for line in out.splitlines() if line.endswith(("fits", "large"))
     }
     assert (fits["ddp"], fits["zero3"]) == ("too large", "fits")
+    assert "no strategy fits" not in out

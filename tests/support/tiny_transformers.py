@@ -7,17 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import BertConfig, GPT2Config, LlamaConfig, Qwen3Config, ViTConfig
+from transformers import BertConfig, Dinov2Config, GPT2Config, LlamaConfig, MixtralConfig, Qwen3Config, ViTConfig
 
 __all__ = [
     "LENGTH",
     "WORDS",
     "bert",
     "causal",
+    "dinov2",
     "gpt2",
     "llama",
     "lora",
     "masked",
+    "mixtral",
     "prompts",
     "shortened",
     "tokenizer_folder",
@@ -46,6 +48,13 @@ def llama(kind: str = "LlamaForCausalLM", **options: Any) -> LlamaConfig:
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     more = {"vocab_size": WORDS, "intermediate_size": 24, "max_position_embeddings": LENGTH, "pad_token_id": 0}
     return LlamaConfig(architectures=[kind], **{**sizes, **more, "initializer_range": 0.3, **options})
+
+
+def mixtral() -> MixtralConfig:
+    """Of a model with experts, which transformers reads from other tensors than it has parameters."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    more = {"vocab_size": WORDS, "intermediate_size": 24, "max_position_embeddings": LENGTH, "num_local_experts": 3}
+    return MixtralConfig(architectures=["MixtralForCausalLM"], **{**sizes, **more, "initializer_range": 0.3})
 
 
 def qwen() -> Qwen3Config:
@@ -81,6 +90,13 @@ def prompts() -> Any:
 def vit(**options: Any) -> ViTConfig:
     values: dict[str, Any] = {"image_size": 8, "patch_size": 4, "num_channels": 3, **_TINY, **_STEADY, **options}
     return ViTConfig(architectures=["ViTForImageClassification"], **values)
+
+
+def dinov2() -> Dinov2Config:
+    """Of a model whose feed-forward layers transformers splits where it reads them."""
+    sizes = {"image_size": 8, "patch_size": 4, "num_channels": 3, "hidden_size": 16, "num_hidden_layers": 2}
+    more = {"num_attention_heads": 2, "use_swiglu_ffn": True, "initializer_range": 0.1}
+    return Dinov2Config(architectures=["Dinov2ForImageClassification"], **sizes, **more)
 
 
 def masked(columns: Any, *, epoch: int | None, generator: torch.Generator) -> dict[str, torch.Tensor]:

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import divided
+from benchmarks.common import ROOT
 from benchmarks.ring import Gradient, Link, Work, all_reduce, buckets, efficiency, evenly, step
 
 LINK = Link(bandwidth=1e9, latency=1e-5)
@@ -120,3 +122,13 @@ def test_buckets_are_those_of_torch(cap: int) -> None:
     assert buckets(gradients, cap) == tuple(
         Gradient(float(indices[-1]), sum(tensors[i].nbytes for i in indices)) for indices in expected
     )
+
+
+@pytest.mark.landing
+def test_the_documentation_shows_what_the_plan_predicts_of_published_figures() -> None:
+    found = divided.figures()
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert [str(figure) for figure in found if str(figure) not in page] == []
+    errors = [figure.error for figure in found]
+    said = f"it errs by {min(errors):.0%} to +{max(errors):.0%}".replace("%", " %")
+    assert said in (ROOT / "docs" / "training.md").read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,33 @@ from sparktorch.train.recipe.dry_run import dry_run
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-__all__ = ["plan_of"]
+__all__ = ["check_figures", "plan_of"]
+
+
+_UNITS = {
+    "memory": "MB, such as 8000 for 8 GB",
+    "speed": "billions of operations a second, such as 100_000 for 100 TFLOPS",
+    "bandwidth": "MB a second, such as 20_000 for 20 GB/s",
+}
+
+
+def check_figures(memory: float | None, speed: float | None, bandwidth: float | None) -> None:
+    """Checks what a user says of a worker.
+
+    Raises:
+        ConfigError: A figure is no positive number, or only one of `speed` and `bandwidth` is given.
+    """
+    for name, value in (("memory", memory), ("speed", speed), ("bandwidth", bandwidth)):
+        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if value is not None and not number:
+            raise ConfigError(f"{name} is {value!r}, and must be a number", hint=f"of {_UNITS[name]}", param=name)
+        if value is not None:
+            above(name, value, 0)
+    if (speed is None) != (bandwidth is None):
+        raise ConfigError(
+            f"{'bandwidth' if speed is None else 'speed'} is given without {'speed' if speed is None else 'bandwidth'}",
+            hint="give both, for the time of a step, or neither",
+        )
 
 
 def plan_of(
@@ -33,16 +60,7 @@ def plan_of(
     bandwidth: float | None,
 ) -> Plan:
     """Returns the plan of an estimator's training; see `TorchEstimatorBase.plan`."""
-    for name, value in (("memory", memory), ("speed", speed), ("bandwidth", bandwidth)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise ConfigError(f"{name} is {value!r}, and must be a number", param=name)
-        if value is not None:
-            above(name, value, 0)
-    if (speed is None) != (bandwidth is None):
-        raise ConfigError(
-            f"{'bandwidth' if speed is None else 'speed'} is given without {'speed' if speed is None else 'bandwidth'}",
-            hint="give both, for the time of a step, or neither",
-        )
+    check_figures(memory, speed, bandwidth)
     request = translate(estimator, task)
     frame, inputs = first_inputs(prepare(dataset, task, **request.columns))
     label = first_label(frame)

@@ -16,6 +16,7 @@ from pyspark.sql import DataFrame
 from sparktorch.ml.estimator import TorchEstimatorBase
 from sparktorch.ml.fit.holdable import can_hold, rows_of
 from sparktorch.ml.fit.translate import translate
+from sparktorch.ml.tuning.discard import discard
 from sparktorch.ml.tuning.folded_rows import FoldedRows, NotInOnePass, with_folds
 from sparktorch.ml.tuning.metrics import Metrics, carried_columns, results_for
 from sparktorch.ml.tuning.pipeline import PrefixFittedOnce
@@ -120,6 +121,8 @@ class TorchCrossValidator(CrossValidator):
                     metrics.add(fold, index, shown, scored.rename_columns([*carried, *results.values()]))
                     if self.getCollectSubModels():
                         models[fold][index] = model
+                    else:
+                        discard(model)
             found = metrics.all(rows, folds, len(maps))
             means, deviations = self._gen_avg_and_std_metrics(found)
             best = int(np.argmax(means) if evaluator.isLargerBetter() else np.argmin(means))

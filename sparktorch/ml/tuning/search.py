@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 from sparktorch.base.optional import optuna
 from sparktorch.errors import ConfigError, SparkTorchError, nearest
 from sparktorch.ml.fit.prepared_data import PreparedData
+from sparktorch.ml.tuning.discard import discard
 from sparktorch.ml.tuning.space import Space, applied
 from sparktorch.spark.compat import inheriting
 
@@ -209,7 +210,7 @@ class Search:
     def _run(self, trial: Any, group: PreparedData) -> None:
         module, goal = optuna(), self._goal
         group.title = f"trial {trial.number}"
-        verdicts = None
+        verdicts = model = found = None
         try:
             with self._lock:  # samplers and the functions of users are not made for several threads
                 values = self._space.values(trial)
@@ -231,9 +232,11 @@ class Search:
                 self._tell(trial, "PRUNED", verdicts)
             else:
                 assert value is not None
-                self._tell(
-                    trial, "COMPLETE", verdicts, Found(number=trial.number, value=value, values=values, model=model)
-                )
+                found = Found(number=trial.number, value=value, values=values, model=model)
+                self._tell(trial, "COMPLETE", verdicts, found)
+        finally:
+            if model is not None and found is None:
+                discard(model)
 
     def _for_trial(self, values: dict[str, Any], number: int) -> Any:
         estimator = applied(self._estimator, values)
@@ -264,8 +267,11 @@ class Search:
             value = None if found is None else found.value
             self._told(trial.number, lambda: self._study.tell(trial, value, state=optuna().trial.TrialState[state]))
             self._ended += 1
-            if found is not None and (self.best is None or better(found, self.best, minimize=self._goal.minimize)):
-                self.best = found
+            if found is not None:
+                ahead = self.best is None or better(found, self.best, minimize=self._goal.minimize)
+                lost, self.best = (self.best, found) if ahead else (found, self.best)
+                if lost is not None:
+                    discard(lost.model)
             if self._bar is not None:
                 if self.best is not None:
                     self._bar.set_postfix_str(f"best {self._goal.metric} {self.best.value:.4g}", refresh=False)

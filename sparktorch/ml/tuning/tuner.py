@@ -15,6 +15,7 @@ from sparktorch.errors import ConfigError
 from sparktorch.ml.estimator import TorchEstimatorBase
 from sparktorch.ml.fit.listeners import callers
 from sparktorch.ml.tuning.checks import check_numbers, direction_of, groups_of, open_study, valid_one
+from sparktorch.ml.tuning.discard import discard
 from sparktorch.ml.tuning.search import Goal, Search, better, value_of
 from sparktorch.ml.tuning.space import Space, applied
 from sparktorch.ml.tuning.tuned_model import TorchTunerModel
@@ -166,6 +167,8 @@ class TorchTuner(Estimator[TorchTunerModel]):
         found = search.best
         if found is not None and found.number == best.number:
             return TorchTunerModel(found.model, found.values, study)
+        if found is not None:
+            discard(found.model)
         _LOG.info("trial %d of an earlier run is the best: its Params are fitted again", best.number)
         values = space.values(best)
         estimator = applied(base, values)

@@ -6,6 +6,7 @@ import json
 import platform
 import re
 import secrets
+import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -231,5 +232,5 @@ def _about_python(check: str, found: str, version: str) -> Finding:
         setting="spark.pyspark.python",
         value=f"a Python {version} with torch, numpy, pyarrow and safetensors, at the same path on every executor",
         hint=f"let spark.pyspark.python (PYSPARK_PYTHON) name a Python {version} that every executor has, with torch, "
-        "numpy, pyarrow and safetensors; before Spark 4.1 pandas as well",
+        f"numpy, pyarrow and safetensors; before Spark 4.1 pandas as well; the driver's is {sys.executable}",
     )

@@ -17,7 +17,7 @@ from sparktorch.train.pipeline.arguments import Arguments
 from sparktorch.train.pipeline.pipe import check_rows, names_in_stages, stages_of
 from sparktorch.train.pipeline.programs import programs
 from sparktorch.train.pipeline.recording import Twin
-from sparktorch.train.pipeline.stages import add_evaluated, cut, layers_of
+from sparktorch.train.pipeline.stages import add_evaluated, cut, layers_of, stages_of_nodes
 from sparktorch.train.recipe.huggingface import arguments
 from sparktorch.train.recipe.recipe import Recipe
 
@@ -35,12 +35,14 @@ class Staged:
         layers: Names of the layers that are called as they are.
         stage_of: The stage of each layer, and of each parameter between them.
         passed: Bytes that the stage which passes on most passes on of the rows that were recorded.
+        work: Floating-point operations of the layers of each stage, in a forward pass of these rows.
     """
 
     twin: Twin
     layers: list[str]
     stage_of: dict[str, int]
     passed: int
+    work: list[int]
 
     def stage(self, parameter: str) -> int:
         """Returns the stage of a parameter, by any of its names."""
@@ -149,7 +151,11 @@ def staged(
     for name, _ in twin.module.named_parameters():  # nothing uses those that are in no stage
         if name not in names:
             found[name] = 0
-    return Staged(twin, layers, found, max(sum(value.nbytes for value in each.received) for each in made[0]))
+    passed = max(sum(value.nbytes for value in each.received) for each in made[0])
+    work, of_node = [0] * stages, stages_of_nodes(trained, found)
+    for node, call in trained.calls.items():
+        work[of_node[node]] += call.work
+    return Staged(twin, layers, found, passed, work)
 
 
 def _within(name: str, path: str) -> bool:

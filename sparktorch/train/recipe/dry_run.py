@@ -19,6 +19,7 @@ from sparktorch.base.state_dict import check_state
 from sparktorch.base.world import World
 from sparktorch.errors import ModuleError, SparkTorchError
 from sparktorch.train.metrics import try_metrics
+from sparktorch.train.recipe.converted import log_differences
 from sparktorch.train.recipe.huggingface import MODEL_LOSS, call, check_model_loss
 from sparktorch.train.recipe.loss import Loss, TrainingStep
 from sparktorch.train.recipe.recipe import Recipe
@@ -144,6 +145,7 @@ def dry_run(
     from sparktorch.base.deferred import needs_values  # imports a part of torch's compiler
 
     built = recipe.build_deferred(seed, exact=False)
+    log_differences(built)
     if jagged := [name for name, tensor in inputs.items() if tensor.is_nested]:
         raise ModuleError(
             f"{jagged[0]} is jagged, which has no shape to try alone", hint=_WITH_VALUES, param="modelDir"

@@ -239,7 +239,7 @@ def opened(module: Any, params: Mapping[str, Any], *, seed: int, in_place: bool 
         module: What the user gave.
         params: Replaces entries of the configuration.
         seed: Seed of those weights that the folder lacks.
-        in_place: Whether each worker reads the weights in the folder, which must hold all of them.
+        in_place: Whether each worker reads the weights in the folder.
 
     Raises:
         ModuleError: The folder holds no model, or the configuration does not say of which class.

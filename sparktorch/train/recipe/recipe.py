@@ -17,8 +17,9 @@ from sparktorch.base.state_dict import unpack_state
 from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.base.world import World
 from sparktorch.errors import ConfigError, ModuleError, SparkTorchError
+from sparktorch.train.recipe.converted import ConvertedWeights, converted
 from sparktorch.train.recipe.frozen_base import lacks_base, load_weights, seed_of
-from sparktorch.train.recipe.huggingface import MODEL_LOSS, ModelLossStep, with_config
+from sparktorch.train.recipe.huggingface import MODEL_LOSS, ModelLossStep, is_model, with_config
 from sparktorch.train.recipe.lookup import look_up, name_of, parameters_of, signature_of
 from sparktorch.train.recipe.loss import Loss, TrainingStep
 from sparktorch.train.recipe.own_training import OwnTraining
@@ -112,22 +113,27 @@ class Recipe:
         """
         from sparktorch.base.deferred import deferred  # imports a part of torch's compiler
 
-        saved: Mapping[str, torch.Tensor] = {}
-        if self.initial:
-            saved = self.initial if isinstance(self.initial, WeightsFolder) else unpack_state(self.initial)
         found: list[Deferred] = []
 
         def build(make: Callable[[], nn.Module]) -> nn.Module:
-            found.append(deferred(make, saved, exact=exact))
+            found.append(deferred(make, self._saved_of if self.initial else None, exact=exact))
             return found[0].module
 
         module = self._make_module(seed, build)
         if not found:
             raise ModuleError("module is an instance, which has values already", param="module")
-        if saved:
+        if self.initial and not isinstance(found[0].saved, ConvertedWeights):
             found[0].check_saved()
         freeze(module, self.freeze)
         return found[0]
+
+    def _saved_of(self, module: nn.Module) -> Mapping[str, torch.Tensor]:
+        """Returns the initial weights under the names of a module."""
+        if isinstance(self.initial, bytes):
+            return unpack_state(self.initial)
+        if self.initial.token or not is_model(module):  # of a training, which writes the names that the module has
+            return self.initial
+        return converted(module, self.initial)
 
     def _make_module(self, seed: int, build: Callable[[Callable[[], nn.Module]], nn.Module] = called) -> nn.Module:
         """Makes the module, and lets `build` call the factory, if it is made by one."""

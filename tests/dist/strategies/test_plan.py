@@ -103,6 +103,7 @@ def test_the_table_names_what_fits_and_what_is_refused() -> None:
     config = TrainConfig(task="regression", batch_size=64, channels_last=True)
     table = plan(Recipe(module=Paired), config, 4, first, memory=6000)
     text = str(table)
+    assert repr(table) == text  # which notebooks show
     assert "4 workers, 16 rows of each at a time" in text
     lines = {line.split("  ")[0]: line for line in text.splitlines()}
     assert lines["ddp"].endswith("too large")
@@ -119,7 +120,8 @@ def test_a_step_takes_what_its_operations_its_bubble_and_what_is_sent_take() -> 
     one = 2 * (5 * 8 + 8 * 6 + 6 * 12 + 12 * 1)  # a row's forward pass
     whole = 3 * 16 * one
     staged, divided = found["mesh", ("pipeline", 2)], found["mesh", ("tensor", 2)]
-    assert found["ddp",].operations == staged.operations == whole
+    assert found["ddp",].operations == whole
+    assert staged.operations == pytest.approx(2 * 3 * 16 * 2 * (5 * 8 + 8 * 6), abs=1)  # of the first of two stages
     assert divided.operations == whole  # two workers compute halves of all layers for the rows of both
     assert staged.bubble == 1 / 9
     for need in found.values():
@@ -128,6 +130,9 @@ def test_a_step_takes_what_its_operations_its_bubble_and_what_is_sent_take() -> 
     assert found["zero3",].sent == pytest.approx((2 * 2 + 1) * sent, abs=3)  # gathered twice in each of two passes
     line = next(line for line in str(table).splitlines() if line.startswith("ddp"))
     assert line.endswith(f"{1000 * table.seconds(found['ddp',]):.1f} ms")
+    faster = str(plan(Recipe(module=Paired), config, 1, first, speed=1e9, bandwidth=1e8))
+    assert faster.splitlines()[0] == "211 parameters, 1 worker, 32 rows of each at a time"
+    assert "0.066 ms" in faster
     assert plan(Recipe(module=Paired), config, 4, first).seconds(found["ddp",]) is None
 
 

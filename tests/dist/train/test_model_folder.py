@@ -81,15 +81,43 @@ def test_it_is_the_model_that_rank_0_returns(case: str, tmp_path: Path) -> None:
     more = {"patience": 1, "ema_decay": 0.5} if case == "zero3" else {}
     job = job_for(recipe={"module": module}, **config, **more)
     expected, metas = train_on(parts(ranks), job)
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "model-00009-of-00009.safetensors").touch()  # of an attempt that was lost
+    (tmp_path / ".model.1234").mkdir()  # of an attempt that was killed while it wrote
     state, mine = train_on(parts(ranks), into(tmp_path, job))
     assert timeless(mine[0]["history"]) == timeless(metas[0]["history"])
     check_same(state, expected)
     left = {path.name for path in (tmp_path / "model").iterdir()}
     index = json.loads((tmp_path / "model" / INDEX).read_text())
     assert left == {INDEX, *index["weight_map"].values()}
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert index["metadata"]["total_size"] == sum(value.nbytes for value in state.values())
+
+
+def test_a_training_that_fails_while_it_writes_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Any, file: str, tensors: Any) -> None:
+        written(self, file, tensors)
+        if file.startswith("model-00002"):
+            raise OSError("no space left on the device")
+
+    written = model_folder.ModelFolder._write
+    monkeypatch.setattr(model_folder, "_LEAST_BYTES", 8)
+    monkeypatch.setattr(model_folder.ModelFolder, "_write", full)
+    folder = model_folder.ModelFolder(str(tmp_path / "model"), World())
+    folder.check()
+    with pytest.raises(OSError, match="no space"):
+        folder.write({str(number): torch.ones(2) for number in range(3)})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_that_outlive_their_attempt_change_no_model(tmp_path: Path) -> None:
+    late, next_one = (model_folder.ModelFolder(str(tmp_path / "model"), World()) for _ in range(2))
+    with pytest.raises(FileNotFoundError), late._published():
+        next_one.check()  # removes what the late one has begun
+    assert list(tmp_path.iterdir()) == []
+    with next_one._published():
+        next_one._fill({"x": torch.ones(2)})
+        late.write({"x": torch.zeros(2)})
+    assert next_one.write({"x": torch.ones(2)})["x"].tolist() == [0.0, 0.0]
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_statistics_are_those_of_rank_0(tmp_path: Path) -> None:

@@ -132,6 +132,7 @@ def test_tasks_that_cannot_even_start_say_why(
         assert (found.check, found.status, found.found) == (check, "failure", says)
         assert found.setting == "spark.pyspark.python"
         assert f"a Python {here}" in found.value
+        assert f"the driver's is {sys.executable}" in found.hint
 
 
 @pytest.fixture

@@ -7,17 +7,31 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 import torch
+from optuna.distributions import FloatDistribution
+from pyspark.ml.evaluation import MulticlassClassificationEvaluator
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from torch import nn
 
-from sparktorch import TorchClassificationModel, TorchClassifier, TorchEstimator
+from sparktorch import (
+    Callback,
+    TorchClassificationModel,
+    TorchClassifier,
+    TorchCrossValidator,
+    TorchEstimator,
+    TorchTuner,
+)
 from sparktorch.base.weights_folder import INDEX, WeightsFolder
-from sparktorch.errors import ConfigError, ModuleError, PersistenceError
+from sparktorch.errors import ConfigError, ModuleError, PersistenceError, RankError
+from sparktorch.train.callbacks import FitContext
 from tests.spark.modules import MLP
+from tests.support.mlflow import QUIET
 from tests.support.tiny_transformers import LENGTH, llama
+
+pytestmark = QUIET  # Optuna's storage is SQLAlchemy
 
 SHARDS: dict[str, Any] = {"strategy": "zero3", "strategyParams": {"min_parameters": 20}}
 
@@ -84,6 +98,59 @@ def test_each_fit_writes_a_folder_of_its_own(
     found = [model.trained.weights for model in models]
     assert len({weights.path for weights in found if isinstance(weights, WeightsFolder)}) == 2
     assert scores(models[0], frame) != scores(models[1], frame)
+
+
+class PrunesSecond(optuna.pruners.BasePruner):
+    """Ends the second trial after its first epoch."""
+
+    def prune(self, study: optuna.Study, trial: optuna.trial.FrozenTrial) -> bool:
+        return trial.number == 1
+
+
+def test_searches_leave_the_folder_of_the_model_that_they_return(frame: DataFrame, tmp_path: Path) -> None:
+    def left() -> set[str]:
+        return {str(path) for path in tmp_path.iterdir()}
+
+    estimator = asked(modelDir=str(tmp_path))
+    maps = [{estimator.seed: 1}, {estimator.seed: 2}]
+    evaluator = MulticlassClassificationEvaluator(labelCol="label")
+    validator = TorchCrossValidator(estimator=estimator, estimatorParamMaps=maps, evaluator=evaluator, numFolds=2)
+    best: Any = validator.fit(frame).bestModel
+    assert left() == {best.trained.weights.path}
+    best.deleteWeights()
+    assert left() == set()
+
+    search = partial(
+        TorchTuner,
+        estimator=estimator,
+        pruner=PrunesSecond(),
+        parallelism=1,
+        workersPerTrial=2,
+        storage=optuna.storages.InMemoryStorage(),
+        studyName="study",
+    )
+    one = search(space={"learningRate": FloatDistribution(0.01, 0.1)}, trials=4).fit(frame).bestModel
+    assert left() == {one.trained.weights.path}
+    again = (
+        search(space={"learningRate": FloatDistribution(1e-9, 2e-9)}, trials=5).fit(frame).bestModel
+    )  # the first one is fitted again
+    assert left() == {one.trained.weights.path, again.trained.weights.path}
+    assert scores(one, frame) == scores(again, frame)
+
+
+class Fails(Callback):
+    """Fails after the first epoch."""
+
+    def on_epoch_end(self, context: FitContext, record: dict[str, Any]) -> None:
+        raise ArithmeticError("planted")
+
+
+def test_a_fit_that_fails_leaves_no_folder(frame: DataFrame, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="planted"):
+        asked(modelDir=str(tmp_path), callbacks=[Fails()]).fit(frame)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(PersistenceError, match="has its weights with it"):
+        asked(epochs=1).fit(frame).deleteWeights()
 
 
 def test_a_fit_goes_on_from_the_folder_of_another(

@@ -70,3 +70,19 @@ def test_an_index_does_not_lead_out_of_its_folder(folder: Path) -> None:
     (folder / INDEX).write_text(json.dumps({"weight_map": {"secret": "../outside.safetensors"}}))
     with pytest.raises(PersistenceError, match="cannot be read"):
         WeightsFolder(str(folder))["secret"]
+
+
+def test_a_folder_is_deleted_but_what_others_have_put_there(folder: Path) -> None:
+    for path, token in ((str(folder), ""), (str(folder), "other")):
+        with pytest.raises(PersistenceError):
+            WeightsFolder(path, token).delete()
+    (folder / "notes.txt").touch()
+    weights = WeightsFolder(str(folder), "mine")
+    weights["part1"]
+    weights.delete()
+    assert [path.name for path in folder.iterdir()] == ["notes.txt"]
+
+
+def test_a_folder_of_nothing_else_is_gone_once_it_is_deleted(folder: Path) -> None:
+    WeightsFolder(str(folder), "mine").delete()
+    assert not folder.exists()

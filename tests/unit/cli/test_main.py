@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+from contextlib import nullcontext
+from unittest.mock import Mock
 
 import pyspark
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from sparktorch.cli.main import main
 from sparktorch.cli.table import print_table
 from sparktorch.spark.checks.check_result import Finding
+from sparktorch.train.needs import Need, Plan
 from tests.support.proxy import free_port
 
 
@@ -78,11 +81,38 @@ def test_a_server_that_is_not_there_is_a_finding(capsys: pytest.CaptureFixture[s
     assert "Connection refused" in " ".join(shown.split())
 
 
+def test_figures_that_do_not_fit_together_are_told_before_a_session_starts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("sparktorch.cli.plan.session")
+    assert main(["plan", "conf/digits.yaml", "--speed", "100"]) == 1
+    assert "speed is given without bandwidth" in capsys.readouterr().err
+
+
+def test_a_plan_in_which_nothing_fits_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = Plan(needs=(Need(strategy="ddp", parameters=605_200),), workers=2, rows=1, parameters=1, memory=10)
+    job = Mock()
+    job.data.split.return_value = (None, None)
+    job.estimator.build.return_value.plan.return_value = found
+    monkeypatch.setattr("sparktorch.cli.plan.read_job", lambda path: job)
+    monkeypatch.setattr("sparktorch.cli.plan.session", lambda *_, **__: nullcontext())
+    assert main(["plan", "job.yaml", "--memory", "0.00001"]) == 1
+    said = capsys.readouterr()
+    assert "605.2 KB" in said.out
+    assert "no strategy fits" in said.err
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         ([], "the following arguments are required: COMMAND"),
-        (["doctor", "--num-workers", "0"], "--num-workers: expected a whole number of at least 1"),
+        (["doctor", "--workers", "0"], "--num-workers/--workers: expected a whole number of at least 1"),
+        (["plan", "job.yaml", "--num-workers", "two"], "expected a whole number of at least 1"),
+        (["plan", "job.yaml", "--memory", "8GB"], "--memory: expected a number above 0, without its unit, got '8GB'"),
+        (["plan", "job.yaml", "--speed", "-1"], "--speed: expected a number above 0"),
+        (["plan", "job.yaml", "--bandwidth", "nan"], "--bandwidth: expected a number above 0"),
         (["doctor", "--conf", "spark.speculation"], "--conf: expected KEY=VALUE, got 'spark.speculation'"),
         (["doctor", "--device", "gpu"], "invalid choice: 'gpu'"),
         (["doctor", "--master", "local", "--remote", "sc://host"], "not allowed with argument"),

@@ -1,0 +1,129 @@
+"""Weights in folders of transformers' are read part by part as `from_pretrained` reads them, under whatever names."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from sparktorch.errors import ModuleError
+from sparktorch.train.recipe.dry_run import dry_run
+from sparktorch.train.recipe.huggingface import opened
+from sparktorch.train.recipe.recipe import Recipe
+from tests.support.tiny_transformers import bert, dinov2, gpt2, llama, mixtral, vit
+
+CLASSIFIER = {"architectures": ["BertForSequenceClassification"]}
+HEAD = {"classifier.weight", "classifier.bias"}
+
+
+def saved(folder: Path, config: Any) -> str:
+    torch.manual_seed(0)
+    getattr(transformers, config.architectures[0])(config).save_pretrained(folder)
+    return str(folder)
+
+
+def recipe(folder: str, in_place: bool, **params: Any) -> Recipe:
+    fields = opened(folder, params, seed=5, in_place=in_place)
+    assert fields is not None
+    return Recipe(**fields)
+
+
+def check_same(folder: str, new: set[str] = frozenset(), **params: Any) -> dict[str, torch.Tensor]:  # type: ignore[assignment]
+    """Compares what is read part by part with what `from_pretrained` returns, but for what is new."""
+    found, expected = (recipe(folder, in_place, **params).build_module(5).state_dict() for in_place in (True, False))
+    assert found.keys() == expected.keys()
+    assert {name for name, value in expected.items() if not torch.equal(found[name], value)} == new
+    return found
+
+
+@pytest.mark.parametrize(
+    ("config", "params"),
+    [
+        (vit(), {}),  # renamed
+        (mixtral(), {}),  # experts are one parameter each, and many tensors in the folder
+        (dinov2(), {}),  # one tensor in the folder is two parameters
+        (bert("BertForMaskedLM"), {"architectures": ["BertModel"]}),  # a prefix less, and a head that nobody asks for
+        (gpt2("GPT2Model"), {"architectures": ["GPT2LMHeadModel"]}),  # a prefix more, and a tied head
+        (llama(tie_word_embeddings=True), {}),
+    ],
+)
+def test_a_model_has_the_weights_that_transformers_reads(config: Any, params: Any, tmp_path: Path) -> None:
+    new = {"pooler.dense.weight"} if params.get("architectures") == ["BertModel"] else set()
+    check_same(saved(tmp_path, config), new, **params)
+
+
+@pytest.mark.parametrize("config", [vit(), mixtral()])
+def test_the_names_that_the_model_has_are_read_as_well(config: Any, tmp_path: Path) -> None:
+    found = check_same(saved(tmp_path, config))
+    file = tmp_path / "model.safetensors"
+    assert load_file(file).keys() != found.keys()
+    save_file(found, file, metadata={"format": "pt"})
+    again = check_same(str(tmp_path))
+    assert all(torch.equal(again[name], value) for name, value in found.items())
+
+
+def test_a_rule_that_leads_to_no_parameter_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import conversion_mapping
+    from transformers.core_model_loading import WeightRenaming
+
+    folder = saved(tmp_path, llama())
+    known: Any = conversion_mapping._checkpoint_conversion_mapping_cache
+    monkeypatch.setitem(known, "llama", [WeightRenaming(r"^lm_head\.", "elsewhere.")])
+    check_same(folder)
+
+
+def test_old_names_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
+    file = Path(saved(tmp_path, bert()), "model.safetensors")
+    tensors = load_file(file)
+    old = {name.replace("LayerNorm.weight", "LayerNorm.gamma"): value for name, value in tensors.items()}
+    assert old.keys() != tensors.keys()
+    save_file({name: value.bfloat16() for name, value in old.items()}, file, metadata={"format": "pt"})
+    found = check_same(str(tmp_path))
+    assert {value.dtype for value in found.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("config", "params"), [(bert("BertModel"), CLASSIFIER), (bert(num_labels=3), {"num_labels": 4})]
+)
+def test_a_new_head_is_that_of_a_new_model(
+    config: Any, params: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = saved(tmp_path, config)
+    found = check_same(folder, {"classifier.weight"}, **params)
+    read = recipe(folder, True, **params)
+    fresh = Recipe(module=read.module, module_params=read.module_params).build_module(5).state_dict()
+    assert all(torch.equal(found[name], fresh[name]) for name in HEAD)
+    assert not torch.equal(
+        found["bert.embeddings.word_embeddings.weight"], fresh["bert.embeddings.word_embeddings.weight"]
+    )
+    with caplog.at_level(logging.WARNING):
+        tried = replace(read, loss="CrossEntropyLoss")
+        ids, label = torch.ones(2, 4, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+        dry_run(tried, "classification", 5, {"input_ids": ids}, label, names=("input_ids",), values=False)
+    assert "no values for them: classifier.weight, classifier.bias" in caplog.text
+
+
+def test_weights_that_are_not_those_of_the_model_are_refused(tmp_path: Path) -> None:
+    folder = saved(tmp_path, bert())
+    for change, said in (
+        ({"hidden_size": 16}, r"has the shape \(32,\), and that of BertForSequenceClassification has \(16,\)"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "are quantized"),
+    ):
+        config = json.loads(Path(folder, "config.json").read_text())
+        changed = tmp_path / str(len(list(tmp_path.iterdir())))
+        changed.mkdir()
+        (changed / "config.json").write_text(json.dumps({**config, **change}))
+        (changed / "model.safetensors").symlink_to(Path(folder, "model.safetensors"))
+        with pytest.raises(ModuleError, match=said):
+            recipe(str(changed), True).build_module(0)
+    other = Path(saved(tmp_path / "gpt2", gpt2()))
+    (other / "config.json").write_text(Path(folder, "config.json").read_text())
+    with pytest.raises(ModuleError, match="are not those of BertForSequenceClassification"):
+        recipe(str(other), True).build_module(0)
