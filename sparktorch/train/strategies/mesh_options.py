@@ -39,9 +39,9 @@ class MeshOptions(ShardingOptions):
             `pipeline`.
         schedule: "1f1b" runs the backward pass of a micro-batch as soon as it can; "gpipe" runs all forward passes
             first, and keeps the activations of all micro-batches.
-        plan: How layers are divided, "colwise", "rowwise" or "colwise_gather_output", by globs of their names; empty
-            for the plan that is known of the module. The output of a "colwise" layer is divided, as a "rowwise" one
-            takes it.
+        plan: How layers are divided, "colwise", "rowwise" or "colwise_gather_output", and "heads" for attention, by
+            globs of their names; empty for the plan that is known of the module. The output of a "colwise" layer is
+            divided, as a "rowwise" one takes it.
     """
 
     data: int | None = None
