@@ -32,7 +32,7 @@ from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.fsdp import ShardingOptions, units
 from sparktorch.train.strategies.mesh_options import MeshOptions
 from sparktorch.train.strategies.registry import check_module, check_strategy, check_workers, strategy_options
-from sparktorch.train.strategies.tensor_parallel import DIVIDED, HEADS, SUMMED, check_plan
+from sparktorch.train.strategies.tensor_parallel import DIVIDED, HEADS, OWN_ROWS, SUMMED, check_plan
 
 __all__ = ["plan", "reduced"]
 
@@ -176,7 +176,7 @@ class _Measured:
         known: Any = strategy_options(strategy, options)
         sizes = known.sizes(self._workers) if strategy == "mesh" else (1, 1, self._workers, 1)
         data, pipeline, shard, tensor = sizes
-        plan = check_plan(self._module, known.plan, tensor) if tensor > 1 else {}
+        plan = check_plan(self._module, known.plan, tensor, staged=pipeline > 1) if tensor > 1 else {}
         of_worker = {parameter: parameter.nbytes for parameter in self._parameters.values()}  # before it is sharded
         for name, style in plan.items():
             if style == SUMMED:
@@ -201,7 +201,7 @@ class _Measured:
         sent = self._passes * passes * _gathered(everything, shard) + _gathered(gradients, shard)
         sent += reduced(sum(kept[p] for p in trained), data)
         together = tensor * pipeline  # workers with the same rows
-        sent += self._share * tensor * reduced(self._exchanged(plan), tensor)
+        sent += self._share * tensor * reduced(self._exchanged(plan, tensor), tensor)
         sent += self._share * together * (_gathered(self._inputs, together) + 2 * passed)
         return Need(
             strategy=strategy,
@@ -242,9 +242,11 @@ class _Measured:
         """Returns the bytes of the activations and inputs of a worker, which has the rows of all that share them.
 
         What is between a layer with a divided output and one with a divided input is divided, too, and so is what is
-        within attention. Of a pipeline, it has an equal part of the activations, of the share `at_once` of the rows.
+        within attention. Behind a layer that returns a worker's own rows, it has these. Of a pipeline, it has an equal
+        part of the activations, of the share `at_once` of the rows.
         """
-        within = sum(self._kept.get(name, 0) for name, style in (plan or {}).items() if style in ("colwise", HEADS))
+        divided = [name for name, style in (plan or {}).items() if style in ("colwise", OWN_ROWS, HEADS)]
+        within = sum(self._kept.get(name, 0) for name in divided)
         kept = tensor * (self._kept[""] - within) + within
         return int(self.rows * (kept * at_once + tensor * pipeline * self._inputs))
 
@@ -256,11 +258,17 @@ class _Measured:
         divided = sum(self._operations[name] for name, style in (plan or {}).items() if style != SUMMED)
         return int(forwards * self._share * (tensor * (self._operations[""] - divided) + divided))
 
-    def _exchanged(self, plan: Mapping[str, str]) -> int:
-        """Returns the bytes of a row that workers which share layers sum up: outputs forward, inputs backward."""
-        ends = {"rowwise": ("out",), "colwise": ("in",), "colwise_gather_output": ("in", "out"), HEADS: ("in", "out")}
+    def _exchanged(self, plan: Mapping[str, str], tensor: int) -> int:
+        """Returns the bytes of a row that workers which share layers sum up: outputs forward, inputs backward.
+
+        An output that is exchanged for own rows goes from one worker to another, forward and backward.
+        """
+        ends = {"rowwise": ("out",), "colwise": ("in",), "colwise_gather_output": ("in", "out")}
+        ends |= {OWN_ROWS: ("in",), HEADS: ("in", "out")}
         # The output projection of attention is counted as that of the attention: torch does not call it as a layer.
-        return sum(self._kept.get(f"{name}:{end}", 0) for name, style in plan.items() for end in ends.get(style, ()))
+        sums = [f"{name}:{end}" for name, style in plan.items() for end in ends.get(style, ())]
+        passed = [f"{name}:out" for name, style in plan.items() if style == OWN_ROWS]
+        return sum(self._kept.get(key, 0) for key in sums) + sum(self._kept.get(key, 0) // tensor for key in passed)
 
     def _state_of(self, parameters: Iterable[nn.Parameter]) -> int:
         return sum(self._state.get(parameter, 0) for parameter in parameters)

@@ -24,11 +24,13 @@ from sparktorch.train.dtensor import local, undivided
 from sparktorch.train.strategies import divided_attention
 from sparktorch.train.strategies.divided_attention import PROJECTION, divide_heads
 
-__all__ = ["DIVIDED", "HEADS", "STYLES", "SUMMED", "check_gradients", "check_plan", "divide"]
+__all__ = ["DIVIDED", "HEADS", "OWN_ROWS", "STYLES", "SUMMED", "check_gradients", "check_plan", "divide"]
 
 SUMMED = "sum_gradients"
 HEADS = "heads"
-STYLES = ("colwise", "rowwise", "colwise_gather_output", HEADS, SUMMED)
+OWN_ROWS = "colwise_own_rows"
+_GATHERED = "colwise_gather_output"
+STYLES = ("colwise", "rowwise", _GATHERED, OWN_ROWS, HEADS, SUMMED)
 _PARAM = "strategyParams"
 _EXAMPLE = "strategyParams={'plan': {'layers.*.fc1': 'colwise', 'layers.*.fc2': 'rowwise'}}"
 _LINEAR = (nn.Linear, nn.Embedding)
@@ -41,34 +43,43 @@ _ACTIVATIONS = (F.relu, F.gelu, *_ELEMENTWISE)
 # Other names for the same.
 _OF_TRANSFORMERS = {
     "embedding_rowwise": "rowwise",
-    "colwise_rep": "colwise_gather_output",
+    "colwise_rep": _GATHERED,
     "replicated_with_grad_allreduce": SUMMED,
 }
-_WITHOUT_PARTNER = ("embedding_rowwise", "colwise_rep", "colwise_gather_output")
+_WITHOUT_PARTNER = ("embedding_rowwise", "colwise_rep", _GATHERED)
 _TOLERANCE = 1e-2  # of gradients that should be equal
 _NUMBERS_OF_HEADS = ("num_attention_heads", "num_key_value_heads")
 
 
 def divide(
-    module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str], materialise: Callable[[nn.Module], None]
-) -> list[nn.Module]:
+    module: nn.Module,
+    mesh: DeviceMesh,
+    plan: Mapping[str, str],
+    materialise: Callable[[nn.Module], None],
+    *,
+    staged: bool = False,
+) -> dict[str, str]:
     """Divides layers of a module among the ranks of a mesh of one dimension, in place.
 
+    What "sum_gradients" and "colwise_own_rows" need besides is left to the caller: to sum gradients over these ranks,
+    and to exchange columns for rows.
+
     Returns:
-        The parts whose gradients must be summed over these ranks, because each computes them from its own part.
+        The style of each layer, by its name.
 
     Args:
         module: The module, with the same parameters in every rank.
         mesh: The ranks of this rank's group.
         plan: As in `MeshOptions.plan`.
         materialise: Gives a layer its values before it is divided.
+        staged: Whether the module is one of a pipeline.
 
     Raises:
         ConfigError: The plan does not fit the module.
         ModuleError: The module cannot be divided.
     """
     parts = dict(module.named_modules())
-    found = check_plan(module, plan, mesh.size())
+    found = check_plan(module, plan, mesh.size(), staged=staged)
     for name, kind in found.items():
         if kind != SUMMED:
             materialise(parts[name])
@@ -82,7 +93,7 @@ def divide(
     for part in parts.values():
         if isinstance(part, nn.TransformerEncoder):
             part.use_nested_tensor = False  # it makes nested tensors for kernels that take whole layers
-    return [parts[name] for name, kind in found.items() if kind == SUMMED]
+    return found
 
 
 def _divide(name: str, part: Any, kind: str, mesh: DeviceMesh) -> None:
@@ -98,7 +109,7 @@ def _divide(name: str, part: Any, kind: str, mesh: DeviceMesh) -> None:
             part.register_forward_pre_hook(partial(_check_width, name, mesh.size()))
         style: ParallelStyle = RowwiseParallel(input_layouts=Replicate() if isinstance(part, nn.Embedding) else None)
     else:
-        style = ColwiseParallel(output_layouts=Replicate() if kind == "colwise_gather_output" else None)
+        style = ColwiseParallel(output_layouts=Replicate() if kind == _GATHERED else None)
     parallelize_module(part, mesh, style, src_data_rank=None)  # all ranks have the same parameters
 
 
@@ -153,7 +164,7 @@ def check_gradients(module: nn.Module, group: dist.ProcessGroup) -> None:
         )
 
 
-def check_plan(module: nn.Module, plan: Mapping[str, str], size: int) -> dict[str, str]:
+def check_plan(module: nn.Module, plan: Mapping[str, str], size: int, *, staged: bool = False) -> dict[str, str]:
     """Returns the style of each layer that is divided, by its name.
 
     Args:
@@ -163,6 +174,7 @@ def check_plan(module: nn.Module, plan: Mapping[str, str], size: int) -> dict[st
             `nn.TransformerDecoderLayer`, and pairs of `nn.Linear` in an `nn.Sequential` with nothing but activations
             between them. Of these, those that cannot be divided by `size` stay whole.
         size: Number of ranks that share a layer.
+        staged: Whether the module is one of a pipeline, whose last stage computes the loss of all rows.
 
     Raises:
         ConfigError: A pattern matches no layer, or one that cannot be divided; or nothing is known of the module.
@@ -182,7 +194,7 @@ def check_plan(module: nn.Module, plan: Mapping[str, str], size: int) -> dict[st
                 hint="use nn.GroupNorm or nn.LayerNorm, or leave strategyParams.tensor out",
                 param=_PARAM,
             )
-    found = _matched(module, plan, size) if plan else _own_plan(module, size)
+    found = _matched(module, plan, size) if plan else _own_plan(module, size, staged=staged)
     if found is None:
         found = {
             name: style for pair in _known_pairs(module) if _all_divide(module, pair, size) for name, style in pair
@@ -236,6 +248,8 @@ def _obstacle(module: nn.Module, name: str, style: str, size: int) -> str:
     kind = f"{type(part).__module__}.{type(part).__qualname__}"
     if type(part) not in _LINEAR:  # a subclass may compute something else
         return f"a {kind}, and only nn.Linear and nn.Embedding themselves can be divided by {style!r}"
+    if style == OWN_ROWS and not isinstance(part, nn.Linear):
+        return f"a {kind}, and only nn.Linear can be divided by {style!r}"
     if {name for name, _ in part.named_parameters()} - {"weight", "bias"} or list(part.buffers()):
         return "which has other parameters or buffers than those of its class"
     if _tied(module, part):
@@ -250,8 +264,11 @@ def _obstacle(module: nn.Module, name: str, style: str, size: int) -> str:
     return ""
 
 
-def _own_plan(module: nn.Module, size: int) -> dict[str, str] | None:
-    """Returns the plan that a transformers model brings; `None` if it has none."""
+def _own_plan(module: Any, size: int, *, staged: bool) -> dict[str, str] | None:
+    """Returns the plan that a transformers model brings; `None` if it has none.
+
+    The logits of a language model are the output of its last layer, or that of elementwise functions behind it.
+    """
     plan = getattr(module, "_tp_plan", None)
     if not plan or not isinstance(plan, Mapping):
         return None
@@ -270,6 +287,9 @@ def _own_plan(module: nn.Module, size: int) -> dict[str, str] | None:
             if not fnmatchcase(name, pattern) or _tied(module, part):
                 continue
             own = _OF_TRANSFORMERS.get(style, style or "nothing")
+            language_model = type(module).__name__.endswith("ForCausalLM")
+            if own == _GATHERED and language_model and not staged and part is module.get_output_embeddings():
+                own = OWN_ROWS
             reason = _obstacle(module, name, own, size) if own in STYLES else f"by {style!r}, which is not supported"
             if reason and style in _WITHOUT_PARTNER:  # a vocabulary of any size is held whole
                 continue
