@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from sparktorch.base.devices import is_host
 from sparktorch.errors import ModuleError
-from sparktorch.train.dtensor import local, packed_placement
+from sparktorch.train.dtensor import packed_placement
 
 __all__ = ["PROJECTION", "divide_heads", "obstacle"]
 
@@ -127,14 +127,18 @@ def _projected(
         id(each): DTensor.from_local(each, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
         for each in given
     }
-    bias = None if part.in_proj_bias is None else local(part.in_proj_bias)
-    packed = None if part.in_proj_weight is None else local(part.in_proj_weight)
+    bias, packed = _own(part.in_proj_bias), _own(part.in_proj_weight)
     if packed is not None and len(entered) == 1:
         return list(F.linear(entered[id(query)], packed, bias).chunk(3, -1))
-    weights: Any = (part.q_proj_weight, part.k_proj_weight, part.v_proj_weight)
-    weights = map(local, weights) if packed is None else packed.chunk(3)
+    separate = (part.q_proj_weight, part.k_proj_weight, part.v_proj_weight)
+    weights: Any = map(_own, separate) if packed is None else packed.chunk(3)
     biases: Any = [None] * 3 if bias is None else bias.chunk(3)
     return [F.linear(entered[id(x)], weight, b) for x, weight, b in zip(given, weights, biases, strict=True)]
+
+
+def _own(parameter: Any) -> Any:
+    """Returns this rank's part of a parameter, if there is one; `dtensor.local` cannot be compiled."""
+    return None if parameter is None else parameter.to_local()
 
 
 def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -217,6 +217,31 @@ def test_packed_weights_are_found_in_all_places_and_put_together_in_their_order(
     assert all("context.state_dict" in each["error"] for each in found)
 
 
+def compiled(world: World) -> dict[str, Any]:
+    """Divided layers under `torch.compile`, beside the whole ones; the second ones drop weights."""
+    group = dist.group.WORLD
+    assert group is not None
+    mesh = mesh_of_training([group], "cpu", torch.arange(2), [TENSOR])
+    x, found = torch.randn(3, 6, 16, generator=torch.Generator().manual_seed(1)), {}
+    for dropout in (0.0, 0.5):
+        torch.manual_seed(0)
+        plain = nn.TransformerEncoderLayer(16, 4, 32, dropout=dropout, batch_first=True)
+        divided = copy.deepcopy(plain)
+        divide(divided, mesh, {}, lambda part: None)
+        for module in (plain, torch.compile(divided, backend="aot_eager")):
+            module(x).square().sum().backward()
+        pairs = [(whole(own.grad), p.grad) for own, p in zip(divided.parameters(), plain.parameters(), strict=True)]
+        found[str(dropout)] = all(
+            torch.allclose(own, p, atol=1e-4) if dropout == 0 else bool(own.isfinite().all()) for own, p in pairs
+        )
+    return found
+
+
+@pytest.mark.landing
+def test_divided_attention_is_compiled() -> None:
+    assert in_group(2, compiled) == [{"0.0": True, "0.5": True}] * 2
+
+
 @pytest.mark.parametrize(
     ("part", "style", "says"),
     [
