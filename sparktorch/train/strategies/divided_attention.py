@@ -66,57 +66,66 @@ def divide_heads(part: nn.MultiheadAttention, mesh: DeviceMesh) -> None:
         shape, stride = parameter.shape, parameter.stride()
         divided = DTensor.from_local(own, mesh, [placement], run_check=False, shape=shape, stride=stride)
         part.register_parameter(name, nn.Parameter(divided, requires_grad=parameter.requires_grad))
-    vars(part)["forward"] = partial(_forward, part, mesh)
+    part.__class__ = MultiheadAttention
+    vars(part)["mesh"] = mesh
 
 
-def _forward(
-    part: nn.MultiheadAttention,
-    mesh: DeviceMesh,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_padding_mask: torch.Tensor | None = None,
-    need_weights: bool = True,
-    attn_mask: torch.Tensor | None = None,
-    average_attn_weights: bool = True,
-    is_causal: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Computes what `nn.MultiheadAttention.forward` does, of the same arguments in all ranks of the mesh.
+class MultiheadAttention(nn.MultiheadAttention):
+    """Torch's, divided by heads; it has its name, by which `wrap_classes` finds it.
 
-    Raises:
-        ModuleError: The input is one row without an axis of rows, or nested.
+    Attributes:
+        mesh: The ranks among which it is divided.
     """
-    if query.dim() != 3 or query.is_nested:
-        raise ModuleError(
-            f"an nn.MultiheadAttention that is divided by heads gets a query of {query.dim()} axes"
-            f"{', which is nested' if query.is_nested else ''}",
-            hint="give it tensors of three axes: rows, positions and features",
-            param=_PARAM,
-        )
-    heads, rank = part.num_heads // mesh.size(), mesh.get_local_rank()
 
-    def by_head(projected: torch.Tensor) -> torch.Tensor:
-        split = projected.view(*projected.shape[:-1], heads, -1)
-        return split.transpose(1, 2) if part.batch_first else split.permute(1, 2, 0, 3)
+    mesh: DeviceMesh
 
-    q, k, v = map(by_head, _projected(part, mesh, query, key, value))  # (rows, heads, positions, features of a head)
-    mask = _of_keys(key_padding_mask, q.dtype)
-    causal = is_causal and mask is None and not need_weights  # attn_mask is that of `is_causal`, which kernels know
-    if attn_mask is not None and not causal:
-        own = _added(attn_mask, q.dtype)
-        if own.dim() == 3:
-            own = own.view(len(q), -1, *own.shape[1:])[:, rank * heads : (rank + 1) * heads]
-        mask = own if mask is None else own + mask
-    dropout = part.dropout if part.training else 0.0
-    attend: Callable[..., Any] = partial(_weighted if need_weights else _fused, q, k, v, mask, dropout, causal)
-    attended, weights = _apart(attend, rank, q.device) if dropout else attend()
-    attended = attended.transpose(1, 2) if part.batch_first else attended.permute(2, 0, 1, 3)
-    projected = part.get_submodule(PROJECTION)(attended.flatten(2))
-    return projected, None if weights is None else _of_all_heads(weights, mesh, average=average_attn_weights)
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_padding_mask: torch.Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: torch.Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Computes what `nn.MultiheadAttention.forward` does, of the same arguments in all ranks of the mesh.
+
+        Raises:
+            ModuleError: The input is one row without an axis of rows, or nested.
+        """
+        if query.dim() != 3 or query.is_nested:
+            raise ModuleError(
+                f"an nn.MultiheadAttention that is divided by heads gets a query of {query.dim()} axes"
+                f"{', which is nested' if query.is_nested else ''}",
+                hint="give it tensors of three axes: rows, positions and features",
+                param=_PARAM,
+            )
+        heads, rank = self.num_heads // self.mesh.size(), self.mesh.get_local_rank()
+
+        def by_head(projected: torch.Tensor) -> torch.Tensor:
+            split = projected.view(*projected.shape[:-1], heads, -1)
+            return split.transpose(1, 2) if self.batch_first else split.permute(1, 2, 0, 3)
+
+        q, k, v = map(by_head, _projected(self, query, key, value))  # (rows, heads, positions, features of a head)
+        mask = _of_keys(key_padding_mask, q.dtype)
+        causal = is_causal and mask is None and not need_weights  # attn_mask is that of `is_causal`, which kernels know
+        if attn_mask is not None and not causal:
+            own = _added(attn_mask, q.dtype)
+            if own.dim() == 3:
+                own = own.view(len(q), -1, *own.shape[1:])[:, rank * heads : (rank + 1) * heads]
+            mask = own if mask is None else own + mask
+        dropout = self.dropout if self.training else 0.0
+        attend: Callable[..., Any] = partial(_weighted if need_weights else _fused, q, k, v, mask, dropout, causal)
+        attended, weights = _apart(attend, rank, q.device) if dropout else attend()
+        attended = attended.transpose(1, 2) if self.batch_first else attended.permute(2, 0, 1, 3)
+        projected: torch.Tensor = self.out_proj(attended.flatten(2))
+        return projected, None if weights is None else _of_all_heads(weights, self.mesh, average=average_attn_weights)
 
 
 def _projected(
-    part: nn.MultiheadAttention, mesh: DeviceMesh, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    part: MultiheadAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> list[torch.Tensor]:
     """Returns queries, keys and values of this rank's heads."""
     from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -124,7 +133,9 @@ def _projected(
     given = (query, key, value)
     # Each rank computes a part of the gradient of an input, which backward sums up: once for each different input.
     entered = {
-        id(each): DTensor.from_local(each, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+        id(each): DTensor.from_local(each, part.mesh, [Replicate()], run_check=False).to_local(
+            grad_placements=[Partial()]
+        )
         for each in given
     }
     bias, packed = _own(part.in_proj_bias), _own(part.in_proj_weight)
