@@ -66,8 +66,9 @@ def divide_heads(part: nn.MultiheadAttention, mesh: DeviceMesh) -> None:
         shape, stride = parameter.shape, parameter.stride()
         divided = DTensor.from_local(own, mesh, [placement], run_check=False, shape=shape, stride=stride)
         part.register_parameter(name, nn.Parameter(divided, requires_grad=parameter.requires_grad))
+    outside_graphs: Any = torch.compiler.disable  # generators are no part of a graph
     part.__class__ = MultiheadAttention
-    vars(part)["mesh"] = mesh
+    vars(part).update(mesh=mesh, apart=outside_graphs(_drawn_apart))
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -75,9 +76,11 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     Attributes:
         mesh: The ranks among which it is divided.
+        apart: Calls a function that draws other numbers in each rank.
     """
 
     mesh: DeviceMesh
+    apart: Callable[..., Any]
 
     def forward(
         self,
@@ -118,7 +121,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             mask = own if mask is None else own + mask
         dropout = self.dropout if self.training else 0.0
         attend: Callable[..., Any] = partial(_weighted if need_weights else _fused, q, k, v, mask, dropout, causal)
-        attended, weights = _apart(attend, rank, q.device) if dropout else attend()
+        attended, weights = self.apart(attend, rank, q.device) if dropout else attend()
         attended = attended.transpose(1, 2) if self.batch_first else attended.permute(2, 0, 1, 3)
         projected: torch.Tensor = self.out_proj(attended.flatten(2))
         return projected, None if weights is None else _of_all_heads(weights, self.mesh, average=average_attn_weights)
@@ -189,10 +192,6 @@ def _drawn_apart(function: Callable[[], Any], rank: int, device: torch.device) -
     with torch.random.fork_rng(of_device, device_type="cuda" if is_host(device) else device.type):
         torch.manual_seed(seed + rank)
         return function()
-
-
-_outside_graphs: Any = torch.compiler.disable  # generators are no part of a graph
-_apart = _outside_graphs(_drawn_apart)
 
 
 def _of_all_heads(weights: torch.Tensor, mesh: DeviceMesh, *, average: bool) -> torch.Tensor:
