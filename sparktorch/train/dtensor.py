@@ -15,12 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = [
     "PIPELINE",
+    "TENSOR",
     "copies",
     "divided_like",
     "first_copy",
     "local",
-    "local_part",
+    "local_parts",
     "mesh_of_training",
+    "packed_placement",
     "part_of",
     "unadvised",
     "undivided",
@@ -28,6 +30,7 @@ __all__ = [
 ]
 
 PIPELINE = "pipeline"  # the dimension of a mesh along which ranks have different parameters
+TENSOR = "tensor"  # the dimension along which they have parts of layers
 _trainings = itertools.count()
 
 
@@ -115,8 +118,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the whole tensor. For a sharded one this is a collective, which every rank must call."""
-    found: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return found
+    if not hasattr(tensor, "full_tensor"):
+        return tensor
+    divided, ranks, blocks = _in_order_of_ranks(tensor)
+    found: torch.Tensor = divided.full_tensor()
+    return found if blocks == 1 else found.view(ranks, blocks, -1, *found.shape[1:]).transpose(0, 1).flatten(0, 2)
 
 
 @contextmanager
@@ -131,13 +137,57 @@ def unadvised() -> Iterator[None]:
         logger.setLevel(before)
 
 
-def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-    """Returns this rank's shard of a tensor, and its offset along each axis of the whole tensor."""
+def local_parts(tensor: torch.Tensor) -> list[tuple[torch.Tensor, list[int]]]:
+    """Returns this rank's shard of a tensor, and its offset along each axis of the whole tensor.
+
+    Of a packed tensor, the shard's rows are in several places: there is a part for each.
+    """
     part = local(tensor)
     if part is tensor:
-        return tensor, [0] * tensor.dim()
+        return [(tensor, [0] * tensor.dim())]
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    divided: Any = tensor
+    divided, ranks, blocks = _in_order_of_ranks(tensor)
     _, offset = compute_local_shape_and_global_offset(divided.shape, divided.device_mesh, divided.placements)
-    return part, list(offset)
+    if blocks == 1:
+        return [(part, list(offset))]
+    height = len(tensor) // (ranks * blocks)  # of what a rank has of a block
+    found, first, end = [], offset[0], offset[0] + len(part)
+    while first < end:
+        (rank, block), below = divmod(first // height, blocks), first % height
+        count = min(height - below, end - first)
+        start = first - offset[0]
+        found.append((part[start : start + count], [(block * ranks + rank) * height + below, *offset[1:]]))
+        first += count
+    return found
+
+
+def packed_placement(blocks: int) -> Any:
+    """Returns the placement along `TENSOR` of a packed tensor: each rank has a part of each of its blocks of rows.
+
+    The weights of queries, keys and values are such blocks of one parameter. `whole` and `local_parts` know it.
+    """
+    from sparktorch.train.packed import Packed
+
+    return Packed(0, split_factor=blocks)
+
+
+def _in_order_of_ranks(tensor: torch.Tensor) -> tuple[Any, int, int]:
+    """Returns a `DTensor` whose rows are in the order of the ranks, the number of ranks, and of blocks in each.
+
+    It is the tensor itself, with one block, if it is not packed.
+    """
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    divided: Any = tensor
+    mesh, placements = divided.device_mesh, list(divided.placements)
+    names = _plain(mesh.mesh_dim_names)
+    axis = names.index(TENSOR) if TENSOR in names else None
+    # Torch's operators make a plain _StridedShard of a Packed, which no other tensor has along this dimension.
+    if axis is None or not isinstance(packed := placements[axis], _StridedShard):
+        return divided, 1, 1
+    placements[axis] = Shard(0)
+    shape, stride = divided.shape, divided.stride()
+    ordered = DTensor.from_local(divided.to_local(), mesh, placements, run_check=False, shape=shape, stride=stride)
+    return ordered, mesh.size(axis), int(packed.split_factor)

@@ -14,6 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.fsdp import ShardingOptions, units
 from sparktorch.train.strategies.mesh_options import MeshOptions
 from sparktorch.train.strategies.registry import check_module, check_strategy, check_workers, strategy_options
-from sparktorch.train.strategies.tensor_parallel import DIVIDED, SUMMED, check_plan
+from sparktorch.train.strategies.tensor_parallel import DIVIDED, HEADS, OWN_ROWS, SUMMED, check_plan
 
 __all__ = ["plan", "reduced"]
 
@@ -175,7 +176,7 @@ class _Measured:
         known: Any = strategy_options(strategy, options)
         sizes = known.sizes(self._workers) if strategy == "mesh" else (1, 1, self._workers, 1)
         data, pipeline, shard, tensor = sizes
-        plan = check_plan(self._module, known.plan, tensor) if tensor > 1 else {}
+        plan = check_plan(self._module, known.plan, tensor, staged=pipeline > 1) if tensor > 1 else {}
         of_worker = {parameter: parameter.nbytes for parameter in self._parameters.values()}  # before it is sharded
         for name, style in plan.items():
             if style == SUMMED:
@@ -200,7 +201,7 @@ class _Measured:
         sent = self._passes * passes * _gathered(everything, shard) + _gathered(gradients, shard)
         sent += reduced(sum(kept[p] for p in trained), data)
         together = tensor * pipeline  # workers with the same rows
-        sent += self._share * tensor * reduced(self._exchanged(plan), tensor)
+        sent += self._share * tensor * reduced(self._exchanged(plan, tensor), tensor)
         sent += self._share * together * (_gathered(self._inputs, together) + 2 * passed)
         return Need(
             strategy=strategy,
@@ -248,10 +249,12 @@ class _Measured:
     ) -> int:
         """Returns the bytes of the activations and inputs of a worker, which has the rows of all that share them.
 
-        What is between a layer with a divided output and one with a divided input is divided, too. Of a pipeline, it
-        has an equal part of the activations, of the share `at_once` of the rows.
+        What is between a layer with a divided output and one with a divided input is divided, too, and so is what is
+        within attention. Behind a layer that returns a worker's own rows, it has these. Of a pipeline, it has an equal
+        part of the activations, of the share `at_once` of the rows.
         """
-        within = sum(self._kept[name] for name, style in (plan or {}).items() if style == "colwise")
+        divided = [name for name, style in (plan or {}).items() if style in ("colwise", OWN_ROWS, HEADS)]
+        within = sum(self._kept.get(name, 0) for name in divided)
         kept = tensor * (self._kept[""] - within) + within
         return int(self.rows * (kept * at_once + tensor * pipeline * self._inputs))
 
@@ -263,10 +266,17 @@ class _Measured:
         divided = sum(self._operations[name] for name, style in (plan or {}).items() if style != SUMMED)
         return int(forwards * self._share * (tensor * (self._operations[""] - divided) + divided))
 
-    def _exchanged(self, plan: Mapping[str, str]) -> int:
-        """Returns the bytes of a row that workers which share layers sum up: outputs forward, inputs backward."""
+    def _exchanged(self, plan: Mapping[str, str], tensor: int) -> int:
+        """Returns the bytes of a row that workers which share layers sum up: outputs forward, inputs backward.
+
+        An output that is exchanged for own rows goes from one worker to another, forward and backward.
+        """
         ends = {"rowwise": ("out",), "colwise": ("in",), "colwise_gather_output": ("in", "out")}
-        return sum(self._kept[f"{name}:{end}"] for name, style in plan.items() for end in ends.get(style, ()))
+        ends |= {OWN_ROWS: ("in",), HEADS: ("in", "out")}
+        # The output projection of attention is counted as that of the attention: torch does not call it as a layer.
+        sums = [f"{name}:{end}" for name, style in plan.items() for end in ends.get(style, ())]
+        passed = [f"{name}:out" for name, style in plan.items() if style == OWN_ROWS]
+        return sum(self._kept.get(key, 0) for key in sums) + sum(self._kept.get(key, 0) // tensor for key in passed)
 
     def _state_of(self, parameters: Iterable[nn.Parameter]) -> int:
         return sum(self._state.get(parameter, 0) for parameter in parameters)
@@ -305,7 +315,7 @@ def _rows_of(batch: Batch, rows: int) -> Batch:
 
 
 def _operations(engine: Engine, batch: Batch) -> Counter[str]:
-    """Returns the floating-point operations of a row's forward pass: all as "", and those of each linear layer."""
+    """Returns the floating-point operations of a row's forward pass: all as "", and those of each divisible layer."""
     from torch.utils.flop_counter import FlopCounterMode
 
     found: Counter[str] = Counter()
@@ -331,40 +341,43 @@ def _operations(engine: Engine, batch: Batch) -> Counter[str]:
 
 
 def _kept(engine: Engine, batch: Batch) -> dict[str, int]:
-    """Returns the bytes that autograd keeps of a batch: all of them as "", and what each linear layer begins.
+    """Returns the bytes that autograd keeps of a batch: all of them as "", and what each divisible layer begins.
 
-    Those of a layer are what is kept from its output on until the next layer. `NAME:in` and `NAME:out` are the bytes of
-    a layer's input and output.
+    Those of a linear layer are what is kept from its output on until the next layer, those of attention what is kept
+    within it, but for its inputs. `NAME:in` and `NAME:out` are the bytes of a layer's input and output.
     """
     module = engine.unwrapped
-    found: dict[str, int] = {"": 0}
-    held = [*module.parameters(), *module.buffers(), *batch.tensors]
-    seen = {tensor.untyped_storage()._cdata for tensor in held if tensor.layout is torch.strided}
-    current = [""]
+    seen = {_storage(tensor) for tensor in [*module.parameters(), *module.buffers(), *batch.tensors]}
+    found: Counter[str] = Counter({"": 0})
+    current, inputs = [""], set[int]()
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.layout is not torch.strided:
-            return tensor
-        storage = tensor.untyped_storage()
-        if storage._cdata not in seen:
-            seen.add(storage._cdata)
+        storage = _storage(tensor)
+        if storage is not None and storage not in seen:
+            seen.add(storage)
             kept.append(tensor)  # no other storage gets this address
-            for name in {"", current[0]}:
-                found[name] = found.get(name, 0) + storage.nbytes()
+            for name in {"", "" if storage in inputs else current[0]}:
+                found[name] += tensor.untyped_storage().nbytes()
         return tensor
+
+    def before(part: nn.Module, args: Any, kwargs: Any, *, name: str) -> None:
+        given = {id(each): each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)}
+        found[f"{name}:in"] += sum(each.nbytes for each in given.values() if each.requires_grad)
+        if isinstance(part, nn.MultiheadAttention):
+            current[0] = name
+            inputs.update(storage for each in given.values() if (storage := _storage(each)) is not None)
+
+    def after(part: nn.Module, args: Any, output: Any, *, name: str) -> None:
+        attention = isinstance(part, nn.MultiheadAttention)
+        current[0] = "" if attention else name
+        found[f"{name}:out"] += (output[0] if attention else output).nbytes
 
     kept: list[torch.Tensor] = []
     hooks = []
     for name, part in module.named_modules():
         if isinstance(part, DIVIDED):
-
-            def after(part: nn.Module, inputs: Any, output: torch.Tensor, name: str = name) -> None:
-                current[0] = name
-                found[f"{name}:in"] = found.get(f"{name}:in", 0) + inputs[0].nbytes * inputs[0].requires_grad
-                found[f"{name}:out"] = found.get(f"{name}:out", 0) + output.nbytes
-
-            found[name] = 0
-            hooks.append(part.register_forward_hook(after))
+            hooks.append(part.register_forward_pre_hook(partial(before, name=name), with_kwargs=True))
+            hooks.append(part.register_forward_hook(partial(after, name=name)))
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             engine.losses_of(engine.module, batch)
@@ -372,3 +385,8 @@ def _kept(engine: Engine, batch: Batch) -> dict[str, int]:
         for hook in hooks:
             hook.remove()
     return found
+
+
+def _storage(tensor: torch.Tensor) -> int | None:
+    """Returns the address of a tensor's storage; `None` if it has not one."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None

@@ -64,6 +64,32 @@ def test_a_strategy_trains_what_it_trains_on_cpus(strategy: str) -> None:
     assert not waits_in_steps(metas)
 
 
+class Attending(nn.Module):
+    """Attention with dropout, and scores of words of which each row's loss is computed within the module."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(6, 4 * 8), nn.Linear(8, 12)
+        self.attention = nn.MultiheadAttention(8, 2, dropout, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = self.first(x).view(-1, 4, 8)
+        scores = self.head(self.attention(places, places, places, need_weights=False)[0])
+        return (scores.logsumexp(-1) - scores[..., 0]).mean(1)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_attention_and_scores_that_are_divided_train_as_on_cpus_and_wait_for_nothing(dropout: float) -> None:
+    params = {"tensor": 2, "plan": {"attention": "heads", "head": "colwise_own_rows"}}
+    recipe = {"module": Attending, "module_params": {"dropout": dropout}, "optimizer": "SGD"}
+    job = job_of(validated=True, strategy="mesh", strategy_params=params, recipe=recipe)
+    state, metas = trained(job, ranks=2)
+    assert not waits_in_steps(metas)
+    assert all(value.isfinite().all() for value in state.values())
+    if not dropout:  # devices draw other numbers
+        close(state, trained(job, ranks=2, device="cpu")[0])
+
+
 @pytest.mark.parametrize("strategy", WAITING)
 def test_a_strategy_that_must_wait_waits_for_what_is_known(strategy: str) -> None:
     config, lines = WAITING[strategy]

@@ -22,7 +22,7 @@ from tests.support.ranks import control_server, train_on
 from tests.support.resume import job_for, parts
 from tests.support.waiting import until
 
-SHARE = Share({"module.x": torch.zeros(3)}, {"module.x": [0]}, b"")
+SHARE = Share([{"module.x": (torch.zeros(3), [0])}], b"")
 
 
 def test_a_directory_that_is_not_shared_is_refused_before_anything_is_trained(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 A checkpoint is a directory of plain files:
 
-- `rank-N.safetensors`: rank N's share of the tensors, in the layout of `torch.distributed.checkpoint`;
+- `rank-N.safetensors`: rank N's share of the tensors, in the layout of `torch.distributed.checkpoint`; where it has
+  several parts of one tensor, the others are in `rank-N-1.safetensors` and so on;
 - `rank-N.pt`: the rest of that rank's state, read with `weights_only=True`;
 - `manifest.json`: written last, atomically. It says how far the training was, and size and SHA-256
   of the other files. A directory without it is no checkpoint.
@@ -17,7 +18,7 @@ import pickle
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -31,7 +32,7 @@ from sparktorch.train.checkpoint.directory import Directory
 from sparktorch.train.checkpoint.fetch import Needs, fetch_tensors, foreign
 from sparktorch.train.checkpoint.lease import Lease, holds, release
 from sparktorch.train.checkpoint.tensors import storable
-from sparktorch.train.dtensor import first_copy, local_part
+from sparktorch.train.dtensor import first_copy, local_parts
 
 __all__ = ["CheckpointStore", "Manifest", "Share", "read_tensors", "snapshot"]
 
@@ -41,7 +42,7 @@ _FORMAT = 1
 _MANIFEST = "manifest.json"
 _FINISHED = "finished.json"
 _NAME = re.compile(r"step-(\d{9})(?:-([0-9a-f]+))?")
-_FILE = re.compile(r"rank-\d{5}\.(safetensors|pt)")
+_FILE = re.compile(r"rank-\d{5}(\.pt|(-\d+)?\.safetensors)")
 
 
 @dataclass(frozen=True)
@@ -49,14 +50,13 @@ class Share:
     """A copy of one rank's share of the state, on the CPU.
 
     Attributes:
-        tensors: Tensors by name.
-        offsets: Offset of each tensor along each axis of the whole tensor.
+        files: Parts of tensors by name, each with its offset along each axis of the whole tensor; one part of a tensor
+            in a file.
         rest: The rest of the state as `torch.save` bytes, because the loop goes on changing it.
         seconds: Seconds that the copy took.
     """
 
-    tensors: dict[str, torch.Tensor]
-    offsets: dict[str, list[int]]
+    files: Sequence[Mapping[str, tuple[torch.Tensor, list[int]]]]
     rest: bytes
     seconds: float = 0.0
 
@@ -73,17 +73,24 @@ def snapshot(tensors: Mapping[str, torch.Tensor], rest: dict[str, Any], saves: C
         PersistenceError: `rest` contains another type.
     """
     started = time.perf_counter()
-    kept: dict[str, torch.Tensor] = {}
-    offsets: dict[str, list[int]] = {}
+    kept: list[dict[str, torch.Tensor]] = []
+    offsets: dict[str, list[list[int]]] = {}
     for name, value in tensors.items():
-        part, offset = local_part(value)
-        if (saves(name) if part is value else first_copy(value)) and part.numel():
-            kept[name] = part.detach()
-            offsets[name] = offset or [0]
-    kept = {name: copy.reshape(copy.shape or (1,)).contiguous() for name, copy in download(kept, copy=True).items()}
+        if not (first_copy(value) if hasattr(value, "to_local") else saves(name)):
+            continue
+        parts = [(part, offset) for part, offset in local_parts(value) if part.numel()]
+        offsets[name] = [offset or [0] for _, offset in parts]
+        for number, (part, _) in enumerate(parts):
+            if number == len(kept):
+                kept.append({})
+            kept[number][name] = part.detach()
+    files = [
+        {name: (copy.reshape(copy.shape or (1,)).contiguous(), offsets[name][number]) for name, copy in copies.items()}
+        for number, copies in enumerate(download(each, copy=True) for each in kept)
+    ]
     content = io.BytesIO()
     torch.save({name: storable(value, name) for name, value in rest.items()}, content)
-    return Share(kept, offsets, content.getvalue(), time.perf_counter() - started)
+    return Share(files, content.getvalue(), time.perf_counter() - started)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,10 +146,12 @@ class CheckpointStore:
         from safetensors.torch import save
         from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
 
-        places = {name: {SAVED_OFFSETS_KEY: offset} for name, offset in share.offsets.items()}
         contents = {f"rank-{rank:05d}.pt": share.rest}
-        if share.tensors:
-            contents[f"rank-{rank:05d}.safetensors"] = save(share.tensors, {CUSTOM_METADATA_KEY: json.dumps(places)})
+        for number, parts in enumerate(share.files):
+            tensors = {name: part for name, (part, _) in parts.items()}
+            places = {name: {SAVED_OFFSETS_KEY: offset} for name, (_, offset) in parts.items()}
+            name = f"rank-{rank:05d}-{number}" if number else f"rank-{rank:05d}"
+            contents[f"{name}.safetensors"] = save(tensors, {CUSTOM_METADATA_KEY: json.dumps(places)})
         for name, content in contents.items():
             self.directory.put(f"{_folder(step, self._attempt)}/{name}", content)
         return {

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from sparktorch.errors import PersistenceError
-from sparktorch.train.dtensor import local_part
+from sparktorch.train.dtensor import local_parts
 
 __all__ = [
     "OPTIMIZER",
@@ -93,14 +93,13 @@ def needed_parts(wanted: Mapping[str, torch.Tensor]) -> Callable[[str, list[int]
     Args:
         wanted: The tensors to fill, by name, sharded or not.
     """
-    parts = {name: local_part(tensor) for name, tensor in wanted.items()}
+    parts = {name: local_parts(tensor) for name, tensor in wanted.items()}
 
     def needs(name: str, first: list[int], shape: list[int]) -> bool:
-        if name not in parts:
-            return False
-        part, begin = parts[name]
-        own = zip(begin, part.shape, first, shape, strict=False)  # a scalar has no axis here, but one in the file
-        return all(a < d + n and d < a + m for a, m, d, n in own)
+        own = (  # a scalar has no axis here, but one in the file
+            zip(begin, part.shape, first, shape, strict=False) for part, begin in parts.get(name, ())
+        )
+        return any(all(a < d + n and d < a + m for a, m, d, n in axes) for axes in own)
 
     return needs
 
@@ -210,7 +209,7 @@ def load_tensors(directory: Path, wanted: Mapping[str, torch.Tensor]) -> set[str
 
     reader = HuggingFaceStorageReader(str(directory))
     known: dict[str, Any] = reader.read_metadata().state_dict_metadata
-    flat = {name: _with_axis(value) for name, value in wanted.items() if name in known}
+    flat = {name: _readable(value) for name, value in wanted.items() if name in known}
     for name, value in flat.items():
         if tuple(known[name].size) != tuple(value.shape):
             raise PersistenceError(
@@ -229,6 +228,29 @@ def load_tensors(directory: Path, wanted: Mapping[str, torch.Tensor]) -> set[str
     return set(known)
 
 
-def _with_axis(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a view with at least one axis, because torch's reader cannot slice scalars."""
-    return tensor if tensor.dim() else tensor.view(1)
+def _readable(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor, or a view of it, as torch's reader can fill it."""
+    if not tensor.dim():  # the reader cannot slice scalars
+        return tensor.view(1)
+    return _InPlaces.of(tensor) if hasattr(tensor, "to_local") else tensor
+
+
+class _InPlaces(torch.Tensor):
+    """A sharded tensor by the places of this rank's parts, for which `torch.distributed.checkpoint` asks."""
+
+    parts: dict[tuple[int, ...], torch.Tensor]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _InPlaces:
+        """Returns one of the shape of a `DTensor`, whose parts are views of its shard."""
+        made = torch.empty((), dtype=tensor.dtype).expand(tensor.shape).as_subclass(cls)
+        made.parts = {tuple(offset): part for part, offset in local_parts(tensor)}
+        return made
+
+    def __create_chunk_list__(self) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [ChunkStorageMetadata(torch.Size(offset), part.shape) for offset, part in self.parts.items()]
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        return self.parts[tuple(index.offset)]

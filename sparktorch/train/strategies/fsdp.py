@@ -23,7 +23,7 @@ from sparktorch.base.devices import download, is_host
 from sparktorch.base.host_memory import given_back
 from sparktorch.distributed.process_group import attach
 from sparktorch.errors import ConfigError, ModuleError, nearest
-from sparktorch.train.dtensor import local
+from sparktorch.train.dtensor import local, whole
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.base import Strategy
 
@@ -225,13 +225,16 @@ class Zero3(Strategy[S]):
         """Gathers the whole model's state dict in rank 0; returns an empty dict in other ranks."""
         if self.alone:
             return super().state_dict(module, copy=copy, leave_out=leave_out)
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
+        found: dict[str, torch.Tensor] = {}
         with self.evaluating(module):
             self._let_go(module)
-            whole = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-        kept = {name: value for name, value in whole.items() if name not in leave_out}
-        return download(cast(dict[str, torch.Tensor], kept), copy=copy)
+            for name, value in cast(dict[str, torch.Tensor], get_model_state_dict(module)).items():
+                tensor = whole(value.detach().to(self._device) if hasattr(value, "to_local") else value)  # a collective
+                if self._world.is_main and name not in leave_out:
+                    found[name] = tensor.cpu()  # one after another, for a device may hold no more
+        return download(found, copy=copy)
 
     def shares(self, module: nn.Module, *, copy: bool = False) -> dict[str, torch.Tensor]:
         """Returns this rank's shards by name, and its buffers, which are rank 0's."""

@@ -38,7 +38,7 @@ from sparktorch.train.strategies.base import Step
 from sparktorch.train.strategies.fsdp import Zero3
 from sparktorch.train.strategies.mesh_options import MeshOptions, Sizes
 from sparktorch.train.strategies.row_exchange import RowExchange, share_rows
-from sparktorch.train.strategies.tensor_parallel import check_gradients, check_plan, divide
+from sparktorch.train.strategies.tensor_parallel import OWN_ROWS, SUMMED, check_gradients, check_plan, divide
 
 __all__ = ["Mesh", "MeshOptions"]
 
@@ -99,7 +99,7 @@ class Mesh(Zero3[MeshOptions]):
             )
         if (options.tensor or 1) == 1:
             return
-        check_plan(module, options.plan, options.tensor or 1)
+        check_plan(module, options.plan, options.tensor or 1, staged=cls.own_passes(options))
 
     @classmethod
     def check_call(cls, options: MeshOptions, module: nn.Module, batch: Batch) -> None:
@@ -180,9 +180,18 @@ class Mesh(Zero3[MeshOptions]):
         if self.runs_passes:
             return self._piped(module)
         if self.exchanges_rows:
-            self._summed = divide(module, part_of(self._ranks, "tensor"), self._options.plan, self.materialise)
-            self._exchange = share_rows(module, self._sharing, self._device)
+            own_rows = self._divide_layers(module).get(OWN_ROWS)
+            self._exchange = share_rows(module, self._sharing, self._device, own_rows)
         return super().prepare(module)
+
+    def _divide_layers(self, module: nn.Module) -> dict[str, dict[str, nn.Module]]:
+        """Divides layers, in place; returns those of each style, by their names."""
+        mesh, plan = part_of(self._ranks, "tensor"), self._options.plan
+        found: dict[str, dict[str, nn.Module]] = {}
+        for name, style in divide(module, mesh, plan, self.materialise, staged=self.runs_passes).items():
+            found.setdefault(style, {})[name] = module.get_submodule(name)
+        self._summed = list(found.get(SUMMED, {}).values())
+        return found
 
     def _piped(self, module: nn.Module) -> Pipe:
         """Leaves this rank the parameters of its stages, and divides these."""
@@ -193,7 +202,7 @@ class Mesh(Zero3[MeshOptions]):
         group = part_of(self._ranks, "pipeline").get_group()
         own = range(group.rank(), options.stages_per_rank * group.size(), group.size())
         if self._sizes.tensor > 1:
-            self._summed = divide(module, part_of(self._ranks, "tensor"), options.plan, self.materialise)
+            self._divide_layers(module)
         leave(module, [name for name, stage in stage_of.items() if stage in own], self._device)
         stages = [Stage(module, [name for name in stage_of if stage_of[name] == number]) for number in own]
         for stage in stages:

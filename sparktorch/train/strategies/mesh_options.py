@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from sparktorch.base.config import at_least, one_of
 from sparktorch.errors import ConfigError
 from sparktorch.train.strategies.fsdp import ShardingOptions
-from sparktorch.train.strategies.tensor_parallel import STYLES
+from sparktorch.train.strategies.tensor_parallel import OWN_ROWS, STYLES
 
 __all__ = ["MeshOptions", "Sizes"]
 
@@ -39,9 +39,9 @@ class MeshOptions(ShardingOptions):
             `pipeline`.
         schedule: "1f1b" runs the backward pass of a micro-batch as soon as it can; "gpipe" runs all forward passes
             first, and keeps the activations of all micro-batches.
-        plan: How layers are divided, "colwise", "rowwise" or "colwise_gather_output", by globs of their names; empty
-            for the plan that is known of the module. The output of a "colwise" layer is divided, as a "rowwise" one
-            takes it.
+        plan: How layers are divided, by globs of their names: "colwise", "rowwise", "colwise_gather_output" or
+            "colwise_own_rows", and attention by "heads"; empty for the plan that is known of the module. The output of
+            a "colwise" layer is divided, as a "rowwise" one takes it.
     """
 
     data: int | None = None
@@ -85,6 +85,12 @@ class MeshOptions(ShardingOptions):
             raise ConfigError(
                 "strategyParams has options of a pipeline, and no pipeline ranks",
                 hint="set strategyParams.pipeline to the number of workers that have the layers one after another",
+                param="strategyParams",
+            )
+        if ranks > 1 and OWN_ROWS in self.plan.values():
+            raise ConfigError(
+                f"strategyParams.plan has {OWN_ROWS!r}, and the last stage of a pipeline computes the loss of all rows",
+                hint="use 'colwise_gather_output' there",
                 param="strategyParams",
             )
         if self.stages_per_rank > 1 and self.schedule == "gpipe":

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import operator
 import random
 import zlib
+from collections.abc import Mapping
+from dataclasses import is_dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from sparktorch.base.devices import is_host, module_of
 from sparktorch.errors import ModuleError, SparkTorchError
+from sparktorch.train.dtensor import local
 
 __all__ = ["PARAM", "RowExchange", "share_rows"]
 
@@ -26,7 +29,9 @@ _PLAIN = (int, float, str, bool, type(None))
 _TOLERANCE = 1e-2  # of what should be equal in all ranks: wrong plans make differences of its own size
 
 
-def share_rows(module: nn.Module, group: dist.ProcessGroup, device: torch.device) -> RowExchange:
+def share_rows(
+    module: nn.Module, group: dist.ProcessGroup, device: torch.device, own_rows: Mapping[str, nn.Module] | None = None
+) -> RowExchange:
     """Lets a module compute on the rows of all ranks of a group in each of them; returns what exchanges them.
 
     Before a forward pass, the ranks exchange the tensors among its arguments, and set their generators to one seed;
@@ -36,9 +41,13 @@ def share_rows(module: nn.Module, group: dist.ProcessGroup, device: torch.device
         module: The module; it must return a row for each of its rows.
         group: This rank's group.
         device: This rank's device.
+        own_rows: Layers by name, each of which returns a rank's part of the columns of all rows. They return all
+            columns of the rank's own rows instead, and so must do what the module computes of them.
     """
     exchange = RowExchange(group, device)
     hooks: Any = torch.compiler.disable
+    for name, layer in (own_rows or {}).items():
+        layer.register_forward_hook(hooks(partial(exchange.columns, name)))
     module.register_forward_pre_hook(hooks(exchange.before), with_kwargs=True)
     module.register_forward_hook(hooks(exchange.after))
     module.register_forward_hook(hooks(exchange.restore), always_call=True)
@@ -57,7 +66,8 @@ class RowExchange:
         self.flags = 0
         self._counts: list[int] = []
         self._generators: Any = None
-        self._compared: set[bool] = set()  # in training, or in evaluation
+        self._compared: set[tuple[str, bool]] = set()  # the module or a layer, in training or in evaluation
+        self._own_only = False  # whether a layer has returned this rank's rows only, in this pass
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Returns the arguments with the rows of all ranks.
@@ -76,7 +86,30 @@ class RowExchange:
         for i in places:
             found[i] = _AllRows.apply(found[i], self._group, self._counts)  # type: ignore[no-untyped-call]
         self._agree(seed)
+        self._own_only = False
         return pytree.tree_unflatten(found, spec)
+
+    def columns(self, name: str, layer: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        """Returns all columns of this rank's rows of a layer's output, of which each rank has some of all rows.
+
+        No rank ever has all columns of all rows: (rows of this rank, ..., columns) are as many numbers as it had.
+
+        Raises:
+            ModuleError: The first axis is not that of the rows; a rank has no rows; or the inputs differ between ranks.
+        """
+        total = sum(self._counts)
+        if output.shape[:1] != (total,) or output.dim() < 2 or not all(self._counts):
+            raise ModuleError(
+                f"{name!r} returns a tensor of shape {tuple(output.shape)} for {total} rows, of which ranks that share "
+                f"layers have {', '.join(map(str, self._counts))}, and each takes its own",
+                hint="divide it by 'colwise_gather_output' if its first axis is not that of the rows, and give each "
+                "rank at least one",
+                param=PARAM,
+            )
+        self._compare_once(name, layer, [local(args[0])])
+        self._own_only = True
+        found: torch.Tensor = _Columns.apply(output, self._group, self._counts)  # type: ignore[no-untyped-call]
+        return found
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Returns this rank's rows of the output.
@@ -86,24 +119,23 @@ class RowExchange:
         """
         found, spec = pytree.tree_flatten(output)
         places = [i for i, leaf in enumerate(found) if isinstance(leaf, torch.Tensor)]
-        total = sum(self._counts)
+        total, own = sum(self._counts), self._counts[self._group.rank()]
+        rows = (total, own) if self._own_only else (total,)
         for leaf in found:
             shown = f"shape {tuple(leaf.shape)}" if isinstance(leaf, torch.Tensor) else f"type {type(leaf).__name__}"
-            fits = leaf.shape[:1] == (total,) if isinstance(leaf, torch.Tensor) else not dataclasses.is_dataclass(leaf)
-            if not fits:
+            if not (leaf.dim() and len(leaf) in rows if isinstance(leaf, torch.Tensor) else not is_dataclass(leaf)):
                 raise ModuleError(
-                    f"{type(module).__name__} returned a value of {shown} for {total} rows, and ranks that share "
-                    "layers each take their own rows of it",
+                    f"{type(module).__name__} returned a value of {shown} for {' or '.join(map(str, rows))} rows, and "
+                    "ranks that share layers each take their own rows of it",
                     hint="return tensors with a row for each row, in tuples, lists or dicts, and compute the loss in "
                     "loss or trainingStep",
                     param=PARAM,
                 )
-        if module.training not in self._compared:
-            self._compared.add(module.training)
-            self._compare(module, [found[i] for i in places])
-        own = _OwnRows.apply(self._group, self._counts, *(found[i] for i in places))  # type: ignore[no-untyped-call]
-        for i, part in zip(places, own, strict=True):
-            found[i] = part
+        self._compare_once("", module, [found[i] for i in places if len(found[i]) == total])
+        if len(places) > 1 or not self._own_only:
+            taken = _OwnRows.apply(self._group, self._counts, *(found[i] for i in places))  # type: ignore[no-untyped-call]
+            for i, part in zip(places, taken, strict=True):
+                found[i] = part
         return pytree.tree_unflatten(found, spec)
 
     def _meet(self, rows: int, signature: int) -> int:
@@ -125,13 +157,22 @@ class RowExchange:
         self._counts, self.flags = counts, functools.reduce(operator.or_, flags)
         return int(seeds[0])
 
-    def _compare(self, module: nn.Module, outputs: list[torch.Tensor]) -> None:
-        """Checks that all ranks have computed the same.
+    def _compare_once(self, name: str, part: nn.Module, values: list[torch.Tensor]) -> None:
+        """Checks that all ranks have computed the same, in the first pass of each mode.
+
+        Args:
+            name: Name of a layer, whose inputs are compared; empty for the module, of which it is the outputs.
+            part: The layer or the module.
+            values: What is compared.
 
         Raises:
             ModuleError: They have not.
         """
-        for leaf in outputs:
+        if (name, part.training) in self._compared:
+            return
+        self._compared.add((name, part.training))
+        what = f"the input of {name!r}" if name else f"the output of {type(part).__name__}"
+        for leaf in values:
             if not leaf.is_floating_point() or not leaf.numel():
                 continue
             highest, lowest = leaf.detach().float().clone(), leaf.detach().float().clone()
@@ -140,8 +181,8 @@ class RowExchange:
             largest = highest.abs().max().maximum(lowest.abs().max())
             if (highest - lowest).max() > _TOLERANCE * largest:
                 raise ModuleError(
-                    f"the output of {type(module).__name__} differs between ranks that share layers: a divided output "
-                    "reaches a part that needs all of it",
+                    f"{what} differs between ranks that share layers: a divided output, or one of some rows, reaches a "
+                    "part that needs all of it",
                     hint="let a 'rowwise' layer follow each 'colwise' one, with elementwise functions between them, or "
                     "use 'colwise_gather_output'",
                     param=PARAM,
@@ -213,30 +254,49 @@ class _AllRows(torch.autograd.Function):
 class _OwnRows(torch.autograd.Function):
     """Takes a rank's rows of all outputs; backward, each rank gets the gradients of all rows, from whom they belong to.
 
-    One function for all outputs, so that ranks whose losses use other outputs still meet once.
+    One function for all outputs, so that ranks whose losses use other outputs still meet once. Outputs that have a
+    rank's own rows only are left as they are.
     """
 
     @staticmethod
     def forward(
         ctx: Any, group: dist.ProcessGroup, counts: list[int], *outputs: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.group, ctx.counts = group, counts
-        own = tuple(_own(output, group.rank(), counts).clone() for output in outputs)
+        ctx.group, ctx.counts, total = group, counts, sum(counts)
+        ctx.all_rows = [len(output) == total for output in outputs]
+        own = tuple(
+            (_own(output, group.rank(), counts) if len(output) == total else output).clone() for output in outputs
+        )
         ctx.mark_non_differentiable(*(part for part in own if not part.is_floating_point()))
         return own
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        needed = ctx.needs_input_grad[2:]
-        return (
-            None,
-            None,
-            *(
-                _gathered(gradient, ctx.group, ctx.counts) if needs else None
-                for gradient, needs in zip(gradients, needed, strict=True)
-            ),
+        needed = zip(gradients, ctx.all_rows, ctx.needs_input_grad[2:], strict=True)
+        of_outputs = (
+            (_gathered(gradient, ctx.group, ctx.counts) if all_rows else gradient) if needs else None
+            for gradient, all_rows, needs in needed
         )
+        return (None, None, *of_outputs)
+
+
+class _Columns(torch.autograd.Function):
+    """Returns all columns of a rank's rows, of which each rank has some of all rows; backward, the reverse."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup, counts: list[int]) -> torch.Tensor:
+        ctx.group, ctx.counts = group, counts
+        own = [counts[group.rank()]] * group.size()
+        found = _exchanged(tensor, group, counts, own)
+        return found.view(group.size(), own[0], *tensor.shape[1:]).movedim(0, -2).flatten(-2)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        size = ctx.group.size()
+        parts = gradient.reshape(*gradient.shape[:-1], size, -1).movedim(-2, 0).flatten(0, 1)
+        return _exchanged(parts, ctx.group, [len(gradient)] * size, ctx.counts), None, None
 
 
 def _own(tensor: torch.Tensor, rank: int, counts: list[int]) -> torch.Tensor:
@@ -257,3 +317,18 @@ def _gathered(tensor: torch.Tensor, group: dist.ProcessGroup, counts: list[int])
     if min(counts) == most:
         return rows.flatten(0, 1)
     return torch.cat([part[:count] for part, count in zip(rows, counts, strict=True)])
+
+
+def _exchanged(tensor: torch.Tensor, group: dist.ProcessGroup, sent: list[int], received: list[int]) -> torch.Tensor:
+    """Sends rows of a tensor to each rank of a group, in the order of the ranks; returns those that they have sent.
+
+    Args:
+        tensor: The rows that are sent.
+        group: The group.
+        sent: Number of rows for each rank.
+        received: Number of rows from each rank.
+    """
+    flat = tensor.detach().contiguous().view(len(tensor), -1).view(torch.uint8)  # backends do not take every dtype
+    found = flat.new_empty(sum(received), flat.shape[1])
+    dist.all_to_all_single(found, flat, received, sent, group=group)
+    return found.view(tensor.dtype).view(-1, *tensor.shape[1:])

@@ -1,7 +1,7 @@
 """Tensor parallelism: each rank of a group has a part of every divided layer, and all compute on the same rows.
 
 Shoeybi et al. 2019, Megatron-LM (https://arxiv.org/abs/1909.08053), section 3. Torch's `parallelize_module` divides the
-layers, `nn.Linear` and `nn.Embedding`.
+layers, `nn.Linear` and `nn.Embedding`; `divided_attention.py` divides `nn.MultiheadAttention`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,20 @@ from torch.nn import functional as F
 
 from sparktorch.errors import ConfigError, ModuleError, nearest
 from sparktorch.train.dtensor import local, undivided
+from sparktorch.train.strategies import divided_attention
+from sparktorch.train.strategies.divided_attention import PROJECTION, divide_heads
 
-__all__ = ["DIVIDED", "STYLES", "SUMMED", "check_gradients", "check_plan", "divide"]
+__all__ = ["DIVIDED", "HEADS", "OWN_ROWS", "STYLES", "SUMMED", "check_gradients", "check_plan", "divide"]
 
 SUMMED = "sum_gradients"
-STYLES = ("colwise", "rowwise", "colwise_gather_output", SUMMED)
+HEADS = "heads"
+OWN_ROWS = "colwise_own_rows"
+_GATHERED = "colwise_gather_output"
+STYLES = ("colwise", "rowwise", _GATHERED, OWN_ROWS, HEADS, SUMMED)
 _PARAM = "strategyParams"
 _EXAMPLE = "strategyParams={'plan': {'layers.*.fc1': 'colwise', 'layers.*.fc2': 'rowwise'}}"
-DIVIDED = (nn.Linear, nn.Embedding)
+_LINEAR = (nn.Linear, nn.Embedding)
+DIVIDED = (*_LINEAR, nn.MultiheadAttention)
 _ELEMENTWISE = (
     *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Softplus, nn.Hardswish),
     *(nn.Tanh, nn.Sigmoid, nn.LogSigmoid, nn.Hardtanh, nn.Hardsigmoid, nn.Softsign, nn.Dropout, nn.Identity),
@@ -37,56 +43,74 @@ _ACTIVATIONS = (F.relu, F.gelu, *_ELEMENTWISE)
 # Other names for the same.
 _OF_TRANSFORMERS = {
     "embedding_rowwise": "rowwise",
-    "colwise_rep": "colwise_gather_output",
+    "colwise_rep": _GATHERED,
     "replicated_with_grad_allreduce": SUMMED,
 }
-_WITHOUT_PARTNER = ("embedding_rowwise", "colwise_rep", "colwise_gather_output")
+_WITHOUT_PARTNER = ("embedding_rowwise", "colwise_rep", _GATHERED)
 _TOLERANCE = 1e-2  # of gradients that should be equal
-_HEADS = ("num_attention_heads", "num_key_value_heads")
+_NUMBERS_OF_HEADS = ("num_attention_heads", "num_key_value_heads")
 
 
 def divide(
-    module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str], materialise: Callable[[nn.Module], None]
-) -> list[nn.Module]:
+    module: nn.Module,
+    mesh: DeviceMesh,
+    plan: Mapping[str, str],
+    materialise: Callable[[nn.Module], None],
+    *,
+    staged: bool = False,
+) -> dict[str, str]:
     """Divides layers of a module among the ranks of a mesh of one dimension, in place.
 
+    What "sum_gradients" and "colwise_own_rows" need besides is left to the caller: to sum gradients over these ranks,
+    and to exchange columns for rows.
+
     Returns:
-        The parts whose gradients must be summed over these ranks, because each computes them from its own part.
+        The style of each layer, by its name.
 
     Args:
         module: The module, with the same parameters in every rank.
         mesh: The ranks of this rank's group.
         plan: As in `MeshOptions.plan`.
         materialise: Gives a layer its values before it is divided.
+        staged: Whether the module is one of a pipeline.
 
     Raises:
         ConfigError: The plan does not fit the module.
         ModuleError: The module cannot be divided.
     """
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
-
-    def style(part: nn.Module, name: str) -> ParallelStyle:
-        if name == "rowwise":
-            return RowwiseParallel(input_layouts=Replicate() if isinstance(part, nn.Embedding) else None)
-        return ColwiseParallel(output_layouts=Replicate() if name == "colwise_gather_output" else None)
-
     parts = dict(module.named_modules())
-    found = check_plan(module, plan, mesh.size())
-    styles = {name: style(parts[name], kind) for name, kind in found.items() if kind != SUMMED}
+    found = check_plan(module, plan, mesh.size(), staged=staged)
     for name, kind in found.items():
-        if kind == "rowwise" and isinstance(parts[name], nn.Linear):  # before torch's hook, which takes it for a part
-            parts[name].register_forward_pre_hook(partial(_check_width, name, mesh.size()))
-    for name, way in styles.items():
-        materialise(parts[name])
-        parallelize_module(parts[name], mesh, way, src_data_rank=None)  # all ranks have the same parameters
+        if kind != SUMMED:
+            materialise(parts[name])
+            _divide(name, parts[name], kind, mesh)
     inplace = any(getattr(part, "inplace", False) for part in parts.values())
-    for name in styles:
+    for name in found.keys() - {name for name, kind in found.items() if kind in (SUMMED, HEADS)}:
         if isinstance(part := parts[name], nn.Embedding):
             part.register_forward_pre_hook(_check_index)
         elif inplace:  # what a divided layer returns is a view, which nothing may change in place
             part.register_forward_hook(lambda part, inputs, output: output.clone())
-    return [parts[name] for name, kind in found.items() if kind == SUMMED]
+    for part in parts.values():
+        if isinstance(part, nn.TransformerEncoder):
+            part.use_nested_tensor = False  # it makes nested tensors for kernels that take whole layers
+    return found
+
+
+def _divide(name: str, part: Any, kind: str, mesh: DeviceMesh) -> None:
+    """Divides a layer, in place."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+    if kind == HEADS:
+        divide_heads(part, mesh)
+        return
+    if kind == "rowwise":
+        if isinstance(part, nn.Linear):  # before torch's hook, which takes any input for a part
+            part.register_forward_pre_hook(partial(_check_width, name, mesh.size()))
+        style: ParallelStyle = RowwiseParallel(input_layouts=Replicate() if isinstance(part, nn.Embedding) else None)
+    else:
+        style = ColwiseParallel(output_layouts=Replicate() if kind == _GATHERED else None)
+    parallelize_module(part, mesh, style, src_data_rank=None)  # all ranks have the same parameters
 
 
 def _check_width(name: str, size: int, part: Any, inputs: Any) -> None:
@@ -140,15 +164,17 @@ def check_gradients(module: nn.Module, group: dist.ProcessGroup) -> None:
         )
 
 
-def check_plan(module: nn.Module, plan: Mapping[str, str], size: int) -> dict[str, str]:
+def check_plan(module: nn.Module, plan: Mapping[str, str], size: int, *, staged: bool = False) -> dict[str, str]:
     """Returns the style of each layer that is divided, by its name.
 
     Args:
         module: The module.
         plan: As in `MeshOptions.plan`; if it is empty, the plan that a transformers model brings, or the layers that
-            are known to belong together: those of `nn.TransformerEncoderLayer` and `nn.TransformerDecoderLayer` behind
-            the attention, and pairs of `nn.Linear` in an `nn.Sequential` with nothing but activations between them.
+            are known to belong together: attention and feed-forward layers of `nn.TransformerEncoderLayer` and
+            `nn.TransformerDecoderLayer`, and pairs of `nn.Linear` in an `nn.Sequential` with nothing but activations
+            between them. Of these, those that cannot be divided by `size` stay whole.
         size: Number of ranks that share a layer.
+        staged: Whether the module is one of a pipeline, whose last stage computes the loss of all rows.
 
     Raises:
         ConfigError: A pattern matches no layer, or one that cannot be divided; or nothing is known of the module.
@@ -168,13 +194,12 @@ def check_plan(module: nn.Module, plan: Mapping[str, str], size: int) -> dict[st
                 hint="use nn.GroupNorm or nn.LayerNorm, or leave strategyParams.tensor out",
                 param=_PARAM,
             )
-    if plan:
-        return _matched(module, plan, size)
-    found = _own_plan(module, size)
+    found = _matched(module, plan, size) if plan else _own_plan(module, size, staged=staged)
     if found is None:
         found = {
             name: style for pair in _known_pairs(module) if _all_divide(module, pair, size) for name, style in pair
         }
+    found |= {f"{name}.{PROJECTION}": "rowwise" for name, style in found.items() if style == HEADS}
     if not found:
         raise ConfigError(
             f"strategyParams.tensor is {size}, and {type(module).__name__} has no layers that are known to be divisible"
@@ -217,9 +242,14 @@ def _obstacle(module: nn.Module, name: str, style: str, size: int) -> str:
     part: Any = module.get_submodule(name)
     if style == SUMMED:
         return "" if list(part.parameters(recurse=False)) else "which has no parameters of its own"
+    if style == HEADS:
+        tied = any(_tied(module, below) for below in part.modules())
+        return "whose weights are tied to those of another part" if tied else divided_attention.obstacle(part, size)
     kind = f"{type(part).__module__}.{type(part).__qualname__}"
-    if type(part) not in DIVIDED:  # a subclass may compute something else
-        return f"a {kind}, and only nn.Linear and nn.Embedding themselves can be divided"
+    if type(part) not in _LINEAR:  # a subclass may compute something else
+        return f"a {kind}, and only nn.Linear and nn.Embedding themselves can be divided by {style!r}"
+    if style == OWN_ROWS and not isinstance(part, nn.Linear):
+        return f"a {kind}, and only nn.Linear can be divided by {style!r}"
     if {name for name, _ in part.named_parameters()} - {"weight", "bias"} or list(part.buffers()):
         return "which has other parameters or buffers than those of its class"
     if _tied(module, part):
@@ -234,13 +264,16 @@ def _obstacle(module: nn.Module, name: str, style: str, size: int) -> str:
     return ""
 
 
-def _own_plan(module: nn.Module, size: int) -> dict[str, str] | None:
-    """Returns the plan that a transformers model brings; `None` if it has none."""
+def _own_plan(module: Any, size: int, *, staged: bool) -> dict[str, str] | None:
+    """Returns the plan that a transformers model brings; `None` if it has none.
+
+    The logits of a language model are the output of its last layer, or that of elementwise functions behind it.
+    """
     plan = getattr(module, "_tp_plan", None)
     if not plan or not isinstance(plan, Mapping):
         return None
     config = module.config
-    for name in _HEADS:
+    for name in _NUMBERS_OF_HEADS:
         heads = getattr(config, name, size)
         if isinstance(heads, int) and heads % size:
             raise ConfigError(
@@ -254,6 +287,9 @@ def _own_plan(module: nn.Module, size: int) -> dict[str, str] | None:
             if not fnmatchcase(name, pattern) or _tied(module, part):
                 continue
             own = _OF_TRANSFORMERS.get(style, style or "nothing")
+            language_model = type(module).__name__.endswith("ForCausalLM")
+            if own == _GATHERED and language_model and not staged and part is module.get_output_embeddings():
+                own = OWN_ROWS
             reason = _obstacle(module, name, own, size) if own in STYLES else f"by {style!r}, which is not supported"
             if reason and style in _WITHOUT_PARTNER:  # a vocabulary of any size is held whole
                 continue
@@ -277,6 +313,9 @@ def _known_pairs(module: nn.Module) -> Iterable[list[tuple[str, str]]]:
     for path, part in module.named_modules():
         prefix = f"{path}." if path else ""
         if type(part) in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer):
+            for name, child in part.named_children():
+                if isinstance(child, nn.MultiheadAttention):
+                    yield [(f"{prefix}{name}", HEADS)]
             activation = part.activation
             if activation in _ACTIVATIONS or isinstance(activation, _ELEMENTWISE):
                 yield [(f"{prefix}linear1", "colwise"), (f"{prefix}linear2", "rowwise")]

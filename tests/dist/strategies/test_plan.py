@@ -18,6 +18,7 @@ from sparktorch.train.dtensor import local
 from sparktorch.train.plan import plan
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.registry import build_strategy
+from tests.support.attention_nets import Encoder
 from tests.support.nets import Paired, Tower
 from tests.support.ranks import in_group
 
@@ -58,6 +59,7 @@ def kept(world: World, recipe: Recipe, strategy: str, options: dict[str, Any]) -
         (Paired, "mesh", {"tensor": 2, "shard": 2}),
         (Paired, "mesh", {"pipeline": 2, "shard": 2}),
         (Paired, "mesh", {"pipeline": 4}),
+        (Encoder, "mesh", {"tensor": 2, "shard": 2}),
     ],
 )
 def test_a_worker_keeps_what_the_plan_says(module: type[nn.Module], strategy: str, options: dict[str, Any]) -> None:

@@ -1,0 +1,202 @@
+"""Attention divided by heads: each rank of a group has the projections of some heads, and attends with these.
+
+Shoeybi et al. 2019, Megatron-LM (https://arxiv.org/abs/1909.08053), section 3: queries, keys and values are divided by
+columns, so that a rank has whole heads, and the projection behind them by rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
+
+from sparktorch.base.devices import is_host
+from sparktorch.errors import ModuleError
+from sparktorch.train.dtensor import packed_placement
+
+__all__ = ["PROJECTION", "divide_heads", "obstacle"]
+
+PROJECTION = "out_proj"  # of an nn.MultiheadAttention, which is divided by "rowwise"
+_PARAM = "strategyParams"
+_PACKED = ("in_proj_weight", "in_proj_bias")  # those of queries, of keys and of values, one behind the other
+_KNOWN = {
+    *(*_PACKED, "q_proj_weight", "k_proj_weight", "v_proj_weight"),
+    *(f"{PROJECTION}.weight", f"{PROJECTION}.bias"),
+}
+
+
+def obstacle(part: nn.Module, size: int) -> str:
+    """Returns why a part cannot be divided by heads among as many ranks; empty if it can."""
+    if type(part) is not nn.MultiheadAttention:  # a subclass may compute something else
+        return (
+            f"a {type(part).__module__}.{type(part).__qualname__}, and only nn.MultiheadAttention itself can be divided"
+            " by 'heads'"
+        )
+    if part.bias_k is not None or part.add_zero_attn:
+        return "with add_bias_kv or add_zero_attn, whose keys and values belong to no input"
+    if {name for name, _ in part.named_parameters()} - _KNOWN or list(part.buffers()):
+        return "which has other parameters or buffers than those of its class"
+    if part.num_heads % size:
+        return f"whose {part.num_heads} heads are not divisible by {size}"
+    return ""
+
+
+def divide_heads(part: nn.MultiheadAttention, mesh: DeviceMesh) -> None:
+    """Leaves a rank the projections of its heads, in place; `out_proj` is to be divided by "rowwise" besides.
+
+    Names and shapes of the parameters stay: `in_proj_weight` is a `DTensor` of shape (3 * embed_dim, embed_dim).
+
+    Args:
+        part: The attention, with the same parameters in every rank; its heads must be divisible.
+        mesh: The ranks of this rank's group, in one dimension.
+    """
+    from torch.distributed.tensor import DTensor, Shard
+
+    rank, ranks = mesh.get_local_rank(), mesh.size()
+    for name, parameter in list(part.named_parameters(recurse=False)):
+        blocks, placement = (3, packed_placement(3)) if name in _PACKED else (1, Shard(0))
+        by_rank = parameter.detach().view(blocks, ranks, -1, *parameter.shape[1:])
+        own = by_rank[:, rank].flatten(0, 1).clone()
+        shape, stride = parameter.shape, parameter.stride()
+        divided = DTensor.from_local(own, mesh, [placement], run_check=False, shape=shape, stride=stride)
+        part.register_parameter(name, nn.Parameter(divided, requires_grad=parameter.requires_grad))
+    outside_graphs: Any = torch.compiler.disable  # generators are no part of a graph
+    part.__class__ = MultiheadAttention
+    vars(part).update(mesh=mesh, apart=outside_graphs(_drawn_apart))
+
+
+class MultiheadAttention(nn.MultiheadAttention):
+    """Torch's, divided by heads; it has its name, by which `wrap_classes` finds it.
+
+    Attributes:
+        mesh: The ranks among which it is divided.
+        apart: Calls a function that draws other numbers in each rank.
+    """
+
+    mesh: DeviceMesh
+    apart: Callable[..., Any]
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_padding_mask: torch.Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: torch.Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Computes what `nn.MultiheadAttention.forward` does, of the same arguments in all ranks of the mesh.
+
+        Raises:
+            ModuleError: The input is one row without an axis of rows, or nested.
+        """
+        if query.dim() != 3 or query.is_nested:
+            raise ModuleError(
+                f"an nn.MultiheadAttention that is divided by heads gets a query of {query.dim()} axes"
+                f"{', which is nested' if query.is_nested else ''}",
+                hint="give it tensors of three axes: rows, positions and features",
+                param=_PARAM,
+            )
+        heads, rank = self.num_heads // self.mesh.size(), self.mesh.get_local_rank()
+
+        def by_head(projected: torch.Tensor) -> torch.Tensor:
+            split = projected.view(*projected.shape[:-1], heads, -1)
+            return split.transpose(1, 2) if self.batch_first else split.permute(1, 2, 0, 3)
+
+        q, k, v = map(by_head, _projected(self, query, key, value))  # (rows, heads, positions, features of a head)
+        mask = _of_keys(key_padding_mask, q.dtype)
+        causal = is_causal and mask is None and not need_weights  # attn_mask is that of `is_causal`, which kernels know
+        if attn_mask is not None and not causal:
+            own = _added(attn_mask, q.dtype)
+            if own.dim() == 3:
+                own = own.view(len(q), -1, *own.shape[1:])[:, rank * heads : (rank + 1) * heads]
+            mask = own if mask is None else own + mask
+        dropout = self.dropout if self.training else 0.0
+        attend: Callable[..., Any] = partial(_weighted if need_weights else _fused, q, k, v, mask, dropout, causal)
+        attended, weights = self.apart(attend, rank, q.device) if dropout else attend()
+        attended = attended.transpose(1, 2) if self.batch_first else attended.permute(2, 0, 1, 3)
+        projected: torch.Tensor = self.out_proj(attended.flatten(2))
+        return projected, None if weights is None else _of_all_heads(weights, self.mesh, average=average_attn_weights)
+
+
+def _projected(
+    part: MultiheadAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> list[torch.Tensor]:
+    """Returns queries, keys and values of this rank's heads."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    given = (query, key, value)
+    # Each rank computes a part of the gradient of an input, which backward sums up: once for each different input.
+    entered = {
+        id(each): DTensor.from_local(each, part.mesh, [Replicate()], run_check=False).to_local(
+            grad_placements=[Partial()]
+        )
+        for each in given
+    }
+    bias, packed = _own(part.in_proj_bias), _own(part.in_proj_weight)
+    if packed is not None and len(entered) == 1:
+        return list(F.linear(entered[id(query)], packed, bias).chunk(3, -1))
+    separate = (part.q_proj_weight, part.k_proj_weight, part.v_proj_weight)
+    weights: Any = map(_own, separate) if packed is None else packed.chunk(3)
+    biases: Any = [None] * 3 if bias is None else bias.chunk(3)
+    return [F.linear(entered[id(x)], weight, b) for x, weight, b in zip(given, weights, biases, strict=True)]
+
+
+def _own(parameter: Any) -> Any:
+    """Returns this rank's part of a parameter, if there is one; `dtensor.local` cannot be compiled."""
+    return None if parameter is None else parameter.to_local()
+
+
+def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns what is added to the scores, which are 0 or minus infinity for a mask of booleans."""
+    if mask.dtype is not torch.bool:
+        return mask.to(dtype)
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask, -math.inf)
+
+
+def _of_keys(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """Returns what a mask of keys, of shape (rows, keys), adds to the scores of all heads and queries."""
+    return None if mask is None else _added(mask, dtype)[:, None, None]
+
+
+def _fused(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, dropout: float, causal: bool
+) -> tuple[torch.Tensor, None]:
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal), None
+
+
+def _weighted(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, dropout: float, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention with its weights, of shape (rows, heads, queries, keys)."""
+    scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+    weights = F.dropout((scores if mask is None else scores + mask).softmax(-1), dropout)
+    return weights @ v, weights
+
+
+def _drawn_apart(function: Callable[[], Any], rank: int, device: torch.device) -> Any:
+    """Calls a function that draws other numbers in each rank: those of its heads.
+
+    Afterwards, the ranks' generators are equal again, as they were before.
+    """
+    seed = int(torch.randint(2**31, ()))
+    of_device = [] if is_host(device) else [device]
+    with torch.random.fork_rng(of_device, device_type="cuda" if is_host(device) else device.type):
+        torch.manual_seed(seed + rank)
+        return function()
+
+
+def _of_all_heads(weights: torch.Tensor, mesh: DeviceMesh, *, average: bool) -> torch.Tensor:
+    """Returns the weights of all heads, or their mean, in every rank."""
+    from torch.distributed.tensor import DTensor, Partial, Shard
+
+    own, placement = (weights.mean(1) / mesh.size(), Partial()) if average else (weights, Shard(1))
+    return DTensor.from_local(own, mesh, [placement], run_check=False).full_tensor()

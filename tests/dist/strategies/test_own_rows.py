@@ -1,0 +1,173 @@
+"""A divided output layer whose ranks exchange columns for rows: no rank has all columns of all rows."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sparktorch.base.batch import Batch
+from sparktorch.base.config import TrainConfig
+from sparktorch.base.world import World
+from sparktorch.errors import ConfigError, ModuleError
+from sparktorch.train.dtensor import whole
+from sparktorch.train.plan import plan
+from sparktorch.train.recipe.huggingface import opened
+from sparktorch.train.recipe.recipe import Recipe
+from sparktorch.train.strategies.registry import build_strategy, check_module
+from sparktorch.train.strategies.tensor_parallel import check_plan
+from tests.dist.strategies.test_strategies import TABLE, job_for, plain
+from tests.support.ranks import in_group, train_on
+from tests.support.tiny_transformers import llama
+
+OWN = "colwise_own_rows"
+
+
+class Speller(nn.Module):
+    """Scores of twelve words at three places, of which each row's loss is computed within the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.head = nn.Linear(5, 3 * 8), nn.LayerNorm(8), nn.Linear(8, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.head(self.norm(torch.tanh(self.first(x)).view(-1, 3, 8)))
+        return (scores.logsumexp(-1) - scores[..., 0]).mean(1)
+
+
+@pytest.mark.parametrize(("ranks", "sizes"), [(3, {"tensor": 3}), (4, {"tensor": 2, "shard": 2})])
+def test_ranks_train_what_one_plain_loop_trains(ranks: int, sizes: dict[str, int]) -> None:
+    params = {"plan": {"head": OWN}, "min_parameters": 60, **sizes}
+    job = job_for(recipe={"module": Speller}, strategy="mesh", strategy_params=params)
+    state, metas = train_on([part.batches() for part in TABLE.parts(ranks)], job)
+    expected, loss = plain(of=Speller)
+    torch.testing.assert_close(state, expected, atol=1e-5, rtol=0)
+    assert metas[0]["history"][-1]["val_loss"] == pytest.approx(loss, abs=1e-5)
+
+
+class Scores(nn.Module):
+    """A layer whose output is used in the way that is asked for, beside another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.other = nn.Linear(5, 64), nn.Linear(5, 1)
+
+    def forward(self, x: torch.Tensor, *, kind: str = "plain") -> Any:
+        if kind == "turned":
+            return self.head(x[None])[0]
+        if kind == "few":
+            return self.other(x)[:2]
+        scores = torch.tanh(self.head(x))
+        if kind == "late":
+            return scores + x[:, :1]
+        return {"scores": scores, "all": self.other(x)} if kind == "both" else scores
+
+
+class Largest(TorchDispatchMode):
+    """Notes the bytes of the largest tensor that an operator makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = function(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        sizes = [getattr(tensor, "_local_tensor", tensor).nbytes for tensor in tensors]
+        self.found = max([self.found, *sizes])
+        return output
+
+
+def used(world: World) -> dict[str, Any]:
+    """What a rank of two gets, of 2 and of 30 rows."""
+    config = job_for(strategy="mesh", strategy_params={"tensor": 2, "plan": {"head": OWN}}).config
+    torch.manual_seed(0)
+    plain = Scores()
+    own = copy.deepcopy(plain)
+    module = build_strategy(config, world).prepare(own)
+    rows = torch.randn(32, 5)
+    mine = rows[:2] if world.rank == 0 else rows[2:]
+    found: dict[str, Any] = {}
+    with Largest() as largest:
+        output = module(mine)
+        output.square().sum().backward()
+    found["largest"] = largest.found
+    expected = plain(rows)
+    expected.square().sum().backward()
+    found["output"] = torch.allclose(output, expected[:2] if world.rank == 0 else expected[2:], atol=1e-6)
+    gradients = {name: whole(p.grad) for name, p in own.named_parameters() if p.grad is not None}
+    found["gradients"] = all(
+        torch.allclose(gradients[f"head.{n}"], p.grad, atol=1e-5) for n, p in plain.head.named_parameters()
+    )
+    outputs = module(mine, kind="both")
+    outputs["all" if world.rank else "scores"].sum().backward()  # each rank uses another one
+    found["shapes"] = [tuple(outputs[name].shape) for name in ("scores", "all")]
+    with pytest.raises(ModuleError, match="for 32 rows"):  # that pass has no rows of this rank only
+        module(mine, kind="few")
+    for name, arguments, given in (
+        ("turned", {"kind": "turned"}, mine),
+        ("empty", {}, mine[: 2 * world.rank]),
+        ("late", {"kind": "late"}, mine[:1]),
+    ):
+        module = build_strategy(config, world).prepare(copy.deepcopy(plain))
+        with pytest.raises(ModuleError) as error:
+            module(given, **arguments)
+        found[name] = str(error.value)
+    return found
+
+
+def test_a_rank_gets_all_columns_of_its_own_rows_and_never_has_those_of_all_rows() -> None:
+    for rank, found in enumerate(in_group(2, used)):
+        count = 30 if rank else 2
+        assert found["output"]
+        assert found["gradients"]
+        assert found["largest"] <= 4 * max(count * 64, 32 * 32)  # its own rows, or its columns of all rows
+        assert found["shapes"] == [(count, 64), (count, 1)]
+        assert "'head' returns a tensor of shape (1, 32, 32) for 32 rows" in found["turned"]
+        assert "of which ranks that share layers have 0, 2" in found["empty"]
+        assert "the output of FSDPScores differs" in found["late"]
+
+
+def test_the_plan_counts_own_rows_of_the_scores() -> None:
+    first = Batch((torch.ones(2, 5),), torch.ones(2), None, 2, names=("x",))
+    counted = {}
+    for style in (OWN, "colwise_gather_output"):
+        params = {"tensor": 2, "plan": {"head": style}}
+        config = TrainConfig(task="regression", batch_size=64, strategy="mesh", strategy_params=params)
+        counted[style] = plan(Recipe(module=Speller, optimizer="SGD"), config, 2, first).needs[-1]
+    scores = 4 * 3 * 12  # bytes of a row, which are kept in the place of those of two rows
+    own, gathered = counted[OWN], counted["colwise_gather_output"]
+    assert own.parameters == gathered.parameters
+    assert gathered.activations - own.activations >= 32 * scores
+    assert gathered.sent - own.sent == 64 * scores // 2  # in a step; half as many bytes
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_logits_of_a_language_model_are_those_of_own_rows_but_in_a_pipeline(staged: bool) -> None:
+    found = opened(llama("LlamaForCausalLM"), {}, seed=0)
+    assert found is not None
+    styles = check_plan(Recipe(**found).build_module(0), {}, 2, staged=staged)
+    assert styles["lm_head"] == ("colwise_gather_output" if staged else OWN)
+
+
+@pytest.mark.parametrize(
+    ("part", "options", "says"),
+    [
+        (nn.Linear(5, 7), {}, r"\(7, 5\) weights are not divisible by 2 under 'colwise_own_rows'"),
+        (nn.Embedding(8, 4), {}, "only nn.Linear can be divided by 'colwise_own_rows'"),
+        (nn.Linear(5, 8), {"pipeline": 2}, "the last stage of a pipeline computes the loss of all rows"),
+    ],
+)
+def test_layers_whose_columns_cannot_be_exchanged_for_rows_are_refused_before_the_job(
+    part: nn.Module, options: dict[str, Any], says: str
+) -> None:
+    module = nn.ModuleDict({"part": part})
+    params = {"tensor": 2, "plan": {"part": OWN}, **options}
+    config = job_for(strategy="mesh", strategy_params=params).config
+    with pytest.raises(ConfigError, match=says):
+        check_module(config, Recipe(module=module), module, Batch((torch.ones(2, 5),), None, None, 2))

@@ -1,0 +1,48 @@
+"""Networks of torch's transformer layers, of a row of five numbers."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+__all__ = ["Encoder", "Translator"]
+
+
+class Encoder(nn.Module):
+    """A classifier's body of `nn.TransformerEncoder`, whose rows have three or four positions; one number a row."""
+
+    def __init__(self, width: int = 8, heads: int = 4, *, padded: bool = True) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 4 * width)
+        layer = nn.TransformerEncoderLayer(width, heads, 12, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.last = nn.Linear(width, 1)
+        self.padded = padded
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        positions = self.first(x).unflatten(1, (4, -1))
+        padding = torch.arange(4, device=x.device) >= 3 + (x[:, :1] > 0) if self.padded else None
+        found = self.encoder(positions, src_key_padding_mask=padding)
+        if padding is not None:
+            found = found.masked_fill(padding[:, :, None], 0)
+        out: torch.Tensor = self.last(found.mean(1)).squeeze(-1)
+        return out
+
+
+class Translator(nn.Module):
+    """Encoder and decoder, positions first, with a causal mask and attention to fewer positions; one number a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.source, self.target = nn.Linear(5, 3 * 8), nn.Linear(5, 4 * 8)
+        self.encoder = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0)
+        self.decoder = nn.TransformerDecoderLayer(8, 2, 12, dropout=0.0)
+        self.last = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        source = self.source(x).unflatten(1, (3, 8)).transpose(0, 1)
+        target = self.target(x).unflatten(1, (4, 8)).transpose(0, 1)
+        mask = torch.ones(4, 4, dtype=torch.bool, device=x.device).triu(1)
+        found = self.decoder(target, self.encoder(source), tgt_mask=mask, tgt_is_causal=True)
+        out: torch.Tensor = self.last(found.mean(0)).squeeze(-1)
+        return out
