@@ -15,7 +15,7 @@ from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.registry import build_strategy
 from tests.support.ranks import in_group
 
-WIDTH, LAYERS = 1024, 16
+WIDTH, LAYERS = 1024, 8
 MODEL = LAYERS * WIDTH**2 * 4 / 1e6
 
 
@@ -30,14 +30,14 @@ def _most() -> float:
 
 
 def _grown(world: World, strategy: str, options: dict[str, Any]) -> float:
-    """Returns by how many MB a rank's memory grows from the fourth step to the 16th."""
+    """Returns by how many MB a rank's memory grows from the fourth step to the tenth."""
     config = TrainConfig(strategy=strategy, strategy_params={"min_parameters": WIDTH, **options})
     shared = build_strategy(config, world)
     plain = Recipe(module=Deep).build_module(0)
     module = shared.prepare(plain)
     optimizer = shared.optimizer(Recipe(module=Deep, optimizer="SGD"), plain)
     took = []
-    for _ in range(16):
+    for _ in range(10):
         optimizer.zero_grad()
         module(torch.ones(8, WIDTH)).sum().backward()
         optimizer.step()

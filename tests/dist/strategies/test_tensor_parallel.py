@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -136,9 +137,10 @@ def test_a_training_that_was_killed_goes_on_to_the_same_bits_and_on_another_mesh
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     assert timeless(metas[0]["history"]) == timeless(wanted[0]["history"])
     assert int((tmp_path / "rough" / "steps-0").read_text()) == int((tmp_path / "calm" / "steps-0").read_text())
-    for number, after in enumerate(({"data": 2, "shard": 2}, {"tensor": 4})):
-        killed(job(str(number), same, 0.0, rank=3, step=5))
-        found, _ = train_on(parts, job(str(number), after, 0.0))
+    killed(job("one", same, 0.0, rank=3, step=5))
+    shutil.copytree(tmp_path / "one", tmp_path / "other")
+    for folder, after in (("one", {"data": 2, "shard": 2}), ("other", {"tensor": 4})):
+        found, _ = train_on(parts, job(folder, after, 0.0))
         torch.testing.assert_close(found, plain(of=Paired)[0], atol=1e-5, rtol=0)
 
 
