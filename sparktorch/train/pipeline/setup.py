@@ -34,12 +34,14 @@ class Staged:
         twin: Records its forward passes.
         layers: Names of the layers that are called as they are.
         stage_of: The stage of each layer, and of each parameter between them.
+        read: Names of the buffers that are read between layers, which any stage may do.
         passed: Bytes that the stage which passes on most passes on of the rows that were recorded.
     """
 
     twin: Twin
     layers: list[str]
     stage_of: dict[str, int]
+    read: set[str]
     passed: int
 
     def stage(self, parameter: str) -> int:
@@ -71,12 +73,6 @@ def check_pipeline(config: TrainConfig, recipe: Recipe) -> None:
             "precision 'fp16' scales the loss, and strategyParams.pipeline divides the gradients",
             hint="set precision='bf16'",
             param="precision",
-        )
-    if config.model_folder:
-        raise ConfigError(
-            "modelDir is set, and ranks of a pipeline do not write it",
-            hint="use strategyParams.shard instead of pipeline, or leave modelDir out",
-            param="modelDir",
         )
 
 
@@ -149,7 +145,8 @@ def staged(
     for name, _ in twin.module.named_parameters():  # nothing uses those that are in no stage
         if name not in names:
             found[name] = 0
-    return Staged(twin, layers, found, max(sum(value.nbytes for value in each.received) for each in made[0]))
+    read = {name for each in (trained, evaluated) for name in each.tensors.values() if name not in each.parameters}
+    return Staged(twin, layers, found, read, max(sum(value.nbytes for value in each.received) for each in made[0]))
 
 
 def _within(name: str, path: str) -> bool:
@@ -163,12 +160,29 @@ def first_of_all(value: Any) -> Any:
     return found[0]
 
 
-def leave(module: nn.Module, names: Collection[str], device: torch.device) -> None:
-    """Leaves a module the parameters of some layers; moves its buffers to the device."""
-    for path, part in module.named_modules():
-        for last in list(part._parameters):
-            name = f"{path}.{last}" if path else last
-            if not any(_within(name, kept) for kept in names):
+def leave(module: nn.Module, own: Collection[str], others: Collection[str], read: Collection[str]) -> None:
+    """Leaves a module the parameters of this rank's stages, and none of the tensors of other ranks' layers.
+
+    Args:
+        module: The module.
+        own: Names of the layers of this rank's stages, and of their parameters between layers.
+        others: Names of those of other ranks.
+        read: Names of the buffers that any stage may read.
+    """
+    paths: dict[nn.Module, list[str]] = {}
+    for path, part in module.named_modules(remove_duplicate=False):
+        paths.setdefault(part, []).append(path)
+    for part, found in paths.items():
+        for last in part._parameters:
+            if not any(_within(_joined(path, last), kept) for path in found for kept in own):
                 part._parameters[last] = None
-        for last, buffer in part._buffers.items():
-            part._buffers[last] = None if buffer is None else buffer.to(device)
+        here, there = (any(_within(path, name) for path in found for name in names) for names in (own, others))
+        if there and not here:
+            for last in part._buffers:
+                if not any(_joined(path, last) in read for path in found):
+                    part._buffers[last] = None
+            vars(part).update({last: None for last, value in vars(part).items() if isinstance(value, torch.Tensor)})
+
+
+def _joined(path: str, last: str) -> str:
+    return f"{path}.{last}" if path else last

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, ClassVar, Generic, TypeVar
@@ -266,9 +266,13 @@ class Strategy(ABC, Generic[O]):
         """
         plain = self.unwrap(module)
         if not self.alone:
-            for buffer in plain.buffers():  # running statistics are each rank's own
+            for buffer in self.common_buffers(plain):  # running statistics are each rank's own
                 dist.broadcast(buffer, 0)
         yield plain
+
+    def common_buffers(self, module: nn.Module) -> Iterable[torch.Tensor]:
+        """Returns the buffers of the user's module of which rank 0's are those of the model."""
+        return module.buffers()
 
     def state_dict(
         self, module: nn.Module, *, copy: bool = False, leave_out: Collection[str] = ()
@@ -294,8 +298,8 @@ class Strategy(ABC, Generic[O]):
             copy: Whether to return copies, on the CPU.
 
         Returns:
-            `DTensor`s by name, and tensors that are the same in all ranks. One that the module has under several names
-            is there under the first.
+            `DTensor`s by name, and tensors that are the same in all ranks that have them. One that the module has under
+            several names is there under the first. A rank of a pipeline has those of its stages only.
         """
         raise NotImplementedError
 

@@ -9,7 +9,7 @@ parameters without the network between hosts, which carries 1/`shard` of the gra
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -25,8 +25,8 @@ from sparktorch.base.config import TrainConfig
 from sparktorch.base.devices import is_host
 from sparktorch.distributed.process_group import subgroup, sum_over_ranks
 from sparktorch.errors import ConfigError, nearest
-from sparktorch.train.checkpoint.tensors import OPTIMIZER, parameter_names
-from sparktorch.train.dtensor import copies, local, mesh_of_training, part_of, unadvised, undivided
+from sparktorch.train.checkpoint.tensors import OPTIMIZER
+from sparktorch.train.dtensor import gradients_by_copies, local, mesh_of_training, part_of, unadvised, undivided
 from sparktorch.train.pipeline.pipe import Pipe
 from sparktorch.train.pipeline.programs import Stage
 from sparktorch.train.pipeline.setup import check_pipeline, check_stages, first_of_all, leave, staged
@@ -180,9 +180,20 @@ class Mesh(Zero3[MeshOptions]):
         if self.runs_passes:
             return self._piped(module)
         if self.exchanges_rows:
-            self._summed = divide(module, part_of(self._ranks, "tensor"), self._options.plan, self.materialise)
+            self._divide_layers(module, self._styles(module))
             self._exchange = share_rows(module, self._sharing, self._device)
         return super().prepare(module)
+
+    def _styles(self, module: nn.Module) -> dict[str, str]:
+        """Returns the style of each layer that is divided."""
+        return check_plan(module, self._options.plan, self._sizes.tensor) if self._sizes.tensor > 1 else {}
+
+    def _divide_layers(self, module: nn.Module, styles: Mapping[str, str]) -> None:
+        """Divides those layers that this rank has."""
+        held = {name for name in styles if next(module.get_submodule(name).parameters(), None) is not None}
+        if held:
+            own = {name: style for name, style in styles.items() if name in held}
+            self._summed = divide(module, part_of(self._ranks, "tensor"), own, self.materialise)
 
     def _piped(self, module: nn.Module) -> Pipe:
         """Leaves this rank the parameters of its stages, and divides these."""
@@ -192,15 +203,20 @@ class Mesh(Zero3[MeshOptions]):
         stage_of = first_of_all(found.stage_of)  # batches of other shapes might be cut elsewhere
         group = part_of(self._ranks, "pipeline").get_group()
         own = range(group.rank(), options.stages_per_rank * group.size(), group.size())
-        if self._sizes.tensor > 1:
-            self._summed = divide(module, part_of(self._ranks, "tensor"), options.plan, self.materialise)
-        leave(module, [name for name, stage in stage_of.items() if stage in own], self._device)
+        styles = self._styles(module)
+        here, others = ([name for name, at in stage_of.items() if (at in own) == mine] for mine in (True, False))
+        leave(module, here, others, found.read)
+        self._divide_layers(module, styles)
         stages = [Stage(module, [name for name in stage_of if stage_of[name] == number]) for number in own]
         for stage in stages:
             present = {type(part).__name__ for part in stage.modules()}
             classes = [name for name in options.wrap_classes if name in present]
             self._divided(stage, replace(options, wrap_classes=classes))
             stage.give_back()
+        self.materialise(module)  # the buffers between layers
+        for part in module.modules():
+            held = [(name, buffer) for name, buffer in part._buffers.items() if buffer is not None]
+            part._buffers.update((name, buffer.to(self._device)) for name, buffer in held)
         self._pipe = Pipe(
             module,
             stages,
@@ -321,24 +337,30 @@ class Mesh(Zero3[MeshOptions]):
 
     def saves(self, name: str) -> bool:
         """Returns whether this rank saves an unsharded tensor; of a stage, a rank of that stage does."""
-        if self.runs_passes and name.startswith(OPTIMIZER):
+        if self.runs_passes and (name.startswith(OPTIMIZER) or name.partition(".")[2] in self._pipe.own_names):
             others = (part_of(self._ranks, name) for name in ("data", "shard", "tensor"))
             return all(part.get_local_rank() == 0 for part in others)
-        if self.whole_stages and name.partition(".")[2] in self._own_names:
-            return True
         return super().saves(name)
 
-    @cached_property
-    def _own_names(self) -> Collection[str]:
-        """Names of the parameters of this rank's stages."""
-        return set(parameter_names(self._pipe.module).values())
+    def common_buffers(self, module: nn.Module) -> Iterable[torch.Tensor]:
+        """Returns the buffers that all ranks have; those of a stage's layers, no forward pass changes."""
+        return self._pipe.common_buffers if self.runs_passes else super().common_buffers(module)
+
+    def shares(self, module: nn.Module, *, copy: bool = False) -> dict[str, torch.Tensor]:
+        """Returns this rank's shards by name; of a pipeline, those of its stages."""
+        if not isinstance(module, Pipe):
+            return super().shares(module, copy=copy)
+        with self.evaluating(module):
+            self._let_go(module)
+            found = module.shares()
+            return {name: tensor.cpu().clone() for name, tensor in found.items()} if copy else found
 
     def gradient_norm(self, module: nn.Module) -> torch.Tensor:
         """Returns the norm of the whole model's gradients, of which some ranks have copies."""
         if self.alone:
             return super().gradient_norm(module)
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        for count, gradients in _by_copies(module, self._world.world_size).items():
+        for count, gradients in gradients_by_copies(module, self._world.world_size).items():
             total += nn.utils.get_total_norm(gradients).to(self._device, torch.float64).square() / count
         dist.all_reduce(total)
         return total.sqrt()
@@ -358,7 +380,7 @@ class Mesh(Zero3[MeshOptions]):
         """Clips each rank's part of the gradients; torch's functions take no tensors of several meshes."""
         if self.alone:
             return super().clip_gradients(module, norm=norm, value=value)
-        own = [part for parts in _by_copies(module, self._world.world_size).values() for part in parts]
+        own = [part for parts in gradients_by_copies(module, self._world.world_size).values() for part in parts]
         if value is not None and own:
             torch._foreach_clamp_min_(own, -value)
             torch._foreach_clamp_max_(own, value)
@@ -369,13 +391,3 @@ class Mesh(Zero3[MeshOptions]):
         if own:
             torch._foreach_mul_(own, factor.to(own[0].device, torch.float32))
         return total
-
-
-def _by_copies(module: nn.Module, ranks: int) -> dict[int, list[torch.Tensor]]:
-    """Returns this rank's parts of the gradients, by the number of ranks that have the same part."""
-    found: dict[int, list[torch.Tensor]] = {}
-    for parameter in module.parameters():
-        if parameter.grad is not None:
-            count = copies(parameter.grad, ranks) if hasattr(parameter.grad, "device_mesh") else 1  # of whole stages
-            found.setdefault(count, []).append(local(parameter.grad))
-    return found

@@ -46,7 +46,7 @@ _HEADS = ("num_attention_heads", "num_key_value_heads")
 
 
 def divide(
-    module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str], materialise: Callable[[nn.Module], None]
+    module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str], materialise: Callable[[nn.Module], None]
 ) -> list[nn.Module]:
     """Divides layers of a module among the ranks of a mesh of one dimension, in place.
 
@@ -56,12 +56,8 @@ def divide(
     Args:
         module: The module, with the same parameters in every rank.
         mesh: The ranks of this rank's group.
-        plan: As in `MeshOptions.plan`.
+        styles: The style of each layer, as from `check_plan`.
         materialise: Gives a layer its values before it is divided.
-
-    Raises:
-        ConfigError: The plan does not fit the module.
-        ModuleError: The module cannot be divided.
     """
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
@@ -72,21 +68,20 @@ def divide(
         return ColwiseParallel(output_layouts=Replicate() if name == "colwise_gather_output" else None)
 
     parts = dict(module.named_modules())
-    found = check_plan(module, plan, mesh.size())
-    styles = {name: style(parts[name], kind) for name, kind in found.items() if kind != SUMMED}
-    for name, kind in found.items():
+    ways = {name: style(parts[name], kind) for name, kind in styles.items() if kind != SUMMED}
+    for name, kind in styles.items():
         if kind == "rowwise" and isinstance(parts[name], nn.Linear):  # before torch's hook, which takes it for a part
             parts[name].register_forward_pre_hook(partial(_check_width, name, mesh.size()))
-    for name, way in styles.items():
+    for name, way in ways.items():
         materialise(parts[name])
         parallelize_module(parts[name], mesh, way, src_data_rank=None)  # all ranks have the same parameters
     inplace = any(getattr(part, "inplace", False) for part in parts.values())
-    for name in styles:
+    for name in ways:
         if isinstance(part := parts[name], nn.Embedding):
             part.register_forward_pre_hook(_check_index)
         elif inplace:  # what a divided layer returns is a view, which nothing may change in place
             part.register_forward_hook(lambda part, inputs, output: output.clone())
-    return [parts[name] for name, kind in found.items() if kind == SUMMED]
+    return [parts[name] for name, kind in styles.items() if kind == SUMMED]
 
 
 def _check_width(name: str, size: int, part: Any, inputs: Any) -> None:

@@ -487,7 +487,6 @@ def test_what_cannot_be_cut_is_refused_before_the_job(
     ("config", "says"),
     [
         ({"compile": True}, "compile is set"),
-        ({"model_folder": "/shared/model"}, "modelDir is set"),
         ({"precision": "fp16"}, "precision 'fp16' scales the loss, and strategyParams.pipeline"),
         ({"strategy_params": {**TWO, "param_dtype": "bf16"}}, "strategyParams.param_dtype is 'bf16'"),
     ],
