@@ -95,6 +95,8 @@ def test_a_module_without_values_is_cut_like_one_with_them() -> None:
     for each in found:
         assert (each.stage_of, each.read) == (expected.stage_of, expected.read)
     assert all(map(is_fake, built.module.parameters()))
+    twin = Twin(built.module, torch.device("cuda"))  # where a rank computes, not where its module was built
+    assert {tensor.device.type for tensor in twin.module.state_dict().values()} == {"cuda"}
 
 
 @pytest.mark.parametrize("make", [Chain, Paired, Doubling, Winding, Attending, Sharing, Keeping, in_place, normed])
