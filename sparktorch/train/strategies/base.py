@@ -112,7 +112,7 @@ class Strategy(ABC, Generic[O]):
         """
 
     @classmethod
-    def check_call(cls, options: O, module: nn.Module, batch: Batch) -> None:
+    def check_call(cls, options: O, recipe: Recipe, module: nn.Module, batch: Batch) -> None:
         """Refuses, in the dry run, options that do not suit what the module does with a few rows.
 
         Raises:
@@ -185,6 +185,10 @@ class Strategy(ABC, Generic[O]):
             the sums of metrics.
         """
         raise NotImplementedError
+
+    def shown(self, module: nn.Module) -> nn.Module:
+        """Returns what stands for a module that `evaluating` has yielded where a training step calls it."""
+        return module
 
     @property
     def gradient_divisor(self) -> int:

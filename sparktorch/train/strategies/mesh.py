@@ -30,7 +30,7 @@ from sparktorch.train.dtensor import gradients_by_copies, local, mesh_of_trainin
 from sparktorch.train.pipeline.pipe import Pipe
 from sparktorch.train.pipeline.programs import Stage
 from sparktorch.train.pipeline.setup import check_pipeline, check_stages, first_of_all, leave, staged
-from sparktorch.train.pipeline.step import StandIn, arguments_of, once, slice_of
+from sparktorch.train.pipeline.step import MicroLosses, StandIn, arguments_of, check_step
 from sparktorch.train.recipe.huggingface import MODEL_LOSS, gets_row_labels
 from sparktorch.train.recipe.loss import Sums
 from sparktorch.train.recipe.recipe import Recipe
@@ -102,11 +102,14 @@ class Mesh(Zero3[MeshOptions]):
         check_plan(module, options.plan, options.tensor or 1)
 
     @classmethod
-    def check_call(cls, options: MeshOptions, module: nn.Module, batch: Batch) -> None:
-        """Refuses modules that cannot be cut into stages."""
+    def check_call(cls, options: MeshOptions, recipe: Recipe, module: nn.Module, batch: Batch) -> None:
+        """Refuses modules that cannot be cut into stages, and training steps that need more than the output of all."""
         if not cls.own_passes(options):
             return
         found = staged(module, options.stages, options.split, batch)
+        step = recipe.build_training_step()
+        if step is not None:
+            check_step(step, module, batch)
         called = {type(part).__name__ for name in found.layers for part in module.get_submodule(name).modules()}
         for name in options.wrap_classes:
             if name not in called:
@@ -235,6 +238,10 @@ class Mesh(Zero3[MeshOptions]):
         """Returns the user's module, of which this rank may have some parameters only."""
         return module.module if isinstance(module, Pipe) else module
 
+    def shown(self, module: nn.Module) -> nn.Module:
+        """Returns what stands for a pipeline: it has the methods of the user's module, and no parts."""
+        return StandIn(module.module, module) if isinstance(module, Pipe) else module
+
     def run_pass(
         self, module: nn.Module, batch: Batch, step: Step, scale: float, autocast: AbstractContextManager[Any]
     ) -> tuple[torch.Tensor, Sums]:
@@ -252,24 +259,13 @@ class Mesh(Zero3[MeshOptions]):
         # A rank without rows has weights of zero for its placeholders, and others may have none.
         weight, loss_weight = (each if self._exchange.flags & bit else None for bit, each in enumerate(weights, 1))
         every = replace(batch, inputs=tuple(inputs), label=label, weight=weight, loss_weight=loss_weight)
-        compares, self._compared_step = not self._compared_step, True
-        metrics: dict[str, Any] = {}
-
-        def loss(output: Any, first: int, last: int) -> torch.Tensor:
-            tensors = iter(tensor[first:last] for tensor in given.tensors)
-            rows = [next(tensors) if i in given.places else value for i, value in enumerate(given.values)]
-            stands = StandIn(module.module, once(output, replace(given, values=rows), compare=compares))
-            found, sums = step(stands, slice_of(every, first, last))
-            for name, (value, count) in sums.items():
-                before = metrics.get(name, (0.0, 0.0))
-                metrics[name] = before[0] + value, before[1] + count
-            return found
-
+        losses = MicroLosses(step, module.module, every, given, compare=not self._compared_step)
+        self._compared_step = True
         try:
-            total = module.train_rows(given, loss, scale, autocast)
+            total = module.train_rows(given, losses, scale, autocast)
         finally:
             self._exchange.restore()
-        return total / self._sharing.size(), metrics
+        return total / self._sharing.size(), losses.metrics
 
     def own_state(self) -> dict[str, torch.Tensor]:
         """Returns the most rows of a pass so far, to which others are padded."""

@@ -136,7 +136,7 @@ def check_module(config: TrainConfig, recipe: Recipe, module: nn.Module, batch: 
     options = strategy_options(config.strategy, config.strategy_params)
     strategy = strategy_type(config.strategy)
     strategy.check_module(options, recipe, module)
-    strategy.check_call(options, module, batch)
+    strategy.check_call(options, recipe, module, batch)
     if config.model_folder and any(isinstance(getattr(part, "peft_config", None), dict) for part in module.modules()):
         raise ModuleError(
             "modelDir is set, and the module has adapters, whose base is not divided",

@@ -18,6 +18,7 @@ from sparktorch.base.batch import Batch
 from sparktorch.base.config import CheckpointConfig
 from sparktorch.data.columns import VALIDATION
 from sparktorch.errors import ConfigError, ModuleError
+from sparktorch.train.recipe.dry_run import dry_run
 from sparktorch.train.strategies.mesh import MeshOptions
 from sparktorch.train.strategies.registry import check_module, check_strategy
 from sparktorch.worker import TrainJob
@@ -274,10 +275,48 @@ def noisy(module: nn.Module, batch: Batch) -> torch.Tensor:
     return found
 
 
+class Encoding(Paired):
+    """Has methods and a property that call it, or its parts."""
+
+    factor = 2.0
+
+    @property
+    def width(self) -> int:
+        return self.norm.weight.shape[0]
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.second(self.norm(self.first(x))).squeeze(-1)
+        return found
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self(x) * self.factor
+        return found
+
+
+def scaled(module: Any, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    assert batch.label is not None
+    error = module.scaled(batch.inputs[0]) - batch.label.float()
+    return error**2, {"error": error.abs()}
+
+
+def encoded(module: Any, batch: Batch) -> torch.Tensor:
+    found: torch.Tensor = module.encode(batch.inputs[0]) - batch.label
+    return found**2
+
+
+def widened(module: Any, batch: Batch) -> torch.Tensor:
+    found: torch.Tensor = module(batch.inputs[0]) - batch.label
+    return found**2 / module.width
+
+
+def constant(module: Any, batch: Batch) -> torch.Tensor:
+    return batch.inputs[0].mean(1)
+
+
 @LANDING
 def test_a_training_step_computes_losses_and_metrics_in_the_last_stage() -> None:
     parts = [part.batches() for part in TABLE.parts(4)]
-    recipe = {"module": Paired, "loss": None, "training_step": squares}
+    recipe = {"module": Encoding, "loss": None, "training_step": scaled}
     mine, metas = train_on(parts, pipeline_job({"pipeline": 2, "tensor": 2}, recipe=recipe))
     other, expected = train_on([TABLE.batches()], job_for(recipe=recipe))
     torch.testing.assert_close(mine, other, atol=1e-5, rtol=0)
@@ -285,18 +324,39 @@ def test_a_training_step_computes_losses_and_metrics_in_the_last_stage() -> None
         assert metas[0]["history"][-1][name] == pytest.approx(expected[0]["history"][-1][name], rel=1e-5)
 
 
-@LANDING
 @pytest.mark.parametrize(
     ("step", "says"),
     [
         (noisy, r"(?s)with other values for some rows.*draw random numbers in preprocess"),
         (twice, "calls the module more than once"),
         (penalised, "uses parameters of the module"),
+        (encoded, "uses 'second' of the module|uses 'first' of the module"),
+        (widened, "uses 'norm' of the module"),
+        (constant, "does not call the module"),
     ],
 )
-def test_a_training_step_that_needs_more_than_one_call_of_the_module_is_refused(step: Any, says: str) -> None:
-    recipe = {"module": Paired, "loss": None, "training_step": step}
-    with pytest.raises(ModuleError, match=says):
+def test_a_training_step_that_needs_more_than_one_call_of_the_module_is_refused_before_the_job(
+    step: Any, says: str
+) -> None:
+    job = pipeline_job({"pipeline": 2}, recipe={"module": Encoding, "loss": None, "training_step": step})
+    inputs, label, check = {"x": torch.ones(2, 5)}, torch.ones(2), partial(check_module, job.config, job.recipe)
+    for values in (True, False):
+        if values or step is not noisy:
+            with pytest.raises(ModuleError, match=says):
+                dry_run(job.recipe, "regression", 0, inputs, label, check=check, values=values)
+
+
+def centred(module: nn.Module, batch: Batch) -> torch.Tensor:
+    assert batch.label is not None
+    inputs = batch.inputs[0]
+    found: torch.Tensor = (module(inputs - inputs.mean(0)) - batch.label.float()) ** 2
+    return found
+
+
+@LANDING
+def test_a_training_step_that_mixes_rows_is_refused_in_its_first_step() -> None:
+    recipe = {"module": Paired, "loss": None, "training_step": centred}
+    with pytest.raises(ModuleError, match="with other values for some rows than for all of them"):
         train_on([part.batches() for part in TABLE.parts(2)], pipeline_job({"pipeline": 2}, recipe=recipe))
 
 
