@@ -48,6 +48,7 @@ class Winding(nn.Module):
         self.side = nn.Linear(5, 8)
         self.middle = nn.Linear(2, 8)
         self.matrix = nn.Parameter(torch.eye(8) / 2)
+        self.factor = nn.Parameter(torch.tensor(0.9))
         self.pair = nn.ParameterDict({"up": nn.Parameter(torch.ones(8)), "down": nn.Parameter(torch.zeros(8))})
         self.act = nn.Tanh()
         self.out = nn.Linear(8, 1)
@@ -55,7 +56,7 @@ class Winding(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         side = self.side(x)
-        out = self.act(self.enter(x)) * self.pair["up"]
+        out = self.act(self.enter(x)) * self.pair["up"] * self.factor
         largest, positive = out.argmax(1), out > 0
         out = self.act(self.middle(out.view(-1, 2, 4).transpose(1, 2))).mean(1)
         one, other = out.unflatten(1, (2, 4)).unbind(1)

@@ -103,8 +103,14 @@ class Strategy(ABC, Generic[O]):
         return False
 
     @classmethod
-    def check_module(cls, options: O, recipe: Recipe, module: nn.Module) -> None:
+    def check_module(cls, options: O, recipe: Recipe, module: nn.Module, workers: int) -> None:
         """Refuses, before the module is called, options that do not suit it.
+
+        Args:
+            options: The strategy's options.
+            recipe: What is trained.
+            module: The module.
+            workers: Number of workers.
 
         Raises:
             ConfigError: An option is refused.

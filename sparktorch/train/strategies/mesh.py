@@ -83,9 +83,9 @@ class Mesh(Zero3[MeshOptions]):
         options.sizes(workers)
 
     @classmethod
-    def check_module(cls, options: MeshOptions, recipe: Recipe, module: nn.Module) -> None:
+    def check_module(cls, options: MeshOptions, recipe: Recipe, module: nn.Module, workers: int) -> None:
         """Refuses what `zero3` does and, with `tensor`, plans that do not fit, and losses of rows from the module."""
-        super().check_module(options, recipe, module)
+        super().check_module(options, recipe, module, workers)
         if cls.own_passes(options):
             check_stages(module)
         if (options.tensor or 1) * (options.pipeline or 1) == 1:
@@ -168,10 +168,10 @@ class Mesh(Zero3[MeshOptions]):
         """Whether ranks pass micro-batches through their stages."""
         return (options.pipeline or 1) > 1
 
-    @property
-    def whole_stages(self) -> bool:
-        """Whether each rank has stages that no other rank has, nor a part of."""
-        return self._sizes.pipeline == self._world.world_size and not self.needs_group(self._options)
+    @classmethod
+    def shards(cls, options: MeshOptions, workers: int) -> bool:
+        """Whether parameters are wrapped for sharding: not where each rank has stages that no other has a part of."""
+        return super().shards(options, workers) and (options.pipeline != workers or cls.needs_group(options))
 
     @property
     def gradient_divisor(self) -> int:

@@ -112,12 +112,13 @@ def check_loop(config: TrainConfig) -> None:
         )
 
 
-def check_module(config: TrainConfig, recipe: Recipe, module: nn.Module, batch: Batch) -> None:
+def check_module(config: TrainConfig, recipe: Recipe, workers: int, module: nn.Module, batch: Batch) -> None:
     """Refuses options of the strategy that do not suit the module.
 
     Args:
         config: Names the strategy.
         recipe: What is trained.
+        workers: Number of workers.
         module: The module.
         batch: A few rows, with which the module can be called.
 
@@ -135,7 +136,7 @@ def check_module(config: TrainConfig, recipe: Recipe, module: nn.Module, batch: 
             )
     options = strategy_options(config.strategy, config.strategy_params)
     strategy = strategy_type(config.strategy)
-    strategy.check_module(options, recipe, module)
+    strategy.check_module(options, recipe, module, workers)
     strategy.check_call(options, recipe, module, batch)
     if config.model_folder and any(isinstance(getattr(part, "peft_config", None), dict) for part in module.modules()):
         raise ModuleError(

@@ -339,7 +339,7 @@ def test_a_training_step_that_needs_more_than_one_call_of_the_module_is_refused_
     step: Any, says: str
 ) -> None:
     job = pipeline_job({"pipeline": 2}, recipe={"module": Encoding, "loss": None, "training_step": step})
-    inputs, label, check = {"x": torch.ones(2, 5)}, torch.ones(2), partial(check_module, job.config, job.recipe)
+    inputs, label, check = {"x": torch.ones(2, 5)}, torch.ones(2), partial(check_module, job.config, job.recipe, 2)
     for values in (True, False):
         if values or step is not noisy:
             with pytest.raises(ModuleError, match=says):
@@ -540,7 +540,7 @@ def test_what_cannot_be_cut_is_refused_before_the_job(
 ) -> None:
     job = job_for(recipe={"module": module}, strategy="mesh", strategy_params=options)
     with pytest.raises(error, match=says):
-        check_module(job.config, job.recipe, module(), Batch((torch.randn(2, 5),), None, None, 2))
+        check_module(job.config, job.recipe, 2, module(), Batch((torch.randn(2, 5),), None, None, 2))
 
 
 @pytest.mark.parametrize(

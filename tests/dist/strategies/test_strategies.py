@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -311,7 +312,40 @@ def test_optimizers_of_whole_parameters_are_refused_where_these_are_divided(opti
             recipe={"optimizer": optimizer, "optimizer_params": {}}, strategy=strategy, strategy_params=params
         )
         with pytest.raises(ConfigError, match="computes with whole parameters"):
-            check_module(job.config, job.recipe, Tower(), batch)
+            check_module(job.config, job.recipe, 2, Tower(), batch)
+
+
+class Tempered(Tower):
+    """Has a parameter without axes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(0.9))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.temperature
+
+
+@pytest.mark.parametrize(
+    ("strategy", "params", "workers", "refused"),
+    [
+        ("zero2", {}, 2, True),
+        ("zero3", {}, 1, False),
+        ("zero3", {"reduce_dtype": "bf16"}, 1, True),
+        ("mesh", {"shard": 2}, 4, True),
+        ("mesh", {"data": 2}, 2, True),
+        ("mesh", {"pipeline": 2}, 2, False),
+        ("mesh", {"pipeline": 2}, 4, True),
+    ],
+)
+def test_scalars_are_refused_where_parameters_are_divided(
+    strategy: str, params: dict[str, Any], workers: int, refused: bool
+) -> None:
+    job = job_for(strategy=strategy, strategy_params=params)
+    batch = Batch((torch.ones(2, 5),), torch.ones(2), None, 2)
+    expected = pytest.raises(ModuleError, match="'temperature' is a scalar") if refused else nullcontext()
+    with expected:
+        check_module(job.config, job.recipe, workers, Tempered(), batch)
 
 
 class Versioned(Tower):
@@ -326,4 +360,4 @@ def test_a_state_that_is_no_tensor_is_refused_before_the_job() -> None:
     batch = Batch((torch.ones(2, 5),), torch.ones(2), None, 2)
     job = job_for(recipe={"module": Versioned})
     with pytest.raises(ModuleError, match="'_extra_state', which is no tensor but of type dict"):
-        check_module(job.config, job.recipe, Versioned(), batch)
+        check_module(job.config, job.recipe, 2, Versioned(), batch)
