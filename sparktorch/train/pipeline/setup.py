@@ -81,7 +81,7 @@ def check_stages(module: nn.Module) -> None:
 
     Raises:
         ConfigError: The module has adapters.
-        ModuleError: The module has batch normalisation, or embeddings with sparse gradients.
+        ModuleError: The module has batch normalisation, embeddings with sparse gradients, or extra state.
     """
     if hasattr(module, "peft_config"):
         raise ConfigError(
@@ -100,6 +100,12 @@ def check_stages(module: nn.Module) -> None:
             raise ModuleError(
                 f"{name or 'the module'} has sparse gradients, which ranks of a pipeline do not clip or measure",
                 hint="leave sparse=True out",
+                param=_PARAM,
+            )
+        if type(part).get_extra_state is not nn.Module.get_extra_state:
+            raise ModuleError(
+                f"{name or 'the module'} has extra state, which a rank cannot save of layers of other ranks",
+                hint="keep it in a buffer, or divide the module with strategyParams.shard",
                 param=_PARAM,
             )
 

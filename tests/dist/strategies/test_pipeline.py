@@ -498,6 +498,18 @@ def sparse() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 4), nn.Embedding(5, 4, sparse=True))
 
 
+class Ageing(nn.Linear):
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.tensor(0)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        pass
+
+
+def ageing() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 4), Ageing(4, 1))
+
+
 def normalised() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
 
@@ -530,6 +542,7 @@ TWO = {"pipeline": 2}
         (Chain, {**TWO, "schedule": "gpipe", "stages_per_rank": 2}, ConfigError, "take turns by '1f1b'"),
         (normalised, TWO, ModuleError, "1 is batch normalisation"),
         (sparse, TWO, ModuleError, "1 has sparse gradients"),
+        (ageing, TWO, ModuleError, "1 has extra state"),
         (Paired, {"shard": 2, "split": ["norm"]}, ConfigError, "no pipeline ranks"),
         (Paired, {**TWO, "micro_batches": 1}, ConfigError, "'1f1b' keeps 2 ranks busy"),
         (Paired, {**TWO, "schedule": "zigzag"}, ConfigError, "zigzag"),
