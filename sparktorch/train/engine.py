@@ -291,6 +291,7 @@ class Engine:
 
     def _backward(self, batch: Batch, scale: float) -> tuple[torch.Tensor, Sums]:
         """Accumulates the gradients of a batch; returns its loss sum and metric sums."""
+        batch = self.strategy.together(batch)
         if self.strategy.runs_passes:
             loss, metrics = self.strategy.run_pass(self.module, batch, self.losses_of, scale, self._autocast)
             if self.watch is not None:

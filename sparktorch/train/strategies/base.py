@@ -169,6 +169,10 @@ class Strategy(ABC, Generic[O]):
         """Whether ranks exchange the inputs of a forward pass, which then should have the same shapes in all ranks."""
         return False
 
+    def together(self, batch: Batch) -> Batch:
+        """Returns a batch as the ranks that compute on its rows together need it. A collective of these, if any."""
+        return batch
+
     @property
     def runs_passes(self) -> bool:
         """Whether the strategy runs forward and backward passes itself, in `run_pass`."""

@@ -163,6 +163,14 @@ class Mesh(Zero3[MeshOptions]):
         """Whether ranks exchange the inputs of a forward pass."""
         return self._sizes.tensor * self._sizes.pipeline > 1
 
+    def together(self, batch: Batch) -> Batch:
+        """Returns a batch whose padded inputs are as long as the longest of the ranks that compute on its rows."""
+        if not (self.exchanges_rows and batch.pads):
+            return batch
+        longest = torch.tensor([batch.inputs[place].shape[1] for place in batch.pads])
+        dist.all_reduce(longest, dist.ReduceOp.MAX, group=self._sharing)
+        return batch.padded(dict(zip(batch.pads, longest.tolist(), strict=True)))
+
     @classmethod
     def own_passes(cls, options: MeshOptions) -> bool:
         """Whether ranks pass micro-batches through their stages."""

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from torch import nn
 from sparktorch import Callback
 from sparktorch.base.batch import Batch
 from sparktorch.base.config import CheckpointConfig
-from sparktorch.data.columns import VALIDATION
+from sparktorch.data.columns import VALIDATION, TensorSpec
 from sparktorch.errors import ConfigError, ModuleError
 from sparktorch.train.recipe.dry_run import dry_run
 from sparktorch.train.strategies.mesh import MeshOptions
@@ -24,6 +25,7 @@ from sparktorch.train.strategies.registry import check_module, check_strategy
 from sparktorch.worker import TrainJob
 from tests.dist.strategies.test_strategies import PARTED, TABLE, job_for, plain
 from tests.dist.train import test_huggingface as texts
+from tests.support.frames import replaced
 from tests.support.nets import Chain, Paired
 from tests.support.ranks import control_server, run_ranks, train_on
 from tests.support.resume import Counts
@@ -371,6 +373,40 @@ def test_a_model_of_transformers_is_cut_between_its_layers(precision: str) -> No
     found, _ = train_on([part.batches() for part in table.parts(2)], job)
     expected, _ = train_on([table.batches()], texts.job_for(table, llama(), precision=precision))
     torch.testing.assert_close(found, expected, atol=1e-5 if precision == "fp32" else 3e-2, rtol=0)
+
+
+class Pooled(Paired):
+    """The mean over the elements of a row, of which there may be none."""
+
+    def __init__(self) -> None:
+        super().__init__(inputs=1)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        out = torch.tanh(self.norm(self.first(x.unsqueeze(-1)))) * mask.unsqueeze(-1)
+        result: torch.Tensor = self.second(out.sum(1) / mask.sum(1, keepdim=True).clamp(min=1)).squeeze(-1)
+        return result
+
+
+def shortened(batches: list[pa.RecordBatch]) -> list[pa.RecordBatch]:
+    """Leaves each row some of its features."""
+    rows = [[row[: int(abs(row[0]) * 10) % 6] for row in batch.column("x0").to_pylist()] for batch in batches]
+    return [
+        replaced(batch, "x0", pa.array(each, pa.list_(pa.float32()))) for batch, each in zip(batches, rows, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes"), [(2, {"tensor": 2}), pytest.param(4, {"pipeline": 2, "data": 2}, marks=LANDING)]
+)
+def test_rows_are_padded_to_the_longest_of_the_ranks_that_compute_on_them(ranks: int, sizes: dict[str, Any]) -> None:
+    spec = TensorSpec(name="x0", column="features", dtype="float32", layout="padded", pad=-3)
+    columns = replace(TABLE.columns, inputs=(spec,))
+    jobs = pipeline_job(sizes, recipe={"module": Pooled}), job_for(recipe={"module": Pooled})
+    mine, metas = train_on([shortened(p.batches()) for p in TABLE.parts(ranks)], replace(jobs[0], columns=columns))
+    other, expected = train_on([shortened(TABLE.batches())], replace(jobs[1], columns=columns))
+    torch.testing.assert_close(mine, other, atol=1e-5, rtol=0)
+    records = [found[0]["history"][-1] for found in (metas, expected)]
+    assert records[0]["val_loss"] == pytest.approx(records[1]["val_loss"], abs=1e-5)
 
 
 class Deciding(nn.Sequential):
