@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -62,7 +63,21 @@ def strategy_options(name: str, params: Mapping[str, Any]) -> Any:
     Raises:
         ConfigError: The strategy has no such option, or an option is out of range.
     """
-    return from_dict(strategy_type(name).options_type, params, where="strategyParams")
+    kind = strategy_type(name).options_type
+    unknown = params.keys() - _names(kind)
+    owners = [each for each, other in STRATEGIES.items() if unknown <= _names(other.options_type)] if unknown else []
+    if owners:
+        raise ConfigError(
+            f"strategyParams.{min(unknown)} is no option of strategy {name!r}",
+            hint=f"set strategy={' or '.join(map(repr, owners))}, which has it, or leave it out",
+            param="strategyParams",
+        )
+    return from_dict(kind, params, where="strategyParams")
+
+
+def _names(options: type[Any]) -> set[str]:
+    """Returns the names of options."""
+    return {each.name for each in fields(options)}
 
 
 def resumable() -> str:

@@ -170,6 +170,13 @@ def check_plan(module: nn.Module, plan: Mapping[str, str], size: int) -> dict[st
         found = {
             name: style for pair in _known_pairs(module) if _all_divide(module, pair, size) for name, style in pair
         }
+    if not any(type(part) in DIVIDED for part in module.modules()):
+        raise ConfigError(
+            f"strategyParams.tensor is {size}, and {type(module).__name__} has no nn.Linear and no nn.Embedding, which "
+            "alone are divided",
+            hint="divide parameters with strategyParams.shard, or layers among stages with strategyParams.pipeline",
+            param=_PARAM,
+        )
     if not found:
         raise ConfigError(
             f"strategyParams.tensor is {size}, and {type(module).__name__} has no layers that are known to be divisible"

@@ -557,6 +557,7 @@ TWO = {"pipeline": 2}
     ("module", "options", "error", "says"),
     [
         (Paired, {"pipeline": 9}, ConfigError, r"(?s)makes 9 stages, and the module has \d layers"),
+        (partial(nn.LSTM, 5, 4), TWO, ConfigError, r"(?s)has 0 layers.*LSTM alone is one layer.*strategyParams.shard"),
         (Chain, {**TWO, "split": ["layers.7"]}, ConfigError, r"(?s)calls no layer 'layers.7'.*layers\.\d"),
         (Chain, {**TWO, "split": ["layers.1", "out"]}, ConfigError, "names 2 layers, and 2 stages begin with 1"),
         (Chain, {"pipeline": 3, "split": ["out", "layers.1"]}, ConfigError, "not called in this order"),

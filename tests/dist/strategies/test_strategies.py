@@ -290,7 +290,8 @@ def test_tied_parameters_are_gathered_with_the_whole_module() -> None:
         ("ddp", {"bucket_cap_mb": -1}, "strategyParams.bucket_cap_mb must be at least 0, got -1"),
         ("ddp", {"static_graph": True}, "strategyParams.static_graph does not go together with micro-batches"),
         ("ddp", {"comm_hook": "int8"}, "strategyParams.comm_hook 'int8' is unknown"),
-        ("zero2", {"period": 3}, "unknown key strategyParams.period"),
+        ("zero2", {"period": 3}, "strategyParams.period is no option of strategy 'zero2'"),
+        ("zero3", {"pipeline": 2, "min_parameters": 5}, "strategyParams.pipeline is no option of strategy 'zero3'"),
         ("zero3", {"min_parameters": 0}, "strategyParams.min_parameters must be at least 1, got 0"),
         ("zero3", {"param_dtype": "int8"}, "strategyParams.param_dtype 'int8' is unknown"),
         ("localSGD", {"period": 0}, "strategyParams.period must be at least 1, got 0"),
@@ -302,6 +303,19 @@ def test_options_that_a_strategy_does_not_have_are_refused(strategy: str, params
             TrainConfig(strategy=strategy, strategy_params=params, accumulation_steps=2), Recipe(module=Tower)
         )
     assert caught.value.what == message
+
+
+@pytest.mark.parametrize(
+    ("params", "hint"),
+    [
+        ({"pipeline": 2, "tensor": 2}, "set strategy='mesh',"),
+        ({"min_parameters": 5}, "set strategy='zero2' or 'zero3'"),
+    ],
+)
+def test_who_gives_an_option_of_another_strategy_is_told_which(params: dict[str, Any], hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_strategy(TrainConfig(strategy="ddp", strategy_params=params), Recipe(module=Tower))
+    assert str(caught.value.hint).startswith(hint)
 
 
 @pytest.mark.parametrize("optimizer", ["Rprop", torch.optim.Adafactor])

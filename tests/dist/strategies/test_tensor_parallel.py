@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -176,6 +177,7 @@ class Summed(nn.Module):
         ),
         (Tower, {"tensor": 3, "plan": {"tied": "colwise"}}, ConfigError, "whose weights are tied"),
         (Tower, {"tensor": 3}, ConfigError, "no layers that are known"),
+        (partial(nn.LSTM, 5, 4), {"tensor": 2}, ConfigError, r"(?s)LSTM has no nn.Linear.*strategyParams.shard"),
         (Normalised, {"tensor": 2}, ModuleError, "1 is batch normalisation"),
         (Paired, {"shard": 2, "plan": {"first.0": "colwise"}}, ConfigError, "no tensor ranks"),
         (Paired, {"tensor": 2, "plan": {"first.0": "columns"}}, ConfigError, "first.0"),
