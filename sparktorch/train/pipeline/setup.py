@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from sparktorch.base.batch import Batch
 from sparktorch.base.config import TrainConfig
@@ -21,9 +22,10 @@ from sparktorch.train.pipeline.stages import add_evaluated, cut, layers_of
 from sparktorch.train.recipe.huggingface import arguments
 from sparktorch.train.recipe.recipe import Recipe
 
-__all__ = ["Staged", "check_pipeline", "check_stages", "first_of_all", "leave", "staged"]
+__all__ = ["Staged", "check_each_row", "check_pipeline", "check_stages", "first_of_all", "leave", "staged"]
 
 _PARAM = "strategyParams"
+_TOLERANCE = 1e-2  # of outputs of a row that should be equal: what other rows do to it has its own size
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,57 @@ def check_stages(module: nn.Module) -> None:
                 hint="keep it in a buffer, or divide the module with strategyParams.shard",
                 param=_PARAM,
             )
+
+
+@torch.no_grad()
+def check_each_row(module: nn.Module, batch: Batch) -> None:
+    """Refuses a module that in evaluation computes another output of a row beside another row.
+
+    It looks at values: of tensors without any, it says nothing; nor of modules that draw numbers or fail.
+
+    Args:
+        module: The module.
+        batch: A row, or more.
+
+    Raises:
+        ModuleError: The module mixes rows.
+    """
+    from torch._subclasses import FakeTensor
+
+    args, kwargs = arguments(batch, module)
+    kwargs.pop("labels", None)
+    given = Arguments.of(args, kwargs)
+    if any(isinstance(tensor, FakeTensor) for tensor in (*module.parameters(), *given.tensors)):
+        return
+    alone = [tensor[:1] for tensor in given.tensors]
+    both = [torch.cat([tensor, _another(tensor)]) for tensor in alone]
+    modes = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        with torch.random.fork_rng(devices=()):
+            found = [pytree.tree_leaves(given.call(module, *tensors)) for tensors in (alone, alone, both)]
+    except Exception:
+        return  # the dry run says why
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+    for one, again, beside in zip(*found, strict=True):
+        if isinstance(one, torch.Tensor) and one.is_floating_point() and torch.equal(one, again):
+            largest = torch.maximum(one.abs().max(), beside[:1].abs().max())
+            if (beside[:1] - one).abs().max() > _TOLERANCE * largest:
+                raise ModuleError(
+                    f"{type(module).__name__} computes another output of a row beside another one, and a pipeline "
+                    "computes on a micro-batch at a time",
+                    hint="compute each row by itself, as nn.LayerNorm does, or use strategyParams.shard",
+                    param=_PARAM,
+                )
+
+
+def _another(row: torch.Tensor) -> torch.Tensor:
+    """Returns another row that a module takes where it takes this one; of some, only the same."""
+    if row.is_floating_point():
+        return row / 2 + 0.25
+    return row.flip(-1) if row.dim() > 1 and row.dtype is not torch.bool else row
 
 
 def staged(

@@ -29,7 +29,7 @@ from sparktorch.train.checkpoint.tensors import OPTIMIZER
 from sparktorch.train.dtensor import gradients_by_copies, local, mesh_of_training, part_of, unadvised, undivided
 from sparktorch.train.pipeline.pipe import Pipe
 from sparktorch.train.pipeline.programs import Stage
-from sparktorch.train.pipeline.setup import check_pipeline, check_stages, first_of_all, leave, staged
+from sparktorch.train.pipeline.setup import check_each_row, check_pipeline, check_stages, first_of_all, leave, staged
 from sparktorch.train.pipeline.step import MicroLosses, StandIn, arguments_of, check_step
 from sparktorch.train.recipe.huggingface import MODEL_LOSS, gets_row_labels
 from sparktorch.train.recipe.loss import Sums
@@ -107,6 +107,7 @@ class Mesh(Zero3[MeshOptions]):
         if not cls.own_passes(options):
             return
         found = staged(module, options.stages, options.split, batch)
+        check_each_row(module, batch)
         step = recipe.build_training_step()
         if step is not None:
             check_step(step, module, batch)

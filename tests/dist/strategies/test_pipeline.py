@@ -479,6 +479,16 @@ class Averaging(Chain):
         return super().forward(x).mean()
 
 
+class Centring(Chain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x - x.mean(0))
+
+
+class Drawing(Chain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + torch.rand_like(x))
+
+
 class Remembering(Chain):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls = getattr(self, "calls", 0) + 1
@@ -569,6 +579,7 @@ TWO = {"pipeline": 2}
         (Dropping, TWO, ModuleError, "draws numbers of Python or NumPy"),
         (Straight, TWO, ModuleError, "calls Doubled above its layers"),
         (Averaging, TWO, ModuleError, r"returns a tensor of shape \(\) for 2 rows"),
+        (Centring, TWO, ModuleError, "another output of a row beside another one"),
         (Remembering, TWO, ModuleError, "sets attribute 'calls' of the module"),
         (partial(Scaling, unused=40), TWO, ModuleError, "sets attribute 'scale' of 'layers.0' from outside"),
         (Holding, TWO, ModuleError, "an object with tensors, of type Holder, to 'one'"),
@@ -591,6 +602,13 @@ def test_what_cannot_be_cut_is_refused_before_the_job(
     job = job_for(recipe={"module": module}, strategy="mesh", strategy_params=options)
     with pytest.raises(error, match=says):
         check_module(job.config, job.recipe, 2, module(), Batch((torch.randn(2, 5),), None, None, 2))
+
+
+@pytest.mark.parametrize("module", [Drawing, partial(Chain, dropout=0.5)])
+def test_a_module_that_draws_numbers_is_not_taken_for_one_that_mixes_rows(module: Any) -> None:
+    made, job = module(), job_for(recipe={"module": module}, strategy="mesh", strategy_params=TWO)
+    check_module(job.config, job.recipe, 2, made, Batch((torch.ones(2, 5),), None, None, 2))
+    assert made.training
 
 
 @pytest.mark.parametrize(
