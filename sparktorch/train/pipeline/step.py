@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from sparktorch.base.batch import Batch
-from sparktorch.errors import ModuleError
+from sparktorch.errors import ModuleError, SparkTorchError
 from sparktorch.train.pipeline.arguments import Arguments
 from sparktorch.train.recipe.loss import Sums
 
@@ -110,7 +110,8 @@ def check_step(step: Callable[[nn.Module, Batch], Any], module: nn.Module, batch
         batch: A few rows.
 
     Raises:
-        ModuleError: It uses parts of the module, or calls it several times, not at all, or with other values again.
+        ModuleError: It uses parts of the module, or calls it several times, not at all, or with other values again; or
+            it fails there alone.
     """
     from torch._subclasses import FakeTensor
 
@@ -119,10 +120,19 @@ def check_step(step: Callable[[nn.Module, Batch], Any], module: nn.Module, batch
             step(module, batch)
         except Exception:
             return
-        given = arguments_of(step, module, batch)
-        output = given.call(module, *given.tensors)
-        compare = not any(isinstance(tensor, FakeTensor) for tensor in given.tensors)
-        step(StandIn(module, _once(output, given, compare=compare)), batch)
+        try:
+            given = arguments_of(step, module, batch)
+            output = given.call(module, *given.tensors)
+            compare = not any(isinstance(tensor, FakeTensor) for tensor in given.tensors)
+            step(StandIn(module, _once(output, given, compare=compare)), batch)
+        except SparkTorchError:
+            raise
+        except Exception as error:  # such as of `super()` in a method
+            raise ModuleError(
+                f"the training step fails where a pipeline stands for its module: {type(error).__name__}: {error}",
+                hint="compute the loss from what one call of the module returns, or use strategyParams.shard",
+                param="trainingStep",
+            ) from error
 
 
 class MicroLosses:

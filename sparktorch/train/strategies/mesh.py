@@ -249,7 +249,7 @@ class Mesh(Zero3[MeshOptions]):
 
     def shown(self, module: nn.Module) -> nn.Module:
         """Returns what stands for a pipeline: it has the methods of the user's module, and no parts."""
-        return StandIn(module.module, module) if isinstance(module, Pipe) else module
+        return StandIn(module.module, module.__call__) if isinstance(module, Pipe) else module
 
     def run_pass(
         self, module: nn.Module, batch: Batch, step: Step, scale: float, autocast: AbstractContextManager[Any]

@@ -290,6 +290,9 @@ class Encoding(Paired):
         found: torch.Tensor = self.second(self.norm(self.first(x))).squeeze(-1)
         return found
 
+    def again(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
     def scaled(self, x: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = self(x) * self.factor
         return found
@@ -303,6 +306,11 @@ def scaled(module: Any, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Ten
 
 def encoded(module: Any, batch: Batch) -> torch.Tensor:
     found: torch.Tensor = module.encode(batch.inputs[0]) - batch.label
+    return found**2
+
+
+def inherited(module: Any, batch: Batch) -> torch.Tensor:
+    found: torch.Tensor = module.again(batch.inputs[0]) - batch.label
     return found**2
 
 
@@ -334,6 +342,7 @@ def test_a_training_step_computes_losses_and_metrics_in_the_last_stage() -> None
         (penalised, "uses parameters of the module"),
         (encoded, "uses 'second' of the module|uses 'first' of the module"),
         (widened, "uses 'norm' of the module"),
+        (inherited, "fails where a pipeline stands for its module: TypeError: super"),
         (constant, "does not call the module"),
     ],
 )
