@@ -48,6 +48,7 @@ class Batch:
         names: One name per input: those under which `preprocess` returned them, or of their columns.
         tokens: Number of tokens of each row of the inputs, up to its last one, int64 of shape `(rows,)` on the CPU, if
             `preprocess` returned an attention mask.
+        pads: The padding value of each padded input, by its position.
     """
 
     inputs: tuple[torch.Tensor, ...]
@@ -58,6 +59,7 @@ class Batch:
     lengths: Mapping[int, torch.Tensor] = field(default_factory=dict)
     names: tuple[str, ...] = ()
     tokens: torch.Tensor | None = None
+    pads: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def named(self) -> dict[str, torch.Tensor]:
@@ -107,6 +109,15 @@ class Batch:
             lengths=lengths,
             tokens=part(self.tokens),
         )
+
+    def padded(self, lengths: Mapping[int, int]) -> Batch:
+        """Returns the batch with padded inputs and their masks of those lengths, by the position of the input."""
+        inputs = list(self.inputs)
+        for place, length in lengths.items():
+            for tensor, value, at in ((inputs[place], self.pads[place], place), (inputs[place + 1], False, place + 1)):
+                missing = tensor.new_full((len(tensor), length - tensor.shape[1], *tensor.shape[2:]), value)
+                inputs[at] = torch.cat([tensor, missing], 1)
+        return replace(self, inputs=tuple(inputs))
 
     def trimmed(self) -> Batch:
         """Returns the batch with its token tensors cut off after the last token of its longest row."""

@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = [
     "PIPELINE",
     "TENSOR",
-    "copies",
     "divided_like",
     "first_copy",
+    "gradients_by_copies",
     "local",
     "local_parts",
     "mesh_of_training",
@@ -52,10 +53,20 @@ def first_copy(tensor: torch.Tensor) -> bool:
     return all(place == 0 for name, place in places if name not in sharded)
 
 
-def copies(tensor: torch.Tensor, ranks: int) -> int:
+def _copies(tensor: torch.Tensor, ranks: int) -> int:
     """Returns how many of all ranks have the same shard of a `DTensor`."""
     mesh, sharded = _sharded(tensor)
     return ranks // math.prod(mesh.size(i) for i, name in enumerate(_plain(mesh.mesh_dim_names)) if name in sharded)
+
+
+def gradients_by_copies(module: nn.Module, ranks: int) -> dict[int, list[torch.Tensor]]:
+    """Returns this rank's parts of a module's gradients, by how many of all ranks have the same part."""
+    found: dict[int, list[torch.Tensor]] = {}
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            count = _copies(parameter.grad, ranks) if hasattr(parameter.grad, "device_mesh") else 1  # of whole stages
+            found.setdefault(count, []).append(local(parameter.grad))
+    return found
 
 
 def mesh_of_training(

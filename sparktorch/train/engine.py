@@ -205,7 +205,7 @@ class Engine:
         """Returns the same for validation rows; no loss if the training step computes none for them."""
         assert self.training_step is not None
         with self._autocast:
-            return self.training_step.evaluate(module, batch)
+            return self.training_step.evaluate(self.strategy.shown(module), batch)
 
     def new_means(self, prefix: str) -> Means:
         """Returns an empty collection for the values of the training step's metrics."""
@@ -291,6 +291,7 @@ class Engine:
 
     def _backward(self, batch: Batch, scale: float) -> tuple[torch.Tensor, Sums]:
         """Accumulates the gradients of a batch; returns its loss sum and metric sums."""
+        batch = self.strategy.together(batch)
         if self.strategy.runs_passes:
             loss, metrics = self.strategy.run_pass(self.module, batch, self.losses_of, scale, self._autocast)
             if self.watch is not None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import secrets
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from sparktorch.base.weights_folder import INDEX, WeightsFolder
 from sparktorch.base.world import World
@@ -23,6 +27,19 @@ __all__ = ["ModelFolder"]
 _FILE_BYTES = 1 << 30
 _LEAST_BYTES = 16 << 20
 _SEEN_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What all ranks know of a tensor: shape and dtype of the whole, and the first rank that has it or a part of it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    rank: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class ModelFolder:
@@ -82,32 +99,46 @@ class ModelFolder:
     def _fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Writes the files and their index.
 
-        Each rank gathers one tensor at a time; rank 0 holds a file at a time, of about half its share of the model.
+        The ranks that have a tensor gather it, one at a time, and the first of them sends it to rank 0, which holds a
+        file at a time, of about half its share of the model.
 
         Args:
             tensors: This rank's share, as `Strategy.shares` returns it.
         """
-        world, files = self._world, list(self._files(tensors))
+        world, known = self._world, self._known(tensors)
+        files = list(self._files({name: each.nbytes for name, each in known.items()}))
         places: dict[str, str] = {}
         for number, names in enumerate(files):
             file = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
             held: dict[str, torch.Tensor] = {}
             for name in names:
-                tensor = self._whole(tensors[name])
-                if world.is_main:
+                tensor = self._at_main(known[name], tensors.get(name))
+                if tensor is not None:
                     held[name] = tensor.cpu().contiguous()
                 places[name] = file
             if world.is_main:
                 self._write(file, held)
         self._wait()
         if world.is_main:
-            size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+            size = sum(each.nbytes for each in known.values())
             index = {"metadata": {"total_size": size, "sparktorch": self._token}, "weight_map": places}
             (self._new / INDEX).write_text(json.dumps(index, indent=1))
 
-    def _files(self, tensors: Mapping[str, torch.Tensor]) -> Iterable[list[str]]:
-        """Yields the names of the tensors in each file."""
-        sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+    def _known(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, _Known]:
+        """Returns what all ranks must know of each tensor that any of them has, in the same order in all ranks."""
+        own = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+        every: list[Any] = [own]
+        if self._world.world_size > 1:
+            every = [None] * self._world.world_size
+            dist.all_gather_object(every, own)
+        found: dict[str, _Known] = {}
+        for rank, held in enumerate(every):
+            for name, (shape, dtype) in held.items():
+                found.setdefault(name, _Known(shape, dtype, rank))
+        return found
+
+    def _files(self, sizes: Mapping[str, int]) -> Iterable[list[str]]:
+        """Yields the names of the tensors in each file; `sizes` has their bytes."""
         # safetensors copies what it writes: a file takes twice its size.
         most = max(_LEAST_BYTES, min(_FILE_BYTES, sum(sizes.values()) // (2 * self._world.world_size)))
         names: list[str] = []
@@ -119,6 +150,18 @@ class ModelFolder:
             names.append(name)
             held += size
         yield names
+
+    def _at_main(self, known: _Known, own: torch.Tensor | None) -> torch.Tensor | None:
+        """Returns a whole tensor in rank 0, `None` in other ranks; `own` is this rank's share, if it has one."""
+        world = self._world
+        found = None if own is None else self._whole(own)  # a collective of those that have one
+        if known.rank == world.rank != 0:
+            assert found is not None
+            dist.send(found.to(world.device).contiguous(), 0)
+        elif known.rank and world.is_main:
+            found = torch.empty(known.shape, dtype=known.dtype, device=world.device)
+            dist.recv(found, known.rank)
+        return found if world.is_main else None
 
     def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the whole tensor; a collective for a `DTensor`, on the device of its ranks."""

@@ -142,7 +142,7 @@ class _Measured:
         try:
             check_strategy(config, self._recipe)
             check_workers(config, self._workers)
-            check_module(config, self._recipe, self._module, self._first)
+            check_module(config, self._recipe, self._workers, self._module, self._first)
         except SparkTorchError as error:
             return Need(strategy=strategy, options=options, refused=error.what)
         if strategy in ("ddp", "zero1"):

@@ -16,6 +16,7 @@ from sparktorch.train.checkpoint.tensors import (
     create_optimizer_state,
     forget_optimizer_state,
     load_buffers,
+    load_extra_state,
     load_optimizer_values,
     load_tensors,
     named_tensors,
@@ -170,6 +171,7 @@ class TrainingState:
             state = read_tensors(directory, int(own[len(_OWN) : -1]), own)
         forget_optimizer_state(engine.unwrapped, engine.optimizer, known)
         load_buffers(engine.unwrapped, _under(_BUFFER, state))
+        load_extra_state(engine.unwrapped, _under("module.", wanted))
         engine.strategy.load_own_state(_under(_STRATEGY, state))
         shapes = {name: value.shape for name, value in engine.unwrapped.state_dict().items()}
         return shares or {name: value.view(shapes.get(name, value.shape)) for name, value in whole.items()}

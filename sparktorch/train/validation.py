@@ -131,7 +131,8 @@ class Validation:
         """
         engine = self._engine
         with closing(self._shard.validation(self._size, batches=self._batches)) as batches:
-            for batch in self._reporter.moving(batches):
+            for held in self._reporter.moving(batches):
+                batch = engine.strategy.together(held)
                 loss: torch.Tensor | None = None
                 if engine.training_step is None:
                     output = engine.forward(module, batch)

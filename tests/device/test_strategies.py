@@ -122,7 +122,7 @@ def test_a_sharded_module_never_lies_on_a_device_as_a_whole() -> None:
 
 @pytest.mark.parametrize(
     ("options", "strategy"),
-    [({}, "zero3"), ({"cpu_offload": True}, "zero3"), ({"shard": 1, "tensor": 2}, "mesh")],
+    [({}, "zero3"), ({"cpu_offload": True}, "zero3"), ({"shard": 1, "tensor": 2}, "mesh"), ({"pipeline": 2}, "mesh")],
 )
 def test_a_model_that_ranks_write_is_that_of_cpus(options: dict[str, Any], strategy: str, tmp_path: Path) -> None:
     job = job_of(

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.support.nets import Chain
+from tests.support.nets import Chain, Paired
 
-__all__ = ["Attending", "Doubling", "Sharing", "Winding", "in_place", "normed"]
+__all__ = ["Attending", "Doubling", "Keeping", "Sharing", "Winding", "in_place", "normed"]
 
 
 class Doubling(Chain):
@@ -48,6 +48,7 @@ class Winding(nn.Module):
         self.side = nn.Linear(5, 8)
         self.middle = nn.Linear(2, 8)
         self.matrix = nn.Parameter(torch.eye(8) / 2)
+        self.factor = nn.Parameter(torch.tensor(0.9))
         self.pair = nn.ParameterDict({"up": nn.Parameter(torch.ones(8)), "down": nn.Parameter(torch.zeros(8))})
         self.act = nn.Tanh()
         self.out = nn.Linear(8, 1)
@@ -55,7 +56,7 @@ class Winding(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         side = self.side(x)
-        out = self.act(self.enter(x)) * self.pair["up"]
+        out = self.act(self.enter(x)) * self.pair["up"] * self.factor
         largest, positive = out.argmax(1), out > 0
         out = self.act(self.middle(out.view(-1, 2, 4).transpose(1, 2))).mean(1)
         one, other = out.unflatten(1, (2, 4)).unbind(1)
@@ -82,6 +83,42 @@ class Sharing(nn.Module):
             x = block(x)
         found: torch.Tensor = self.head(self.act(x)).squeeze(-1)
         return found
+
+
+class _Scaled(nn.Linear):
+    """Computes with buffers, one of which no state dict has, and with a tensor that is neither."""
+
+    factor: torch.Tensor
+    shift: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+        self.register_buffer("factor", 1 + torch.rand(1))
+        self.register_buffer("shift", torch.rand(1), persistent=False)
+        self.plain = torch.rand(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.factor + self.shift * self.plain
+
+
+class Keeping(Paired):
+    """Has a parameter between layers, one under two names, and a buffer of the last layer that the first stage reads.
+
+    The same layer is a part under two names, too.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.full((5,), 1.1))
+        self.head = nn.Linear(1, 1)
+        self.out = _Scaled()
+        self.head.weight = self.out.weight
+        self.aliases = nn.ModuleDict({"out": self.out})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x * self.gain * self.out.factor)
+        result: torch.Tensor = self.out(out.unsqueeze(-1)).squeeze(-1)
+        return result
 
 
 def in_place() -> nn.Module:

@@ -47,10 +47,13 @@ class Rows:
         self._preprocess = columns.preprocess
         self._names = argument_names(columns.inputs)
         self._uneven: dict[int, Field] = {}  # by position among the arguments
+        self._pads: dict[int, float] = {}
         place = 0
-        for column in self._inputs if self._preprocess is None else ():
+        for spec, column in zip(columns.inputs, self._inputs, strict=True) if self._preprocess is None else ():
             if column.uneven:
                 self._uneven[place] = column
+            if spec.layout == "padded":
+                self._pads[place] = spec.pad
             place += column.arguments
         self.count, self.last = count, count - 1
         self.device = torch.device("cpu")
@@ -95,7 +98,7 @@ class Rows:
         inputs, lengths, names = self._arguments(index, here, context)
         label = None if label is None else label.index_select(0, shown)
         tokens = None if self._preprocess is None else count_tokens(dict(zip(names, inputs, strict=True)))
-        return Batch(inputs, label, weight, rows, loss_weight, lengths, names, tokens)
+        return Batch(inputs, label, weight, rows, loss_weight, lengths, names, tokens, self._pads)
 
     def inputs(self, index: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Returns the arguments of `forward` for the rows in `index`, in this order."""

@@ -54,7 +54,7 @@ def try_out(frame: Frame, request: Request, in_worker: Callable[..., Results]) -
     weighted = frame.columns.weight is not None or config.class_weights is not None
     names = frame.columns.arguments
     run = partial(dry_run, request.recipe, config.task, config.seed, inputs, label, names=names, weighted=weighted)
-    run = partial(run, check=partial(check_module, config, request.recipe))
+    run = partial(run, check=partial(check_module, config, request.recipe, request.launch.world_size))
     if config.model_folder and request.dry_run == "driver":
         run = partial(run, values=False)
     trial = _on_driver(frame, request, run) if request.dry_run == "driver" else _in_worker(request, run, in_worker)

@@ -20,6 +20,7 @@ __all__ = [
     "create_optimizer_state",
     "forget_optimizer_state",
     "load_buffers",
+    "load_extra_state",
     "load_optimizer_values",
     "load_tensors",
     "named_tensors",
@@ -33,6 +34,7 @@ __all__ = [
 
 OPTIMIZER = "optimizer."
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+_EXTRA = "_extra_state"  # torch's name of what `get_extra_state` returns
 _WRAPPER = "_checkpoint_wrapped_module."  # torch's wrapper for activation checkpointing
 
 
@@ -85,6 +87,14 @@ def load_buffers(module: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
                 buffer.copy_(value.view(buffer.shape))
             else:
                 setattr(part, name, value.to(buffer.device))
+
+
+def load_extra_state(module: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+    """Gives parts their extra state by name, which `load_tensors` cannot fill in place: they return a copy of it."""
+    for path, part in module.named_modules():
+        value = values.get(f"{path}.{_EXTRA}".removeprefix(".").replace(_WRAPPER, ""))
+        if value is not None:
+            part.set_extra_state(value)
 
 
 def needed_parts(wanted: Mapping[str, torch.Tensor]) -> Callable[[str, list[int], list[int]], bool]:

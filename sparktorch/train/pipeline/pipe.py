@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -195,6 +196,28 @@ class Pipe(nn.Module):
                 found[name] = tensor.to("cpu", copy=True)
         return found
 
+    def shares(self) -> dict[str, torch.Tensor]:
+        """Returns the tensors of this rank's stages under their first names in the module, shards as `DTensor`s.
+
+        The first rank of the group has those that are in no stage, too.
+        """
+        own, named = self.module.state_dict(keep_vars=True), self.twin.module.state_dict(keep_vars=True)
+        first = {id(meta): name for name, meta in reversed(named.items())}
+        here = [name for name in named if first[id(named[name])] == name and self._rank_of(name) == self._group.rank()]
+        return {name: own[self._names.get(name, name)].detach() for name in here}
+
+    @property
+    def common_buffers(self) -> list[torch.Tensor]:
+        """The buffers that are in no layer of a stage, which all ranks have."""
+        named = self.module.named_buffers(remove_duplicate=False)
+        return [buffer for name, buffer in named if name not in self._names]
+
+    @cached_property
+    def own_names(self) -> Collection[str]:
+        """Names of the tensors that this rank's stages alone have, as in a state dict."""
+        found = self.module.state_dict()
+        return {name for name in found if name in self._names and self._rank_of(name) == self._group.rank()}
+
     def _rank_of(self, name: str) -> int:
         """Returns the rank in the group that has a parameter or buffer; the first for buffers between layers."""
         return next(iter(stages_of(self._names.get(name, name), self._stage_of)), 0) % self._group.size()
@@ -296,13 +319,13 @@ def stages_of(name: str, stage_of: Mapping[str, int]) -> list[int]:
 
 
 def names_in_stages(module: nn.Module, stage_of: Mapping[str, int]) -> dict[str, str]:
-    """Returns the name under which a stage has the parameter of each name; tied ones have several."""
-    named = dict(module.named_parameters(remove_duplicate=False))
+    """Returns the name under which a stage has the parameter or buffer of each name; tied ones have several."""
+    named = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     in_stages: dict[int, str] = {}
-    for name, parameter in named.items():
+    for name, tensor in named.items():
         if stages_of(name, stage_of):
-            in_stages.setdefault(id(parameter), name)
-    return {name: in_stages[id(parameter)] for name, parameter in named.items() if id(parameter) in in_stages}
+            in_stages.setdefault(id(tensor), name)
+    return {name: in_stages[id(tensor)] for name, tensor in named.items() if id(tensor) in in_stages}
 
 
 @contextmanager

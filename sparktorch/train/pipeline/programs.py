@@ -148,7 +148,8 @@ class Stage(nn.Module):
     def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
         """Takes the layers and parameters of these names out of a module, which keeps them."""
         super().__init__()
-        parts, parameters = dict(module.named_modules()), dict(module.named_parameters(remove_duplicate=False))
+        parts = dict(module.named_modules(remove_duplicate=False))
+        parameters = dict(module.named_parameters(remove_duplicate=False))
         self._module = (module,)  # not as a part of this one
         self._places = {name: place for place, name in enumerate(name for name in names if name in parts)}
         self.layers = nn.ModuleList(parts[name] for name in self._places)

@@ -63,29 +63,29 @@ class Twin:
 
         Args:
             module: The module.
-            device: Where it computes; the twin of a module of fake tensors is where these are.
+            device: Where it computes.
 
         Raises:
             ModuleError: It cannot be copied.
         """
         from torch._subclasses import FakeTensor, FakeTensorMode
+        from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-        held = [*module.parameters(), *module.buffers()]
+        kept = [value for part in module.modules() for value in vars(part).values() if isinstance(value, FakeTensor)]
+        held = [*module.parameters(), *module.buffers(), *kept]
         fakes = [tensor for tensor in held if isinstance(tensor, FakeTensor)]
         self.mode = fakes[0].fake_mode if fakes else FakeTensorMode(allow_non_fake_inputs=True)
-        self.device = fakes[0].device if fakes else device
+        self.device = device
         known: dict[int, Any] = {}
         for tensor in held:
-            if isinstance(tensor, FakeTensor):
-                known[id(tensor)] = tensor
-                continue
             fake = self._fake(tensor)
             is_parameter = isinstance(tensor, nn.Parameter)
             known[id(tensor)] = nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_parameter else fake
         with self.mode:
             self._seed = nn.Parameter(torch.empty((), device=self.device))
         try:
-            self.module: nn.Module = copy.deepcopy(module, known)
+            with unset_fake_temporarily():
+                self.module: nn.Module = copy.deepcopy(module, known)
         except Exception as error:
             raise ModuleError(
                 f"{type(module).__name__} cannot be copied, which strategyParams.pipeline needs: {error}",

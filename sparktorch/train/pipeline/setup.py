@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from sparktorch.base.batch import Batch
 from sparktorch.base.config import TrainConfig
@@ -21,9 +22,10 @@ from sparktorch.train.pipeline.stages import add_evaluated, cut, layers_of, stag
 from sparktorch.train.recipe.huggingface import arguments
 from sparktorch.train.recipe.recipe import Recipe
 
-__all__ = ["Staged", "check_pipeline", "check_stages", "first_of_all", "leave", "staged"]
+__all__ = ["Staged", "check_each_row", "check_pipeline", "check_stages", "first_of_all", "leave", "staged"]
 
 _PARAM = "strategyParams"
+_TOLERANCE = 1e-2  # of outputs of a row that should be equal: what other rows do to it has its own size
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Staged:
         twin: Records its forward passes.
         layers: Names of the layers that are called as they are.
         stage_of: The stage of each layer, and of each parameter between them.
+        read: Names of the buffers that are read between layers, which any stage may do.
         passed: Bytes that the stage which passes on most passes on of the rows that were recorded.
         work: Floating-point operations of the layers of each stage, in a forward pass of these rows.
     """
@@ -41,6 +44,7 @@ class Staged:
     twin: Twin
     layers: list[str]
     stage_of: dict[str, int]
+    read: set[str]
     passed: int
     work: list[int]
 
@@ -74,12 +78,6 @@ def check_pipeline(config: TrainConfig, recipe: Recipe) -> None:
             hint="set precision='bf16'",
             param="precision",
         )
-    if config.model_folder:
-        raise ConfigError(
-            "modelDir is set, and ranks of a pipeline do not write it",
-            hint="use strategyParams.shard instead of pipeline, or leave modelDir out",
-            param="modelDir",
-        )
 
 
 def check_stages(module: nn.Module) -> None:
@@ -87,7 +85,7 @@ def check_stages(module: nn.Module) -> None:
 
     Raises:
         ConfigError: The module has adapters.
-        ModuleError: The module has batch normalisation, or embeddings with sparse gradients.
+        ModuleError: The module has batch normalisation, embeddings with sparse gradients, or extra state.
     """
     if hasattr(module, "peft_config"):
         raise ConfigError(
@@ -108,6 +106,63 @@ def check_stages(module: nn.Module) -> None:
                 hint="leave sparse=True out",
                 param=_PARAM,
             )
+        if type(part).get_extra_state is not nn.Module.get_extra_state:
+            raise ModuleError(
+                f"{name or 'the module'} has extra state, which a rank cannot save of layers of other ranks",
+                hint="keep it in a buffer, or divide the module with strategyParams.shard",
+                param=_PARAM,
+            )
+
+
+@torch.no_grad()
+def check_each_row(module: nn.Module, batch: Batch) -> None:
+    """Refuses a module that in evaluation computes another output of a row beside another row.
+
+    It looks at values: of tensors without any, it says nothing; nor of modules that draw numbers or fail.
+
+    Args:
+        module: The module.
+        batch: A row, or more.
+
+    Raises:
+        ModuleError: The module mixes rows.
+    """
+    from torch._subclasses import FakeTensor
+
+    args, kwargs = arguments(batch, module)
+    kwargs.pop("labels", None)
+    given = Arguments.of(args, kwargs)
+    if any(isinstance(tensor, FakeTensor) for tensor in (*module.parameters(), *given.tensors)):
+        return
+    alone = [tensor[:1] for tensor in given.tensors]
+    both = [torch.cat([tensor, _another(tensor)]) for tensor in alone]
+    modes = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        with torch.random.fork_rng(devices=()):
+            found = [pytree.tree_leaves(given.call(module, *tensors)) for tensors in (alone, alone, both)]
+    except Exception:
+        return  # the dry run says why
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+    for one, again, beside in zip(*found, strict=True):
+        if isinstance(one, torch.Tensor) and one.is_floating_point() and torch.equal(one, again):
+            largest = torch.maximum(one.abs().max(), beside[:1].abs().max())
+            if (beside[:1] - one).abs().max() > _TOLERANCE * largest:
+                raise ModuleError(
+                    f"{type(module).__name__} computes another output of a row beside another one, and a pipeline "
+                    "computes on a micro-batch at a time",
+                    hint="compute each row by itself, as nn.LayerNorm does, or use strategyParams.shard",
+                    param=_PARAM,
+                )
+
+
+def _another(row: torch.Tensor) -> torch.Tensor:
+    """Returns another row that a module takes where it takes this one; of some, only the same."""
+    if row.is_floating_point():
+        return row / 2 + 0.25
+    return row.flip(-1) if row.dim() > 1 and row.dtype is not torch.bool else row
 
 
 def staged(
@@ -155,7 +210,8 @@ def staged(
     work, of_node = [0] * stages, stages_of_nodes(trained, found)
     for node, call in trained.calls.items():
         work[of_node[node]] += call.work
-    return Staged(twin, layers, found, passed, work)
+    read = {name for each in (trained, evaluated) for name in each.tensors.values() if name not in each.parameters}
+    return Staged(twin, layers, found, read, passed, work)
 
 
 def _within(name: str, path: str) -> bool:
@@ -169,12 +225,29 @@ def first_of_all(value: Any) -> Any:
     return found[0]
 
 
-def leave(module: nn.Module, names: Collection[str], device: torch.device) -> None:
-    """Leaves a module the parameters of some layers; moves its buffers to the device."""
-    for path, part in module.named_modules():
-        for last in list(part._parameters):
-            name = f"{path}.{last}" if path else last
-            if not any(_within(name, kept) for kept in names):
+def leave(module: nn.Module, own: Collection[str], others: Collection[str], read: Collection[str]) -> None:
+    """Leaves a module the parameters of this rank's stages, and none of the tensors of other ranks' layers.
+
+    Args:
+        module: The module.
+        own: Names of the layers of this rank's stages, and of their parameters between layers.
+        others: Names of those of other ranks.
+        read: Names of the buffers that any stage may read.
+    """
+    paths: dict[nn.Module, list[str]] = {}
+    for path, part in module.named_modules(remove_duplicate=False):
+        paths.setdefault(part, []).append(path)
+    for part, found in paths.items():
+        for last in part._parameters:
+            if not any(_within(_joined(path, last), kept) for path in found for kept in own):
                 part._parameters[last] = None
-        for last, buffer in part._buffers.items():
-            part._buffers[last] = None if buffer is None else buffer.to(device)
+        here, there = (any(_within(path, name) for path in found for name in names) for names in (own, others))
+        if there and not here:
+            for last in part._buffers:
+                if not any(_joined(path, last) in read for path in found):
+                    part._buffers[last] = None
+            vars(part).update({last: None for last, value in vars(part).items() if isinstance(value, torch.Tensor)})
+
+
+def _joined(path: str, last: str) -> str:
+    return f"{path}.{last}" if path else last

@@ -173,10 +173,14 @@ def _balanced(recording: Recording, module: nn.Module, calls: list[fx.Node], sta
     work = [recording.calls[node].work for node in calls]
     costs = [size / max(sum(sizes), 1) + each / max(sum(work), 1) for size, each in zip(sizes, work, strict=True)]
     if sum(size > 0 for size in sizes) < stages:
+        alone = next(module.children(), None) is None
         raise ConfigError(
             f"strategyParams.pipeline makes {stages} stages, and the module has {sum(size > 0 for size in sizes)} "
             "layers with parameters that can be told apart",
-            hint="make fewer stages, or name the layers that stages begin with in strategyParams.split",
+            hint=f"{type(module).__name__} alone is one layer: pass a module whose forward calls several, or use "
+            "strategyParams.shard"
+            if alone
+            else "make fewer stages, or name the layers that stages begin with in strategyParams.split",
             param=_PARAM,
         )
     order = {node: index for index, node in enumerate(recording.nodes)}

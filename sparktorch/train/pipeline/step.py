@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
 from sparktorch.base.batch import Batch
-from sparktorch.errors import ModuleError
+from sparktorch.errors import ModuleError, SparkTorchError
 from sparktorch.train.pipeline.arguments import Arguments
+from sparktorch.train.recipe.loss import Sums
 
-__all__ = ["StandIn", "arguments_of", "once", "slice_of"]
+__all__ = ["MicroLosses", "StandIn", "arguments_of", "check_step"]
 
 
 class StandIn(nn.Module):
@@ -37,6 +40,11 @@ class StandIn(nn.Module):
     def __getattr__(self, name: str) -> Any:
         if name in ("_parts", "_instead"):
             return super().__getattr__(name)
+        defined = inspect.getattr_static(type(self._parts[0]), name, None)
+        if isinstance(defined, FunctionType):  # a method, whose calls of the module and of its parts come here, too
+            return MethodType(defined, self)
+        if isinstance(defined, property) and defined.fget is not None:
+            return defined.fget(self)
         found = getattr(self._parts[0], name)
         if isinstance(found, nn.Module | torch.Tensor):
             raise self._refused(repr(name))
@@ -91,7 +99,84 @@ def arguments_of(step: Callable[[nn.Module, Batch], Any], module: nn.Module, bat
     )
 
 
-def slice_of(batch: Batch, first: int, last: int) -> Batch:
+def check_step(step: Callable[[nn.Module, Batch], Any], module: nn.Module, batch: Batch) -> None:
+    """Refuses, in the dry run, a training step that cannot run where its module is a pipeline.
+
+    A step that fails anyway is left to the dry run, which says why.
+
+    Args:
+        step: The training step.
+        module: The module, with all of its parameters; of fake tensors, arguments are not compared.
+        batch: A few rows.
+
+    Raises:
+        ModuleError: It uses parts of the module, or calls it several times, not at all, or with other values again; or
+            it fails there alone.
+    """
+    from torch._subclasses import FakeTensor
+
+    with torch.random.fork_rng(devices=()):
+        try:
+            step(module, batch)
+        except Exception:
+            return
+        try:
+            given = arguments_of(step, module, batch)
+            output = given.call(module, *given.tensors)
+            compare = not any(isinstance(tensor, FakeTensor) for tensor in given.tensors)
+            step(StandIn(module, _once(output, given, compare=compare)), batch)
+        except SparkTorchError:
+            raise
+        except Exception as error:  # such as of `super()` in a method
+            raise ModuleError(
+                f"the training step fails where a pipeline stands for its module: {type(error).__name__}: {error}",
+                hint="compute the loss from what one call of the module returns, or use strategyParams.shard",
+                param="trainingStep",
+            ) from error
+
+
+class MicroLosses:
+    """Runs a training step for the micro-batches of a pipeline, whose outputs the module has returned.
+
+    Attributes:
+        metrics: The sums of the step's metrics so far, and of their weights.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[nn.Module, Batch], tuple[torch.Tensor, Sums]],
+        module: nn.Module,
+        batch: Batch,
+        given: Arguments,
+        *,
+        compare: bool,
+    ) -> None:
+        """Takes the step, the user's module, all rows, and what the step calls the module with for them.
+
+        Args:
+            step: The training step.
+            module: The module.
+            batch: All rows.
+            given: The arguments for all rows.
+            compare: Whether to compare them with those for a micro-batch.
+        """
+        self._step, self._module, self._batch, self._given, self._compare = step, module, batch, given, compare
+        self.metrics: dict[str, Any] = {}
+
+    def __call__(self, output: Any, first: int, last: int) -> torch.Tensor:
+        """Returns the loss of an output of the rows from `first` to `last`."""
+        given = self._given
+        tensors = iter(tensor[first:last] for tensor in given.tensors)
+        rows = [next(tensors) if i in given.places else value for i, value in enumerate(given.values)]
+        stands = StandIn(self._module, _once(output, replace(given, values=rows), compare=self._compare))
+        found, sums = self._step(stands, _slice_of(self._batch, first, last))
+        for name, (value, count) in sums.items():
+            before = self.metrics.get(name, (0.0, 0.0))
+            self.metrics[name] = before[0] + value, before[1] + count
+        return found
+
+
+def _slice_of(batch: Batch, first: int, last: int) -> Batch:
     """Returns rows of a batch."""
 
     def part(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -107,7 +192,7 @@ def slice_of(batch: Batch, first: int, last: int) -> Batch:
     )
 
 
-def once(output: Any, expected: Arguments, *, compare: bool) -> Callable[..., Any]:
+def _once(output: Any, expected: Arguments, *, compare: bool) -> Callable[..., Any]:
     """Returns a function that stands for a module, and returns its output where it is called as before.
 
     Args:

@@ -14,6 +14,7 @@ from sparktorch.train.recipe.recipe import Recipe
 __all__ = ["Schedule"]
 
 _WARMUP_EPOCHS = 5  # Goyal et al. 2017, section 2.2
+_KERNELS = ("foreach", "fused")  # options of optimizers that follow from how parameters are divided now
 
 
 class Schedule:
@@ -106,4 +107,4 @@ class Schedule:
         if self._scheduler is not None:
             self._scheduler.load_state_dict(state["scheduler"])
         for group, values in zip(self._groups, state["groups"], strict=True):
-            group.update(values)
+            group.update({name: value for name, value in values.items() if name not in _KERNELS})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, ClassVar, Generic, TypeVar
@@ -103,8 +103,14 @@ class Strategy(ABC, Generic[O]):
         return False
 
     @classmethod
-    def check_module(cls, options: O, recipe: Recipe, module: nn.Module) -> None:
+    def check_module(cls, options: O, recipe: Recipe, module: nn.Module, workers: int) -> None:
         """Refuses, before the module is called, options that do not suit it.
+
+        Args:
+            options: The strategy's options.
+            recipe: What is trained.
+            module: The module.
+            workers: Number of workers.
 
         Raises:
             ConfigError: An option is refused.
@@ -112,7 +118,7 @@ class Strategy(ABC, Generic[O]):
         """
 
     @classmethod
-    def check_call(cls, options: O, module: nn.Module, batch: Batch) -> None:
+    def check_call(cls, options: O, recipe: Recipe, module: nn.Module, batch: Batch) -> None:
         """Refuses, in the dry run, options that do not suit what the module does with a few rows.
 
         Raises:
@@ -163,6 +169,10 @@ class Strategy(ABC, Generic[O]):
         """Whether ranks exchange the inputs of a forward pass, which then should have the same shapes in all ranks."""
         return False
 
+    def together(self, batch: Batch) -> Batch:
+        """Returns a batch as the ranks that compute on its rows together need it. A collective of these, if any."""
+        return batch
+
     @property
     def runs_passes(self) -> bool:
         """Whether the strategy runs forward and backward passes itself, in `run_pass`."""
@@ -185,6 +195,10 @@ class Strategy(ABC, Generic[O]):
             the sums of metrics.
         """
         raise NotImplementedError
+
+    def shown(self, module: nn.Module) -> nn.Module:
+        """Returns what stands for a module that `evaluating` has yielded where a training step calls it."""
+        return module
 
     @property
     def gradient_divisor(self) -> int:
@@ -266,9 +280,13 @@ class Strategy(ABC, Generic[O]):
         """
         plain = self.unwrap(module)
         if not self.alone:
-            for buffer in plain.buffers():  # running statistics are each rank's own
+            for buffer in self.common_buffers(plain):  # running statistics are each rank's own
                 dist.broadcast(buffer, 0)
         yield plain
+
+    def common_buffers(self, module: nn.Module) -> Iterable[torch.Tensor]:
+        """Returns the buffers of the user's module of which rank 0's are those of the model."""
+        return module.buffers()
 
     def state_dict(
         self, module: nn.Module, *, copy: bool = False, leave_out: Collection[str] = ()
@@ -294,8 +312,8 @@ class Strategy(ABC, Generic[O]):
             copy: Whether to return copies, on the CPU.
 
         Returns:
-            `DTensor`s by name, and tensors that are the same in all ranks. One that the module has under several names
-            is there under the first.
+            `DTensor`s by name, and tensors that are the same in all ranks that have them. One that the module has under
+            several names is there under the first. A rank of a pipeline has those of its stages only.
         """
         raise NotImplementedError
 

@@ -105,9 +105,17 @@ class Zero3(Strategy[S]):
             )
 
     @classmethod
-    def check_module(cls, options: S, recipe: Recipe, module: nn.Module) -> None:
-        """Refuses names in `wrap_classes` that the module lacks, and optimizers that need whole parameters."""
+    def check_module(cls, options: S, recipe: Recipe, module: nn.Module, workers: int) -> None:
+        """Refuses names in `wrap_classes` that the module lacks, scalars, and optimizers that need whole parameters."""
         units(module, options)
+        scalars = [name for name, parameter in module.named_parameters() if not parameter.dim()]
+        if scalars and cls.shards(options, workers):
+            raise ModuleError(
+                f"parameter {scalars[0]!r} is a scalar, and torch's fully_shard divides parameters along their first "
+                "axis",
+                hint="make it a tensor of shape (1,), or use strategy='zero1' or 'ddp'",
+                param="module",
+            )
         if recipe.steps_itself:
             return
         optimizer = recipe.optimizer_call(module)[0]
@@ -123,15 +131,15 @@ class Zero3(Strategy[S]):
         """Returns whether an option has an effect for a single rank, too: dtypes and offloading."""
         return options.cpu_offload or options.param_dtype is not None or options.reduce_dtype is not None
 
+    @classmethod
+    def shards(cls, options: S, workers: int) -> bool:
+        """Whether parameters are wrapped for sharding."""
+        return workers > 1 or cls.needs_group(options)
+
     @property
     def alone(self) -> bool:
         """Whether this is the only rank, and the module is not wrapped."""
         return super().alone and not self.needs_group(self._options)
-
-    @property
-    def whole_stages(self) -> bool:
-        """Whether no other rank has parameters that this one has, so that there is nothing to shard."""
-        return False
 
     def prepare(self, module: nn.Module) -> nn.Module:
         """Shards the module's parameters in place, unit by unit as they are moved to the device."""
@@ -144,7 +152,7 @@ class Zero3(Strategy[S]):
             from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
             apply_activation_checkpointing(module, check_fn=lambda part: part in parts)
-        if self.alone or self.whole_stages:
+        if not self.shards(self._options, self._world.world_size):
             self.materialise(module)
             return module.to(self._device)
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard

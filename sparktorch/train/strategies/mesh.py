@@ -9,7 +9,7 @@ parameters without the network between hosts, which carries 1/`shard` of the gra
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -25,12 +25,12 @@ from sparktorch.base.config import TrainConfig
 from sparktorch.base.devices import is_host
 from sparktorch.distributed.process_group import subgroup, sum_over_ranks
 from sparktorch.errors import ConfigError, nearest
-from sparktorch.train.checkpoint.tensors import OPTIMIZER, parameter_names
-from sparktorch.train.dtensor import copies, local, mesh_of_training, part_of, unadvised, undivided
+from sparktorch.train.checkpoint.tensors import OPTIMIZER
+from sparktorch.train.dtensor import gradients_by_copies, local, mesh_of_training, part_of, unadvised, undivided
 from sparktorch.train.pipeline.pipe import Pipe
 from sparktorch.train.pipeline.programs import Stage
-from sparktorch.train.pipeline.setup import check_pipeline, check_stages, first_of_all, leave, staged
-from sparktorch.train.pipeline.step import StandIn, arguments_of, once, slice_of
+from sparktorch.train.pipeline.setup import check_each_row, check_pipeline, check_stages, first_of_all, leave, staged
+from sparktorch.train.pipeline.step import MicroLosses, StandIn, arguments_of, check_step
 from sparktorch.train.recipe.huggingface import MODEL_LOSS, gets_row_labels
 from sparktorch.train.recipe.loss import Sums
 from sparktorch.train.recipe.recipe import Recipe
@@ -83,9 +83,9 @@ class Mesh(Zero3[MeshOptions]):
         options.sizes(workers)
 
     @classmethod
-    def check_module(cls, options: MeshOptions, recipe: Recipe, module: nn.Module) -> None:
+    def check_module(cls, options: MeshOptions, recipe: Recipe, module: nn.Module, workers: int) -> None:
         """Refuses what `zero3` does and, with `tensor`, plans that do not fit, and losses of rows from the module."""
-        super().check_module(options, recipe, module)
+        super().check_module(options, recipe, module, workers)
         if cls.own_passes(options):
             check_stages(module)
         if (options.tensor or 1) * (options.pipeline or 1) == 1:
@@ -102,11 +102,15 @@ class Mesh(Zero3[MeshOptions]):
         check_plan(module, options.plan, options.tensor or 1, staged=cls.own_passes(options))
 
     @classmethod
-    def check_call(cls, options: MeshOptions, module: nn.Module, batch: Batch) -> None:
-        """Refuses modules that cannot be cut into stages."""
+    def check_call(cls, options: MeshOptions, recipe: Recipe, module: nn.Module, batch: Batch) -> None:
+        """Refuses modules that cannot be cut into stages, and training steps that need more than the output of all."""
         if not cls.own_passes(options):
             return
         found = staged(module, options.stages, options.split, batch)
+        check_each_row(module, batch)
+        step = recipe.build_training_step()
+        if step is not None:
+            check_step(step, module, batch)
         called = {type(part).__name__ for name in found.layers for part in module.get_submodule(name).modules()}
         for name in options.wrap_classes:
             if name not in called:
@@ -160,15 +164,23 @@ class Mesh(Zero3[MeshOptions]):
         """Whether ranks exchange the inputs of a forward pass."""
         return self._sizes.tensor * self._sizes.pipeline > 1
 
+    def together(self, batch: Batch) -> Batch:
+        """Returns a batch whose padded inputs are as long as the longest of the ranks that compute on its rows."""
+        if not (self.exchanges_rows and batch.pads):
+            return batch
+        longest = torch.tensor([batch.inputs[place].shape[1] for place in batch.pads])
+        dist.all_reduce(longest, dist.ReduceOp.MAX, group=self._sharing)
+        return batch.padded(dict(zip(batch.pads, longest.tolist(), strict=True)))
+
     @classmethod
     def own_passes(cls, options: MeshOptions) -> bool:
         """Whether ranks pass micro-batches through their stages."""
         return (options.pipeline or 1) > 1
 
-    @property
-    def whole_stages(self) -> bool:
-        """Whether each rank has stages that no other rank has, nor a part of."""
-        return self._sizes.pipeline == self._world.world_size and not self.needs_group(self._options)
+    @classmethod
+    def shards(cls, options: MeshOptions, workers: int) -> bool:
+        """Whether parameters are wrapped for sharding: not where each rank has stages that no other has a part of."""
+        return super().shards(options, workers) and (options.pipeline != workers or cls.needs_group(options))
 
     @property
     def gradient_divisor(self) -> int:
@@ -180,16 +192,26 @@ class Mesh(Zero3[MeshOptions]):
         if self.runs_passes:
             return self._piped(module)
         if self.exchanges_rows:
-            own_rows = self._divide_layers(module).get(OWN_ROWS)
+            own_rows = self._divide_layers(module, self._styles(module)).get(OWN_ROWS)
             self._exchange = share_rows(module, self._sharing, self._device, own_rows)
         return super().prepare(module)
 
-    def _divide_layers(self, module: nn.Module) -> dict[str, dict[str, nn.Module]]:
-        """Divides layers, in place; returns those of each style, by their names."""
-        mesh, plan = part_of(self._ranks, "tensor"), self._options.plan
+    def _styles(self, module: nn.Module) -> dict[str, str]:
+        """Returns the style of each layer that is divided."""
+        if self._sizes.tensor == 1:
+            return {}
+        return check_plan(module, self._options.plan, self._sizes.tensor, staged=self.runs_passes)
+
+    def _divide_layers(self, module: nn.Module, styles: Mapping[str, str]) -> dict[str, dict[str, nn.Module]]:
+        """Divides those layers that this rank has, in place; returns those of each style, by their names."""
+        parts = {name: module.get_submodule(name) for name in styles}
+        held = {name: part for name, part in parts.items() if next(part.parameters(), None) is not None}
+        if styles:
+            own = {name: styles[name] for name in held}
+            divide(module, part_of(self._ranks, "tensor"), own, self.materialise)
         found: dict[str, dict[str, nn.Module]] = {}
-        for name, style in divide(module, mesh, plan, self.materialise, staged=self.runs_passes).items():
-            found.setdefault(style, {})[name] = module.get_submodule(name)
+        for name, part in held.items():
+            found.setdefault(styles[name], {})[name] = part
         self._summed = list(found.get(SUMMED, {}).values())
         return found
 
@@ -201,15 +223,20 @@ class Mesh(Zero3[MeshOptions]):
         stage_of = first_of_all(found.stage_of)  # batches of other shapes might be cut elsewhere
         group = part_of(self._ranks, "pipeline").get_group()
         own = range(group.rank(), options.stages_per_rank * group.size(), group.size())
-        if self._sizes.tensor > 1:
-            self._divide_layers(module)
-        leave(module, [name for name, stage in stage_of.items() if stage in own], self._device)
+        styles = self._styles(module)
+        here, others = ([name for name, at in stage_of.items() if (at in own) == mine] for mine in (True, False))
+        leave(module, here, others, found.read)
+        self._divide_layers(module, styles)
         stages = [Stage(module, [name for name in stage_of if stage_of[name] == number]) for number in own]
         for stage in stages:
             present = {type(part).__name__ for part in stage.modules()}
             classes = [name for name in options.wrap_classes if name in present]
             self._divided(stage, replace(options, wrap_classes=classes))
             stage.give_back()
+        self.materialise(module)  # the buffers between layers
+        for part in module.modules():
+            held = [(name, buffer) for name, buffer in part._buffers.items() if buffer is not None]
+            part._buffers.update((name, buffer.to(self._device)) for name, buffer in held)
         self._pipe = Pipe(
             module,
             stages,
@@ -228,6 +255,10 @@ class Mesh(Zero3[MeshOptions]):
         """Returns the user's module, of which this rank may have some parameters only."""
         return module.module if isinstance(module, Pipe) else module
 
+    def shown(self, module: nn.Module) -> nn.Module:
+        """Returns what stands for a pipeline: it has the methods of the user's module, and no parts."""
+        return StandIn(module.module, module.__call__) if isinstance(module, Pipe) else module
+
     def run_pass(
         self, module: nn.Module, batch: Batch, step: Step, scale: float, autocast: AbstractContextManager[Any]
     ) -> tuple[torch.Tensor, Sums]:
@@ -245,24 +276,13 @@ class Mesh(Zero3[MeshOptions]):
         # A rank without rows has weights of zero for its placeholders, and others may have none.
         weight, loss_weight = (each if self._exchange.flags & bit else None for bit, each in enumerate(weights, 1))
         every = replace(batch, inputs=tuple(inputs), label=label, weight=weight, loss_weight=loss_weight)
-        compares, self._compared_step = not self._compared_step, True
-        metrics: dict[str, Any] = {}
-
-        def loss(output: Any, first: int, last: int) -> torch.Tensor:
-            tensors = iter(tensor[first:last] for tensor in given.tensors)
-            rows = [next(tensors) if i in given.places else value for i, value in enumerate(given.values)]
-            stands = StandIn(module.module, once(output, replace(given, values=rows), compare=compares))
-            found, sums = step(stands, slice_of(every, first, last))
-            for name, (value, count) in sums.items():
-                before = metrics.get(name, (0.0, 0.0))
-                metrics[name] = before[0] + value, before[1] + count
-            return found
-
+        losses = MicroLosses(step, module.module, every, given, compare=not self._compared_step)
+        self._compared_step = True
         try:
-            total = module.train_rows(given, loss, scale, autocast)
+            total = module.train_rows(given, losses, scale, autocast)
         finally:
             self._exchange.restore()
-        return total / self._sharing.size(), metrics
+        return total / self._sharing.size(), losses.metrics
 
     def own_state(self) -> dict[str, torch.Tensor]:
         """Returns the most rows of a pass so far, to which others are padded."""
@@ -330,24 +350,30 @@ class Mesh(Zero3[MeshOptions]):
 
     def saves(self, name: str) -> bool:
         """Returns whether this rank saves an unsharded tensor; of a stage, a rank of that stage does."""
-        if self.runs_passes and name.startswith(OPTIMIZER):
+        if self.runs_passes and (name.startswith(OPTIMIZER) or name.partition(".")[2] in self._pipe.own_names):
             others = (part_of(self._ranks, name) for name in ("data", "shard", "tensor"))
             return all(part.get_local_rank() == 0 for part in others)
-        if self.whole_stages and name.partition(".")[2] in self._own_names:
-            return True
         return super().saves(name)
 
-    @cached_property
-    def _own_names(self) -> Collection[str]:
-        """Names of the parameters of this rank's stages."""
-        return set(parameter_names(self._pipe.module).values())
+    def common_buffers(self, module: nn.Module) -> Iterable[torch.Tensor]:
+        """Returns the buffers that all ranks have; those of a stage's layers, no forward pass changes."""
+        return self._pipe.common_buffers if self.runs_passes else super().common_buffers(module)
+
+    def shares(self, module: nn.Module, *, copy: bool = False) -> dict[str, torch.Tensor]:
+        """Returns this rank's shards by name; of a pipeline, those of its stages."""
+        if not isinstance(module, Pipe):
+            return super().shares(module, copy=copy)
+        with self.evaluating(module):
+            self._let_go(module)
+            found = module.shares()
+            return {name: tensor.cpu().clone() for name, tensor in found.items()} if copy else found
 
     def gradient_norm(self, module: nn.Module) -> torch.Tensor:
         """Returns the norm of the whole model's gradients, of which some ranks have copies."""
         if self.alone:
             return super().gradient_norm(module)
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        for count, gradients in _by_copies(module, self._world.world_size).items():
+        for count, gradients in gradients_by_copies(module, self._world.world_size).items():
             total += nn.utils.get_total_norm(gradients).to(self._device, torch.float64).square() / count
         dist.all_reduce(total)
         return total.sqrt()
@@ -367,7 +393,7 @@ class Mesh(Zero3[MeshOptions]):
         """Clips each rank's part of the gradients; torch's functions take no tensors of several meshes."""
         if self.alone:
             return super().clip_gradients(module, norm=norm, value=value)
-        own = [part for parts in _by_copies(module, self._world.world_size).values() for part in parts]
+        own = [part for parts in gradients_by_copies(module, self._world.world_size).values() for part in parts]
         if value is not None and own:
             torch._foreach_clamp_min_(own, -value)
             torch._foreach_clamp_max_(own, value)
@@ -378,13 +404,3 @@ class Mesh(Zero3[MeshOptions]):
         if own:
             torch._foreach_mul_(own, factor.to(own[0].device, torch.float32))
         return total
-
-
-def _by_copies(module: nn.Module, ranks: int) -> dict[int, list[torch.Tensor]]:
-    """Returns this rank's parts of the gradients, by the number of ranks that have the same part."""
-    found: dict[int, list[torch.Tensor]] = {}
-    for parameter in module.parameters():
-        if parameter.grad is not None:
-            count = copies(parameter.grad, ranks) if hasattr(parameter.grad, "device_mesh") else 1  # of whole stages
-            found.setdefault(count, []).append(local(parameter.grad))
-    return found

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -62,7 +63,21 @@ def strategy_options(name: str, params: Mapping[str, Any]) -> Any:
     Raises:
         ConfigError: The strategy has no such option, or an option is out of range.
     """
-    return from_dict(strategy_type(name).options_type, params, where="strategyParams")
+    kind = strategy_type(name).options_type
+    unknown = params.keys() - _names(kind)
+    owners = [each for each, other in STRATEGIES.items() if unknown <= _names(other.options_type)] if unknown else []
+    if owners:
+        raise ConfigError(
+            f"strategyParams.{min(unknown)} is no option of strategy {name!r}",
+            hint=f"set strategy={' or '.join(map(repr, owners))}, which has it, or leave it out",
+            param="strategyParams",
+        )
+    return from_dict(kind, params, where="strategyParams")
+
+
+def _names(options: type[Any]) -> set[str]:
+    """Returns the names of options."""
+    return {each.name for each in fields(options)}
 
 
 def resumable() -> str:
@@ -112,12 +127,13 @@ def check_loop(config: TrainConfig) -> None:
         )
 
 
-def check_module(config: TrainConfig, recipe: Recipe, module: nn.Module, batch: Batch) -> None:
+def check_module(config: TrainConfig, recipe: Recipe, workers: int, module: nn.Module, batch: Batch) -> None:
     """Refuses options of the strategy that do not suit the module.
 
     Args:
         config: Names the strategy.
         recipe: What is trained.
+        workers: Number of workers.
         module: The module.
         batch: A few rows, with which the module can be called.
 
@@ -135,8 +151,8 @@ def check_module(config: TrainConfig, recipe: Recipe, module: nn.Module, batch: 
             )
     options = strategy_options(config.strategy, config.strategy_params)
     strategy = strategy_type(config.strategy)
-    strategy.check_module(options, recipe, module)
-    strategy.check_call(options, module, batch)
+    strategy.check_module(options, recipe, module, workers)
+    strategy.check_call(options, recipe, module, batch)
     if config.model_folder and any(isinstance(getattr(part, "peft_config", None), dict) for part in module.modules()):
         raise ModuleError(
             "modelDir is set, and the module has adapters, whose base is not divided",

@@ -52,40 +52,26 @@ _NUMBERS_OF_HEADS = ("num_attention_heads", "num_key_value_heads")
 
 
 def divide(
-    module: nn.Module,
-    mesh: DeviceMesh,
-    plan: Mapping[str, str],
-    materialise: Callable[[nn.Module], None],
-    *,
-    staged: bool = False,
-) -> dict[str, str]:
+    module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str], materialise: Callable[[nn.Module], None]
+) -> None:
     """Divides layers of a module among the ranks of a mesh of one dimension, in place.
 
     What "sum_gradients" and "colwise_own_rows" need besides is left to the caller: to sum gradients over these ranks,
     and to exchange columns for rows.
 
-    Returns:
-        The style of each layer, by its name.
-
     Args:
         module: The module, with the same parameters in every rank.
         mesh: The ranks of this rank's group.
-        plan: As in `MeshOptions.plan`.
+        styles: The style of each layer, as from `check_plan`.
         materialise: Gives a layer its values before it is divided.
-        staged: Whether the module is one of a pipeline.
-
-    Raises:
-        ConfigError: The plan does not fit the module.
-        ModuleError: The module cannot be divided.
     """
     parts = dict(module.named_modules())
-    found = check_plan(module, plan, mesh.size(), staged=staged)
-    for name, kind in found.items():
+    for name, kind in styles.items():
         if kind != SUMMED:
             materialise(parts[name])
             _divide(name, parts[name], kind, mesh)
     inplace = any(getattr(part, "inplace", False) for part in parts.values())
-    for name in found.keys() - {name for name, kind in found.items() if kind in (SUMMED, HEADS)}:
+    for name in styles.keys() - {name for name, kind in styles.items() if kind in (SUMMED, HEADS)}:
         if isinstance(part := parts[name], nn.Embedding):
             part.register_forward_pre_hook(_check_index)
         elif inplace:  # what a divided layer returns is a view, which nothing may change in place
@@ -93,7 +79,6 @@ def divide(
     for part in parts.values():
         if isinstance(part, nn.TransformerEncoder):
             part.use_nested_tensor = False  # it makes nested tensors for kernels that take whole layers
-    return found
 
 
 def _divide(name: str, part: Any, kind: str, mesh: DeviceMesh) -> None:
@@ -200,6 +185,13 @@ def check_plan(module: nn.Module, plan: Mapping[str, str], size: int, *, staged:
             name: style for pair in _known_pairs(module) if _all_divide(module, pair, size) for name, style in pair
         }
     found |= {f"{name}.{PROJECTION}": "rowwise" for name, style in found.items() if style == HEADS}
+    if not any(type(part) in DIVIDED for part in module.modules()):
+        raise ConfigError(
+            f"strategyParams.tensor is {size}, and {type(module).__name__} has no nn.Linear and no nn.Embedding, which "
+            "alone are divided",
+            hint="divide parameters with strategyParams.shard, or layers among stages with strategyParams.pipeline",
+            param=_PARAM,
+        )
     if not found:
         raise ConfigError(
             f"strategyParams.tensor is {size}, and {type(module).__name__} has no layers that are known to be divisible"

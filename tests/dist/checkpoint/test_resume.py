@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from sparktorch import Callback
 from sparktorch.errors import PersistenceError
@@ -68,13 +69,41 @@ class Tallies(Counts):
         self.seen = state["seen"]["sum"]
 
 
+class Wear(nn.Module):
+    """Counts its passes in training, as extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += self.training
+        return x
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.tensor(self.passes)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.passes = int(state)
+
+
+class Worn(Noisy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wear = Wear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.wear(x))
+
+
 @pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 3), ("zero1", 2), ("zero2", 2), ("zero3", 3), ("mesh", 4)])
 def test_the_weights_are_the_same_to_the_last_bit(strategy: str, ranks: int, tmp_path: Path) -> None:
     calm, rough = tmp_path / "calm", tmp_path / "rough"
     calm.mkdir()
     rough.mkdir()
-    config = STRATEGIES[strategy]
+    config = {"module": Worn, **STRATEGIES[strategy]}
     expected, wanted = train_on(parts(ranks), job_for(calm, Counts(calm), **config))
+    assert expected["wear._extra_state"] >= EPOCHS * STEPS
     step = STEPS + 3 + ranks  # somewhere in the second epoch
     killed(job_for(rough, Counts(rough, rank=1, step=step), **config), ranks)
     left = CheckpointStore(str(rough / "checkpoints")).steps()

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import torch
 from torch import nn
@@ -16,13 +17,15 @@ from torch import nn
 from sparktorch import Callback
 from sparktorch.base.batch import Batch
 from sparktorch.base.config import CheckpointConfig
-from sparktorch.data.columns import VALIDATION
+from sparktorch.data.columns import VALIDATION, TensorSpec
 from sparktorch.errors import ConfigError, ModuleError
+from sparktorch.train.recipe.dry_run import dry_run
 from sparktorch.train.strategies.mesh import MeshOptions
 from sparktorch.train.strategies.registry import check_module, check_strategy
 from sparktorch.worker import TrainJob
 from tests.dist.strategies.test_strategies import PARTED, TABLE, job_for, plain
 from tests.dist.train import test_huggingface as texts
+from tests.support.frames import replaced
 from tests.support.nets import Chain, Paired
 from tests.support.ranks import control_server, run_ranks, train_on
 from tests.support.resume import Counts
@@ -274,10 +277,56 @@ def noisy(module: nn.Module, batch: Batch) -> torch.Tensor:
     return found
 
 
+class Encoding(Paired):
+    """Has methods and a property that call it, or its parts."""
+
+    factor = 2.0
+
+    @property
+    def width(self) -> int:
+        return self.norm.weight.shape[0]
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.second(self.norm(self.first(x))).squeeze(-1)
+        return found
+
+    def again(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self(x) * self.factor
+        return found
+
+
+def scaled(module: Any, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    assert batch.label is not None
+    error = module.scaled(batch.inputs[0]) - batch.label.float()
+    return error**2, {"error": error.abs()}
+
+
+def encoded(module: Any, batch: Batch) -> torch.Tensor:
+    found: torch.Tensor = module.encode(batch.inputs[0]) - batch.label
+    return found**2
+
+
+def inherited(module: Any, batch: Batch) -> torch.Tensor:
+    found: torch.Tensor = module.again(batch.inputs[0]) - batch.label
+    return found**2
+
+
+def widened(module: Any, batch: Batch) -> torch.Tensor:
+    found: torch.Tensor = module(batch.inputs[0]) - batch.label
+    return found**2 / module.width
+
+
+def constant(module: Any, batch: Batch) -> torch.Tensor:
+    return batch.inputs[0].mean(1)
+
+
 @LANDING
 def test_a_training_step_computes_losses_and_metrics_in_the_last_stage() -> None:
     parts = [part.batches() for part in TABLE.parts(4)]
-    recipe = {"module": Paired, "loss": None, "training_step": squares}
+    recipe = {"module": Encoding, "loss": None, "training_step": scaled}
     mine, metas = train_on(parts, pipeline_job({"pipeline": 2, "tensor": 2}, recipe=recipe))
     other, expected = train_on([TABLE.batches()], job_for(recipe=recipe))
     torch.testing.assert_close(mine, other, atol=1e-5, rtol=0)
@@ -285,18 +334,40 @@ def test_a_training_step_computes_losses_and_metrics_in_the_last_stage() -> None
         assert metas[0]["history"][-1][name] == pytest.approx(expected[0]["history"][-1][name], rel=1e-5)
 
 
-@LANDING
 @pytest.mark.parametrize(
     ("step", "says"),
     [
         (noisy, r"(?s)with other values for some rows.*draw random numbers in preprocess"),
         (twice, "calls the module more than once"),
         (penalised, "uses parameters of the module"),
+        (encoded, "uses 'second' of the module|uses 'first' of the module"),
+        (widened, "uses 'norm' of the module"),
+        (inherited, "fails where a pipeline stands for its module: TypeError: super"),
+        (constant, "does not call the module"),
     ],
 )
-def test_a_training_step_that_needs_more_than_one_call_of_the_module_is_refused(step: Any, says: str) -> None:
-    recipe = {"module": Paired, "loss": None, "training_step": step}
-    with pytest.raises(ModuleError, match=says):
+def test_a_training_step_that_needs_more_than_one_call_of_the_module_is_refused_before_the_job(
+    step: Any, says: str
+) -> None:
+    job = pipeline_job({"pipeline": 2}, recipe={"module": Encoding, "loss": None, "training_step": step})
+    inputs, label, check = {"x": torch.ones(2, 5)}, torch.ones(2), partial(check_module, job.config, job.recipe, 2)
+    for values in (True, False):
+        if values or step is not noisy:
+            with pytest.raises(ModuleError, match=says):
+                dry_run(job.recipe, "regression", 0, inputs, label, check=check, values=values)
+
+
+def centred(module: nn.Module, batch: Batch) -> torch.Tensor:
+    assert batch.label is not None
+    inputs = batch.inputs[0]
+    found: torch.Tensor = (module(inputs - inputs.mean(0)) - batch.label.float()) ** 2
+    return found
+
+
+@LANDING
+def test_a_training_step_that_mixes_rows_is_refused_in_its_first_step() -> None:
+    recipe = {"module": Paired, "loss": None, "training_step": centred}
+    with pytest.raises(ModuleError, match="with other values for some rows than for all of them"):
         train_on([part.batches() for part in TABLE.parts(2)], pipeline_job({"pipeline": 2}, recipe=recipe))
 
 
@@ -311,6 +382,40 @@ def test_a_model_of_transformers_is_cut_between_its_layers(precision: str) -> No
     found, _ = train_on([part.batches() for part in table.parts(2)], job)
     expected, _ = train_on([table.batches()], texts.job_for(table, llama(), precision=precision))
     torch.testing.assert_close(found, expected, atol=1e-5 if precision == "fp32" else 3e-2, rtol=0)
+
+
+class Pooled(Paired):
+    """The mean over the elements of a row, of which there may be none."""
+
+    def __init__(self) -> None:
+        super().__init__(inputs=1)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        out = torch.tanh(self.norm(self.first(x.unsqueeze(-1)))) * mask.unsqueeze(-1)
+        result: torch.Tensor = self.second(out.sum(1) / mask.sum(1, keepdim=True).clamp(min=1)).squeeze(-1)
+        return result
+
+
+def shortened(batches: list[pa.RecordBatch]) -> list[pa.RecordBatch]:
+    """Leaves each row some of its features."""
+    rows = [[row[: int(abs(row[0]) * 10) % 6] for row in batch.column("x0").to_pylist()] for batch in batches]
+    return [
+        replaced(batch, "x0", pa.array(each, pa.list_(pa.float32()))) for batch, each in zip(batches, rows, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes"), [(2, {"tensor": 2}), pytest.param(4, {"pipeline": 2, "data": 2}, marks=LANDING)]
+)
+def test_rows_are_padded_to_the_longest_of_the_ranks_that_compute_on_them(ranks: int, sizes: dict[str, Any]) -> None:
+    spec = TensorSpec(name="x0", column="features", dtype="float32", layout="padded", pad=-3)
+    columns = replace(TABLE.columns, inputs=(spec,))
+    jobs = pipeline_job(sizes, recipe={"module": Pooled}), job_for(recipe={"module": Pooled})
+    mine, metas = train_on([shortened(p.batches()) for p in TABLE.parts(ranks)], replace(jobs[0], columns=columns))
+    other, expected = train_on([shortened(TABLE.batches())], replace(jobs[1], columns=columns))
+    torch.testing.assert_close(mine, other, atol=1e-5, rtol=0)
+    records = [found[0]["history"][-1] for found in (metas, expected)]
+    assert records[0]["val_loss"] == pytest.approx(records[1]["val_loss"], abs=1e-5)
 
 
 class Deciding(nn.Sequential):
@@ -383,6 +488,16 @@ class Averaging(Chain):
         return super().forward(x).mean()
 
 
+class Centring(Chain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x - x.mean(0))
+
+
+class Drawing(Chain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + torch.rand_like(x))
+
+
 class Remembering(Chain):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls = getattr(self, "calls", 0) + 1
@@ -438,6 +553,18 @@ def sparse() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 4), nn.Embedding(5, 4, sparse=True))
 
 
+class Ageing(nn.Linear):
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.tensor(0)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        pass
+
+
+def ageing() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 4), Ageing(4, 1))
+
+
 def normalised() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
 
@@ -449,6 +576,7 @@ TWO = {"pipeline": 2}
     ("module", "options", "error", "says"),
     [
         (Paired, {"pipeline": 9}, ConfigError, r"(?s)makes 9 stages, and the module has \d layers"),
+        (partial(nn.LSTM, 5, 4), TWO, ConfigError, r"(?s)has 0 layers.*LSTM alone is one layer.*strategyParams.shard"),
         (Chain, {**TWO, "split": ["layers.7"]}, ConfigError, r"(?s)calls no layer 'layers.7'.*layers\.\d"),
         (Chain, {**TWO, "split": ["layers.1", "out"]}, ConfigError, "names 2 layers, and 2 stages begin with 1"),
         (Chain, {"pipeline": 3, "split": ["out", "layers.1"]}, ConfigError, "not called in this order"),
@@ -460,6 +588,7 @@ TWO = {"pipeline": 2}
         (Dropping, TWO, ModuleError, "draws numbers of Python or NumPy"),
         (Straight, TWO, ModuleError, "calls Doubled above its layers"),
         (Averaging, TWO, ModuleError, r"returns a tensor of shape \(\) for 2 rows"),
+        (Centring, TWO, ModuleError, "another output of a row beside another one"),
         (Remembering, TWO, ModuleError, "sets attribute 'calls' of the module"),
         (partial(Scaling, unused=40), TWO, ModuleError, "sets attribute 'scale' of 'layers.0' from outside"),
         (Holding, TWO, ModuleError, "an object with tensors, of type Holder, to 'one'"),
@@ -470,6 +599,7 @@ TWO = {"pipeline": 2}
         (Chain, {**TWO, "schedule": "gpipe", "stages_per_rank": 2}, ConfigError, "take turns by '1f1b'"),
         (normalised, TWO, ModuleError, "1 is batch normalisation"),
         (sparse, TWO, ModuleError, "1 has sparse gradients"),
+        (ageing, TWO, ModuleError, "1 has extra state"),
         (Paired, {"shard": 2, "split": ["norm"]}, ConfigError, "no pipeline ranks"),
         (Paired, {**TWO, "micro_batches": 1}, ConfigError, "'1f1b' keeps 2 ranks busy"),
         (Paired, {**TWO, "schedule": "zigzag"}, ConfigError, "zigzag"),
@@ -480,14 +610,20 @@ def test_what_cannot_be_cut_is_refused_before_the_job(
 ) -> None:
     job = job_for(recipe={"module": module}, strategy="mesh", strategy_params=options)
     with pytest.raises(error, match=says):
-        check_module(job.config, job.recipe, module(), Batch((torch.randn(2, 5),), None, None, 2))
+        check_module(job.config, job.recipe, 2, module(), Batch((torch.randn(2, 5),), None, None, 2))
+
+
+@pytest.mark.parametrize("module", [Drawing, partial(Chain, dropout=0.5)])
+def test_a_module_that_draws_numbers_is_not_taken_for_one_that_mixes_rows(module: Any) -> None:
+    made, job = module(), job_for(recipe={"module": module}, strategy="mesh", strategy_params=TWO)
+    check_module(job.config, job.recipe, 2, made, Batch((torch.ones(2, 5),), None, None, 2))
+    assert made.training
 
 
 @pytest.mark.parametrize(
     ("config", "says"),
     [
         ({"compile": True}, "compile is set"),
-        ({"model_folder": "/shared/model"}, "modelDir is set"),
         ({"precision": "fp16"}, "precision 'fp16' scales the loss, and strategyParams.pipeline"),
         ({"strategy_params": {**TWO, "param_dtype": "bf16"}}, "strategyParams.param_dtype is 'bf16'"),
     ],

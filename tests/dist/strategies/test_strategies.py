@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -289,7 +290,8 @@ def test_tied_parameters_are_gathered_with_the_whole_module() -> None:
         ("ddp", {"bucket_cap_mb": -1}, "strategyParams.bucket_cap_mb must be at least 0, got -1"),
         ("ddp", {"static_graph": True}, "strategyParams.static_graph does not go together with micro-batches"),
         ("ddp", {"comm_hook": "int8"}, "strategyParams.comm_hook 'int8' is unknown"),
-        ("zero2", {"period": 3}, "unknown key strategyParams.period"),
+        ("zero2", {"period": 3}, "strategyParams.period is no option of strategy 'zero2'"),
+        ("zero3", {"pipeline": 2, "min_parameters": 5}, "strategyParams.pipeline is no option of strategy 'zero3'"),
         ("zero3", {"min_parameters": 0}, "strategyParams.min_parameters must be at least 1, got 0"),
         ("zero3", {"param_dtype": "int8"}, "strategyParams.param_dtype 'int8' is unknown"),
         ("localSGD", {"period": 0}, "strategyParams.period must be at least 1, got 0"),
@@ -303,6 +305,19 @@ def test_options_that_a_strategy_does_not_have_are_refused(strategy: str, params
     assert caught.value.what == message
 
 
+@pytest.mark.parametrize(
+    ("params", "hint"),
+    [
+        ({"pipeline": 2, "tensor": 2}, "set strategy='mesh',"),
+        ({"min_parameters": 5}, "set strategy='zero2' or 'zero3'"),
+    ],
+)
+def test_who_gives_an_option_of_another_strategy_is_told_which(params: dict[str, Any], hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_strategy(TrainConfig(strategy="ddp", strategy_params=params), Recipe(module=Tower))
+    assert str(caught.value.hint).startswith(hint)
+
+
 @pytest.mark.parametrize("optimizer", ["Rprop", torch.optim.Adafactor])
 def test_optimizers_of_whole_parameters_are_refused_where_these_are_divided(optimizer: Any) -> None:
     batch = Batch((torch.ones(2, 5),), torch.ones(2), None, 2)
@@ -311,7 +326,40 @@ def test_optimizers_of_whole_parameters_are_refused_where_these_are_divided(opti
             recipe={"optimizer": optimizer, "optimizer_params": {}}, strategy=strategy, strategy_params=params
         )
         with pytest.raises(ConfigError, match="computes with whole parameters"):
-            check_module(job.config, job.recipe, Tower(), batch)
+            check_module(job.config, job.recipe, 2, Tower(), batch)
+
+
+class Tempered(Tower):
+    """Has a parameter without axes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(0.9))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.temperature
+
+
+@pytest.mark.parametrize(
+    ("strategy", "params", "workers", "refused"),
+    [
+        ("zero2", {}, 2, True),
+        ("zero3", {}, 1, False),
+        ("zero3", {"reduce_dtype": "bf16"}, 1, True),
+        ("mesh", {"shard": 2}, 4, True),
+        ("mesh", {"data": 2}, 2, True),
+        ("mesh", {"pipeline": 2}, 2, False),
+        ("mesh", {"pipeline": 2}, 4, True),
+    ],
+)
+def test_scalars_are_refused_where_parameters_are_divided(
+    strategy: str, params: dict[str, Any], workers: int, refused: bool
+) -> None:
+    job = job_for(strategy=strategy, strategy_params=params)
+    batch = Batch((torch.ones(2, 5),), torch.ones(2), None, 2)
+    expected = pytest.raises(ModuleError, match="'temperature' is a scalar") if refused else nullcontext()
+    with expected:
+        check_module(job.config, job.recipe, workers, Tempered(), batch)
 
 
 class Versioned(Tower):
@@ -326,4 +374,4 @@ def test_a_state_that_is_no_tensor_is_refused_before_the_job() -> None:
     batch = Batch((torch.ones(2, 5),), torch.ones(2), None, 2)
     job = job_for(recipe={"module": Versioned})
     with pytest.raises(ModuleError, match="'_extra_state', which is no tensor but of type dict"):
-        check_module(job.config, job.recipe, Versioned(), batch)
+        check_module(job.config, job.recipe, 2, Versioned(), batch)

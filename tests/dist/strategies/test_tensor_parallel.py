@@ -6,6 +6,7 @@ import contextlib
 import copy
 import shutil
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -92,7 +93,7 @@ def test_a_table_of_embeddings_is_divided_by_rows() -> None:
     job = tensor_job({"tensor": 2, "plan": {"table": "rowwise", "o*": "rowwise"}}, recipe={"module": Bags})
     with pytest.raises(ConfigError, match="out"):  # what it takes is not divided, so it must not be either
         check_module(
-            replace(job.config, strategy_params={"tensor": 3, "plan": {"out": "rowwise"}}), job.recipe, Bags(), FEW
+            replace(job.config, strategy_params={"tensor": 3, "plan": {"out": "rowwise"}}), job.recipe, 3, Bags(), FEW
         )
     job = tensor_job({"tensor": 2, "plan": {"table": "rowwise"}}, recipe={"module": Bags})
     state, _ = train_on([part.batches() for part in TABLE.parts(2)], job)
@@ -178,6 +179,7 @@ class Summed(nn.Module):
         ),
         (Tower, {"tensor": 3, "plan": {"tied": "colwise"}}, ConfigError, "whose weights are tied"),
         (Tower, {"tensor": 3}, ConfigError, "no layers that are known"),
+        (partial(nn.LSTM, 5, 4), {"tensor": 2}, ConfigError, r"(?s)LSTM has no nn.Linear.*strategyParams.shard"),
         (Normalised, {"tensor": 2}, ModuleError, "1 is batch normalisation"),
         (Paired, {"shard": 2, "plan": {"first.0": "colwise"}}, ConfigError, "no tensor ranks"),
         (Paired, {"tensor": 2, "plan": {"first.0": "columns"}}, ConfigError, "first.0"),
@@ -188,7 +190,7 @@ def test_what_cannot_be_divided_is_refused_before_the_job(
 ) -> None:
     job = job_for(recipe={"module": module}, strategy="mesh", strategy_params=options)
     with pytest.raises(error, match=says):
-        check_module(job.config, job.recipe, module(), FEW)
+        check_module(job.config, job.recipe, 2, module(), FEW)
 
 
 def test_heads_that_cannot_be_divided_and_losses_of_rows_are_refused_before_the_job() -> None:
@@ -202,7 +204,7 @@ def test_heads_that_cannot_be_divided_and_losses_of_rows_are_refused_before_the_
         config = job_for(strategy="mesh", strategy_params={"tensor": tensor}).config
         check_strategy(config, recipe)
         with pytest.raises(ConfigError, match=says):
-            check_module(config, recipe, recipe.build_module(0), FEW)
+            check_module(config, recipe, 4, recipe.build_module(0), FEW)
 
 
 def test_a_module_without_a_row_for_each_row_is_refused_in_the_rank() -> None:
@@ -385,4 +387,4 @@ def test_layers_that_compute_in_their_own_way_are_refused(part: nn.Module, says:
     module = nn.ModuleDict({"part": part})
     config = tensor_job({"tensor": 2, "plan": {"part": "rowwise"}}).config
     with pytest.raises(ConfigError, match=says):
-        check_module(config, Recipe(module=module), module, FEW)
+        check_module(config, Recipe(module=module), 2, module, FEW)

@@ -13,13 +13,17 @@ import transformers
 from torch import nn
 
 from sparktorch import Callback
-from sparktorch.base.deferred import deferred
+from sparktorch.base.batch import Batch
+from sparktorch.base.deferred import Deferred, deferred
 from sparktorch.base.state_dict import unpacked_weights
+from sparktorch.base.tape import is_fake
 from sparktorch.base.weights_folder import INDEX, WeightsFolder
 from sparktorch.base.world import World
 from sparktorch.errors import PersistenceError
 from sparktorch.train import model_folder
+from sparktorch.train.dtensor import local
 from sparktorch.train.engine import Engine
+from sparktorch.train.pipeline.setup import staged
 from sparktorch.train.recipe.huggingface import opened
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.weights import Weights
@@ -30,6 +34,7 @@ from tests.support.ranks import control_server, in_group, run_ranks, train_on
 from tests.support.resume import STEPS, Counts, killed, timeless
 from tests.support.resume import job_for as checkpointed
 from tests.support.resume import parts as noisy_parts
+from tests.support.staged_nets import Keeping
 from tests.support.tiny_transformers import bert, gpt2, llama, vit
 from tests.unit.base.test_deferred import check_values
 
@@ -43,6 +48,17 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "copies of shards": (4, {"strategy": "mesh", "strategy_params": {**PARTED, "shard": 2}}),
     "shards of layers": (4, {"strategy": "mesh", "strategy_params": {**PARTED, "shard": 2, "tensor": 2}}),
+}
+
+
+# Of tensors of `Keeping` that have several names.
+OTHER_NAMES = {"out.weight", *(f"aliases.out.{name}" for name in ("weight", "bias", "factor"))}
+READ_BY_ALL = {"out.factor", "aliases.out.factor"}
+STAGES: dict[str, tuple[int, dict[str, Any]]] = {
+    "stages": (2, {"pipeline": 2}),
+    "two stages of each rank": (2, {"pipeline": 2, "stages_per_rank": 2}),
+    "shards of stages": (4, {"pipeline": 2, "shard": 2}),
+    "layers of stages": (4, {"pipeline": 2, "tensor": 2}),
 }
 
 
@@ -120,6 +136,56 @@ def test_ranks_that_outlive_their_attempt_change_no_model(tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case == "stages" else [pytest.mark.landing]) for case in STAGES]
+)
+def test_stages_are_written_as_one_process_trains_them(case: str, tmp_path: Path) -> None:
+    ranks, sizes = STAGES[case]
+    common: dict[str, Any] = {"recipe": {"module": Keeping}, "epochs": 4, "patience": 1, "ema_decay": 0.5}
+    expected, wanted = train_on([TABLE.batches()], job_for(**common))
+    job = job_for(strategy="mesh", strategy_params={**PARTED, **sizes}, **common)
+    state, metas = train_on(parts(ranks), into(tmp_path, job))
+    torch.testing.assert_close(state, {name: expected[name] for name in state}, atol=1e-5, rtol=0)
+    assert expected.keys() - state.keys() == OTHER_NAMES
+    losses = [[record["val_loss"] for record in found[0]["history"]] for found in (metas, wanted)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
+def _made_real(world: World, folder: str, sizes: dict[str, Any]) -> tuple[set[str], int]:
+    """Returns the names of the tensors that the rank has given values, and the bytes of what it has in the end."""
+    made = set[str]()
+    value_of = Deferred._made
+
+    def noted(self: Deferred, tensor: torch.Tensor) -> torch.Tensor:
+        made.update(self._names.get(id(tensor), ["plain"]))
+        return value_of(self, tensor)
+
+    Deferred._made = noted  # type: ignore[method-assign]
+    params = {"min_parameters": 20, **sizes}
+    config = replace(job_for(strategy="mesh", strategy_params=params).config, model_folder=folder)
+    example = Batch((torch.zeros(2, 5),), None, None, 2)
+    engine = Engine(Recipe(module=Keeping, optimizer="SGD"), config, world, steps=1, example=lambda: example)
+    plain = engine.unwrapped
+    left = [*plain.parameters(), *plain.buffers(), *(vars(part).get("plain") for part in plain.modules())]
+    assert not any(map(is_fake, left))
+    return made, sum(local(parameter).nbytes for parameter in plain.parameters())
+
+
+@pytest.mark.parametrize("case", ["shards of stages", "layers of stages"])
+def test_a_rank_of_a_pipeline_makes_the_tensors_of_its_stages_real_and_no_others(case: str, tmp_path: Path) -> None:
+    ranks, sizes = STAGES[case]
+    found = in_group(ranks, _made_real, str(tmp_path / "model"), sizes)
+    made, held = zip(*found, strict=True)
+    first, last = made[0], made[-1]
+    assert [names for names in made if names not in (first, last)] == []
+    assert first & last == READ_BY_ALL
+    whole = Keeping()
+    named = {name for name, _ in [*whole.named_parameters(remove_duplicate=False), *whole.named_buffers()]}
+    assert first | last >= named - {"shift"}  # which is made of a number, and has its value from the start
+    size = sum(parameter.nbytes for parameter in whole.parameters())
+    assert max(held) < 0.75 * size / 2 if case == "layers of stages" else max(held) <= size / 2
+
+
 def test_statistics_are_those_of_rank_0(tmp_path: Path) -> None:
     job = job_for(recipe={"module": Statistics}, strategy="zero3", strategy_params=PARTED)
     expected, _ = train_on(parts(2), job)
@@ -136,19 +202,42 @@ def jumping(folder: Path, callback: Callback | None, **config: Any) -> TrainJob:
     return into(folder, replace(made, recipe=replace(made.recipe, scheduler=None, scheduler_params={}, **recipe)))
 
 
-def test_the_best_weights_of_before_a_kill_are_kept_on_any_mesh(tmp_path: Path) -> None:
-    shards = {"strategy": "zero3", "strategy_params": {"min_parameters": 60}}
-    expected, wanted = train_on(noisy_parts(2), jumping(tmp_path, None, **shards))
-    losses = [record["val_loss"] for record in wanted[0]["history"]]
+SHARDS = {"strategy": "zero3", "strategy_params": {"min_parameters": 60}}
+PIPELINE, BOTH = (
+    {"strategy": "mesh", "strategy_params": {"min_parameters": 60, "pipeline": 2, **more}}
+    for more in ({}, {"shard": 2})
+)
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """The best weights, and the losses of all validations."""
+    state, metas = train_on(noisy_parts(2), jumping(tmp_path_factory.mktemp("calm"), None, **SHARDS))
+    return state, [record["val_loss"] for record in metas[0]["history"]]
+
+
+@pytest.mark.parametrize(
+    ("before", "ranks", "after"),
+    [
+        pytest.param(SHARDS, 2, SHARDS, id="same"),
+        pytest.param(SHARDS, 4, BOTH, id="of shards, on a pipeline of shards"),
+        pytest.param(PIPELINE, 2, SHARDS, id="of a pipeline, on shards", marks=pytest.mark.landing),
+    ],
+)
+def test_the_best_weights_of_before_a_kill_are_kept_on_any_mesh(
+    before: dict[str, Any],
+    ranks: int,
+    after: dict[str, Any],
+    calm: tuple[dict[str, torch.Tensor], list[float]],
+    tmp_path: Path,
+) -> None:
+    expected, losses = calm
     best = losses.index(min(losses))
     assert len(losses) < 40
-    mesh = {"strategy": "mesh", "strategy_params": {"min_parameters": 60, "shard": 2}}
-    for ranks, config in ((2, shards), (4, mesh)):
-        folder = tmp_path / str(ranks)
-        folder.mkdir()
-        killed(jumping(folder, Counts(folder, rank=1, step=(best + 1) * STEPS + 9), **shards), 2)
-        state, _ = train_on(noisy_parts(ranks), jumping(folder, None, **config))
-        assert all(torch.equal(state[name], expected[name]) for name in expected)
+    killed(jumping(tmp_path, Counts(tmp_path, rank=1, step=(best + 1) * STEPS + 9), **before), 2)
+    state, _ = train_on(noisy_parts(ranks), jumping(tmp_path, None, **after))
+    for name in expected:
+        torch.testing.assert_close(state[name], expected[name], atol=1e-5 if before is PIPELINE else 0, rtol=0)
 
 
 class Wide(nn.Module):
@@ -163,26 +252,36 @@ class Wide(nn.Module):
         return found
 
 
-def _grown(world: World, folder: str) -> list[float]:
+def _grown(world: World, folder: str, strategy: str, sizes: dict[str, Any]) -> list[float]:
     """Returns by how many MB the rank's memory has grown at most: built, and written."""
 
     def most() -> float:
         return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 1e3
 
-    config = replace(
-        job_for(strategy="zero3", strategy_params={"min_parameters": 1_000_000}).config, model_folder=folder
-    )
+    params = {"min_parameters": 1_000_000, **sizes}
+    config = replace(job_for(strategy=strategy, strategy_params=params).config, model_folder=folder)
+    example = Batch((torch.zeros(2, 1024),), None, None, 2)
     deferred(lambda: nn.Linear(2, 2))  # imports a part of torch's compiler
+    if sizes:
+        staged(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), 2, [], Batch((torch.zeros(2, 2),), None, None, 2))
     before = most()
-    engine = Engine(Recipe(module=Wide, optimizer="SGD"), config, world, steps=1)
+    engine = Engine(Recipe(module=Wide, optimizer="SGD"), config, world, steps=1, example=lambda: example)
     built = most()
     Weights(engine, config, world).result(None)
     return [built - before, most() - before]
 
 
-def test_no_rank_ever_holds_the_whole(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "sizes"),
+    [
+        ("zero3", {}),
+        pytest.param("mesh", {"pipeline": 4}, marks=pytest.mark.landing),
+        pytest.param("mesh", {"pipeline": 2, "shard": 2}, marks=pytest.mark.landing),
+    ],
+)
+def test_no_rank_ever_holds_the_whole(strategy: str, sizes: dict[str, Any], tmp_path: Path) -> None:
     whole = 268.4
-    for built, written in in_group(4, _grown, str(tmp_path / "model")):
+    for built, written in in_group(4, _grown, str(tmp_path / "model"), strategy, sizes):
         assert whole / 4 < built < whole / 2
         assert written < 0.75 * whole  # its share, and that of the model which it writes
     files = list((tmp_path / "model").glob("*.safetensors"))

@@ -83,7 +83,9 @@ def test_it_is_the_model_that_fits_return(fitted: TorchClassificationModel, fram
 
 def test_metrics_and_early_stopping_are_those_of_fits(marked: DataFrame, tmp_path: Path) -> None:
     metrics = {"area": "MulticlassAUROC"}
-    validated = partial(asked, validationIndicatorCol="held_out", metrics=metrics, earlyStoppingPatience=1, epochs=4)
+    stages = {"strategy": "mesh", "strategyParams": {"pipeline": 2}}
+    shown = {"validationIndicatorCol": "held_out", "metrics": metrics}
+    validated = partial(asked, **stages, **shown, earlyStoppingPatience=1, epochs=4)
     parted, whole = validated(modelDir=str(tmp_path)).fit(marked), validated().fit(marked)
     names = ("loss", "val_loss", "val_accuracy", "val_area")
     for one, other in zip(parted.summary.history, whole.summary.history, strict=True):

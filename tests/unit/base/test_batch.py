@@ -61,3 +61,12 @@ def test_a_batch_loses_the_tokens_behind_its_longest_row() -> None:
     batch = Batch((mask, ids, torch.ones(2, 3)), None, None, 2, names=names, tokens=tokens)
     assert [tuple(tensor.shape) for tensor in batch.trimmed().inputs] == [(2, 2), (2, 2), (2, 3)]
     assert [tuple(tensor.shape) for tensor in batch.slice(1, 2).trimmed().inputs] == [(1, 1), (1, 1), (1, 3)]
+
+
+def test_padded_inputs_are_made_longer_with_their_own_value_and_a_mask_without_data() -> None:
+    values, mask = torch.ones(2, 3, 4), torch.ones(2, 3, dtype=torch.bool)
+    batch = Batch((torch.zeros(2), values, mask), None, None, 2, lengths={1: torch.tensor([3, 2])}, pads={1: -7.0})
+    found = batch.padded({1: 5})
+    assert torch.equal(found.inputs[1], torch.cat([values, torch.full((2, 2, 4), -7.0)], 1))
+    assert torch.equal(found.inputs[2], torch.cat([mask, torch.zeros(2, 2, dtype=torch.bool)], 1))
+    assert found.inputs[0] is batch.inputs[0]

@@ -21,3 +21,14 @@ def test_scaling_to_a_smaller_or_larger_batch_starts_from_the_users_own_rate(ref
         rates.append(schedule.learning_rate)
     target = 0.1 * 64 / reference
     assert rates == pytest.approx([0.1 + (target - 0.1) * share for share in (0.25, 0.5, 0.75, 1, 1)])
+
+
+def test_what_is_restored_keeps_the_kernels_of_how_parameters_are_divided_now() -> None:
+    config = TrainConfig(batch_size=64, warmup_steps=0)
+    saved, found = (
+        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=rate, fused=fused)
+        for rate, fused in ((0.2, True), (0.1, None))
+    )
+    before, after = (Schedule(Recipe(module="none"), config, optimizer, steps=3) for optimizer in (saved, found))
+    after.load_state_dict(before.state_dict())
+    assert (found.param_groups[0]["lr"], found.param_groups[0]["fused"]) == (0.2, None)

@@ -9,12 +9,16 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from sparktorch.base.batch import Batch
+from sparktorch.base.deferred import deferred
+from sparktorch.base.tape import is_fake
 from sparktorch.errors import SparkTorchError
 from sparktorch.train.pipeline.programs import Stage, programs
 from sparktorch.train.pipeline.recording import Twin
+from sparktorch.train.pipeline.setup import staged
 from sparktorch.train.pipeline.stages import cut, layers_of
 from tests.support.nets import Chain, Paired
-from tests.support.staged_nets import Attending, Doubling, Sharing, Winding, in_place, normed
+from tests.support.staged_nets import Attending, Doubling, Keeping, Sharing, Winding, in_place, normed
 
 Module = Callable[[], nn.Module]
 
@@ -82,7 +86,20 @@ def test_a_layer_that_is_called_again_is_cut_around() -> None:
         assert set(placed.values()) == set(range(count))
 
 
-@pytest.mark.parametrize("make", [Chain, Paired, Doubling, Winding, Attending, Sharing, in_place, normed])
+def test_a_module_without_values_is_cut_like_one_with_them() -> None:
+    rows = Batch((torch.ones(2, 5),), None, None, 2)
+    expected, built = staged(Keeping(), 2, [], rows), deferred(Keeping, exact=False)
+    found = [staged(built.module, 2, [], rows)]
+    with built.mode:  # as in a dry run
+        found.append(staged(built.module, 2, [], Batch((built.mode.from_tensor(torch.ones(2, 5)),), None, None, 2)))
+    for each in found:
+        assert (each.stage_of, each.read) == (expected.stage_of, expected.read)
+    assert all(map(is_fake, built.module.parameters()))
+    twin = Twin(built.module, torch.device("cuda"))  # where a rank computes, not where its module was built
+    assert {tensor.device.type for tensor in twin.module.state_dict().values()} == {"cuda"}
+
+
+@pytest.mark.parametrize("make", [Chain, Paired, Doubling, Winding, Attending, Sharing, Keeping, in_place, normed])
 def test_stages_compute_what_the_module_does_wherever_it_is_cut(make: Module) -> None:
     tried = 0
     for split in cuts_of(make):
