@@ -128,7 +128,7 @@ def attention(world: World) -> dict[str, Any]:
         plain = nn.ModuleDict({"it": nn.MultiheadAttention(WIDTH, HEADS, **kind)})
         nn.init.normal_(plain["it"].in_proj_bias) if kind.get("bias", True) else None
         divided = copy.deepcopy(plain)
-        divide(divided, mesh, {"it": "heads"}, lambda part: None)
+        divide(divided, mesh, check_plan(divided, {"it": "heads"}, 2), lambda part: None)
         shapes = {name: value.shape for name, value in plain.state_dict().items()}
         found[f"{kind} shapes"] = shapes == {name: value.shape for name, value in divided.state_dict().items()}
         for name, arguments in calls_of(ROWS).items():
@@ -166,7 +166,7 @@ def numbers(world: World) -> dict[str, Any]:
     mesh = mesh_of_training([group], "cpu", torch.arange(2), [TENSOR])
     torch.manual_seed(3)
     module = nn.ModuleDict({"it": nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True)})
-    divide(module, mesh, {"it": "heads"}, lambda part: None)
+    divide(module, mesh, check_plan(module, {"it": "heads"}, mesh.size()), lambda part: None)
     x = torch.ones(1, 8, 4)
     _, weights = module["it"](x, x, x, average_attn_weights=False)
     module.eval()
@@ -227,7 +227,8 @@ def compiled(world: World) -> dict[str, Any]:
         torch.manual_seed(0)
         plain = nn.TransformerEncoderLayer(16, 4, 32, dropout=dropout, batch_first=True)
         divided = copy.deepcopy(plain)
-        divide(divided, mesh, {}, lambda part: None)
+        divide(divided, mesh, check_plan(divided, {}, 2), lambda part: None)
+        assert hasattr(divided.self_attn.in_proj_weight, "device_mesh")
         for module in (plain, torch.compile(divided, backend="aot_eager")):
             module(x).square().sum().backward()
         pairs = [(whole(own.grad), p.grad) for own, p in zip(divided.parameters(), plain.parameters(), strict=True)]
@@ -280,7 +281,8 @@ def alone(world: World) -> str:
     group = dist.group.WORLD
     assert group is not None
     module = nn.ModuleDict({"it": nn.MultiheadAttention(4, 2)})
-    divide(module, mesh_of_training([group], "cpu", torch.arange(2), [TENSOR]), {"it": "heads"}, lambda part: None)
+    mesh = mesh_of_training([group], "cpu", torch.arange(2), [TENSOR])
+    divide(module, mesh, check_plan(module, {"it": "heads"}, 2), lambda part: None)
     x = torch.ones(5, 4)
     with pytest.raises(ModuleError) as error:
         module["it"](x, x, x)
