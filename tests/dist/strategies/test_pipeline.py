@@ -110,7 +110,6 @@ def test_gradients_are_clipped_as_those_of_one_model_and_averages_are_kept(confi
     [
         ({"pipeline": 2, "shard": 2, "micro_batches": 3}, {"pipeline": 2, "shard": 2, "micro_batches": 3}),
         ({"pipeline": 2, "data": 2}, {"shard": 2}),
-        ({"pipeline": 4}, {"pipeline": 4}),
         ({"pipeline": 4}, {"pipeline": 2, "shard": 2}),
     ],
 )
