@@ -261,7 +261,7 @@ def test_attention_that_cannot_be_divided_by_heads_is_refused_before_the_job(
     config = heads_job(Encoder, {"tensor": 2}).config
     config = replace(config, strategy_params={"tensor": 2, "plan": {"part": style}})
     with pytest.raises(ConfigError, match=says):
-        check_module(config, Recipe(module=module), module, FEW)
+        check_module(config, Recipe(module=module), 2, module, FEW)
 
 
 def test_heads_that_are_not_divisible_stay_whole_where_no_plan_names_them() -> None:

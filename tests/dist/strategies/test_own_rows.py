@@ -170,4 +170,4 @@ def test_layers_whose_columns_cannot_be_exchanged_for_rows_are_refused_before_th
     params = {"tensor": 2, "plan": {"part": OWN}, **options}
     config = job_for(strategy="mesh", strategy_params=params).config
     with pytest.raises(ConfigError, match=says):
-        check_module(config, Recipe(module=module), module, Batch((torch.ones(2, 5),), None, None, 2))
+        check_module(config, Recipe(module=module), 2, module, Batch((torch.ones(2, 5),), None, None, 2))
