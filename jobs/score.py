@@ -24,6 +24,7 @@ def main() -> None:
     if arguments.every and not arguments.stream:
         parser.error("--every goes with --stream")
     job = read_job(arguments.config)
+    _ = job.scoring  # a file without it is refused before a session starts
 
     started = time.perf_counter()
     spark = SparkSession.builder.appName(f"score {job.name}").getOrCreate()
@@ -37,33 +38,33 @@ def run(
 ) -> None:
     """Scores the job's rows as a whole, or as they arrive, and prints how many there were."""
     job.tracking.connect()
-    uri = model_uri or job.score.model or f"models:/{job.tracking.model}/latest"
+    uri = model_uri or job.scoring.model or f"models:/{job.tracking.model}/latest"
     model = load_model(uri)
     if streamed:
-        rows = stream(model.transform((job.score.data or job.data).stream(spark)), job, every)
+        rows = stream(model.transform((job.scoring.data or job.data).stream(spark)), job, every)
     else:
-        held_out = job.score.data.load(spark) if job.score.data else job.data.split(job.data.load(spark))[1]
+        held_out = job.scoring.data.load(spark) if job.scoring.data else job.data.split(job.data.load(spark))[1]
         scored = batch(model.transform(held_out), job)
         rows = scored.count()
         if job.label in scored.columns:
             evaluate(scored, job, model.getPredictionCol())
-    print(f"scored {rows} rows with {uri} into {job.score.output}")
+    print(f"scored {rows} rows with {uri} into {job.scoring.output}")
 
 
 def batch(scored: DataFrame, job: JobConfig) -> DataFrame:
     """Writes scored rows in place of what was there; returns them as they were written."""
-    scored.write.mode("overwrite").format(job.score.format).options(**job.score.options).save(job.score.output)
-    reader = scored.sparkSession.read.format(job.score.format).options(**job.score.options)
-    return reader.schema(scored.schema).load(job.score.output)
+    scored.write.mode("overwrite").format(job.scoring.format).options(**job.scoring.options).save(job.scoring.output)
+    reader = scored.sparkSession.read.format(job.scoring.format).options(**job.scoring.options)
+    return reader.schema(scored.schema).load(job.scoring.output)
 
 
 def stream(scored: DataFrame, job: JobConfig, every: str | None) -> int:
     """Appends scored rows to the output, each once, whatever happens in between; returns how many there were."""
     scored.sparkSession.conf.set("spark.sql.streaming.numRecentProgressUpdates", 100_000)  # all are counted
-    writer = scored.writeStream.format(job.score.format).options(**job.score.options)
-    writer = writer.option("checkpointLocation", f"{job.score.output}.checkpoint")
+    writer = scored.writeStream.format(job.scoring.format).options(**job.scoring.options)
+    writer = writer.option("checkpointLocation", f"{job.scoring.output}.checkpoint")
     writer = writer.trigger(processingTime=every) if every else writer.trigger(availableNow=True)
-    query = writer.start(job.score.output)
+    query = writer.start(job.scoring.output)
     query.awaitTermination()
     return sum(progress["numInputRows"] for progress in query.recentProgress)
 

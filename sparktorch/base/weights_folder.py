@@ -101,8 +101,8 @@ class WeightsFolder(Mapping[str, torch.Tensor]):
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             raise PersistenceError(
                 f"the weights in {self.path} cannot be read: {error}",
-                hint="the folder must be mounted under this path wherever the model is trained, loaded or scored; "
-                "and its files must be complete",
+                hint="the folder must be mounted under this path wherever the model is trained, loaded or scored, with "
+                "all its files; a model whose folder was deleted must be fitted again",
                 param="modelDir",
             ) from error
 

@@ -167,8 +167,19 @@ class JobConfig:
     name: str
     data: DataSection
     estimator: EstimatorSection
-    score: ScoreSection
+    score: ScoreSection | None = None
     tracking: TrackingSection = field(default_factory=TrackingSection)
+
+    @property
+    def scoring(self) -> ScoreSection:
+        """The section `score`.
+
+        Raises:
+            ConfigError: There is none.
+        """
+        if self.score is None:
+            raise ConfigError("missing key score", hint="score: {output: PATH} says where scored rows go")
+        return self.score
 
     @property
     def label(self) -> str:

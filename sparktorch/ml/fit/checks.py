@@ -156,23 +156,16 @@ def check_restarts(p: Values, config: TrainConfig) -> None:
         )
 
 
-def check_model_folder(p: Values, config: TrainConfig, recipe: Recipe) -> None:
+def check_model_folder(p: Values, recipe: Recipe) -> None:
     """Checks that workers can divide the model among them and write it into a folder.
 
     Raises:
-        ConfigError: The strategy does not divide parameters, the module is one that the driver holds already, or
-            brings its own steps, or `modelDir` is a URL.
+        ConfigError: The module is one that the driver holds already, or brings its own steps, or `modelDir` is a URL.
     """
     if not os.path.isabs(p["modelDir"]):
         raise ConfigError(
             f"modelDir {p['modelDir']!r} is a URL or a relative path, and the files of a model are mapped into memory",
             hint="name a folder, from '/' on, on a file system that is mounted on all hosts",
-            param="modelDir",
-        )
-    if not strategy_type(config.strategy).divides_parameters:
-        raise ConfigError(
-            f"modelDir is set, and under strategy {config.strategy!r} each worker holds the whole model",
-            hint="set strategy='zero3', or 'mesh'; or leave modelDir out",
             param="modelDir",
         )
     if recipe.steps_itself:

@@ -91,7 +91,7 @@ def translate(estimator: EstimatorParams, task: Task) -> Request:
     check_restarts(p, request.config)
     if p["modelDir"] is None:
         return request
-    check_model_folder(p, request.config, request.recipe)
+    check_model_folder(p, request.recipe)
     return replace(request, config=replace(request.config, model_folder=_new_folder(p["modelDir"])))
 
 

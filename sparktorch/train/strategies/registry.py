@@ -92,8 +92,14 @@ def check_strategy(config: TrainConfig, recipe: Recipe) -> None:
     Raises:
         ConfigError: An option or setting is refused; names the Params.
     """
-    options = strategy_options(config.strategy, config.strategy_params)
-    strategy_type(config.strategy).check(config, recipe, options)
+    kind, options = strategy_type(config.strategy), strategy_options(config.strategy, config.strategy_params)
+    if config.model_folder and not kind.divides_parameters:
+        raise ConfigError(
+            f"modelDir is set, and under strategy {config.strategy!r} each worker holds the whole model",
+            hint="set strategy='zero3', or 'mesh'; or leave modelDir out",
+            param="modelDir",
+        )
+    kind.check(config, recipe, options)
 
 
 def check_workers(config: TrainConfig, workers: int) -> None:

@@ -117,8 +117,10 @@ def test_the_table_names_what_fits_and_what_is_refused() -> None:
 def test_a_pipeline_whose_workers_write_the_model_is_planned() -> None:
     first = Batch((torch.ones(2, 5),), torch.ones(2), None, 2, names=("x",))
     config = TrainConfig(task="regression", batch_size=64, model_folder="/models/new")
-    (need,) = (need for need in plan(Recipe(module=Paired), config, 2, first).needs if "pipeline" in need.options)
-    assert not need.refused
+    needs = plan(Recipe(module=Paired), config, 2, first).needs
+    (staged,) = (need for need in needs if "pipeline" in need.options)
+    assert not staged.refused
+    assert [need.strategy for need in needs if "modelDir is set" in need.refused] == ["ddp", "zero1"]
 
 
 def test_a_step_takes_what_its_operations_its_bubble_and_what_is_sent_take() -> None:

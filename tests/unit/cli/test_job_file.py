@@ -45,7 +45,13 @@ def test_a_job_file_is_read_with_its_defaults(tmp_path: Path) -> None:
     assert job.name == "flowers"
     assert job.data == DataSection(path="flowers.parquet", holdout=0.25)
     assert job.tracking == TrackingSection()
-    assert (job.score.output, job.score.model, job.score.format) == ("scored", None, "parquet")
+    assert (job.scoring.output, job.scoring.model, job.scoring.format) == ("scored", None, "parquet")
+
+
+def test_only_scoring_needs_to_know_where_scored_rows_go(tmp_path: Path) -> None:
+    job = read(with_value("score", ...), tmp_path)
+    with pytest.raises(ConfigError, match=r"(?s)missing key score.*output: PATH"):
+        _ = job.scoring
 
 
 def test_the_estimator_is_built_with_its_params(tmp_path: Path) -> None:
@@ -67,7 +73,6 @@ def test_the_estimator_is_built_with_its_params(tmp_path: Path) -> None:
         ("estimator.kind", "TorchClasifier", "estimator.kind 'TorchClasifier' is unknown", "'TorchClassifier'?"),
         ("name", ..., "missing key name", ""),
         ("data", ..., "missing key data", ""),
-        ("score", ..., "missing key score", ""),
         ("score.output", ..., "missing key score.output", ""),
         ("estimator.kind", ..., "missing key estimator.kind", ""),
         ("data.path", ..., "data needs either source or path", ""),
