@@ -70,6 +70,12 @@ class Mesh(Zero3[MeshOptions]):
                     param="strategyParams",
                 )
         super().check(config, recipe, options)
+        if options.sequence and config.compile:
+            raise ConfigError(
+                "compile does not compile layers between which strategyParams.sequence divides sequences",
+                hint="leave compile or sequence out",
+                param="compile",
+            )
         if (options.tensor or 1) > 1 and recipe.steps_itself:
             raise ConfigError(
                 "a LightningModule computes in steps of its own, in which ranks that share layers cannot exchange rows",
@@ -99,7 +105,8 @@ class Mesh(Zero3[MeshOptions]):
             )
         if (options.tensor or 1) == 1:
             return
-        check_plan(module, options.plan, options.tensor or 1, staged=cls.own_passes(options))
+        staged = cls.own_passes(options)
+        check_plan(module, options.plan, options.tensor or 1, staged=staged, sequence=options.sequence)
 
     @classmethod
     def check_call(cls, options: MeshOptions, module: nn.Module, batch: Batch) -> None:
@@ -187,8 +194,9 @@ class Mesh(Zero3[MeshOptions]):
     def _divide_layers(self, module: nn.Module) -> dict[str, dict[str, nn.Module]]:
         """Divides layers, in place; returns those of each style, by their names."""
         mesh, plan = part_of(self._ranks, "tensor"), self._options.plan
+        kinds = {"staged": self.runs_passes, "sequence": self._options.sequence}
         found: dict[str, dict[str, nn.Module]] = {}
-        for name, style in divide(module, mesh, plan, self.materialise, staged=self.runs_passes).items():
+        for name, style in divide(module, mesh, plan, self.materialise, **kinds).items():
             found.setdefault(style, {})[name] = module.get_submodule(name)
         self._summed = list(found.get(SUMMED, {}).values())
         return found
