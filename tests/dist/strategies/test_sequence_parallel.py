@@ -171,13 +171,17 @@ def drawn(world: World) -> dict[str, Any]:
     dropped = []
     module.layers[0].dropout1.register_forward_hook(lambda part, args, out: dropped.append(out.to_local() == 0))
     module(torch.ones(1, 7, 8))
-    return {"dropped": dropped[0][:, :3].tolist(), "after": torch.rand(4).tolist()}
+    after = torch.rand(4).tolist()
+    module.eval()(torch.ones(1, 7, 8))
+    return {"dropped": dropped[0][:, :3].tolist(), "after": after, "kept": not dropped[1].any()}
 
 
 def test_each_rank_drops_other_numbers_and_afterwards_all_draw_the_same() -> None:
     first, second = in_group(2, drawn)
     assert first["dropped"] != second["dropped"]
     assert first["after"] == second["after"]
+    assert first["kept"]
+    assert second["kept"]
 
 
 class Deep(nn.Module):
