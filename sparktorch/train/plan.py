@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,13 +24,15 @@ from sparktorch.base.world import World
 from sparktorch.errors import SparkTorchError
 from sparktorch.train.checkpoint.tensors import create_optimizer_state, own_optimizer
 from sparktorch.train.engine import Engine
+from sparktorch.train.measured import kept, operations
 from sparktorch.train.needs import Need, Plan
 from sparktorch.train.pipeline.setup import staged
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.fsdp import ShardingOptions, units
 from sparktorch.train.strategies.mesh_options import MeshOptions
 from sparktorch.train.strategies.registry import check_module, check_strategy, check_workers, strategy_options
-from sparktorch.train.strategies.tensor_parallel import DIVIDED, HEADS, OWN_ROWS, SUMMED, check_plan
+from sparktorch.train.strategies.sequence_parallel import is_below, outermost
+from sparktorch.train.strategies.tensor_parallel import HEADS, OWN_ROWS, SUMMED, check_plan
 
 __all__ = ["plan", "reduced"]
 
@@ -127,9 +127,9 @@ class _Measured:
         self._module = engine.unwrapped
         self._parameters = dict(self._module.named_parameters())
         engine.training_mode()
-        less, more = (_kept(engine, _rows_of(first, rows)) for rows in (_ROWS, 2 * _ROWS))
+        less, more = (kept(engine, _rows_of(first, rows)) for rows in (_ROWS, 2 * _ROWS))
         self._kept = {name: (more[name] - less[name]) // _ROWS for name in more}  # of a row
-        self._operations = _operations(engine, _rows_of(first, _ROWS))
+        self._operations = operations(engine, _rows_of(first, _ROWS))
         create_optimizer_state(engine.optimizer)
         self._state = {
             parameter: sum(value.nbytes for value in values.values() if isinstance(value, torch.Tensor))
@@ -177,6 +177,7 @@ class _Measured:
         sizes = known.sizes(self._workers) if strategy == "mesh" else (1, 1, self._workers, 1)
         data, pipeline, shard, tensor = sizes
         plan = check_plan(self._module, known.plan, tensor, staged=pipeline > 1) if tensor > 1 else {}
+        by_positions = outermost(self._module) if strategy == "mesh" and known.sequence else []
         of_worker = {parameter: parameter.nbytes for parameter in self._parameters.values()}  # before it is sharded
         for name, style in plan.items():
             if style == SUMMED:
@@ -201,7 +202,7 @@ class _Measured:
         sent = self._passes * passes * _gathered(everything, shard) + _gathered(gradients, shard)
         sent += reduced(sum(kept[p] for p in trained), data)
         together = tensor * pipeline  # workers with the same rows
-        sent += self._share * tensor * reduced(self._exchanged(plan, tensor), tensor)
+        sent += self._share * tensor * reduced(self._exchanged(plan, tensor, by_positions), tensor)
         sent += self._share * together * (_gathered(self._inputs, together) + 2 * passed)
         return Need(
             strategy=strategy,
@@ -210,7 +211,7 @@ class _Measured:
             gradients=sum(kept[p] for p in trained),
             state=sum(int(self._state.get(p, 0) * kept[p] / max(p.nbytes, 1)) for p in trained),
             gathered=min(gathered, everything),
-            activations=self._activations(plan, tensor, pipeline, at_once),
+            activations=self._activations(plan, tensor, pipeline, at_once, by_positions),
             sent=sent,
             operations=int(slowest * self._of_step(plan, tensor, 4 if known.activation_checkpointing else 3)),
             bubble=bubble,
@@ -245,15 +246,22 @@ class _Measured:
         return [[p for p in self._parameters.values() if p not in taken], *groups]
 
     def _activations(
-        self, plan: Mapping[str, str] | None = None, tensor: int = 1, pipeline: int = 1, at_once: float = 1.0
+        self,
+        plan: Mapping[str, str] | None = None,
+        tensor: int = 1,
+        pipeline: int = 1,
+        at_once: float = 1.0,
+        by_positions: Sequence[str] = (),
     ) -> int:
         """Returns the bytes of the activations and inputs of a worker, which has the rows of all that share them.
 
         What is between a layer with a divided output and one with a divided input is divided, too, and so is what is
-        within attention. Behind a layer that returns a worker's own rows, it has these. Of a pipeline, it has an equal
-        part of the activations, of the share `at_once` of the rows.
+        within attention, and all that is within the parts `by_positions`. Behind a layer that returns a worker's own
+        rows, it has these. Of a pipeline, it has an equal part of the activations, of the share `at_once` of the rows.
         """
-        divided = [name for name, style in (plan or {}).items() if style in ("colwise", OWN_ROWS, HEADS)]
+        styles = ((name, style) for name, style in (plan or {}).items() if not is_below(name, by_positions))
+        divided = [name for name, style in styles if style in ("colwise", OWN_ROWS, HEADS)]
+        divided += [f"{name}:within" for name in by_positions]
         within = sum(self._kept.get(name, 0) for name in divided)
         kept = tensor * (self._kept[""] - within) + within
         return int(self.rows * (kept * at_once + tensor * pipeline * self._inputs))
@@ -266,17 +274,24 @@ class _Measured:
         divided = sum(self._operations[name] for name, style in (plan or {}).items() if style != SUMMED)
         return int(forwards * self._share * (tensor * (self._operations[""] - divided) + divided))
 
-    def _exchanged(self, plan: Mapping[str, str], tensor: int) -> int:
+    def _exchanged(self, plan: Mapping[str, str], tensor: int, by_positions: Sequence[str]) -> int:
         """Returns the bytes of a row that workers which share layers sum up: outputs forward, inputs backward.
 
-        An output that is exchanged for own rows goes from one worker to another, forward and backward.
+        An output that is exchanged for own rows goes from one worker to another, forward and backward. Within the parts
+        `by_positions`, a sum is scattered and gathered at other times; inputs of layers, which are as large as the
+        outputs of the layers behind them, are gathered once more; and so is the output of the part, and the gradient
+        of its input.
         """
         ends = {"rowwise": ("out",), "colwise": ("in",), "colwise_gather_output": ("in", "out")}
         ends |= {OWN_ROWS: ("in",), HEADS: ("in", "out")}
         # The output projection of attention is counted as that of the attention: torch does not call it as a layer.
         sums = [f"{name}:{end}" for name, style in plan.items() for end in ends.get(style, ())]
         passed = [f"{name}:out" for name, style in plan.items() if style == OWN_ROWS]
-        return sum(self._kept.get(key, 0) for key in sums) + sum(self._kept.get(key, 0) // tensor for key in passed)
+        sums += [f"{name}:out" for name in by_positions]
+        inner = {name: style for name, style in plan.items() if is_below(name, by_positions)}
+        again = [f"{name}:out" for name, style in inner.items() if style in ("rowwise", HEADS)]
+        found = sum(self._kept.get(key, 0) // tensor for key in passed)
+        return found + sum(self._kept.get(key, 0) // 2 for key in again) + sum(self._kept.get(key, 0) for key in sums)
 
     def _state_of(self, parameters: Iterable[nn.Parameter]) -> int:
         return sum(self._state.get(parameter, 0) for parameter in parameters)
@@ -312,81 +327,3 @@ def _rows_of(batch: Batch, rows: int) -> Batch:
         loss_weight=repeated(batch.loss_weight),
         rows=rows,
     )
-
-
-def _operations(engine: Engine, batch: Batch) -> Counter[str]:
-    """Returns the floating-point operations of a row's forward pass: all as "", and those of each divisible layer."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    found: Counter[str] = Counter()
-    hooks = []
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        for name, part in engine.unwrapped.named_modules():
-            if isinstance(part, DIVIDED):
-
-                def before(part: nn.Module, inputs: Any, name: str = name) -> None:
-                    found[name] -= counter.get_total_flops()
-
-                def after(part: nn.Module, inputs: Any, output: Any, name: str = name) -> None:
-                    found[name] += counter.get_total_flops()
-
-                hooks += [part.register_forward_pre_hook(before), part.register_forward_hook(after)]
-        try:
-            engine.losses_of(engine.module, batch)
-        finally:
-            for hook in hooks:
-                hook.remove()
-    found[""] = counter.get_total_flops()
-    return Counter({name: count // batch.rows for name, count in found.items()})
-
-
-def _kept(engine: Engine, batch: Batch) -> dict[str, int]:
-    """Returns the bytes that autograd keeps of a batch: all of them as "", and what each divisible layer begins.
-
-    Those of a linear layer are what is kept from its output on until the next layer, those of attention what is kept
-    within it, but for its inputs. `NAME:in` and `NAME:out` are the bytes of a layer's input and output.
-    """
-    module = engine.unwrapped
-    seen = {_storage(tensor) for tensor in [*module.parameters(), *module.buffers(), *batch.tensors]}
-    found: Counter[str] = Counter({"": 0})
-    current, inputs = [""], set[int]()
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = _storage(tensor)
-        if storage is not None and storage not in seen:
-            seen.add(storage)
-            kept.append(tensor)  # no other storage gets this address
-            for name in {"", "" if storage in inputs else current[0]}:
-                found[name] += tensor.untyped_storage().nbytes()
-        return tensor
-
-    def before(part: nn.Module, args: Any, kwargs: Any, *, name: str) -> None:
-        given = {id(each): each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)}
-        found[f"{name}:in"] += sum(each.nbytes for each in given.values() if each.requires_grad)
-        if isinstance(part, nn.MultiheadAttention):
-            current[0] = name
-            inputs.update(storage for each in given.values() if (storage := _storage(each)) is not None)
-
-    def after(part: nn.Module, args: Any, output: Any, *, name: str) -> None:
-        attention = isinstance(part, nn.MultiheadAttention)
-        current[0] = "" if attention else name
-        found[f"{name}:out"] += (output[0] if attention else output).nbytes
-
-    kept: list[torch.Tensor] = []
-    hooks = []
-    for name, part in module.named_modules():
-        if isinstance(part, DIVIDED):
-            hooks.append(part.register_forward_pre_hook(partial(before, name=name), with_kwargs=True))
-            hooks.append(part.register_forward_hook(partial(after, name=name)))
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            engine.losses_of(engine.module, batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found
-
-
-def _storage(tensor: torch.Tensor) -> int | None:
-    """Returns the address of a tensor's storage; `None` if it has not one."""
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None

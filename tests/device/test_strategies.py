@@ -90,6 +90,28 @@ def test_attention_and_scores_that_are_divided_train_as_on_cpus_and_wait_for_not
         close(state, trained(job, ranks=2, device="cpu")[0])
 
 
+class Sequences(nn.Module):
+    """Layers whose positions two ranks have not equally many of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True)
+        self.first, self.encoder = nn.Linear(6, 3 * 8), nn.TransformerEncoder(layer, 1, nn.LayerNorm(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.encoder(self.first(x).view(-1, 3, 8))[..., 0].sum(1)
+        return out
+
+
+def test_divided_sequences_train_as_on_cpus_and_wait_for_nothing() -> None:
+    params = {"tensor": 2, "sequence": True}
+    recipe = {"module": Sequences, "module_params": {}, "optimizer": "SGD"}
+    job = job_of(validated=True, strategy="mesh", strategy_params=params, recipe=recipe)
+    state, metas = trained(job, ranks=2)
+    assert not waits_in_steps(metas)
+    close(state, trained(job, ranks=2, device="cpu")[0])
+
+
 @pytest.mark.parametrize("strategy", WAITING)
 def test_a_strategy_that_must_wait_waits_for_what_is_known(strategy: str) -> None:
     config, lines = WAITING[strategy]

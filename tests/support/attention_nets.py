@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-__all__ = ["Encoder", "Translator"]
+__all__ = ["Encoder", "Sequences", "Translator"]
 
 
 class Encoder(nn.Module):
@@ -45,4 +45,25 @@ class Translator(nn.Module):
         mask = torch.ones(4, 4, dtype=torch.bool, device=x.device).triu(1)
         found = self.decoder(target, self.encoder(source), tgt_mask=mask, tgt_is_causal=True)
         out: torch.Tensor = self.last(found.mean(0)).squeeze(-1)
+        return out
+
+
+class Sequences(nn.Module):
+    """A stack with a norm behind it, and a decoder layer: two ranks have not equally many of their positions."""
+
+    def __init__(self, dropout: float = 0.0, *, norm_first: bool = False) -> None:
+        super().__init__()
+        kind = {"dropout": dropout, "batch_first": True, "norm_first": norm_first}
+        self.first, self.last = nn.Linear(5, 5 * 8), nn.Linear(8, 1)
+        layer = nn.TransformerEncoderLayer(8, 4, 12, **kind)
+        self.encoder = nn.TransformerEncoder(layer, 2, nn.LayerNorm(8), enable_nested_tensor=False)
+        self.decoder = nn.TransformerDecoderLayer(8, 2, 12, **kind)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        positions = self.first(x).unflatten(1, (5, 8))
+        padding = torch.arange(5, device=x.device) >= 4 + (x[:, :1] > 0)
+        mask = torch.ones(3, 3, dtype=torch.bool, device=x.device).triu(1)
+        memory = self.encoder(src=positions, src_key_padding_mask=padding)
+        found = self.decoder(positions[:, :3], memory, tgt_mask=mask, memory_key_padding_mask=padding)
+        out: torch.Tensor = self.last(found.mean(1)).squeeze(-1)
         return out

@@ -19,8 +19,9 @@ from torch.nn import functional as F
 from sparktorch.base.devices import is_host
 from sparktorch.errors import ModuleError
 from sparktorch.train.dtensor import packed_placement
+from sparktorch.train.strategies.gathered_linear import is_part, linear_of_all
 
-__all__ = ["PROJECTION", "divide_heads", "obstacle"]
+__all__ = ["PROJECTION", "divide_heads", "drawn_apart", "obstacle"]
 
 PROJECTION = "out_proj"  # of an nn.MultiheadAttention, which is divided by "rowwise"
 _PARAM = "strategyParams"
@@ -68,7 +69,7 @@ def divide_heads(part: nn.MultiheadAttention, mesh: DeviceMesh) -> None:
         part.register_parameter(name, nn.Parameter(divided, requires_grad=parameter.requires_grad))
     outside_graphs: Any = torch.compiler.disable  # generators are no part of a graph
     part.__class__ = MultiheadAttention
-    vars(part).update(mesh=mesh, apart=outside_graphs(_drawn_apart))
+    vars(part).update(mesh=mesh, apart=outside_graphs(drawn_apart))
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -94,6 +95,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Computes what `nn.MultiheadAttention.forward` does, of the same arguments in all ranks of the mesh.
+
+        An input that is a `DTensor`, of which each rank has some positions, is gathered.
 
         Raises:
             ModuleError: The input is one row without an axis of rows, or nested.
@@ -140,14 +143,19 @@ def _projected(
             grad_placements=[Partial()]
         )
         for each in given
+        if not is_part(each)
     }
+
+    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return linear_of_all(x, weight, bias) if is_part(x) else F.linear(entered[id(x)], weight, bias)
+
     bias, packed = _own(part.in_proj_bias), _own(part.in_proj_weight)
-    if packed is not None and len(entered) == 1:
-        return list(F.linear(entered[id(query)], packed, bias).chunk(3, -1))
+    if packed is not None and query is key is value:
+        return list(linear(query, packed, bias).chunk(3, -1))
     separate = (part.q_proj_weight, part.k_proj_weight, part.v_proj_weight)
     weights: Any = map(_own, separate) if packed is None else packed.chunk(3)
     biases: Any = [None] * 3 if bias is None else bias.chunk(3)
-    return [F.linear(entered[id(x)], weight, b) for x, weight, b in zip(given, weights, biases, strict=True)]
+    return [linear(x, weight, b) for x, weight, b in zip(given, weights, biases, strict=True)]
 
 
 def _own(parameter: Any) -> Any:
@@ -182,7 +190,7 @@ def _weighted(
     return weights @ v, weights
 
 
-def _drawn_apart(function: Callable[[], Any], rank: int, device: torch.device) -> Any:
+def drawn_apart(function: Callable[[], Any], rank: int, device: torch.device) -> Any:
     """Calls a function that draws other numbers in each rank: those of its heads.
 
     Afterwards, the ranks' generators are equal again, as they were before.

@@ -70,6 +70,12 @@ class Mesh(Zero3[MeshOptions]):
                     param="strategyParams",
                 )
         super().check(config, recipe, options)
+        if options.sequence and config.compile:
+            raise ConfigError(
+                "compile does not compile layers between which strategyParams.sequence divides sequences",
+                hint="leave compile or sequence out",
+                param="compile",
+            )
         if (options.tensor or 1) > 1 and recipe.steps_itself:
             raise ConfigError(
                 "a LightningModule computes in steps of its own, in which ranks that share layers cannot exchange rows",
@@ -99,7 +105,8 @@ class Mesh(Zero3[MeshOptions]):
             )
         if (options.tensor or 1) == 1:
             return
-        check_plan(module, options.plan, options.tensor or 1, staged=cls.own_passes(options))
+        staged = cls.own_passes(options)
+        check_plan(module, options.plan, options.tensor or 1, staged=staged, sequence=options.sequence)
 
     @classmethod
     def check_call(cls, options: MeshOptions, recipe: Recipe, module: nn.Module, batch: Batch) -> None:
@@ -198,17 +205,18 @@ class Mesh(Zero3[MeshOptions]):
 
     def _styles(self, module: nn.Module) -> dict[str, str]:
         """Returns the style of each layer that is divided."""
-        if self._sizes.tensor == 1:
+        plan, sizes, sequence = self._options.plan, self._sizes, self._options.sequence
+        if sizes.tensor == 1:
             return {}
-        return check_plan(module, self._options.plan, self._sizes.tensor, staged=self.runs_passes)
+        return check_plan(module, plan, sizes.tensor, staged=self.runs_passes, sequence=sequence)
 
     def _divide_layers(self, module: nn.Module, styles: Mapping[str, str]) -> dict[str, dict[str, nn.Module]]:
         """Divides those layers that this rank has, in place; returns those of each style, by their names."""
         parts = {name: module.get_submodule(name) for name in styles}
         held = {name: part for name, part in parts.items() if next(part.parameters(), None) is not None}
         if styles:
-            own = {name: styles[name] for name in held}
-            divide(module, part_of(self._ranks, "tensor"), own, self.materialise)
+            own, mesh = {name: styles[name] for name in held}, part_of(self._ranks, "tensor")
+            divide(module, mesh, own, self.materialise, sequence=self._options.sequence)
         found: dict[str, dict[str, nn.Module]] = {}
         for name, part in held.items():
             found.setdefault(styles[name], {})[name] = part

@@ -42,6 +42,8 @@ class MeshOptions(ShardingOptions):
         plan: How layers are divided, by globs of their names: "colwise", "rowwise", "colwise_gather_output" or
             "colwise_own_rows", and attention by "heads"; empty for the plan that is known of the module. The output of
             a "colwise" layer is divided, as a "rowwise" one takes it.
+        sequence: Whether each of the ranks that share layers has a part of the sequences between these layers, in
+            torch's transformer layers.
     """
 
     data: int | None = None
@@ -53,6 +55,7 @@ class MeshOptions(ShardingOptions):
     micro_batches: int | None = None
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
     plan: dict[str, str] = field(default_factory=dict)
+    sequence: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,8 +76,25 @@ class MeshOptions(ShardingOptions):
             )
         for pattern, style in self.plan.items():
             one_of(f"strategyParams.plan[{pattern!r}]", style, STYLES)
+        if self.sequence:
+            self._check_sequence()
         one_of("strategyParams.schedule", self.schedule, ("1f1b", "gpipe"))
         self._check_pipeline()
+
+    def _check_sequence(self) -> None:
+        if (self.tensor or 1) == 1:
+            raise ConfigError(
+                "strategyParams.sequence divides sequences between divided layers, and there are no tensor ranks",
+                hint="set strategyParams.tensor to the number of workers that share a layer",
+                param="strategyParams",
+            )
+        for name in ("pipeline", "plan"):
+            if getattr(self, name) not in (None, 1, {}):
+                raise ConfigError(
+                    f"strategyParams.sequence does not work with strategyParams.{name}",
+                    hint=f"leave sequence or {name} out",
+                    param="strategyParams",
+                )
 
     def _check_pipeline(self) -> None:
         at_least("strategyParams.stages_per_rank", self.stages_per_rank, 1)

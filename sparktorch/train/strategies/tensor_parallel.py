@@ -1,7 +1,8 @@
 """Tensor parallelism: each rank of a group has a part of every divided layer, and all compute on the same rows.
 
 Shoeybi et al. 2019, Megatron-LM (https://arxiv.org/abs/1909.08053), section 3. Torch's `parallelize_module` divides the
-layers, `nn.Linear` and `nn.Embedding`; `divided_attention.py` divides `nn.MultiheadAttention`.
+layers, `nn.Linear` and `nn.Embedding`; `divided_attention.py` divides `nn.MultiheadAttention`, and
+`sequence_parallel.py` what is between layers.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from sparktorch.errors import ConfigError, ModuleError, nearest
 from sparktorch.train.dtensor import local, undivided
 from sparktorch.train.strategies import divided_attention
 from sparktorch.train.strategies.divided_attention import PROJECTION, divide_heads
+from sparktorch.train.strategies.gathered_linear import POSITIONS, ColwiseLinear
+from sparktorch.train.strategies.sequence_parallel import LAYERS, divide_sequence, linear_layers, norms_of
 
 __all__ = ["DIVIDED", "HEADS", "OWN_ROWS", "STYLES", "SUMMED", "check_gradients", "check_plan", "divide"]
 
@@ -46,13 +49,19 @@ _OF_TRANSFORMERS = {
     "colwise_rep": _GATHERED,
     "replicated_with_grad_allreduce": SUMMED,
 }
+_TIED = "whose weights are tied to those of another part"
 _WITHOUT_PARTNER = ("embedding_rowwise", "colwise_rep", _GATHERED)
 _TOLERANCE = 1e-2  # of gradients that should be equal
 _NUMBERS_OF_HEADS = ("num_attention_heads", "num_key_value_heads")
 
 
 def divide(
-    module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str], materialise: Callable[[nn.Module], None]
+    module: nn.Module,
+    mesh: DeviceMesh,
+    styles: Mapping[str, str],
+    materialise: Callable[[nn.Module], None],
+    *,
+    sequence: bool = False,
 ) -> None:
     """Divides layers of a module among the ranks of a mesh of one dimension, in place.
 
@@ -64,12 +73,16 @@ def divide(
         mesh: The ranks of this rank's group.
         styles: The style of each layer, as from `check_plan`.
         materialise: Gives a layer its values before it is divided.
+        sequence: Whether ranks have parts of the sequences between the layers.
     """
     parts = dict(module.named_modules())
+    by_positions = set(linear_layers(module)) if sequence else set()
     for name, kind in styles.items():
         if kind != SUMMED:
             materialise(parts[name])
-            _divide(name, parts[name], kind, mesh)
+            _divide(name, parts[name], kind, mesh, by_positions=name in by_positions)
+    if sequence:
+        divide_sequence(module, mesh)
     inplace = any(getattr(part, "inplace", False) for part in parts.values())
     for name in styles.keys() - {name for name, kind in styles.items() if kind in (SUMMED, HEADS)}:
         if isinstance(part := parts[name], nn.Embedding):
@@ -81,9 +94,9 @@ def divide(
             part.use_nested_tensor = False  # it makes nested tensors for kernels that take whole layers
 
 
-def _divide(name: str, part: Any, kind: str, mesh: DeviceMesh) -> None:
-    """Divides a layer, in place."""
-    from torch.distributed.tensor import Replicate
+def _divide(name: str, part: Any, kind: str, mesh: DeviceMesh, *, by_positions: bool) -> None:
+    """Divides a layer, in place; `by_positions`, what it takes or returns undivided is divided by positions."""
+    from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
     if kind == HEADS:
@@ -92,7 +105,14 @@ def _divide(name: str, part: Any, kind: str, mesh: DeviceMesh) -> None:
     if kind == "rowwise":
         if isinstance(part, nn.Linear):  # before torch's hook, which takes any input for a part
             part.register_forward_pre_hook(partial(_check_width, name, mesh.size()))
-        style: ParallelStyle = RowwiseParallel(input_layouts=Replicate() if isinstance(part, nn.Embedding) else None)
+        style: ParallelStyle = RowwiseParallel(
+            input_layouts=Replicate() if isinstance(part, nn.Embedding) else None,
+            output_layouts=Shard(POSITIONS) if by_positions else None,
+            use_local_output=not by_positions,
+        )
+    elif by_positions:
+        ColwiseLinear.divide(part, mesh)
+        return
     else:
         style = ColwiseParallel(output_layouts=Replicate() if kind == _GATHERED else None)
     parallelize_module(part, mesh, style, src_data_rank=None)  # all ranks have the same parameters
@@ -149,7 +169,9 @@ def check_gradients(module: nn.Module, group: dist.ProcessGroup) -> None:
         )
 
 
-def check_plan(module: nn.Module, plan: Mapping[str, str], size: int, *, staged: bool = False) -> dict[str, str]:
+def check_plan(
+    module: nn.Module, plan: Mapping[str, str], size: int, *, staged: bool = False, sequence: bool = False
+) -> dict[str, str]:
     """Returns the style of each layer that is divided, by its name.
 
     Args:
@@ -160,6 +182,7 @@ def check_plan(module: nn.Module, plan: Mapping[str, str], size: int, *, staged:
             between them. Of these, those that cannot be divided by `size` stay whole.
         size: Number of ranks that share a layer.
         staged: Whether the module is one of a pipeline, whose last stage computes the loss of all rows.
+        sequence: Whether ranks have parts of the sequences between the layers; gradients of norms are summed then.
 
     Raises:
         ConfigError: A pattern matches no layer, or one that cannot be divided; or nothing is known of the module.
@@ -192,11 +215,15 @@ def check_plan(module: nn.Module, plan: Mapping[str, str], size: int, *, staged:
             hint="divide parameters with strategyParams.shard, or layers among stages with strategyParams.pipeline",
             param=_PARAM,
         )
+    if sequence:
+        norms = norms_of(module, found, size)
+        found |= _matched(module, dict.fromkeys(norms, SUMMED), size)
     if not found:
         raise ConfigError(
             f"strategyParams.tensor is {size}, and {type(module).__name__} has no layers that are known to be divisible"
             f" by {size}",
-            hint=f"name them: {_EXAMPLE}",
+            hint=f"name those that belong together, {_EXAMPLE}; a model without, as GPT-2, can be divided "
+            "by strategyParams.shard",
             param=_PARAM,
         )
     return found
@@ -233,10 +260,12 @@ def _obstacle(module: nn.Module, name: str, style: str, size: int) -> str:
     """Returns why a layer cannot be divided; empty if it can."""
     part: Any = module.get_submodule(name)
     if style == SUMMED:
+        if _tied(module, part):  # they would be summed once for each part
+            return _TIED
         return "" if list(part.parameters(recurse=False)) else "which has no parameters of its own"
     if style == HEADS:
         tied = any(_tied(module, below) for below in part.modules())
-        return "whose weights are tied to those of another part" if tied else divided_attention.obstacle(part, size)
+        return _TIED if tied else divided_attention.obstacle(part, size)
     kind = f"{type(part).__module__}.{type(part).__qualname__}"
     if type(part) not in _LINEAR:  # a subclass may compute something else
         return f"a {kind}, and only nn.Linear and nn.Embedding themselves can be divided by {style!r}"
@@ -245,7 +274,7 @@ def _obstacle(module: nn.Module, name: str, style: str, size: int) -> str:
     if {name for name, _ in part.named_parameters()} - {"weight", "bias"} or list(part.buffers()):
         return "which has other parameters or buffers than those of its class"
     if _tied(module, part):
-        return "whose weights are tied to those of another part"
+        return _TIED
     if isinstance(part, nn.Embedding) and (part.max_norm is not None or part.sparse or part.scale_grad_by_freq):
         return "with max_norm, sparse or scale_grad_by_freq, which a divided table cannot have"
     # An embedding's weight has a row for each entry, that of a linear layer has one for each output.
@@ -304,7 +333,7 @@ def _known_pairs(module: nn.Module) -> Iterable[list[tuple[str, str]]]:
     """Yields the layers of torch's own modules that belong together, with their styles."""
     for path, part in module.named_modules():
         prefix = f"{path}." if path else ""
-        if type(part) in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer):
+        if type(part) in LAYERS:
             for name, child in part.named_children():
                 if isinstance(child, nn.MultiheadAttention):
                     yield [(f"{prefix}{name}", HEADS)]

@@ -1,0 +1,116 @@
+"""Linear layers whose input is divided by positions: it is gathered, forward and again backward.
+
+Korthikanti et al. 2022 (https://arxiv.org/abs/2205.05198), section 4.2.2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
+
+__all__ = ["POSITIONS", "ColwiseLinear", "as_part", "is_part", "linear_of_all"]
+
+POSITIONS = 1  # the axis of the positions of (rows, positions, features)
+
+
+def is_part(x: torch.Tensor) -> bool:
+    """Whether a tensor is a `DTensor`, of which each rank has some positions."""
+    return hasattr(x, "to_local")
+
+
+def as_part(own: torch.Tensor, mesh: DeviceMesh, shape: torch.Size) -> Any:
+    """Returns a `DTensor` of a shape of which a rank has its positions; they may be fewer than those of others."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(own, mesh, [Shard(POSITIONS)], run_check=False, shape=shape, stride=stride)
+
+
+def linear_of_all(x: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Returns a linear function of all positions, of which each rank has some.
+
+    Args:
+        x: A `DTensor` of shape (rows, positions, features), divided along axis 1.
+        weight: This rank's rows of the weights, of shape (its outputs, features).
+        bias: This rank's part of the bias, or `None`.
+
+    Returns:
+        All positions of this rank's outputs.
+    """
+    found: torch.Tensor = _LinearOfAll.apply(x.to_local(), weight, bias, x.device_mesh, x.shape)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _LinearOfAll(torch.autograd.Function):
+    """Keeps a rank's positions only, and gathers the others again backward, where the sum of gradients is scattered."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        own: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        mesh: DeviceMesh,
+        shape: torch.Size,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(own, weight)
+        ctx.mesh, ctx.shape, ctx.bias = mesh, shape, None if bias is None else bias.dtype
+        return F.linear(_gathered(own, mesh, shape), weight, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        own, weight = ctx.saved_tensors
+        of_input, of_weight, of_bias, *_ = ctx.needs_input_grad
+        dtype = gradient.dtype  # under autocast, that of the output
+        whole = _gathered(own.to(dtype), ctx.mesh, ctx.shape) if of_weight else None  # while the next line computes
+        found: list[torch.Tensor | None] = [None] * 5
+        if of_input:
+            found[0] = _scattered(gradient @ weight.to(dtype), ctx.mesh).to(own.dtype)
+        flat = gradient.flatten(0, -2)
+        if whole is not None:
+            found[1] = (flat.T @ whole.flatten(0, -2)).to(weight.dtype)
+        if of_bias:
+            found[2] = flat.sum(0).to(ctx.bias)
+        return tuple(found)
+
+
+def _gathered(own: torch.Tensor, mesh: DeviceMesh, shape: torch.Size) -> torch.Tensor:
+    """Returns all positions."""
+    from torch.distributed.tensor import Replicate
+
+    part = as_part(own.detach(), mesh, shape)
+    found: torch.Tensor = part.redistribute(placements=[Replicate()], async_op=True).to_local()
+    return found
+
+
+def _scattered(part: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """Returns the sum over ranks of a tensor of all positions, of this rank's positions."""
+    from torch.distributed.tensor import DTensor, Partial, Shard
+
+    terms = DTensor.from_local(part, mesh, [Partial()], run_check=False)
+    return terms.redistribute(placements=[Shard(POSITIONS)]).to_local()
+
+
+class ColwiseLinear(nn.Linear):
+    """A layer that is divided by columns, and takes a rank's positions: it returns all of them."""
+
+    @classmethod
+    def divide(cls, part: nn.Linear, mesh: DeviceMesh) -> None:
+        """Leaves a rank its outputs, in place; the parameters are the same in every rank before."""
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        for name, parameter in list(part.named_parameters()):
+            own = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
+            part.register_parameter(name, nn.Parameter(own, requires_grad=parameter.requires_grad))
+        part.__class__ = cls
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Computes this rank's outputs of all positions."""
+        divided: Any = self
+        bias = None if divided.bias is None else divided.bias.to_local()
+        return linear_of_all(input, divided.weight.to_local(), bias)
