@@ -20,7 +20,7 @@ from torch import nn
 
 from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.errors import ModuleError
-from sparktorch.train.recipe.huggingface import config_in
+from sparktorch.train.recipe.huggingface import config_in, untied
 
 if TYPE_CHECKING:
     from sparktorch.base.deferred import Deferred
@@ -65,7 +65,8 @@ class ConvertedWeights(Mapping[str, torch.Tensor]):
             other_head: Whether what has another shape is left out, as that of a head for other labels.
 
         Raises:
-            ModuleError: The folder has nothing of this model, or its weights are quantized.
+            ModuleError: The folder has nothing of this model, lacks tensors of a parameter, or has others than the model
+                ties; or its weights are quantized.
         """
         if getattr(model.config, "quantization_config", None) is not None:
             raise ModuleError(
@@ -95,6 +96,28 @@ class ConvertedWeights(Mapping[str, torch.Tensor]):
                 hint="config.json and the weights must be those of one model",
                 param="module",
             )
+        self._check_tied()
+
+    def _check_tied(self) -> None:
+        """Checks that the folder has one value for what the model has under several names.
+
+        Raises:
+            ModuleError: It has several. transformers warns, and ties them not, unlike the config.
+        """
+        names: dict[int, str] = {}
+        for name, tensor in self._model.state_dict(keep_vars=True).items():
+            if name in self and not self._alike(first := names.setdefault(id(tensor), name), name):
+                raise untied(self._saved.path, self._model, first, name)
+
+    def _alike(self, one: str, other: str) -> bool:
+        """Whether two parameters are made of equal tensors; these are mapped, and not copied."""
+        keys, others = ([key for _, key in self._sources[name].tensors] for name in (one, other))
+        if keys == others:
+            return True
+        return len(keys) == len(others) and all(
+            self._saved[key].dtype == self._saved[it].dtype and torch.equal(self._saved[key], self._saved[it])
+            for key, it in zip(keys, others, strict=True)
+        )
 
     def _found(self, wanted: Mapping[str, torch.Tensor]) -> dict[str, _Source]:
         """Returns the source of each parameter that the folder has, as transformers matches them."""

@@ -110,6 +110,23 @@ def test_a_new_head_is_that_of_a_new_model(
     assert "no values for them: classifier.weight, classifier.bias" in caplog.text
 
 
+@pytest.mark.parametrize("in_place", [True, False])
+def test_tied_weights_of_which_the_folder_has_two_values_are_refused(in_place: bool, tmp_path: Path) -> None:
+    folder = saved(tmp_path, llama(tie_word_embeddings=True))
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    embedding = tensors["model.embed_tokens.weight"]
+    save_file({**tensors, "lm_head.weight": embedding.clone()}, file, metadata={"format": "pt"})
+    built: Any = recipe(folder, in_place).build_module(0)
+    assert built.lm_head.weight is built.model.embed_tokens.weight
+    save_file({**tensors, "lm_head.weight": embedding + 1}, file, metadata={"format": "pt"})
+    with pytest.raises(ModuleError, match=r"embed_tokens.weight' and 'lm_head.weight' in .*\n.*tie_word_embeddings"):
+        recipe(folder, in_place).build_module(0)
+    parted: Any = recipe(folder, in_place, tie_word_embeddings=False).build_module(0)
+    assert torch.equal(parted.lm_head.weight, embedding + 1)
+    assert torch.equal(parted.model.embed_tokens.weight, embedding)
+
+
 def test_weights_that_are_not_those_of_the_model_are_refused(tmp_path: Path) -> None:
     folder = saved(tmp_path, bert())
     for change, said in (
