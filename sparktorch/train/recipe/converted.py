@@ -67,8 +67,8 @@ class ConvertedWeights(Mapping[str, torch.Tensor]):
                 not those of the model, is left out, as that of a head for other labels.
 
         Raises:
-            ModuleError: The folder has nothing of this model, lacks tensors of a parameter, or has others than the model
-                ties; or its weights are quantized.
+            ModuleError: The folder has nothing of this model, lacks tensors of a parameter, or has two values for one;
+                or its weights are quantized.
         """
         if getattr(model.config, "quantization_config", None) is not None:
             raise ModuleError(

@@ -130,7 +130,7 @@ def test_a_training_that_fails_while_it_writes_leaves_nothing(
 
 def test_a_file_in_place_of_the_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "models").touch()
-    with pytest.raises(PersistenceError, match="modelDir cannot be used: .*models"):
+    with pytest.raises(PersistenceError, match=r"modelDir cannot be used: .*models"):
         model_folder.ModelFolder(str(tmp_path / "models" / "model"), World()).check()
 
 
