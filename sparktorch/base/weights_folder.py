@@ -67,9 +67,15 @@ class WeightsFolder(Mapping[str, torch.Tensor]):
             raise PersistenceError(f"{self.path} was written by no fit", hint="delete it yourself", param="modelDir")
         files = {Path(file).name for file in self._files.values()}
         self._handles.clear()
-        with self._reading():
+        try:
             for file in (*sorted(files), INDEX):
                 Path(self.path, file).unlink(missing_ok=True)
+        except OSError as error:
+            raise PersistenceError(
+                f"the weights in {self.path} cannot be deleted: {error}",
+                hint="the folder must be writable here; or delete it yourself",
+                param="modelDir",
+            ) from error
         with suppress(OSError):
             Path(self.path).rmdir()
 

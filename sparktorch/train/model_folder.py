@@ -8,7 +8,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,8 +66,11 @@ class ModelFolder:
         try:
             if self._world.is_main:
                 mark.parent.mkdir(parents=True, exist_ok=True)
-                for left in mark.parent.glob(f".{self._token}.*"):
-                    shutil.rmtree(left, ignore_errors=True)  # of an earlier attempt, which may even write yet
+                for left in mark.parent.glob(f".{self._token}.*"):  # of an earlier attempt, which may even write yet
+                    if left.is_dir():
+                        shutil.rmtree(left, ignore_errors=True)
+                    else:
+                        left.unlink(missing_ok=True)
                 mark.touch()
             main = self._mark(int(sum_over_ranks(torch.tensor([own], dtype=torch.float64), self._world)))
             until = time.monotonic() + _SEEN_SECONDS
@@ -84,13 +87,18 @@ class ModelFolder:
             ) from error
         finally:
             if self._world.is_main:
-                mark.unlink(missing_ok=True)
+                with suppress(OSError):  # the error above says more
+                    mark.unlink(missing_ok=True)
 
     def _mark(self, number: int) -> Path:
-        return self._path.with_name(f".{self._token}-{number}")
+        return self._path.with_name(f".{self._token}.mark-{number}")
 
     def write(self, tensors: Mapping[str, torch.Tensor]) -> WeightsFolder:
-        """Writes the model; see `_fill`."""
+        """Writes the model; see `_fill`.
+
+        Raises:
+            PersistenceError: Rank 0 cannot.
+        """
         with self._published():
             self._fill(tensors)
         self._wait()
@@ -172,18 +180,30 @@ class ModelFolder:
 
     @contextmanager
     def _published(self) -> Iterator[None]:
-        """Context in which rank 0 writes the files; then they get their place, or none is left."""
+        """Context in which rank 0 writes the files; then they get their place, or none is left.
+
+        Raises:
+            PersistenceError: Rank 0 cannot.
+        """
+        from safetensors import SafetensorError
+
         if not self._world.is_main:
             yield
             return
-        self._new.mkdir()
         try:
+            self._new.mkdir()
             yield
             try:
                 self._new.rename(self._path)
             except OSError:
                 if not (self._path / INDEX).is_file():  # an earlier attempt was lost after it had written the same
                     raise
+        except (OSError, SafetensorError) as error:
+            raise PersistenceError(
+                f"the model cannot be written into modelDir: {error}",
+                hint=f"{self._path.parent} needs room for the model, and must stay mounted and writable for rank 0",
+                param="modelDir",
+            ) from error
         finally:
             shutil.rmtree(self._new, ignore_errors=True)
 

@@ -114,6 +114,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _bytes(count: int) -> str:
-    if count < 1e6:
-        return f"{count / 1e3:.1f} KB"
-    return f"{count / 1e6:,.1f} MB" if count < 1e9 else f"{count / 1e9:,.2f} GB"
+    for size, unit in ((1e3, "KB"), (1e6, "MB")):
+        if round(count / size, 1) < 1000:  # as it is shown
+            return f"{count / size:.1f} {unit}"
+    return f"{count / 1e9:,.2f} GB"

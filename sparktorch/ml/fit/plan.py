@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from numbers import Real
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,8 +40,7 @@ def check_figures(memory: float | None, speed: float | None, bandwidth: float | 
         ConfigError: A figure is no positive number, or only one of `speed` and `bandwidth` is given.
     """
     for name, value in (("memory", memory), ("speed", speed), ("bandwidth", bandwidth)):
-        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if value is not None and not number:
+        if value is not None and not _is_figure(value):
             raise ConfigError(f"{name} is {value!r}, and must be a number", hint=f"of {_UNITS[name]}", param=name)
         if value is not None:
             above(name, value, 0)
@@ -49,6 +49,16 @@ def check_figures(memory: float | None, speed: float | None, bandwidth: float | 
             f"{'bandwidth' if speed is None else 'speed'} is given without {'speed' if speed is None else 'bandwidth'}",
             hint="give both, for the time of a step, or neither",
         )
+
+
+def _is_figure(value: object) -> bool:
+    """Whether a value is a number, of NumPy or not, that is finite in the units of the plan."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(float(value) * 10**9)
+    except OverflowError:  # of an int
+        return False
 
 
 def plan_of(
@@ -79,7 +89,7 @@ def plan_of(
         config,
         estimator.getNumWorkers(),
         batch,
-        memory=None if memory is None else int(memory * 10**6),
-        speed=None if speed is None else speed * 10**9,
-        bandwidth=None if bandwidth is None else bandwidth * 10**6,
+        memory=None if memory is None else int(float(memory) * 10**6),
+        speed=None if speed is None else float(speed) * 10**9,
+        bandwidth=None if bandwidth is None else float(bandwidth) * 10**6,
     )

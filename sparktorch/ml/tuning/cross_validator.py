@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -110,23 +111,24 @@ class TorchCrossValidator(CrossValidator):
         with (
             Metrics(evaluator, dataset.sparkSession, parallelism=self.getParallelism()) as metrics,
             FoldedRows(estimators[0], data, fold=name, folds=folds, drawn=drawn, carried=carried) as rows,
+            ExitStack() as unreturned,
         ):
             for fold in range(folds):
                 for index, estimator in enumerate(estimators):
                     title = f"fit {fold * len(maps) + index + 1} of {count}"
                     model = rows.fit(estimator, without=fold, title=title)
-                    shown = model.copy(maps[index])
-                    results = results_for(evaluator, shown)
-                    scored = rows.score(shown, fold, list(results))
-                    metrics.add(fold, index, shown, scored.rename_columns([*carried, *results.values()]))
-                    if self.getCollectSubModels():
-                        models[fold][index] = model
-                    else:
-                        discard(model)
+                    models[fold][index] = model if self.getCollectSubModels() else None
+                    with ExitStack() as scored_once:
+                        (unreturned if self.getCollectSubModels() else scored_once).callback(discard, model)
+                        shown = model.copy(maps[index])
+                        results = results_for(evaluator, shown)
+                        scored = rows.score(shown, fold, list(results))
+                        metrics.add(fold, index, shown, scored.rename_columns([*carried, *results.values()]))
             found = metrics.all(rows, folds, len(maps))
             means, deviations = self._gen_avg_and_std_metrics(found)
             best = int(np.argmax(means) if evaluator.isLargerBetter() else np.argmin(means))
             model = rows.fit(estimators[best], without=None, title=f"fit {count} of {count}")
+            unreturned.pop_all()
         kept = cast("list[list[Model]]", models) if self.getCollectSubModels() else None
         return self._copyValues(CrossValidatorModel(model, means, kept, deviations))
 

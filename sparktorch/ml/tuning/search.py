@@ -162,12 +162,22 @@ class Search:
                 end.wait(max(0.0, deadline - time.monotonic()))
             raise
         finally:
-            if self._bar is not None:
-                self._bar.close()
+            self._end()
         if self._fatal is not None:
             raise self._fatal
         if self._cause is not None and self._failed == self._ended and not self._completed:
             raise self._cause
+
+    def _end(self) -> None:
+        """Closes the bar, and deletes the best model if `run` raises; trials that end later do not become the best."""
+        if self._bar is not None:
+            self._bar.close()
+        if not self._stopped:
+            return
+        with self._lock:
+            best, self.best = self.best, None
+        if best is not None:
+            discard(best.model)
 
     def _begin(self, *, show: bool) -> None:
         total, timeout = self._goal.trials, self._goal.timeout
@@ -210,14 +220,14 @@ class Search:
     def _run(self, trial: Any, group: PreparedData) -> None:
         module, goal = optuna(), self._goal
         group.title = f"trial {trial.number}"
-        verdicts = model = found = None
+        verdicts = unneeded = None  # a model that nothing returns
         try:
             with self._lock:  # samplers and the functions of users are not made for several threads
                 values = self._space.values(trial)
             estimator = self._for_trial(values, trial.number)
             varies = bool(estimator.getOrDefault("callbacks"))  # which may add numbers to some records only
             verdicts = _Verdicts(trial, goal.metric, estimator.getEpochs(), self._lock, varies=varies)
-            model = estimator._fit_on(group, verdicts)
+            model = unneeded = estimator._fit_on(group, verdicts)
             if verdicts.unknown is not None:
                 raise _unknown_metric(goal.metric, verdicts.unknown)
             value = value_of(model.summary.history, goal.metric, best=estimator.isDefined("earlyStoppingPatience"))
@@ -233,10 +243,10 @@ class Search:
             else:
                 assert value is not None
                 found = Found(number=trial.number, value=value, values=values, model=model)
-                self._tell(trial, "COMPLETE", verdicts, found)
+                unneeded = self._tell(trial, "COMPLETE", verdicts, found)
         finally:
-            if model is not None and found is None:
-                discard(model)
+            if unneeded is not None:
+                discard(unneeded)
 
     def _for_trial(self, values: dict[str, Any], number: int) -> Any:
         estimator = applied(self._estimator, values)
@@ -261,7 +271,9 @@ class Search:
                 _LOG.error("the first %d trials have all failed: the search ends", self._ended)
                 self._stop(self._cause)
 
-    def _tell(self, trial: Any, state: str, verdicts: _Verdicts | None, found: Found | None = None) -> None:
+    def _tell(self, trial: Any, state: str, verdicts: _Verdicts | None, found: Found | None = None) -> Any:
+        """Tells the study how a trial ended; returns the model to be deleted: its own, or the best before it."""
+        lost = None
         with self._lock:
             trial.set_user_attr(EPOCHS, 0 if verdicts is None else verdicts.epochs)
             value = None if found is None else found.value
@@ -269,13 +281,12 @@ class Search:
             self._ended += 1
             if found is not None:
                 ahead = self.best is None or better(found, self.best, minimize=self._goal.minimize)
-                lost, self.best = (self.best, found) if ahead else (found, self.best)
-                if lost is not None:
-                    discard(lost.model)
+                lost, self.best = (self.best, found) if ahead and not self._stopped else (found, self.best)
             if self._bar is not None:
                 if self.best is not None:
                     self._bar.set_postfix_str(f"best {self._goal.metric} {self.best.value:.4g}", refresh=False)
                 self._bar.update()
+        return None if lost is None else lost.model  # files are not deleted under the lock
 
     def _told(self, number: int, tell: Callable[[], Any]) -> None:
         """Tells the study; a sampler that has tried everything stops it, which Optuna allows in its own loop only."""

@@ -167,12 +167,12 @@ class TorchTuner(Estimator[TorchTunerModel]):
         found = search.best
         if found is not None and found.number == best.number:
             return TorchTunerModel(found.model, found.values, study)
-        if found is not None:
-            discard(found.model)
         _LOG.info("trial %d of an earlier run is the best: its Params are fitted again", best.number)
         values = space.values(best)
         estimator = applied(base, values)
         model = estimator.fit(dataset)
+        if found is not None:
+            discard(found.model)  # only now: should the fit fail, it is the best that there is
         value = value_of(model.summary.history, goal.metric, best=estimator.isDefined("earlyStoppingPatience"))
         if value != best.value:
             _LOG.warning(

@@ -13,14 +13,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from sparktorch.base.weights_folder import WeightsFolder
-from sparktorch.errors import ModuleError
-from sparktorch.train.recipe.huggingface import config_in
+from sparktorch.errors import ModuleError, SparkTorchError
+from sparktorch.train.recipe.huggingface import config_in, untied
 
 if TYPE_CHECKING:
     from sparktorch.base.deferred import Deferred
@@ -53,19 +54,21 @@ class ConvertedWeights(Mapping[str, torch.Tensor]):
     """A model's parameters and buffers by name, as far as a folder has them; each is made when it is asked for.
 
     Attributes:
-        unknown: Names in the folder of what the model has not.
+        unknown: What is in the folder and not in the model, by the names that transformers' rules make of those there.
     """
 
-    def __init__(self, model: Any, saved: WeightsFolder, *, other_head: bool = False) -> None:
+    def __init__(self, model: Any, saved: WeightsFolder, other_head: Mapping[str, torch.Size] | None = None) -> None:
         """Takes a model and what is saved.
 
         Args:
             model: A model of transformers; it needs no values.
             saved: The folder.
-            other_head: Whether what has another shape is left out, as that of a head for other labels.
+            other_head: Shapes that the model would have with as many labels as that in the folder. What has these, and
+                not those of the model, is left out, as that of a head for other labels.
 
         Raises:
-            ModuleError: The folder has nothing of this model, or its weights are quantized.
+            ModuleError: The folder has nothing of this model, lacks tensors of a parameter, or has two values for one;
+                or its weights are quantized.
         """
         if getattr(model.config, "quantization_config", None) is not None:
             raise ModuleError(
@@ -81,7 +84,7 @@ class ConvertedWeights(Mapping[str, torch.Tensor]):
             shape = self._made(source, name, "meta").shape
             if shape == wanted[name].shape:
                 continue
-            if not other_head:
+            if other_head is None or shape != other_head.get(name):
                 raise ModuleError(
                     f"{name!r} in {saved.path} has the shape {tuple(shape)}, and that of {type(model).__qualname__} "
                     f"has {tuple(wanted[name].shape)}",
@@ -95,6 +98,28 @@ class ConvertedWeights(Mapping[str, torch.Tensor]):
                 hint="config.json and the weights must be those of one model",
                 param="module",
             )
+        self._check_tied()
+
+    def _check_tied(self) -> None:
+        """Checks that the folder has one value for what the model has under several names.
+
+        Raises:
+            ModuleError: It has several. transformers warns, and ties them not, unlike the config.
+        """
+        names: dict[int, str] = {}
+        for name, tensor in self._model.state_dict(keep_vars=True).items():
+            if name in self and not self._alike(first := names.setdefault(id(tensor), name), name):
+                raise untied(self._saved.path, self._model, first, name)
+
+    def _alike(self, one: str, other: str) -> bool:
+        """Whether two parameters are made of equal tensors; these are mapped, and not copied."""
+        keys, others = ([key for _, key in self._sources[name].tensors] for name in (one, other))
+        if keys == others:
+            return True
+        return len(keys) == len(others) and all(
+            self._saved[key].dtype == self._saved[it].dtype and torch.equal(self._saved[key], self._saved[it])
+            for key, it in zip(keys, others, strict=True)
+        )
 
     def _found(self, wanted: Mapping[str, torch.Tensor]) -> dict[str, _Source]:
         """Returns the source of each parameter that the folder has, as transformers matches them."""
@@ -108,7 +133,7 @@ class ConvertedWeights(Mapping[str, torch.Tensor]):
             if name not in wanted and key in wanted:
                 name, pattern = loading.rename_source_key(key, [], [], prefix, wanted)
             if name not in wanted:
-                self.unknown.append(key)
+                self.unknown.append(name)
                 continue
             source = found.setdefault(name, _Source(name, wanted[name].dtype, by_pattern.get(pattern)))
             source.tensors.append((pattern or key, key))
@@ -148,11 +173,24 @@ class ConvertedWeights(Mapping[str, torch.Tensor]):
         return self._converted(source, device)[name]
 
     def _converted(self, source: _Source, device: str) -> dict[str, torch.Tensor]:
-        """Returns what a rule makes, by name."""
+        """Returns what a rule makes, by name.
+
+        Raises:
+            ModuleError: It cannot, as tensors are lacking.
+        """
         rule = copy.deepcopy(source.rule)
         for pattern, key in source.tensors:
             rule.add_tensor(source.name, key, pattern, partial(self._read, key, device, source.dtype))
-        made = rule.convert(source.name, model=self._model, config=self._model.config)
+        try:
+            made = rule.convert(source.name, model=self._model, config=self._model.config)
+        except SparkTorchError:
+            raise
+        except Exception as error:  # of torch, or of the rule
+            raise ModuleError(
+                f"{self._saved.path} lacks tensors of {source.name!r}, or has some of other shapes: {error}",
+                hint="the folder must have all the files and tensors that save_pretrained wrote",
+                param="module",
+            ) from error
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
     def _read(self, key: str, device: str, dtype: torch.dtype) -> torch.Tensor:
@@ -165,17 +203,27 @@ def converted(model: nn.Module, saved: WeightsFolder) -> ConvertedWeights:
     Raises:
         ModuleError: They are not those of the model.
     """
-    config: Any = model.config
-    return ConvertedWeights(model, saved, other_head=config.num_labels != config_in(saved.path).num_labels)
+    from sparktorch.base.deferred import deferred  # imports a part of torch's compiler
+
+    config: Any = copy.deepcopy(model.config)
+    labels = config_in(saved.path).num_labels
+    if labels == config.num_labels:
+        return ConvertedWeights(model, saved)
+    config.num_labels = labels
+    other = deferred(lambda: type(model)(config), exact=False).module
+    return ConvertedWeights(model, saved, {name: tensor.shape for name, tensor in other.state_dict().items()})
 
 
 def log_differences(built: Deferred) -> None:
-    """Logs what a model has and its folder has not, and the other way round, as transformers does."""
+    """Logs what a model has and its folder has not, and the other way round, but for what transformers passes over."""
     if isinstance(built.saved, ConvertedWeights):
-        if built.lacking:
-            _log.warning("new in the model, as the folder has no values for them: %s", _listed(built.lacking))
-        if built.saved.unknown:
-            _log.warning("in the folder, and not in the model: %s", _listed(built.saved.unknown))
+        model: Any = built.module
+        found = SimpleNamespace(missing_keys=set(built.lacking), unexpected_keys=set(built.saved.unknown))
+        model._adjust_missing_and_unexpected_keys(found)
+        if lacking := [name for name in built.lacking if name in found.missing_keys]:
+            _log.warning("new in the model, as the folder has no values for them: %s", _listed(lacking))
+        if unknown := [name for name in built.saved.unknown if name in found.unexpected_keys]:
+            _log.warning("in the folder, and not in the model: %s", _listed(unknown))
 
 
 def _listed(names: list[str]) -> str:

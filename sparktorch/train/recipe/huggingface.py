@@ -43,6 +43,7 @@ __all__ = [
     "model_loss",
     "opened",
     "rebuildable",
+    "untied",
     "with_config",
 ]
 
@@ -400,4 +401,19 @@ def _read(folder: str, params: str, seed: int, _: tuple[tuple[str, int], ...]) -
             hint="to train from new weights, pass its configuration: transformers.AutoConfig.from_pretrained(folder)",
             param="module",
         ) from error
+    for one, other in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if model.get_parameter_or_buffer(one) is not model.get_parameter_or_buffer(other):
+            raise untied(folder, model, other, one)
     return described(kind, model.config), pack_state(model.state_dict())
+
+
+def untied(folder: str, model: Any, one: str, other: str) -> ModuleError:
+    """Returns the error for a folder that has two values for what its configuration makes one parameter.
+
+    transformers would warn and not tie them; the module that is built of the configuration alone would.
+    """
+    return ModuleError(
+        f"{one!r} and {other!r} in {folder} differ, and are one parameter of {type(model).__qualname__}",
+        hint="set tie_word_embeddings to false, in config.json or moduleParams; or keep one of them in the folder",
+        param="module",
+    )

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch import nn
 
 from sparktorch import Callback
@@ -108,25 +109,35 @@ def test_it_is_the_model_that_rank_0_returns(case: str, tmp_path: Path) -> None:
     assert index["metadata"]["total_size"] == sum(value.nbytes for value in state.values())
 
 
-def test_a_training_that_fails_while_it_writes_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [OSError("no space left"), SafetensorError("no space left")])
+def test_a_training_that_fails_while_it_writes_leaves_nothing(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(self: Any, file: str, tensors: Any) -> None:
         written(self, file, tensors)
         if file.startswith("model-00002"):
-            raise OSError("no space left on the device")
+            raise error
 
     written = model_folder.ModelFolder._write
     monkeypatch.setattr(model_folder, "_LEAST_BYTES", 8)
     monkeypatch.setattr(model_folder.ModelFolder, "_write", full)
     folder = model_folder.ModelFolder(str(tmp_path / "model"), World())
     folder.check()
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(PersistenceError, match=r"into modelDir: no space left .*\n.*needs room for the model"):
         folder.write({str(number): torch.ones(2) for number in range(3)})
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_in_place_of_the_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "models").touch()
+    with pytest.raises(PersistenceError, match=r"modelDir cannot be used: .*models"):
+        model_folder.ModelFolder(str(tmp_path / "models" / "model"), World()).check()
+
+
 def test_ranks_that_outlive_their_attempt_change_no_model(tmp_path: Path) -> None:
     late, next_one = (model_folder.ModelFolder(str(tmp_path / "model"), World()) for _ in range(2))
-    with pytest.raises(FileNotFoundError), late._published():
+    (tmp_path / ".model.mark-7").touch()  # of a rank that was killed in `check`
+    with pytest.raises(PersistenceError, match="No such file"), late._published():
         next_one.check()  # removes what the late one has begun
     assert list(tmp_path.iterdir()) == []
     with next_one._published():

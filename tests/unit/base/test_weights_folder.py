@@ -83,6 +83,13 @@ def test_a_folder_is_deleted_but_what_others_have_put_there(folder: Path) -> Non
     assert [path.name for path in folder.iterdir()] == ["notes.txt"]
 
 
+def test_a_file_that_cannot_be_deleted_is_named(folder: Path) -> None:
+    (folder / "model-2.safetensors").unlink()
+    (folder / "model-2.safetensors").mkdir()
+    with pytest.raises(PersistenceError, match=r"cannot be deleted: .*model-2.safetensors"):
+        WeightsFolder(str(folder), "mine").delete()
+
+
 def test_a_folder_of_nothing_else_is_gone_once_it_is_deleted(folder: Path) -> None:
     WeightsFolder(str(folder), "mine").delete()
     assert not folder.exists()

@@ -14,10 +14,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from sparktorch.errors import ModuleError
+from sparktorch.train.recipe.converted import log_differences
 from sparktorch.train.recipe.dry_run import dry_run
 from sparktorch.train.recipe.huggingface import opened
 from sparktorch.train.recipe.recipe import Recipe
-from tests.support.tiny_transformers import bert, dinov2, gpt2, llama, mixtral, vit
+from tests.support.tiny_transformers import LENGTH, bert, dinov2, gpt2, llama, mixtral, vit
 
 CLASSIFIER = {"architectures": ["BertForSequenceClassification"]}
 HEAD = {"classifier.weight", "classifier.bias"}
@@ -110,6 +111,43 @@ def test_a_new_head_is_that_of_a_new_model(
     assert "no values for them: classifier.weight, classifier.bias" in caplog.text
 
 
+@pytest.mark.parametrize("in_place", [True, False])
+def test_tied_weights_of_which_the_folder_has_two_values_are_refused(in_place: bool, tmp_path: Path) -> None:
+    folder = saved(tmp_path, llama(tie_word_embeddings=True))
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    embedding = tensors["model.embed_tokens.weight"]
+    save_file({**tensors, "lm_head.weight": embedding.clone()}, file, metadata={"format": "pt"})
+    built: Any = recipe(folder, in_place).build_module(0)
+    assert built.lm_head.weight is built.model.embed_tokens.weight
+    save_file({**tensors, "lm_head.weight": embedding + 1}, file, metadata={"format": "pt"})
+    with pytest.raises(ModuleError, match=r"embed_tokens.weight' and 'lm_head.weight' in .*\n.*tie_word_embeddings"):
+        recipe(folder, in_place).build_module(0)
+    parted: Any = recipe(folder, in_place, tie_word_embeddings=False).build_module(0)
+    assert torch.equal(parted.lm_head.weight, embedding + 1)
+    assert torch.equal(parted.model.embed_tokens.weight, embedding)
+
+
+def test_a_folder_without_a_tensor_of_an_expert_is_refused(tmp_path: Path) -> None:
+    file = Path(saved(tmp_path, mixtral()), "model.safetensors")
+    tensors = load_file(file)
+    del tensors["model.layers.0.block_sparse_moe.experts.1.w3.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ModuleError, match=r"lacks tensors of 'model.layers.0.mlp.experts.gate_up_proj'"):
+        recipe(str(tmp_path), True).build_module(0)
+
+
+def test_what_transformers_passes_over_in_a_folder_is_not_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = Path(saved(tmp_path, bert()), "model.safetensors")
+    more = {"bert.embeddings.position_ids": torch.zeros(1, LENGTH), "bert.more": torch.zeros(1)}
+    save_file({**load_file(file), **more}, file, metadata={"format": "pt"})
+    with caplog.at_level(logging.WARNING):
+        log_differences(recipe(str(tmp_path), True).build_deferred(0))
+    assert [record.getMessage() for record in caplog.records] == ["in the folder, and not in the model: bert.more"]
+
+
 def test_weights_that_are_not_those_of_the_model_are_refused(tmp_path: Path) -> None:
     folder = saved(tmp_path, bert())
     for change, said in (
@@ -123,6 +161,8 @@ def test_weights_that_are_not_those_of_the_model_are_refused(tmp_path: Path) -> 
         (changed / "model.safetensors").symlink_to(Path(folder, "model.safetensors"))
         with pytest.raises(ModuleError, match=said):
             recipe(str(changed), True).build_module(0)
+    with pytest.raises(ModuleError, match=r"has the shape \(32,\), and that of .* has \(48,\)"):
+        recipe(folder, True, num_labels=4, intermediate_size=48).build_module(0)
     other = Path(saved(tmp_path / "gpt2", gpt2()))
     (other / "config.json").write_text(Path(folder, "config.json").read_text())
     with pytest.raises(ModuleError, match="are not those of BertForSequenceClassification"):
