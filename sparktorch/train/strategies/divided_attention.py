@@ -60,7 +60,7 @@ def divide_heads(part: nn.MultiheadAttention, mesh: DeviceMesh) -> None:
 
     rank, ranks = mesh.get_local_rank(), mesh.size()
     for name, parameter in list(part.named_parameters(recurse=False)):
-        blocks, placement = (3, packed_placement(3)) if name in _PACKED else (1, Shard(0))
+        blocks, placement = (3, packed_placement(3, mesh)) if name in _PACKED else (1, Shard(0))
         by_rank = parameter.detach().view(blocks, ranks, -1, *parameter.shape[1:])
         own = by_rank[:, rank].flatten(0, 1).clone()
         shape, stride = parameter.shape, parameter.stride()

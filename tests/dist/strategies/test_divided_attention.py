@@ -184,7 +184,7 @@ def test_each_head_drops_other_weights_and_afterwards_all_ranks_draw_the_same() 
 
 
 def placed(world: World) -> dict[str, Any]:
-    """Where a rank's parts of packed weights are, in four ranks; and what a gather of torch's says of them."""
+    """Where a rank's parts of packed weights are, in four ranks; and what gathers of torch's say of them."""
     config = heads_job(Encoder, {"shard": 2, "tensor": 2}).config
     strategy = Mesh(config, world, MeshOptions(shard=2, tensor=2, min_parameters=10**6))
     torch.manual_seed(0)
@@ -198,12 +198,21 @@ def placed(world: World) -> dict[str, Any]:
         torch.equal(part, state[name][offset[0] : offset[0] + len(part), offset[1] : offset[1] + part.shape[1]])
         for part, offset in parts
     ]
+    bias: Any = plain.get_submodule("0.self_attn").in_proj_bias
     with pytest.raises(ModuleError) as error:
-        parameter.full_tensor()  # type: ignore[attr-defined]
+        bias.full_tensor()
+    weights: Any = parameter.detach()
+    computed: list[Any] = [weights.clone(), weights.double(), weights.T, weights, bias]  # torch caches gathers
+    for value in computed:
+        with pytest.raises((ModuleError, AssertionError)):
+            value.full_tensor()
+    with pytest.raises((ModuleError, AssertionError)):
+        _ = weights @ weights.T  # it gathers both
     return {
         "equal": equal,
         "rows": [(offset[0], offset[0] + len(part)) for part, offset in parts],
-        "whole": all(torch.equal(whole(p.detach()), state[n]) for n, p in plain.named_parameters()),
+        "whole": all(torch.equal(whole(p.detach() * 1), state[n]) for n, p in plain.named_parameters()),
+        "norm": float(weights.norm().full_tensor() - state[name].norm()),
         "elements": sum(part.numel() for part, _ in parts) == local(parameter).numel(),
         "error": str(error.value),
     }
@@ -212,6 +221,7 @@ def placed(world: World) -> dict[str, Any]:
 def test_packed_weights_are_found_in_all_places_and_put_together_in_their_order() -> None:
     found = in_group(4, placed)
     assert all(all(each["equal"]) and each["whole"] and each["elements"] for each in found)
+    assert all(abs(each["norm"]) < 1e-4 for each in found)
     rows = sorted(row for each in found for first, end in each["rows"] for row in range(first, end))
     assert rows == list(range(24))
     assert all("context.state_dict" in each["error"] for each in found)
