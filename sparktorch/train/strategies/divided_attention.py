@@ -177,7 +177,7 @@ def _weighted(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, dropout: float, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention with its weights, of shape (rows, heads, queries, keys)."""
-    scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+    scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)  # in this order, as torch: the product might overflow
     weights = F.dropout((scores if mask is None else scores + mask).softmax(-1), dropout)
     return weights @ v, weights
 
