@@ -173,14 +173,14 @@ def local_parts(tensor: torch.Tensor) -> list[tuple[torch.Tensor, list[int]]]:
     return found
 
 
-def packed_placement(blocks: int) -> Any:
+def packed_placement(blocks: int, mesh: DeviceMesh) -> Any:
     """Returns the placement along `TENSOR` of a packed tensor: each rank has a part of each of its blocks of rows.
 
     The weights of queries, keys and values are such blocks of one parameter. `whole` and `local_parts` know it.
     """
     from sparktorch.train.packed import Packed
 
-    return Packed(0, split_factor=blocks)
+    return Packed.of(blocks, mesh)
 
 
 def _in_order_of_ranks(tensor: torch.Tensor) -> tuple[Any, int, int]:
@@ -201,4 +201,4 @@ def _in_order_of_ranks(tensor: torch.Tensor) -> tuple[Any, int, int]:
     placements[axis] = Shard(0)
     shape, stride = divided.shape, divided.stride()
     ordered = DTensor.from_local(divided.to_local(), mesh, placements, run_check=False, shape=shape, stride=stride)
-    return ordered, mesh.size(axis), int(packed.split_factor)
+    return ordered, mesh.size(axis), abs(int(packed.split_factor))

@@ -14,20 +14,33 @@ __all__ = ["Packed"]
 
 
 class Packed(_StridedShard):
-    """Torch's placement of blocks, which `fully_shard` divides further.
+    """Torch's placement of blocks, which `fully_shard` may divide further.
 
     It divides the rows that a rank has of all blocks together. Torch's placements cannot express that, and gathers of
-    its own would put the rows together in another order.
+    its own would put the rows together in another order. The number of blocks is negative then: operators, which make
+    a plain `_StridedShard` of this, pass it on, and torch cannot split what they return into so many blocks either.
     """
 
-    def _to_replicate_tensor(self, local_tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, *shape: Any) -> Any:
-        """Gathers a tensor along the mesh's dimension.
+    @classmethod
+    def of(cls, blocks: int, mesh: DeviceMesh) -> Packed:
+        """Returns the placement along a dimension of a mesh, of whose other dimensions one may shard.
+
+        Args:
+            blocks: Number of weights that lie one behind the other.
+            mesh: The part of the mesh that divides the blocks.
+        """
+        root = mesh._get_root_mesh()
+        names = root.mesh_dim_names or ()
+        sharded = any(name.startswith("shard") and root.size(i) > 1 for i, name in enumerate(names))
+        return cls(0, split_factor=-blocks if sharded else blocks)
+
+    def _split_tensor(self, tensor: torch.Tensor, num_chunks: int, **options: Any) -> Any:
+        """Splits a tensor as the ranks have it; gathers and offsets ask for that.
 
         Raises:
             ModuleError: Its rows are sharded, too.
         """
-        names = mesh.mesh_dim_names or ()
-        if any(name.startswith("shard") and mesh.size(i) > 1 for i, name in enumerate(names)):
+        if self.split_factor < 0:
             raise ModuleError(
                 "torch does not know the order of the rows of attention's packed projections, which are divided by "
                 "heads and sharded",
@@ -35,4 +48,4 @@ class Packed(_StridedShard):
                 "attention without strategyParams.shard",
                 param="strategyParams",
             )
-        return super()._to_replicate_tensor(local_tensor, mesh, mesh_dim, *shape)
+        return super()._split_tensor(tensor, num_chunks, **options)

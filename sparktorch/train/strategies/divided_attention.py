@@ -61,7 +61,7 @@ def divide_heads(part: nn.MultiheadAttention, mesh: DeviceMesh) -> None:
 
     rank, ranks = mesh.get_local_rank(), mesh.size()
     for name, parameter in list(part.named_parameters(recurse=False)):
-        blocks, placement = (3, packed_placement(3)) if name in _PACKED else (1, Shard(0))
+        blocks, placement = (3, packed_placement(3, mesh)) if name in _PACKED else (1, Shard(0))
         by_rank = parameter.detach().view(blocks, ranks, -1, *parameter.shape[1:])
         own = by_rank[:, rank].flatten(0, 1).clone()
         shape, stride = parameter.shape, parameter.stride()
@@ -185,7 +185,7 @@ def _weighted(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, dropout: float, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention with its weights, of shape (rows, heads, queries, keys)."""
-    scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+    scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)  # in this order, as torch: the product might overflow
     weights = F.dropout((scores if mask is None else scores + mask).softmax(-1), dropout)
     return weights @ v, weights
 

@@ -199,8 +199,9 @@ class Mesh(Zero3[MeshOptions]):
         if self.runs_passes:
             return self._piped(module)
         if self.exchanges_rows:
-            own_rows = self._divide_layers(module, self._styles(module)).get(OWN_ROWS)
-            self._exchange = share_rows(module, self._sharing, self._device, own_rows)
+            found = self._divide_layers(module, self._styles(module))
+            divided = {name: part for style in found.keys() - {OWN_ROWS, SUMMED} for name, part in found[style].items()}
+            self._exchange = share_rows(module, self._sharing, self._device, found.get(OWN_ROWS), divided)
         return super().prepare(module)
 
     def _styles(self, module: nn.Module) -> dict[str, str]:

@@ -30,7 +30,11 @@ _TOLERANCE = 1e-2  # of what should be equal in all ranks: wrong plans make diff
 
 
 def share_rows(
-    module: nn.Module, group: dist.ProcessGroup, device: torch.device, own_rows: Mapping[str, nn.Module] | None = None
+    module: nn.Module,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    own_rows: Mapping[str, nn.Module] | None = None,
+    divided: Mapping[str, nn.Module] | None = None,
 ) -> RowExchange:
     """Lets a module compute on the rows of all ranks of a group in each of them; returns what exchanges them.
 
@@ -43,9 +47,12 @@ def share_rows(
         device: This rank's device.
         own_rows: Layers by name, each of which returns a rank's part of the columns of all rows. They return all
             columns of the rank's own rows instead, and so must do what the module computes of them.
+        divided: Other layers by name, which add up or gather what all ranks compute, and so need all rows.
     """
-    exchange = RowExchange(group, device)
+    exchange = RowExchange(group, device, own_rows=bool(own_rows))
     hooks: Any = torch.compiler.disable
+    for name, layer in (divided or {}).items() if own_rows else ():
+        layer.register_forward_pre_hook(partial(exchange.refuse_own_rows, name))
     for name, layer in (own_rows or {}).items():
         layer.register_forward_hook(hooks(partial(exchange.columns, name)))
     module.register_forward_pre_hook(hooks(exchange.before), with_kwargs=True)
@@ -61,13 +68,13 @@ class RowExchange:
         flags: Bits that this rank tells the others in the next exchange; after it, those that any rank has set.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group, self._device = group, device
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, own_rows: bool = False) -> None:
+        self._group, self._device, self._of_own_rows = group, device, own_rows
         self.flags = 0
         self._counts: list[int] = []
         self._generators: Any = None
         self._compared: set[tuple[str, bool]] = set()  # the module or a layer, in training or in evaluation
-        self._own_only = False  # whether a layer has returned this rank's rows only, in this pass
+        self._own_only = ""  # the last layer that has returned this rank's rows only, in this pass
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Returns the arguments with the rows of all ranks.
@@ -78,6 +85,8 @@ class RowExchange:
         found, spec = pytree.tree_flatten((args, kwargs))
         places = [i for i, leaf in enumerate(found) if isinstance(leaf, torch.Tensor) and leaf.dim()]
         try:
+            if self._of_own_rows:
+                _refuse_labels(module, kwargs)
             rows, signature = _described(module, found, places)
         except SparkTorchError:
             self._meet(_FAILED, 0)
@@ -86,7 +95,6 @@ class RowExchange:
         for i in places:
             found[i] = _AllRows.apply(found[i], self._group, self._counts)  # type: ignore[no-untyped-call]
         self._agree(seed)
-        self._own_only = False
         return pytree.tree_unflatten(found, spec)
 
     def columns(self, name: str, layer: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
@@ -107,9 +115,24 @@ class RowExchange:
                 param=PARAM,
             )
         self._compare_once(name, layer, [local(args[0])])
-        self._own_only = True
+        if self._generators is not None:  # else a pass is computed again, for its gradients
+            self._own_only = name
         found: torch.Tensor = _Columns.apply(output, self._group, self._counts)  # type: ignore[no-untyped-call]
         return found
+
+    def refuse_own_rows(self, name: str, layer: nn.Module, args: Any) -> None:
+        """Refuses to compute a divided layer behind one that has returned this rank's rows only.
+
+        Raises:
+            ModuleError: One has, in this pass.
+        """
+        if self._own_only:
+            raise ModuleError(
+                f"{name!r} is divided, and computed behind {self._own_only!r}, which leaves each rank its own rows: "
+                "ranks that share a layer need the same rows",
+                hint=f"divide {self._own_only!r} by 'colwise_gather_output', leave {name!r} whole or compute it before",
+                param=PARAM,
+            )
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Returns this rank's rows of the output.
@@ -132,7 +155,7 @@ class RowExchange:
                     param=PARAM,
                 )
         self._compare_once("", module, [found[i] for i in places if len(found[i]) == total])
-        if len(places) > 1 or not self._own_only:
+        if any(len(found[i]) == total for i in places):
             taken = _OwnRows.apply(self._group, self._counts, *(found[i] for i in places))  # type: ignore[no-untyped-call]
             for i, part in zip(places, taken, strict=True):
                 found[i] = part
@@ -196,7 +219,8 @@ class RowExchange:
         np.random.seed(seed)
 
     def restore(self, *_: Any) -> None:
-        """Gives the rank its own generators back, also after an exception."""
+        """Ends a pass: gives the rank its own generators back, also after an exception."""
+        self._own_only = ""
         if self._generators is None:
             return
         of_host, of_device, of_python, of_numpy = self._generators
@@ -206,6 +230,21 @@ class RowExchange:
             module_of(self._device).set_rng_state(of_device, self._device)
         random.setstate(of_python)
         np.random.set_state(of_numpy)
+
+
+def _refuse_labels(module: nn.Module, arguments: Mapping[str, Any]) -> None:
+    """Refuses the labels with which a transformers model computes a loss, where it has scores of own rows only.
+
+    Raises:
+        ModuleError: There are some.
+    """
+    if hasattr(module, "_tp_plan") and arguments.get("labels") is not None:
+        raise ModuleError(
+            f"{type(module).__name__} is called with labels, of which it would compute one loss for all rows, and ranks"
+            " that share layers each have the scores of their own rows",
+            hint="call it without labels, and compute the loss of its logits in loss or trainingStep",
+            param=PARAM,
+        )
 
 
 def _described(module: nn.Module, leaves: list[Any], places: list[int]) -> tuple[int, int]:

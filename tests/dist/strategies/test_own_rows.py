@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from sparktorch.base.batch import Batch
 from sparktorch.base.config import TrainConfig
@@ -63,9 +65,33 @@ class Scores(nn.Module):
         if kind == "few":
             return self.other(x)[:2]
         scores = torch.tanh(self.head(x))
+        if kind == "aside":
+            return self.other(x)
         if kind == "late":
             return scores + x[:, :1]
         return {"scores": scores, "all": self.other(x)} if kind == "both" else scores
+
+
+class Behind(nn.Module):
+    """Divided layers behind the scores; as a transformers model, it brings a plan, and computes a loss of labels."""
+
+    _tp_plan: ClassVar[dict[str, str]] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.up, self.down = nn.Linear(5, 8), nn.Linear(8, 4), nn.Linear(4, 2)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor, *, kind: str = "plain", labels: torch.Tensor | None = None) -> Any:
+        if kind == "repeated":
+            x = checkpoint(lambda x: self.down(self.up(F.pad(x, (0, 3)))), x, use_reentrant=False)
+            return checkpoint(lambda x: self.head(x).tanh(), F.pad(x, (0, 3)), use_reentrant=False)
+        scores = self.head(x)
+        if labels is not None:
+            return F.cross_entropy(scores, labels)
+        if kind == "attends":
+            return self.attention(*[scores[:, None]] * 3)[0]
+        return self.down(self.up(scores).relu()) if kind == "behind" else scores
 
 
 class Largest(TorchDispatchMode):
@@ -104,6 +130,10 @@ def used(world: World) -> dict[str, Any]:
     found["gradients"] = all(
         torch.allclose(gradients[f"head.{n}"], p.grad, atol=1e-5) for n, p in plain.head.named_parameters()
     )
+    output = module(mine, kind="aside")
+    found["aside"] = torch.allclose(output, plain(mine, kind="aside"))
+    output.sum().backward()
+    found["aside gradient"] = float(whole(own.other.bias.grad))
     outputs = module(mine, kind="both")
     outputs["all" if world.rank else "scores"].sum().backward()  # each rank uses another one
     found["shapes"] = [tuple(outputs[name].shape) for name in ("scores", "all")]
@@ -118,6 +148,21 @@ def used(world: World) -> dict[str, Any]:
         with pytest.raises(ModuleError) as error:
             module(given, **arguments)
         found[name] = str(error.value)
+    plan = {"head": OWN, "up": "colwise", "down": "rowwise", "attention": "heads"}
+    config = job_for(strategy="mesh", strategy_params={"tensor": 2, "plan": plan}).config
+    module = build_strategy(config, world).prepare(Behind())
+    labels = torch.zeros(len(mine), dtype=torch.long)
+    for name, arguments in (
+        ("behind", {"kind": "behind"}),
+        ("attends", {"kind": "attends"}),
+        ("labels", {"labels": labels}),
+    ):
+        with pytest.raises(ModuleError) as error:
+            module(mine, **arguments)
+        found[name] = str(error.value)
+    repeated = module(mine, kind="repeated")  # what was refused is forgotten, also where a pass is computed again
+    repeated.sum().backward()
+    found["repeated"] = tuple(repeated.shape)
     return found
 
 
@@ -131,6 +176,12 @@ def test_a_rank_gets_all_columns_of_its_own_rows_and_never_has_those_of_all_rows
         assert "'head' returns a tensor of shape (1, 32, 32) for 32 rows" in found["turned"]
         assert "of which ranks that share layers have 0, 2" in found["empty"]
         assert "the output of FSDPScores differs" in found["late"]
+        assert found["aside"]
+        assert found["aside gradient"] == 32
+        assert "'up' is divided, and computed behind 'head'" in found["behind"]
+        assert "'attention' is divided, and computed behind 'head'" in found["attends"]
+        assert "FSDPBehind is called with labels" in found["labels"]
+        assert found["repeated"] == (count, 8)
 
 
 def test_the_plan_counts_own_rows_of_the_scores() -> None:
