@@ -43,7 +43,7 @@ def test_a_name_is_looked_up_without_its_file(folder: Path) -> None:
     (folder / "model-2.safetensors").unlink()
     weights = WeightsFolder(str(folder))
     assert ("part2" in weights, "part3" in weights) == (True, False)
-    with pytest.raises(PersistenceError, match="files must be complete"):
+    with pytest.raises(PersistenceError, match="with all its files"):
         weights["part2"]
 
 
