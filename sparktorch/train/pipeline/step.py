@@ -40,6 +40,8 @@ class StandIn(nn.Module):
     def __getattr__(self, name: str) -> Any:
         if name in ("_parts", "_instead"):
             return super().__getattr__(name)
+        if name in ("device", "dtype"):  # which models of transformers look for among their parameters
+            return getattr(self._parts[0], name)
         defined = inspect.getattr_static(type(self._parts[0]), name, None)
         if isinstance(defined, FunctionType):  # a method, whose calls of the module and of its parts come here, too
             return MethodType(defined, self)

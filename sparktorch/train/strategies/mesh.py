@@ -285,6 +285,7 @@ class Mesh(Zero3[MeshOptions]):
         # A rank without rows has weights of zero for its placeholders, and others may have none.
         weight, loss_weight = (each if self._exchange.flags & bit else None for bit, each in enumerate(weights, 1))
         every = replace(batch, inputs=tuple(inputs), label=label, weight=weight, loss_weight=loss_weight)
+        every = replace(every, lengths={}, tokens=None)  # these are of this rank's own rows
         losses = MicroLosses(step, module.module, every, given, compare=not self._compared_step)
         self._compared_step = True
         try:

@@ -99,6 +99,8 @@ def _obstacle(layer: Any, whole: list[str], size: int) -> str:
     for name, part in layer.named_children():
         if name.startswith("norm") and type(part) not in _NORMS:
             return f"whose {name!r} is a {type(part).__name__}, not nn.LayerNorm or nn.RMSNorm"
+        if name.startswith("norm") and len(part.normalized_shape) != 1:
+            return f"whose {name!r} takes other positions into account, with normalized_shape={part.normalized_shape}"
         if name.startswith("dropout") and type(part) is not nn.Dropout:
             return f"whose {name!r} is a {type(part).__name__}, not nn.Dropout"
     return ""

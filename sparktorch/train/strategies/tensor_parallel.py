@@ -75,7 +75,7 @@ def divide(
         materialise: Gives a layer its values before it is divided.
         sequence: Whether ranks have parts of the sequences between the layers.
     """
-    parts = dict(module.named_modules())
+    parts = dict(module.named_modules(remove_duplicate=False))
     by_positions = set(linear_layers(module)) if sequence else set()
     for name, kind in styles.items():
         if kind != SUMMED:

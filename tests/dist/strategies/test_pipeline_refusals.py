@@ -208,6 +208,7 @@ def test_what_cannot_be_cut_is_refused_before_the_job(
     module: Any, options: dict[str, Any], error: type[Exception], says: str
 ) -> None:
     job = job_for(recipe={"module": module}, strategy="mesh", strategy_params=options)
+    torch.manual_seed(77)  # what a module that mixes rows does to these was less than 1e-2 of its output
     with pytest.raises(error, match=says):
         check_module(job.config, job.recipe, 2, module(), Batch((torch.randn(2, 5),), None, None, 2))
 

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from sparktorch.base.batch import Batch
@@ -19,9 +20,11 @@ from sparktorch.base.config import CheckpointConfig
 from sparktorch.base.world import World
 from sparktorch.data.columns import VALIDATION
 from sparktorch.errors import ConfigError, ModuleError
+from sparktorch.train.dtensor import TENSOR, mesh_of_training
 from sparktorch.train.recipe.huggingface import opened
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.registry import build_strategy, check_module, check_strategy
+from sparktorch.train.strategies.tensor_parallel import check_plan, divide
 from sparktorch.worker import TrainJob
 from tests.dist.strategies.test_strategies import PARTED, TABLE, Weights, job_for, plain
 from tests.dist.train import test_huggingface as texts
@@ -143,6 +146,35 @@ def test_a_training_that_was_killed_goes_on_to_the_same_bits_and_on_another_mesh
     for folder, after in (("one", {"data": 2, "shard": 2}), ("other", {"tensor": 4})):
         found, _ = train_on(parts, job(folder, after, 0.0))
         torch.testing.assert_close(found, plain(of=Paired)[0], atol=1e-5, rtol=0)
+
+
+class TwoNames(nn.Module):
+    """Has the layers of a Sequential under names of their own, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(5, 4), nn.Linear(4, 2)
+        self.net = nn.Sequential(self.fc1, nn.ReLU(), self.fc2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.net(x)
+        return found
+
+
+def under_other_names(world: World) -> bool:
+    """Whether layers that are known by their second name compute what the whole ones do."""
+    group = dist.group.WORLD
+    assert group is not None
+    torch.manual_seed(0)
+    module, x = TwoNames(), torch.ones(3, 5)
+    expected = module(x)
+    mesh = mesh_of_training([group], "cpu", torch.arange(2), [TENSOR])
+    divide(module, mesh, check_plan(module, {}, 2), lambda part: None)
+    return hasattr(module.fc1.weight, "device_mesh") and torch.allclose(module(x), expected)
+
+
+def test_layers_with_two_names_are_divided() -> None:
+    assert in_group(2, under_other_names) == [True, True]
 
 
 class Normalised(nn.Sequential):

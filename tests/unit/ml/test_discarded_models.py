@@ -9,13 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
-import optuna
 import pytest
 
 from sparktorch import TorchCrossValidator, TorchTuner
 from sparktorch.ml.tuning import cross_validator, search, tuner
 from sparktorch.ml.tuning.search import Found, Goal, Search
 from tests.support.mlflow import QUIET
+
+optuna = pytest.importorskip("optuna")
 
 pytestmark = QUIET  # Optuna's storage is SQLAlchemy
 

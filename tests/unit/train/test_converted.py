@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from sparktorch.errors import ModuleError
@@ -18,7 +17,10 @@ from sparktorch.train.recipe.converted import log_differences
 from sparktorch.train.recipe.dry_run import dry_run
 from sparktorch.train.recipe.huggingface import opened
 from sparktorch.train.recipe.recipe import Recipe
-from tests.support.tiny_transformers import LENGTH, bert, dinov2, gpt2, llama, mixtral, vit
+
+transformers = pytest.importorskip("transformers")
+
+from tests.support.tiny_transformers import LENGTH, bert, dinov2, gpt2, llama, mixtral, vit  # noqa: E402
 
 CLASSIFIER = {"architectures": ["BertForSequenceClassification"]}
 HEAD = {"classifier.weight", "classifier.bias"}
