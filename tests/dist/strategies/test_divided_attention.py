@@ -62,6 +62,7 @@ def test_ranks_with_some_heads_train_what_one_plain_loop_trains(case: str) -> No
     assert metas[0]["history"][-1]["val_loss"] == pytest.approx(loss, abs=1e-5)
 
 
+@pytest.mark.landing
 def test_stages_of_a_pipeline_have_some_heads_of_their_layers() -> None:
     module = partial(Encoder, padded=False)  # a pipeline takes no mask whose values decide what is computed
     job = heads_job(module, {"pipeline": 2, "tensor": 2})
@@ -71,6 +72,7 @@ def test_stages_of_a_pipeline_have_some_heads_of_their_layers() -> None:
     assert metas[0]["history"][-1]["val_loss"] == pytest.approx(loss, abs=1e-5)
 
 
+@pytest.mark.landing
 def test_a_checkpoint_of_some_heads_is_gone_on_with_on_another_mesh_and_in_one_process(tmp_path: Path) -> None:
     def job(strategy: dict[str, Any], **kill: int) -> TrainJob:
         folder = tmp_path / str(len(list(tmp_path.iterdir())))

@@ -63,6 +63,7 @@ def test_ranks_with_some_positions_train_what_one_plain_loop_trains(
     assert metas[0]["history"][-1]["val_loss"] == pytest.approx(loss, abs=1e-5)
 
 
+@pytest.mark.landing
 def test_a_rank_without_rows_has_some_positions_and_gradients_are_clipped_as_those_of_one_model() -> None:
     held_out = TABLE.arrays[VALIDATION]
     parts = [TABLE.take(~held_out).batches(), TABLE.take(held_out).batches()]

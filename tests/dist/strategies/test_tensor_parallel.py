@@ -120,6 +120,7 @@ def test_ranks_whose_texts_are_padded_to_another_length_are_told_to_pad_them_ali
         train_on([part.batches() for part in table.parts(2)], job)
 
 
+@pytest.mark.landing
 def test_a_training_that_was_killed_goes_on_to_the_same_bits_and_on_another_mesh(tmp_path: Path) -> None:
     parts = [part.batches() for part in TABLE.parts(4)]
 
