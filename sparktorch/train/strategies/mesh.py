@@ -284,8 +284,15 @@ class Mesh(Zero3[MeshOptions]):
         given = replace(own, values=values)
         # A rank without rows has weights of zero for its placeholders, and others may have none.
         weight, loss_weight = (each if self._exchange.flags & bit else None for bit, each in enumerate(weights, 1))
-        every = replace(batch, inputs=tuple(inputs), label=label, weight=weight, loss_weight=loss_weight)
-        every = replace(every, lengths={}, tokens=None)  # these are of this rank's own rows
+        every = replace(
+            batch,
+            inputs=tuple(inputs),
+            label=label,
+            weight=weight,
+            loss_weight=loss_weight,
+            lengths={},  # these two are known of this rank's own rows only
+            tokens=None,
+        )
         losses = MicroLosses(step, module.module, every, given, compare=not self._compared_step)
         self._compared_step = True
         try:
