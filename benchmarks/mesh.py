@@ -3,14 +3,16 @@
 Spawned Gloo ranks without Spark, one torch thread each, in groups that sparktorch opens; the sides take turns in the
 same processes, as in `benchmarks.loop`. By hand, ranks that share layers draw the same rows from tensors in memory,
 where those of sparktorch exchange their rows: both sides compute on as many. Stages begin with the same layers, and
-pass on as many micro-batches by the same schedule, 1F1B.
+pass on as many micro-batches by the same schedule, 1F1B. Encoders are `torch.nn`'s here, and by hand ones of linear
+layers, which `parallelize_module` can divide.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -20,10 +22,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 from benchmarks.common import Goal, arguments, interleave, machine, report, workspace
-from benchmarks.nets import Mlp
+from benchmarks.nets import Encoder, EncoderByHand, Mlp
 from benchmarks.ranks import Place, Ranks, arrays_of, fit
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.world import World
@@ -32,22 +43,54 @@ from sparktorch.distributed.process_group import process_group
 from sparktorch.train.recipe.recipe import Recipe
 
 LAYERS, WIDTH, BATCH, STEPS = 7, 1024, 256, 8  # seven hidden layers and the last one: four pairs
+ENCODER_BATCH = 8
 LEARNING_RATE = 1e-3
 TIMEOUT = timedelta(minutes=5)
 Sizes = tuple[int, int, int, int]
-# Ranks, and the sizes of data, pipeline, shard and tensor.
-MESHES: dict[str, tuple[int, Sizes]] = {
-    "2 ranks, shard": (2, (1, 1, 2, 1)),
-    "2 ranks, tensor": (2, (1, 1, 1, 2)),
-    "2 ranks, pipeline": (2, (1, 2, 1, 1)),
-    "4 ranks, data x shard": (4, (2, 1, 2, 1)),
-    "4 ranks, data x tensor": (4, (2, 1, 1, 2)),
-    "4 ranks, data x pipeline": (4, (2, 2, 1, 1)),
-    "4 ranks, shard x tensor": (4, (1, 1, 2, 2)),
-    "4 ranks, pipeline": (4, (1, 4, 1, 1)),
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is divided, and how.
+
+    Attributes:
+        ranks: Number of ranks.
+        sizes: Of the dimensions data, pipeline, shard and tensor.
+        encoder: Whether the model is an encoder, not an MLP.
+        sequence: Whether sequences are divided between layers.
+    """
+
+    ranks: int
+    sizes: Sizes
+    encoder: bool = False
+    sequence: bool = False
+
+    @property
+    def batch(self) -> int:
+        """Rows that each rank brings to a step."""
+        return ENCODER_BATCH if self.encoder else BATCH
+
+    @property
+    def inputs(self) -> int:
+        """Numbers in a row."""
+        return Encoder.inputs if self.encoder else Mlp.inputs
+
+
+TENSOR, TENSOR_SEQUENCE = "2 ranks, encoder by tensor", "2 ranks, encoder by tensor and sequence"
+CASES = {
+    "2 ranks, shard": Case(2, (1, 1, 2, 1)),
+    "2 ranks, tensor": Case(2, (1, 1, 1, 2)),
+    TENSOR: Case(2, (1, 1, 1, 2), encoder=True),
+    TENSOR_SEQUENCE: Case(2, (1, 1, 1, 2), encoder=True, sequence=True),
+    "2 ranks, pipeline": Case(2, (1, 2, 1, 1)),
+    "4 ranks, data x shard": Case(4, (2, 1, 2, 1)),
+    "4 ranks, data x tensor": Case(4, (2, 1, 1, 2)),
+    "4 ranks, data x pipeline": Case(4, (2, 2, 1, 1)),
+    "4 ranks, shard x tensor": Case(4, (1, 1, 2, 2)),
+    "4 ranks, pipeline": Case(4, (1, 4, 1, 1)),
 }
 MICRO_BATCHES = 4  # for each stage
-GOALS = {f"{name}: mesh / by hand": Goal(1.05) for name in MESHES}
+GOALS = {f"{name}: mesh / by hand": Goal(1.05) for name in CASES}
 
 
 def starts(stages: int) -> list[int]:
@@ -55,69 +98,107 @@ def starts(stages: int) -> list[int]:
     return [2 * (LAYERS + 1) // stages * stage for stage in range(stages)]
 
 
-def ours(place: Place, sizes: Sizes, epochs: int) -> float:
+def ours(place: Place, case: Case, epochs: int) -> float:
     """Returns the mean seconds of a step of the training loop, but for those of the first epoch."""
-    options: dict[str, Any] = dict(zip(("data", "pipeline", "shard", "tensor"), sizes, strict=True))
-    if sizes[1] > 1:
-        split = [f"layers.{start}" for start in starts(sizes[1])[1:]]
-        options |= {"micro_batches": MICRO_BATCHES * sizes[1], "split": split}
+    options: dict[str, Any] = dict(zip(("data", "pipeline", "shard", "tensor"), case.sizes, strict=True))
+    stages = case.sizes[1]
+    if stages > 1:
+        split = [f"layers.{start}" for start in starts(stages)[1:]]
+        options |= {"micro_batches": MICRO_BATCHES * stages, "split": split}
+    if case.sequence:
+        options["sequence"] = True
     config = TrainConfig(
         task="regression",
-        batch_size=BATCH * place.world.world_size,
+        batch_size=case.batch * place.world.world_size,
         epochs=epochs,
         strategy="mesh",
         strategy_params=options,
     )
-    recipe = Recipe(module=Mlp, module_params={"width": WIDTH, "layers": LAYERS}, learning_rate=LEARNING_RATE)
-    course = fit(place, BATCH * STEPS, Mlp.inputs, recipe, config)
+    module, params = (Encoder, {}) if case.encoder else (Mlp, {"width": WIDTH, "layers": LAYERS})
+    recipe = Recipe(module=module, module_params=params, learning_rate=LEARNING_RATE)
+    course = fit(place, case.batch * STEPS, case.inputs, recipe, config)
     return statistics.fmean(course.epochs[1:]) / STEPS
 
 
-def by_hand(place: Place, sizes: Sizes, epochs: int) -> float:
+def by_hand(place: Place, case: Case, epochs: int) -> float:
     """Returns the same of a loop with torch's own functions."""
     with process_group(place.world, place.store(), timeout=TIMEOUT):
-        return loop_by_hand(place.world, sizes, epochs)
+        return loop_by_hand(place.world, case, epochs)
 
 
-def loop_by_hand(world: World, sizes: Sizes, epochs: int) -> float:
+def loop_by_hand(world: World, case: Case, epochs: int) -> float:
     """The loop; its module is gone before the group is."""
-    _, stages, _, tensor = sizes
+    _, stages, _, tensor = sizes = case.sizes
     # torch caches what is of equal meshes
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("copy", "stage", "part", "layer"))
     together = stages * tensor  # ranks with the same rows
     holder = mesh.get_local_rank("copy") * sizes[2] + mesh.get_local_rank("part")
     sampler = World(rank=holder, world_size=world.world_size // together)
-    arrays = arrays_of(sampler, BATCH * STEPS * together, Mlp.inputs)
+    arrays = arrays_of(sampler, case.batch * STEPS * together, case.inputs)
     features, label = torch.tensor(arrays[input_name(0)]), torch.tensor(arrays[LABEL])
     torch.manual_seed(0)
-    whole = Mlp(WIDTH, LAYERS)
-    linear = [name for name, part in whole.named_modules() if isinstance(part, nn.Linear)]
+    module: nn.Module = EncoderByHand() if case.encoder else Mlp(WIDTH, LAYERS)
     if tensor > 1:
-        styles = {name: RowwiseParallel() if i % 2 else ColwiseParallel() for i, name in enumerate(linear)}
-        parallelize_module(whole, mesh["layer"], styles, src_data_rank=None)
-    module: nn.Module = whole
+        styles = encoder_styles(case.sequence) if case.encoder else mlp_styles(module)
+        parallelize_module(module, mesh["layer"], styles, src_data_rank=None)
     if stages > 1:
-        own, ends = mesh.get_local_rank("stage"), [*starts(stages), len(whole.layers)]
-        last = [nn.Flatten(0)] if own == stages - 1 else []
-        module = nn.Sequential(*list(whole.layers)[ends[own] : ends[own + 1]], *last)
-    if stages < world.world_size:
+        layers = list(module.layers)  # type: ignore[arg-type]
+        own, ends = mesh.get_local_rank("stage"), [*starts(stages), len(layers)]
+        module = nn.Sequential(*layers[ends[own] : ends[own + 1]], *([nn.Flatten(0)] if own == stages - 1 else []))
+    if sizes[0] * sizes[2] > 1:
         for part in module.modules():
             if isinstance(part, nn.Linear) and part.out_features > 1:
                 fully_shard(part, mesh=mesh["copy", "part"], reshard_after_forward=stages == 1)
         fully_shard(module, mesh=mesh["copy", "part"])
-    optimizer = torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE, fused=True)
+    optimizer = torch.optim.AdamW(groups(module.parameters()), lr=LEARNING_RATE, fused=True)
     step = passes(module, mesh) if stages > 1 else partial(one_pass, module)
     torch.manual_seed(holder)
     took = []
     for _ in range(epochs):
         started = time.perf_counter()
         loss_sum = torch.zeros(())
-        for index in torch.randperm(len(label)).split(BATCH * together):
+        for index in torch.randperm(len(label)).split(case.batch * together):
             optimizer.zero_grad()
             loss_sum += step(features.index_select(0, index), label.index_select(0, index))
             optimizer.step()
         took.append(time.perf_counter() - started)
     return statistics.fmean(took[1:]) / STEPS
+
+
+def mlp_styles(module: nn.Module) -> dict[str, ParallelStyle]:
+    """Returns how each linear layer is divided."""
+    linear = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
+    return {name: RowwiseParallel() if i % 2 else ColwiseParallel() for i, name in enumerate(linear)}
+
+
+def encoder_styles(sequence: bool) -> dict[str, ParallelStyle]:
+    """Returns how each part of `EncoderByHand` is divided, as torch's tutorial of tensor parallelism has it."""
+    styles: dict[str, ParallelStyle] = {}
+    for i in range(Encoder.layers):
+        between = RowwiseParallel(output_layouts=Shard(1), use_local_output=False) if sequence else RowwiseParallel()
+        blocks = {"attention": (("q", "k", "v"), "out"), "network": (("first",), "last")}
+        for block, (columns, rows) in blocks.items():
+            styles |= {f"layers.{i}.{block}.{name}": ColwiseParallel() for name in columns}
+            styles[f"layers.{i}.{block}.{rows}"] = between
+            if sequence:
+                styles[f"layers.{i}.{block}"] = PrepareModuleInput(
+                    input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+                )
+                styles[f"layers.{i}.{block}_norm"] = SequenceParallel()
+    if sequence:
+        styles["layers.0"] = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),))
+        styles[f"layers.{Encoder.layers - 1}"] = PrepareModuleOutput(
+            output_layouts=(Shard(1),), desired_output_layouts=(Replicate(),)
+        )
+    return styles
+
+
+def groups(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
+    """Returns an optimizer's groups; one step takes no distributed tensors beside others."""
+    found: dict[bool, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        found.setdefault(isinstance(parameter, DTensor), []).append(parameter)
+    return [{"params": each} for each in found.values()]
 
 
 def one_pass(module: nn.Module, features: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
@@ -159,12 +240,12 @@ def main() -> None:
     rounds, epochs = 2 if options.quick else 5, 2
     with workspace(), Ranks(4) as ranks:
 
-        def side(body: Callable[..., float], size: int, sizes: Sizes) -> float:
-            return 1000 * statistics.fmean(ranks.first(size, body, sizes, epochs))
+        def side(body: Callable[..., float], case: Case) -> float:
+            return 1000 * statistics.fmean(ranks.first(case.ranks, body, case, epochs))
 
         sides = {
-            f"{name}: {kind}": partial(side, body, *mesh)
-            for name, mesh in MESHES.items()
+            f"{name}: {kind}": partial(side, body, case)
+            for name, case in CASES.items()
             for kind, body in (("mesh", ours), ("by hand", by_hand))
         }
         interleave(sides, 1)  # warms up
@@ -173,7 +254,14 @@ def main() -> None:
     report(
         "mesh",
         samples={f"{name}, ms a step": values for name, values in samples.items()},
-        ratios={f"{name}: mesh / by hand": median[f"{name}: mesh"] / median[f"{name}: by hand"] for name in MESHES},
+        ratios={
+            **{f"{name}: mesh / by hand": median[f"{name}: mesh"] / median[f"{name}: by hand"] for name in CASES},
+            **{
+                f"encoder by tensor, with / without sequence: {kind}": median[f"{TENSOR_SEQUENCE}: {kind}"]
+                / median[f"{TENSOR}: {kind}"]
+                for kind in ("mesh", "by hand")
+            },
+        },
         goals=GOALS,
         facts=machine("torch"),
         path=options.json,

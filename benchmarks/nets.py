@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-__all__ = ["Mlp"]
+__all__ = ["Encoder", "EncoderByHand", "Mlp"]
 
 
 class Mlp(nn.Module):
@@ -22,4 +22,74 @@ class Mlp(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Maps `(rows, 100)` to `(rows,)`."""
         out: torch.Tensor = self.layers(x).squeeze(-1)
+        return out
+
+
+class Encoder(nn.Module):
+    """Four of `torch.nn`'s encoder layers of 256 over 64 positions; one number a row, shape `(rows,)`."""
+
+    positions, width, heads, layers = 64, 256, 8, 4
+    inputs = positions * width
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(
+            self.width, self.heads, 4 * self.width, dropout=0.0, batch_first=True, norm_first=True
+        )
+        self.encoder = nn.TransformerEncoder(layer, Encoder.layers, enable_nested_tensor=False)
+        self.head = nn.Linear(self.width, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps `(rows, 64 * 256)` to `(rows,)`."""
+        out: torch.Tensor = self.head(self.encoder(x.unflatten(1, (-1, self.width))).mean(1)).squeeze(-1)
+        return out
+
+
+class EncoderByHand(nn.Module):
+    """The same function with linear layers of attention apart, as who divides it by hand writes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(_Layer(Encoder.width, Encoder.width // Encoder.heads) for _ in range(Encoder.layers))
+        )
+        self.head = nn.Linear(Encoder.width, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps `(rows, 64 * 256)` to `(rows,)`."""
+        out: torch.Tensor = self.head(self.layers(x.unflatten(1, (-1, Encoder.width))).mean(1)).squeeze(-1)
+        return out
+
+
+class _Layer(nn.Module):
+    def __init__(self, width: int, head: int) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = nn.LayerNorm(width), _Attention(width, head)
+        self.network_norm, self.network = nn.LayerNorm(width), _Network(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        out: torch.Tensor = x + self.network(self.network_norm(x))
+        return out
+
+
+class _Attention(nn.Module):
+    def __init__(self, width: int, head: int) -> None:
+        super().__init__()
+        self.head = head
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part(x).unflatten(-1, (-1, self.head)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        out: torch.Tensor = self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return out
+
+
+class _Network(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(nn.functional.relu(self.first(x)))
         return out

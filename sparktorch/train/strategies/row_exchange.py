@@ -351,7 +351,8 @@ def _gathered(tensor: torch.Tensor, group: dist.ProcessGroup, counts: list[int])
         filled = torch.cat([filled, filled.new_zeros(most - len(filled), *filled.shape[1:])])
     flat = filled.view(-1).view(torch.uint8)  # as bytes, for backends do not take every dtype
     found = flat.new_empty(group.size() * flat.numel())
-    dist.all_gather_into_tensor(found, flat, group=group)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its new name, its old one
+    gather(found, flat, group=group)
     rows = found.view(tensor.dtype).view(group.size(), *filled.shape)
     if min(counts) == most:
         return rows.flatten(0, 1)
