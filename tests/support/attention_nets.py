@@ -49,7 +49,7 @@ class Translator(nn.Module):
 
 
 class Sequences(nn.Module):
-    """A stack with a norm behind it, and a decoder layer: two ranks have not equally many of their positions."""
+    """A stack with a norm behind it, and a decoder layer; four ranks have two, two, one and none of the positions."""
 
     def __init__(self, dropout: float = 0.0, *, norm_first: bool = False) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Sequences(nn.Module):
         self.first, self.last = nn.Linear(5, 5 * 8), nn.Linear(8, 1)
         layer = nn.TransformerEncoderLayer(8, 4, 12, **kind)
         self.encoder = nn.TransformerEncoder(layer, 2, nn.LayerNorm(8), enable_nested_tensor=False)
-        self.decoder = nn.TransformerDecoderLayer(8, 2, 12, **kind)
+        self.decoder = nn.TransformerDecoderLayer(8, 4, 12, **kind)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         positions = self.first(x).unflatten(1, (5, 8))

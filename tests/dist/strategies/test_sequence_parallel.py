@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparktorch.base.batch import Batch
-from sparktorch.base.config import TrainConfig
+from sparktorch.base.config import CheckpointConfig, TrainConfig
 from sparktorch.base.world import World
 from sparktorch.data.columns import VALIDATION
 from sparktorch.errors import ConfigError, ModuleError
@@ -33,7 +33,8 @@ from sparktorch.worker import TrainJob
 from tests.dist.strategies.test_strategies import TABLE, Weights, job_for, plain
 from tests.support.attention_nets import Encoder, Sequences, Translator
 from tests.support.nets import Paired
-from tests.support.ranks import in_group, train_on
+from tests.support.ranks import control_server, in_group, run_ranks, train_on
+from tests.support.resume import Counts, timeless
 
 # Not Adam: a bias of the keys has no gradient but rounding, of which Adam makes steps.
 STEEP: dict[str, Any] = {"optimizer": "SGD", "optimizer_params": {"momentum": 0.9}, "learning_rate": 0.05}
@@ -51,7 +52,11 @@ def sequence_job(
 
 @pytest.mark.parametrize(
     ("ranks", "norm_first", "sizes"),
-    [(2, False, {"tensor": 2}), (4, True, {"shard": 2, "tensor": 2, "activation_checkpointing": True})],
+    [
+        (2, False, {"tensor": 2, "activation_checkpointing": True}),
+        (4, True, {"shard": 2, "tensor": 2}),
+        pytest.param(4, False, {"tensor": 4}, marks=pytest.mark.landing),
+    ],
 )
 def test_ranks_with_some_positions_train_what_one_plain_loop_trains(
     ranks: int, norm_first: bool, sizes: dict[str, Any]
@@ -84,6 +89,33 @@ def test_ranks_that_drop_numbers_of_their_positions_end_with_the_same_bits(tmp_p
     assert len({path.read_bytes() for path in tmp_path.iterdir()}) == 1
     assert all(value.isfinite().all() for value in state.values())
     assert metas[0]["history"][-1]["val_loss"] < 10
+
+
+@pytest.mark.landing
+def test_a_killed_training_goes_on_to_the_same_bits_and_on_another_mesh(tmp_path: Path) -> None:
+    parts = [part.batches() for part in TABLE.parts(2)]
+
+    def job(folder: str, sizes: dict[str, Any], dropout: float, **kill: int) -> TrainJob:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        checkpoint = CheckpointConfig(directory=str(tmp_path / folder / "saved"), unit="step", interval=1, owner="me")
+        recipe = {"module_params": {"dropout": dropout}, "callbacks": [Counts(tmp_path / folder, **kill)]}
+        return replace(sequence_job(Sequences, sizes, recipe=recipe), checkpoint=checkpoint)
+
+    def killed(made: TrainJob) -> None:
+        with control_server() as server:
+            run_ranks(server, parts, made)
+
+    same = {"tensor": 2}
+    expected, wanted = train_on(parts, job("calm", same, 0.4))
+    killed(job("rough", same, 0.4, rank=1, step=5))
+    found, metas = train_on(parts, job("rough", same, 0.4))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert timeless(metas[0]["history"]) == timeless(wanted[0]["history"])
+    killed(job("other", same, 0.0, rank=1, step=5))
+    found, _ = train_on(parts, job("other", {"shard": 2, "sequence": False}, 0.0))
+    assert int((tmp_path / "other" / "steps-0").read_text()) > 5  # those before the kill are counted
+    expected, _ = plain(of=Sequences, kind=torch.optim.SGD, lr=0.05, momentum=0.9)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
 def stack(norm_first: bool, **kind: Any) -> nn.Module:

@@ -30,7 +30,7 @@ from tests.support.frames import Table
 from tests.support.nets import Parted, Rotated, Score, Tower
 from tests.support.ranks import train_on
 
-ROWS, BATCH, EPOCHS, SEED = 403, 64, 2, 5
+ROWS, BATCH, EPOCHS, SEED = 403, 32, 2, 5
 TABLE = Table.random(ROWS, weighted=True, validated=True)
 PARTED = {"min_parameters": 60}  # every layer of the tower by itself
 CASES: dict[str, dict[str, Any]] = {
@@ -52,7 +52,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def job_for(table: Table = TABLE, *, recipe: dict[str, Any] | None = None, **config: Any) -> TrainJob:
-    values: dict[str, Any] = {"batch_size": BATCH, "epochs": EPOCHS, "seed": SEED, "accumulation_steps": 3, **config}
+    values: dict[str, Any] = {"batch_size": BATCH, "epochs": EPOCHS, "seed": SEED, "accumulation_steps": 2, **config}
     made: dict[str, Any] = {"module": Tower, "learning_rate": 3e-3, "optimizer_params": {"weight_decay": 0.05}}
     return TrainJob(
         columns=table.columns,

@@ -30,6 +30,7 @@ from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.weights import Weights
 from sparktorch.worker import TrainJob
 from tests.dist.strategies.test_strategies import PARTED, TABLE, job_for
+from tests.support.attention_nets import Sequences
 from tests.support.nets import Paired, Tower
 from tests.support.ranks import control_server, in_group, run_ranks, train_on
 from tests.support.resume import STEPS, Counts, killed, timeless
@@ -49,6 +50,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "copies of shards": (4, {"strategy": "mesh", "strategy_params": {**PARTED, "shard": 2}}),
     "shards of layers": (4, {"strategy": "mesh", "strategy_params": {**PARTED, "shard": 2, "tensor": 2}}),
+    "divided sequences": (2, {"strategy": "mesh", "strategy_params": {**PARTED, "tensor": 2, "sequence": True}}),
 }
 
 
@@ -94,7 +96,8 @@ def into(folder: Path, job: TrainJob) -> TrainJob:
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_the_model_that_rank_0_returns(case: str, tmp_path: Path) -> None:
     ranks, config = CASES[case]
-    module = Paired if "tensor" in config.get("strategy_params", {}) else Tower
+    params = config.get("strategy_params", {})
+    module = Sequences if "sequence" in params else Paired if "tensor" in params else Tower
     more = {"patience": 1, "ema_decay": 0.5} if case == "zero3" else {}
     job = job_for(recipe={"module": module}, **config, **more)
     expected, metas = train_on(parts(ranks), job)
