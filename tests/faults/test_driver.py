@@ -23,7 +23,7 @@ from tests.support.nets import Score
 from tests.support.programs import environment
 from tests.support.waiting import until
 
-GONE_SECONDS = 30
+GONE_SECONDS = 40  # a rank waits for its driver for 30
 
 
 def regressor(*faults: Fault) -> TorchRegressor:

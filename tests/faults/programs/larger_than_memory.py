@@ -1,7 +1,8 @@
 """Fits, saves, loads and scores a model in processes that each have less memory than the model takes.
 
-Arguments: a folder, control groups separated by commas, and "divided" or "whole". Each process enters a group of its
-own where it builds the module first: the driver, the ranks, and those that score. What libraries take is not counted.
+Arguments: a folder, control groups separated by commas, and a strategy, or "whole" for ranks that return the model.
+Each process enters a group of its own where it builds the module first: the driver, the ranks, and those that score.
+What libraries take is not counted.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import nn
 from sparktorch import TorchRegressionModel, TorchRegressor
 from sparktorch.errors import SparkTorchError
 
-RANKS, WIDTH, DEPTH = 4, 2048, 32  # 537 MB
+RANKS, WIDTH, DEPTH = 4, 2048, 16  # 269 MB
 
 
 class Deep(nn.Module):
@@ -69,13 +70,14 @@ def main() -> None:
         module="tests.faults.programs.larger_than_memory:Deep",
         moduleParams={"groups": groups, "marks": str(marks)},
         numWorkers=RANKS,
-        strategy="zero3",
+        strategy="zero3" if how == "whole" else how,
+        strategyParams={"pipeline": RANKS, "micro_batches": 4} if how == "mesh" else None,
         optimizer="SGD",
         learningRate=1e-3,
-        batchSize=32,
+        batchSize=64,
         epochs=2,
         progress=False,
-        **({"modelDir": str(folder / "models")} if how == "divided" else {"dryRun": "worker"}),
+        **({"modelDir": str(folder / "models")} if how != "whole" else {"dryRun": "worker"}),
     )
     try:
         model = estimator.fit(frame)
