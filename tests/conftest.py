@@ -10,16 +10,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.programs import SHARED_CLASSES
+from tests.support.programs import BRIEF_JVM
 from tests.support.skips import pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401 - hooks
 
 _JOIN_SECONDS = 5.0
 _POOLS_OF_LIBRARIES = ("MlflowLocalArtifactRepository_",)  # idle until MLflow lets go of them
 _SET_BY_LIBRARIES = {"PYTEST_CURRENT_TEST", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR"}
 
-# The JVMs of tests do not live long enough for what the optimising compiler makes to pay.
-_BRIEF_JVMS = f"-XX:TieredStopAtLevel=1 -XX:+UseSerialGC {SHARED_CLASSES}"
-os.environ["JAVA_TOOL_OPTIONS"] = f"{os.environ.get('JAVA_TOOL_OPTIONS', '')} {_BRIEF_JVMS}".strip()
+os.environ["JAVA_TOOL_OPTIONS"] = f"{os.environ.get('JAVA_TOOL_OPTIONS', '')} {BRIEF_JVM}".strip()
 
 
 @pytest.fixture(autouse=True)

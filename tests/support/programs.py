@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pyspark
 
-__all__ = ["ROOT", "SHARED_CLASSES", "SPARK_HOME", "connect_port", "environment", "run_python"]
+__all__ = ["BRIEF_JVM", "ROOT", "SHARED_CLASSES", "SPARK_HOME", "connect_port", "environment", "run_python"]
 
 ROOT = Path(__file__).parents[2]
 SPARK_HOME = Path(pyspark.__file__).parent
@@ -21,6 +21,8 @@ SPARK_HOME = Path(pyspark.__file__).parent
 # A JVM maps the classes that `make` has archived. Without the file, or with another class path, it reads and verifies
 # them one by one.
 SHARED_CLASSES = f"-XX:SharedArchiveFile={Path(sys.prefix, 'spark.jsa')} -Xlog:disable"
+# What the optimising compiler makes does not pay in a JVM that lives for a test or two.
+BRIEF_JVM = f"-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:ReservedCodeCacheSize=240m {SHARED_CLASSES}"
 
 
 def environment(**more: str) -> dict[str, str]:

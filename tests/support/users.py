@@ -9,10 +9,13 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.programs import ROOT, SHARED_CLASSES
+import pyspark
+
+from tests.support.programs import BRIEF_JVM, ROOT, SHARED_CLASSES
 
 __all__ = ["Pythons", "package_zip", "pythons", "shell"]
 
+_JVM = SHARED_CLASSES if int(pyspark.__version__.split(".")[0]) >= 4 else BRIEF_JVM
 _INHERITED = ("HOME", "JAVA_HOME", "LANG", "LD_LIBRARY_PATH", "TMPDIR")
 
 
@@ -59,9 +62,10 @@ def package_zip(folder: Path) -> Path:
 def shell(python: Path | None = None, **more: str) -> dict[str, str]:
     """The environment of a shell on loopback in which one Python is active, and nothing of this test's own.
 
-    But for classes that JVMs map: with them a JVM starts sooner, and does nothing else in another way.
+    But for classes that JVMs map: with them a JVM starts sooner, and does nothing else in another way; on the older
+    stack, JVMs compile less, too.
     """
     path = os.pathsep.join([*([str(python.parent)] if python else []), os.defpath, os.environ.get("PATH", "")])
     kept = {name: os.environ[name] for name in _INHERITED if name in os.environ}
-    own = {"SPARK_LOCAL_IP": "127.0.0.1", "MLFLOW_DISABLE_TELEMETRY": "true", "JAVA_TOOL_OPTIONS": SHARED_CLASSES}
+    own = {"SPARK_LOCAL_IP": "127.0.0.1", "MLFLOW_DISABLE_TELEMETRY": "true", "JAVA_TOOL_OPTIONS": _JVM}
     return {**kept, "PATH": path, **own, **more}

@@ -12,10 +12,15 @@ import torch
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
 import torch.distributed.optim
+import torch.distributed.pipelining
+import torch.distributed.tensor.debug
 from torch import nn
 
-# The first optimizer of a process imports a thousand modules.
+from sparktorch.train.pipeline.layers import call_of_layer
+
+# The first optimizer of a process imports a thousand modules, and the first operator a hundred.
 torch.optim.AdamW([nn.Parameter(torch.zeros(1))], fused=True)
+call_of_layer()
 
 # A fork would copy their memory when the collector looks at them, as it does after each of Spark's tasks.
 gc.freeze()
