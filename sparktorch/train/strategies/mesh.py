@@ -35,6 +35,7 @@ from sparktorch.train.recipe.huggingface import MODEL_LOSS, gets_row_labels
 from sparktorch.train.recipe.loss import Sums
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.base import Step
+from sparktorch.train.strategies.divided_shapes import check_shapes
 from sparktorch.train.strategies.fsdp import Zero3
 from sparktorch.train.strategies.mesh_options import MeshOptions, Sizes
 from sparktorch.train.strategies.row_exchange import RowExchange, share_rows
@@ -110,7 +111,12 @@ class Mesh(Zero3[MeshOptions]):
 
     @classmethod
     def check_call(cls, options: MeshOptions, recipe: Recipe, module: nn.Module, batch: Batch) -> None:
-        """Refuses modules that cannot be cut into stages, and training steps that need more than the output of all."""
+        """Refuses plans whose layers do not fit each other, modules that cannot be cut into stages, and their steps.
+
+        Of steps of a pipeline, those that need more than the output of all.
+        """
+        if options.plan:
+            check_shapes(module, check_plan(module, options.plan, options.tensor or 1), options.tensor or 1, batch)
         if not cls.own_passes(options):
             return
         found = staged(module, options.stages, options.split, batch)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from sparktorch.errors import ConfigError, ModuleError
-from sparktorch.train.strategies.divided_attention import drawn_apart
+from sparktorch.train.strategies.divided_attention import drawn_apart, obstacle
 from sparktorch.train.strategies.gathered_linear import POSITIONS, as_part, is_part
 
 __all__ = ["LAYERS", "STACKS", "divide_sequence", "is_below", "linear_layers", "norms_of", "outermost"]
@@ -73,7 +73,8 @@ def norms_of(module: nn.Module, divided: Mapping[str, str], size: int) -> list[s
                 param=_PARAM,
             )
         found.append(f"{name}.norm" if name else "norm")
-    return [name for name in dict.fromkeys(found) if list(module.get_submodule(name).parameters())]
+    named = {id(module.get_submodule(name)): name for name in found}  # a norm of several layers is summed once
+    return [name for name in named.values() if list(module.get_submodule(name).parameters())]
 
 
 def linear_layers(module: nn.Module) -> Iterator[str]:
@@ -93,7 +94,16 @@ def _obstacle(layer: Any, whole: list[str], size: int) -> str:
         size: Number of ranks that share a layer.
     """
     if whole:
-        return f"whose {whole[0]!r} is not divisible by {size}, or whose activation is not known to be elementwise"
+        part = getattr(layer, whole[0])
+        if isinstance(part, nn.MultiheadAttention):
+            reason = obstacle(part, size) or "whose weights are tied to those of another part"
+        elif layer.linear1.out_features % size:
+            reason = f"whose {layer.linear1.out_features} inner features are not divisible by {size}"
+        else:
+            reason = (
+                "for its activation is not known to be elementwise, or its weights are tied to those of another part"
+            )
+        return f"whose {whole[0]!r} cannot be divided, {reason}"
     if not layer.self_attn.batch_first:
         return "whose inputs have positions first: set batch_first=True"
     for name, part in layer.named_children():
@@ -101,8 +111,8 @@ def _obstacle(layer: Any, whole: list[str], size: int) -> str:
             return f"whose {name!r} is a {type(part).__name__}, not nn.LayerNorm or nn.RMSNorm"
         if name.startswith("norm") and len(part.normalized_shape) != 1:
             return f"whose {name!r} takes other positions into account, with normalized_shape={part.normalized_shape}"
-        if name.startswith("dropout") and type(part) is not nn.Dropout:
-            return f"whose {name!r} is a {type(part).__name__}, not nn.Dropout"
+        if name.startswith("dropout") and type(part) not in (nn.Dropout, nn.Identity):
+            return f"whose {name!r} is a {type(part).__name__}, not nn.Dropout or nn.Identity"
     return ""
 
 

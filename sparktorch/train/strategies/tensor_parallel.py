@@ -24,6 +24,7 @@ from sparktorch.errors import ConfigError, ModuleError, nearest
 from sparktorch.train.dtensor import local, undivided
 from sparktorch.train.strategies import divided_attention
 from sparktorch.train.strategies.divided_attention import PROJECTION, divide_heads
+from sparktorch.train.strategies.divided_shapes import check_width
 from sparktorch.train.strategies.gathered_linear import POSITIONS, ColwiseLinear
 from sparktorch.train.strategies.sequence_parallel import LAYERS, divide_sequence, linear_layers, norms_of
 
@@ -104,7 +105,7 @@ def _divide(name: str, part: Any, kind: str, mesh: DeviceMesh, *, by_positions: 
         return
     if kind == "rowwise":
         if isinstance(part, nn.Linear):  # before torch's hook, which takes any input for a part
-            part.register_forward_pre_hook(partial(_check_width, name, mesh.size()))
+            part.register_forward_pre_hook(partial(check_width, name, mesh.size()))
         style: ParallelStyle = RowwiseParallel(
             input_layouts=Replicate() if isinstance(part, nn.Embedding) else None,
             output_layouts=Shard(POSITIONS) if by_positions else None,
@@ -116,18 +117,6 @@ def _divide(name: str, part: Any, kind: str, mesh: DeviceMesh, *, by_positions: 
     else:
         style = ColwiseParallel(output_layouts=Replicate() if kind == _GATHERED else None)
     parallelize_module(part, mesh, style, src_data_rank=None)  # all ranks have the same parameters
-
-
-def _check_width(name: str, size: int, part: Any, inputs: Any) -> None:
-    """Refuses an input of a divided layer that is not divided."""
-    width = inputs[0].shape[-1]
-    if width * size != part.in_features:
-        raise ModuleError(
-            f"{name!r} is divided by 'rowwise' and gets {width} features in each of {size} ranks, not "
-            f"{part.in_features // size}",
-            hint="what it takes must be the divided output of a 'colwise' layer",
-            param=_PARAM,
-        )
 
 
 def _check_index(part: Any, inputs: Any) -> None:
@@ -216,8 +205,14 @@ def check_plan(
             param=_PARAM,
         )
     if sequence:
-        norms = norms_of(module, found, size)
-        found |= _matched(module, dict.fromkeys(norms, SUMMED), size)
+        for name in norms_of(module, found, size):
+            if _tied(module, module.get_submodule(name)):
+                raise ConfigError(
+                    f"strategyParams.sequence cannot divide {name!r}, {_TIED}",
+                    hint="give each its own weights, or leave sequence out",
+                    param=_PARAM,
+                )
+            found[name] = SUMMED
     if not found:
         raise ConfigError(
             f"strategyParams.tensor is {size}, and {type(module).__name__} has no layers that are known to be divisible"

@@ -123,7 +123,14 @@ def stack(norm_first: bool, **kind: Any) -> nn.Module:
     return nn.TransformerEncoder(layer, 2, nn.RMSNorm(8))
 
 
+def shared() -> nn.Module:
+    module = stack(False)
+    module.layers[1].norm2 = module.layers[0].norm2
+    return module
+
+
 MODULES: dict[str, Callable[[], nn.Module]] = {
+    "a norm of two layers": shared,
     "norms behind": partial(stack, False),
     "norms first": partial(stack, True, activation="gelu", bias=False),
     "single layers": lambda: nn.Sequential(*(nn.TransformerEncoderLayer(8, 2, 12, 0.0, batch_first=True),) * 2),
@@ -199,7 +206,7 @@ def refused(call: Callable[[], Any]) -> Any:
 
 def test_divided_sequences_of_any_length_are_computed_as_whole_ones() -> None:
     for found in in_group(2, computed):
-        assert len(found) == 4 * 4 + 4
+        assert len(found) == 5 * 4 + 4
         assert not {name: value for name, value in found.items() if value is not True}
 
 
@@ -321,16 +328,21 @@ def tied() -> nn.Module:
         (Translator(), "'encoder', whose inputs have positions first: set batch_first=True"),
         (
             nn.Sequential(nn.TransformerEncoderLayer(8, 1, 12, batch_first=True)),
-            "'0', whose 'self_attn' is not divisible by 2",
+            "'0', whose 'self_attn' cannot be divided, whose 1 heads are not divisible by 2",
         ),
         (
             changed(activation=partial(torch.softmax, dim=-1)),
-            "'0', whose 'linear1' is not divisible by 2, or whose act",
+            "'0', whose 'linear1' cannot be divided, for its activation is not known to be elementwise",
+        ),
+        (
+            nn.Sequential(nn.TransformerEncoderLayer(8, 2, 13, batch_first=True)),
+            "whose 'linear1' cannot be divided, whose 13 inner features are not divisible by 2",
         ),
         (changed(norm2=nn.GroupNorm(1, 8)), "whose 'norm2' is a GroupNorm"),
-        (changed(dropout1=nn.Dropout1d()), "whose 'dropout1' is a Dropout1d"),
+        (changed(norm1=nn.LayerNorm((4, 8))), "whose 'norm1' takes other positions into account"),
+        (changed(dropout1=nn.Dropout1d(), dropout2=nn.Identity()), "whose 'dropout1' is a Dropout1d"),
         (nn.TransformerEncoder(LAYER(), 1, nn.Linear(8, 8)), "whose norm is a Linear"),
-        (tied(), "'0.norm1', whose weights are tied"),
+        (tied(), "strategyParams.sequence cannot divide '0.norm1', whose weights are tied"),
     ],
 )
 def test_layers_that_need_whole_sequences_are_refused_before_the_job(module: nn.Module, says: str) -> None:

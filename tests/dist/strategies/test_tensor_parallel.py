@@ -223,6 +223,23 @@ def test_what_cannot_be_divided_is_refused_before_the_job(
         check_module(job.config, job.recipe, 2, module(), FEW)
 
 
+@pytest.mark.parametrize(
+    ("plan", "says"),
+    [
+        ({"fc1": "colwise"}, r"(?s)in each of 2 ranks, 'fc2' fails with a part of the output of 'fc1', which.*rowwise"),
+        ({"fc2": "rowwise"}, "'fc2' is divided by 'rowwise' and gets 8 features in each of 2 ranks, not 4"),
+        ({"fc1": "colwise", "fc2": "rowwise"}, ""),
+        ({"fc1": "colwise_gather_output"}, ""),
+    ],
+)
+def test_plans_whose_layers_do_not_fit_are_refused_before_the_job(plan: dict[str, str], says: str) -> None:
+    job, module = tensor_job({"tensor": 2, "plan": plan}, recipe={"module": Gated}), Gated()
+    with pytest.raises(ModuleError, match=says) if says else contextlib.nullcontext():
+        check_module(job.config, job.recipe, 2, module, FEW)
+    assert module.training
+    assert module(torch.ones(2, 5)).shape == (2,)  # nothing is left of the trial
+
+
 def test_heads_that_cannot_be_divided_and_losses_of_rows_are_refused_before_the_job() -> None:
     for kind, tensor, says in (
         ("LlamaForCausalLM", 4, "num_key_value_heads is 2"),

@@ -15,8 +15,9 @@ from sparktorch.base.tape import is_fake
 from sparktorch.errors import SparkTorchError
 from sparktorch.train.pipeline.programs import Stage, programs
 from sparktorch.train.pipeline.recording import Twin
-from sparktorch.train.pipeline.setup import staged
+from sparktorch.train.pipeline.setup import check_each_row, staged
 from sparktorch.train.pipeline.stages import cut, layers_of
+from sparktorch.train.pipeline.step import check_step
 from tests.support.nets import Chain, Paired
 from tests.support.staged_nets import Attending, Doubling, Keeping, Sharing, Winding, in_place, normed
 
@@ -122,3 +123,30 @@ def test_stages_compute_what_the_module_does_wherever_it_is_cut(make: Module) ->
             if parameter.grad is not None:
                 torch.testing.assert_close(parameter.grad, gradients[name], atol=1e-3, rtol=1e-2)
     assert tried
+
+
+class Placed(nn.Linear):
+    """Says where it is and of which dtype, as models of transformers do, and returns nothing besides its scores."""
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        return super().forward(x), x[:, :0]
+
+
+def test_what_training_steps_and_outputs_may_have_is_not_refused() -> None:
+    module, batch = Placed(5, 1), Batch((torch.ones(2, 5),), None, None, 2)
+
+    def step(module: nn.Module, batch: Batch) -> torch.Tensor:
+        scores, nothing = module(batch.inputs[0].to(module.device, module.dtype))
+        loss: torch.Tensor = scores.mean() + nothing.sum()
+        return loss
+
+    check_step(step, module, batch)
+    check_each_row(module, batch)
