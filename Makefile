@@ -77,6 +77,7 @@ test: setup zip
 
 # What looks at the clock runs by itself afterwards.
 test-all: setup zip
+	@mkdir -p out # the demo's, before tests look whether they have left files
 	@echo "tests: the output of a ring is shown when it has ended"
 	@red=0; \
 	$(MAKE) --no-print-directory --keep-going --jobs=$(AT_ONCE) $(IN_ONE_PIECE) $(BEFORE_LANDING) || red=1; \
