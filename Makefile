@@ -69,14 +69,16 @@ IN_ONE_PIECE := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 # So many parts at a time, for much of the time ranks wait for each other; the longest first.
 AT_ONCE := 4
 PARTS := test-spark-ml test-dist-rest test-dist-shared test-spark-rest test-device lint test-unit
-BEFORE_LANDING := test-paths test-petastorm-paths test-faults $(PARTS) test-petastorm-core test-wheel test-demo
+BEFORE_LANDING := test-paths test-dist-shared test-faults $(filter-out test-dist-shared,$(PARTS)) test-petastorm-core \
+	test-petastorm-paths test-wheel test-demo
 
-test: setup zip
+# The archive is there before parts that want it: make would begin with others.
+test: setup zip $(VENV)/spark.jsa
 	@echo "tests: the output of a ring is shown when it has ended"
 	@$(MAKE) --no-print-directory --keep-going --jobs=$(AT_ONCE) $(IN_ONE_PIECE) "UNTIMED=$(AT_EACH_CHANGE)" $(PARTS)
 
 # What looks at the clock runs by itself afterwards.
-test-all: setup zip
+test-all: setup zip $(VENV)/spark.jsa
 	@mkdir -p out # the demo's, before tests look whether they have left files
 	@echo "tests: the output of a ring is shown when it has ended"
 	@red=0; \
