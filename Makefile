@@ -72,13 +72,13 @@ PARTS := test-spark-ml test-dist-rest test-dist-shared test-spark-rest test-devi
 BEFORE_LANDING := test-paths test-dist-shared test-faults $(filter-out test-dist-shared,$(PARTS)) test-petastorm-core \
 	test-petastorm-paths test-wheel test-demo
 
-# The archive is there before parts that want it: make would begin with others.
+# Archives are there before parts that want them: make would begin with others.
 test: setup zip $(VENV)/spark.jsa
 	@echo "tests: the output of a ring is shown when it has ended"
 	@$(MAKE) --no-print-directory --keep-going --jobs=$(AT_ONCE) $(IN_ONE_PIECE) "UNTIMED=$(AT_EACH_CHANGE)" $(PARTS)
 
 # What looks at the clock runs by itself afterwards.
-test-all: setup zip $(VENV)/spark.jsa
+test-all: setup zip $(VENV)/spark.jsa $(PETASTORM_VENV)/spark.jsa
 	@mkdir -p out # the demo's, before tests look whether they have left files
 	@echo "tests: the output of a ring is shown when it has ended"
 	@red=0; \
@@ -153,8 +153,8 @@ $(PETASTORM_VENV)/.done: pyproject.toml constraints-petastorm.txt scripts/java.s
 		-e ".[petastorm,metrics]" --group test-petastorm
 	touch $@
 
-# Left out of the core is what is about torch, which is the same there, and about cross-validation.
-OLD_STACK := tests/petastorm $(addprefix tests/unit/,data ml model spark tracking test_imports.py) \
+# Left out of the core are tests about torch, which is the same there, and about cross-validation.
+OLD_STACK := tests/petastorm tests/unit --ignore=tests/unit/train --ignore=tests/unit/test_simulate.py \
 	$(addprefix tests/spark/,checks/test_errors.py ml/test_exactness.py ml/test_fit.py frame/test_partition.py ml/test_persistence.py frame/test_petastorm.py frame/test_rows.py ml/test_scoring.py) \
 	--deselect tests/spark/ml/test_fit.py::test_it_works_in_a_pipeline_and_under_cross_validation \
 	--deselect tests/spark/ml/test_persistence.py::test_a_module_without_import_path_is_saved_as_its_graph \

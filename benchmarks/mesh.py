@@ -9,6 +9,7 @@ layers, which `parallelize_module` can divide.
 
 from __future__ import annotations
 
+import operator
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -76,18 +77,19 @@ class Case:
         return Encoder.inputs if self.encoder else Mlp.inputs
 
 
-TENSOR, TENSOR_SEQUENCE = "2 ranks, encoder by tensor", "2 ranks, encoder by tensor and sequence"
 CASES = {
     "2 ranks, shard": Case(2, (1, 1, 2, 1)),
     "2 ranks, tensor": Case(2, (1, 1, 1, 2)),
-    TENSOR: Case(2, (1, 1, 1, 2), encoder=True),
-    TENSOR_SEQUENCE: Case(2, (1, 1, 1, 2), encoder=True, sequence=True),
+    "2 ranks, encoder, tensor": Case(2, (1, 1, 1, 2), encoder=True),
+    "2 ranks, encoder, tensor and sequence": Case(2, (1, 1, 1, 2), encoder=True, sequence=True),
     "2 ranks, pipeline": Case(2, (1, 2, 1, 1)),
     "4 ranks, data x shard": Case(4, (2, 1, 2, 1)),
     "4 ranks, data x tensor": Case(4, (2, 1, 1, 2)),
     "4 ranks, data x pipeline": Case(4, (2, 2, 1, 1)),
     "4 ranks, shard x tensor": Case(4, (1, 1, 2, 2)),
     "4 ranks, pipeline": Case(4, (1, 4, 1, 1)),
+    "4 ranks, encoder, tensor": Case(4, (1, 1, 1, 4), encoder=True),
+    "4 ranks, encoder, tensor and sequence": Case(4, (1, 1, 1, 4), encoder=True, sequence=True),
 }
 MICRO_BATCHES = 4  # for each stage
 GOALS = {f"{name}: mesh / by hand": Goal(1.05) for name in CASES}
@@ -172,7 +174,10 @@ def mlp_styles(module: nn.Module) -> dict[str, ParallelStyle]:
 
 
 def encoder_styles(sequence: bool) -> dict[str, ParallelStyle]:
-    """Returns how each part of `EncoderByHand` is divided, as torch's tutorial of tensor parallelism has it."""
+    """Returns how each part of `EncoderByHand` is divided, after torch's tutorial of tensor parallelism.
+
+    Between layers there are `DTensor`s if sequences are divided.
+    """
     styles: dict[str, ParallelStyle] = {}
     for i in range(Encoder.layers):
         between = RowwiseParallel(output_layouts=Shard(1), use_local_output=False) if sequence else RowwiseParallel()
@@ -180,10 +185,11 @@ def encoder_styles(sequence: bool) -> dict[str, ParallelStyle]:
         for block, (columns, rows) in blocks.items():
             styles |= {f"layers.{i}.{block}.{name}": ColwiseParallel() for name in columns}
             styles[f"layers.{i}.{block}.{rows}"] = between
+            # Once for each block, so that the gradients of its input are summed once.
+            styles[f"layers.{i}.{block}"] = PrepareModuleInput(
+                input_layouts=(Shard(1) if sequence else Replicate(),), desired_input_layouts=(Replicate(),)
+            )
             if sequence:
-                styles[f"layers.{i}.{block}"] = PrepareModuleInput(
-                    input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
-                )
                 styles[f"layers.{i}.{block}_norm"] = SequenceParallel()
     if sequence:
         styles["layers.0"] = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),))
@@ -250,15 +256,20 @@ def main() -> None:
         }
         interleave(sides, 1)  # warms up
         samples = interleave(sides, rounds)
-    median = {name: statistics.median(values) for name, values in samples.items()}
+
+    def ratio(one: str, other: str) -> float:
+        """Returns the median over rounds, in each of which all sides had their turn."""
+        return statistics.median(map(operator.truediv, samples[one], samples[other]))
+
     report(
         "mesh",
         samples={f"{name}, ms a step": values for name, values in samples.items()},
         ratios={
-            **{f"{name}: mesh / by hand": median[f"{name}: mesh"] / median[f"{name}: by hand"] for name in CASES},
+            **{f"{name}: mesh / by hand": ratio(f"{name}: mesh", f"{name}: by hand") for name in CASES},
             **{
-                f"encoder by tensor, with / without sequence: {kind}": median[f"{TENSOR_SEQUENCE}: {kind}"]
-                / median[f"{TENSOR}: {kind}"]
+                f"{name}, with / without sequence: {kind}": ratio(f"{name} and sequence: {kind}", f"{name}: {kind}")
+                for name in CASES
+                if f"{name} and sequence" in CASES
                 for kind in ("mesh", "by hand")
             },
         },

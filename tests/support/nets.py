@@ -453,3 +453,15 @@ class Noisy(Tower):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(self.dropout(self.norm(x)))
+
+
+class Gated(nn.Module):
+    """A parameter of its own between two layers, of which each rank sees a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.act, self.fc2 = nn.Linear(5, 8), nn.PReLU(), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.fc2(self.act(self.fc1(x))).squeeze(-1)
+        return out

@@ -160,6 +160,12 @@ class Twin:
         self._check_attributes(kept, _kept(self.module, layers))
         return self._recording(graph, calls, found, modes)
 
+    def call(self, run: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Any:
+        """Calls the module in training mode, and records nothing; `run` and `tensors` are as in `record`."""
+        self.module.train()
+        with torch.random.fork_rng(devices=[]), self.mode, torch.no_grad():
+            return run(self.module, *map(self._fake, tensors))
+
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a tensor of the same shape, strides and dtype, without values."""
         with self.mode:

@@ -11,6 +11,8 @@ from torch import nn
 
 from sparktorch.base.batch import Batch
 from sparktorch.errors import ModuleError
+from sparktorch.train.pipeline.arguments import Arguments
+from sparktorch.train.pipeline.recording import Twin
 from sparktorch.train.recipe.huggingface import arguments
 
 __all__ = ["check_shapes", "check_width"]
@@ -34,11 +36,11 @@ def check_width(name: str, size: int, part: Any, inputs: Any) -> None:
         )
 
 
-@torch.no_grad()
 def check_shapes(module: nn.Module, styles: Mapping[str, str], size: int, batch: Batch) -> None:
-    """Calls a module whose divided layers return and take as many numbers as in a rank.
+    """Calls a copy of a module, without values, whose divided layers return and take as many numbers as in a rank.
 
-    It says nothing of a module that cannot be called with a batch, as one of which a training step uses parts.
+    It is called as in training. Nothing is said of a module that cannot be called with a batch, as one of which a
+    training step uses parts, that looks at values, or that cannot be copied.
 
     Args:
         module: The module.
@@ -51,45 +53,40 @@ def check_shapes(module: nn.Module, styles: Mapping[str, str], size: int, batch:
     """
     args, kwargs = arguments(batch, module)
     kwargs.pop("labels", None)
-    trial = _Trial(size)
-    modes = {part: part.training for part in module.modules()}
-    module.eval()
+    given, trial = Arguments.of(args, kwargs), _Trial(size)
     try:
-        with torch.random.fork_rng(devices=()):
-            try:
-                module(*args, **kwargs)
-            except Exception:
-                return
-            trial.watch(module, styles)
-            module(*args, **kwargs)
+        whole, parts = (Twin(module, torch.device("cpu")) for _ in range(2))  # what one call keeps is none of the other
+        whole.call(given.call, given.tensors)
+        trial.watch(parts.module, styles)
+    except Exception:
+        return
+    try:
+        parts.call(given.call, given.tensors)
     except ModuleError:
         raise
     except Exception as error:
-        place = trial.place or type(module).__name__
+        if not trial.cut:
+            return
+        place, names = trial.place or type(module).__name__, ", ".join(map(repr, reversed(trial.cut)))
         raise ModuleError(
-            f"strategyParams.plan: in each of {size} ranks, {place} fails with a part of the output of {trial.cut!r}, "
-            f"which is divided by 'colwise': {error}",
-            hint=f"divide what takes it by 'rowwise', or {trial.cut!r} by 'colwise_gather_output'",
+            f"strategyParams.plan: in each of {size} ranks, {place} fails with a part of an output that is divided by "
+            f"'colwise', of {names}: {error}",
+            hint="divide what takes it by 'rowwise', or what returns it by 'colwise_gather_output'",
             param=_PARAM,
         ) from error
-    finally:
-        trial.end()
-        for part, mode in modes.items():
-            part.training = mode
 
 
 class _Trial:
     """Hooks that leave layers the numbers of one rank.
 
     Attributes:
-        cut: Name of the last layer whose output was cut.
+        cut: Names of the layers whose outputs were cut, in the order of their calls.
     """
 
     def __init__(self, size: int) -> None:
-        self.cut = ""
+        self.cut: dict[str, None] = {}
         self._size = size
         self._called: list[str] = []  # what is being called, the outer parts first
-        self._hooks: list[Any] = []
 
     @property
     def place(self) -> str:
@@ -99,16 +96,15 @@ class _Trial:
     def watch(self, module: nn.Module, styles: Mapping[str, str]) -> None:
         for name, part in module.named_modules():
             before, after = part.register_forward_pre_hook, part.register_forward_hook
-            self._hooks.append(before(partial(self._enter, name)))
+            before(partial(self._enter, name))
+            if styles.get(name) in ("colwise", "rowwise"):
+                before(partial(_check_positional, name))
             if styles.get(name) == "rowwise" and isinstance(part, nn.Linear):
-                self._hooks += [before(partial(check_width, name, self._size)), before(_filled)]
+                before(partial(check_width, name, self._size))
+                before(_filled)
             if styles.get(name) == "colwise":
-                self._hooks.append(after(partial(self._cut, name)))
-            self._hooks.append(after(self._leave))
-
-    def end(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+                after(partial(self._cut, name))
+            after(self._leave)
 
     def _enter(self, name: str, part: nn.Module, inputs: Any) -> None:
         self._called.append(name)
@@ -117,8 +113,17 @@ class _Trial:
         self._called.pop()
 
     def _cut(self, name: str, part: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-        self.cut = name
+        self.cut[name] = None
         return output[..., : output.shape[-1] // self._size]
+
+
+def _check_positional(name: str, part: nn.Module, inputs: Any) -> None:
+    if not inputs:
+        raise ModuleError(
+            f"{name!r} is divided, and its input is passed by keyword",
+            hint="pass it by position",
+            param=_PARAM,
+        )
 
 
 def _filled(part: Any, inputs: Any) -> Any:

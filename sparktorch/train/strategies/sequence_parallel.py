@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from sparktorch.errors import ConfigError, ModuleError
-from sparktorch.train.strategies.divided_attention import drawn_apart, obstacle
+from sparktorch.train.strategies.divided_attention import drawn_apart
 from sparktorch.train.strategies.gathered_linear import POSITIONS, as_part, is_part
 
 __all__ = ["LAYERS", "STACKS", "divide_sequence", "is_below", "linear_layers", "norms_of", "outermost"]
@@ -26,17 +26,18 @@ __all__ = ["LAYERS", "STACKS", "divide_sequence", "is_below", "linear_layers", "
 LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 STACKS = (nn.TransformerEncoder, nn.TransformerDecoder)
 _NORMS = (nn.LayerNorm, nn.RMSNorm)
-_TAKING_ALL = ("self_attn", "multihead_attn", "linear1", "linear2")  # parts of a layer, of all positions
+# Parts of a layer that take all positions, and how they are divided.
+_TAKING_ALL = {"self_attn": "heads", "multihead_attn": "heads", "linear1": "colwise", "linear2": "rowwise"}
 _PARAM = "strategyParams"
 
 
-def norms_of(module: nn.Module, divided: Mapping[str, str], size: int) -> list[str]:
+def norms_of(module: nn.Module, divided: Mapping[str, str], obstacle: Callable[[str, str], str]) -> list[str]:
     """Returns the names of the norms of which each rank computes some positions.
 
     Args:
         module: The module.
         divided: The style of each layer that is divided, by its name.
-        size: Number of ranks that share a layer.
+        obstacle: Returns why a layer of a name cannot be divided by a style; empty if it can.
 
     Raises:
         ConfigError: The module has no transformer layer of torch's, or one that cannot compute on parts of a sequence.
@@ -54,7 +55,8 @@ def norms_of(module: nn.Module, divided: Mapping[str, str], size: int) -> list[s
         layer: Any = module.get_submodule(name)
         prefix = f"{name}." if name else ""
         whole = [child for child in _TAKING_ALL if hasattr(layer, child) and prefix + child not in divided]
-        reason = _obstacle(layer, whole, size)
+        found_whole = [(child, obstacle(prefix + child, _TAKING_ALL[child])) for child in whole]
+        reason = _obstacle(layer, found_whole)
         if reason:
             raise ConfigError(
                 f"strategyParams.sequence cannot divide {name or type(module).__name__!r}, {reason}",
@@ -85,25 +87,18 @@ def linear_layers(module: nn.Module) -> Iterator[str]:
             yield from (f"{name}.{child}" if name else child for child in below)
 
 
-def _obstacle(layer: Any, whole: list[str], size: int) -> str:
+def _obstacle(layer: Any, whole: list[tuple[str, str]]) -> str:
     """Returns why a layer cannot compute on parts of a sequence; empty if it can.
 
     Args:
         layer: The layer.
-        whole: Names of its parts that are not divided, and must be.
-        size: Number of ranks that share a layer.
+        whole: Names of its parts that are not divided, and must be, and why they cannot be; empty if they could.
     """
+    for name, reason in whole:
+        if reason:
+            return f"whose {name!r} cannot be divided: {reason}"
     if whole:
-        part = getattr(layer, whole[0])
-        if isinstance(part, nn.MultiheadAttention):
-            reason = obstacle(part, size) or "whose weights are tied to those of another part"
-        elif layer.linear1.out_features % size:
-            reason = f"whose {layer.linear1.out_features} inner features are not divisible by {size}"
-        else:
-            reason = (
-                "for its activation is not known to be elementwise, or its weights are tied to those of another part"
-            )
-        return f"whose {whole[0]!r} cannot be divided, {reason}"
+        return "whose activation is not known to be elementwise"
     if not layer.self_attn.batch_first:
         return "whose inputs have positions first: set batch_first=True"
     for name, part in layer.named_children():

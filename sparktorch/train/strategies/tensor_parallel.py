@@ -205,7 +205,7 @@ def check_plan(
             param=_PARAM,
         )
     if sequence:
-        for name in norms_of(module, found, size):
+        for name in norms_of(module, found, lambda name, style: _obstacle(module, name, style, size)):
             if _tied(module, module.get_submodule(name)):
                 raise ConfigError(
                     f"strategyParams.sequence cannot divide {name!r}, {_TIED}",

@@ -108,7 +108,8 @@ def test_gradients_are_clipped_as_those_of_one_model_and_averages_are_kept(confi
     ("before", "after"),
     [
         ({"pipeline": 2, "shard": 2, "micro_batches": 3}, {"pipeline": 2, "shard": 2, "micro_batches": 3}),
-        ({"pipeline": 4}, {"shard": 2}),
+        ({"pipeline": 2, "data": 2}, {"shard": 2}),
+        ({"pipeline": 4}, {"pipeline": 2, "shard": 2}),
     ],
 )
 def test_a_killed_training_goes_on_on_the_same_mesh_and_on_another(

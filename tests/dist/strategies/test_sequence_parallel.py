@@ -328,15 +328,19 @@ def tied() -> nn.Module:
         (Translator(), "'encoder', whose inputs have positions first: set batch_first=True"),
         (
             nn.Sequential(nn.TransformerEncoderLayer(8, 1, 12, batch_first=True)),
-            "'0', whose 'self_attn' cannot be divided, whose 1 heads are not divisible by 2",
+            "'0', whose 'self_attn' cannot be divided: whose 1 heads are not divisible by 2",
         ),
         (
             changed(activation=partial(torch.softmax, dim=-1)),
-            "'0', whose 'linear1' cannot be divided, for its activation is not known to be elementwise",
+            "'0', whose activation is not known to be elementwise",
         ),
         (
             nn.Sequential(nn.TransformerEncoderLayer(8, 2, 13, batch_first=True)),
-            "whose 'linear1' cannot be divided, whose 13 inner features are not divisible by 2",
+            "whose 'linear1' cannot be divided: whose (13, 8) weights are not divisible by 2 under 'colwise'",
+        ),
+        (
+            changed(linear2=nn.Sequential(nn.Linear(12, 8))),
+            "whose 'linear2' cannot be divided: a torch.nn.",
         ),
         (changed(norm2=nn.GroupNorm(1, 8)), "whose 'norm2' is a GroupNorm"),
         (changed(norm1=nn.LayerNorm((4, 8))), "whose 'norm1' takes other positions into account"),

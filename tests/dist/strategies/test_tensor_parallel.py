@@ -27,7 +27,7 @@ from sparktorch.train.strategies.tensor_parallel import check_plan, divide
 from sparktorch.worker import TrainJob
 from tests.dist.strategies.test_strategies import PARTED, TABLE, Weights, job_for, plain
 from tests.dist.train import test_huggingface as texts
-from tests.support.nets import Bags, Paired, Tower
+from tests.support.nets import Bags, Gated, Paired, Tower
 from tests.support.ranks import control_server, in_group, run_ranks, train_on
 from tests.support.resume import Counts, timeless
 from tests.support.tiny_transformers import causal, llama, qwen, shortened
@@ -143,6 +143,7 @@ def test_a_training_that_was_killed_goes_on_to_the_same_bits_and_on_another_mesh
     assert int((tmp_path / "rough" / "steps-0").read_text()) == int((tmp_path / "calm" / "steps-0").read_text())
     killed(job("other", same, 0.0, rank=3, step=5))
     found, _ = train_on(parts, job("other", {"tensor": 4}, 0.0))
+    assert int((tmp_path / "other" / "steps-0").read_text()) > 5  # those before the kill are counted
     torch.testing.assert_close(found, plain(of=Paired)[0], atol=1e-5, rtol=0)
 
 
@@ -223,21 +224,7 @@ def test_what_cannot_be_divided_is_refused_before_the_job(
         check_module(job.config, job.recipe, 2, module(), FEW)
 
 
-@pytest.mark.parametrize(
-    ("plan", "says"),
-    [
-        ({"fc1": "colwise"}, r"(?s)in each of 2 ranks, 'fc2' fails with a part of the output of 'fc1', which.*rowwise"),
-        ({"fc2": "rowwise"}, "'fc2' is divided by 'rowwise' and gets 8 features in each of 2 ranks, not 4"),
-        ({"fc1": "colwise", "fc2": "rowwise"}, ""),
-        ({"fc1": "colwise_gather_output"}, ""),
-    ],
-)
-def test_plans_whose_layers_do_not_fit_are_refused_before_the_job(plan: dict[str, str], says: str) -> None:
-    job, module = tensor_job({"tensor": 2, "plan": plan}, recipe={"module": Gated}), Gated()
-    with pytest.raises(ModuleError, match=says) if says else contextlib.nullcontext():
-        check_module(job.config, job.recipe, 2, module, FEW)
-    assert module.training
-    assert module(torch.ones(2, 5)).shape == (2,)  # nothing is left of the trial
+PAIR = {"fc1": "colwise", "fc2": "rowwise"}
 
 
 def test_heads_that_cannot_be_divided_and_losses_of_rows_are_refused_before_the_job() -> None:
@@ -264,18 +251,6 @@ def test_a_module_without_a_row_for_each_row_is_refused_in_the_rank() -> None:
 def total_of(module: nn.Module, batch: Any) -> torch.Tensor:
     total: torch.Tensor = module(*batch.inputs)
     return total
-
-
-class Gated(nn.Module):
-    """A parameter of its own between two layers, of which each rank sees a part."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1, self.act, self.fc2 = nn.Linear(5, 8), nn.PReLU(), nn.Linear(8, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.fc2(self.act(self.fc1(x))).squeeze(-1)
-        return out
 
 
 class Peeking(nn.Module):
@@ -309,9 +284,6 @@ STEEP: dict[str, Any] = {"optimizer": "SGD", "optimizer_params": {}, "learning_r
 
 def descended(module: type[nn.Module]) -> dict[str, torch.Tensor]:
     return plain(of=module, kind=torch.optim.SGD, lr=0.1)[0]
-
-
-PAIR = {"fc1": "colwise", "fc2": "rowwise"}
 
 
 @pytest.mark.parametrize(("module", "plan"), [(Gated, {**PAIR, "act": "sum_gradients"}), (InPlace, {})])

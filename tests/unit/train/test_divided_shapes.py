@@ -1,0 +1,90 @@
+"""Plans whose layers do not fit each other are found on the driver, and others are let through."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+
+from sparktorch.base.batch import Batch
+from sparktorch.base.config import TrainConfig
+from sparktorch.errors import ModuleError
+from sparktorch.train.recipe.recipe import Recipe
+from sparktorch.train.strategies.registry import check_module
+from tests.support.nets import Gated
+
+PAIR = {"fc1": "colwise", "fc2": "rowwise"}
+
+
+class Masked(nn.Module):
+    """An encoder with padding, whose fused kernels would make nested tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(5, 8)
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.encoder(self.enter(x)[:, None], src_key_padding_mask=x[:, :1] < 0)[:, 0, 0]
+        return found
+
+
+class Remembering(Gated):
+    """Keeps something as wide as a hidden layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.act(self.fc1(x))
+        self.memory = hidden if self.memory is None else hidden + self.memory
+        out: torch.Tensor = self.fc2(self.memory).squeeze(-1)
+        return out
+
+
+class Choosing(Gated):
+    """Looks at values, which a trial has not."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = super().forward(x)
+        if not found.isfinite().all():
+            raise ArithmeticError("a number is not finite")
+        return found
+
+
+class ByKeyword(Gated):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.fc2(self.act(self.fc1(input=x))).squeeze(-1)
+        return out
+
+
+LINEAR = {"encoder.layers.*.linear1": "colwise", "encoder.layers.*.linear2": "rowwise"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan", "says"),
+    [
+        (Gated, {"fc1": "colwise"}, r"(?s)in each of 2 ranks, 'fc2' fails with a part.* of 'fc1': .*by 'rowwise'"),
+        (Gated, {"fc2": "rowwise"}, "'fc2' is divided by 'rowwise' and gets 8 features in each of 2 ranks, not 4"),
+        (ByKeyword, PAIR, "'fc1' is divided, and its input is passed by keyword"),
+        (Masked, {"encoder.layers.*.linear1": "colwise"}, r"'encoder\.layers\.0\.linear2' fails"),
+        (Gated, PAIR, ""),
+        (Gated, {"fc1": "colwise_gather_output"}, ""),
+        (Masked, LINEAR, ""),
+        (Remembering, PAIR, ""),
+        (Choosing, PAIR, ""),
+    ],
+)
+def test_plans_whose_shapes_do_not_fit_are_refused_before_the_job(
+    kind: type[nn.Module], plan: dict[str, str], says: str
+) -> None:
+    module, recipe = kind(), Recipe(module=kind)
+    config = TrainConfig(task="regression", strategy="mesh", strategy_params={"tensor": 2, "plan": plan})
+    with pytest.raises(ModuleError, match=says) if says else contextlib.nullcontext():
+        check_module(config, recipe, 2, module, Batch((torch.ones(2, 5),), None, None, 2))
+    assert module.training
+    assert getattr(module, "memory", None) is None
+    assert module(torch.ones(2, 5)).shape == (2,)  # nothing is left of the trial
