@@ -22,12 +22,12 @@ from sparktorch.train.recipe.dry_run import dry_run
 from sparktorch.train.strategies.mesh import MeshOptions
 from sparktorch.train.strategies.registry import check_module
 from sparktorch.worker import TrainJob
-from tests.dist.strategies.test_strategies import PARTED, TABLE, job_for, plain
+from tests.dist.strategies.test_strategies import PARTED, STEPS, TABLE, job_for, plain
 from tests.dist.train import test_huggingface as texts
 from tests.support.frames import replaced
 from tests.support.nets import Chain, Paired
 from tests.support.ranks import control_server, run_ranks, train_on
-from tests.support.resume import Counts
+from tests.support.resume import OwnSteps
 from tests.support.staged_nets import Doubling, Winding, in_place, normed
 from tests.support.tiny_transformers import causal, llama
 
@@ -122,14 +122,14 @@ def test_a_killed_training_goes_on_on_the_same_mesh_and_on_another(
         (tmp_path / folder).mkdir(exist_ok=True)
         checkpoint = CheckpointConfig(directory=str(tmp_path / folder / "saved"), unit="step", interval=1, owner="me")
         params = {"dropout": 0.3 if same else 0.0}
-        recipe = {"module": Chain, "module_params": params, "callbacks": [Counts(tmp_path / folder, **kill)]}
+        recipe = {"module": Chain, "module_params": params, "callbacks": [OwnSteps(tmp_path / folder, **kill)]}
         return replace(pipeline_job(sizes, recipe=recipe, patience=5), checkpoint=checkpoint)
 
     with control_server() as server:
         ended = run_ranks(server, parts, job(before, "killed", rank=3, step=5))
     assert any(rank.exitcode == -signal.SIGKILL for rank in ended)
     state, _ = train_on(parts, job(after, "killed"))
-    assert int((tmp_path / "killed" / "steps-0").read_text()) > 5  # those before the kill are counted
+    assert int((tmp_path / "killed" / "steps-0").read_text()) < STEPS  # those before the kill are not taken again
     expected, _ = train_on(parts, job(before if same else {"shard": 1}, "whole"))
     torch.testing.assert_close(state, expected, atol=0 if same else 1e-5, rtol=0)
 

@@ -32,6 +32,7 @@ from tests.support.ranks import train_on
 
 ROWS, BATCH, EPOCHS, SEED = 403, 32, 2, 5
 TABLE = Table.random(ROWS, weighted=True, validated=True)
+STEPS = EPOCHS * math.ceil(int((~TABLE.arrays[VALIDATION]).sum()) / BATCH)
 PARTED = {"min_parameters": 60}  # every layer of the tower by itself
 CASES: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp"},
