@@ -25,6 +25,7 @@ __all__ = [
     "mesh_of_training",
     "packed_placement",
     "part_of",
+    "step_apart",
     "unadvised",
     "undivided",
     "whole",
@@ -59,12 +60,18 @@ def _copies(tensor: torch.Tensor, ranks: int) -> int:
     return ranks // math.prod(mesh.size(i) for i, name in enumerate(_plain(mesh.mesh_dim_names)) if name in sharded)
 
 
-def gradients_by_copies(module: nn.Module, ranks: int) -> dict[int, list[torch.Tensor]]:
-    """Returns this rank's parts of a module's gradients, by how many of all ranks have the same part."""
+def gradients_by_copies(module: nn.Module, ranks: int, plain: int = 1) -> dict[int, list[torch.Tensor]]:
+    """Returns this rank's parts of a module's gradients, by how many of all ranks have the same part.
+
+    Args:
+        module: The module.
+        ranks: Number of all ranks.
+        plain: How many have the same plain tensor.
+    """
     found: dict[int, list[torch.Tensor]] = {}
     for parameter in module.parameters():
         if parameter.grad is not None:
-            count = _copies(parameter.grad, ranks) if hasattr(parameter.grad, "device_mesh") else 1  # of whole stages
+            count = _copies(parameter.grad, ranks) if hasattr(parameter.grad, "device_mesh") else plain
             found.setdefault(count, []).append(local(parameter.grad))
     return found
 
@@ -104,8 +111,8 @@ def _plain(names: Iterable[str] | None) -> list[str]:
 
 
 def undivided(tensor: torch.Tensor, dimension: str) -> bool:
-    """Whether all ranks along a dimension of the mesh have the same part of a `DTensor`."""
-    return dimension not in _sharded(tensor)[1]
+    """Whether all ranks along a dimension of the mesh have the same part of a tensor, as they have of a plain one."""
+    return not hasattr(tensor, "to_local") or dimension not in _sharded(tensor)[1]
 
 
 def _sharded(tensor: torch.Tensor) -> tuple[DeviceMesh, set[str]]:
@@ -134,6 +141,31 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     divided, ranks, blocks = _in_order_of_ranks(tensor)
     found: torch.Tensor = divided.full_tensor()
     return found if blocks == 1 else found.view(ranks, blocks, -1, *found.shape[1:]).transpose(0, 1).flatten(0, 2)
+
+
+def step_apart(optimizer: torch.optim.Optimizer) -> None:
+    """Lets an optimizer step on `DTensor`s first, then on plain tensors; torch's operators take no lists of both."""
+    whole: list[dict[str, Any]] = []
+    parts: list[list[dict[str, Any]]] = []
+
+    def divide(*_: Any) -> None:
+        whole[:] = optimizer.param_groups
+        parts[:] = []
+        for group in whole:
+            kinds: tuple[list[Any], list[Any]] = ([], [])
+            for parameter in group["params"]:
+                kinds[not hasattr(parameter, "to_local")].append(parameter)
+            parts.append([{**group, "params": same} for same in kinds if same])
+        optimizer.param_groups = list(itertools.chain.from_iterable(parts))
+
+    def join(*_: Any) -> None:
+        for group, of_group in zip(whole, parts, strict=True):
+            for part in of_group:  # an optimizer may keep numbers in its groups
+                group.update({name: value for name, value in part.items() if name != "params"})
+        optimizer.param_groups = list(whole)
+
+    optimizer.register_step_pre_hook(divide)
+    optimizer.register_step_post_hook(join)
 
 
 @contextmanager

@@ -197,7 +197,7 @@ class _Measured:
         everything, gradients = sum(of_worker.values()), sum(of_worker[p] for p in trained)
         kept_gathered = strategy == "zero2" or pipeline > 1  # from forward to backward
         gathered = everything if kept_gathered else whole[0] + 2 * max(whole[1:], default=0)
-        gathered = 0 if shard == 1 and pipeline in (1, self._workers) else gathered
+        gathered = 0 if shard == 1 and (pipeline == 1 or pipeline * tensor == self._workers) else gathered
         passes = 1 if kept_gathered else 2  # forward, and again backward
         sent = self._passes * passes * _gathered(everything, shard) + _gathered(gradients, shard)
         sent += reduced(sum(kept[p] for p in trained), data)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -37,15 +37,20 @@ class Modes:
         """Returns those of this thread, for some types of devices."""
         return cls(torch.is_grad_enabled(), {kind: _autocast(kind) for kind in kinds})
 
+    def entered(self) -> AbstractContextManager[Any]:
+        """Returns a context with these modes; it enables no gradients."""
+        others = [kind for kind, dtype in self.autocast.items() if dtype != _autocast(kind)]
+        gradients = self.gradients or not torch.is_grad_enabled()
+        return nullcontext() if gradients and not others else self._changed(others, gradients=gradients)
+
     @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Context with these modes; it enables no gradients."""
+    def _changed(self, others: Sequence[str], *, gradients: bool) -> Iterator[None]:
         with ExitStack() as stack:
-            if not self.gradients and torch.is_grad_enabled():
+            if not gradients:
                 stack.enter_context(torch.no_grad())
-            for kind, dtype in self.autocast.items():
-                if dtype != _autocast(kind):
-                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=dtype is not None))
+            for kind in others:
+                dtype = self.autocast[kind]
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=dtype is not None))
             yield
 
 

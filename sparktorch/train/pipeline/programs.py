@@ -1,17 +1,16 @@
-"""What each stage of a pipeline computes, as a graph, and the module that computes it."""
+"""What each stage of a pipeline computes, and the module that computes it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
 
 from sparktorch.errors import ModuleError
-from sparktorch.train.pipeline.layers import Call
+from sparktorch.train.pipeline.layers import Call, Modes
 from sparktorch.train.pipeline.recording import Recording
 from sparktorch.train.pipeline.stages import free_nodes, is_value, stages_of_nodes
 
@@ -23,17 +22,21 @@ class Program:
     """What a stage computes.
 
     Attributes:
-        graph: Its graph; its placeholders are the values that it receives, then the inputs of the module.
+        run: Computes it, of the stage, the values that it receives, and the inputs of the module.
+        modes: The modes of torch in which it does, but for calls and operators in modes of their own.
         received: Shape and dtype of each value that it receives, and whether it requires gradients, without values.
         returned: The same of each value that it returns: what the next stage receives, or the module's outputs.
-        calls: Its calls of layers.
+        calls: Its calls of layers, and the modes of each.
+        operators: The operators in modes of their own.
         constants: Its constant tensors.
     """
 
-    graph: fx.GraphModule
+    run: Callable[..., Any]
+    modes: Modes
     received: list[torch.Tensor]
     returned: list[torch.Tensor]
-    calls: list[Call]
+    calls: list[tuple[Call, Modes]]
+    operators: list[tuple[Callable[..., Any], Modes]]
     constants: list[torch.Tensor]
 
 
@@ -82,56 +85,64 @@ def _check_in_place(recording: Recording, free: set[fx.Node]) -> None:
 def _program(
     recording: Recording, own: list[fx.Node], free: set[fx.Node], received: list[fx.Node], ends: list[fx.Node]
 ) -> Program:
-    graph = fx.Graph()
-    made: dict[fx.Node, fx.Node] = {}
-    calls: list[Call] = []
-    constants: list[torch.Tensor] = []
-    for number, node in enumerate(received):
-        made[node] = graph.placeholder(f"received_{number}")
-    for number, node in enumerate(recording.inputs):
-        made[node] = graph.placeholder(f"input_{number}")
-
-    def value(node: fx.Node) -> fx.Node:
-        if node not in made:  # a parameter, or what inputs alone decide
-            if node in recording.constants:
-                made[node] = graph.call_function(_constant, (len(constants),))
-                constants.append(recording.constants[node])
-            elif node in recording.tensors:
-                made[node] = graph.call_function(_read, (recording.tensors[node],))
-            else:
-                made[node] = graph.node_copy(node, value)
-        return made[node]
-
+    code = _Code(recording, received)
     for node in filter(free.__contains__, recording.nodes):  # also unused ones: they may change another in place
-        value(node)
+        code.value(node)
     for node in own:
-        if node in recording.calls:
-            calls.append(recording.calls[node])
+        code.add(node)
+    code.graph.output(tuple(code.value(node) for node in ends))
+    run = fx.GraphModule({}, code.graph).forward  # torch generates it
+    kept = code.calls, code.operators, code.constants
+    return Program(run, recording.modes, _without_values(received), _without_values(ends), *kept)
+
+
+class _Code:
+    """The graph of a program while it is made; what it cannot hold, it asks the stage for, which is its first input."""
+
+    def __init__(self, recording: Recording, received: Sequence[fx.Node]) -> None:
+        self.graph = fx.Graph()
+        self.calls: list[tuple[Call, Modes]] = []
+        self.operators: list[tuple[Callable[..., Any], Modes]] = []
+        self.constants: list[torch.Tensor] = []
+        self._recording, self._stage = recording, self.graph.placeholder("stage")
+        self._made = {node: self.graph.placeholder(f"received_{number}") for number, node in enumerate(received)}
+        for number, node in enumerate(recording.inputs):
+            self._made[node] = self.graph.placeholder(f"input_{number}")
+
+    def value(self, node: fx.Node) -> fx.Node:
+        """Returns what a node of the recording is here; adds a parameter, or what inputs alone decide."""
+        if node not in self._made:
+            if node in self._recording.constants:
+                self._made[node] = self._of_stage("constant", len(self.constants))
+                self.constants.append(self._recording.constants[node])
+            elif node in self._recording.tensors:
+                self._made[node] = self._of_stage("read", self._recording.tensors[node])
+            else:
+                self.add(node)
+        return self._made[node]
+
+    def add(self, node: fx.Node) -> None:
+        """Adds what computes a node of the recording."""
+        modes = node.meta["modes"]
+        if node in self._recording.calls:
             arguments: Any = node.args[1]
-            made[node] = graph.call_function(_call, (len(calls) - 1, [value(each) for each in arguments]))
-            made[node].meta = node.meta
+            found = self._of_stage("call", len(self.calls), [self.value(each) for each in arguments])
+            self.calls.append((self._recording.calls[node], modes))
+        elif modes == self._recording.modes:
+            found = self.graph.node_copy(node, self.value)
         else:
-            made[node] = graph.node_copy(node, value)
-    graph.output(tuple(value(node) for node in ends))
-    module = fx.GraphModule({}, graph)
-    return Program(module, _without_values(received), _without_values(ends), calls, constants)
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.value)
+            found = self._of_stage("operate", len(self.operators), *args, **kwargs)
+            self.operators.append((cast(Callable[..., Any], node.target), modes))
+        self._made[node] = found
+
+    def _of_stage(self, method: str, *args: Any, **kwargs: Any) -> fx.Node:
+        return self.graph.call_method(method, (self._stage, *args), kwargs)
 
 
 def _without_values(nodes: Sequence[fx.Node]) -> list[torch.Tensor]:
     found = [torch.empty(node.meta["val"].shape, dtype=node.meta["val"].dtype, device="meta") for node in nodes]
     return [each.requires_grad_(node.meta["requires_grad"]) for each, node in zip(found, nodes, strict=True)]
-
-
-def _call(number: int, tensors: list[torch.Tensor]) -> Any:
-    raise AssertionError("a stage calls the layer")
-
-
-def _read(name: str) -> Any:
-    raise AssertionError("a stage reads the tensor")
-
-
-def _constant(number: int) -> Any:
-    raise AssertionError("a stage has the tensor")
 
 
 class Stage(nn.Module):
@@ -170,7 +181,8 @@ class Stage(nn.Module):
         """
         # What a stage receives is a leaf, or a view of FSDP's, which nothing may change in place.
         values = [value.clone() if value.requires_grad else value for value in received]
-        returned = _Running(self, self.program).run(*values, *inputs.values())
+        with self.program.modes.entered():
+            returned = self.program.run(self, *values, *inputs.values())
         for value, expected in zip(returned, self.program.returned, strict=True):
             if value.shape != expected.shape or value.dtype != expected.dtype:
                 raise ModuleError(
@@ -182,10 +194,23 @@ class Stage(nn.Module):
                 )
         return tuple(_to_send(v, expected) for v, expected in zip(returned, self.program.returned, strict=True))
 
-    def call(self, call: Call, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    def call(self, number: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Calls a layer; one without tensors is that of the module."""
+        call, modes = self.program.calls[number]
         place = self._places.get(call.layer)
-        return call(self._module[0].get_submodule(call.layer) if place is None else self.layers[place], tensors)
+        part = self._module[0].get_submodule(call.layer) if place is None else self.layers[place]
+        with modes.entered():
+            return call(part, tensors)
+
+    def operate(self, number: int, *args: Any, **kwargs: Any) -> Any:
+        """Applies an operator in modes of its own."""
+        operator, modes = self.program.operators[number]
+        with modes.entered():
+            return operator(*args, **kwargs)
+
+    def constant(self, number: int) -> torch.Tensor:
+        """Returns a constant tensor."""
+        return self.program.constants[number]
 
     def read(self, name: str) -> torch.Tensor:
         """Returns a parameter between layers, or a buffer."""
@@ -203,24 +228,3 @@ def _to_send(value: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 
 def _described(tensor: torch.Tensor) -> str:
     return f"a tensor of shape {tuple(tensor.shape)} and dtype {str(tensor.dtype).removeprefix('torch.')}"
-
-
-class _Running(fx.Interpreter):
-    """Runs a program in a stage."""
-
-    def __init__(self, stage: Stage, program: Program) -> None:
-        super().__init__(program.graph)
-        self._stage, self._program = stage, program
-
-    def run_node(self, n: fx.Node) -> Any:
-        with n.meta["modes"].entered() if "modes" in n.meta else nullcontext():
-            return super().run_node(n)
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target is _call:
-            return self._stage.call(self._program.calls[args[0]], args[1])
-        if target is _read:
-            return self._stage.read(args[0])
-        if target is _constant:
-            return self._program.constants[args[0]]
-        return super().call_function(target, args, kwargs)

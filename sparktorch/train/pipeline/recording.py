@@ -36,6 +36,7 @@ class Recording:
         nodes: What it computes, in order: operators of torch, `operator.getitem`, and calls of layers. Each has its
             result in `meta["val"]`, a fake tensor; whether a backward pass needs its gradient in
             `meta["requires_grad"]`; and the `Modes` in `meta["modes"]`.
+        modes: The modes in which it began.
         inputs: The tensors that it gets, as nodes.
         outputs: What it returns, flattened: nodes, and values that are no tensors.
         spec: How that was nested.
@@ -46,6 +47,7 @@ class Recording:
     """
 
     nodes: list[fx.Node]
+    modes: Modes
     inputs: list[fx.Node]
     outputs: list[Any]
     spec: Any
@@ -238,7 +240,7 @@ class Twin:
         places = iter(outputs)
         values = [next(places) if isinstance(value, torch.Tensor) else value for value in found["values"]]
         parameters = dict(self.module.named_parameters())
-        return Recording(nodes, inputs, values, found["spec"], of_calls, tensors, parameters, constants)
+        return Recording(nodes, modes, inputs, values, found["spec"], of_calls, tensors, parameters, constants)
 
     def _name_or_constant(self, tensor: Any) -> str | torch.Tensor:
         """Returns the name of a parameter or buffer, or a number that the forward pass makes a tensor of.

@@ -199,7 +199,7 @@ class Zero3(Strategy[S]):
     @contextmanager
     def no_sync(self, module: nn.Module) -> Iterator[None]:
         """Context in which every rank accumulates unsharded gradients without reducing them."""
-        if self.alone:
+        if not self.shards(self._options, self._world.world_size):
             yield
             return
         root = cast("FSDPModule", module)

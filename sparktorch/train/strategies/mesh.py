@@ -26,7 +26,15 @@ from sparktorch.base.devices import is_host
 from sparktorch.distributed.process_group import subgroup, sum_over_ranks
 from sparktorch.errors import ConfigError, nearest
 from sparktorch.train.checkpoint.tensors import OPTIMIZER
-from sparktorch.train.dtensor import gradients_by_copies, local, mesh_of_training, part_of, unadvised, undivided
+from sparktorch.train.dtensor import (
+    gradients_by_copies,
+    local,
+    mesh_of_training,
+    part_of,
+    step_apart,
+    unadvised,
+    undivided,
+)
 from sparktorch.train.pipeline.pipe import Pipe
 from sparktorch.train.pipeline.programs import Stage
 from sparktorch.train.pipeline.setup import check_each_row, check_pipeline, check_stages, first_of_all, leave, staged
@@ -172,6 +180,11 @@ class Mesh(Zero3[MeshOptions]):
         lists = self._ranks.mesh.movedim(2, 1).reshape(-1, self._sizes.pipeline * self._sizes.tensor).tolist()
         return subgroup(self._world, lists)
 
+    @cached_property
+    def _stage(self) -> int:
+        """This rank's place among those with other layers."""
+        return part_of(self._ranks, "pipeline").get_local_rank()
+
     @property
     def exchanges_rows(self) -> bool:
         """Whether ranks exchange the inputs of a forward pass."""
@@ -192,8 +205,12 @@ class Mesh(Zero3[MeshOptions]):
 
     @classmethod
     def shards(cls, options: MeshOptions, workers: int) -> bool:
-        """Whether parameters are wrapped for sharding: not where each rank has stages that no other has a part of."""
-        return super().shards(options, workers) and (options.pipeline != workers or cls.needs_group(options))
+        """Whether parameters are wrapped for sharding: not where no ranks have other rows of the same part.
+
+        What is not divided by `tensor` is a plain tensor then, beside `DTensor`s.
+        """
+        together = (options.pipeline or 1) * (options.tensor or 1)
+        return super().shards(options, workers) and (together != workers or cls.needs_group(options))
 
     @property
     def gradient_divisor(self) -> int:
@@ -285,8 +302,7 @@ class Mesh(Zero3[MeshOptions]):
         self._exchange.flags = (batch.weight is not None) + 2 * (batch.loss_weight is not None)
         sent = (own.values, list(batch.inputs), batch.label, weights)
         (values, inputs, label, weights), _ = self._exchange.before(module, sent, {})
-        stage = part_of(self._ranks, "pipeline").get_local_rank()
-        torch.manual_seed(torch.initial_seed() + stage)  # stages drop other activations; tensor ranks the same
+        torch.manual_seed(torch.initial_seed() + self._stage)  # stages drop other activations; tensor ranks the same
         given = replace(own, values=values)
         # A rank without rows has weights of zero for its placeholders, and others may have none.
         weight, loss_weight = (each if self._exchange.flags & bit else None for bit, each in enumerate(weights, 1))
@@ -327,9 +343,11 @@ class Mesh(Zero3[MeshOptions]):
         return {"pipeline_bubble_formula": self._options.bubble} | ({"pipeline_bubble": idle / whole} if whole else {})
 
     def optimizer(self, recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer:
-        """Builds the optimizer of this rank's shards, which may lie on several meshes."""
+        """Builds the optimizer of this rank's shards, which may lie on several meshes, or beside plain tensors."""
         whole = self._pipe.twin.module if self.runs_passes else None
         built = recipe.build_optimizer(module, whole)
+        if len({hasattr(parameter, "to_local") for parameter in module.parameters()}) > 1:
+            step_apart(built)
         if self.exchanges_rows and isinstance(built, torch.optim.ASGD):
             for group in built.param_groups:
                 group["foreach"] = False  # its kernels take those of one mesh only
@@ -396,10 +414,14 @@ class Mesh(Zero3[MeshOptions]):
         if self.alone:
             return super().gradient_norm(module)
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        for count, gradients in gradients_by_copies(module, self._world.world_size).items():
+        for count, gradients in self._gradients(module).items():
             total += nn.utils.get_total_norm(gradients).to(self._device, torch.float64).square() / count
         dist.all_reduce(total)
         return total.sqrt()
+
+    def _gradients(self, module: nn.Module) -> dict[int, list[torch.Tensor]]:
+        """Returns this rank's parts of the gradients, by how many of all ranks have the same."""
+        return gradients_by_copies(module, self._world.world_size, self._sizes.tensor)
 
     def state_dict(
         self, module: nn.Module, *, copy: bool = False, leave_out: Collection[str] = ()
@@ -416,7 +438,11 @@ class Mesh(Zero3[MeshOptions]):
         """Clips each rank's part of the gradients; torch's functions take no tensors of several meshes."""
         if self.alone:
             return super().clip_gradients(module, norm=norm, value=value)
-        own = [part for parts in gradients_by_copies(module, self._world.world_size).values() for part in parts]
+        own = [
+            part
+            for parts in gradients_by_copies(module, self._world.world_size, self._sizes.tensor).values()
+            for part in parts
+        ]
         if value is not None and own:
             torch._foreach_clamp_min_(own, -value)
             torch._foreach_clamp_max_(own, value)

@@ -175,12 +175,12 @@ def test_a_rank_gets_all_columns_of_its_own_rows_and_never_has_those_of_all_rows
         assert found["shapes"] == [(count, 64), (count, 1)]
         assert "'head' returns a tensor of shape (1, 32, 32) for 32 rows" in found["turned"]
         assert "of which ranks that share layers have 0, 2" in found["empty"]
-        assert "the output of FSDPScores differs" in found["late"]
+        assert "the output of Scores differs" in found["late"]
         assert found["aside"]
         assert found["aside gradient"] == 32
         assert "'up' is divided, and computed behind 'head'" in found["behind"]
         assert "'attention' is divided, and computed behind 'head'" in found["attends"]
-        assert "FSDPBehind is called with labels" in found["labels"]
+        assert "Behind is called with labels" in found["labels"]
         assert found["repeated"] == (count, 8)
 
 

@@ -13,19 +13,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from sparktorch.base.batch import Batch
 from sparktorch.base.config import CheckpointConfig
 from sparktorch.base.world import World
 from sparktorch.data.columns import VALIDATION
 from sparktorch.errors import ConfigError, ModuleError
-from sparktorch.train.dtensor import TENSOR, mesh_of_training
+from sparktorch.train.dtensor import TENSOR, mesh_of_training, step_apart, whole
 from sparktorch.train.recipe.huggingface import opened
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.registry import build_strategy, check_module, check_strategy
 from sparktorch.train.strategies.tensor_parallel import check_plan, divide
 from sparktorch.worker import TrainJob
-from tests.dist.strategies.test_strategies import PARTED, STEPS, TABLE, Weights, job_for, plain
+from tests.dist.strategies.test_strategies import CONTRARY, FEW_STEPS, PARTED, TABLE, Weights, job_for, plain
 from tests.dist.train import test_huggingface as texts
 from tests.support.nets import Bags, Gated, Paired, Tower
 from tests.support.ranks import control_server, in_group, run_ranks, train_on
@@ -35,9 +36,7 @@ from tests.support.tiny_transformers import causal, llama, qwen, shortened
 FEW = Batch((torch.ones(2, 5),), None, None, 2)
 MESHES: dict[str, tuple[int, dict[str, int]]] = {
     "layers": (2, {"tensor": 2}),
-    "copies of layers": (4, {"tensor": 2}),
     "layers in four parts, of which some do not divide": (4, {"tensor": 4}),
-    "shards of layers": (4, {"shard": 2, "tensor": 2}),
     "all three": (8, {"data": 2, "shard": 2, "tensor": 2}),
 }
 
@@ -74,21 +73,26 @@ def test_ranks_without_rows_take_part_and_change_nothing(expected: tuple[dict[st
     assert metas[0]["history"][-1]["val_loss"] == pytest.approx(expected[1], abs=1e-5)
 
 
-def test_gradients_are_clipped_as_those_of_one_model_and_averages_are_kept() -> None:
-    parts = [part.batches() for part in TABLE.parts(4)]
-    for clips in ({"clip_norm": 0.05, "ema_decay": 0.9, "patience": 1, "epochs": 4}, {"clip_value": 0.01}):
+def test_gradients_are_clipped_as_those_of_one_model_averages_are_kept_and_training_stops_early() -> None:
+    parts = [part.batches() for part in CONTRARY.parts(4)]
+    averaged = {"clip_norm": 0.05, "ema_decay": 0.9, "patience": 1, "epochs": 9}
+    for clips in (averaged, {**FEW_STEPS, "clip_value": 0.01}):
         mine, metas = train_on(parts, tensor_job({"shard": 2, "tensor": 2}, **clips))
-        other, expected = train_on([TABLE.batches()], job_for(recipe={"module": Paired}, **clips))
+        other, expected = train_on([CONTRARY.batches()], job_for(recipe={"module": Paired}, **clips))
         torch.testing.assert_close(mine, other, atol=1e-5, rtol=0)
+        epochs = [len(found[0]["history"]) for found in (metas, expected)]
+        assert epochs == ([2, 2] if "patience" in clips else [1, 1])
         norms = [found[0]["history"][-1]["gradient_norm"] for found in (metas, expected)]
         assert norms[0] == pytest.approx(norms[1], rel=1e-4)
 
 
 def test_dropout_draws_the_same_numbers_in_the_ranks_that_share_a_layer(tmp_path: Path) -> None:
     recipe = {"module_params": {"dropout": 0.4}, "callbacks": [Weights(tmp_path)]}
-    state, _ = train_on([part.batches() for part in TABLE.parts(4)], tensor_job({"tensor": 2}, recipe=recipe))
+    job = tensor_job({"tensor": 2}, recipe=recipe, **FEW_STEPS)
+    state, _ = train_on([part.batches() for part in TABLE.parts(4)], job)
     assert len({path.read_bytes() for path in tmp_path.iterdir()}) == 1
-    assert any(not torch.allclose(value, plain(of=Paired)[0][name], atol=1e-3) for name, value in state.items())
+    kept, _ = plain(of=Paired, batch_size=64, epochs=1)
+    assert any(not torch.allclose(value, kept[name], atol=1e-3) for name, value in state.items())
 
 
 def test_a_table_of_embeddings_is_divided_by_rows() -> None:
@@ -97,18 +101,18 @@ def test_a_table_of_embeddings_is_divided_by_rows() -> None:
         check_module(
             replace(job.config, strategy_params={"tensor": 3, "plan": {"out": "rowwise"}}), job.recipe, 3, Bags(), FEW
         )
-    job = tensor_job({"tensor": 2, "plan": {"table": "rowwise"}}, recipe={"module": Bags})
+    job = tensor_job({"tensor": 2, "plan": {"table": "rowwise"}}, recipe={"module": Bags}, **FEW_STEPS)
     state, _ = train_on([part.batches() for part in TABLE.parts(2)], job)
-    torch.testing.assert_close(state, plain(of=Bags)[0], atol=1e-5, rtol=0)
+    torch.testing.assert_close(state, plain(of=Bags, batch_size=64, epochs=1)[0], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(("shard", "model"), [(1, qwen()), (2, llama())], ids=["qwen3", "llama"])
 def test_a_model_of_transformers_is_divided_by_its_own_plan(shard: int, model: Any) -> None:
     table = texts.sentences(causal, labelled=False)
     params = {"tensor": 2, "shard": shard}
-    job = texts.job_for(table, model, strategy="mesh", strategy_params=params, micro_batch_size=7)
+    job = texts.job_for(table, model, strategy="mesh", strategy_params=params, micro_batch_size=7, epochs=1)
     found, _ = train_on([part.batches() for part in table.parts(2 * shard)], job)
-    expected, _ = train_on([table.batches()], texts.job_for(table, model))
+    expected, _ = train_on([table.batches()], texts.job_for(table, model, epochs=1))
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
@@ -127,7 +131,7 @@ def test_a_training_that_was_killed_goes_on_to_the_same_bits_and_on_another_mesh
         (tmp_path / folder).mkdir(exist_ok=True)
         kind = OwnSteps if folder == "other" else Counts
         recipe = {"module_params": {"dropout": dropout}, "callbacks": [kind(tmp_path / folder, **kill)]}
-        made = tensor_job(sizes, recipe=recipe)
+        made = tensor_job(sizes, recipe=recipe, **FEW_STEPS)
         checkpoint = CheckpointConfig(directory=str(tmp_path / folder / "saved"), unit="step", interval=1, owner="me")
         return replace(made, checkpoint=checkpoint)
 
@@ -137,15 +141,15 @@ def test_a_training_that_was_killed_goes_on_to_the_same_bits_and_on_another_mesh
 
     same = {"shard": 2, "tensor": 2}
     expected, wanted = train_on(parts, job("calm", same, 0.4))
-    killed(job("rough", same, 0.4, rank=3, step=5))
+    killed(job("rough", same, 0.4, rank=3, step=3))
     found, metas = train_on(parts, job("rough", same, 0.4))
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     assert timeless(metas[0]["history"]) == timeless(wanted[0]["history"])
     assert int((tmp_path / "rough" / "steps-0").read_text()) == int((tmp_path / "calm" / "steps-0").read_text())
-    killed(job("other", same, 0.0, rank=3, step=5))
+    killed(job("other", same, 0.0, rank=3, step=3))
     found, _ = train_on(parts, job("other", {"tensor": 4}, 0.0))
-    assert int((tmp_path / "other" / "steps-0").read_text()) < STEPS  # those before the kill are not taken again
-    torch.testing.assert_close(found, plain(of=Paired)[0], atol=1e-5, rtol=0)
+    assert int((tmp_path / "other" / "steps-0").read_text()) < 5  # those before the kill are not taken again
+    torch.testing.assert_close(found, plain(of=Paired, batch_size=64, epochs=1)[0], atol=1e-5, rtol=0)
 
 
 class TwoNames(nn.Module):
@@ -284,15 +288,15 @@ STEEP: dict[str, Any] = {"optimizer": "SGD", "optimizer_params": {}, "learning_r
 
 
 def descended(module: type[nn.Module]) -> dict[str, torch.Tensor]:
-    return plain(of=module, kind=torch.optim.SGD, lr=0.1)[0]
+    return plain(of=module, kind=torch.optim.SGD, lr=0.1, batch_size=64, epochs=1)[0]
 
 
 @pytest.mark.parametrize(("module", "plan"), [(Gated, {**PAIR, "act": "sum_gradients"}), (InPlace, {})])
 def test_parameters_between_divided_layers_and_activations_in_place_train_as_in_one_process(
     module: type[nn.Module], plan: dict[str, str]
 ) -> None:
-    job = tensor_job({"tensor": 2, "plan": plan}, recipe={"module": module, **STEEP})
-    state, _ = train_on([part.batches() for part in TABLE.parts(4)], job)
+    job = tensor_job({"tensor": 2, "plan": plan}, recipe={"module": module, **STEEP}, **FEW_STEPS)
+    state, _ = train_on([part.batches() for part in TABLE.parts(2)], job)
     torch.testing.assert_close(state, descended(module), atol=1e-5, rtol=0)
 
 
@@ -314,7 +318,7 @@ def test_a_plan_that_computes_something_else_is_found_in_the_first_step(
 
 def test_attention_is_gathered_as_a_whole_under_zero3() -> None:
     recipe = {"module": InPlace, **STEEP}
-    job = job_for(recipe=recipe, strategy="zero3", strategy_params={"min_parameters": 10})
+    job = job_for(recipe=recipe, strategy="zero3", strategy_params={"min_parameters": 10}, **FEW_STEPS)
     state, _ = train_on([part.batches() for part in TABLE.parts(2)], job)
     torch.testing.assert_close(state, descended(InPlace), atol=1e-5, rtol=0)
 
@@ -342,11 +346,11 @@ def calls(world: World) -> dict[str, Any]:
     """What own loops do with a wrapped module, in one of two ranks."""
     config = tensor_job({"tensor": 2}).config
     torch.manual_seed(0)
-    whole = Odd()
-    module = build_strategy(config, world).prepare(copy.deepcopy(whole))
+    odd = Odd()
+    module = build_strategy(config, world).prepare(copy.deepcopy(odd))
     x = torch.randn(2 + world.rank, 5).requires_grad_()
     module(x).sum().backward()
-    (expected,) = torch.autograd.grad(whole(x).sum(), x)
+    (expected,) = torch.autograd.grad(odd(x).sum(), x)
     found: dict[str, Any] = {"gradient": torch.allclose(cast(torch.Tensor, x.grad), expected, atol=1e-6)}
     module.zero_grad()
     outputs = module(x.detach(), kind="dict")
@@ -408,3 +412,45 @@ def test_layers_that_compute_in_their_own_way_are_refused(part: nn.Module, says:
     config = tensor_job({"tensor": 2, "plan": {"part": "rowwise"}}).config
     with pytest.raises(ConfigError, match=says):
         check_module(config, Recipe(module=module), 2, module, FEW)
+
+
+class Counting(torch.optim.Optimizer):
+    """Counts its steps in each group, and takes parameters of one kind at a time, as torch's kernels do."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"steps": 0, "rate": 0.5})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            assert len({isinstance(each, DTensor) for each in group["params"]}) == 1
+            group["steps"] += 1
+            torch._foreach_add_(group["params"], [each.grad for each in group["params"]], alpha=-group["rate"])
+
+
+def stepped(world: World) -> dict[str, Any]:
+    mesh = mesh_of_training([dist.group.WORLD], "cpu", torch.arange(2), ["tensor"])
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    divide(module, mesh, {"0": "colwise", "1": "rowwise"}, lambda part: None)
+    last = list(module[2].parameters())
+    optimizer = Counting([{"params": [*module[:2].parameters(), last[0]]}, {"params": last[1:], "rate": 1.0}])
+    step_apart(optimizer)
+    groups = [list(map(id, group["params"])) for group in optimizer.param_groups]
+    module(torch.ones(2, 4)).sum().backward()
+    for _ in range(3):
+        optimizer.step()
+    found = [
+        (old - whole(new.detach())).allclose(3 * rate * whole(new.grad))
+        for old, new, rate in zip(before, module.parameters(), [*[0.5] * 5, 1.0], strict=True)
+    ]
+    return {
+        "steps": [group["steps"] for group in optimizer.param_groups],
+        "groups": [list(map(id, group["params"])) for group in optimizer.param_groups] == groups,
+        "found": found,
+    }
+
+
+def test_an_optimizer_steps_on_divided_and_whole_parameters_one_after_another_and_keeps_its_groups() -> None:
+    for found in in_group(2, stepped):
+        assert found == {"steps": [3, 3], "groups": True, "found": [True] * 6}
