@@ -166,8 +166,11 @@ class CheckpointStore:
         self.directory.put(f"{_folder(manifest.step, self._attempt)}/{_MANIFEST}", content)
 
     def claim(self, owner: str, restart: int = 0) -> Lease:
-        """Acquires the directory's lease for this attempt of a fit; raises what `Lease` does."""
-        return Lease(self.directory, owner, self._attempt, restart)
+        """Acquires the directory's lease for this attempt of a fit; raises what `Lease` does.
+
+        Writing it is no progress of the training: a thread renews it for as long as the process lives.
+        """
+        return Lease(Directory(self.directory.url), owner, self._attempt, restart)
 
     def claimed_by(self, owner: str) -> bool:
         """Returns whether this attempt of a fit holds the lease, which every rank must be able to see."""

@@ -150,6 +150,17 @@ def test_nobody_renews_the_claim_once_the_block_is_left_or_could_not_be_entered(
     assert not claiming()
 
 
+def test_a_rank_that_renews_its_claim_and_does_nothing_else_stands_still(
+    tmp_path: Path, line: Callable[[], Moves]
+) -> None:
+    client, directory = line(), Directory(str(tmp_path))
+    with Checkpointer(config(tmp_path), {}, World(), client, claim_seconds=0.02) as saver:
+        save(saver, 1)
+        moves, seen = client.count, set[bytes]()
+        until(lambda: seen.add(directory.read("claim.json")) or len(seen) > 5, seconds=30, what="renewals")
+        assert client.count == moves
+
+
 class Slow(LocalFiles):
     """The local files; reading and writing those of ranks takes as long as the test wants."""
 
