@@ -17,6 +17,8 @@ _JOIN_SECONDS = 5.0
 _POOLS_OF_LIBRARIES = ("MlflowLocalArtifactRepository_",)  # idle until MLflow lets go of them
 _SET_BY_LIBRARIES = {"PYTEST_CURRENT_TEST", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR"}
 
+# torch's threads that wait for each other sleep: beside other processes they would spin longer than they compute.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ["JAVA_TOOL_OPTIONS"] = f"{os.environ.get('JAVA_TOOL_OPTIONS', '')} {BRIEF_JVM}".strip()
 
 

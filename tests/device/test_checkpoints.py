@@ -27,7 +27,7 @@ def folder(path: Path, name: str) -> Path:
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 1), *((strategy, 2) for strategy in STRATEGIES)])
 def test_it_goes_on_to_the_same_bits(strategy: str, ranks: int, tmp_path: Path) -> None:
-    config: dict[str, Any] = {"epochs": 2, **STRATEGIES[strategy]}
+    config: dict[str, Any] = {"epochs": 2, "interval": 4, **STRATEGIES[strategy]}
     calm, rough = folder(tmp_path, "calm"), folder(tmp_path, "rough")
     expected, _ = train_on(parts(ranks), job_for(calm, Counts(calm), module=Noisy, **config), device=DEVICE)
     killed(job_for(rough, Counts(rough, rank=ranks - 1, step=STEPS + 5), module=Noisy, **config), ranks, device=DEVICE)
@@ -38,9 +38,9 @@ def test_it_goes_on_to_the_same_bits(strategy: str, ranks: int, tmp_path: Path) 
 @pytest.mark.parametrize(("ranks", "device"), [(1, DEVICE), (2, "cpu")])
 def test_it_goes_on_elsewhere(ranks: int, device: str, tmp_path: Path) -> None:
     calm, rough = folder(tmp_path, "calm"), folder(tmp_path, "rough")
-    expected, _ = train_on(parts(1), job_for(calm, module=Tower, epochs=2), device="cpu")
-    killed(job_for(rough, Counts(rough, rank=1, step=STEPS + 5), module=Tower, epochs=2), 2, device=DEVICE)
-    found, _ = train_on(parts(ranks), job_for(rough, module=Tower, epochs=2), device=device)
+    expected, _ = train_on(parts(1), job_for(calm, module=Tower, epochs=2, interval=4), device="cpu")
+    killed(job_for(rough, Counts(rough, rank=1, step=STEPS + 5), module=Tower, epochs=2, interval=4), 2, device=DEVICE)
+    found, _ = train_on(parts(ranks), job_for(rough, module=Tower, epochs=2, interval=4), device=device)
     close(found, expected, 1e-5)
 
 

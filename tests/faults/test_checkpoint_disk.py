@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.disks import Fills, Locks, digest, fate_of
+from tests.support.disks import Fate, digest, fates_of
 from tests.support.ranks import train_on
 from tests.support.resume import EPOCHS, STEPS, job_for, parts
 
@@ -20,6 +20,20 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
     return digest(state)
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the disks."""
+    return tmp_path_factory.mktemp("disks")
+
+
+@pytest.fixture(scope="module")
+def fates(folder: Path) -> dict[str, dict[str, Any]]:
+    """What became of the trainings, one on each disk."""
+    return fates_of(
+        folder, full=Fate("Fills", 6, 14), locked=Fate("Locks", 6, END + 1), locked_from_the_start=Fate("Locks", 0, 0)
+    )
+
+
 def assert_told(found: dict[str, Any], folder: Path, reason: str, hint: str) -> None:
     told = [text for text in found["warnings"] if "cannot be written" in text]
     assert told
@@ -30,22 +44,25 @@ def assert_told(found: dict[str, Any], folder: Path, reason: str, hint: str) -> 
 
 
 def test_on_a_full_disk_the_training_goes_on_and_so_do_the_checkpoints_once_there_is_room(
-    weights: str, tmp_path: Path
+    weights: str, folder: Path, fates: dict[str, dict[str, Any]]
 ) -> None:
-    found = fate_of(Fills, tmp_path / "disk", 6, 14)
+    found = fates["full"]
     assert found["weights"] == weights
     assert found["error"] is None
-    assert_told(found, tmp_path / "disk", "No space left on device", "make room there")
+    assert_told(found, folder / "full", "No space left on device", "make room there")
     assert found["steps"] == [END, END - 1]
     assert found["usable"] == END
     assert found["files"] == [], "no half of a file is left"
 
 
-def test_on_a_disk_that_stays_read_only_the_last_checkpoint_from_before_is_there(weights: str, tmp_path: Path) -> None:
-    found = fate_of(Locks, tmp_path / "disk", 6, END + 1)
+def test_on_a_disk_that_stays_read_only_the_last_checkpoint_from_before_is_there(
+    weights: str, folder: Path, fates: dict[str, dict[str, Any]]
+) -> None:
+    found = fates["locked"]
     assert found["weights"] == weights
     assert found["error"] is None
-    assert_told(found, tmp_path / "disk", "Read-only file system", "make it writable for the user that the executors")
+    hint = "make it writable for the user that the executors"
+    assert_told(found, folder / "locked", "Read-only file system", hint)
     assert found["usable"] == 5
     assert len([text for text in found["warnings"] if "no checkpoint at step" in text]) <= 2, (
         "each rank tells of it once"
@@ -53,9 +70,12 @@ def test_on_a_disk_that_stays_read_only_the_last_checkpoint_from_before_is_there
     assert any("the end of the training could not be noted" in text for text in found["warnings"])
 
 
-def test_a_directory_that_cannot_be_written_from_the_start_is_an_error(tmp_path: Path) -> None:
-    error = fate_of(Locks, tmp_path / "disk", 0, 0)["error"]
+def test_a_directory_that_cannot_be_written_from_the_start_is_an_error(
+    folder: Path, fates: dict[str, dict[str, Any]]
+) -> None:
+    error = fates["locked_from_the_start"]["error"]
     assert error["kind"] == "PersistenceError"
-    assert error["what"] == f"checkpointDir {tmp_path}/disk/checkpoints cannot be written: Read-only file system"
+    disk = folder / "locked_from_the_start"
+    assert error["what"] == f"checkpointDir {disk}/checkpoints cannot be written: Read-only file system"
     assert error["hint"] == "make it writable for the user that the executors run as"
     assert (error["where"]["rank"], error["where"]["host"]) == (0, "host-0")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,37 +12,35 @@ import pytest
 from tests.support.cgroups import limited_memory
 from tests.support.programs import run_python
 
-MEBIBYTES, PROCESSES = 230, 12
+MEBIBYTES, PROCESSES = 180, 16
+STRATEGIES = ["zero3", "mesh"]
 
 
-@pytest.fixture
-def groups() -> Iterator[str]:
-    """Control groups for a process each."""
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """What came out of each strategy, and of ranks that return the whole model, in processes with a group each."""
+    folder = tmp_path_factory.mktemp("larger")
     with ExitStack() as stack:
         try:
-            made = [str(stack.enter_context(limited_memory(MEBIBYTES))) for _ in range(PROCESSES)]
+            groups = [str(stack.enter_context(limited_memory(MEBIBYTES))) for _ in range(PROCESSES)]
         except OSError as error:
             pytest.skip(f"needs memory control groups that may be written: {error}")
-        yield ",".join(made)
+        # At last what kills ranks.
+        arguments = (str(folder), ",".join(groups), *STRATEGIES, "whole")
+        out = run_python(folder, "-m", "tests.faults.programs.larger_than_memory", *arguments, seconds=280)
+        yield json.loads(out.splitlines()[-1])
 
 
-def ran(folder: Path, groups: str, how: str) -> dict[str, Any]:
-    program = "tests.faults.programs.larger_than_memory"
-    out = run_python(folder, "-m", program, str(folder), groups, how, seconds=280)
-    found: dict[str, Any] = json.loads(out.splitlines()[-1])
-    return found
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_process_has_memory_for_the_model(strategy: str, found: dict[str, Any]) -> None:
+    one = found[strategy]
+    assert "error" not in one, one
+    assert one["parameters"] > MEBIBYTES << 20
+    assert one["losses"][1] < one["losses"][0]
+    assert (one["finite"], one["scored"]) == (True, 64)
+    assert one["apart"] < 1e-5
+    assert one["processes"] >= 5  # the driver and four ranks; those that score may be the ranks'
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "mesh"])
-def test_no_process_has_memory_for_the_model(strategy: str, groups: str, tmp_path: Path) -> None:
-    found = ran(tmp_path, groups, strategy)
-    assert "error" not in found, found
-    assert found["parameters"] > MEBIBYTES << 20
-    assert found["losses"][1] < found["losses"][0]
-    assert (found["finite"], found["scored"]) == (True, 64)
-    assert found["apart"] < 1e-5
-    assert found["processes"] >= 5  # the driver and four ranks; those that score may be the ranks'
-
-
-def test_without_a_folder_for_the_model_its_ranks_are_killed(groups: str, tmp_path: Path) -> None:
-    assert "killed for want of memory" in ran(tmp_path, groups, "whole")["error"]
+def test_without_a_folder_for_the_model_its_ranks_are_killed(found: dict[str, Any]) -> None:
+    assert "killed for want of memory" in found["whole"]["error"]

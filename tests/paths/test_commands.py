@@ -12,16 +12,6 @@ SCRIPT = """
 import os, sys
 print(f"{sys.argv[1:]} of rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}", flush=True)
 """
-RDD = """
-import sparktorch
-from pyspark.sql import SparkSession
-spark = SparkSession.builder.remote("local[1]").getOrCreate()
-try:
-    sparktorch.tensor_rdd(spark.range(1))
-except sparktorch.errors.ConfigError as error:
-    print(error)
-spark.stop()
-"""
 
 
 def test_a_doctor_under_spark_submit_checks_the_session_of_the_submission(tmp_path: Path) -> None:
@@ -67,13 +57,6 @@ def test_run_takes_its_options_before_and_after_the_script(tmp_path: Path) -> No
     out = run_python(tmp_path, *command, "--", "--workers", "7")
     for rank in range(2):
         assert f"['--lr', '0.1', 'data', '--workers', '7'] of rank {rank} of 2" in out
-
-
-def test_rdds_are_refused_on_connect_with_what_to_use_instead(tmp_path: Path) -> None:
-    with connect_port():
-        out = run_python(tmp_path, "-c", RDD)
-    assert "Spark Connect has no RDDs" in out
-    assert "sparktorch.run(function, df)" in out
 
 
 def test_a_plan_of_a_job_file_says_what_fits(tmp_path: Path) -> None:

@@ -17,13 +17,17 @@ def on(master: str, directory: Path, *requests: str, **settings: str) -> dict[st
     return results
 
 
-def test_on_connect_fits_hold_more_than_a_message_streams_get_large_models_and_loops_run(tmp_path: Path) -> None:
+def test_on_connect_fits_hold_more_than_a_message_streams_get_large_models_loops_run_and_rdds_are_refused(
+    tmp_path: Path,
+) -> None:
     with connect_port():
-        results = on("connect:local[2]", tmp_path, "much to send", "stream", "loop")
+        results = on("connect:local[2]", tmp_path, "much to send", "stream", "loop", "rdds")
     assert results["loop"]["ranks"] == [0, 1]
     assert results["loop"]["far"] < 1e-5
     assert results["much to send"]["arrived"] == [str(33 << 20)] * 2
     assert results["stream"]["rows"] == 20
+    assert "Spark Connect has no RDDs" in results["rdds"]["message"]
+    assert "sparktorch.run(function, df)" in results["rdds"]["message"]
 
 
 def test_gpu_addresses_reach_the_ranks_and_what_they_cannot_use_is_found_before(tmp_path: Path) -> None:

@@ -11,11 +11,11 @@ __all__ = ["Encoder", "Sequences", "Translator"]
 class Encoder(nn.Module):
     """A classifier's body of `nn.TransformerEncoder`, whose rows have three or four positions; one number a row."""
 
-    def __init__(self, width: int = 8, heads: int = 4, *, padded: bool = True) -> None:
+    def __init__(self, width: int = 8, heads: int = 4, *, padded: bool = True, layers: int = 2) -> None:
         super().__init__()
         self.first = nn.Linear(5, 4 * width)
         layer = nn.TransformerEncoderLayer(width, heads, 12, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.encoder = nn.TransformerEncoder(layer, layers)
         self.last = nn.Linear(width, 1)
         self.padded = padded
 
@@ -51,13 +51,15 @@ class Translator(nn.Module):
 class Sequences(nn.Module):
     """A stack with a norm behind it, and a decoder layer; four ranks have two, two, one and none of the positions."""
 
-    def __init__(self, dropout: float = 0.0, *, norm_first: bool = False) -> None:
+    def __init__(
+        self, dropout: float = 0.0, *, norm_first: bool = False, layers: int = 2, feedforward: int = 12
+    ) -> None:
         super().__init__()
         kind = {"dropout": dropout, "batch_first": True, "norm_first": norm_first}
         self.first, self.last = nn.Linear(5, 5 * 8), nn.Linear(8, 1)
-        layer = nn.TransformerEncoderLayer(8, 4, 12, **kind)
-        self.encoder = nn.TransformerEncoder(layer, 2, nn.LayerNorm(8), enable_nested_tensor=False)
-        self.decoder = nn.TransformerDecoderLayer(8, 4, 12, **kind)
+        layer = nn.TransformerEncoderLayer(8, 4, feedforward, **kind)
+        self.encoder = nn.TransformerEncoder(layer, layers, nn.LayerNorm(8), enable_nested_tensor=False)
+        self.decoder = nn.TransformerDecoderLayer(8, 4, feedforward, **kind)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         positions = self.first(x).unflatten(1, (5, 8))

@@ -1,6 +1,6 @@
-"""A training whose checkpoints lie on a small disk of its own, that fills up or turns read-only while it goes on.
+"""Trainings whose checkpoints lie on a small disk each, that fills up or turns read-only while they go on.
 
-Runs as a program in a mount namespace of its own, which anybody may have who is root in a user namespace.
+Run as a program in a mount namespace of its own, which anybody may have who is root in a user namespace.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,7 +24,7 @@ from tests.support.ranks import control_server, load_state, run_ranks
 from tests.support.resume import job_for, parts
 from tests.support.waiting import until
 
-__all__ = ["Fills", "Locks", "digest", "fate_of"]
+__all__ = ["Fate", "Fills", "Locks", "digest", "fates_of"]
 
 DISK = "4m"
 
@@ -72,14 +72,25 @@ class Locks(Callback):
             )
 
 
-def fate_of(kind: type[Callback], folder: Path, *steps: int) -> dict[str, Any]:
-    """Trains on two ranks in a mount namespace; returns warnings, error, digest of the weights, and what is left."""
-    folder.mkdir()
+class Fate(NamedTuple):
+    """What happens to a disk: "Fills" or "Locks", after which step, and until which one; 0 is from the start."""
+
+    kind: str
+    first: int
+    last: int
+
+
+def fates_of(folder: Path, **fates: Fate) -> dict[str, dict[str, Any]]:
+    """Trains on two ranks for each fate, one after the other, in one mount namespace.
+
+    Returns warnings, error, digest of the weights, and what is left, by the names of the fates; each has its disk under
+    its name in the folder.
+    """
     private = ["--mount"] if os.geteuid() == 0 else ["--map-root-user", "--mount"]
-    command = ["unshare", *private, sys.executable, "-m", "tests.support.disks", kind.__name__, str(folder)]
-    done = subprocess.run([*command, *map(str, steps)], capture_output=True, text=True, timeout=240)
+    command = ["unshare", *private, sys.executable, "-m", "tests.support.disks", str(folder), json.dumps(fates)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
@@ -88,7 +99,8 @@ def digest(state: Mapping[str, torch.Tensor]) -> str:
     return sha256(b"".join(state[name].numpy().tobytes() for name in sorted(state))).hexdigest()
 
 
-def main(kind: str, folder: Path, first: int, last: int) -> dict[str, Any]:
+def fate_of(kind: str, folder: Path, first: int, last: int) -> dict[str, Any]:
+    folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}", "disk", str(folder)], check=True)
     job = job_for(folder, {"Fills": Fills, "Locks": Locks}[kind](folder, first, last) if last else None)
     if not last:  # from the start
@@ -110,5 +122,9 @@ def main(kind: str, folder: Path, first: int, last: int) -> dict[str, Any]:
     }
 
 
+def main(folder: Path, fates: dict[str, tuple[str, int, int]]) -> dict[str, dict[str, Any]]:
+    return {name: fate_of(kind, folder / name, first, last) for name, (kind, first, last) in fates.items()}
+
+
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))))
+    print(json.dumps(main(Path(sys.argv[1]), json.loads(sys.argv[2]))))

@@ -60,13 +60,14 @@ _EXIT_SECONDS = 10
 # Children are forked from a server that has imported torch already: a rank starts in milliseconds.
 SPAWN = multiprocessing.get_context("forkserver")
 _PRELOADED = ["tests.support.warm", "tests.support.ranks", "tests.support.nets", "pytest", "torchmetrics"]
-SPAWN.set_forkserver_preload(_PRELOADED)
+_LAST = "tests.support.frozen"
+SPAWN.set_forkserver_preload([*_PRELOADED, _LAST])
 
 
 def preload(module: str) -> None:
     """Lets the server import a module before the first rank is started; called where test modules are imported."""
     _PRELOADED.append(module)
-    SPAWN.set_forkserver_preload(_PRELOADED)
+    SPAWN.set_forkserver_preload([*_PRELOADED, _LAST])
 
 
 @dataclass(frozen=True)

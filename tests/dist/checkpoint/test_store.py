@@ -86,9 +86,9 @@ def same(found: bytes, expected: bytes) -> None:
 @pytest.mark.parametrize(
     ("strategy", "writers", "readers"),
     [
-        # Of these the weights are whole in every rank: one way up and one way down are enough.
-        *((strategy, *ranks) for strategy in ("ddp", "zero1") for ranks in ((1, 3), (3, 2))),
-        *((strategy, *ranks) for strategy in ("zero2", "zero3") for ranks in ((1, 3), (2, 2), (3, 2), (4, 1))),
+        # Where the weights are whole in every rank, and where they are divided as under zero3: one way up and one down.
+        *((strategy, *ranks) for strategy in ("ddp", "zero1", "zero2") for ranks in ((1, 3), (3, 2))),
+        *(("zero3", *ranks) for ranks in ((1, 3), (2, 2), (3, 2), (4, 1))),
     ],
 )
 def test_what_some_ranks_wrote_any_number_of_ranks_goes_on_from(

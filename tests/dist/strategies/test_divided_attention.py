@@ -24,7 +24,7 @@ from sparktorch.train.strategies.mesh import Mesh, MeshOptions
 from sparktorch.train.strategies.registry import check_module
 from sparktorch.train.strategies.tensor_parallel import check_plan, divide
 from sparktorch.worker import TrainJob
-from tests.dist.strategies.test_strategies import TABLE, job_for, plain
+from tests.dist.strategies.test_strategies import FEW_STEPS, TABLE, job_for, plain
 from tests.support.attention_nets import Encoder, Translator
 from tests.support.ranks import control_server, in_group, run_ranks, train_on
 from tests.support.resume import Counts
@@ -36,10 +36,11 @@ STEEP: dict[str, Any] = {
     "learning_rate": 0.05,
 }
 FEW = Batch((torch.ones(2, 5),), None, None, 2)
-MESHES: dict[str, tuple[int, Any, dict[str, int]]] = {
-    "heads": (2, Encoder, {"tensor": 2}),
-    "uneven shards of heads": (4, partial(Encoder, 6, 2), {"shard": 2, "tensor": 2}),
-    "encoder and decoder": (2, Translator, {"tensor": 2}),
+SMALL = partial(Encoder, layers=1)
+MESHES: dict[str, tuple[int, Any, dict[str, int], dict[str, Any]]] = {
+    "heads": (2, Encoder, {"tensor": 2}, {"accumulation_steps": 1}),
+    "uneven shards of heads": (4, partial(Encoder, 6, 2, layers=1), {"shard": 2, "tensor": 2}, FEW_STEPS),
+    "encoder and decoder": (2, Translator, {"tensor": 2}, FEW_STEPS),
 }
 
 
@@ -49,15 +50,16 @@ def heads_job(module: Any, sizes: dict[str, int], *, recipe: dict[str, Any] | No
     return job_for(recipe=made, strategy="mesh", strategy_params=params, **config)
 
 
-def descended(module: Any) -> tuple[dict[str, torch.Tensor], float]:
-    return plain(of=module, kind=torch.optim.SGD, lr=0.05, momentum=0.9)
+def descended(module: Any, config: dict[str, Any]) -> tuple[dict[str, torch.Tensor], float]:
+    sizes = {name: config[name] for name in ("batch_size", "epochs") if name in config}
+    return plain(of=module, kind=torch.optim.SGD, lr=0.05, momentum=0.9, **sizes)
 
 
 @pytest.mark.parametrize("case", MESHES)
 def test_ranks_with_some_heads_train_what_one_plain_loop_trains(case: str) -> None:
-    ranks, module, sizes = MESHES[case]
-    state, metas = train_on([part.batches() for part in TABLE.parts(ranks)], heads_job(module, sizes))
-    expected, loss = descended(module)
+    ranks, module, sizes, config = MESHES[case]
+    state, metas = train_on([part.batches() for part in TABLE.parts(ranks)], heads_job(module, sizes, **config))
+    expected, loss = descended(module, config)
     torch.testing.assert_close(state, expected, atol=1e-5, rtol=0)
     assert metas[0]["history"][-1]["val_loss"] == pytest.approx(loss, abs=1e-5)
 
@@ -65,20 +67,22 @@ def test_ranks_with_some_heads_train_what_one_plain_loop_trains(case: str) -> No
 @pytest.mark.landing
 def test_stages_of_a_pipeline_have_some_heads_of_their_layers() -> None:
     module = partial(Encoder, padded=False)  # a pipeline takes no mask whose values decide what is computed
-    job = heads_job(module, {"pipeline": 2, "tensor": 2})
+    job = heads_job(module, {"pipeline": 2, "tensor": 2, "micro_batches": 2}, **FEW_STEPS)
     state, metas = train_on([part.batches() for part in TABLE.parts(4)], job)
-    expected, loss = descended(module)
+    expected, loss = descended(module, FEW_STEPS)
     torch.testing.assert_close(state, expected, atol=1e-5, rtol=0)
     assert metas[0]["history"][-1]["val_loss"] == pytest.approx(loss, abs=1e-5)
 
 
 @pytest.mark.landing
 def test_a_checkpoint_of_some_heads_is_gone_on_with_on_another_mesh_and_in_one_process(tmp_path: Path) -> None:
+    config = {**FEW_STEPS, "ema_decay": 0.5}
+
     def job(strategy: dict[str, Any], **kill: int) -> TrainJob:
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         folder.mkdir()
         recipe = {"callbacks": [Counts(folder, **kill)]}
-        made = heads_job(Encoder, {"tensor": 2}, recipe=recipe, epochs=2, ema_decay=0.5)
+        made = heads_job(SMALL, {"tensor": 2}, recipe=recipe, **config)
         checkpoint = CheckpointConfig(directory=str(tmp_path / "saved"), unit="step", interval=1, owner="me")
         return replace(made, config=replace(made.config, **strategy), checkpoint=checkpoint)
 
@@ -90,10 +94,10 @@ def test_a_checkpoint_of_some_heads_is_gone_on_with_on_another_mesh_and_in_one_p
             ended = run_ranks(server, [part.batches() for part in TABLE.parts(ranks)], made)
         assert any(rank.exitcode == -signal.SIGKILL for rank in ended), [rank.error for rank in ended]
 
-    killed(4, job(mesh(shard=2, tensor=2), rank=3, step=3))
-    killed(4, job(mesh(data=2, tensor=2), rank=3, step=6))
+    killed(4, job(mesh(shard=2, tensor=2), rank=3, step=2))
+    killed(4, job(mesh(data=2, tensor=2), rank=3, step=4))
     state, _ = train_on([TABLE.batches()], job({"strategy": "ddp", "strategy_params": {}}))
-    expected, _ = train_on([TABLE.batches()], job_for(recipe={"module": Encoder, **STEEP}, ema_decay=0.5))
+    expected, _ = train_on([TABLE.batches()], job_for(recipe={"module": SMALL, **STEEP}, **config))
     torch.testing.assert_close(state, expected, atol=1e-5, rtol=0)
 
 
@@ -185,8 +189,12 @@ def numbers(world: World, compiled: bool = False) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.landing)])
-def test_each_head_drops_other_weights_and_afterwards_all_ranks_draw_the_same(compiled: bool) -> None:
-    first, second = in_group(2, numbers, compiled)
+def test_each_head_drops_other_weights_and_afterwards_all_ranks_draw_the_same(
+    compiled: bool, request: pytest.FixtureRequest
+) -> None:
+    first, second = (
+        [drawn for drawn, _ in request.getfixturevalue("found_compiled")] if compiled else in_group(2, numbers)
+    )
     assert first["dropped"] == second["dropped"]  # those of all heads, in both ranks
     assert 0.2 < torch.tensor(first["dropped"]).float().mean() < 0.8
     assert first["dropped"][0] != first["dropped"][1]
@@ -255,9 +263,19 @@ def compiled(world: World) -> list[bool]:
     return [torch.allclose(whole(own.grad), p.grad, atol=1e-4) for own, p in pairs]
 
 
+def under_compile(world: World) -> tuple[dict[str, Any], list[bool]]:
+    return numbers(world, compiled=True), compiled(world)
+
+
+@pytest.fixture(scope="module")
+def found_compiled() -> list[tuple[dict[str, Any], list[bool]]]:
+    """What two ranks find under `torch.compile`, which takes a second to import."""
+    return in_group(2, under_compile)
+
+
 @pytest.mark.landing
-def test_divided_attention_is_compiled() -> None:
-    assert all(all(found) for found in in_group(2, compiled))
+def test_divided_attention_is_compiled(found_compiled: list[tuple[dict[str, Any], list[bool]]]) -> None:
+    assert all(all(found) for _, found in found_compiled)
 
 
 @pytest.mark.parametrize(

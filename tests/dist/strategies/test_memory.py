@@ -15,7 +15,7 @@ from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.registry import build_strategy
 from tests.support.ranks import in_group
 
-WIDTH, LAYERS = 1024, 8
+WIDTH, LAYERS = 1024, 4
 MODEL = LAYERS * WIDTH**2 * 4 / 1e6
 
 

@@ -437,8 +437,10 @@ def test_an_exception_in_one_rank_is_the_cause_that_is_told(options: dict[str, A
     assert all(rank.error for rank in ended), "the other ranks have left too"
 
 
-@pytest.mark.parametrize("options", [{"staleness": 0}, {}, {"staleness": 1, "servers": None}])
-@pytest.mark.parametrize("hidden", [8, 300_000])
+@pytest.mark.parametrize(
+    ("options", "hidden"),
+    [({"staleness": 0}, 8), ({}, 8), ({"staleness": 1, "servers": None}, 8), ({}, 300_000)],
+)
 def test_an_exception_in_a_server_is_told_by_the_rank_that_hosts_it(options: dict[str, Any], hidden: int) -> None:
     table = Table.random(ROWS, classes=3)
     recipe = {

@@ -49,22 +49,36 @@ def kept(world: World, recipe: Recipe, strategy: str, options: dict[str, Any]) -
     }
 
 
-@pytest.mark.parametrize(
-    ("module", "strategy", "options"),
-    [
-        (Tower, "ddp", {}),
-        (Tower, "zero1", {}),
-        (Tower, "zero3", PARTED),
-        (Tower, "mesh", {"shard": 2, **PARTED}),
-        (Paired, "mesh", {"tensor": 2}),
-        (Paired, "mesh", {"tensor": 2, "shard": 2}),
-        (Paired, "mesh", {"pipeline": 2, "shard": 2}),
-        (Paired, "mesh", {"pipeline": 4}),
-        (Encoder, "mesh", {"tensor": 2, "shard": 2}),
-    ],
-)
-def test_a_worker_keeps_what_the_plan_says(module: type[nn.Module], strategy: str, options: dict[str, Any]) -> None:
-    recipe = Recipe(module=module, optimizer="Adagrad")  # one number of state for each, and a step
+CASES: list[tuple[type[nn.Module], str, dict[str, Any]]] = [
+    (Tower, "ddp", {}),
+    (Tower, "zero1", {}),
+    (Tower, "zero3", PARTED),
+    (Tower, "mesh", {"shard": 2, **PARTED}),
+    (Paired, "mesh", {"tensor": 2}),
+    (Paired, "mesh", {"pipeline": 2, "shard": 2}),
+    (Paired, "mesh", {"pipeline": 4}),
+    (Encoder, "mesh", {"tensor": 2, "shard": 2}),
+]
+
+
+def recipe_of(module: type[nn.Module]) -> Recipe:
+    return Recipe(module=module, optimizer="Adagrad")  # one number of state for each, and a step
+
+
+def kept_of_all(world: World) -> list[dict[str, int]]:
+    return [kept(world, recipe_of(module), strategy, options) for module, strategy, options in CASES]
+
+
+@pytest.fixture(scope="module")
+def kept_by_ranks() -> list[list[dict[str, int]]]:
+    """What each rank keeps in each case."""
+    return in_group(RANKS, kept_of_all)
+
+
+@pytest.mark.parametrize("case", range(len(CASES)), ids=["-".join([m.__name__, s, *o]) for m, s, o in CASES])
+def test_a_worker_keeps_what_the_plan_says(case: int, kept_by_ranks: list[list[dict[str, int]]]) -> None:
+    module, strategy, options = CASES[case]
+    recipe = recipe_of(module)
     config = TrainConfig(task="regression", batch_size=64, strategy=strategy, strategy_params=options)
     first = Batch((torch.ones(2, 5),), torch.ones(2), None, 2, names=("x",))
     (need,) = (
@@ -72,7 +86,7 @@ def test_a_worker_keeps_what_the_plan_says(module: type[nn.Module], strategy: st
         for need in plan(recipe, config, RANKS, first).needs
         if (need.strategy, need.options) == (strategy, options)
     )
-    found = in_group(RANKS, kept, recipe, strategy, options)
+    found = [rank[case] for rank in kept_by_ranks]
     steps = 4 * len(list(module().parameters()))  # the optimizer's counters of steps, which are no parameter's size
     for name in ("parameters", "gradients", "state"):
         expected = max(rank[name] for rank in found)

@@ -39,7 +39,7 @@ def train(job: TrainJob, ranks: int) -> dict[str, torch.Tensor]:
     return train_on([part.batches() for part in TABLE.parts(ranks)], job)[0]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_two_deterministic_runs_with_dropout_give_the_same_bits(ranks: int) -> None:
     job = job_for(Dropped, deterministic=True)
     first, second = train(job, ranks), train(job, ranks)

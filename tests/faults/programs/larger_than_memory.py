@@ -1,7 +1,7 @@
-"""Fits, saves, loads and scores a model in processes that each have less memory than the model takes.
+"""Fits, saves, loads and scores models in processes that each have less memory than the model takes.
 
-Arguments: a folder, control groups separated by commas, and a strategy, or "whole" for ranks that return the model.
-Each process enters a group of its own where it builds the module first: the driver, the ranks, and those that score.
+Arguments: a folder, control groups separated by commas, and strategies, or "whole" for ranks that return the model.
+Each process enters a group of its own where it builds a module first: the driver, the ranks, and those that score.
 What libraries take is not counted.
 """
 
@@ -11,27 +11,29 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
 import torch._dynamo
 import torch.distributed.fsdp
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame, SparkSession
 from torch import nn
 
 from sparktorch import TorchRegressionModel, TorchRegressor
 from sparktorch.errors import SparkTorchError
 
-RANKS, WIDTH, DEPTH = 4, 2048, 16  # 269 MB
+RANKS, WIDTH, DEPTH = 4, 1024, 48  # 202 MB
 
 
 class Deep(nn.Module):
     """Square layers that change little."""
 
-    def __init__(self, groups: str, marks: str) -> None:
+    def __init__(self, groups: str, folder: str, how: str) -> None:
         super().__init__()
-        _enter(groups.split(","), Path(marks))
+        _enter(groups.split(","), Path(folder))
+        (Path(folder) / how / str(os.getpid())).touch()
         self.first = nn.Linear(5, WIDTH)
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
         self.last = nn.Linear(WIDTH, 1)
@@ -44,13 +46,13 @@ class Deep(nn.Module):
         return found
 
 
-def _enter(groups: list[str], marks: Path) -> None:
-    """Enters the first control group that no other process is in."""
+def _enter(groups: list[str], folder: Path) -> None:
+    """Enters the first control group that no process has entered, unless this one is in a group."""
     if "sparktorch-" in Path("/proc/self/cgroup").read_text():
         return
     for number, group in enumerate(groups):
         try:
-            (marks / str(number)).touch(exist_ok=False)
+            (folder / f"taken-{number}").touch(exist_ok=False)
         except FileExistsError:
             continue
         Path(group, "cgroup.procs").write_text(str(os.getpid()))
@@ -58,17 +60,13 @@ def _enter(groups: list[str], marks: Path) -> None:
     raise RuntimeError("more processes than control groups")
 
 
-def main() -> None:
-    folder, groups, how = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
-    marks = folder / "marks"
-    marks.mkdir()
-    builder = SparkSession.builder.master(f"local[{RANKS}]").config("spark.driver.maxResultSize", "4g")
-    spark = builder.config("spark.driver.memory", "4g").getOrCreate()
-    x = np.random.default_rng(0).normal(size=(64, 5))
-    frame = spark.createDataFrame(pd.DataFrame({"features": list(x), "label": x.sum(1)}))
+def tried(frame: DataFrame, folder: Path, groups: str, how: str) -> dict[str, Any]:
+    """Fits, saves, loads and scores a model; returns what came out, ready for JSON."""
+    (folder / how).mkdir()
+    params = {"modelDir": str(folder / f"models-{how}")} if how != "whole" else {"dryRun": "worker"}
     estimator = TorchRegressor(
         module="tests.faults.programs.larger_than_memory:Deep",
-        moduleParams={"groups": groups, "marks": str(marks)},
+        moduleParams={"groups": groups, "folder": str(folder), "how": how},
         numWorkers=RANKS,
         strategy="zero3" if how == "whole" else how,
         strategyParams={"pipeline": RANKS, "micro_batches": 4} if how == "mesh" else None,
@@ -77,29 +75,33 @@ def main() -> None:
         batchSize=64,
         epochs=2,
         progress=False,
-        **({"modelDir": str(folder / "models")} if how != "whole" else {"dryRun": "worker"}),
+        **params,  # type: ignore[arg-type]
     )
     try:
         model = estimator.fit(frame)
     except SparkTorchError as error:
-        print(json.dumps({"error": str(error)}))
-        return
-    model.save(str(folder / "saved"))
-    loaded = TorchRegressionModel.load(str(folder / "saved"))
-    scored = [row.prediction for row in loaded.transform(frame).collect()]
-    print(
-        json.dumps(
-            {
-                "losses": model.summary.objectiveHistory,
-                "finite": bool(np.isfinite(scored).all()),
-                "scored": len(scored),
-                "apart": abs(loaded.predict(x[0].tolist()) - scored[0]),
-                "parameters": sum(tensor.nbytes for tensor in loaded.trained.weights.values()),
-                "processes": len(list(marks.iterdir())),
-            }
-        )
-    )
+        return {"error": str(error)}
+    model.save(str(folder / f"saved-{how}"))
+    loaded = TorchRegressionModel.load(str(folder / f"saved-{how}"))
+    rows = loaded.transform(frame).collect()
+    return {
+        "losses": model.summary.objectiveHistory,
+        "finite": bool(np.isfinite([row.prediction for row in rows]).all()),
+        "scored": len(rows),
+        "apart": abs(loaded.predict(rows[0].features) - rows[0].prediction),
+        "parameters": sum(tensor.nbytes for tensor in loaded.trained.weights.values()),
+        "processes": len(list((folder / how).iterdir())),
+    }
+
+
+def main(folder: Path, groups: str, *hows: str) -> dict[str, dict[str, Any]]:
+    builder = SparkSession.builder.master(f"local[{RANKS}]").config("spark.driver.maxResultSize", "4g")
+    builder = builder.config("spark.python.daemon.module", "tests.support.daemon")
+    spark = builder.config("spark.driver.memory", "4g").getOrCreate()
+    x = np.random.default_rng(0).normal(size=(64, 5))
+    frame = spark.createDataFrame(pd.DataFrame({"features": list(x), "label": x.sum(1)}))
+    return {how: tried(frame, folder, groups, how) for how in hows}
 
 
 if __name__ == "__main__":
-    main()
+    print(json.dumps(main(Path(sys.argv[1]), *sys.argv[2:])))

@@ -11,7 +11,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 import sparktorch
 from sparktorch import Callback, RunContext, TorchClassifier, TorchEstimator
-from sparktorch.errors import SparkTorchError
+from sparktorch.errors import ConfigError, SparkTorchError
 from sparktorch.spark.checks.doctor import check_all
 from sparktorch.spark.launch.barrier_job import Launch
 from sparktorch.train.callbacks import FitContext
@@ -114,7 +114,7 @@ def looped(data: DataFrame, directory: str) -> Result:
     same = {
         "labelCol": "label",
         "validationIndicatorCol": "is_validation",
-        "epochs": 5,
+        "epochs": 2,
         "batchSize": 128,
         "seed": 3,
         "numWorkers": 2,
@@ -128,7 +128,19 @@ def looped(data: DataFrame, directory: str) -> Result:
     return {"far": far, "ranks": sparktorch.run(lambda context: context.rank, numWorkers=2, spark=spark)}
 
 
-REQUESTS = {"loop": looped, "check": check, "fit on GPUs": refused, "much to send": heavy, "stream": stream}
+def rdds(data: DataFrame, directory: str) -> Result:
+    """Asks for the rows as an RDD of tensors."""
+    try:
+        sparktorch.tensor_rdd(data)
+    except ConfigError as error:
+        return {"message": str(error)}
+    return {"message": ""}
+
+
+REQUESTS = {
+    **{"loop": looped, "check": check, "fit on GPUs": refused},
+    **{"much to send": heavy, "stream": stream, "rdds": rdds},
+}
 
 if __name__ == "__main__":
     print(json.dumps(main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), *sys.argv[4:])))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlflow
 import numpy as np
@@ -21,6 +21,7 @@ from sparktorch.errors import ColumnError, ConfigError, SparkTorchError
 from sparktorch.ml.fit.translate import input_names
 from sparktorch.tracking import save_model
 from tests.spark.columns import Flat, Padded
+from tests.spark.scored import sorted_rows
 from tests.support.mlflow import QUIET
 
 pytestmark = QUIET
@@ -82,26 +83,50 @@ def fit(data: DataFrame, *inputs: str, **params: Any) -> Any:
 
 
 def scores(model: Any, data: DataFrame) -> list[float]:
-    return [row["prediction"] for row in model.transform(data).orderBy("id").select("prediction").collect()]
+    return [row["prediction"] for row in sorted_rows(model.transform(data).select("id", "prediction"), "id")]
+
+
+class Fitted(NamedTuple):
+    """A model, and what it scores the rows that it was fitted on."""
+
+    model: Any
+    scores: list[float]
+
+
+def fitted(data: DataFrame, *inputs: str, **params: Any) -> Fitted:
+    model = fit(data, *inputs, **params)
+    return Fitted(model, scores(model, data))
 
 
 @pytest.fixture(scope="module")
-def plain(rows: DataFrame) -> Any:
-    """The model fitted on plain arrays."""
-    return fit(rows, "plain")
+def plain(rows: DataFrame) -> Fitted:
+    """Fitted on plain arrays."""
+    return fitted(rows, "plain")
 
 
 @pytest.fixture(scope="module")
-def short(rows: DataFrame) -> Any:
-    """The model fitted on the ragged rows padded by hand."""
-    return fit(rows, "short")
+def short(rows: DataFrame) -> Fitted:
+    """Fitted on the ragged rows padded by hand."""
+    return fitted(rows, "short")
 
 
-def assert_alike(model: Any, expected: Any, data: DataFrame, tolerance: float = 0.0) -> None:
+PADDED: dict[str, Any] = {"module": Padded, "inputLayouts": {"ragged": "padded"}}
+
+
+@pytest.fixture(scope="module")
+def models(rows: DataFrame) -> dict[str, Fitted]:
+    return {
+        "packed": fitted(rows, *[f"c{i}" for i in range(WIDTH)], assembleInputs=True),
+        "sparse": fitted(rows, "sparse", moduleParams={"expects": ["float32 2"]}),
+        "ragged": fitted(rows, "ragged", moduleParams={"expects": "float32", "pad": 0}, **PADDED),
+    }
+
+
+def assert_alike(one: Fitted, expected: Fitted, tolerance: float = 0.0) -> None:
     """The weights and the scores are the same."""
-    for found, wanted in zip(model.module.parameters(), expected.module.parameters(), strict=True):
+    for found, wanted in zip(one.model.module.parameters(), expected.model.module.parameters(), strict=True):
         torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
-    np.testing.assert_allclose(scores(model, data), scores(expected, data), atol=1e-5)
+    np.testing.assert_allclose(one.scores, expected.scores, atol=1e-5)
 
 
 SHAPED = {"inputShapes": {"plain": [2, 3, 1]}}
@@ -115,7 +140,6 @@ CASES: list[tuple[str, tuple[str, ...], dict[str, Any], dict[str, Any]]] = [
         {"assembleInputs": True},
     ),
     ("dense vectors", ("dense",), {"expects": ["float32 2"]}, {}),
-    ("sparse vectors", ("sparse",), {"expects": ["float32 2"]}, {}),
     ("mixed vectors", ("mixed",), {"expects": ["float32 2"]}, {}),
     ("sparse tensors", ("mixed",), {"expects": ["sparse 2"]}, {"inputLayouts": {"mixed": "sparse_csr"}}),
     ("nested arrays", ("nested",), {"expects": ["float32 3"]}, {}),
@@ -138,42 +162,46 @@ CASES: list[tuple[str, tuple[str, ...], dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("inputs", "module", "params"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
 def test_a_column_trains_and_scores_as_the_tensor_made_by_hand(
-    rows: DataFrame, plain: Any, inputs: tuple[str, ...], module: dict[str, Any], params: dict[str, Any]
+    rows: DataFrame, plain: Fitted, inputs: tuple[str, ...], module: dict[str, Any], params: dict[str, Any]
 ) -> None:
-    model = fit(rows, *inputs, moduleParams=module, **params)
-    assert_alike(model, plain, rows, 1e-6 if "sparse 2" in module["expects"] else 0)
+    found = fitted(rows, *inputs, moduleParams=module, **params)
+    assert_alike(found, plain, 1e-6 if "sparse 2" in module["expects"] else 0)
+
+
+def test_sparse_vectors_and_padded_rows_train_and_score_as_the_tensor_made_by_hand(
+    models: dict[str, Fitted], plain: Fitted, short: Fitted
+) -> None:
+    assert_alike(models["sparse"], plain)
+    assert_alike(models["ragged"], short)
 
 
 @pytest.mark.parametrize(
     ("column", "expects", "params"),
     [
-        ("ragged", "float32", {"inputLayouts": {"ragged": "padded"}}),
         ("ragged", "float32", {"inputLayouts": {"ragged": "jagged"}}),
         ("tokens", "int64", {"inputLayouts": {"tokens": "padded"}, "padValues": {"tokens": -9}}),
     ],
 )
 def test_rows_of_unequal_length_train_and_score_as_if_padded_by_hand(
-    rows: DataFrame, short: Any, column: str, expects: str, params: dict[str, Any]
+    rows: DataFrame, short: Fitted, column: str, expects: str, params: dict[str, Any]
 ) -> None:
     pad = params.get("padValues", {}).get(column, 0)
-    model = fit(rows, column, module=Padded, moduleParams={"expects": expects, "pad": pad}, **params)
-    assert_alike(model, short, rows)
+    assert_alike(fitted(rows, column, module=Padded, moduleParams={"expects": expects, "pad": pad}, **params), short)
 
 
-def test_micro_batches_of_like_lengths_train_the_same_with_less_padding(rows: DataFrame, short: Any) -> None:
-    params: dict[str, Any] = {"module": Padded, "inputLayouts": {"ragged": "padded"}, "batchSize": 30}
+def test_micro_batches_of_like_lengths_train_the_same_with_less_padding(rows: DataFrame, short: Fitted) -> None:
+    params: dict[str, Any] = {**PADDED, "batchSize": 30}
     whole = fit(rows, "ragged", **params)
     split = fit(rows, "ragged", microBatchSize=4, **params)
     for found, wanted in zip(split.module.parameters(), whole.module.parameters(), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
     assert 0 <= split.summary.paddingShare < 0.6 * whole.summary.paddingShare
-    assert short.summary.paddingShare is None
+    assert short.model.summary.paddingShare is None
 
 
 def test_rows_that_are_too_long_are_cut_off(rows: DataFrame) -> None:
     cut = rows.withColumn("short", F.transform("short", lambda v, i: F.when(i < 3, v).otherwise(0.0)))
-    limits = {"inputLayouts": {"ragged": "padded"}, "maxLengths": {"ragged": 3}}
-    model = fit(cut, "ragged", module=Padded, **limits)
+    model = fit(cut, "ragged", maxLengths={"ragged": 3}, **PADDED)
     expected = fit(cut, "short")
     for found, wanted in zip(model.module.parameters(), expected.module.parameters(), strict=True):
         assert torch.equal(found, wanted)
@@ -181,37 +209,29 @@ def test_rows_that_are_too_long_are_cut_off(rows: DataFrame) -> None:
 
 
 def test_a_model_scores_other_columns_of_the_same_meaning_in_sql_and_after_loading(
-    spark: SparkSession, rows: DataFrame, tmp_path: Path
+    spark: SparkSession, rows: DataFrame, models: dict[str, Fitted], tmp_path: Path
 ) -> None:
-    params: dict[str, Any] = {"inputLayouts": {"ragged": "padded"}}
-    models = {
-        "packed": fit(rows, *[f"c{i}" for i in range(WIDTH)], assembleInputs=True),
-        "sparse": fit(rows, "sparse"),
-        "ragged": fit(rows, "ragged", module=Padded, **params),
-    }
     rows.createOrReplaceTempView("rows_to_score")
     calls = {"packed": "c0, c1, c2, c3, c4, c5", "sparse": "sparse", "ragged": "ragged"}
-    for name, model in models.items():
-        expected = scores(model, rows)
+    for name, (model, expected) in models.items():
         model.save(str(tmp_path / name))
         loaded = type(model).load(str(tmp_path / name))
         assert loaded.trained.inputs == model.trained.inputs
         assert scores(loaded, rows) == expected
         save_model(loaded, str(tmp_path / "mlflow" / name))
         served = mlflow.pyfunc.load_model(str(tmp_path / "mlflow" / name))
-        table = rows.select("id", *input_names(loaded)).orderBy("id").toPandas().drop(columns="id")
+        table = rows.select("id", *input_names(loaded)).toPandas().sort_values("id").drop(columns="id")
         if name == "sparse":
             table["sparse"] = [vector.toArray() for vector in table["sparse"]]
         np.testing.assert_allclose(served.predict(table)["prediction"], expected, atol=1e-5)
         loaded.registerUDF(f"score_{name}")
-        found = spark.sql(f"select score_{name}({calls[name]}) s from rows_to_score order by id").collect()
+        found = sorted_rows(spark.sql(f"select id, score_{name}({calls[name]}) s from rows_to_score"), "id")
         np.testing.assert_allclose([row["s"] for row in found], expected, atol=1e-6)
+    sparse = models["sparse"]
     for other in ("dense", "mixed", "plain"):
-        np.testing.assert_allclose(
-            scores(models["sparse"].copy().setFeaturesCol(other), rows), scores(models["sparse"], rows), atol=1e-5
-        )
+        np.testing.assert_allclose(scores(sparse.model.copy().setFeaturesCol(other), rows), sparse.scores, atol=1e-5)
     with pytest.raises(ColumnError, match="'nested' is array<array<float>>, but the model was fitted on column"):
-        models["sparse"].copy().setFeaturesCol("nested").transform(rows)
+        sparse.model.copy().setFeaturesCol("nested").transform(rows)
 
 
 def test_several_labels_come_as_one_tensor(rows: DataFrame) -> None:

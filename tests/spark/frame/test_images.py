@@ -15,6 +15,7 @@ from pyspark.sql import functions as F
 from sparktorch import TorchRegressionModel, TorchRegressor
 from sparktorch.errors import ColumnError, ConfigError
 from tests.spark.columns import Flat
+from tests.spark.scored import sorted_rows
 
 ROWS, SHAPE = 12, (4, 5, 3)
 
@@ -80,7 +81,7 @@ def test_images_train_and_score_as_the_numbers_they_hold(
     for found, wanted in zip(model.module.parameters(), by_hand.module.parameters(), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
     scores = [
-        [row["prediction"] for row in m.transform(images).orderBy("id").collect()]
+        [row["prediction"] for row in sorted_rows(m.transform(images), "id")]
         for m in (model, model.copy().setFeaturesCol("image"), by_hand)
     ]
     np.testing.assert_allclose(scores[0], scores[2], atol=1e-4)

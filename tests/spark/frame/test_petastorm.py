@@ -21,6 +21,7 @@ from sparktorch import TorchRegressor, read_petastorm
 from sparktorch.errors import ConfigError, DatasetError
 from sparktorch.spark.petastorm import _through_executor, _through_hadoop
 from tests.spark.modules import MLP
+from tests.spark.scored import sorted_rows
 from tests.support.petastorm import FIELDS, ROWS, STORED, Kind, pickled, row
 
 PATH = str(STORED)
@@ -142,7 +143,7 @@ def test_what_was_read_trains_a_model(spark: SparkSession) -> None:
         progress=False,
     ).fit(frame)
     assert model.summary.rows == ROWS
-    scores = model.transform(frame).orderBy("id").collect()
+    scores = sorted_rows(model.transform(frame), "id")
     with torch.no_grad():
         plain = model.module(torch.from_numpy(np.stack([row(number)["matrix"].reshape(-1) for number in range(ROWS)])))
     np.testing.assert_allclose([score["prediction"] for score in scores], plain.reshape(-1).numpy(), rtol=1e-5)

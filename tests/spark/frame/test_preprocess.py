@@ -16,6 +16,7 @@ from sparktorch import TorchRegressionModel, TorchRegressor
 from sparktorch.errors import ColumnError, ConfigError, ModuleError, SparkTorchError
 from sparktorch.tracking import save_model
 from tests.spark.columns import Flat, fails, letters, widened
+from tests.spark.scored import sorted_rows
 from tests.support.mlflow import QUIET
 
 pytestmark = QUIET
@@ -43,13 +44,13 @@ def test_text_trains_and_scores_as_what_is_made_of_it(spark: SparkSession, texts
     expected = fit(texts, "by_hand", numWorkers=2)
     for found, wanted in zip(model.module.parameters(), expected.module.parameters(), strict=True):
         assert torch.equal(found, wanted)
-    scores = [row["prediction"] for row in expected.transform(texts).orderBy("id").collect()]
+    scores = [row["prediction"] for row in sorted_rows(expected.transform(texts), "id")]
     model.save(str(tmp_path / "model"))
     loaded = TorchRegressionModel.load(str(tmp_path / "model"))
-    assert [row["prediction"] for row in loaded.transform(texts).orderBy("id").collect()] == pytest.approx(scores)
+    assert [row["prediction"] for row in sorted_rows(loaded.transform(texts), "id")] == pytest.approx(scores)
     loaded.registerUDF("score_text")
     texts.createOrReplaceTempView("texts")
-    found = spark.sql("select score_text(text, extra) s from texts order by id").collect()
+    found = sorted_rows(spark.sql("select id, score_text(text, extra) s from texts"), "id")
     assert [row["s"] for row in found] == pytest.approx(scores)
     save_model(loaded, str(tmp_path / "mlflow"))
     served = mlflow.pyfunc.load_model(str(tmp_path / "mlflow"))

@@ -25,7 +25,7 @@ def test_a_fitted_saved_and_loaded_model_scores_as_its_merged_module(spark: Spar
     random = np.random.default_rng(3)
     ids = random.integers(1, WORDS, (96, LENGTH))
     table = pd.DataFrame({"ids": ids.tolist(), "mask": [[1] * LENGTH] * 96, "label": (ids[:, 0] > 1000).astype(float)})
-    frame = spark.createDataFrame(table)
+    frame = spark.createDataFrame(table).coalesce(1)  # each worker that scores imports peft, which takes seconds
     estimator = TorchClassifier(
         module="tests.support.adapters:adapted",
         moduleParams={"folder": folder},

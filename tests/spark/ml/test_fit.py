@@ -8,14 +8,11 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.evaluation import (
     BinaryClassificationEvaluator,
     MulticlassClassificationEvaluator,
     RegressionEvaluator,
 )
-from pyspark.ml.feature import VectorAssembler
-from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
@@ -215,25 +212,6 @@ def test_the_general_estimator_takes_any_loss_and_names_several_outputs(pairs: D
     with torch.no_grad():
         out = model.module(torch.tensor([row["item"]]), torch.tensor([row["value"]], dtype=torch.float32))
     assert (row["all"], row["part"]) == pytest.approx((float(out["total"]), float(out["base"])), abs=1e-6)
-
-
-# Spark leaves its cross-validation thread pool open.
-@pytest.mark.filterwarnings("ignore:Exception ignored in. <function Pool:pytest.PytestUnraisableExceptionWarning")
-def test_it_works_in_a_pipeline_and_under_cross_validation(spark: SparkSession, table: pd.DataFrame) -> None:
-    wide = pd.DataFrame(np.stack(table["features"].tolist()), columns=list("abcde")).assign(label=table["label"])
-    frame = spark.createDataFrame(wide)
-    classifier = TorchClassifier(module=MLP, moduleParams={"outputs": 3}, epochs=2, progress=False)
-    pipeline = Pipeline(stages=[VectorAssembler(inputCols=list("abcde"), outputCol="features"), classifier])
-    model = pipeline.fit(frame)
-    assert isinstance(model, PipelineModel)
-    assert "prediction" in model.transform(frame).columns
-
-    grid = ParamGridBuilder().addGrid(classifier.learningRate, [1e-5, 0.05]).build()
-    search = CrossValidator(
-        estimator=pipeline, estimatorParamMaps=grid, evaluator=MulticlassClassificationEvaluator(), numFolds=2
-    )
-    best = search.fit(frame)
-    assert best.avgMetrics[1] > best.avgMetrics[0]
 
 
 def test_equal_rows_are_split_by_place_when_they_crowd_into_one_rank(spark: SparkSession) -> None:

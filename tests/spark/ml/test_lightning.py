@@ -58,20 +58,22 @@ def test_a_fitted_module_scores_is_saved_and_goes_on(frame: DataFrame, store: Ml
     logged = store.get_metric_history(run.info.run_id, "both_epoch")
     assert [metric.value for metric in logged] == pytest.approx([record["both_epoch"] for record in history])
 
-    scored = model.transform(frame).toPandas()
+    rows = frame.coalesce(1)  # each worker that scores imports Lightning, which takes seconds
+    scored = model.transform(rows).toPandas()
     with torch.inference_mode():
         expected = model.module(torch.from_numpy(np.stack(scored["features"].to_numpy()).astype(np.float32)))
     np.testing.assert_allclose(scored["prediction"], expected, rtol=1e-5, atol=1e-5)
 
     model.save(str(tmp_path / "model"))
     loaded = TorchRegressionModel.load(str(tmp_path / "model"))
-    np.testing.assert_array_equal(loaded.transform(frame).toPandas()["prediction"], scored["prediction"])
+    np.testing.assert_array_equal(loaded.transform(rows).toPandas()["prediction"], scored["prediction"])
     further = TorchRegressor(module=loaded, epochs=1, **QUICK).fit(frame)
     assert further.summary.history[0]["loss"] < history[1]["loss"]
 
 
 def test_a_class_without_an_import_path_is_fitted_and_saved_as_a_graph(frame: DataFrame, tmp_path: Path) -> None:
     here = type("Here", (OfThisFile,), {"__module__": "__main__"})
+    frame = frame.coalesce(1)
     model = TorchClassifier(module=here, epochs=2, **{**QUICK, "labelCol": "label"}).fit(frame)
     assert model.evaluate(frame).accuracy > 0.6
     model.save(str(tmp_path / "model"))

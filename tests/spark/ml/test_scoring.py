@@ -22,6 +22,7 @@ from sparktorch.errors import ColumnError, ConfigError
 from sparktorch.spark import scoring_udf as predict
 from sparktorch.spark.session import setting
 from tests.spark.modules import MLP
+from tests.spark.scored import sorted_rows
 
 VECTORS = [("features", 5), ("another.one", 2)]
 COLUMNAR = "spark.sql.execution.arrow.pythonUDF.columnarInput.enabled"
@@ -56,7 +57,7 @@ def test_transform_is_lazy_and_runs_the_udf_once(frame: DataFrame, model: TorchC
 
 def test_scores_do_not_depend_on_batches_or_partitions(frame: DataFrame, model: TorchClassificationModel) -> None:
     def scores(data: DataFrame, batch: int) -> Any:
-        scored = model.copy().setPredictBatchSize(batch).transform(data).orderBy("target").toPandas()
+        scored = model.copy().setPredictBatchSize(batch).transform(data).toPandas().sort_values("target")
         return np.stack([vector.toArray() for vector in scored["rawPrediction"]])
 
     np.testing.assert_allclose(scores(frame, 7), scores(frame.repartition(9), 8192), atol=1e-6)
@@ -89,7 +90,7 @@ def test_rows_with_nulls_are_kept_with_null_results_on_request(
             "when target < -4 then transform(features, x -> if(x > 0, null, x)) else features end"
         ),
     )
-    kept = model.copy().setHandleInvalid("keep").transform(holes).orderBy("target").collect()
+    kept = model.copy().setHandleInvalid("keep").transform(holes).collect()
     usual = {row["target"]: row for row in model.transform(frame).collect()}
     vectors = holes.where("forall(features, x -> x is not null)").withColumn("features", array_to_vector("features"))
     scored = model.copy().setHandleInvalid("keep").transform(vectors).collect()
@@ -127,7 +128,7 @@ def test_precision_and_compilation_change_the_scores_by_their_rounding_alone(
     some = frame.limit(64).repartition(1).cache()
 
     def scores(scorer: TorchClassificationModel) -> Any:
-        return np.stack([row["rawPrediction"].toArray() for row in scorer.transform(some).orderBy("target").collect()])
+        return np.stack([row["rawPrediction"].toArray() for row in sorted_rows(scorer.transform(some))])
 
     exact = scores(model)
     half = scores(model.copy().setPredictPrecision("bf16"))
@@ -229,11 +230,9 @@ def test_sql_calls_the_model_on_whatever_columns_it_could_be_fitted_on(
         thin.cast("array<float>").alias("thin"),
     )
     data.createOrReplaceTempView("scored_rows")
-    found = spark.sql(
-        "select score(doubles) a, score(dense) b, chance(doubles) p, score(sparse) c, score(thin) d "
-        "from scored_rows order by target"
-    ).collect()
-    expected = model.transform(frame).orderBy("target").collect()
+    query = "select target, score(doubles) a, score(dense) b, chance(doubles) p, score(sparse) c, score(thin) d"
+    found = sorted_rows(spark.sql(f"{query} from scored_rows"))
+    expected = sorted_rows(model.transform(frame))
     assert [row["a"] for row in found] == [row["prediction"] for row in expected]
     assert [row["b"] for row in found] == [row["prediction"] for row in expected]
     assert [row["c"] for row in found] == [row["d"] for row in found]
@@ -375,8 +374,8 @@ def test_a_stream_is_scored_and_goes_on_where_it_stopped(
     assert (len(first), len(second)) == (1, 2)
     assert sum(first) + sum(second) == 1001
     columns = ["target", "prediction", "probability"]
-    found = spark.read.parquet(sink).select(columns).orderBy("target").collect()
-    assert found == model.transform(frame).select(columns).orderBy("target").collect()
+    found = sorted_rows(spark.read.parquet(sink).select(columns))
+    assert found == sorted_rows(model.transform(frame).select(columns))
 
 
 def test_another_column_can_be_scored(frame: DataFrame, model: TorchClassificationModel) -> None:
@@ -389,6 +388,6 @@ def test_another_column_can_be_scored(frame: DataFrame, model: TorchClassificati
 def test_the_pandas_path_of_pyspark_4_0_scores_alike(
     frame: DataFrame, model: TorchClassificationModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usual = model.transform(frame).orderBy("target").collect()
+    usual = sorted_rows(model.transform(frame))
     monkeypatch.delattr(predict.F, "arrow_udf", raising=False)  # what pyspark 4.0 looks like
-    assert model.transform(frame).orderBy("target").collect() == usual
+    assert sorted_rows(model.transform(frame)) == usual

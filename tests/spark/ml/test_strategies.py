@@ -74,7 +74,7 @@ def difference(model: TorchRegressionModel, other: TorchRegressionModel) -> floa
 @pytest.mark.parametrize(
     "params",
     [
-        {"strategy": "ddp", "compile": True},
+        {"strategy": "ddp"},
         {"strategy": "zero1", "deterministic": True},
         {"strategy": "zero2", "strategyParams": {"min_parameters": 20}, "microBatchSize": 7},
         {"strategy": "zero3", "strategyParams": {"min_parameters": 20}, "validationBatchSize": 5},
@@ -97,6 +97,11 @@ def test_two_workers_train_what_one_does(params: dict[str, Any], rows: DataFrame
     assert scores == pytest.approx(
         [row["prediction"] for row in alone.transform(rows).select("prediction").limit(5).collect()], abs=1e-4
     )
+
+
+def test_a_compiled_module_trains_the_same(rows: DataFrame, alone: TorchRegressionModel) -> None:
+    # On one worker: tests/dist/train/test_compile.py has two.
+    assert difference(asked(compile=True).fit(rows), alone) < 1e-5
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

@@ -28,6 +28,7 @@ from sparktorch.errors import ColumnError, ConfigError
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.train.recipe.dry_run import OutputSpec
 from tests.spark.modules import Counted, TwoInputs
+from tests.spark.scored import sorted_rows
 
 # Spark leaves its cross-validation thread pool open.
 pytestmark = pytest.mark.filterwarnings(
@@ -114,7 +115,7 @@ def validated(rows: DataFrame) -> CrossValidatorModel:
 def test_columns_are_those_of_sparks_own_classifier(rows: DataFrame, threefold: LogisticRegressionModel) -> None:
     ours, theirs = classifier(threefold).transform(rows), threefold.transform(rows)
     assert described(ours) == described(theirs)
-    for mine, other in zip(ours.orderBy("target").collect(), theirs.orderBy("target").collect(), strict=True):
+    for mine, other in zip(sorted_rows(ours), sorted_rows(theirs), strict=True):
         assert mine["prediction"] == other["prediction"]
         for name in ("rawPrediction", "probability"):
             np.testing.assert_allclose(mine[name].toArray(), other[name].toArray(), atol=1e-5)
@@ -132,19 +133,28 @@ def test_the_column_is_that_of_sparks_own_regression(rows: DataFrame, line: Line
 
 @pytest.mark.parametrize("thresholds", [[0.5, 0.4, 0.2], [0.9, 0.0, 0.9], [1.0, 1.0, 0.0]])
 def test_thresholds_decide_as_sparks_do(
-    rows: DataFrame, threefold: LogisticRegressionModel, thresholds: list[float], tmp_path: Path
+    rows: DataFrame, threefold: LogisticRegressionModel, thresholds: list[float]
 ) -> None:
     ours = classifier(threefold).setThresholds(thresholds)
     theirs = threefold.copy({threefold.thresholds: thresholds})
-    expected = [row[0] for row in theirs.transform(rows).orderBy("target").select("prediction").collect()]
+    both = theirs.setPredictionCol("expected").setRawPredictionCol("").setProbabilityCol("").transform(rows)
+    found = ours.transform(both).collect()
+    assert len(found) == 1001
+    assert all(row["prediction"] == row["expected"] for row in found)
+    assert all(ours.predict(row["features"]) == row["expected"] for row in found[::100])
+
+
+def test_thresholds_outlive_saving_and_hold_in_sql(
+    rows: DataFrame, threefold: LogisticRegressionModel, tmp_path: Path
+) -> None:
+    ours = classifier(threefold).setThresholds([0.9, 0.0, 0.9])
     ours.save(str(tmp_path / "model"))
     loaded = TorchClassificationModel.load(str(tmp_path / "model"))
-    found = loaded.transform(rows).orderBy("target").collect()
-    assert [row["prediction"] for row in found] == expected
-    assert [loaded.predict(row["features"]) for row in found[::100]] == expected[::100]
+    assert loaded.getThresholds() == [0.9, 0.0, 0.9]
     loaded.registerUDF("decided")
-    scored = rows.orderBy("target").selectExpr("decided(features)").collect()
-    assert [row[0] for row in scored] == expected
+    scored = ours.transform(rows).selectExpr("prediction", "decided(features)", "probability").collect()
+    assert all(row[0] == row[1] for row in scored)
+    assert any(row[1] != row["probability"].argmax() for row in scored)
 
 
 @pytest.mark.parametrize("thresholds", [[0.5, 0.5], [0.0, 0.0, 1.0], [-1.0, 1.0, 1.0]])

@@ -21,7 +21,7 @@ import pytest
 import torch
 from mlflow.models.model import ModelInfo
 from mlflow.types.schema import Array, DataType, Object, Property
-from pyspark.sql import DataFrame, Row, SparkSession
+from pyspark.sql import DataFrame, SparkSession
 
 import sparktorch
 from sparktorch import TorchClassificationModel, TorchClassifier, TorchEstimator, TorchRegressor
@@ -29,6 +29,7 @@ from sparktorch.errors import ConfigError, PersistenceError
 from sparktorch.model.export import Program
 from sparktorch.tracking import load_model, log_model, save_model
 from tests.spark.modules import MLP, TwoInputs
+from tests.spark.scored import sorted_rows
 from tests.support.mlflow import QUIET, answers
 from tests.support.nets import Mlp
 from tests.support.programs import ROOT
@@ -43,10 +44,6 @@ def classifier(**params: object) -> TorchClassifier:
     return TorchClassifier(**{**given, **params})  # type: ignore[arg-type]
 
 
-def rows_of(scored: DataFrame) -> list[Row]:
-    return scored.orderBy("target").collect()
-
-
 def test_a_logged_model_loads_as_spark_model_and_as_pyfunc(
     store: mlflow.MlflowClient, frame: DataFrame, table: pd.DataFrame
 ) -> None:
@@ -56,8 +53,8 @@ def test_a_logged_model_loads_as_spark_model_and_as_pyfunc(
     store.set_registered_model_alias("tests", "champion", info.registered_model_version)
 
     loaded = load_model("models:/tests@champion")
-    expected = model.transform(frame).orderBy("target").collect()
-    assert loaded.transform(frame).orderBy("target").collect() == expected
+    expected = sorted_rows(model.transform(frame))
+    assert sorted_rows(loaded.transform(frame)) == expected
 
     pyfunc = mlflow.pyfunc.load_model(info.model_uri)
     scored = pyfunc.predict(table[["features"]])
@@ -78,7 +75,7 @@ def test_a_module_of_this_session_is_logged_as_its_graph(store: mlflow.MlflowCli
         info = log_model(model)
     loaded = load_model(info.model_uri)
     assert isinstance(loaded.trained.source, Program)
-    assert rows_of(loaded.transform(frame)) == rows_of(model.transform(frame))
+    assert sorted_rows(loaded.transform(frame)) == sorted_rows(model.transform(frame))
     with pytest.raises(ConfigError, match="that of evaluation mode"):
         classifier(module=loaded, moduleParams={}).fit(frame)
 
@@ -226,8 +223,8 @@ def test_mlflows_own_udf_scores_alike(
         env_manager="local",
         result_type="rawPrediction array<double>, probability array<double>, prediction double",
     )
-    found = frame.select("target", udf("features").alias("scored")).orderBy("target").collect()
-    expected = rows_of(model.transform(frame))
+    found = sorted_rows(frame.select("target", udf("features").alias("scored")))
+    expected = sorted_rows(model.transform(frame))
     assert [row["scored"]["prediction"] for row in found] == [row["prediction"] for row in expected]
 
 
@@ -311,7 +308,7 @@ def test_mlflow_serves_it_and_answers_as_transform_does(
     model, info = logged
     some = table.sort_values("target").head(50)
     rows = [row.tolist() for row in some["features"]]
-    expected = rows_of(model.transform(frame))[:50]
+    expected = sorted_rows(model.transform(frame))[:50]
     bodies = [
         {"dataframe_split": {"columns": ["features"], "data": [[row] for row in rows]}},
         {"dataframe_records": [{"features": row} for row in rows]},
@@ -339,9 +336,9 @@ def test_a_model_in_a_folder_of_its_own_is_logged_by_name(frame: DataFrame, tmp_
         info = log_model(model, name="divided")
     logged = Path(mlflow.artifacts.download_artifacts(info.model_uri), "sparktorch")
     assert {path.name for path in logged.iterdir()} == {"columns.json", "module.json", "model.json"}
-    expected = [row.prediction for row in rows_of(model.transform(frame))]
+    expected = [row.prediction for row in sorted_rows(model.transform(frame))]
     loaded = load_model(info.model_uri)
-    assert [row.prediction for row in rows_of(loaded.transform(frame))] == expected
+    assert [row.prediction for row in sorted_rows(loaded.transform(frame))] == expected
     rows = frame.orderBy("target").select("features").toPandas()
     scored = mlflow.pyfunc.load_model(info.model_uri).predict(rows)
     assert scored["prediction"].tolist() == expected
