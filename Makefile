@@ -74,8 +74,8 @@ IN_ONE_PIECE := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 # So many parts at a time, for much of the time ranks wait for each other; the longest first.
 AT_ONCE := 4
 PARTS := test-spark-ml test-dist-rest test-dist-shared test-spark-rest test-device lint test-unit
-BEFORE_LANDING := test-paths test-dist-shared test-faults $(filter-out test-dist-shared,$(PARTS)) test-petastorm-core \
-	test-petastorm-paths test-wheel test-demo
+BEFORE_LANDING := test-paths test-dist-shared test-faults test-spark-ml test-spark-rest test-dist-rest test-petastorm-core \
+	test-device test-petastorm-paths test-unit lint test-demo test-wheel
 
 # Archives are there before parts that want them: make would begin with others.
 test: setup zip $(VENV)/spark.jsa
@@ -134,7 +134,7 @@ test-paths: setup $(VENV)/spark.jsa
 	$(BIN)/python -m pytest tests/paths
 
 test-clock: setup $(VENV)/spark.jsa
-	$(BIN)/python -m pytest -m "clock and not slow" tests/dist tests/spark tests/faults
+	$(BIN)/python -m pytest -m "clock and not slow" $(shell grep -rl --include=*.py mark.clock tests/dist tests/spark tests/faults)
 
 # Which lines of the package the tests of these rings run in their own process.
 coverage: setup zip

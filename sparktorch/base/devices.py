@@ -25,6 +25,7 @@ __all__ = [
     "jagged",
     "let_go",
     "module_of",
+    "seed",
     "select",
     "upload",
     "visible_devices",
@@ -40,6 +41,16 @@ def is_host(device: str | torch.device) -> bool:
 def module_of(device: str | torch.device) -> Any:
     """Returns torch's module of a device's type: `torch.cuda` of "cuda:1"."""
     return torch.get_device_module(device)
+
+
+def seed(value: int, device: str | torch.device) -> None:
+    """Seeds torch's generators of the host and of a device.
+
+    `torch.manual_seed` formats the stack for each type of accelerator that is not initialised: 0.3 ms in a rank.
+    """
+    torch.default_generator.manual_seed(value)
+    if not is_host(device):
+        module_of(device).manual_seed_all(value)
 
 
 def accelerator() -> str | None:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from sparktorch.base.devices import is_host
+from sparktorch.base.devices import is_host, seed
 from sparktorch.errors import ModuleError
 from sparktorch.train.dtensor import packed_placement
 from sparktorch.train.strategies.gathered_linear import is_part, linear_of_all
@@ -195,10 +195,10 @@ def drawn_apart(function: Callable[[], Any], rank: int, device: torch.device) ->
 
     Afterwards, the ranks' generators are equal again, as they were before.
     """
-    seed = int(torch.randint(2**31, ()))
+    drawn = int(torch.randint(2**31, ()))
     of_device = [] if is_host(device) else [device]
     with torch.random.fork_rng(of_device, device_type="cuda" if is_host(device) else device.type):
-        torch.manual_seed(seed + rank)
+        seed(drawn + rank, device)
         return function()
 
 

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from sparktorch.base.batch import Batch
 from sparktorch.base.config import TrainConfig
-from sparktorch.base.devices import is_host
+from sparktorch.base.devices import is_host, seed
 from sparktorch.distributed.process_group import subgroup, sum_over_ranks
 from sparktorch.errors import ConfigError, nearest
 from sparktorch.train.checkpoint.tensors import OPTIMIZER
@@ -302,7 +302,7 @@ class Mesh(Zero3[MeshOptions]):
         self._exchange.flags = (batch.weight is not None) + 2 * (batch.loss_weight is not None)
         sent = (own.values, list(batch.inputs), batch.label, weights)
         (values, inputs, label, weights), _ = self._exchange.before(module, sent, {})
-        torch.manual_seed(torch.initial_seed() + self._stage)  # stages drop other activations; tensor ranks the same
+        seed(torch.initial_seed() + self._stage, self._device)  # stages drop other activations; tensor ranks the same
         given = replace(own, values=values)
         # A rank without rows has weights of zero for its placeholders, and others may have none.
         weight, loss_weight = (each if self._exchange.flags & bit else None for bit, each in enumerate(weights, 1))

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from sparktorch.base.devices import is_host, module_of
+from sparktorch.base.devices import is_host, module_of, seed
 from sparktorch.errors import ModuleError, SparkTorchError
 from sparktorch.train.dtensor import local
 
@@ -91,10 +91,10 @@ class RowExchange:
         except SparkTorchError:
             self._meet(_FAILED, 0)
             raise
-        seed = self._meet(rows, signature)
+        number = self._meet(rows, signature)
         for i in places:
             found[i] = _AllRows.apply(found[i], self._group, self._counts)  # type: ignore[no-untyped-call]
-        self._agree(seed)
+        self._agree(number)
         return pytree.tree_unflatten(found, spec)
 
     def columns(self, name: str, layer: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
@@ -211,12 +211,12 @@ class RowExchange:
                     param=PARAM,
                 )
 
-    def _agree(self, seed: int) -> None:
+    def _agree(self, number: int) -> None:
         of_device = None if is_host(self._device) else module_of(self._device).get_rng_state(self._device)
         self._generators = (torch.get_rng_state(), of_device, random.getstate(), np.random.get_state())
-        torch.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed)
+        seed(number, self._device)
+        random.seed(number)
+        np.random.seed(number)
 
     def restore(self, *_: Any) -> None:
         """Ends a pass: gives the rank its own generators back, also after an exception."""
