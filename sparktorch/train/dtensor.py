@@ -7,6 +7,8 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import wraps
+from types import MethodType
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 __all__ = [
     "PIPELINE",
     "TENSOR",
+    "divide_gradients",
     "divided_like",
     "first_copy",
     "gradients_by_copies",
@@ -45,6 +48,19 @@ def divided_like(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     assert isinstance(parameter, DTensor)
     mesh, placements = parameter.device_mesh, parameter.placements
     return DTensor.from_local(part, mesh, placements, shape=parameter.shape, stride=parameter.stride())
+
+
+def divide_gradients(module: nn.Module) -> None:
+    """Leaves this rank its rows of gradients that torch computes whole: those of a table of which it has some rows."""
+    for parameter in module.parameters():
+        gradient: Any = parameter.grad
+        own: Any = parameter
+        if hasattr(gradient, "to_local") and gradient.placements != own.placements and _is_whole(gradient):
+            parameter.grad = gradient.redistribute(own.device_mesh, own.placements)
+
+
+def _is_whole(divided: Any) -> bool:
+    return all(of.is_replicate() for of in divided.placements)
 
 
 def first_copy(tensor: torch.Tensor) -> bool:
@@ -144,28 +160,44 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def step_apart(optimizer: torch.optim.Optimizer) -> None:
-    """Lets an optimizer step on `DTensor`s first, then on plain tensors; torch's operators take no lists of both."""
-    whole: list[dict[str, Any]] = []
-    parts: list[list[dict[str, Any]]] = []
+    """Lets an optimizer step on `DTensor`s first, then on plain tensors; torch's operators take no lists of both.
 
-    def divide(*_: Any) -> None:
-        whole[:] = optimizer.param_groups
-        parts[:] = []
-        for group in whole:
-            kinds: tuple[list[Any], list[Any]] = ([], [])
-            for parameter in group["params"]:
-                kinds[not hasattr(parameter, "to_local")].append(parameter)
-            parts.append([{**group, "params": same} for same in kinds if same])
-        optimizer.param_groups = list(itertools.chain.from_iterable(parts))
+    For the time of a step, a group with both is two: what is computed over a group is computed over each.
+    """
+    step: Any = optimizer.step
 
-    def join(*_: Any) -> None:
-        for group, of_group in zip(whole, parts, strict=True):
-            for part in of_group:  # an optimizer may keep numbers in its groups
-                group.update({name: value for name, value in part.items() if name != "params"})
-        optimizer.param_groups = list(whole)
+    @wraps(step)
+    def apart(own: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        with _groups_apart(own.param_groups):
+            return step(*args, **kwargs)
 
-    optimizer.register_step_pre_hook(divide)
-    optimizer.register_step_post_hook(join)
+    vars(optimizer)["step"] = MethodType(apart, optimizer)  # a method, as schedulers want it
+
+
+@contextmanager
+def _groups_apart(groups: list[dict[str, Any]]) -> Iterator[None]:
+    whole, parts = list(groups), []
+    for group in whole:
+        kinds: tuple[list[Any], list[Any]] = ([], [])
+        for parameter in group["params"]:
+            kinds[not hasattr(parameter, "to_local")].append(parameter)
+        if all(kinds):  # in the second part, tensors are copies: a step may change them in place
+            copies = {
+                name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in group.items()
+            }
+            parts.append([{**group, "params": kinds[0]}, {**copies, "params": kinds[1]}])
+        else:
+            parts.append([group])
+    before = [[dict(part) for part in of_group] for of_group in parts]
+    groups[:] = itertools.chain.from_iterable(parts)  # the same list, which a wrapper may share
+    try:
+        yield
+    finally:
+        groups[:] = whole
+        for group, of_group, of_before in zip(whole, parts, before, strict=True):
+            for part, old in zip(of_group, of_before, strict=True):
+                changed = {name: value for name, value in part.items() if name not in old or value is not old[name]}
+                group.update({name: value for name, value in changed.items() if part is not group})
 
 
 @contextmanager

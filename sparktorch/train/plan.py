@@ -30,7 +30,13 @@ from sparktorch.train.pipeline.setup import staged
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.fsdp import ShardingOptions, units
 from sparktorch.train.strategies.mesh_options import MeshOptions
-from sparktorch.train.strategies.registry import check_module, check_strategy, check_workers, strategy_options
+from sparktorch.train.strategies.registry import (
+    check_module,
+    check_strategy,
+    check_workers,
+    strategy_options,
+    strategy_type,
+)
 from sparktorch.train.strategies.sequence_parallel import is_below, outermost
 from sparktorch.train.strategies.tensor_parallel import HEADS, OWN_ROWS, SUMMED, check_plan
 
@@ -174,6 +180,7 @@ class _Measured:
     def _shards(self, strategy: str, options: dict[str, Any]) -> Need:
         """Every worker has a part of each tensor, and gathers those of a unit at a time."""
         known: Any = strategy_options(strategy, options)
+        sharding: Any = strategy_type(strategy)
         sizes = known.sizes(self._workers) if strategy == "mesh" else (1, 1, self._workers, 1)
         data, pipeline, shard, tensor = sizes
         plan = check_plan(self._module, known.plan, tensor, staged=pipeline > 1) if tensor > 1 else {}
@@ -197,7 +204,7 @@ class _Measured:
         everything, gradients = sum(of_worker.values()), sum(of_worker[p] for p in trained)
         kept_gathered = strategy == "zero2" or pipeline > 1  # from forward to backward
         gathered = everything if kept_gathered else whole[0] + 2 * max(whole[1:], default=0)
-        gathered = 0 if shard == 1 and (pipeline == 1 or pipeline * tensor == self._workers) else gathered
+        gathered = gathered if sharding.shards(known, self._workers) else 0
         passes = 1 if kept_gathered else 2  # forward, and again backward
         sent = self._passes * passes * _gathered(everything, shard) + _gathered(gradients, shard)
         sent += reduced(sum(kept[p] for p in trained), data)

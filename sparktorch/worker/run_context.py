@@ -172,6 +172,7 @@ class RunContext(Collectives):
         recipe = Recipe(module=module) if optimizer is None else recipe_of(module, optimizer)
         check_strategy(self._config, recipe)
         strategy = build_strategy(self._config, self.world)
+        strategy.in_users_loop = True
         self._together("wrap")
         self._min_rows = max(self._min_rows, 2 if has_batch_norm(module) else 1)
         self._same_in_all_ranks(module)

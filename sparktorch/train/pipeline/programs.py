@@ -202,7 +202,7 @@ class Stage(nn.Module):
         with modes.entered():
             return call(part, tensors)
 
-    def operate(self, number: int, *args: Any, **kwargs: Any) -> Any:
+    def operate(self, number: int, /, *args: Any, **kwargs: Any) -> Any:
         """Applies an operator in modes of its own."""
         operator, modes = self.program.operators[number]
         with modes.entered():

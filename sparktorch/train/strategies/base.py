@@ -143,6 +143,8 @@ class Strategy(ABC, Generic[O]):
         assert group is not None
         return mesh_of_training([group], self._device.type, torch.arange(self._world.world_size), [_DATA])
 
+    in_users_loop = False  # whether a user's code has the parameters, their gradients and the optimizer
+
     @property
     def alone(self) -> bool:
         """Whether this rank is the only one, and there is no process group."""

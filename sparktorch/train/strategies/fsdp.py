@@ -137,6 +137,11 @@ class Zero3(Strategy[S]):
         return workers > 1 or cls.needs_group(options)
 
     @property
+    def wraps(self) -> bool:
+        """Whether this rank's parameters are wrapped for sharding."""
+        return self.shards(self._options, self._world.world_size)
+
+    @property
     def alone(self) -> bool:
         """Whether this is the only rank, and the module is not wrapped."""
         return super().alone and not self.needs_group(self._options)
@@ -152,9 +157,11 @@ class Zero3(Strategy[S]):
             from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
             apply_activation_checkpointing(module, check_fn=lambda part: part in parts)
-        if not self.shards(self._options, self._world.world_size):
-            self.materialise(module)
-            return module.to(self._device)
+        if not self.wraps:
+            for part in [*parts, module]:
+                self.materialise(part)
+                part.to(self._device)
+            return module
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
         if options.cpu_offload and is_host(self._device):
@@ -199,7 +206,7 @@ class Zero3(Strategy[S]):
     @contextmanager
     def no_sync(self, module: nn.Module) -> Iterator[None]:
         """Context in which every rank accumulates unsharded gradients without reducing them."""
-        if not self.shards(self._options, self._world.world_size):
+        if not self.wraps:
             yield
             return
         root = cast("FSDPModule", module)

@@ -27,6 +27,7 @@ from sparktorch.distributed.process_group import subgroup, sum_over_ranks
 from sparktorch.errors import ConfigError, nearest
 from sparktorch.train.checkpoint.tensors import OPTIMIZER
 from sparktorch.train.dtensor import (
+    divide_gradients,
     gradients_by_copies,
     local,
     mesh_of_training,
@@ -213,6 +214,11 @@ class Mesh(Zero3[MeshOptions]):
         return super().shards(options, workers) and (together != workers or cls.needs_group(options))
 
     @property
+    def wraps(self) -> bool:
+        """Whether parameters are wrapped: in loops of users, who give torch's functions lists of them, always."""
+        return super().wraps or (self.in_users_loop and not self.alone)
+
+    @property
     def gradient_divisor(self) -> int:
         """Number of ranks over which gradients are averaged."""
         return self._sizes.data * self._sizes.shard
@@ -362,6 +368,8 @@ class Mesh(Zero3[MeshOptions]):
         """Sums the gradients that ranks which share layers have computed in parts; compares the others, once."""
         if self._sizes.tensor == 1:
             return
+        if not self.wraps:
+            divide_gradients(module)
         group = part_of(self._ranks, "tensor").get_group()
         for part in self._summed:
             for parameter in part.parameters(recurse=False):
@@ -438,11 +446,7 @@ class Mesh(Zero3[MeshOptions]):
         """Clips each rank's part of the gradients; torch's functions take no tensors of several meshes."""
         if self.alone:
             return super().clip_gradients(module, norm=norm, value=value)
-        own = [
-            part
-            for parts in gradients_by_copies(module, self._world.world_size, self._sizes.tensor).values()
-            for part in parts
-        ]
+        own = [part for parts in self._gradients(module).values() for part in parts]
         if value is not None and own:
             torch._foreach_clamp_min_(own, -value)
             torch._foreach_clamp_max_(own, value)

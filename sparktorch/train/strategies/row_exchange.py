@@ -93,7 +93,7 @@ class RowExchange:
             raise
         number = self._meet(rows, signature)
         for i in places:
-            found[i] = _AllRows.apply(found[i], self._group, self._counts)  # type: ignore[no-untyped-call]
+            found[i] = _AllRows.apply(found[i].to(self._device), self._group, self._counts)  # type: ignore[no-untyped-call]
         self._agree(number)
         return pytree.tree_unflatten(found, spec)
 

@@ -20,7 +20,7 @@ from sparktorch.base.config import CheckpointConfig
 from sparktorch.base.world import World
 from sparktorch.data.columns import VALIDATION
 from sparktorch.errors import ConfigError, ModuleError
-from sparktorch.train.dtensor import TENSOR, mesh_of_training, step_apart, whole
+from sparktorch.train.dtensor import TENSOR, local, mesh_of_training, step_apart, whole
 from sparktorch.train.recipe.huggingface import opened
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.registry import build_strategy, check_module, check_strategy
@@ -414,18 +414,29 @@ def test_layers_that_compute_in_their_own_way_are_refused(part: nn.Module, says:
         check_module(config, Recipe(module=module), 2, module, FEW)
 
 
-class Counting(torch.optim.Optimizer):
-    """Counts its steps in each group, and takes parameters of one kind at a time, as torch's kernels do."""
+class Plain(torch.optim.Optimizer):
+    """Takes parameters of one kind at a time, as torch's kernels do, and counts its steps in its groups."""
 
     def __init__(self, params: Any) -> None:
-        super().__init__(params, {"steps": 0, "rate": 0.5})
+        super().__init__(params, {"steps": 0, "rate": 0.5, "first": 0, "tensor": torch.zeros(())})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
+        self.param_groups[0]["first"] += 1
         for group in self.param_groups:
             assert len({isinstance(each, DTensor) for each in group["params"]}) == 1
             group["steps"] += 1
+            group["tensor"] += 1
             torch._foreach_add_(group["params"], [each.grad for each in group["params"]], alpha=-group["rate"])
+
+
+class Counting(Plain):
+    """A subclass, of which torch calls the hooks of both."""
+
+    def step(self, closure: Any = None) -> None:
+        if closure is not None:
+            raise ValueError("as asked")
+        super().step()
 
 
 def stepped(world: World) -> dict[str, Any]:
@@ -434,23 +445,78 @@ def stepped(world: World) -> dict[str, Any]:
     before = [parameter.detach().clone() for parameter in module.parameters()]
     divide(module, mesh, {"0": "colwise", "1": "rowwise"}, lambda part: None)
     last = list(module[2].parameters())
-    optimizer = Counting([{"params": [*module[:2].parameters(), last[0]]}, {"params": last[1:], "rate": 1.0}])
+    Plain(nn.Linear(1, 1).parameters())  # torch hooks into the steps of a class when it is first made
+    optimizer: Any = Counting([{"params": [*module[:2].parameters(), last[0]]}, {"params": last[1:], "rate": 1.0}])
+    optimizer.param_groups[1]["tensor"] = torch.zeros(())
     step_apart(optimizer)
-    groups = [list(map(id, group["params"])) for group in optimizer.param_groups]
+    scheduler = torch.optim.lr_scheduler.LambdaLR(_with_rates(optimizer), lambda step: 1.0)
+    held, groups = optimizer.param_groups, [list(map(id, group["params"])) for group in optimizer.param_groups]
     module(torch.ones(2, 4)).sum().backward()
     for _ in range(3):
         optimizer.step()
+        scheduler.step()
+    with pytest.raises(ValueError, match="as asked"):
+        optimizer.step(lambda: 0)
+    rates = [*[0.5] * 5, 1.0]
     found = [
         (old - whole(new.detach())).allclose(3 * rate * whole(new.grad))
-        for old, new, rate in zip(before, module.parameters(), [*[0.5] * 5, 1.0], strict=True)
+        for old, new, rate in zip(before, module.parameters(), rates, strict=True)
     ]
     return {
-        "steps": [group["steps"] for group in optimizer.param_groups],
+        "numbers": [[int(group[name]) for name in ("steps", "first", "tensor")] for group in optimizer.param_groups],
         "groups": [list(map(id, group["params"])) for group in optimizer.param_groups] == groups,
+        "same list": optimizer.param_groups is held,
         "found": found,
     }
 
 
+def _with_rates(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    for group in optimizer.param_groups:
+        group["lr"] = group["rate"]
+    return optimizer
+
+
 def test_an_optimizer_steps_on_divided_and_whole_parameters_one_after_another_and_keeps_its_groups() -> None:
     for found in in_group(2, stepped):
-        assert found == {"steps": [3, 3], "groups": True, "found": [True] * 6}
+        assert found["numbers"] == [[3, 3, 3], [3, 0, 3]]
+        assert found["groups"]
+        assert found["same list"]
+        assert found["found"] == [True] * 6
+
+
+def of_rows(world: World) -> list[tuple[int, ...]]:
+    """The shapes of what a rank has of a table and of its gradient, before a step and after that of an average."""
+    config = tensor_job({"tensor": 2, "plan": {"table": "rowwise"}}).config
+    strategy = build_strategy(config, world)
+    module = strategy.prepare(Bags())
+    optimizer = strategy.optimizer(Recipe(module=Bags, **STEEP | {"optimizer_params": {"momentum": 0.9}}), module)
+    module(torch.rand(3 + world.rank, 5)).sum().backward()
+    strategy.before_step(module)
+    optimizer.step()
+    table: Any = module.table.weight
+    return [tuple(local(each).shape) for each in (table, table.grad, optimizer.state[table]["momentum_buffer"])]
+
+
+def test_a_rank_with_rows_of_a_table_has_those_of_its_gradient_and_average() -> None:
+    for shapes in in_group(2, of_rows):
+        assert len(set(shapes)) == 1
+
+
+def lists_of_all(world: World) -> dict[str, bool]:
+    """Whether torch's functions take lists of all parameters of a module that a user's loop has."""
+    strategy = build_strategy(tensor_job({"tensor": 2}).config, world)
+    strategy.in_users_loop = True
+    module = strategy.prepare(Paired())
+    optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+    with strategy.no_sync(module):
+        module(torch.rand(4, 5)).sum().backward()
+    module(torch.rand(4, 5)).sum().backward()
+    nn.utils.clip_grad_value_(module.parameters(), 1e-3)
+    optimizer.step()
+    return {
+        "clipped": all(float(local(p.grad).abs().max()) <= 1.001e-3 for p in module.parameters() if p.grad is not None)
+    }
+
+
+def test_in_a_users_loop_torch_takes_lists_of_all_parameters() -> None:
+    assert in_group(2, lists_of_all) == [{"clipped": True}] * 2
