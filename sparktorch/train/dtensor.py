@@ -195,9 +195,9 @@ def _groups_apart(groups: list[dict[str, Any]]) -> Iterator[None]:
     finally:
         groups[:] = whole
         for group, of_group, of_before in zip(whole, parts, before, strict=True):
-            for part, old in zip(of_group, of_before, strict=True):
-                changed = {name: value for name, value in part.items() if name not in old or value is not old[name]}
-                group.update({name: value for name, value in changed.items() if part is not group})
+            for part, old in zip(of_group, of_before, strict=True):  # what a step has set in either of two
+                if part is not group:
+                    group |= {name: value for name, value in part.items() if value is not old.get(name)}
 
 
 @contextmanager

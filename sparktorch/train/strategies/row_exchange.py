@@ -93,7 +93,8 @@ class RowExchange:
             raise
         number = self._meet(rows, signature)
         for i in places:
-            found[i] = _AllRows.apply(found[i].to(self._device), self._group, self._counts)  # type: ignore[no-untyped-call]
+            here = found[i].to(self._device)  # a step may pass on tensors of the host, as under other strategies
+            found[i] = _AllRows.apply(here, self._group, self._counts)  # type: ignore[no-untyped-call]
         self._agree(number)
         return pytree.tree_unflatten(found, spec)
 
