@@ -25,7 +25,7 @@ from tests.support.waiting import until
 # What is demanded of the product; a machine that has other work besides meets it, too.
 DETECTED_SECONDS = 3.0
 GONE_SECONDS = 30
-STALL_SECONDS = 4.0
+STALL_SECONDS = 10.0  # ranks that begin anew import all they need, on a machine that may be busy
 
 
 def regressor(folder: Path, *faults: Fault, **params: Any) -> TorchRegressor:
@@ -110,7 +110,6 @@ def test_the_next_fit_is_not_disturbed_by_ranks_of_the_failed_one(
     until(lambda: gone({hung}), seconds=GONE_SECONDS, what="the rank that hung has ended")
 
 
-@pytest.mark.clock
 @pytest.mark.parametrize(("deed", "words"), [("stop", "rank 1 does not answer"), ("hang", "rank 1 stands still")])
 def test_a_rank_that_stands_still_is_named_with_its_place(
     deed: Any,
@@ -138,10 +137,9 @@ def test_a_rank_that_stands_still_is_named_with_its_place(
     until(lambda: gone({error.where["pid"]}), seconds=GONE_SECONDS, what="the rank that stood still has ended")
 
 
-@pytest.mark.clock
 def test_a_slow_rank_is_no_dead_one(frame: DataFrame, calm: dict[str, torch.Tensor], tmp_path: Path) -> None:
-    # A step takes well below a millisecond: 50 times as long, and more.
-    slow = Fault("slow", tmp_path / "marks", seconds=0.05)
+    # A step takes well below a millisecond. All 30 of them take longer than the timeout, and none by itself.
+    slow = Fault("slow", tmp_path / "marks", seconds=1.2 * STALL_SECONDS / 30)
     assert same(weights(regressor(tmp_path, slow, stallTimeout=STALL_SECONDS).fit(frame)), calm)
 
 

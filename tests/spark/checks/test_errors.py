@@ -193,7 +193,6 @@ def test_a_fit_after_a_failed_one_works(planted: DataFrame, frame: DataFrame) ->
     assert regressor().fit(frame).summary.rows == 1001
 
 
-@pytest.mark.clock
 def test_an_interrupt_cancels_the_job_and_ends_the_ranks(frame: DataFrame, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     estimator = regressor(moduleParams={"fault": "hang", "pid_file": str(pids)})
@@ -213,7 +212,7 @@ def test_an_interrupt_cancels_the_job_and_ends_the_ranks(frame: DataFrame, tmp_p
             estimator.fit(frame)
     finally:
         thread.join()
-    assert time.monotonic() - interrupted[0] < 10
+    assert time.monotonic() - interrupted[0] < 60
     ranks = {int(pid) for pid in pids.read_text().split()}
     assert len(ranks) == 2
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks), seconds=60, what="both ranks have ended")
@@ -224,7 +223,6 @@ def test_what_spark_leaves_out_in_local_mode_is_not_refused_there(frame: DataFra
         assert classifier().fit(frame).summary.numWorkers == 2
 
 
-@pytest.mark.clock
 @pytest.mark.parametrize(
     ("setting", "value", "message"),
     [
