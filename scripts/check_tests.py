@@ -4,41 +4,64 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-# What Spark prunes the scores through.
-_LETS_THROUGH = {"alias", "coalesce", "drop", "limit", "orderBy", "repartition", "select", "sort", "withColumn"}
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+# What asks for the columns, and returns no frame.
+_COLLECTS = {"collect", "first", "head", "tail", "take", "toArrow", "toLocalIterator", "toPandas"}
 
 
 def counts_of_nothing(tree: ast.AST) -> list[int]:
-    """Returns the lines of `.count()` of what comes from `.transform(...)`, at once or by way of a variable."""
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    return sorted({line for function in functions for line in _in_function(function)})
+    """Returns the lines that count rows of what comes from `.transform(...)`, through whatever calls and variables."""
+    return sorted(_in_scope(tree, frozenset()))
 
 
-def _in_function(function: ast.FunctionDef) -> list[int]:
-    scored: set[str] = set()
-    for node in sorted(ast.walk(function), key=lambda node: getattr(node, "lineno", 0)):
-        if isinstance(node, ast.Assign) and _is_scored(node.value, scored):
-            scored |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-    return [
-        node.lineno
-        for node in ast.walk(function)
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and (node.func.attr, node.args) == ("count", [])
-        and _is_scored(node.func.value, scored)
-    ]
+def _in_scope(scope: ast.AST, outer: frozenset[str]) -> set[int]:
+    nodes = sorted(_nodes(scope), key=lambda node: getattr(node, "lineno", 0))
+    scored = set(outer)
+    for node in nodes:
+        if isinstance(node, (ast.Assign, ast.AnnAssign, ast.NamedExpr)) and _is_scored(node.value, scored):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            scored |= {target.id for target in targets if isinstance(target, ast.Name)}
+    found = {node.lineno for node in nodes if isinstance(node, ast.Call) and _counts(node, scored)}
+    return found.union(*(_in_scope(node, frozenset(scored)) for node in nodes if isinstance(node, _FUNCTIONS)))
 
 
-def _is_scored(node: ast.expr, names: set[str]) -> bool:
+def _nodes(scope: ast.AST) -> Iterator[ast.AST]:
+    """Yields what is in a scope, and the functions that begin others."""
+    for node in ast.iter_child_nodes(scope):
+        yield node
+        if not isinstance(node, _FUNCTIONS):
+            yield from _nodes(node)
+
+
+def _counts(call: ast.Call, scored: set[str]) -> bool:
+    if not (isinstance(call.func, ast.Attribute) and _is_scored(call.func.value, scored)):
+        return False
+    if call.func.attr == "count" and not call.args:  # a text counts something in it
+        return True
+    return any(_is_count_of_rows(node) for argument in call.args for node in ast.walk(argument))
+
+
+def _is_count_of_rows(node: ast.AST) -> bool:
+    """Whether it is `F.count("*")`, or the like."""
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "count"):
+        return False
+    return any(isinstance(argument, ast.Constant) and argument.value in ("*", 1) for argument in node.args)
+
+
+def _is_scored(node: ast.AST | None, names: set[str]) -> bool:
     if isinstance(node, ast.Name):
         return node.id in names
-    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+    if isinstance(node, (ast.Attribute, ast.Await, ast.NamedExpr)):
+        return _is_scored(node.value, names)
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)) or node.func.attr in _COLLECTS:
         return False
     functions = isinstance(node.func.value, ast.Name) and node.func.value.id in ("F", "functions")  # of arrays
-    scores = node.func.attr == "transform" and not functions
-    return scores or (node.func.attr in _LETS_THROUGH and _is_scored(node.func.value, names))
+    if node.func.attr == "transform" and not functions:
+        return True
+    return any(_is_scored(part, names) for part in (node.func.value, *node.args))
 
 
 def main(folder: str) -> int:
