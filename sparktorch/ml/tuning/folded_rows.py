@@ -16,7 +16,7 @@ from sparktorch.errors import ColumnError
 from sparktorch.ml.fit.prepared_data import PreparedData
 from sparktorch.ml.model import TorchModelBase
 from sparktorch.spark.column_names import ColumnNames
-from sparktorch.spark.session import setting, slots
+from sparktorch.spark.session import slots, switched_on
 from sparktorch.worker import TrainJob, score_fold
 
 __all__ = ["FoldedRows", "NotInOnePass", "with_folds"]
@@ -129,7 +129,7 @@ class FoldedRows(PreparedData):
         """Whether other jobs may find a slot while the ranks hold theirs."""
         spark, pool = self.dataset.sparkSession, self._pool
         count = slots(spark)
-        if pool is None or count is None or setting(spark, "spark.dynamicAllocation.enabled") == "true":
+        if pool is None or count is None or switched_on(spark, "spark.dynamicAllocation.enabled"):
             return True
         return count > len(pool.facts)
 
