@@ -248,8 +248,9 @@ def settled_slots(
     promised = _promised_slots(spark, wanted, gpu_each=profile is not None)
     while found < wanted:
         now = time.monotonic()
-        patience = settle if settle is not None and found > 0 else _patience(spark, wanted, found, promised)
-        if now >= grown + patience or now >= begun + longest:
+        waited = now - grown
+        patience = settle if settle is not None and found > 0 else _patience(spark, wanted, found, promised, waited)
+        if waited >= patience or now >= begun + longest:
             break
         if now > warn_at:
             warn_at = now + _PROMISED_SECONDS
@@ -261,15 +262,15 @@ def settled_slots(
     return found
 
 
-def _patience(spark: SparkSession, wanted: int, found: int, promised: int | None) -> float:
-    """Returns for how many seconds after the last new slot more are expected."""
+def _patience(spark: SparkSession, wanted: int, found: int, promised: int | None, waited: float) -> float:
+    """Returns for how many seconds after the last new slot, which came `waited` seconds ago, more are expected."""
     if promised is not None and promised >= wanted:
         return _PROMISED_SECONDS
     if found <= 0:
         return _STARTING_SECONDS
     if promised is not None:
         return _SETTLE_SECONDS
-    age = time.time() - spark.sparkContext.startTime / 1000
+    age = time.time() - waited - spark.sparkContext.startTime / 1000
     return max(_SETTLE_SECONDS, _STARTING_SECONDS - age)
 
 

@@ -1,0 +1,51 @@
+"""For how long a session's slots are waited for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sparktorch.spark.checks import preflight
+
+
+class Clock:
+    """Time that passes by sleeping alone."""
+
+    def __init__(self) -> None:
+        self.now = 1e9
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def time(self) -> float:
+        return self.now
+
+    monotonic = time
+
+
+@pytest.mark.parametrize(
+    ("settings", "age", "seconds"),
+    [
+        ({"spark.master": "yarn"}, 5, 55),
+        ({"spark.master": "yarn"}, 3600, 2),
+        ({"spark.master": "yarn", "spark.executor.instances": "3"}, 3600, 600),
+        ({"spark.master": "yarn", "spark.executor.instances": "2"}, 5, 2),
+        ({"spark.master": "spark://host:7077"}, 5, 55),
+        ({"spark.master": "spark://host:7077"}, 3600, 2),
+        ({"spark.master": "spark://host:7077", "spark.cores.max": "3"}, 5, 55),
+        ({"spark.master": "spark://host:7077", "spark.cores.max": "2"}, 5, 2),
+    ],
+)
+def test_slots_are_waited_for_as_long_as_the_settings_and_the_age_of_the_session_promise_more(
+    settings: dict[str, str], age: float, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(preflight, "time", clock)
+    monkeypatch.setattr(preflight, "slots", lambda *_: 2)
+    context = SimpleNamespace(startTime=(clock.now - age) * 1000)
+    spark: Any = SimpleNamespace(conf=settings, sparkContext=context)
+    begun = clock.now
+    assert preflight.settled_slots(spark, 3, None) == 2
+    assert clock.now - begun == pytest.approx(seconds, abs=0.2)
