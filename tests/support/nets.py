@@ -327,14 +327,15 @@ class Parted(Score):
 
 
 class Rotated(Score):
-    """Has a complex parameter."""
+    """Has a complex parameter, and one of double precision."""
 
     def __init__(self) -> None:
         super().__init__()
         self.phase = nn.Parameter(torch.ones(5, dtype=torch.complex64))
+        self.scale = nn.Parameter(torch.ones(5, dtype=torch.float64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward((x * self.phase).abs())
+        return super().forward((x * self.phase).abs() * self.scale.float())
 
 
 class Linear(nn.Linear):
