@@ -145,6 +145,13 @@ def test_ranks_without_rows_take_part_and_change_nothing(
     assert metas[0]["history"][-1]["val_loss"] == pytest.approx(expected[1], abs=1e-5)
 
 
+@pytest.mark.parametrize(("strategy", "ranks"), [("zero2", 1), ("zero3", 2)])
+def test_a_rank_without_a_gpu_has_nothing_to_offload(strategy: str, ranks: int) -> None:
+    job = job_for(strategy=strategy, strategy_params={"cpu_offload": True})
+    with pytest.raises(ConfigError, match=r"cpu_offload is set, and rank \d has no GPU to offload"):
+        train_on([part.batches() for part in TABLE.parts(ranks)], job, device="cpu")
+
+
 @pytest.mark.parametrize("hook", ["fp16", "bf16", "powerSGD"])
 def test_compressed_gradients_train_nearly_the_same(hook: str, expected: tuple[dict[str, torch.Tensor], float]) -> None:
     params = {"comm_hook": hook, "powersgd_start_step": 4}
