@@ -15,7 +15,7 @@ import torch
 from sparktorch import Callback
 from sparktorch.train.callbacks import FitContext
 
-__all__ = ["Adds", "Diary", "Draws", "FailsIn", "Locked", "Misspelt", "NoCompiler", "Stops", "draws"]
+__all__ = ["Adds", "Determinism", "Diary", "Draws", "FailsIn", "Locked", "Misspelt", "NoCompiler", "Stops", "draws"]
 
 
 class Diary(Callback):
@@ -69,6 +69,13 @@ class Adds(Callback):
 
     def on_epoch_end(self, context: FitContext, record: dict[str, Any]) -> None:
         record[self._name] = self._value
+
+
+class Determinism(Callback):
+    """Adds to the record of each epoch whether torch is deterministic in the rank."""
+
+    def on_epoch_end(self, context: FitContext, record: dict[str, Any]) -> None:
+        record["deterministic"] = torch.are_deterministic_algorithms_enabled()
 
 
 class Stops(Callback):

@@ -15,6 +15,7 @@ from torch import nn
 from sparktorch import TorchClassifier, TorchRegressionModel, TorchRegressor
 from sparktorch.errors import ConfigError, ModuleError
 from tests.spark.modules import MLP
+from tests.support.callbacks import Determinism
 
 ROWS = 240
 
@@ -86,9 +87,10 @@ def difference(model: TorchRegressionModel, other: TorchRegressionModel) -> floa
     ids=lambda params: params["strategy"],
 )
 def test_two_workers_train_what_one_does(params: dict[str, Any], rows: DataFrame, alone: TorchRegressionModel) -> None:
-    model = asked(numWorkers=2, **params).fit(rows)
+    model = asked(numWorkers=2, callbacks=[Determinism()], **params).fit(rows)
     assert difference(model, alone) < 1e-5
     ours, theirs = model.summary.history, alone.summary.history
+    assert {record["deterministic"] for record in ours} == {params.get("deterministic", False)}
     for name in ("loss", "val_loss"):
         assert [record[name] for record in ours] == pytest.approx([record[name] for record in theirs], abs=1e-5)
     assert all(record["gradient_norm_max"] >= record["gradient_norm"] > 0 for record in ours)
