@@ -19,6 +19,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+import yaml
 from mlflow.models.model import ModelInfo
 from mlflow.types.schema import Array, DataType, Object, Property
 from pyspark.sql import DataFrame, SparkSession
@@ -123,7 +124,7 @@ def test_code_beside_the_module_travels_with_the_model(
 def logged(store: mlflow.MlflowClient, frame: DataFrame) -> tuple[TorchClassificationModel, ModelInfo]:
     model = classifier(module=Mlp).fit(frame)  # of a module file that can be imported without pyspark
     with mlflow.start_run():
-        return model, log_model(model)
+        return model, log_model(model, extra_pip_requirements=["a-library==1.0"])
 
 
 def test_the_graph_is_there_for_mlflows_own_pytorch_flavour(
@@ -147,7 +148,21 @@ def test_the_logged_model_says_what_it_takes_and_needs(logged: tuple[TorchClassi
     assert len(mlflow.pyfunc.load_model(local).predict(example)) == 2
     needed = Path(local, "requirements.txt").read_text().split()
     assert f"torch=={torch.__version__.partition('+')[0]}" in needed
+    assert "a-library==1.0" in needed
     assert not any(line.startswith("pyspark") for line in needed)
+
+
+def test_what_is_said_of_a_model_as_it_is_logged_is_said_of_it(
+    logged: tuple[TorchClassificationModel, ModelInfo],
+) -> None:
+    signature = mlflow.models.infer_signature(pd.DataFrame({"features": [1.0]}), pd.DataFrame({"prediction": [1.0]}))
+    conda = {"name": "mine", "dependencies": ["python=3.11", {"pip": ["b-library==2.0"]}]}
+    given: dict[str, Any] = {"metadata": {"team": "tests"}, "signature": signature, "conda_env": conda}
+    with mlflow.start_run():
+        info = log_model(logged[0], pytorch=False, **given)
+    assert (info.metadata, info.signature) == (given["metadata"], signature)
+    environment = Path(mlflow.artifacts.download_artifacts(info.model_uri), "conda.yaml")
+    assert yaml.safe_load(environment.read_text())["name"] == "mine"
 
 
 def test_a_generic_model_keeps_the_types_of_its_scalars(store: mlflow.MlflowClient, frame: DataFrame) -> None:
