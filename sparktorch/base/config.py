@@ -12,6 +12,7 @@ from sparktorch.errors import ConfigError, nearest
 __all__ = [
     "CheckpointConfig",
     "Device",
+    "Invalid",
     "Precision",
     "StorageConfig",
     "Task",
@@ -24,6 +25,7 @@ __all__ = [
 Task = Literal["classification", "regression", "generic"]
 Device = str  # "auto", "cpu", or a type of accelerator, such as "cuda"
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
+Invalid = Literal["error", "keep", "skip"]
 
 _PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 _TASKS = ("classification", "regression", "generic")

@@ -13,7 +13,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from torch import nn
 
-from sparktorch.base.config import Precision
+from sparktorch.base.config import Invalid, Precision
 from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.errors import ColumnError, ConfigError, PersistenceError, nearest
 from sparktorch.ml.fit.checks import check_scoring
@@ -31,6 +31,7 @@ from sparktorch.spark.frame.encoding import input_columns
 from sparktorch.spark.rdd import dataframe_of
 from sparktorch.spark.scoring_udf import (
     Scoring,
+    found_in_python,
     result_column,
     rows_for_udf,
     scoring_udf,
@@ -137,10 +138,14 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
         ]
         taken = [name for spec in inputs for name in (spec.sources or (spec.column,))]
         rows = rows_for_udf(dataset, [names.column(name) for name in taken])
-        if self.getHandleInvalid() == "skip":
+        skips = self.getHandleInvalid() == "skip"
+        if skips:
             rows = without_invalid(rows, columns, inputs)
         # select("*") keeps the user's columns, including duplicate names, which cannot be selected by name.
-        return rows.select("*", struct.alias(scored)).select("*", *results).drop(scored)
+        rows = rows.select("*", struct.alias(scored))
+        if skips and found_in_python(inputs):
+            rows = rows.where(F.col(scored)[next(iter(fields))].isNotNull())
+        return rows.select("*", *results).drop(scored)
 
     def registerUDF(self, name: str, outputCol: str | None = None, spark: SparkSession | None = None) -> None:
         """Registers the model with a session as an SQL function, `SELECT name(features) FROM ...`.
@@ -191,7 +196,7 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
             device=self.getDevice(),
             precision=cast(Precision, self.getPredictPrecision()),
             compiled=self.getPredictCompile(),
-            keep_null=self.getHandleInvalid() == "keep",
+            invalid=cast(Invalid, self.getHandleInvalid()),
         )
 
     def _inputs(self) -> list[Any]:

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import torch
 
 from sparktorch.base.batch import cut
-from sparktorch.base.config import Precision
+from sparktorch.base.config import Invalid, Precision
 from sparktorch.base.devices import let_go
 from sparktorch.data.columns import argument_names
 from sparktorch.data.convert.checks import present
@@ -81,23 +81,23 @@ class Scorer:
             self._module = torch.compile(self._module, dynamic=True)
 
     def score_arrow(
-        self, columns: Sequence[pa.Array], names: Sequence[str], *, keep_null: bool = False
+        self, columns: Sequence[pa.Array], names: Sequence[str], *, invalid: Invalid = "error"
     ) -> list[pa.Array]:
         """Scores one Arrow array per input.
 
         Args:
             columns: One array per input, of equal length; or one per source column, where inputs are packed.
             names: Names of the results to return, as in `score`.
-            keep_null: Whether a row with a null gets a null result; otherwise it is an error.
+            invalid: "keep" gives rows with a null null results, and "skip" also those with NaN or infinity.
 
         Returns:
             One array per name.
 
         Raises:
-            ColumnError: A row is null, or has another shape than the model was fitted on.
+            ColumnError: A row is null, and `invalid` is "error"; or it has another shape than the model was fitted on.
         """
         inputs = self._inputs(columns)
-        rows = present(inputs, self._trained.inputs) if keep_null else None
+        rows = None if invalid == "error" else present(inputs, self._trained.inputs, finite=invalid == "skip")
         if rows is not None:
             inputs = [column.filter(rows) for column in inputs]
         results = self._score(inputs)

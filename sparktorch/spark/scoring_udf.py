@@ -16,7 +16,7 @@ from pyspark import TaskContext
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 
-from sparktorch.base.config import Device, Precision
+from sparktorch.base.config import Device, Invalid, Precision
 from sparktorch.base.devices import device_count, is_host, let_go
 from sparktorch.data.columns import TensorSpec
 from sparktorch.model.scorer import Scorer, first_batch_size
@@ -29,7 +29,7 @@ from sparktorch.spark.shipping import Sent, send
 
 __all__ = [
     *("CHUNK_BYTES", "Scoring", "device_of", "rechunk", "result_column", "rows_for_udf", "scoring_udf"),
-    *("take_rows_in_sql", "without_invalid"),
+    *("found_in_python", "take_rows_in_sql", "without_invalid"),
 ]
 
 _LOG = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class Scoring:
             machine's, otherwise the CPU.
         precision: As for `Scorer`.
         compiled: As for `Scorer`.
-        keep_null: Whether a row with a null gets a null result; otherwise it is an error.
+        invalid: As for `Scorer.score_arrow`.
         thresholds: As for `Scorer`.
     """
 
@@ -62,7 +62,7 @@ class Scoring:
     device: Device = "auto"
     precision: Precision = "fp32"
     compiled: bool = False
-    keep_null: bool = False
+    invalid: Invalid = "error"
     thresholds: tuple[float, ...] | None = None
 
 
@@ -92,7 +92,7 @@ def scoring_udf(
     def score(batches: Iterator[tuple[pa.Array, ...]]) -> Iterator[pa.Array]:
         scorer = _scorer(sent, scoring, local)
         for chunk in rechunk(batches, first_batch_size(scoring.batch_size)):
-            scored = scorer.score_arrow(chunk, names, keep_null=scoring.keep_null)
+            scored = scorer.score_arrow(chunk, names, invalid=scoring.invalid)
             yield pa.StructArray.from_arrays(scored, names=names) if struct else scored[0]
 
     types = ["array<double>" if kind == "vector" else kind for kind in results.values()]
@@ -143,6 +143,8 @@ def take_rows_in_sql(spark: SparkSession) -> None:
 def without_invalid(dataset: DataFrame, columns: Sequence[Column], specs: Sequence[TensorSpec]) -> DataFrame:
     """Returns the rows whose inputs neither are nor hold null, NaN or infinity; inputs that the model fills are exempt.
 
+    Spark cannot read numbers in bytes: those rows are `found_in_python`.
+
     Args:
         dataset: The user's DataFrame.
         columns: Expressions that encode the inputs.
@@ -153,6 +155,11 @@ def without_invalid(dataset: DataFrame, columns: Sequence[Column], specs: Sequen
         if spec.fill is None:
             dataset = dataset.where(~unfit(spec, kind, column))
     return dataset
+
+
+def found_in_python(specs: Sequence[TensorSpec]) -> bool:
+    """Whether some input is bytes of floats: the scorer gives those with NaN or infinity null results."""
+    return any(spec.layout == "raw" and spec.dtype.startswith("float") and spec.fill is None for spec in specs)
 
 
 def rechunk(

@@ -186,7 +186,7 @@ def _write_columns(model: TorchModelBase, data: Path) -> dict[str, str]:
     columns = {
         "inputs": inputs,
         "outputs": {field: name for name, field in outputs.items()},
-        "keep_null": model.getHandleInvalid() != "error",
+        "invalid": model.getHandleInvalid(),
         "thresholds": model._scoring().thresholds,
     }
     (data / "columns.json").write_text(json.dumps(columns))

@@ -12,6 +12,7 @@ import pandas as pd
 import pyarrow as pa
 import torch
 
+from sparktorch.base.config import Invalid
 from sparktorch.base.devices import accelerator
 from sparktorch.data.columns import TensorSpec
 from sparktorch.data.convert.sql_types import arrow_type
@@ -56,14 +57,14 @@ class PyFuncModel:
         Args:
             trained: The module.
             settings: `inputs`, the input columns in order; `outputs`, the output column of each field
-                of `Scorer.score`; `keep_null`, whether a row with a null gets null results; `thresholds`
-                of the classes, if set.
+                of `Scorer.score`; `invalid`, as for `Scorer.score_arrow`; `thresholds` of the classes, if set.
+                Models of older versions have `keep_null`, whether a row with a null gets null results.
             device: The torch device to score on.
         """
         self._trained = trained
         self._inputs: list[str] = settings["inputs"]
         self._outputs: dict[str, str] = settings["outputs"]
-        self._keep_null: bool = settings.get("keep_null", False)
+        self._invalid: Invalid = settings.get("invalid", "keep" if settings.get("keep_null") else "error")
         self._scorer = Scorer(trained, device=device, batch_size="auto", thresholds=settings.get("thresholds"))
 
     def predict(self, model_input: pd.DataFrame, params: dict[str, Any] | None = None) -> pd.DataFrame:
@@ -81,9 +82,9 @@ class PyFuncModel:
             ColumnError: An input column is missing, or has another shape than in the fit.
         """
         arrays = self._columns(model_input)
-        if self._keep_null:
+        if self._invalid != "error":
             fields = list(self._outputs)
-            scored = self._scorer.score_arrow(arrays, fields, keep_null=True)
+            scored = self._scorer.score_arrow(arrays, fields, invalid=self._invalid)
             return pd.DataFrame({self._outputs[f]: array.to_pandas() for f, array in zip(fields, scored, strict=True)})
         results = self._scorer.score(arrays)
         columns = {}
@@ -102,7 +103,7 @@ class PyFuncModel:
                 raise ColumnError(f"the input has no column {name!r}", column=name)
         specs = [spec for spec in self._trained.inputs for _ in spec.sources or (spec.column,)]
         return [
-            _with_nulls(model_input[name], spec, name) if self._keep_null else _arrow(model_input[name], spec, name)
+            (_arrow if self._invalid == "error" else _with_nulls)(model_input[name], spec, name)
             for name, spec in zip(self._inputs, specs, strict=True)
         ]
 

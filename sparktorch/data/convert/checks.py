@@ -147,13 +147,20 @@ def _by_source(
             yield name, rows[bad]
 
 
-def present(columns: Sequence[pa.Array], specs: Sequence[TensorSpec]) -> pa.BooleanArray | None:
-    """Returns the mask of rows without a null in any column; `None` if no row has one."""
+def present(
+    columns: Sequence[pa.Array], specs: Sequence[TensorSpec], *, finite: bool = False
+) -> pa.BooleanArray | None:
+    """Returns the mask of rows without a null or, with `finite`, NaN or infinity in any column; `None` if it is all.
+
+    Columns whose nulls are filled are exempt.
+    """
     found: Mask | None = None
     for column, spec in zip(columns, specs, strict=True):
-        mask = None if spec.fill is not None else null_mask(column, spec)
-        if mask is not None:
-            found = mask if found is None else found | mask
+        if spec.fill is not None:
+            continue
+        for mask in (null_mask(column, spec), non_finite_mask(column, spec) if finite else None):
+            if mask is not None:
+                found = mask if found is None else found | mask
     return None if found is None else pa.array(~found)
 
 

@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 
 from sparktorch.data.columns import TensorSpec
 from sparktorch.data.convert.checks import refuse_lengths, refuse_nulls
+from sparktorch.data.convert.sql_types import arrow_type
 from sparktorch.errors import ColumnError
 
 __all__ = [
@@ -82,10 +83,23 @@ def _filled(values: Array, spec: TensorSpec) -> Array:
 
 
 def held(array: pa.Array, spec: TensorSpec) -> pa.Array:
-    """Returns a column whose numbers are null if the integer `spec.dtype` cannot hold them, like Spark's `try_cast`."""
+    """Returns a column whose numbers are null if the input's integer type cannot hold them, like Spark's `try_cast`.
+
+    What a `preprocess` callable takes is also converted to the type of the fit, where both are numbers.
+    """
+    if spec.kind == "any":
+        kind = arrow_type(spec.sql)
+        if kind == array.type or not (_is_number(kind) and _is_number(array.type)):
+            return array
+        whole = pa.types.is_integer(kind)
+        return (_held(array, np.iinfo(kind.to_pandas_dtype())) if whole else array).cast(kind, safe=False)
     if spec.kind != "number" or np.dtype(spec.dtype).kind != "i":
         return array
     return _held(array, np.iinfo(spec.dtype))
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return any(check(kind) for check in (pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal))
 
 
 def _held(array: pa.Array, limits: np.iinfo[Any]) -> pa.Array:

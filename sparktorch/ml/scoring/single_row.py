@@ -39,7 +39,7 @@ def score_row(
         names: Which results to return, as `Scorer.score` names them.
 
     Returns:
-        A number, or (nested) lists of numbers, per name; `None` if the row has a null and `scoring.keep_null` is set.
+        A number, or (nested) lists of numbers, per name; `None` for a row that `scoring.invalid` keeps or skips.
 
     Raises:
         ColumnError: An input is missing, or has another type or shape than in the fit.
@@ -54,7 +54,7 @@ def score_row(
             thresholds=scoring.thresholds,
         )
         known = _scorers[model] = scoring, scorer
-    return [column[0].as_py() for column in known[1].score_arrow(columns, names, keep_null=scoring.keep_null)]
+    return [column[0].as_py() for column in known[1].score_arrow(columns, names, invalid=scoring.invalid)]
 
 
 def _columns(row: Any, specs: Sequence[TensorSpec]) -> list[pa.Array]:

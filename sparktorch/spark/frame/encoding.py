@@ -252,7 +252,7 @@ def exact(columns: ColumnNames, spec: TensorSpec, wire: Column) -> Column:
         spec: Spec of the encoded column.
         wire: Expression of the encoded column.
     """
-    wide = [name for name in spec.sources if isinstance(columns.type_of(name), (T.IntegerType, T.LongType))]
+    wide = [name for name in spec.sources if _is_wide(columns.type_of(name))]
     if spec.dtype != "float32" or not wide:
         return wire
     for name in wide:
@@ -267,14 +267,23 @@ def exact(columns: ColumnNames, spec: TensorSpec, wire: Column) -> Column:
     return wire.alias(spec.name)
 
 
+def _is_wide(kind: T.DataType) -> bool:
+    """Whether a type is of whole numbers that float32 may round."""
+    whole = isinstance(kind, T.DecimalType) and kind.scale <= 0
+    return whole or isinstance(kind, (T.IntegerType, T.LongType))
+
+
 def column_of(columns: ColumnNames, spec: TensorSpec) -> Column:
     """Returns the expression that encodes a column for the ranks and the scorer."""
     if spec.sources:
-        return F.array(*[columns.column(name).cast(_SQL_TYPES[spec.dtype]) for name in spec.sources]).alias(spec.name)
+        return F.array(*[_number(columns, name, spec.dtype) for name in spec.sources]).alias(spec.name)
     kind = columns.type_of(spec.column)
     column = columns.column(spec.column)
     if spec.kind == "any":
-        return (column if kind.simpleString() == spec.sql else column.cast(spec.sql)).alias(spec.name)
+        if kind.simpleString() != spec.sql:
+            numbers = spec.sql in _NUMBERS
+            column = _number(columns, spec.column, _NUMPY_TYPES[spec.sql]) if numbers else column.cast(spec.sql)
+        return column.alias(spec.name)
     if isinstance(kind, VectorUDT):
         return _vector(column, spec.dtype).alias(spec.name)
     if isinstance(kind, T.BinaryType):
@@ -285,11 +294,16 @@ def column_of(columns: ColumnNames, spec: TensorSpec) -> Column:
         fields = F.struct(*[column[name].alias(name) for name in _IMAGE_FIELDS])
         readable = column["data"].isNotNull() & (column["height"] >= 0)  # unreadable images have height -1
         return F.when(readable, fields).alias(spec.name)
-    element, depth = _element(kind)
-    if np.dtype(spec.dtype).kind == "i" and not _held(element, spec.dtype):
+    return _number(columns, spec.column, spec.dtype).alias(spec.name)
+
+
+def _number(columns: ColumnNames, name: str, dtype: str) -> Column:
+    """Returns a column of numbers, or of nested lists of them, as a dtype."""
+    element, depth = _element(columns.type_of(name))
+    if np.dtype(dtype).kind == "i" and not _held(element, dtype):
         # Out-of-range values become null, for `nullPolicy`; a cast would raise or wrap, depending on ANSI mode.
-        return F.expr(f"try_cast({columns.sql(spec.column)} as {_listed(spec.dtype, depth)})").alias(spec.name)
-    return column.cast(_listed(spec.dtype, depth)).alias(spec.name)
+        return F.expr(f"try_cast({columns.sql(name)} as {_listed(dtype, depth)})")
+    return columns.column(name).cast(_listed(dtype, depth))
 
 
 def _held(kind: T.DataType, dtype: str) -> bool:

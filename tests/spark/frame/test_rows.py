@@ -11,6 +11,7 @@ from pyspark.sql import functions as F
 
 from sparktorch.data.columns import InputOptions
 from sparktorch.errors import ColumnError
+from sparktorch.spark.frame.encoding import input_columns
 from sparktorch.spark.frame.prepare import Frame, prepare
 from tests.support.sessions import settings
 
@@ -118,7 +119,13 @@ def test_what_an_integer_dtype_cannot_hold_is_for_the_null_policy(spark: SparkSe
     with settings(spark, {"spark.sql.ansi.enabled": ansi}):
         frame = framed(data.coalesce(1), "x", "l", "s.f", dtypes=dtypes)
         found = [(row["x0"], row["x1"], row["x2"]) for row in frame.data.collect()]
-    assert found == [(None, [1, None], None), (None, [1, None], 3_000_000_000), (7, [1, 7], 7)]
+        assert found == [(None, [1, None], None), (None, [1, None], 3_000_000_000), (7, [1, 7], 7)]
+        # A model that was fitted on whole numbers scores others.
+        whole = data.selectExpr("int(1) as x", "bigint(2) as y")
+        fitted = framed(whole, "x", "y", assemble=True), framed(whole, "x", as_they_are=True)
+        specs = [spec for frame in fitted for spec in frame.columns.inputs]
+        scored = data.selectExpr("x", "bigint(1) as y").select(*input_columns(data.withColumn("y", F.lit(1)), specs))
+    assert [tuple(row) for row in scored.collect()] == [([None, 1], None), ([3_000_000_000, 1], None), ([7, 1], 7)]
 
 
 def test_a_timestamp_among_the_columns_of_a_callable_is_shown_as_ranks_get_it(spark: SparkSession) -> None:
@@ -147,6 +154,8 @@ def test_ids_that_packing_with_floats_would_merge_are_refused_by_name(spark: Spa
     assert found.data.first()["x0"] == [16777216.0, 0.5]
     with pytest.raises(ColumnError, match="column 'id' holds whole numbers beyond 2\\^24") as caught:
         framed(data.where("id > 16777216"), "id", "f", assemble=True)
+    with pytest.raises(ColumnError, match="column 'id' holds whole numbers beyond 2\\^24"):
+        framed(data.selectExpr("cast(id as decimal(20)) + 1 as id", "f"), "id", "f", assemble=True)
     assert "cast(`id` as double)" in caught.value.hint
     assert framed(data.selectExpr("double(id) id", "f"), "id", "f", assemble=True).data.collect()
     labelled = prepare(

@@ -16,11 +16,15 @@ from pyspark.ml.linalg import Vectors, VectorUDT
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
-from sparktorch import TorchClassificationModel, TorchClassifier
+from sparktorch import TorchClassificationModel, TorchClassifier, TorchRegressionModel
 from sparktorch.base.config import Device
+from sparktorch.base.state_dict import pack_state
+from sparktorch.data.columns import TensorSpec
 from sparktorch.errors import ColumnError, ConfigError
+from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark import scoring_udf as predict
 from sparktorch.spark.session import setting
+from sparktorch.train.recipe.dry_run import describe_outputs
 from tests.spark.modules import MLP
 from tests.spark.scored import sorted_rows
 
@@ -112,6 +116,24 @@ def test_a_row_of_another_shape_is_an_error_in_any_case(frame: DataFrame, model:
     for policy in ("error", "keep"):
         with pytest.raises(Exception, match=r"rows of column 'features' do not hold 5 values; the first has 3"):
             model.copy().setHandleInvalid(policy).transform(short).toPandas()
+
+
+def test_bytes_of_numbers_that_are_nan_or_infinite_are_skipped_and_not_scored(spark: SparkSession) -> None:
+    module = torch.nn.Linear(2, 1)
+    trained = TrainedModule(
+        source=torch.nn.Linear,
+        params={"in_features": 2, "out_features": 1},
+        weights=pack_state(module.state_dict()),
+        inputs=(TensorSpec(name="x0", column="x", dtype="float32", shape=(2,), kind="binary", layout="raw"),),
+        outputs=describe_outputs(module(torch.zeros(1, 2))),
+        task="regression",
+    )
+    model = TorchRegressionModel()._with(trained, None)._set(featuresCol="x", handleInvalid="skip")
+    numbers = np.array([[1, 2], [np.nan, 2], [1, -np.inf], [3, 4]], np.float32)
+    rows = [*((i, row.tobytes()) for i, row in enumerate(numbers)), (4, None)]
+    data = spark.createDataFrame(rows, "id int, x binary")
+    scored = {row["id"]: row["prediction"] for row in model.transform(data).collect()}
+    assert scored == pytest.approx({i: module(torch.from_numpy(numbers[i])).item() for i in (0, 3)}, rel=1e-5)
 
 
 @pytest.mark.parametrize("params", [{"handleInvalid": "drop"}, {"predictPrecision": "int8"}, {"device": "tpu"}])

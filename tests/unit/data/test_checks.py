@@ -10,6 +10,7 @@ import pytest
 
 from sparktorch.data.columns import Columns, TensorSpec
 from sparktorch.data.convert.checks import RowFilter, non_finite_mask, null_mask, refuse_lengths
+from sparktorch.data.convert.sql_types import arrow_type
 from sparktorch.data.convert.tensors import held, packed, to_numpy
 from sparktorch.errors import ColumnError
 
@@ -85,6 +86,20 @@ def test_a_number_that_does_not_fit_is_refused_or_filled_and_never_wraps() -> No
     assert to_numpy(column, spec(dtype="int64", fill=5)).tolist() == [1, 5]
     pair = spec(dtype="int64", sources=("a", "b"), shape=(2,), fill=0)
     assert packed([pa.array([1.0, NAN]), pa.array([3, 4])], pair).to_pylist() == [[1, 3], [None, 4]]
+
+
+@pytest.mark.parametrize(
+    ("values", "sql", "expected"),
+    [
+        ([7, 3_000_000_000], "int", [7, None]),
+        ([7.9, NAN], "bigint", [7, None]),
+        ([1.5, 2.0], "float", [1.5, 2.0]),
+        ([Decimal("1.5"), None], "double", [1.5, None]),
+    ],
+)
+def test_a_callable_gets_numbers_of_the_type_of_the_fit(values: list[object], sql: str, expected: list[object]) -> None:
+    found = held(pa.array(values), TensorSpec(name="x0", column="x", dtype="", kind="any", sql=sql))
+    assert (found.type, found.to_pylist()) == (arrow_type(sql), expected)
 
 
 def test_the_hint_for_a_label_names_no_layouts() -> None:

@@ -149,8 +149,11 @@ def test_arguments_that_do_not_fit_are_refused_before_mlflow_makes_a_model(
         flavor.log_model(model_of(Mlp), **arguments)
 
 
-def test_the_pyfunc_answers_null_where_the_model_keeps_invalid_rows(tmp_path: Path) -> None:
-    model = model_of(Mlp, handleInvalid="keep")
+@pytest.mark.parametrize(("policy", "nan_is_null"), [("keep", False), ("skip", True)])
+def test_the_pyfunc_answers_null_where_the_model_keeps_or_skips_invalid_rows(
+    policy: str, nan_is_null: bool, tmp_path: Path
+) -> None:
+    model = model_of(Mlp, handleInvalid=policy)
     flavor.save_model(model, str(tmp_path / "model"), pytorch=False)
     rows = np.random.default_rng(1).normal(size=(2, 5)).astype(np.float32)
     pyfunc = mlflow.pyfunc.load_model(str(tmp_path / "model"))
@@ -159,6 +162,10 @@ def test_the_pyfunc_answers_null_where_the_model_keeps_invalid_rows(tmp_path: Pa
     assert [found["prediction"][0], found["prediction"][2]] == expected
     assert pd.isna(found["prediction"][1])
     assert found["probability"][1] is None
+    for bad in (math.nan, math.inf):
+        holed = pyfunc.predict(pd.DataFrame({"features": [[bad, 1.0, 2.0, 3.0, 4.0], rows[1].tolist()]}))
+        assert [value is None for value in holed["probability"]] == [nan_is_null, False]
+        assert holed["prediction"][1] == expected[1]
 
 
 def test_a_pyfunc_that_answers_null_takes_all_that_mlflow_makes_columns_of(tmp_path: Path) -> None:
