@@ -10,6 +10,7 @@ from typing import Any
 
 __all__ = [
     "JVM_MEMORY_HINT",
+    "SHIP_HINT",
     "ClusterError",
     "ColumnError",
     "ConfigError",
@@ -25,6 +26,10 @@ __all__ = [
     "told",
 ]
 
+SHIP_HINT = (
+    "the executors' Python, which PYSPARK_PYTHON names, needs torch, numpy and pyarrow installed, and your own modules "
+    "and sparktorch shipped with --py-files or spark.addArtifacts"
+)
 JVM_MEMORY_HINT = (
     "the driver's JVM holds what all ranks return: start the session with more spark.driver.memory, or return less; "
     "with modelDir, workers write a fit's model themselves"

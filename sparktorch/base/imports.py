@@ -32,7 +32,7 @@ def load_object(path: str) -> Any:
     except (ImportError, AttributeError) as error:
         raise ModuleError(
             f"cannot import {path!r}: {error}",
-            hint="is the file on the Python path of this process? ship it with --py-files",
+            hint="is the file on the Python path of this process? ship it with --py-files, or addArtifacts on Connect",
         ) from error
     return found
 

@@ -27,7 +27,7 @@ from sparktorch.distributed.log_capture import LogCapture
 from sparktorch.distributed.os_memory import out_of_memory_kills, resident_bytes
 from sparktorch.distributed.process_group import collectives_begun
 from sparktorch.distributed.store import SealedStore, pieces_of
-from sparktorch.errors import ClusterError, RankError, SparkTorchError
+from sparktorch.errors import SHIP_HINT, ClusterError, RankError, SparkTorchError
 
 __all__ = ["Cancelled", "Client", "Order", "PeerFailure", "last_lines"]
 
@@ -276,7 +276,8 @@ class Client:
             return SparkTorchError.from_dict({**error.at(**place).to_dict(), "trace": lines + error.trace})
         trace = "".join(traceback.format_exception(error))
         what = f"{type(error).__name__} while {state['phase']}: {error}"
-        return RankError(what, trace=f"{lines}Traceback of rank {rank}:\n{trace}", **place)
+        hint = SHIP_HINT if isinstance(error, ModuleNotFoundError) else ""
+        return RankError(what, hint=hint, trace=f"{lines}Traceback of rank {rank}:\n{trace}", **place)
 
     def beat(self, store: dist.Store) -> None:
         """Sends a heartbeat (position, progress counters, memory) and the lines logged since the last one."""

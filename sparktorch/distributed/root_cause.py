@@ -9,7 +9,15 @@ from sparktorch.distributed.monitor import Monitor
 from sparktorch.distributed.os_memory import out_of_memory_kills
 from sparktorch.distributed.server import ControlServer
 from sparktorch.distributed.store import UNREACHED_HINT
-from sparktorch.errors import JVM_MEMORY_HINT, ClusterError, RankError, RankLostError, SparkTorchError, failure_in
+from sparktorch.errors import (
+    JVM_MEMORY_HINT,
+    SHIP_HINT,
+    ClusterError,
+    RankError,
+    RankLostError,
+    SparkTorchError,
+    failure_in,
+)
 
 __all__ = ["ChainError", "RootCause"]
 
@@ -159,6 +167,5 @@ def _from_message(message: str) -> SparkTorchError:
         return RankError(f"a rank could not start: {raised[1]}", trace=raised[0])
     return ClusterError(
         f"the Python of the executors cannot start a rank: {missing[1]}",
-        hint="they need torch, numpy and pyarrow installed (PYSPARK_PYTHON names their Python), and your own "
-        "modules and sparktorch shipped with --py-files or spark.addArtifacts",
+        hint=SHIP_HINT,
     )

@@ -36,7 +36,7 @@ def loss_curve(history: list[dict[str, Any]]) -> Figure:
         if known:
             epochs, losses = zip(*((record["epoch"], record[name]) for record in known), strict=True)
             axes.plot(epochs, losses, marker=".", label=label)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.set(xlabel="epoch", ylabel="loss")
     axes.grid(alpha=0.3)
     axes.legend()

@@ -12,7 +12,7 @@ from sparktorch.data.dataset.base import Shard
 from sparktorch.data.dataset.reader import balanced
 from sparktorch.data.sampling.plan import SamplingPlan
 from sparktorch.distributed.client import Client
-from sparktorch.errors import ColumnError
+from sparktorch.errors import ColumnError, ConfigError
 from sparktorch.train.strategies.registry import strategy_options, strategy_type
 from sparktorch.worker.job import GroupJob
 
@@ -30,6 +30,7 @@ def place(
 
     Raises:
         ColumnError: There are no rows to train on.
+        ConfigError: No row is marked for the validation that early stopping needs.
     """
     config, counts = job.config, [peer["rows"] for peer in peers]
     strategy, options = strategy_type(config.strategy), strategy_options(config.strategy, config.strategy_params)
@@ -38,6 +39,13 @@ def place(
         raise ColumnError(
             "there are no rows to train on" + (f" for rank {counts.index(0)}" if independent else ""),
             hint="is every row marked for validation?" if not sum(counts) else "set a smaller numWorkers",
+        )
+    validation = job.columns.validation
+    if config.patience is not None and validation is not None and not any(peer["validation"] for peer in peers):
+        raise ConfigError(
+            f"earlyStoppingPatience looks at the loss of validation rows, and column {validation!r} marks none",
+            hint="it is to be true in some rows; or leave earlyStoppingPatience out",
+            param="earlyStoppingPatience",
         )
     team, rows, first = world, sum(counts), sum(counts[: world.rank])
     if independent:

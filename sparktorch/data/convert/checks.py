@@ -97,22 +97,22 @@ class RowFilter:
         shown = ", ".join(map(str, rows)) + (", ..." if count > len(rows) else "")
         raise ColumnError(
             f"{said}; in the order in which they arrived: {shown}",
-            hint="drop or fill them before fit, or set nullPolicy='drop' or 'fill'" + self._hint(column, what),
+            hint=self._hint(column, what),
             column=column,
             row=rows[0],
         )
 
     def _hint(self, column: str, what: str) -> str:
         spec = next((spec for spec in self._columns.tensors if column in (spec.column, *spec.sources)), None)
+        hint = "drop or replace them before fit, or set nullPolicy='drop'"
+        if spec in self._columns.inputs and spec.fill is None:  # it fills no labels, and no infinity
+            hint += " or 'fill'"
         if spec is None:  # the validation column
-            return "; 'fill' is for inputs"
+            return hint
         if what == "null":
-            return null_hint(spec)
-        return (
-            f"; beyond {np.finfo(spec.dtype).max:.2g} a number is infinite as {spec.dtype}"
-            if spec.dtype in _FLOATS
-            else ""
-        )
+            return hint + null_hint(spec)
+        infinite = f"; beyond {np.finfo(spec.dtype).max:.2g} a number is infinite as {spec.dtype}"
+        return hint + infinite * (spec.dtype in _FLOATS)
 
     def _note(self, column: str, what: str, rows: npt.NDArray[np.intp]) -> None:
         count, first = self._found.get((column, what), (0, []))
@@ -294,7 +294,7 @@ def refuse_lengths(
     if spec.name == LABEL:
         hint = "every label must have the same length: pad, truncate or filter the rows before fit"
     elif lists:
-        hint += f", or set inputLayouts={{{spec.column!r}: 'padded'}} or 'jagged'"
+        hint += f", or fit with inputLayouts={{{spec.column!r}: 'padded'}} or 'jagged'"
     raise ColumnError(
         f"{inner}{rows.size} rows of column {spec.column!r} do not hold {length} {unit}; "
         f"the first has {int(lengths[wrong[0]])}",

@@ -347,6 +347,7 @@ def input_columns(dataset: DataFrame, specs: Sequence[TensorSpec]) -> list[Colum
             if not _fits(kind, spec):
                 raise ColumnError(
                     f"column {name!r} is {kind.simpleString()}, but the model was fitted on {spec.describe()}",
+                    hint="" if is_numeric(kind) or spec.kind == "any" else no_tensor(kind, name).hint,
                     column=name,
                 )
     sent = [(spec, column_of(columns, spec)) for spec in specs]

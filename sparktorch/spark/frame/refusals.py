@@ -70,7 +70,8 @@ def no_label(kind: T.DataType, name: str, *, classes: bool) -> ColumnError:
         if isinstance(kind, T.StringType):
             indexed = f"{name}_index"
             hint = (
-                f"index it: StringIndexer(inputCol={name!r}, outputCol={indexed!r}).fit(df).transform(df), then "
+                f"numbers of classes as text: cast({_sql(name)} as int); names: "
+                f"StringIndexer(inputCol={name!r}, outputCol={indexed!r}).fit(df).transform(df), then "
                 f"labelCol={indexed!r}; IndexToString turns predictions back"
             )
         return ColumnError(f"column {name!r} must be a number, but is {kind.simpleString()}", hint=hint, column=name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -201,7 +202,7 @@ def _tried(
     except Exception as error:
         raise ModuleError(
             f"forward of {type(module).__qualname__} failed on the first row: {type(error).__name__}: {error}",
-            hint=f"the columns arrive as{mapping}{_together(inputs)}",
+            hint=f"the columns arrive as{mapping}{_together(inputs)}{_whole(error, inputs)}",
             param="module",
         ) from error
     outputs = describe_outputs(output)
@@ -340,6 +341,14 @@ def describe_outputs(output: Any) -> tuple[OutputSpec, ...]:
             hint="return a tensor with one row per row of the input, or a tuple or dict of such tensors",
         )
     return tuple(OutputSpec(str(name), tuple(tensor.shape[1:])) for name, tensor in named.items())
+
+
+def _whole(error: Exception, inputs: Mapping[str, torch.Tensor]) -> str:
+    """Returns what to do about whole numbers that a layer of floats has refused."""
+    whole = any(tensor.dtype == torch.int64 for tensor in inputs.values())
+    if not (whole and isinstance(error, RuntimeError) and re.search("dtype|Long", str(error))):
+        return ""
+    return "\n     whole numbers arrive as int64: to layers of floats, give columns that are cast as float or double"
 
 
 def _together(inputs: Mapping[str, torch.Tensor]) -> str:

@@ -149,11 +149,12 @@ def test_a_cause_goes_before_its_consequences_whenever_it_is_told(
 
 
 def test_of_two_causes_the_first_is_told(server: ControlServer, clients: list[Client]) -> None:
-    clients[1].fail(ValueError("first"))
+    clients[1].fail(ModuleNotFoundError("No module named 'nets'"))
     clients[0].fail(ValueError("second"))
     failure, _ = server.first_failure()
     assert failure is not None
     assert failure.where["rank"] == 1
+    assert "your own modules and sparktorch shipped with --py-files" in failure.hint
 
 
 def test_a_rank_beats_while_it_works_and_carries_its_place(server: ControlServer, clients: list[Client]) -> None:

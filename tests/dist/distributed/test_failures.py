@@ -11,7 +11,7 @@ import pytest
 from sparktorch.base.config import TrainConfig
 from sparktorch.data.columns import KEY, LABEL, VALIDATION, WEIGHT
 from sparktorch.distributed.root_cause import RootCause
-from sparktorch.errors import ColumnError, ModuleError, RankError, RankLostError
+from sparktorch.errors import ColumnError, ConfigError, ModuleError, RankError, RankLostError
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker import TrainJob
 from tests.support.frames import Table
@@ -115,6 +115,18 @@ def test_no_rows_to_train_on_is_an_error_and_no_division_by_zero() -> None:
         assert {rank.error for rank in ended} <= {"ColumnError", "PeerFailure"}  # who is late hears it from the other
         assert failure is not None
         assert failure.what == "there are no rows to train on"
+
+
+def test_early_stopping_without_a_row_to_validate_on_is_refused() -> None:
+    table = Table.random(30, classes=3, validated=True).with_values(VALIDATION, [False] * 30)
+    job = job_for(table)
+    job = replace(job, config=replace(job.config, patience=1))
+    with control_server() as server:
+        run_ranks(server, [part.batches() for part in table.parts(2)], job)
+        failure, _ = server.first_failure()
+    assert type(failure) is ConfigError
+    assert failure.where["param"] == "earlyStoppingPatience"
+    assert failure.what.endswith("column 'held_out' marks none")
 
 
 def test_crowded_ranks_are_told_apart_from_chance() -> None:

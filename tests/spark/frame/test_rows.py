@@ -25,7 +25,7 @@ def framed(data: DataFrame, *inputs: str, **options: Any) -> Frame:
 @pytest.mark.parametrize(
     ("column", "as_what", "says"),
     [
-        ("'cat'", "label", ["StringIndexer(inputCol='x', outputCol='x_index').fit(df)", "labelCol='x_index'"]),
+        ("'cat'", "label", ["cast(x as int)", "StringIndexer(inputCol='x', outputCol='x_index').fit(df)"]),
         ("'1.5'", "target", ["cast(x as double)"]),
         ("1", "validation", ["must be boolean, but is int", "cast(x as boolean)"]),
         ("'1'", "weight", ["must be a number, but is string", "cast(x as double)"]),

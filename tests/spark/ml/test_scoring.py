@@ -82,6 +82,8 @@ def test_rows_that_cannot_be_scored_name_their_column(frame: DataFrame, model: T
         model.transform(frame.drop("features"))
     with pytest.raises(ColumnError, match="is float, but the model was fitted on"):
         model.transform(frame.withColumn("features", F.lit(1.0).cast("float")))
+    with pytest.raises(ColumnError, match=r"cast\(features as array<double>\)"):
+        model.transform(frame.withColumn("features", F.col("features").cast("array<string>")))
 
 
 def test_rows_with_nulls_are_kept_with_null_results_on_request(

@@ -38,3 +38,6 @@ def test_the_curve_of_the_validation_shows_the_epochs_that_had_one() -> None:
     training, validation = loss_curve(cast(Any, history)).axes[0].lines
     assert [list(map(float, cast(Any, data))) for data in training.get_data()] == [[1, 2, 3], [3, 2, 1]]
     assert [list(map(float, cast(Any, data))) for data in validation.get_data()] == [[2], [2.5]]
+    for epochs in (1, 3):
+        ticks = loss_curve(cast(Any, history[:epochs])).axes[0].get_xticks()
+        assert all(float(tick).is_integer() for tick in ticks), "an epoch is a whole number"
