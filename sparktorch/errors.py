@@ -27,8 +27,8 @@ __all__ = [
 ]
 
 SHIP_HINT = (
-    "the executors' Python, which PYSPARK_PYTHON names, needs torch, numpy and pyarrow installed, and your own modules "
-    "and sparktorch shipped with --py-files or spark.addArtifacts"
+    "the executors' Python, which PYSPARK_PYTHON names, needs torch, numpy, pyarrow, safetensors and what your "
+    "modules import installed, and your own modules and sparktorch shipped with --py-files or spark.addArtifacts"
 )
 JVM_MEMORY_HINT = (
     "the driver's JVM holds what all ranks return: start the session with more spark.driver.memory, or return less; "

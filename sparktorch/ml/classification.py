@@ -44,7 +44,7 @@ class TorchClassificationModel(TorchModelBase, ClassificationModelParams):
             value: The input: a vector or a (nested) list; for several input columns, a `Row` or dict.
 
         Returns:
-            The class; `None` if the row has a null and `handleInvalid` is "keep".
+            The class; `None` for an invalid row that `handleInvalid` keeps or skips.
 
         Raises:
             ColumnError: An input is missing, or has another type or shape than in the fit.

@@ -290,7 +290,7 @@ class TorchModel(TorchModelBase, GenericModelParams):
 
         Returns:
             A number or (nested) lists of numbers; for several outputs, a dict by the names in `outputCols`. Each is
-            `None` if the row has a null and `handleInvalid` is "keep".
+            `None` for an invalid row that `handleInvalid` keeps or skips.
 
         Raises:
             ColumnError: An input is missing, or has another type or shape than in the fit.

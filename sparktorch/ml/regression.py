@@ -28,7 +28,7 @@ class TorchRegressionModel(TorchModelBase, RegressionModelParams):
             value: The input: a vector or a (nested) list; for several input columns, a `Row` or dict.
 
         Returns:
-            A number, or a list for several values; `None` if the row has a null and `handleInvalid` is "keep".
+            A number, or a list for several values; `None` for an invalid row that `handleInvalid` keeps or skips.
 
         Raises:
             ColumnError: An input is missing, or has another type or shape than in the fit.

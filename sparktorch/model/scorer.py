@@ -28,7 +28,7 @@ from sparktorch.model.trained_module import TrainedModule
 from sparktorch.train.numerics.determinism import tf32_allowed
 from sparktorch.train.numerics.torch_errors import is_out_of_memory
 from sparktorch.train.recipe.huggingface import call
-from sparktorch.train.recipe.task import align, autocast, prediction
+from sparktorch.train.recipe.task import align, autocast, classes_in, prediction
 
 __all__ = ["Scorer", "first_batch_size"]
 
@@ -100,7 +100,8 @@ class Scorer:
         rows = None if invalid == "error" else present(inputs, self._trained.inputs, finite=invalid == "skip")
         if rows is not None:
             inputs = [column.filter(rows) for column in inputs]
-        results = self._score(inputs)
+        # Modules need not take a batch without rows.
+        results = self._score(inputs) if rows is None or len(inputs[0]) else self._nothing()
         scored = [to_arrow(results[name]) for name in names]
         if rows is None:
             return scored
@@ -164,6 +165,19 @@ class Scorer:
                 field.to(self._device)
             fields.append(field)
         return self._in_parts(rows, lambda start, stop: self._arguments(fields, start, stop))
+
+    def _nothing(self) -> dict[str, Array]:
+        """Returns what `_score` does of no rows."""
+        shapes = {spec.name: spec.shape for spec in self._trained.outputs}
+        first = next(iter(shapes.values()))
+        if self._trained.task == "classification":
+            classes = (classes_in(first),)
+            shapes = {"scores": classes, "probability": classes, "prediction": ()}
+        elif len(shapes) == 1:
+            scalar = self._trained.task == "regression" and first == (1,)
+            shapes = {"prediction": () if scalar else first}
+        dtype = np.float32 if self._trained.task == "generic" else np.float64
+        return {name: np.empty((0, *shape), dtype) for name, shape in shapes.items()}
 
     def _in_parts(self, rows: int, arguments: Callable[[int, int], tuple[torch.Tensor, ...]]) -> dict[str, Array]:
         """Scores rows, at most the batch size at a time.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 import pyarrow as pa
 import torch
@@ -15,7 +16,7 @@ import torch
 from sparktorch.base.config import Invalid
 from sparktorch.base.devices import accelerator
 from sparktorch.data.columns import TensorSpec
-from sparktorch.data.convert.sql_types import arrow_type
+from sparktorch.data.convert.sql_types import NUMBERS, arrow_type
 from sparktorch.data.convert.tensors import to_arrow
 from sparktorch.errors import ColumnError
 from sparktorch.model.scorer import Scorer
@@ -139,13 +140,15 @@ def _arrow(values: Any, spec: TensorSpec, name: str) -> pa.Array:
         ColumnError: The rows have another shape than in the fit.
     """
     if spec.kind == "any":
-        return pa.array(list(values), arrow_type(spec.sql), from_pandas=True)
+        # The scorer converts numbers, also those that the type cannot hold.
+        kind = None if spec.sql in NUMBERS else arrow_type(spec.sql)
+        return pa.array(list(values), kind, from_pandas=True)
     if spec.kind == "binary":
         return pa.array(list(values), pa.binary())
     try:
         if spec.ragged:
-            rows = [np.asarray(row, spec.dtype) for row in values]
-            elements = np.concatenate([np.empty((0, *spec.levels), spec.dtype), *rows])
+            rows = [_numbers(np.asarray(row), spec) for row in values]
+            elements = np.concatenate([*rows, *[np.empty((0, *spec.levels), spec.dtype)] * (not rows)])
             ends = np.cumsum([0, *map(len, rows)], dtype=np.int32)
             return pa.ListArray.from_arrays(pa.array(ends), to_arrow(elements))
         nested = getattr(values, "dtype", None) == np.dtype(object)
@@ -158,6 +161,10 @@ def _arrow(values: Any, spec: TensorSpec, name: str) -> pa.Array:
             f"column {name!r} has rows of shape {stacked.shape[1:]}, the model takes {shape}", column=name
         )
     levels = () if spec.sources else spec.levels
-    # The scorer converts to integers, because it handles values that the integer dtype cannot hold.
-    dtype = stacked.dtype if np.dtype(spec.dtype).kind == "i" and stacked.dtype.kind in "if" else spec.dtype
-    return to_arrow(np.ascontiguousarray(stacked, dtype=dtype).reshape(len(stacked), *levels))
+    return to_arrow(_numbers(stacked, spec).reshape(len(stacked), *levels))
+
+
+def _numbers(values: npt.NDArray[Any], spec: TensorSpec) -> npt.NDArray[Any]:
+    """Returns numbers as `spec.dtype`; for an integer dtype as they are: the scorer handles what it cannot hold."""
+    kept = np.dtype(spec.dtype).kind == "i" and values.dtype.kind in "iuf"
+    return np.ascontiguousarray(values, dtype=values.dtype if kept else spec.dtype)

@@ -41,9 +41,11 @@ def place(
             hint="is every row marked for validation?" if not sum(counts) else "set a smaller numWorkers",
         )
     validation = job.columns.validation
-    if config.patience is not None and validation is not None and not any(peer["validation"] for peer in peers):
+    marked = [peer["validation"] for peer in peers]
+    if config.patience is not None and validation is not None and not (min(marked) if independent else sum(marked)):
         raise ConfigError(
-            f"earlyStoppingPatience looks at the loss of validation rows, and column {validation!r} marks none",
+            "earlyStoppingPatience looks at the loss of validation rows, and of the rows "
+            f"{f'of rank {marked.index(0)}' if independent else 'that take part'} column {validation!r} marks none",
             hint="it is to be true in some rows; or leave earlyStoppingPatience out",
             param="earlyStoppingPatience",
         )

@@ -106,13 +106,14 @@ class RowFilter:
         spec = next((spec for spec in self._columns.tensors if column in (spec.column, *spec.sources)), None)
         hint = "drop or replace them before fit, or set nullPolicy='drop'"
         if spec in self._columns.inputs and spec.fill is None:  # it fills no labels, and no infinity
-            hint += " or 'fill'"
+            hint += " or 'fill'" if what == "null" else " or, for NaN, 'fill'"
         if spec is None:  # the validation column
             return hint
         if what == "null":
             return hint + null_hint(spec)
-        infinite = f"; beyond {np.finfo(spec.dtype).max:.2g} a number is infinite as {spec.dtype}"
-        return hint + infinite * (spec.dtype in _FLOATS)
+        if spec.kind == "any" or spec.dtype not in _FLOATS:
+            return hint
+        return f"{hint}; beyond {np.finfo(spec.dtype).max:.2g} a number is infinite as {spec.dtype}"
 
     def _note(self, column: str, what: str, rows: npt.NDArray[np.intp]) -> None:
         count, first = self._found.get((column, what), (0, []))

@@ -6,7 +6,9 @@ import re
 
 import pyarrow as pa
 
-__all__ = ["arrow_type"]
+__all__ = ["NUMBERS", "arrow_type"]
+
+NUMBERS = ("tinyint", "smallint", "int", "bigint", "float", "double")
 
 _WORD = re.compile(r"\w+")
 _NAME = re.compile(r"(`(?:[^`]|``)*`|\w+):")

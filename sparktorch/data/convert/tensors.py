@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from sparktorch.data.columns import TensorSpec
 from sparktorch.data.convert.checks import refuse_lengths, refuse_nulls
-from sparktorch.data.convert.sql_types import arrow_type
+from sparktorch.data.convert.sql_types import NUMBERS, arrow_type
 from sparktorch.errors import ColumnError
 
 __all__ = [
@@ -89,7 +89,7 @@ def held(array: pa.Array, spec: TensorSpec) -> pa.Array:
     """
     if spec.kind == "any":
         kind = arrow_type(spec.sql)
-        if kind == array.type or not (_is_number(kind) and _is_number(array.type)):
+        if kind == array.type or spec.sql not in NUMBERS or not _is_number(array.type):
             return array
         whole = pa.types.is_integer(kind)
         return (_held(array, np.iinfo(kind.to_pandas_dtype())) if whole else array).cast(kind, safe=False)
@@ -99,7 +99,8 @@ def held(array: pa.Array, spec: TensorSpec) -> pa.Array:
 
 
 def _is_number(kind: pa.DataType) -> bool:
-    return any(check(kind) for check in (pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal))
+    sorts = pa.types.is_boolean, pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal, pa.types.is_null
+    return any(check(kind) for check in sorts)
 
 
 def _held(array: pa.Array, limits: np.iinfo[Any]) -> pa.Array:

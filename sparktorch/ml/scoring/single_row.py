@@ -12,7 +12,7 @@ from pyspark.ml.linalg import SparseVector, Vector
 from pyspark.sql import Row
 
 from sparktorch.data.columns import TensorSpec
-from sparktorch.data.convert.sql_types import arrow_type
+from sparktorch.data.convert.sql_types import NUMBERS, arrow_type
 from sparktorch.data.convert.tensors import held
 from sparktorch.errors import ColumnError, nearest
 from sparktorch.model.scorer import Scorer
@@ -105,7 +105,7 @@ def _column(value: Any, spec: TensorSpec, name: str) -> pa.Array:
         value = value.tolist()
     try:
         if spec.kind == "any":
-            return pa.array([value], arrow_type(spec.sql))
+            return held(pa.array([value], None if spec.sql in NUMBERS else arrow_type(spec.sql)), spec)
         if spec.kind == "binary":
             return _binary(value)
         kind = pa.from_numpy_dtype(np.dtype(spec.dtype))
@@ -114,7 +114,7 @@ def _column(value: Any, spec: TensorSpec, name: str) -> pa.Array:
             kind = pa.list_(kind)
         # First the value's own type, then a cast as in Spark: for integers, booleans and decimals.
         return held(pa.array([value]), spec).cast(kind, safe=False)
-    except pa.ArrowException as error:
+    except (pa.ArrowException, OverflowError) as error:
         raise ColumnError(
             f"the value for column {name!r} does not fit: {error}",
             hint=f"the model takes {spec.describe()}",

@@ -258,8 +258,8 @@ def exact(columns: ColumnNames, spec: TensorSpec, wire: Column) -> Column:
     for name in wide:
         column = columns.column(name)
         error = ColumnError(
-            f"column {name!r} holds whole numbers beyond 2^24, which are packed with floats as float32 and would be "
-            "rounded: different ones would become the same",
+            f"column {name!r} holds whole numbers beyond 2^24, which are packed as float32 and would be rounded: "
+            "different ones would become the same",
             hint=f"leave identifiers out of the inputs; where rounding is fine, cast(`{name}` as double)",
             column=name,
         )
@@ -269,7 +269,7 @@ def exact(columns: ColumnNames, spec: TensorSpec, wire: Column) -> Column:
 
 def _is_wide(kind: T.DataType) -> bool:
     """Whether a type is of whole numbers that float32 may round."""
-    whole = isinstance(kind, T.DecimalType) and kind.scale <= 0
+    whole = isinstance(kind, T.DecimalType) and kind.scale <= 0 and kind.precision > 7
     return whole or isinstance(kind, (T.IntegerType, T.LongType))
 
 
@@ -347,11 +347,18 @@ def input_columns(dataset: DataFrame, specs: Sequence[TensorSpec]) -> list[Colum
             if not _fits(kind, spec):
                 raise ColumnError(
                     f"column {name!r} is {kind.simpleString()}, but the model was fitted on {spec.describe()}",
-                    hint="" if is_numeric(kind) or spec.kind == "any" else no_tensor(kind, name).hint,
+                    hint=_as_numbers(columns, name) if spec.kind in ("number", "vector") else "",
                     column=name,
                 )
     sent = [(spec, column_of(columns, spec)) for spec in specs]
     return [for_pandas(column, columns.type_of(spec.column)) if spec.kind == "any" else column for spec, column in sent]
+
+
+def _as_numbers(columns: ColumnNames, name: str) -> str:
+    """Returns the hint for text in place of numbers."""
+    element, depth = _element(columns.type_of(name))
+    text = isinstance(element, T.StringType)
+    return f"numbers as text: cast({columns.sql(name)} as {_listed('float64', depth)})" if text else ""
 
 
 def _fits(kind: T.DataType, spec: TensorSpec) -> bool:

@@ -345,10 +345,12 @@ def describe_outputs(output: Any) -> tuple[OutputSpec, ...]:
 
 def _whole(error: Exception, inputs: Mapping[str, torch.Tensor]) -> str:
     """Returns what to do about whole numbers that a layer of floats has refused."""
-    whole = any(tensor.dtype == torch.int64 for tensor in inputs.values())
-    if not (whole and isinstance(error, RuntimeError) and re.search("dtype|Long", str(error))):
+    whole = any(not (tensor.is_floating_point() or tensor.dtype == torch.bool) for tensor in inputs.values())
+    text = str(error)
+    refused = re.search("Long|long int|int64|Int", text) and re.search("[Ff]loat", text) and "indices" not in text
+    if not (whole and refused and isinstance(error, RuntimeError | ValueError)):
         return ""
-    return "\n     whole numbers arrive as int64: to layers of floats, give columns that are cast as float or double"
+    return "\n     layers of floats take no whole numbers: give them columns that are cast as float or double"
 
 
 def _together(inputs: Mapping[str, torch.Tensor]) -> str:

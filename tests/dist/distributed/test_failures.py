@@ -126,7 +126,7 @@ def test_early_stopping_without_a_row_to_validate_on_is_refused() -> None:
         failure, _ = server.first_failure()
     assert type(failure) is ConfigError
     assert failure.where["param"] == "earlyStoppingPatience"
-    assert failure.what.endswith("column 'held_out' marks none")
+    assert failure.what.endswith("of the rows that take part column 'held_out' marks none")
 
 
 def test_crowded_ranks_are_told_apart_from_chance() -> None:

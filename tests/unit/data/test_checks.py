@@ -95,6 +95,7 @@ def test_a_number_that_does_not_fit_is_refused_or_filled_and_never_wraps() -> No
         ([7.9, NAN], "bigint", [7, None]),
         ([1.5, 2.0], "float", [1.5, 2.0]),
         ([Decimal("1.5"), None], "double", [1.5, None]),
+        ([True, None], "int", [1, None]),
     ],
 )
 def test_a_callable_gets_numbers_of_the_type_of_the_fit(values: list[object], sql: str, expected: list[object]) -> None:

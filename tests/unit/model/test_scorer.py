@@ -1,13 +1,15 @@
-"""predictBatchSize="auto": rows for which a device has no memory go through the module in smaller batches."""
+"""Batches without room or without rows: predictBatchSize="auto", and rows that are all invalid."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 
+from sparktorch.base.config import Task
 from sparktorch.base.state_dict import pack_state
 from sparktorch.data.columns import TensorSpec
 from sparktorch.data.convert.tensors import to_arrow
@@ -92,3 +94,24 @@ def test_models_of_mlflow_halve_their_batches(trained: TrainedModule) -> None:
     settings = {"inputs": ["features"], "outputs": {"prediction": "prediction"}}
     scored = PyFuncModel(trained, settings, "cpu").predict({"features": X})  # type: ignore[arg-type]  # as MLflow may
     np.testing.assert_allclose(scored["prediction"], expected_of(trained), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "task"), [((), "regression"), ((1,), "regression"), ((3,), "classification"), ((2, 3), "generic")]
+)
+def test_where_no_row_can_be_scored_the_module_is_not_called(
+    trained: TrainedModule, shape: tuple[int, ...], task: Task
+) -> None:
+    class Shaped(Cramped):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).view(-1, *[1] * len(shape)).expand(len(x), *shape)
+
+    trained = replace(trained, source=Shaped, outputs=(OutputSpec("", shape),), task=task)
+    names = ["scores", "probability", "prediction"] if task == "classification" else ["prediction"]
+    scorer = Scorer(trained)
+    types = [column.type for column in scorer.score_arrow([to_arrow(X[:2])], names)]
+    Cramped.calls.clear()
+    nulls = scorer.score_arrow([to_arrow(np.full_like(X[:2], np.nan))], names, invalid="skip")
+    assert Cramped.calls == []
+    assert [column.type for column in nulls] == types
+    assert [column.null_count for column in nulls] == [2] * len(names)

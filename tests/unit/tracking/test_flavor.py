@@ -8,6 +8,7 @@ import sys
 import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,11 @@ def embedding() -> tuple[nn.Embedding, TrainedModule]:
     return module, trained
 
 
+def as_ids(columns: dict[str, Any], *, epoch: int | None, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    assert columns["id"].dtype == np.int32
+    return {"x0": torch.from_numpy(columns["id"].astype(np.int64))}
+
+
 def test_a_whole_number_may_be_null_to_the_pyfunc(tmp_path: Path) -> None:
     module, trained = embedding()
     model = TorchClassificationModel()._with(trained, None)._set(featuresCol="id", handleInvalid="keep")
@@ -240,6 +246,22 @@ def test_what_an_integer_dtype_cannot_hold_is_null_to_the_pyfunc_and_to_a_single
         assert model.copy({model.handleInvalid: "keep"}).predict(bad) is None
         with pytest.raises(ColumnError, match="null"):
             pyfunc.predict(pd.DataFrame({"id": [1.0, bad]}))
+    narrow = replace(trained, inputs=(replace(trained.inputs[0], dtype="int32"),))
+    pyfunc = PyFuncModel(narrow, {"inputs": ["id"], "outputs": {"prediction": "p"}, "invalid": "keep"}, "cpu")
+    found = pyfunc.predict(pd.DataFrame({"id": np.array([3_000_000_000, 7], np.uint32)}))["p"]
+    assert [found.isna().tolist(), found[1]] == [[True, False], expected[7]]
+
+
+def test_a_callable_gets_the_numbers_of_a_pyfunc_and_of_a_single_row_as_in_transform() -> None:
+    _, trained = embedding()
+    spec = TensorSpec(name="x0", column="id", dtype="", kind="any", sql="int")
+    trained = replace(trained, inputs=(spec,), preprocess=as_ids, returned=("x0",))
+    model = TorchClassificationModel()._with(trained, None)._set(featuresCol="id", handleInvalid="keep")
+    pyfunc = PyFuncModel(trained, {"inputs": ["id"], "outputs": {"prediction": "p"}, "invalid": "keep"}, "cpu")
+    for values in ([7, 3_000_000_000], [7.9, math.nan], [Decimal(7), None]):
+        found = pyfunc.predict(pd.DataFrame({"id": pd.Series(values)}))["p"]
+        assert [found[0], pd.isna(found[1])] == [model.predict(7), True]
+        assert [model.predict(value) for value in values] == [found[0], None]
 
 
 def test_the_pyfunc_scores_where_it_is_asked_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

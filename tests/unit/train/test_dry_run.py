@@ -129,7 +129,7 @@ def test_whole_numbers_that_a_layer_of_floats_refuses_are_told_to_be_cast() -> N
     for whole, said in ((torch.ones(2, 5).long(), True), (torch.ones(2, 7), False)):
         with pytest.raises(ModuleError, match="forward of Score failed") as caught:
             trial(Score, "MSELoss", "regression", {"column 'a'": whole})
-        assert ("give columns that are cast as float" in caught.value.hint) == said
+        assert ("columns that are cast as float" in caught.value.hint) == said
 
 
 def test_too_many_columns_are_refused_too() -> None:
