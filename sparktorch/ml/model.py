@@ -131,7 +131,6 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
         columns = input_columns(dataset, inputs)
         scored = f"__{self.uid}"
         udf = scoring_udf(dataset.sparkSession, self.trained, fields, self._scoring(), stream=dataset.isStreaming)
-        struct = udf(*columns)
         results = [
             result_column(F.col(scored), f, fields[f]).alias(name, metadata=self._attribute(f, fields[f]))
             for name, f in outputs.items()
@@ -141,9 +140,12 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
         skips = self.getHandleInvalid() == "skip"
         if skips:
             rows = without_invalid(rows, columns, inputs)
+        left_out = skips and found_in_python(inputs)
+        if left_out:  # Spark evaluates a deterministic UDF once more for a filter on its result
+            udf = udf.asNondeterministic()
         # select("*") keeps the user's columns, including duplicate names, which cannot be selected by name.
-        rows = rows.select("*", struct.alias(scored))
-        if skips and found_in_python(inputs):
+        rows = rows.select("*", udf(*columns).alias(scored))
+        if left_out:
             rows = rows.where(F.col(scored)[next(iter(fields))].isNotNull())
         return rows.select("*", *results).drop(scored)
 
