@@ -25,6 +25,7 @@ from sparktorch.errors import ClusterError, ColumnError, ConfigError, RankError
 from sparktorch.ml.run import run_script
 from tests.support.mlflow import QUIET
 from tests.support.nets import Noisy
+from tests.support.waiting import until
 
 ROWS = {"featuresCol": "features", "labelCol": "target", "weightCol": "weight", "batchSize": 64, "progress": False}
 
@@ -125,6 +126,7 @@ def test_ranks_without_rows_take_part(spark: SparkSession) -> None:
 
 def test_a_run_whose_rank_is_killed_goes_on_from_its_last_save(frame: DataFrame, tmp_path: Path) -> None:
     def function(context: RunContext, flag: str) -> tuple[Any, bool]:
+        saved = Path(flag).parent / "killed"  # to which ranks write in the background
         net: Any = Noisy()
         net, optimizer = context.wrap(net, torch.optim.SGD(net.parameters(), lr=0.01))
         if context.restored is not None:
@@ -138,6 +140,7 @@ def test_a_run_whose_rank_is_killed_goes_on_from_its_last_save(frame: DataFrame,
                 if batch.step == 9:
                     context.save({"net": net.state_dict()})
                 if (context.rank, epoch, batch.step) == (1, 1, 3) and flag and not os.path.exists(flag):
+                    until(lambda: [*saved.glob("*/manifest.json")], seconds=60, what="the save is complete")
                     Path(flag).touch()
                     os.kill(os.getpid(), signal.SIGKILL)
         return context.state_dict(net), context.restored is not None
