@@ -170,7 +170,7 @@ def main() -> None:
             formula["activations"] = LAYERS // GROUP * at_once * GROUP * ROWS // MICRO_BATCHES * WIDTH * 4
             for name, value in found.items():
                 samples[f"{strategy}, {size} ranks: {name}, MiB"] = [value / 2**20]
-                apart = max(value / formula[name], formula[name] / value)
+                apart = max(value, formula[name]) / max(1, min(value, formula[name]))
                 ratios[f"{strategy}: {name}"] = max(apart, ratios.get(f"{strategy}: {name}", 0))
     report("memory", samples=samples, ratios=ratios, goals=GOALS, facts=machine("torch"), path=options.json)
 

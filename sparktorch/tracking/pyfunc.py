@@ -148,7 +148,7 @@ def _arrow(values: Any, spec: TensorSpec, name: str) -> pa.Array:
     try:
         if spec.ragged:
             rows = [_numbers(np.asarray(row), spec) for row in values]
-            elements = np.concatenate([*rows, *[np.empty((0, *spec.levels), spec.dtype)] * (not rows)])
+            elements = np.concatenate(rows or [np.empty((0, *spec.levels), spec.dtype)])
             ends = np.cumsum([0, *map(len, rows)], dtype=np.int32)
             return pa.ListArray.from_arrays(pa.array(ends), to_arrow(elements))
         nested = getattr(values, "dtype", None) == np.dtype(object)
@@ -166,5 +166,6 @@ def _arrow(values: Any, spec: TensorSpec, name: str) -> pa.Array:
 
 def _numbers(values: npt.NDArray[Any], spec: TensorSpec) -> npt.NDArray[Any]:
     """Returns numbers as `spec.dtype`; for an integer dtype as they are: the scorer handles what it cannot hold."""
-    kept = np.dtype(spec.dtype).kind == "i" and values.dtype.kind in "iuf"
+    # NumPy takes an empty list for floats, as which whole numbers beside it would be rounded.
+    kept = np.dtype(spec.dtype).kind == "i" and values.dtype.kind in "iuf" and values.size
     return np.ascontiguousarray(values, dtype=values.dtype if kept else spec.dtype)

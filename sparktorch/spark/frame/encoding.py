@@ -13,6 +13,7 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 from sparktorch.data.columns import DType, InputOptions, Kind, Layout, TensorSpec, input_name
+from sparktorch.data.convert.sql_types import NUMBERS
 from sparktorch.errors import ColumnError, ConfigError, told
 from sparktorch.spark.column_names import ColumnNames, quoted_name
 from sparktorch.spark.compat import for_pandas
@@ -42,7 +43,6 @@ _SQL_TYPES: dict[str, str] = {
     "int8": "tinyint",
 }
 _NUMPY_TYPES = {sql: dtype for dtype, sql in _SQL_TYPES.items()} | {"boolean": "bool"}
-_NUMBERS = tuple(_SQL_TYPES.values())
 _LAYOUTS: dict[str, tuple[Layout, ...]] = {
     "number": ("dense",),
     "list": ("dense", "padded", "jagged"),
@@ -281,7 +281,7 @@ def column_of(columns: ColumnNames, spec: TensorSpec) -> Column:
     column = columns.column(spec.column)
     if spec.kind == "any":
         if kind.simpleString() != spec.sql:
-            numbers = spec.sql in _NUMBERS
+            numbers = spec.sql in NUMBERS
             column = _number(columns, spec.column, _NUMPY_TYPES[spec.sql]) if numbers else column.cast(spec.sql)
         return column.alias(spec.name)
     if isinstance(kind, VectorUDT):
@@ -365,7 +365,7 @@ def _fits(kind: T.DataType, spec: TensorSpec) -> bool:
     """Whether a model with that input can score columns of that type."""
     element, depth = _element(kind)
     if spec.kind == "any":
-        return kept_as(kind) == spec.sql or (isinstance(kind, NUMERIC) and spec.sql in _NUMBERS)
+        return kept_as(kind) == spec.sql or (isinstance(kind, NUMERIC) and spec.sql in NUMBERS)
     if isinstance(kind, VectorUDT):
         return len(spec.levels) == 1 and not spec.ragged and spec.kind != "binary"
     if spec.layout == "image" and (_is_file(kind) or _is_image(kind)):

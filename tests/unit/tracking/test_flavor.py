@@ -250,6 +250,9 @@ def test_what_an_integer_dtype_cannot_hold_is_null_to_the_pyfunc_and_to_a_single
     pyfunc = PyFuncModel(narrow, {"inputs": ["id"], "outputs": {"prediction": "p"}, "invalid": "keep"}, "cpu")
     found = pyfunc.predict(pd.DataFrame({"id": np.array([3_000_000_000, 7], np.uint32)}))["p"]
     assert [found.isna().tolist(), found[1]] == [[True, False], expected[7]]
+    lists = replace(trained, inputs=(replace(trained.inputs[0], layout="padded"),))
+    pyfunc = PyFuncModel(lists, {"inputs": ["id"], "outputs": {}}, "cpu")
+    assert pyfunc._columns({"id": [[], [2**53 + 1]]})[0].to_pylist() == [[], [2**53 + 1]]
 
 
 def test_a_callable_gets_the_numbers_of_a_pyfunc_and_of_a_single_row_as_in_transform() -> None:

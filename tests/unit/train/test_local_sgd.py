@@ -19,6 +19,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 def test_models_and_gradients_are_averaged_dtype_by_dtype_in_the_order_of_the_model(
     start: int, dtypes: list[torch.dtype], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Not spawned: forked ranks share the hashes of dtypes, so a set would have the same order in all of them.
     seen: list[torch.dtype] = []
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, *_: seen.append(tensor.dtype))
