@@ -105,6 +105,13 @@ def _is_number(kind: pa.DataType) -> bool:
 
 def _held(array: pa.Array, limits: np.iinfo[Any]) -> pa.Array:
     kind = array.type
+    if pa.types.is_struct(kind):  # ML vectors
+        names = [field.name for field in kind]
+        parts = dict(zip(names, array.flatten(), strict=True))
+        parts["values"] = _held(parts["values"], limits)
+        return pa.StructArray.from_arrays(
+            list(parts.values()), names=names, mask=array.is_null() if array.null_count else None
+        )
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         whole = pa.concat_arrays([array]) if array.offset else array
         inner = whole.values

@@ -124,10 +124,11 @@ def _column(value: Any, spec: TensorSpec, name: str) -> pa.Array:
 
 def _vector(value: Any, spec: TensorSpec) -> pa.Array:
     sparse = isinstance(value, SparseVector)
+    kind = pa.list_(pa.from_numpy_dtype(np.dtype(spec.dtype)))
     parts = {
         "size": pa.array([len(value) if sparse else None], pa.int32()),
         "indices": pa.array([value.indices.tolist() if sparse else []], pa.list_(pa.int32())),
-        "values": pa.array([value.values.tolist()]).cast(pa.list_(pa.from_numpy_dtype(np.dtype(spec.dtype)))),
+        "values": held(pa.array([value.values.tolist()]), spec).cast(kind, safe=False),
     }
     return pa.StructArray.from_arrays(list(parts.values()), names=list(parts))
 

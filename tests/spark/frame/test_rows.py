@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from pyspark.ml.functions import array_to_vector
 from pyspark.mllib.linalg import Vectors as OldVectors
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
@@ -125,7 +126,11 @@ def test_what_an_integer_dtype_cannot_hold_is_for_the_null_policy(spark: SparkSe
         fitted = framed(whole, "x", "y", assemble=True), framed(whole, "x", as_they_are=True)
         specs = [spec for frame in fitted for spec in frame.columns.inputs]
         scored = data.selectExpr("x", "bigint(1) as y").select(*input_columns(data.withColumn("y", F.lit(1)), specs))
-    assert [tuple(row) for row in scored.collect()] == [([None, 1], None), ([3_000_000_000, 1], None), ([7, 1], 7)]
+        assert [tuple(row) for row in scored.collect()] == [([None, 1], None), ([3_000_000_000, 1], None), ([7, 1], 7)]
+        of_lists = framed(whole.selectExpr("array(x, x) as v"), "v", dtypes={"v": "int32"}).columns.inputs
+        vectors = data.select(array_to_vector(F.array(F.lit(-128.5), "x")).alias("v"))
+        found = [row["x0"]["values"] for row in vectors.select(*input_columns(vectors, of_lists)).collect()]
+        assert found == [[-128, None], [-128, None], [-128, 7]]
 
 
 def test_a_timestamp_among_the_columns_of_a_callable_is_shown_as_ranks_get_it(spark: SparkSession) -> None:

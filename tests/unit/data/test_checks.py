@@ -78,6 +78,13 @@ def test_what_an_integer_dtype_cannot_hold_is_null(values: list[object], dtype: 
     assert held(pa.array(values)[1:], spec(dtype=dtype)).null_count == sum(value is None for value in expected[1:])
 
 
+def test_what_an_integer_dtype_cannot_hold_is_null_in_vectors_too() -> None:
+    rows = [{"size": None, "indices": [], "values": [1.5, 300.0]}, None, {"size": 2, "indices": [1], "values": [NAN]}]
+    found = held(pa.array(rows), spec(dtype="int8"))
+    assert [row and row["values"] for row in found.to_pylist()] == [[1.5, None], None, [None]]
+    assert [row and row["size"] for row in found[1:].to_pylist()] == [None, 2]
+
+
 def test_a_number_that_does_not_fit_is_refused_or_filled_and_never_wraps() -> None:
     column = held(pa.array([1.0, NAN]), spec(dtype="int64"))
     with pytest.raises(ColumnError, match="null values") as caught:

@@ -17,6 +17,7 @@ import pandas as pd
 import pytest
 import torch
 import yaml
+from pyspark.ml.linalg import Vectors
 from torch import nn
 
 from sparktorch import TorchClassificationModel
@@ -246,6 +247,9 @@ def test_what_an_integer_dtype_cannot_hold_is_null_to_the_pyfunc_and_to_a_single
         assert model.copy({model.handleInvalid: "keep"}).predict(bad) is None
         with pytest.raises(ColumnError, match="null"):
             pyfunc.predict(pd.DataFrame({"id": [1.0, bad]}))
+    of_lists = replace(trained, source=nn.EmbeddingBag, inputs=(replace(trained.inputs[0], shape=(1,), lists=(1,)),))
+    model = TorchClassificationModel()._with(of_lists, None)._set(featuresCol="id", handleInvalid="keep")
+    assert [model.predict(Vectors.dense([each])) for each in (7.9, 1e30)] == [expected[7], None]
     narrow = replace(trained, inputs=(replace(trained.inputs[0], dtype="int32"),))
     pyfunc = PyFuncModel(narrow, {"inputs": ["id"], "outputs": {"prediction": "p"}, "invalid": "keep"}, "cpu")
     found = pyfunc.predict(pd.DataFrame({"id": np.array([3_000_000_000, 7], np.uint32)}))["p"]
