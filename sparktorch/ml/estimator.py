@@ -17,6 +17,7 @@ from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.errors import ConfigError
 from sparktorch.ml.fit.attempts import train_with_restarts
 from sparktorch.ml.fit.checks import check_param_names
+from sparktorch.ml.fit.inputs import naming_params
 from sparktorch.ml.fit.listeners import Fit, FitReport, callers
 from sparktorch.ml.fit.multiple import fit_multiple
 from sparktorch.ml.fit.plan import plan_of
@@ -94,7 +95,8 @@ class TorchEstimatorBase(Estimator[M], EstimatorParams, MLReadable[Any], MLWrita
         shown: dict[str, Any] = {"rows_per_step": self.getBatchSize(), "show": self.getProgress()}
         with FitReport(fit, **shown, title=source.title, stays=source.bar_stays, judge=judge) as report:
             started = time.perf_counter()
-            request, frame, trial = source.prepared(self, self._task, report)
+            with naming_params(self):
+                request, frame, trial = source.prepared(self, self._task, report)
             report.prepared(frame.columns)
             prepared = time.perf_counter()
             results = train_with_restarts(frame, trial, request, report, source.attempt)

@@ -17,7 +17,7 @@ from sparktorch.base.config import Invalid, Precision
 from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.errors import ColumnError, ConfigError, PersistenceError, nearest
 from sparktorch.ml.fit.checks import check_scoring
-from sparktorch.ml.fit.inputs import input_names
+from sparktorch.ml.fit.inputs import input_names, naming_params
 from sparktorch.ml.fit.prepared_data import make_room
 from sparktorch.ml.params.mixins import GenericModelParams, ModelParams
 from sparktorch.ml.persistence import ModelReader, ModelWriter
@@ -128,7 +128,8 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
                 hint="give each a name of its own, or leave one out with ''",
             )
         inputs = self._inputs()
-        columns = input_columns(dataset, inputs)
+        with naming_params(self):
+            columns = input_columns(dataset, inputs)
         scored = f"__{self.uid}"
         udf = scoring_udf(dataset.sparkSession, self.trained, fields, self._scoring(), stream=dataset.isStreaming)
         results = [

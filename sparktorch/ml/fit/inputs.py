@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from pyspark import cloudpickle
@@ -10,10 +12,10 @@ from sparktorch.base.config import one_of
 from sparktorch.base.imports import load_object
 from sparktorch.data.columns import InputOptions
 from sparktorch.data.preprocess import check_signature
-from sparktorch.errors import ConfigError
+from sparktorch.errors import ColumnError, ConfigError
 from sparktorch.ml.params.mixins import EstimatorParams
 
-__all__ = ["check_ships", "input_names", "input_options", "preprocess_of"]
+__all__ = ["check_ships", "input_names", "input_options", "naming_params", "preprocess_of"]
 
 
 def preprocess_of(params: EstimatorParams) -> Any:
@@ -90,3 +92,22 @@ def input_names(instance: Any) -> list[str]:
     if not names:
         raise ConfigError("inputCols is empty", param="inputCols")
     return names
+
+
+@contextmanager
+def naming_params(instance: Any) -> Iterator[None]:
+    """Context that adds, to an error about a column, the Param that names the column, if it is only one."""
+    try:
+        yield
+    except ColumnError as error:
+        naming = []
+        for param in instance.params:
+            if param.name.endswith(("Col", "Cols")) and instance.isDefined(param):
+                columns = instance.getOrDefault(param)
+                if error.where.get("column") in ([columns] if isinstance(columns, str) else columns):
+                    naming.append(param)
+        # A column that a Param has been set to may be called like the default of another.
+        naming = [param for param in naming if instance.isSet(param)] or naming
+        if len(naming) != 1:
+            raise
+        raise error.at(param=naming[0].name) from error.__cause__

@@ -13,6 +13,7 @@ from sparktorch.base.batch import Batch
 from sparktorch.base.config import Task, above
 from sparktorch.errors import ConfigError
 from sparktorch.ml.fit.first_row_trial import first_inputs, first_label
+from sparktorch.ml.fit.inputs import naming_params
 from sparktorch.ml.fit.translate import translate
 from sparktorch.ml.params.mixins import EstimatorParams
 from sparktorch.spark.frame.prepare import prepare
@@ -72,7 +73,8 @@ def plan_of(
     """Returns the plan of an estimator's training; see `TorchEstimatorBase.plan`."""
     check_figures(memory, speed, bandwidth)
     request = translate(estimator, task)
-    frame, inputs = first_inputs(prepare(dataset, task, **request.columns))
+    with naming_params(estimator):
+        frame, inputs = first_inputs(prepare(dataset, task, **request.columns))
     label = first_label(frame)
     weighted = frame.columns.weight is not None or request.config.class_weights is not None
     weight, names, config = torch.ones(2) if weighted else None, frame.columns.arguments, request.config

@@ -78,7 +78,7 @@ def test_rows_that_cannot_be_scored_name_their_column(frame: DataFrame, model: T
     null = frame.withColumn("features", F.expr("if(target > 4, null, features)"))
     with pytest.raises(Exception, match=r"column 'features' has \d+ null values"):
         model.transform(null).toPandas()
-    with pytest.raises(ColumnError, match="there is no column 'features'"):
+    with pytest.raises(ColumnError, match=r"there is no column 'features' \[param=featuresCol, column=features\]"):
         model.transform(frame.drop("features"))
     with pytest.raises(ColumnError, match="is float, but the model was fitted on"):
         model.transform(frame.withColumn("features", F.lit(1.0).cast("float")))
