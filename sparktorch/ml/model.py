@@ -128,7 +128,7 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
                 hint="give each a name of its own, or leave one out with ''",
             )
         inputs = self._inputs()
-        with naming_params(self):
+        with naming_params(self, fits=False):
             columns = input_columns(dataset, inputs)
         scored = f"__{self.uid}"
         udf = scoring_udf(dataset.sparkSession, self.trained, fields, self._scoring(), stream=dataset.isStreaming)

@@ -18,7 +18,7 @@ from sparktorch.distributed.root_cause import ChainError
 from sparktorch.errors import ConfigError
 from sparktorch.ml.fit.attempts import of_request, partitioned, with_restarts
 from sparktorch.ml.fit.first_row_trial import first_inputs
-from sparktorch.ml.fit.inputs import check_ships
+from sparktorch.ml.fit.inputs import check_ships, naming_params
 from sparktorch.ml.fit.listeners import Fit, FitReport
 from sparktorch.ml.fit.prepared_data import launchable
 from sparktorch.ml.fit.translate import JobRequest, translate_run
@@ -92,7 +92,8 @@ def run(
             job = FunctionJob(columns=Columns(inputs=()), config=request.config, **more, **of_request(request))
             results = with_restarts(session, job, request, partial(_without_rows, session, report))
         else:
-            frame, _ = first_inputs(prepare(rows, "generic", **request.columns))
+            with naming_params(given):
+                frame, _ = first_inputs(prepare(rows, "generic", **request.columns))
             report.prepared(frame.columns)
             job = FunctionJob(
                 columns=frame.columns,

@@ -105,7 +105,7 @@ def _is_number(kind: pa.DataType) -> bool:
 
 def _held(array: pa.Array, limits: np.iinfo[Any]) -> pa.Array:
     kind = array.type
-    if pa.types.is_struct(kind):  # ML vectors
+    if pa.types.is_struct(kind) and kind.get_field_index("values") >= 0:  # ML vectors
         names = [field.name for field in kind]
         parts = dict(zip(names, array.flatten(), strict=True))
         parts["values"] = _held(parts["values"], limits)
@@ -182,7 +182,12 @@ def vector_rows(array: pa.StructArray, spec: TensorSpec, *, first_row: int = 0) 
     sparse = sizes.is_valid().to_numpy(zero_copy_only=False) & valid
     held = np.where(sparse, sizes.fill_null(0).to_numpy(), lengths)
     refuse_lengths(held, spec, spec.width, first_row, among=valid)
-    flat = numbers(_flattened(values, valid), spec, first_row)
+    elements = _flattened(values, valid)
+    if spec.fill is None and elements.null_count:  # sparse rows have fewer than `spec.width`
+        nulls = elements.is_null().to_numpy(zero_copy_only=False)
+        holds_null = np.isin(np.arange(len(lengths)), np.repeat(np.arange(len(lengths)), lengths)[nulls])
+        refuse_nulls(pa.array(holds_null, mask=holds_null), spec, first_row)
+    flat = numbers(elements, spec, first_row)
     indices = _flattened(array.field("indices"), sparse).to_numpy()
     if not valid.all():
         starts = np.cumsum(lengths) - lengths

@@ -17,6 +17,10 @@ from sparktorch.ml.params.mixins import EstimatorParams
 
 __all__ = ["check_ships", "input_names", "input_options", "naming_params", "preprocess_of"]
 
+_INPUTS = ("featuresCol", "inputCols", "textCol", "imageCol")
+_COLUMNS = (*_INPUTS, "labelCol", "labelCols", "weightCol", "validationIndicatorCol", "idCol")
+_INSTEAD = {"featuresCol": "inputCols", "labelCol": "labelCols"}  # the Param that takes the place of another
+
 
 def preprocess_of(params: EstimatorParams) -> Any:
     """Returns the `preprocess` callable, or `None` if it is not set.
@@ -95,19 +99,28 @@ def input_names(instance: Any) -> list[str]:
 
 
 @contextmanager
-def naming_params(instance: Any) -> Iterator[None]:
-    """Context that adds, to an error about a column, the Param that names the column, if it is only one."""
+def naming_params(instance: Any, *, fits: bool = True) -> Iterator[None]:
+    """Context that adds, to an error about a column, the Param that names the column, if it is only one.
+
+    Args:
+        instance: An estimator or a model.
+        fits: Whether columns besides the inputs are read, too.
+    """
     try:
         yield
     except ColumnError as error:
-        naming = []
-        for param in instance.params:
-            if param.name.endswith(("Col", "Cols")) and instance.isDefined(param):
-                columns = instance.getOrDefault(param)
-                if error.where.get("column") in ([columns] if isinstance(columns, str) else columns):
-                    naming.append(param)
-        # A column that a Param has been set to may be called like the default of another.
-        naming = [param for param in naming if instance.isSet(param)] or naming
+        given = {name: instance.getOrDefault(name) for name in _COLUMNS if _has(instance, name)}
+        read = [name for name in given if (fits or name in _INPUTS) and _INSTEAD.get(name) not in given]
+        naming = [
+            name
+            for name in read
+            if error.where.get("column") in ([given[name]] if isinstance(given[name], str) else given[name])
+        ]
         if len(naming) != 1:
             raise
-        raise error.at(param=naming[0].name) from error.__cause__
+        raise error.at(param=naming[0]).with_traceback(error.__traceback__) from error.__cause__
+
+
+def _has(instance: Any, name: str) -> bool:
+    """Whether a Param has a value; `None` is none."""
+    return instance.hasParam(name) and instance.isDefined(name) and instance.getOrDefault(name) is not None

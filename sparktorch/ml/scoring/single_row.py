@@ -98,6 +98,10 @@ def _column(value: Any, spec: TensorSpec, name: str) -> pa.Array:
         name: The column of the value.
     """
     if isinstance(value, Vector):
+        if spec.kind not in ("number", "vector"):
+            raise ColumnError(
+                f"the value for column {name!r} is a vector", hint=f"the model takes {spec.describe()}", column=name
+            )
         return _vector(value, spec)
     if isinstance(value, Row):
         value = value.asDict(recursive=True)

@@ -327,7 +327,7 @@ def _vector(column: Column, dtype: str) -> Column:
     fields = F.unwrap_udt(column)
     indices = F.coalesce(fields["indices"], F.array().cast("array<int>"))
     values = fields["values"]
-    if np.dtype(dtype).kind == "i":  # null where it cannot hold a value, as in `_number`
+    if np.dtype(dtype).kind == "i":  # null where it cannot hold a value, for `nullPolicy`
         least, most = float(np.iinfo(dtype).min), float(np.iinfo(dtype).max)
         values = F.transform(
             values, lambda value: F.when(((value == least) | (value > least - 1)) & (value < most + 1), value)

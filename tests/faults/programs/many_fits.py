@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,21 @@ def fit(data: DataFrame | PreparedData, seed: int, **params: Any) -> str:
     return hashlib.sha256(weights).hexdigest()
 
 
+def _asks_for_names() -> bool:
+    """Whether a process has a UDP socket: torch asks a name server for the name of each peer of a store."""
+    driver = psutil.Process()
+    for process in (driver, *driver.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            if "java" not in process.name() and process.net_connections("udp"):
+                return True
+    return False
+
+
 def holdings(spark: SparkSession) -> dict[str, dict[str, float]]:
-    """Returns what driver, JVM and Python workers hold; memory is their own, in MiB."""
+    """Returns what driver, JVM and Python workers hold between fits; memory is their own, in MiB."""
+    time.sleep(_END_OF_TASK)
+    until(lambda: not _asks_for_names(), seconds=60, what="an answer of the name server")
+    time.sleep(_END_OF_TASK)
     driver = psutil.Process()
     groups: dict[str, list[psutil.Process]] = {"driver": [driver], "jvm": [], "workers": []}
     for process in driver.children(recursive=True):
@@ -81,13 +95,6 @@ def holdings(spark: SparkSession) -> dict[str, dict[str, float]]:
     return held
 
 
-def _asks_for_names() -> bool:
-    """Whether a process waits for a name server: torch looks up the name of each peer that a store connects to."""
-    driver = psutil.Process()
-    processes = [driver, *(child for child in driver.children(recursive=True) if "java" not in child.name())]
-    return any(process.net_connections("udp") for process in processes)
-
-
 def on_held_rows(
     spark: SparkSession, data: DataFrame, expected: dict[int, str], fits: int
 ) -> list[dict[str, dict[str, float]]]:
@@ -96,9 +103,6 @@ def on_held_rows(
     with TorchRegressor(module=Score, numWorkers=1).prepare(data) as rows:
         for number in range(WARM + fits + 1):
             if number in (WARM, WARM + fits):
-                time.sleep(_END_OF_TASK)
-                until(lambda: not _asks_for_names(), seconds=60, what="an answer of the name server")
-                time.sleep(_END_OF_TASK)
                 found.append(holdings(spark))
             assert fit(rows, number % SEEDS) == expected[number % SEEDS]
     return found

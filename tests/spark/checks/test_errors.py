@@ -19,6 +19,7 @@ from pyspark.sql import functions as F
 
 from sparktorch import TorchClassifier, TorchEstimator, TorchRegressor
 from sparktorch.errors import ClusterError, ColumnError, ConfigError, ModuleError, RankError, SparkTorchError
+from sparktorch.ml.fit.inputs import naming_params
 from tests.spark.modules import MLP, Faulty
 from tests.support.sessions import settings
 from tests.support.waiting import until
@@ -97,6 +98,24 @@ def test_it_is_refused_before_a_job_starts(
     assert len(jobs) <= 1, "more than the reading of the first row"
     for text in says:
         assert text in str(caught.value)
+
+
+def test_a_column_that_several_params_name_or_none_is_told_without_them(frame: DataFrame) -> None:
+    data = frame.withColumn("name", F.lit("x"))
+    missing = classifier(featuresCol="none")
+    for estimator, says in (
+        (classifier(featuresCol="name", labelCol="name"), "[column=name]"),
+        (classifier(inputCols=["features", "none"]), "[param=inputCols, column=none]"),
+        (missing.copy({missing.weightCol: None}), "[param=featuresCol, column=none]"),
+    ):
+        for action in (estimator.fit, estimator.plan):
+            with pytest.raises(ColumnError) as caught:
+                action(data)
+            assert says in str(caught.value)
+    model = classifier(labelCol="features")  # what only a fit reads is not named by a model
+    with pytest.raises(ColumnError) as caught, naming_params(model, fits=False):
+        raise ColumnError("there is none", column="features")
+    assert caught.value.where == {"param": "featuresCol", "column": "features"}
 
 
 def test_params_of_the_wrong_type_are_refused_when_set() -> None:

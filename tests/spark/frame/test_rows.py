@@ -127,10 +127,13 @@ def test_what_an_integer_dtype_cannot_hold_is_for_the_null_policy(spark: SparkSe
         specs = [spec for frame in fitted for spec in frame.columns.inputs]
         scored = data.selectExpr("x", "bigint(1) as y").select(*input_columns(data.withColumn("y", F.lit(1)), specs))
         assert [tuple(row) for row in scored.collect()] == [([None, 1], None), ([3_000_000_000, 1], None), ([7, 1], 7)]
-        of_lists = framed(whole.selectExpr("array(x, x) as v"), "v", dtypes={"v": "int32"}).columns.inputs
-        vectors = data.select(array_to_vector(F.array(F.lit(-128.5), "x")).alias("v"))
-        found = [row["x0"]["values"] for row in vectors.select(*input_columns(vectors, of_lists)).collect()]
-        assert found == [[-128, None], [-128, None], [-128, 7]]
+        limits = data.selectExpr("array(-128.5D, -129D, x) a", "array(-pow(2D, 63), pow(2D, 63), x) b")
+        lists = whole.selectExpr("array(x, x, x) as a", "array(x, x, x) as b")
+        of_lists = framed(lists, "a", "b", dtypes={"a": "int8", "b": "int64"}).columns.inputs
+        vectors = limits.select(array_to_vector("a").alias("a"), array_to_vector("b").alias("b"))
+        rows = vectors.select(*input_columns(vectors, of_lists)).collect()
+        assert [row["x0"]["values"] for row in rows] == [[-128, None, None], [-128, None, None], [-128, None, 7]]
+        assert [row["x1"]["values"] for row in rows] == [[-(2**63), None, x] for x in (None, 3_000_000_000, 7)]
 
 
 def test_a_timestamp_among_the_columns_of_a_callable_is_shown_as_ranks_get_it(spark: SparkSession) -> None:

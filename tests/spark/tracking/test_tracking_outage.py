@@ -30,8 +30,8 @@ Away = Literal["refuse", "stall"]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """The port of an MLflow server."""
+def server(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[int]:
+    """The port of an MLflow server, which starts while the session does."""
     directory, port = tmp_path_factory.mktemp("server"), free_port()
     command = (
         f"{sys.executable} -m mlflow server --host 127.0.0.1 --port {port} --workers 1 "
@@ -41,6 +41,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # six more processes, of no use here
     process = subprocess.Popen(command.split(), cwd=directory, env=environment, start_new_session=True, **quiet)
     try:
+        request.getfixturevalue("frame")
         until(lambda: answers(f"http://127.0.0.1:{port}/health"), seconds=90, what="the server answers")
         yield port
     finally:

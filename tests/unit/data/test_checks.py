@@ -11,7 +11,7 @@ import pytest
 from sparktorch.data.columns import Columns, TensorSpec
 from sparktorch.data.convert.checks import RowFilter, non_finite_mask, null_mask, refuse_lengths
 from sparktorch.data.convert.sql_types import arrow_type
-from sparktorch.data.convert.tensors import held, packed, to_numpy
+from sparktorch.data.convert.tensors import held, packed, to_numpy, vector_rows
 from sparktorch.errors import ColumnError
 
 NAN, INF = float("nan"), float("inf")
@@ -80,9 +80,18 @@ def test_what_an_integer_dtype_cannot_hold_is_null(values: list[object], dtype: 
 
 def test_what_an_integer_dtype_cannot_hold_is_null_in_vectors_too() -> None:
     rows = [{"size": None, "indices": [], "values": [1.5, 300.0]}, None, {"size": 2, "indices": [1], "values": [NAN]}]
-    found = held(pa.array(rows), spec(dtype="int8"))
-    assert [row and row["values"] for row in found.to_pylist()] == [[1.5, None], None, [None]]
-    assert [row and row["size"] for row in found[1:].to_pylist()] == [None, 2]
+    expected = [{**rows[0], "values": [1.5, None]}, None, {**rows[2], "values": [None]}]
+    whole = pa.array(rows)
+    assert held(whole, spec(dtype="int8")).to_pylist() == expected
+    assert held(whole[1:], spec(dtype="int8")).to_pylist() == expected[1:]
+    assert held(pa.array([{"a": 1}]), spec(dtype="int8")).to_pylist() == [{"a": 1}]
+
+
+def test_the_row_of_a_null_in_a_sparse_vector_is_named() -> None:
+    rows = [{"size": 4, "indices": [1], "values": [value]} for value in (1.0, 2.0, 3.0, None)]
+    with pytest.raises(ColumnError, match="has 1 null values") as caught:
+        vector_rows(pa.array(rows), spec(kind="vector", shape=(4,)), first_row=10)
+    assert caught.value.where["row"] == 13
 
 
 def test_a_number_that_does_not_fit_is_refused_or_filled_and_never_wraps() -> None:

@@ -250,6 +250,11 @@ def test_what_an_integer_dtype_cannot_hold_is_null_to_the_pyfunc_and_to_a_single
     of_lists = replace(trained, source=nn.EmbeddingBag, inputs=(replace(trained.inputs[0], shape=(1,), lists=(1,)),))
     model = TorchClassificationModel()._with(of_lists, None)._set(featuresCol="id", handleInvalid="keep")
     assert [model.predict(Vectors.dense([each])) for each in (7.9, 1e30)] == [expected[7], None]
+    with pytest.raises(ColumnError, match="the value for column 'id' does not fit"):
+        model.predict({"id": {"a": 1}})
+    raw = replace(trained, inputs=(replace(trained.inputs[0], dtype="uint8", kind="binary", layout="raw"),))
+    with pytest.raises(ColumnError, match="is a vector"):
+        TorchClassificationModel()._with(raw, None)._set(featuresCol="id").predict(Vectors.dense([300.0]))
     narrow = replace(trained, inputs=(replace(trained.inputs[0], dtype="int32"),))
     pyfunc = PyFuncModel(narrow, {"inputs": ["id"], "outputs": {"prediction": "p"}, "invalid": "keep"}, "cpu")
     found = pyfunc.predict(pd.DataFrame({"id": np.array([3_000_000_000, 7], np.uint32)}))["p"]
