@@ -31,7 +31,7 @@ Away = Literal["refuse", "stall"]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[int]:
-    """The port of an MLflow server, which starts while the session does."""
+    """The port of an MLflow server, which starts while the session does, and the workers of a first fit."""
     directory, port = tmp_path_factory.mktemp("server"), free_port()
     command = (
         f"{sys.executable} -m mlflow server --host 127.0.0.1 --port {port} --workers 1 "
@@ -41,7 +41,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # six more processes, of no use here
     process = subprocess.Popen(command.split(), cwd=directory, env=environment, start_new_session=True, **quiet)
     try:
-        request.getfixturevalue("frame")
+        request.getfixturevalue("warm")
         until(lambda: answers(f"http://127.0.0.1:{port}/health"), seconds=90, what="the server answers")
         yield port
     finally:
@@ -88,11 +88,17 @@ def check_complete(server: int, name: str, summary: TrainingSummary) -> None:
 
 
 @pytest.fixture(scope="module")
-def unlogged(frame: DataFrame) -> tuple[TrainingSummary, float]:
+def warm(frame: DataFrame) -> DataFrame:
+    """The rows, after a fit: the first one is slow for reasons of its own."""
+    fit(frame, None)
+    return frame
+
+
+@pytest.fixture(scope="module")
+def unlogged(warm: DataFrame) -> tuple[TrainingSummary, float]:
     """What a fit that nobody logs comes to, and the seconds that it takes."""
-    fit(frame, None)  # the first one is slow for reasons of its own
     started = time.monotonic()
-    summary = fit(frame, None)
+    summary = fit(warm, None)
     return summary, time.monotonic() - started
 
 
