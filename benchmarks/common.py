@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import datetime
 import importlib.metadata
+import io
 import json
 import os
 import platform
@@ -21,7 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from pyspark.sql import SparkSession
@@ -31,6 +32,7 @@ __all__ = [
     "arguments",
     "interleave",
     "machine",
+    "printed",
     "report",
     "run_process",
     "seconds",
@@ -42,6 +44,8 @@ __all__ = [
 ]
 
 ROOT = Path(__file__).resolve().parent.parent
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -247,6 +251,14 @@ def taking_turns(
         except (subprocess.TimeoutExpired, BrokenPipeError):
             os.killpg(process.pid, signal.SIGKILL)  # its JVM too
             process.communicate()
+
+
+def printed(show: Callable[[], T]) -> tuple[T, str]:
+    """Calls what prints a table, and returns its result and the table, which `benchmarks.tables` puts on the page."""
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        found = show()
+    print(text.getvalue(), end="")
+    return found, text.getvalue().strip("\n")
 
 
 def report(

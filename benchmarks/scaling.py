@@ -32,7 +32,7 @@ from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from benchmarks.common import Goal, arguments, interleave, machine, report, workspace
+from benchmarks.common import Goal, arguments, interleave, machine, printed, report, workspace
 from benchmarks.nets import Mlp
 from benchmarks.ranks import Place, Ranks, fit
 from benchmarks.score import ResNet
@@ -218,7 +218,7 @@ def main() -> None:
         samples = interleave(turns.sides(ways(size)), 2 if options.quick else 5)
     last = (Way(1), *(way for way in ways(size) if way.ranks == size))
     splits = {name: {str(way): turns.split(name, way) for way in last} for name in CASES}
-    show(splits)
+    _, table = printed(lambda: show(splits))
     ratios, goals = {}, {}
     for name, case in CASES.items():
         alone = turns.median(name, Way(1)).whole
@@ -236,14 +236,9 @@ def main() -> None:
         samples={f"{name}, ms a step": values for name, values in samples.items()},
         ratios=ratios,
         goals=goals,
-        facts={"ranks": size, "splits": rounded(splits), **machine("torch")},
+        facts={"ranks": size, "printed": {"splits": table}, **machine("torch")},
         path=options.json,
     )
-
-
-def rounded(values: Any) -> Any:
-    """Returns nested mappings of numbers with three decimals."""
-    return {key: rounded(value) for key, value in values.items()} if isinstance(values, Mapping) else round(values, 3)
 
 
 if __name__ == "__main__":

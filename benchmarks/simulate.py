@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import divided
-from benchmarks.common import arguments, machine, report, workspace
+from benchmarks.common import arguments, machine, printed, report, workspace
 from benchmarks.ranks import Place, Ranks, arrays_of
 from benchmarks.ring import Gradient, Link, Work, buckets, efficiency, evenly, step
 from benchmarks.scaling import CASES, ONE_BUCKET_MB, Case, Way, train
@@ -235,8 +235,13 @@ def main() -> None:
         here = Machine(ranks, steps)
         for _ in range(rounds):
             here.round()
-    ratios = show_here(here) | show_published() | divided.show()
-    further = show_further(here)
+    parts = {
+        "here": printed(lambda: show_here(here)),
+        "published": printed(show_published),
+        "divided": printed(divided.show),
+    }
+    further, table = printed(lambda: show_further(here))
+    tables = {name: text for name, (_, text) in parts.items()} | {"further": table}
     link = here.link()
     report(
         "simulate",
@@ -245,13 +250,14 @@ def main() -> None:
             for name, ways in here.measured.items()
             for mb, values in ways.items()
         },
-        ratios=ratios,
+        ratios={name: value for ratios, _ in parts.values() for name, value in ratios.items()},
         goals={},
         facts={
             "bandwidth": round(link.bandwidth),
             "latency": round(link.latency, 8),
             "busy": round(link.busy, 3),
             "efficiency": {"ranks": SIZES, **further},
+            "printed": tables,
             **machine("torch"),
         },
         path=options.json,

@@ -1,5 +1,7 @@
 """Writes the tables of docs/benchmarks.md from the results: between `<!-- results: NAME -->` and `<!-- end -->`.
 
+`NAME ratios` leaves out what the ratios are made of; `NAME TABLE` is a table that the benchmark has printed.
+
 `python -m benchmarks.tables` writes them; with `--check` it changes nothing, and fails if one differs from its result.
 """
 
@@ -16,7 +18,7 @@ from benchmarks.common import ROOT
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 RESULTS = ROOT / "benchmarks" / "results"
-BLOCK = re.compile(r"(<!-- results: (\w+)( ratios)? -->\n).*?(<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- results: (\w+)(?: (\w+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def tables(result: dict[str, Any], *, medians: bool = True) -> str:
@@ -61,9 +63,11 @@ def written(page: str) -> str:
     """Returns the page with its tables as the results have them."""
 
     def fill(found: re.Match[str]) -> str:
-        head, name, ratios, end = found.groups()
+        head, name, part, end = found.groups()
         result = json.loads((RESULTS / f"{name}.json").read_text())
-        return f"{head}\n{tables(result, medians=not ratios)}\n{end}"
+        if part in (None, "ratios"):
+            return f"{head}\n{tables(result, medians=part is None)}\n{end}"
+        return f"{head}\n```\n{result['printed'][part]}\n```\n\n{end}"
 
     return BLOCK.sub(fill, page)
 
