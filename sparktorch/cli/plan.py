@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command; returns 0 if a strategy is possible and fits, else 1."""
+    """Runs the command; returns 0 if a strategy is possible and fits, 1 if none does, 2 if there is no plan."""
     try:
         given = {name: getattr(options, name) for name in ("memory", "speed", "bandwidth")}
         check_figures(**given)
@@ -51,10 +51,10 @@ def run(options: argparse.Namespace) -> int:
             found = estimator.plan(training, **given)  # type: ignore[attr-defined]  # which all have
     except NoSessionError as error:
         print(f"{error.finding.found}\n  -> {error.finding.advice}", file=sys.stderr)
-        return 1
+        return 2
     except SparkTorchError as error:
         print(error, file=sys.stderr)
-        return 1
+        return 2
     print(found)
     if found.fitting:
         return 0

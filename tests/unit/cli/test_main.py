@@ -85,7 +85,7 @@ def test_figures_that_do_not_fit_together_are_told_before_a_session_starts(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr("sparktorch.cli.plan.session")
-    assert main(["plan", "conf/digits.yaml", "--speed", "100"]) == 1
+    assert main(["plan", "conf/digits.yaml", "--speed", "100"]) == 2
     assert "speed is given without bandwidth" in capsys.readouterr().err
 
 
