@@ -185,7 +185,8 @@ def vector_rows(array: pa.StructArray, spec: TensorSpec, *, first_row: int = 0) 
     elements = _flattened(values, valid)
     if spec.fill is None and elements.null_count:  # sparse rows have fewer than `spec.width`
         nulls = elements.is_null().to_numpy(zero_copy_only=False)
-        holds_null = np.isin(np.arange(len(lengths)), np.repeat(np.arange(len(lengths)), lengths)[nulls])
+        holds_null = np.zeros(len(lengths), np.bool_)
+        holds_null[np.repeat(np.arange(len(lengths)), lengths)[nulls]] = True
         refuse_nulls(pa.array(holds_null, mask=holds_null), spec, first_row)
     flat = numbers(elements, spec, first_row)
     indices = _flattened(array.field("indices"), sparse).to_numpy()

@@ -71,7 +71,7 @@ def holdings(spark: SparkSession) -> dict[str, dict[str, float]]:
     """Returns what driver, JVM and Python workers hold between fits; memory is their own, in MiB."""
     time.sleep(_END_OF_TASK)
     until(lambda: not _asks_for_names(), seconds=60, what="an answer of the name server")
-    time.sleep(_END_OF_TASK)
+    time.sleep(_END_OF_TASK)  # who has waited for one closes the task's connections only now
     driver = psutil.Process()
     groups: dict[str, list[psutil.Process]] = {"driver": [driver], "jvm": [], "workers": []}
     for process in driver.children(recursive=True):

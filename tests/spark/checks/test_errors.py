@@ -100,7 +100,7 @@ def test_it_is_refused_before_a_job_starts(
         assert text in str(caught.value)
 
 
-def test_a_column_that_several_params_name_or_none_is_told_without_them(frame: DataFrame) -> None:
+def test_an_error_says_which_param_names_its_column_unless_two_do(frame: DataFrame) -> None:
     data = frame.withColumn("name", F.lit("x"))
     missing = classifier(featuresCol="none")
     for estimator, says in (

@@ -31,7 +31,7 @@ Away = Literal["refuse", "stall"]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[int]:
-    """The port of an MLflow server, which starts while the session does, and the workers of a first fit."""
+    """The port of an MLflow server; it starts while the session and a first fit do."""
     directory, port = tmp_path_factory.mktemp("server"), free_port()
     command = (
         f"{sys.executable} -m mlflow server --host 127.0.0.1 --port {port} --workers 1 "
