@@ -2,12 +2,13 @@
 
 Each rank sleeps before each step for a random time, as if its host were busy with other things: `--delay`
 milliseconds on average, exponentially distributed. Everything runs on this machine, and what sleeps needs no core.
-Writes a figure and prints its numbers.
+Draws a figure, too.
 """
 
 from __future__ import annotations
 
 import argparse
+import operator
 import random
 import statistics
 import time
@@ -27,6 +28,7 @@ from matplotlib.ticker import MaxNLocator
 from sklearn.datasets import load_digits
 from torch import nn
 
+from benchmarks.common import arguments, machine, printed, report
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.world import World
 from sparktorch.data.columns import KEY, LABEL, VALIDATION, Columns, TensorSpec, input_name
@@ -202,28 +204,60 @@ def legend(mode: str, runs: list[list[dict[str, Any]]]) -> str:
     return f"{mode}: {mean:.1f}, {most:.0f}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=12)
-    parser.add_argument("--runs", type=int, default=5, help="with other seeds; medians are shown")
-    parser.add_argument("--delay", type=float, default=10, help="mean milliseconds that a step is held up")
-    parser.add_argument("--figure", type=Path, default=Path("docs/images/staleness.png"))
-    options = parser.parse_args()
-
-    found: dict[Setting, Runs] = {}
+def show(found: dict[Setting, Runs]) -> None:
+    """Prints medians over the runs, those of losses and accuracies after the last epoch."""
     print(f"{'':<12} {'staleness':>9} {'most':>5} {'seconds':>8} {'val_loss':>9} {'val_accuracy':>13}")
-    for setting in SETTINGS:
-        found[setting] = {mode: [] for mode in MODES}
-        for seed in range(options.runs):
-            for mode, runs in found[setting].items():
-                runs.append(train(mode, setting, seed, epochs=options.epochs, delay=options.delay))
+    for setting, modes in found.items():
         print(setting.title)
-        for mode, runs in found[setting].items():
+        for mode, runs in modes.items():
             mean, most = staleness(runs)
-            seconds = statistics.median(sum(record["seconds"] for record in run) for run in runs)
             loss, accuracy = (statistics.median(run[-1][name] for run in runs) for name in ("val_loss", "val_accuracy"))
-            print(f"{mode:<12} {mean:>9.1f} {most:>5.0f} {seconds:>8.2f} {loss:>9.4f} {accuracy:>13.4f}", flush=True)
+            took = statistics.median(map(seconds, runs))
+            print(f"{mode:<12} {mean:>9.1f} {most:>5.0f} {took:>8.2f} {loss:>9.4f} {accuracy:>13.4f}")
+
+
+def seconds(run: list[dict[str, Any]]) -> float:
+    """Returns how long the epochs of a run took."""
+    took: float = sum(record["seconds"] for record in run)
+    return took
+
+
+def main() -> None:
+    """Trains, draws, prints and writes the result."""
+
+    def add(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--delay", type=float, default=10, help="mean milliseconds that a step is held up")
+        parser.add_argument("--figure", type=Path, default=Path("docs/images/staleness.png"))
+
+    options = arguments(__doc__ or "", add)
+    epochs, seeds = (2, 2) if options.quick else (12, 5)
+    found: dict[Setting, Runs] = {setting: {mode: [] for mode in MODES} for setting in SETTINGS}
+    for setting, modes in found.items():
+        for seed in range(seeds):
+            for mode, runs in modes.items():
+                runs.append(train(mode, setting, seed, epochs=epochs, delay=options.delay))
     draw(found, options.figure)
+    _, shown = printed(partial(show, found))
+    samples = {
+        f"{setting.title}: {mode}, s": [seconds(run) for run in runs]
+        for setting, modes in found.items()
+        for mode, runs in modes.items()
+    }
+    report(
+        "staleness",
+        samples=samples,
+        ratios={
+            f"{setting.title}: {mode} / ddp": statistics.median(
+                map(operator.truediv, samples[f"{setting.title}: {mode}, s"], samples[f"{setting.title}: ddp, s"])
+            )
+            for setting in SETTINGS
+            for mode in MODES
+            if mode != "ddp"
+        },
+        goals={},
+        facts=machine("torch") | {"printed": {"shown": shown}},
+        path=options.json,
+    )
 
 
 if __name__ == "__main__":

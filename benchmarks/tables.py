@@ -1,4 +1,4 @@
-"""Writes the tables of docs/benchmarks.md from the results: between `<!-- results: NAME -->` and `<!-- end -->`.
+"""Writes the tables of the documentation from the results: between `<!-- results: NAME -->` and `<!-- end -->`.
 
 `NAME ratios` leaves out what the ratios are made of; `NAME TABLE` is a table that the benchmark has printed.
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.common import ROOT
 
-PAGE = ROOT / "docs" / "benchmarks.md"
+PAGES = [ROOT / "docs" / name for name in ("benchmarks.md", "training.md")]
 RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = re.compile(r"(<!-- results: (\w+)(?: (\w+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -73,15 +73,17 @@ def written(page: str) -> str:
 
 
 def main() -> None:
-    """Writes the page, or compares it."""
+    """Writes the pages, or compares them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing, and fail if a table differs")
-    page = PAGE.read_text()
-    new = written(page)
-    if not parser.parse_args().check:
-        PAGE.write_text(new)
-    elif new != page:
-        sys.exit(f"{PAGE.relative_to(ROOT)} differs from benchmarks/results: python -m benchmarks.tables")
+    check = parser.parse_args().check
+    for path in PAGES:
+        page = path.read_text()
+        new = written(page)
+        if not check:
+            path.write_text(new)
+        elif new != page:
+            sys.exit(f"{path.relative_to(ROOT)} differs from benchmarks/results: python -m benchmarks.tables")
 
 
 if __name__ == "__main__":

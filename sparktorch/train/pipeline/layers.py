@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -87,9 +87,16 @@ class Call:
         values = list(self.arguments)
         for place, tensor in zip(self.places, tensors, strict=True):
             values[place] = tensor
-        args, kwargs = pytree.tree_unflatten(values, self.spec)
-        found = pytree.tree_leaves(part(*args, **kwargs))
+        args, kwargs = (values, {}) if self._plain else pytree.tree_unflatten(values, self.spec)
+        result = part(*args, **kwargs)
+        found = [result] if isinstance(result, torch.Tensor) else pytree.tree_leaves(result)
         return [value for value in found if isinstance(value, torch.Tensor)]
+
+    @cached_property
+    def _plain(self) -> bool:
+        """Whether the arguments are positional and not nested: nothing is put together again in each call."""
+        plain: bool = self.spec == pytree.tree_structure((tuple(range(len(self.arguments))), {}))
+        return plain
 
 
 def _tensors(values: Sequence[Any]) -> list[int]:

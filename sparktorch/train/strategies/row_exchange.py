@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import random
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import partial
 from typing import Any
@@ -25,6 +26,7 @@ __all__ = ["PARAM", "RowExchange", "share_rows"]
 
 PARAM = "strategyParams"
 _FAILED = -1
+_WIDEST = 16  # bytes of a number
 _PLAIN = (int, float, str, bool, type(None))
 _TOLERANCE = 1e-2  # of what should be equal in all ranks: wrong plans make differences of its own size
 
@@ -92,9 +94,9 @@ class RowExchange:
             self._meet(_FAILED, 0)
             raise
         number = self._meet(rows, signature)
-        for i in places:
-            here = found[i].to(self._device)  # a step may pass on tensors of the host, as under other strategies
-            found[i] = _AllRows.apply(here, self._group, self._counts)  # type: ignore[no-untyped-call]
+        own = [found[i].to(self._device) for i in places]  # a step may pass on tensors of the host
+        for i, here, gathered in zip(places, own, _gathered(own, self._group, self._counts), strict=True):
+            found[i] = _AllRows.apply(here, gathered, self._group.rank(), self._counts)  # type: ignore[no-untyped-call]
         self._agree(number)
         return pytree.tree_unflatten(found, spec)
 
@@ -281,14 +283,14 @@ class _AllRows(torch.autograd.Function):
     """Returns the rows of all ranks; backward, each rank keeps the gradients of its own, which all have computed."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup, counts: list[int]) -> torch.Tensor:
-        ctx.rank, ctx.counts = group.rank(), counts
-        return _gathered(tensor, group, counts)
+    def forward(ctx: Any, tensor: torch.Tensor, gathered: torch.Tensor, rank: int, counts: list[int]) -> torch.Tensor:
+        ctx.rank, ctx.counts = rank, counts
+        return gathered
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _own(gradient, ctx.rank, ctx.counts), None, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _own(gradient, ctx.rank, ctx.counts), None, None, None
 
 
 class _OwnRows(torch.autograd.Function):
@@ -313,12 +315,13 @@ class _OwnRows(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        needed = zip(gradients, ctx.all_rows, ctx.needs_input_grad[2:], strict=True)
-        of_outputs = (
-            (_gathered(gradient, ctx.group, ctx.counts) if all_rows else gradient) if needs else None
-            for gradient, all_rows, needs in needed
-        )
-        return (None, None, *of_outputs)
+        found = [
+            gradient if needs else None for gradient, needs in zip(gradients, ctx.needs_input_grad[2:], strict=True)
+        ]
+        places = [i for i, all_rows in enumerate(ctx.all_rows) if all_rows and found[i] is not None]
+        for i, gradient in zip(places, _gathered([gradients[i] for i in places], ctx.group, ctx.counts), strict=True):
+            found[i] = gradient
+        return (None, None, *found)
 
 
 class _Columns(torch.autograd.Function):
@@ -344,20 +347,36 @@ def _own(tensor: torch.Tensor, rank: int, counts: list[int]) -> torch.Tensor:
     return tensor[start : start + counts[rank]]
 
 
-def _gathered(tensor: torch.Tensor, group: dist.ProcessGroup, counts: list[int]) -> torch.Tensor:
-    """Returns the rows of the ranks of a group, in the order of the ranks."""
-    most = max(counts)
-    filled = tensor.detach().contiguous()
-    if len(filled) < most:
-        filled = torch.cat([filled, filled.new_zeros(most - len(filled), *filled.shape[1:])])
-    flat = filled.view(-1).view(torch.uint8)  # as bytes, for backends do not take every dtype
-    found = flat.new_empty(group.size() * flat.numel())
+def _gathered(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, counts: list[int]) -> list[torch.Tensor]:
+    """Returns the rows of the ranks of a group of each tensor, in the order of the ranks: sent together, as bytes."""
+    if not tensors:
+        return []
+    most, size = max(counts), group.size()
+    flat = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors]  # of any dtype
+    # Each begins where numbers of its dtype may, and takes as much room as most rows do.
+    ends = list(itertools.accumulate(_room(tensor, most) for tensor in tensors))
+    sent = flat[0].new_empty(ends[-1])
+    for own, end, tensor in zip(flat, ends, tensors, strict=True):
+        start = end - _room(tensor, most)
+        sent[start : start + own.numel()] = own
+    met = sent.new_empty(size, len(sent))
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its new name, its old one
-    gather(found, flat, group=group)
-    rows = found.view(tensor.dtype).view(group.size(), *filled.shape)
-    if min(counts) == most:
-        return rows.flatten(0, 1)
-    return torch.cat([part[:count] for part, count in zip(rows, counts, strict=True)])
+    gather(met.view(-1), sent, group=group)
+    found = []
+    for end, tensor in zip(ends, tensors, strict=True):
+        start = end - _room(tensor, most)
+        width = tensor.shape[1:].numel() * tensor.element_size()
+        if min(counts) == most:
+            rows = met[:, start : start + most * width].flatten()  # a view, if it is the only tensor
+        else:
+            rows = torch.cat([met[rank, start : start + count * width] for rank, count in enumerate(counts)])
+        found.append(rows.view(tensor.dtype).view(sum(counts), *tensor.shape[1:]))
+    return found
+
+
+def _room(tensor: torch.Tensor, rows: int) -> int:
+    """Returns the bytes of so many rows of a tensor, up to a multiple of the widest dtype's."""
+    return -(-rows * tensor.shape[1:].numel() * tensor.element_size() // _WIDEST) * _WIDEST
 
 
 def _exchanged(tensor: torch.Tensor, group: dist.ProcessGroup, sent: list[int], received: list[int]) -> torch.Tensor:
