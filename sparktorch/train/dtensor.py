@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
 
 __all__ = [
     "PIPELINE",
@@ -31,6 +32,7 @@ __all__ = [
     "step_apart",
     "unadvised",
     "undivided",
+    "unviewed",
     "whole",
 ]
 
@@ -48,6 +50,32 @@ def divided_like(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     assert isinstance(parameter, DTensor)
     mesh, placements = parameter.device_mesh, parameter.placements
     return DTensor.from_local(part, mesh, placements, shape=parameter.shape, stride=parameter.stride())
+
+
+class _Unviewed(torch.autograd.Function):
+    """Returns the same numbers in the same memory, in a tensor that is no view of another one."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def unviewed(module: nn.Module, inputs: Any, output: Any) -> Any:
+    """A forward hook after which a caller may change the outputs in place.
+
+    Autograd forgets the hooks of a view that is changed in place, FSDP's among them, and refuses to change one that a
+    function has made, as those of divided layers.
+    """
+
+    def of_its_own(tensor: torch.Tensor) -> Any:
+        plain = not hasattr(tensor, "to_local") and tensor.requires_grad
+        return _Unviewed.apply(tensor) if plain and tensor._is_view() else tensor  # type: ignore[no-untyped-call]
+
+    return pytree.tree_map_only(torch.Tensor, of_its_own, output)
 
 
 def divide_gradients(module: nn.Module) -> None:

@@ -9,7 +9,7 @@ parameter along its first axis.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
@@ -23,7 +23,7 @@ from sparktorch.base.devices import download, is_host
 from sparktorch.base.host_memory import given_back
 from sparktorch.distributed.process_group import attach
 from sparktorch.errors import ConfigError, ModuleError, nearest
-from sparktorch.train.dtensor import local, whole
+from sparktorch.train.dtensor import local, unviewed, whole
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.base import Strategy
 
@@ -107,15 +107,9 @@ class Zero3(Strategy[S]):
     @classmethod
     def check_module(cls, options: S, recipe: Recipe, module: nn.Module, workers: int) -> None:
         """Refuses names in `wrap_classes` that the module lacks, scalars, and optimizers that need whole parameters."""
-        units(module, options)
-        scalars = [name for name, parameter in module.named_parameters() if not parameter.dim()]
-        if scalars and cls.shards(options, workers):
-            raise ModuleError(
-                f"parameter {scalars[0]!r} is a scalar, and torch's fully_shard divides parameters along their first "
-                "axis",
-                hint="make it a tensor of shape (1,), or use strategy='zero1' or 'ddp'",
-                param="module",
-            )
+        found = units(module, options)
+        if cls.shards(options, workers):
+            _check_parameters(module, found)
         if recipe.steps_itself:
             return
         optimizer = recipe.optimizer_call(module)[0]
@@ -179,6 +173,7 @@ class Zero3(Strategy[S]):
                 attach(given_back(max(_LEAST_BYTES, min(largest) // (2 * self.mesh.size(-1)))))
         for part in [*parts, module]:
             self.materialise(part)
+            part.register_forward_hook(unviewed)  # runs before FSDP's, which gathers parameters in backward
             fully_shard(
                 part,
                 mesh=self.mesh,
@@ -269,6 +264,45 @@ class Zero3(Strategy[S]):
         for part in module.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()
+
+
+def _check_parameters(module: nn.Module, parts: Sequence[nn.Module]) -> None:
+    """Refuses parameters that torch's `fully_shard` cannot divide.
+
+    Args:
+        module: The module.
+        parts: Its units, inner ones first.
+
+    Raises:
+        ModuleError: A parameter is a scalar; the trained ones of a unit have several dtypes; or a table has sparse
+            gradients, or rows that are changed in a forward pass.
+    """
+    scalars = [name for name, parameter in module.named_parameters() if not parameter.dim()]
+    if scalars:
+        raise _not_divided(f"parameter {scalars[0]!r} is a scalar", "make it a tensor of shape (1,)")
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and (part.sparse or part.max_norm is not None):
+            what = "sparse gradients" if part.sparse else "max_norm, which changes rows in a forward pass,"
+            raise _not_divided(f"{name or 'the module'} has {what}", "leave sparse and max_norm out")
+    taken: set[nn.Parameter] = set()
+    for part in [*parts, module]:
+        own = {name: p for name, p in part.named_parameters() if p.requires_grad and p not in taken}
+        taken |= set(own.values())
+        names = {p.dtype: name for name, p in own.items()}
+        if len(names) > 1:
+            (one, first), (other, second), *_ = names.items()
+            raise _not_divided(
+                f"{first!r} is of {one} and {second!r} of {other}, in one {type(part).__name__}",
+                "make them of one dtype, or name parts of one dtype in strategyParams.wrap_classes",
+            )
+
+
+def _not_divided(what: str, instead: str) -> ModuleError:
+    return ModuleError(
+        f"{what}: torch's fully_shard divides parameters of one dtype along their first axis",
+        hint=f"{instead}, or use strategy='zero1' or 'ddp'",
+        param="module",
+    )
 
 
 class Zero2(Zero3[ShardingOptions]):

@@ -48,7 +48,14 @@ from sparktorch.train.strategies.divided_shapes import check_shapes
 from sparktorch.train.strategies.fsdp import Zero3
 from sparktorch.train.strategies.mesh_options import MeshOptions, Sizes
 from sparktorch.train.strategies.row_exchange import RowExchange, share_rows
-from sparktorch.train.strategies.tensor_parallel import OWN_ROWS, SUMMED, check_gradients, check_plan, divide
+from sparktorch.train.strategies.tensor_parallel import (
+    OWN_ROWS,
+    SUMMED,
+    check_gradients,
+    check_parts_within,
+    check_plan,
+    divide,
+)
 
 __all__ = ["Mesh", "MeshOptions"]
 
@@ -126,11 +133,13 @@ class Mesh(Zero3[MeshOptions]):
         """
         if options.plan:
             check_shapes(module, check_plan(module, options.plan, options.tensor or 1), options.tensor or 1, batch)
+        step = recipe.build_training_step()
         if not cls.own_passes(options):
+            if step is not None and (options.tensor or 1) > 1:
+                check_parts_within(step, module, batch)
             return
         found = staged(module, options.stages, options.split, batch)
         check_each_row(module, batch)
-        step = recipe.build_training_step()
         if step is not None:
             check_step(step, module, batch)
         called = {type(part).__name__ for name in found.layers for part in module.get_submodule(name).modules()}

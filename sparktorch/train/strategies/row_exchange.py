@@ -309,7 +309,7 @@ class _OwnRows(torch.autograd.Function):
         own = tuple(
             (_own(output, group.rank(), counts) if len(output) == total else output).clone() for output in outputs
         )
-        ctx.mark_non_differentiable(*(part for part in own if not part.is_floating_point()))
+        ctx.mark_non_differentiable(*(part for part in own if not part.is_floating_point() and not part.is_complex()))
         return own
 
     @staticmethod

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import pairwise
@@ -21,14 +22,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from sparktorch.errors import ConfigError, ModuleError, nearest
-from sparktorch.train.dtensor import local, undivided
+from sparktorch.train.dtensor import local, undivided, unviewed
 from sparktorch.train.strategies import divided_attention
 from sparktorch.train.strategies.divided_attention import PROJECTION, divide_heads
 from sparktorch.train.strategies.divided_shapes import check_width
 from sparktorch.train.strategies.gathered_linear import POSITIONS, ColwiseLinear
 from sparktorch.train.strategies.sequence_parallel import LAYERS, divide_sequence, linear_layers, norms_of
 
-__all__ = ["DIVIDED", "HEADS", "OWN_ROWS", "STYLES", "SUMMED", "check_gradients", "check_plan", "divide"]
+__all__ = [
+    "DIVIDED",
+    "HEADS",
+    "OWN_ROWS",
+    "STYLES",
+    "SUMMED",
+    "check_gradients",
+    "check_parts_within",
+    "check_plan",
+    "divide",
+]
 
 SUMMED = "sum_gradients"
 HEADS = "heads"
@@ -84,12 +95,11 @@ def divide(
             _divide(name, parts[name], kind, mesh, by_positions=name in by_positions)
     if sequence:
         divide_sequence(module, mesh)
-    inplace = any(getattr(part, "inplace", False) for part in parts.values())
     for name in styles.keys() - {name for name, kind in styles.items() if kind in (SUMMED, HEADS)}:
         if isinstance(part := parts[name], nn.Embedding):
             part.register_forward_pre_hook(_check_index)
-        elif inplace:  # what a divided layer returns is a view, which nothing may change in place
-            part.register_forward_hook(lambda part, inputs, output: output.clone())
+        else:
+            part.register_forward_hook(unviewed)
     for part in parts.values():
         if isinstance(part, nn.TransformerEncoder):
             part.use_nested_tensor = False  # it makes nested tensors for kernels that take whole layers
@@ -158,6 +168,49 @@ def check_gradients(module: nn.Module, group: dist.ProcessGroup) -> None:
         )
 
 
+def check_parts_within(step: Callable[[nn.Module, Any], Any], module: nn.Module, batch: Any) -> None:
+    """Refuses, in the dry run, a training step that computes parts of the module outside of its forward pass.
+
+    Ranks exchange their rows before the forward pass: what is computed elsewhere has this rank's rows only. A step that
+    fails anyway is left to the dry run, which says why.
+
+    Args:
+        step: The training step.
+        module: The module.
+        batch: A few rows.
+
+    Raises:
+        ModuleError: It does.
+    """
+    within, outside = [0], list[str]()
+
+    def enter(*_: Any) -> None:
+        within[0] += 1
+
+    def leave(*_: Any) -> None:
+        within[0] -= 1
+
+    def seen(name: str, *_: Any) -> None:
+        outside.extend([] if within[0] else [name])
+
+    hooks = [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
+    hooks += [part.register_forward_pre_hook(partial(seen, name)) for name, part in module.named_modules() if name]
+    try:
+        with torch.random.fork_rng(devices=()), suppress(Exception):
+            step(module, batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if outside:
+        raise ModuleError(
+            f"the training step computes {outside[0]!r} outside of a call of the module, before which ranks that share "
+            "layers exchange their rows",
+            hint="call the module in trainingStep, with an argument that says what it returns if there are several "
+            "things, or use strategyParams.shard instead of tensor",
+            param="trainingStep",
+        )
+
+
 def check_plan(
     module: nn.Module, plan: Mapping[str, str], size: int, *, staged: bool = False, sequence: bool = False
 ) -> dict[str, str]:
@@ -175,7 +228,7 @@ def check_plan(
 
     Raises:
         ConfigError: A pattern matches no layer, or one that cannot be divided; or nothing is known of the module.
-        ModuleError: The module has batch normalisation.
+        ModuleError: The module has batch normalisation, or embeddings with sparse gradients.
     """
     if hasattr(module, "peft_config"):
         raise ConfigError(
@@ -183,14 +236,7 @@ def check_plan(
             hint="divide parameters with strategyParams.shard, or train the model without adapters",
             param=_PARAM,
         )
-    for name, part in module.named_modules():
-        if isinstance(part, nn.modules.batchnorm._BatchNorm):
-            raise ModuleError(
-                f"{name or 'the module'} is batch normalisation, and ranks that share a layer compute on all their "
-                "rows together",
-                hint="use nn.GroupNorm or nn.LayerNorm, or leave strategyParams.tensor out",
-                param=_PARAM,
-            )
+    _check_parts(module)
     found = _matched(module, plan, size) if plan else _own_plan(module, size, staged=staged)
     if found is None:
         found = {
@@ -222,6 +268,28 @@ def check_plan(
             param=_PARAM,
         )
     return found
+
+
+def _check_parts(module: nn.Module) -> None:
+    """Refuses parts that ranks cannot compute on all their rows together.
+
+    Raises:
+        ModuleError: It is batch normalisation, or has sparse gradients.
+    """
+    for name, part in module.named_modules():
+        if isinstance(part, nn.modules.batchnorm._BatchNorm):
+            raise ModuleError(
+                f"{name or 'the module'} is batch normalisation, and ranks that share a layer compute on all their "
+                "rows together",
+                hint="use nn.GroupNorm or nn.LayerNorm, or leave strategyParams.tensor out",
+                param=_PARAM,
+            )
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+            raise ModuleError(
+                f"{name or 'the module'} has sparse gradients, which ranks that share layers do not compare or clip",
+                hint="leave sparse=True out",
+                param=_PARAM,
+            )
 
 
 def _matched(module: nn.Module, plan: Mapping[str, str], size: int) -> dict[str, str]:
@@ -270,8 +338,8 @@ def _obstacle(module: nn.Module, name: str, style: str, size: int) -> str:
         return "which has other parameters or buffers than those of its class"
     if _tied(module, part):
         return _TIED
-    if isinstance(part, nn.Embedding) and (part.max_norm is not None or part.sparse or part.scale_grad_by_freq):
-        return "with max_norm, sparse or scale_grad_by_freq, which a divided table cannot have"
+    if isinstance(part, nn.Embedding) and (part.max_norm is not None or part.scale_grad_by_freq):
+        return "with max_norm or scale_grad_by_freq, which a divided table cannot have"
     # An embedding's weight has a row for each entry, that of a linear layer has one for each output.
     rows, columns = part.weight.shape
     along = columns if (style == "rowwise") == isinstance(part, nn.Linear) else rows

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from sparktorch import Callback
 from sparktorch.base.batch import Batch
@@ -373,6 +374,62 @@ def test_scalars_are_refused_where_parameters_are_divided(
     expected = pytest.raises(ModuleError, match="'temperature' is a scalar") if refused else nullcontext()
     with expected:
         check_module(job.config, job.recipe, workers, Tempered(), batch)
+
+
+class Renormed(Tower):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 2, **options)
+
+
+class Mixed(Tower):
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_module("last", nn.Linear(5, 5, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("module", "says"),
+    [
+        (Renormed(max_norm=1.0), "'?table'? has max_norm"),
+        (Renormed(sparse=True), "'?table'? has sparse gradients"),
+        (Mixed(), "of torch.float32 and 'last.bias' of torch.float64, in one Mixed"),
+    ],
+)
+def test_parameters_that_cannot_be_divided_are_refused_before_the_job(module: nn.Module, says: str) -> None:
+    batch = Batch((torch.ones(2, 5),), torch.ones(2), None, 2)
+    job = job_for(strategy="zero3")
+    with pytest.raises(ModuleError, match=says):
+        check_module(job.config, job.recipe, 2, module, batch)
+    check_module(job.config, job.recipe, 1, module, batch)
+
+
+class InPlace(nn.Module):
+    """Changes in place what its parts return: views, as of a linear layer over three axes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(5, 8), nn.Linear(4, 4), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = torch.tanh(self.first(x)).view(-1, 2, 4)
+        out = self.second(rows)
+        out += rows
+        last: torch.Tensor = self.last(F.relu(out, inplace=True).flatten(1))
+        return last.squeeze(1)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "params"),
+    [
+        ("zero3", {"min_parameters": 9}),
+        ("mesh", {"tensor": 2, "plan": {"second": "colwise_gather_output"}}),
+    ],
+)
+def test_what_parts_return_may_be_changed_in_place(strategy: str, params: dict[str, Any]) -> None:
+    job = job_for(recipe={"module": InPlace}, strategy=strategy, strategy_params=params)
+    state, _ = train_on([part.batches() for part in TABLE.parts(2)], job)
+    torch.testing.assert_close(state, plain(of=InPlace)[0], atol=1e-5, rtol=0)
 
 
 class Versioned(Tower):

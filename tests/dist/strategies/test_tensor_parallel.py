@@ -258,6 +258,18 @@ def total_of(module: nn.Module, batch: Any) -> torch.Tensor:
     return total
 
 
+def of_its_parts(module: Any, batch: Any) -> torch.Tensor:
+    total: torch.Tensor = module.fc2(module.act(module.fc1(*batch.inputs))).sum()
+    return total
+
+
+def test_a_step_that_computes_parts_by_themselves_is_refused_before_the_job() -> None:
+    config = tensor_job({"tensor": 2, "plan": PAIR}).config
+    check_module(config, Recipe(module=Gated, training_step=total_of), 2, Gated(), FEW)
+    with pytest.raises(ModuleError, match="computes 'fc1' outside of a call of the module"):
+        check_module(config, Recipe(module=Gated, training_step=of_its_parts), 2, Gated(), FEW)
+
+
 class Peeking(nn.Module):
     """Uses all of a hidden layer."""
 
@@ -339,6 +351,8 @@ class Odd(nn.Module):
         if kind == "failing":
             raise ValueError("as asked")
         out = self.net(x) * scale
+        if kind == "complex":
+            return torch.complex(out, out)
         return Output(out) if kind == "dataclass" else {"twice": 2 * out, "rows": out} if kind == "dict" else out
 
 
@@ -356,6 +370,7 @@ def calls(world: World) -> dict[str, Any]:
     outputs = module(x.detach(), kind="dict")
     outputs["rows" if world.rank else "twice"].sum().backward()  # each rank uses another one
     found["meets"] = True
+    found["complex"] = module(x.detach(), kind="complex").requires_grad
     before = torch.get_rng_state()
     with contextlib.suppress(ValueError):
         module(x.detach(), kind="failing")
@@ -379,6 +394,7 @@ def test_own_loops_get_gradients_of_inputs_and_differing_calls_are_refused_in_al
     for found in in_group(2, calls):
         assert found["gradient"]
         assert found["meets"]
+        assert found["complex"]
         assert found["generator"]
         assert "type Output" in found["dataclass"]
         assert "with other numbers" in found["number"]
@@ -401,8 +417,8 @@ def test_an_index_beyond_a_divided_table_is_refused() -> None:
 @pytest.mark.parametrize(
     ("part", "says"),
     [
-        (nn.Embedding(8, 4, max_norm=1.0), "with max_norm, sparse or scale_grad_by_freq"),
-        (nn.Embedding(8, 4, sparse=True), "with max_norm, sparse or scale_grad_by_freq"),
+        (nn.Embedding(8, 4, max_norm=1.0), "with max_norm or scale_grad_by_freq"),
+        (nn.Embedding(8, 4, sparse=True), "part has sparse gradients"),
         (nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), "only nn.Linear and nn.Embedding themselves"),
         (nn.MultiheadAttention(4, 2).out_proj, "only nn.Linear and nn.Embedding themselves"),
     ],
@@ -410,7 +426,7 @@ def test_an_index_beyond_a_divided_table_is_refused() -> None:
 def test_layers_that_compute_in_their_own_way_are_refused(part: nn.Module, says: str) -> None:
     module = nn.ModuleDict({"part": part})
     config = tensor_job({"tensor": 2, "plan": {"part": "rowwise"}}).config
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises((ConfigError, ModuleError), match=says):
         check_module(config, Recipe(module=module), 2, module, FEW)
 
 
