@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+import traceback
+
+from pyspark.errors import PySparkException
 
 from sparktorch.cli.job_file import read_job
 from sparktorch.cli.session import NoSessionError, add_session_arguments, count, figure, session
@@ -52,8 +55,11 @@ def run(options: argparse.Namespace) -> int:
     except NoSessionError as error:
         print(f"{error.finding.found}\n  -> {error.finding.advice}", file=sys.stderr)
         return 2
-    except SparkTorchError as error:
+    except (SparkTorchError, PySparkException) as error:
         print(error, file=sys.stderr)
+        return 2
+    except Exception:
+        traceback.print_exc()
         return 2
     print(found)
     if found.fitting:

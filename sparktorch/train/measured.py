@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from sparktorch.base.batch import Batch
 from sparktorch.train.engine import Engine
+from sparktorch.train.flops import flop_counter
 from sparktorch.train.strategies.sequence_parallel import outermost
 from sparktorch.train.strategies.tensor_parallel import DIVIDED
 
@@ -19,11 +21,9 @@ __all__ = ["kept", "operations"]
 
 def operations(engine: Engine, batch: Batch) -> Counter[str]:
     """Returns the floating-point operations of a row's forward pass: all as "", and those of each divisible layer."""
-    from torch.utils.flop_counter import FlopCounterMode
-
     found: Counter[str] = Counter()
     hooks = []
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
+    with flop_counter() as counter, torch.no_grad():
         for name, part in engine.unwrapped.named_modules():
             if isinstance(part, DIVIDED):
 
@@ -103,7 +103,8 @@ class _Record:
     def after(self, part: nn.Module, args: Any, output: Any, *, name: str) -> None:
         attention = isinstance(part, nn.MultiheadAttention)
         self._current = "" if attention else name
-        self.found[f"{name}:out"] += (output[0] if attention else output).nbytes
+        returned = output[:1] if attention else pytree.tree_leaves(output)
+        self.found[f"{name}:out"] += sum(each.nbytes for each in returned if isinstance(each, torch.Tensor))
 
     def enter(self, part: nn.Module, args: Any, kwargs: Any, *, name: str) -> None:
         self._around = f"{name}:within"

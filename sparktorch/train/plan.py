@@ -21,7 +21,7 @@ from torch import nn
 from sparktorch.base.batch import Batch
 from sparktorch.base.config import Precision, TrainConfig
 from sparktorch.base.world import World
-from sparktorch.errors import SparkTorchError
+from sparktorch.errors import ConfigError, SparkTorchError
 from sparktorch.train.checkpoint.tensors import create_optimizer_state, own_optimizer
 from sparktorch.train.engine import Engine
 from sparktorch.train.measured import kept, operations
@@ -74,8 +74,16 @@ def plan(
         bandwidth: Bytes a second that a worker sends.
 
     Raises:
+        ConfigError: Inputs are sparse or jagged.
         ModuleError: The module cannot be built or called.
     """
+    odd = next((tensor.layout for tensor in first.inputs if tensor.layout is not torch.strided), None)
+    if odd is not None:
+        raise ConfigError(
+            f"an input is of layout {odd}, and a plan is made of rows with as many numbers each",
+            hint="set inputLayouts to 'dense' or 'padded' for the column",
+            param="inputLayouts",
+        )
     measured = _Measured(recipe, config, workers, first)
     tried: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in _SHARED] + _meshes(workers)
     own = (config.strategy, dict(config.strategy_params))
@@ -135,6 +143,7 @@ class _Measured:
         engine.training_mode()
         less, more = (kept(engine, _rows_of(first, rows)) for rows in (_ROWS, 2 * _ROWS))
         self._kept = {name: (more[name] - less[name]) // _ROWS for name in more}  # of a row
+        self._kept_once = max(0, 2 * less[""] - more[""])  # of any rows, such as the weights as autocast has them
         self._operations = operations(engine, _rows_of(first, _ROWS))
         create_optimizer_state(engine.optimizer)
         self._state = {
@@ -171,8 +180,8 @@ class _Measured:
             options=options,
             parameters=self._bytes_of(self._parameters.values()) + self._buffers,
             gradients=gradients,
-            state=state,
-            activations=self._activations(),
+            state=state + self._averages(self._bytes_of(self._parameters.values())),
+            activations=self._activations() + self._kept_once,
             sent=sent,
             operations=self._of_step(),
         )
@@ -197,16 +206,20 @@ class _Measured:
             of_worker, passed, slowest = self._of_stages(known, of_worker)
             at_once = 1.0 if known.schedule == "gpipe" else min(1.0, pipeline / known.count)
             bubble = known.bubble
-        part = {p: math.ceil(len(p) / shard) / len(p) if p.dim() else 1.0 for p in of_worker}
+        part = {p: math.ceil(len(p) / shard) / max(len(p), 1) if p.dim() else 1.0 for p in of_worker}
         kept = {p: int(size * part[p]) for p, size in of_worker.items()}
         trained = [p for p in kept if p.requires_grad]
         whole = [sum(of_worker.get(p, 0) for p in group) for group in self._units(known)]
         everything, gradients = sum(of_worker.values()), sum(of_worker[p] for p in trained)
         kept_gathered = strategy == "zero2" or pipeline > 1  # from forward to backward
         gathered = everything if kept_gathered else whole[0] + 2 * max(whole[1:], default=0)
-        gathered = gathered if sharding.shards(known, self._workers) else 0
+        sharded = sharding.shards(known, self._workers)
+        gathered = int(min(gathered, everything) * _width(known.param_dtype)) if sharded else 0
         passes = 1 if kept_gathered else 2  # forward, and again backward
-        sent = self._passes * passes * _gathered(everything, shard) + _gathered(gradients, shard)
+        sent = self._passes * passes * int(_gathered(everything, shard) * _width(known.param_dtype))
+        sent += int(_gathered(gradients, shard) * _width(known.reduce_dtype or known.param_dtype))
+        # Until the last pass of a step has reduced them, a worker has whole gradients.
+        whole_gradients = sharded and (self._passes > 1 or pipeline > 1)
         sent += reduced(sum(kept[p] for p in trained), data)
         together = tensor * pipeline  # workers with the same rows
         sent += self._share * tensor * reduced(self._exchanged(plan, tensor, by_positions), tensor)
@@ -215,10 +228,12 @@ class _Measured:
             strategy=strategy,
             options=options,
             parameters=sum(kept.values()) + self._buffers,
-            gradients=sum(kept[p] for p in trained),
-            state=sum(int(self._state.get(p, 0) * kept[p] / max(p.nbytes, 1)) for p in trained),
-            gathered=min(gathered, everything),
-            activations=self._activations(plan, tensor, pipeline, at_once, by_positions),
+            gradients=gradients if whole_gradients else sum(kept[p] for p in trained),
+            state=sum(int(self._state.get(p, 0) * kept[p] / max(p.nbytes, 1)) for p in trained)
+            + self._averages(sum(kept.values())),
+            gathered=gathered,
+            activations=self._activations(plan, tensor, pipeline, at_once, by_positions)
+            + (0 if known.param_dtype else self._kept_once // (tensor * pipeline)),
             sent=sent,
             operations=int(slowest * self._of_step(plan, tensor, 4 if known.activation_checkpointing else 3)),
             bubble=bubble,
@@ -303,6 +318,10 @@ class _Measured:
     def _state_of(self, parameters: Iterable[nn.Parameter]) -> int:
         return sum(self._state.get(parameter, 0) for parameter in parameters)
 
+    def _averages(self, parameters: int) -> int:
+        """Returns the bytes of the moving averages of so many of parameters."""
+        return 0 if self._config.ema_decay is None else parameters
+
     def _bytes_of(self, parameters: Iterable[nn.Parameter]) -> int:
         return sum(parameter.nbytes for parameter in parameters)
 
@@ -314,6 +333,11 @@ class _Measured:
 def reduced(size: float, ranks: int) -> int:
     """Returns the bytes that each of some ranks sends to sum up `size` bytes in all of them."""
     return 2 * _gathered(size, ranks)
+
+
+def _width(dtype: str | None) -> float:
+    """Returns the width of numbers in a dtype of `ShardingOptions`, relative to that of parameters."""
+    return 1.0 if dtype in (None, "fp32") else 0.5
 
 
 def _gathered(size: float, ranks: int) -> int:

@@ -261,7 +261,7 @@ def _described(module: nn.Module, leaves: list[Any], places: list[int]) -> tuple
     if odd is not None:
         raise ModuleError(
             f"{type(module).__name__} gets a tensor of layout {odd}, which ranks that share layers cannot exchange",
-            hint="pad it, see setInputFormats, or leave strategyParams.tensor out",
+            hint="set inputLayouts to 'dense' or 'padded' for the column, or leave strategyParams.tensor out",
             param=PARAM,
         )
     if len({len(tensor) for tensor in tensors}) != 1:

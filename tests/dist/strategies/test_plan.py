@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,8 +14,10 @@ from torch import nn
 from sparktorch.base.batch import Batch
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.world import World
+from sparktorch.errors import ConfigError
 from sparktorch.train.checkpoint.tensors import own_optimizer
 from sparktorch.train.dtensor import local
+from sparktorch.train.flops import flop_counter
 from sparktorch.train.needs import Need, Plan
 from sparktorch.train.plan import plan
 from sparktorch.train.recipe.recipe import Recipe
@@ -42,9 +45,12 @@ def kept(world: World, recipe: Recipe, strategy: str, options: dict[str, Any]) -
         module(*rows.inputs).sum().backward()
     optimizer.step()
     state = own_optimizer(optimizer).state.values()
+    gradients = [p.grad for p in plain.parameters() if p.grad is not None]
+    if not shared.runs_passes:  # whose schedule reduces whole ones at its end
+        gradients = list(map(local, gradients))
     return {
         "parameters": sum(local(p).nbytes for p in plain.parameters()) + sum(b.nbytes for b in plain.buffers()),
-        "gradients": sum(local(p.grad).nbytes for p in plain.parameters() if p.grad is not None),
+        "gradients": sum(4 * gradient.numel() for gradient in gradients),
         "state": sum(local(t).nbytes for s in state for t in s.values() if isinstance(t, torch.Tensor) and t.dim()),
     }
 
@@ -106,6 +112,8 @@ def test_activations_are_those_that_autograd_keeps_of_the_rows_of_a_worker() -> 
     # Parameters are gathered in each of two passes, under zero3 again backward; half of what ddp sends comes on top.
     assert found["zero2",].sent == 4 * 5101 * 3 // 2
     assert found["zero3",].sent == 4 * 5101 * 5 // 2
+    # Whole gradients are kept until the second pass has reduced them.
+    assert found["zero3",].gradients == 4 * 5101
     # Inputs are exchanged, and forward the output of the second layer is summed up; the input needs no gradient.
     assert found["mesh", ("tensor", 2)].sent == 64 * (inputs // 2 + 4 * 1)
     # Of eight micro-batches, a worker has two. The first layer's output is passed on, and its gradient.
@@ -113,6 +121,48 @@ def test_activations_are_those_that_autograd_keeps_of_the_rows_of_a_worker() -> 
     assert staged.activations == 16 * ((hidden + error) // 4 + 2 * inputs)
     assert staged.sent == 64 * (inputs // 2 + 2 * hidden)
     assert staged.gathered == 0
+
+
+def of_zero3(recipe: Recipe, first: Batch, config: TrainConfig, **options: Any) -> Need:
+    config = replace(config, strategy="zero3", strategy_params=options)
+    (found,) = [
+        each for each in plan(recipe, config, 2, first).needs if each.options == options and each.strategy == "zero3"
+    ]
+    return found
+
+
+def test_averages_and_weights_as_autocast_has_them_are_counted_and_narrow_parameters_are_gathered_as_such() -> None:
+    first = Batch((torch.ones(2, 100),), torch.ones(2, 1), None, 2, names=("x",))
+    recipe = Recipe(module=nn.Sequential(nn.Linear(100, 50), nn.Tanh(), nn.Linear(50, 1)), optimizer="SGD")
+    config = TrainConfig(task="regression", batch_size=64)
+    plain, averaged = (of_zero3(recipe, first, each) for each in (config, replace(config, ema_decay=0.9)))
+    assert averaged.state - plain.state == plain.parameters
+    cast = of_zero3(recipe, first, replace(config, precision="bf16"))
+    layers = 32 * (2 * 50 + 2 * 50 + 4 * 101 + 4 * 1)
+    assert layers < cast.activations < layers + 32 * 500
+    narrow = of_zero3(recipe, first, config, param_dtype="bf16")
+    assert narrow.gathered == plain.gathered // 2
+    assert narrow.sent == plain.sent // 2
+
+
+@pytest.mark.parametrize(
+    ("module", "operations"),
+    [
+        (nn.LSTM(4, 5, batch_first=True), 2 * 3 * (20 * 4 + 20 * 5)),
+        (nn.MultiheadAttention(4, 2, batch_first=True, bias=False), 2 * 3 * 4 * 4 * 4 + 2 * 2 * 3 * 3 * 4),
+    ],
+)
+def test_operations_of_attention_and_of_recurrent_layers_are_counted(module: nn.Module, operations: int) -> None:
+    x = torch.ones(1, 3, 4)
+    with flop_counter() as counter:
+        module(x) if isinstance(module, nn.LSTM) else module(x, x, x, need_weights=False)
+    assert counter.get_total_flops() == operations
+
+
+def test_a_plan_of_sparse_inputs_is_refused() -> None:
+    first = Batch((torch.eye(2).to_sparse(),), torch.ones(2), None, 2, names=("x",))
+    with pytest.raises(ConfigError, match=r"layout torch\.sparse_coo, and a plan is made of rows"):
+        plan(Recipe(module=nn.Linear(2, 1)), TrainConfig(task="regression"), 2, first)
 
 
 def test_the_table_names_what_fits_and_what_is_refused() -> None:

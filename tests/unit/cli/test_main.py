@@ -9,6 +9,7 @@ from unittest.mock import Mock
 
 import pyspark
 import pytest
+from pyspark.errors import AnalysisException
 
 from sparktorch.cli.main import main
 from sparktorch.cli.table import print_table
@@ -102,6 +103,20 @@ def test_a_plan_in_which_nothing_fits_says_so(
     said = capsys.readouterr()
     assert "605.2 KB" in said.out
     assert "no strategy fits" in said.err
+
+
+@pytest.mark.parametrize("error", [AnalysisException("no such path"), ValueError("as it came")])
+def test_a_plan_that_cannot_be_made_ends_with_status_2(
+    error: Exception, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Mock()
+    job.data.load.side_effect = error
+    monkeypatch.setattr("sparktorch.cli.plan.read_job", lambda path: job)
+    monkeypatch.setattr("sparktorch.cli.plan.session", lambda *_, **__: nullcontext())
+    assert main(["plan", "job.yaml"]) == 2
+    said = capsys.readouterr().err
+    assert str(error) in said
+    assert ("Traceback" in said) == isinstance(error, ValueError)
 
 
 @pytest.mark.parametrize(
