@@ -75,6 +75,8 @@ def unviewed(module: nn.Module, inputs: Any, output: Any) -> Any:
         plain = not hasattr(tensor, "to_local") and tensor.requires_grad
         return _Unviewed.apply(tensor) if plain and tensor._is_view() else tensor  # type: ignore[no-untyped-call]
 
+    if torch.compiler.is_compiling():  # which makes other operators of changes in place
+        return output
     return pytree.tree_map_only(torch.Tensor, of_its_own, output)
 
 

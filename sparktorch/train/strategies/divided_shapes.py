@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
+from torch.utils import _pytree as pytree
 
 from sparktorch.base.batch import Batch
 from sparktorch.errors import ModuleError
@@ -15,7 +18,7 @@ from sparktorch.train.pipeline.arguments import Arguments
 from sparktorch.train.pipeline.recording import Twin
 from sparktorch.train.recipe.huggingface import arguments
 
-__all__ = ["check_shapes", "check_width"]
+__all__ = ["check_shapes", "check_values", "check_width"]
 
 _PARAM = "strategyParams"
 
@@ -74,6 +77,112 @@ def check_shapes(module: nn.Module, styles: Mapping[str, str], size: int, batch:
             hint="divide what takes it by 'rowwise', or what returns it by 'colwise_gather_output'",
             param=_PARAM,
         ) from error
+
+
+def check_values(module: nn.Module, styles: Mapping[str, str], size: int, batch: Batch) -> None:
+    """Refuses plans by which a rank would compute with numbers of its own what the whole module computes with all.
+
+    A copy of the module with the same parameters is called twice, the second time with other numbers in the columns of
+    divided outputs that a rank does not have. What the rank takes of them in "rowwise" layers, and what the module
+    returns, must stay the same. Nothing is said of a module without values, or one that cannot be copied or called.
+
+    Args:
+        module: The module.
+        styles: The style of each layer that is divided, by its name.
+        size: Number of ranks that share a layer.
+        batch: A few rows.
+
+    Raises:
+        ModuleError: It does not.
+    """
+    args, kwargs = arguments(batch, module)
+    kwargs.pop("labels", None)
+    given = Arguments.of(args, kwargs)
+    if any(isinstance(tensor, FakeTensor) for tensor in (*module.parameters(), *given.tensors)):
+        return
+    for rank in {0, size - 1}:
+        with torch.random.fork_rng(devices=()), torch.no_grad():
+            try:
+                comparison = _Comparison(module, styles, size, rank)
+                comparison.run(given)
+                comparison.run(given)
+            except Exception:
+                return
+        if comparison.differs:
+            divided = ", ".join(map(repr, comparison.divided))
+            raise ModuleError(
+                f"strategyParams.plan: {comparison.differs} depends on columns that other ranks have, of what is "
+                f"divided by 'colwise': {divided}",
+                hint="between 'colwise' and 'rowwise', each number must be made of the same one of each output, as "
+                "activations do; divide the layer by 'colwise_gather_output', or leave both whole",
+                param=_PARAM,
+            )
+
+
+class _Comparison:
+    """Two calls of a module, the second one with other numbers where one rank has none.
+
+    Attributes:
+        divided: Names of the layers whose outputs were divided, in the order of their calls.
+        differs: What has changed; empty if nothing has.
+    """
+
+    def __init__(self, module: nn.Module, styles: Mapping[str, str], size: int, rank: int) -> None:
+        self.divided: dict[str, None] = {}
+        self.differs = ""
+        self._size, self._rank = size, rank
+        self._taken: list[torch.Tensor] = []  # what "rowwise" layers took in the first call, one after another
+        self._returned: list[torch.Tensor] = []
+        self._whole: list[Any] = []
+        self._left: Iterator[tuple[torch.Tensor, torch.Tensor]] | None = None  # in the second call
+        self._module, self._styles = module, styles
+
+    def run(self, given: Arguments) -> None:
+        """Calls a copy of the module: what one call keeps is none of the other."""
+        same: dict[int, Any] = {id(parameter): parameter for parameter in self._module.parameters()}
+        module = copy.deepcopy(self._module, same)
+        for name, part in module.named_modules():
+            if self._styles.get(name) == "colwise":
+                part.register_forward_hook(partial(self._change, name))
+            if self._styles.get(name) == "rowwise" and isinstance(part, nn.Linear):
+                part.register_forward_hook(partial(self._compare, name))
+        torch.manual_seed(0)
+        found = [leaf for leaf in pytree.tree_leaves(given.call(module, *given.tensors)) if _is_tensor(leaf)]
+        if self._left is None:
+            self._left, self._whole = iter(zip(self._taken, self._returned, strict=True)), found
+        elif not all(map(_close, found, self._whole)):
+            self.differs = self.differs or f"what {type(module).__name__} returns"
+
+    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a view of the rank's columns."""
+        return tensor.chunk(self._size, -1)[self._rank]
+
+    def _change(self, name: str, part: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        self.divided[name] = None
+        if self._left is None:
+            return output
+        noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
+        other = output + noise * (1 + output.abs())
+        self._own(other).copy_(self._own(output))
+        return other
+
+    def _compare(self, name: str, part: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        if self._left is None:
+            self._taken.append(inputs[0].clone())
+            self._returned.append(output.clone())
+            return output
+        taken, returned = next(self._left)
+        if not self.differs and not _close(self._own(inputs[0]), self._own(taken)):
+            self.differs = f"what {name!r} takes in a rank"
+        return returned  # which is the sum over the ranks
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and torch.allclose(one, other, rtol=1e-3, atol=1e-6, equal_nan=True)
 
 
 class _Trial:

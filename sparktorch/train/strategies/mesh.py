@@ -44,7 +44,7 @@ from sparktorch.train.recipe.huggingface import MODEL_LOSS, gets_row_labels
 from sparktorch.train.recipe.loss import Sums
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.base import Step
-from sparktorch.train.strategies.divided_shapes import check_shapes
+from sparktorch.train.strategies.divided_shapes import check_shapes, check_values
 from sparktorch.train.strategies.fsdp import Zero3
 from sparktorch.train.strategies.mesh_options import MeshOptions, Sizes
 from sparktorch.train.strategies.row_exchange import RowExchange, share_rows
@@ -132,7 +132,9 @@ class Mesh(Zero3[MeshOptions]):
         Of steps of a pipeline, those that need more than the output of all.
         """
         if options.plan:
-            check_shapes(module, check_plan(module, options.plan, options.tensor or 1), options.tensor or 1, batch)
+            size, styles = options.tensor or 1, check_plan(module, options.plan, options.tensor or 1)
+            check_shapes(module, styles, size, batch)
+            check_values(module, styles, size, batch)
         step = recipe.build_training_step()
         if not cls.own_passes(options):
             if step is not None and (options.tensor or 1) > 1:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 import torch
@@ -59,6 +61,48 @@ class ByKeyword(Gated):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.fc2(self.act(self.fc1(input=x))).squeeze(-1)
         return out
+
+
+class Between(nn.Module):
+    """A function between two layers."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor], width: int = 8) -> None:
+        super().__init__()
+        self.function = function
+        self.fc1, self.fc2, self.fc3 = nn.Linear(5, 8), nn.Linear(width, 8), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.fc3(self.fc2(self.function(self.fc1(x)))).squeeze(-1)
+        return out
+
+
+@pytest.mark.parametrize(
+    ("function", "width", "refused"),
+    [
+        (torch.tanh, 8, False),
+        (lambda h: nn.functional.dropout(h * torch.sigmoid(h)), 8, False),
+        (lambda h: h.view(len(h), -1, 2).softmax(-1).flatten(1), 8, False),  # in heads, as attention
+        (nn.functional.glu, 4, True),
+        (lambda h: h.softmax(-1), 8, True),
+        (nn.functional.normalize, 8, True),
+    ],
+)
+def test_plans_that_divide_what_is_computed_of_several_columns_are_refused(
+    function: Callable[[torch.Tensor], torch.Tensor], width: int, refused: bool
+) -> None:
+    module = Between(function, width)
+    config = TrainConfig(task="regression", strategy="mesh", strategy_params={"tensor": 2, "plan": PAIR})
+    says = r"what 'fc2' takes in a rank depends on columns .* by 'colwise': 'fc1'"
+    with pytest.raises(ModuleError, match=says) if refused else contextlib.nullcontext():
+        check_module(config, Recipe(module=module), 2, module, Batch((torch.ones(2, 5),), None, None, 2))
+
+
+def test_a_plan_by_which_the_module_would_return_a_part_is_refused() -> None:
+    module = Between(torch.tanh)
+    config = TrainConfig(task="regression", strategy="mesh", strategy_params={"tensor": 2, "plan": {"fc2": "colwise"}})
+    module.fc3 = cast(Any, nn.AdaptiveAvgPool1d(1))
+    with pytest.raises(ModuleError, match="what Between returns depends on columns"):
+        check_module(config, Recipe(module=module), 2, module, Batch((torch.ones(2, 5),), None, None, 2))
 
 
 LINEAR = {"encoder.layers.*.linear1": "colwise", "encoder.layers.*.linear2": "rowwise"}
