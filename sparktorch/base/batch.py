@@ -124,7 +124,9 @@ class Batch:
         if self.tokens is None:
             return self
         width, longest = self.named[MASK].shape[1], max(1, int(self.tokens.max()))
-        if any(tensor.shape[1:2] == (width,) for name, tensor in self.named.items() if name not in _TOKENS):
+        others = [tensor for name, tensor in self.named.items() if name not in _TOKENS]
+        others += [] if self.label is None else [self.label]
+        if any(tensor.shape[1:2] == (width,) for tensor in others):
             return self  # it may have something of each token, which must stay as long as they are
         inputs = [
             tensor[:, :longest] if name in _TOKENS and tensor.shape[1:2] == (width,) else tensor

@@ -50,6 +50,15 @@ def explained(config: TrainConfig) -> Iterator[None]:
                 hint=_less_memory(config),
                 trace=trace,
             ) from error
+        if config.strategy in _SHARDED and "mixed torch.Tensor and DTensor" in text:
+            raise ModuleError(
+                "something computes with parameters of the module outside of its forward pass, where a rank has a part "
+                f"of each: {text.splitlines()[0]}",
+                hint="compute with what a call of the module returns, and call its parts instead of reading their "
+                "weights; for a penalty on weights, set weight_decay of the optimizer; or use strategy='zero1'",
+                param="trainingStep",
+                trace=trace,
+            ) from error
         if config.compile and any(sign in text for sign in _NO_COMPILER):
             raise ClusterError(
                 "compile=True needs a C++ compiler on every worker, and this one has none",

@@ -30,14 +30,14 @@ from sparktorch.train.strategies.base import Strategy
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
-__all__ = ["ShardingOptions", "Zero2", "Zero3", "units"]
+__all__ = ["ShardingOptions", "Zero2", "Zero3", "check_optimizer", "units"]
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 S = TypeVar("S", bound="ShardingOptions")
 
 _LEAST_BYTES = 1 << 20  # of a block of host memory that is worth giving back
 
-_OF_WHOLE_PARAMETERS = {"Adafactor", "Rprop"}
+_OF_WHOLE_PARAMETERS = {"Adafactor", "Muon", "Rprop"}
 
 # They have no forward pass that could gather parameters.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -110,15 +110,7 @@ class Zero3(Strategy[S]):
         found = units(module, options)
         if cls.shards(options, workers):
             _check_parameters(module, found)
-        if recipe.steps_itself:
-            return
-        optimizer = recipe.optimizer_call(module)[0]
-        if isinstance(optimizer, type) and {kind.__name__ for kind in optimizer.__mro__} & _OF_WHOLE_PARAMETERS:
-            raise ConfigError(
-                f"optimizer {optimizer.__name__} computes with whole parameters, which this strategy divides",
-                hint="choose another one, such as 'AdamW', or strategy='zero1'",
-                param="optimizer",
-            )
+            check_optimizer(recipe, module)
 
     @classmethod
     def needs_group(cls, options: S) -> bool:
@@ -264,6 +256,23 @@ class Zero3(Strategy[S]):
         for part in module.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()
+
+
+def check_optimizer(recipe: Recipe, module: nn.Module) -> None:
+    """Refuses optimizers that compute with whole parameters, where ranks have parts of them.
+
+    Raises:
+        ConfigError: It is one.
+    """
+    if recipe.steps_itself:
+        return
+    optimizer = recipe.optimizer_call(module)[0]
+    if isinstance(optimizer, type) and {kind.__name__ for kind in optimizer.__mro__} & _OF_WHOLE_PARAMETERS:
+        raise ConfigError(
+            f"optimizer {optimizer.__name__} computes with whole parameters, which this strategy divides",
+            hint="choose another one, such as 'AdamW', or strategy='zero1'",
+            param="optimizer",
+        )
 
 
 def _check_parameters(module: nn.Module, parts: Sequence[nn.Module]) -> None:

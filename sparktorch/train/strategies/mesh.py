@@ -45,7 +45,7 @@ from sparktorch.train.recipe.loss import Sums
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.base import Step
 from sparktorch.train.strategies.divided_shapes import check_shapes, check_values
-from sparktorch.train.strategies.fsdp import Zero3
+from sparktorch.train.strategies.fsdp import Zero3, check_optimizer
 from sparktorch.train.strategies.mesh_options import MeshOptions, Sizes
 from sparktorch.train.strategies.row_exchange import RowExchange, share_rows
 from sparktorch.train.strategies.tensor_parallel import (
@@ -122,6 +122,7 @@ class Mesh(Zero3[MeshOptions]):
             )
         if (options.tensor or 1) == 1:
             return
+        check_optimizer(recipe, module)
         staged = cls.own_passes(options)
         check_plan(module, options.plan, options.tensor or 1, staged=staged, sequence=options.sequence)
 

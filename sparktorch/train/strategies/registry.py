@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from sparktorch.base.batch import Batch
 from sparktorch.base.config import TrainConfig, from_dict, one_of
@@ -147,6 +148,14 @@ def check_module(config: TrainConfig, recipe: Recipe, workers: int, module: nn.M
         ConfigError: They do not.
         ModuleError: The module does not suit the strategy.
     """
+    lazy = next((name for name, parameter in module.named_parameters() if is_lazy(parameter)), None)
+    if lazy is not None and workers > 1:
+        raise ModuleError(
+            f"parameter {lazy!r} gets its shape in the first forward pass, and ranks divide or compare them before",
+            hint="name the sizes, such as nn.Linear(in_features, out_features) for nn.LazyLinear, or call the module "
+            "once in a function that makes it",
+            param="module",
+        )
     for name, value in module.state_dict().items():
         if not isinstance(value, torch.Tensor):
             raise ModuleError(

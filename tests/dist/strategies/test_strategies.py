@@ -332,10 +332,10 @@ def test_who_gives_an_option_of_another_strategy_is_told_which(params: dict[str,
     assert str(caught.value.hint).startswith(hint)
 
 
-@pytest.mark.parametrize("optimizer", ["Rprop", torch.optim.Adafactor])
+@pytest.mark.parametrize("optimizer", ["Rprop", torch.optim.Adafactor, "Muon"])
 def test_optimizers_of_whole_parameters_are_refused_where_these_are_divided(optimizer: Any) -> None:
     batch = Batch((torch.ones(2, 5),), torch.ones(2), None, 2)
-    for strategy, params in (("zero2", {}), ("mesh", {"shard": 2})):
+    for strategy, params in (("zero2", {}), ("mesh", {"shard": 2}), ("mesh", {"tensor": 2})):
         job = job_for(
             recipe={"optimizer": optimizer, "optimizer_params": {}}, strategy=strategy, strategy_params=params
         )
@@ -402,6 +402,25 @@ def test_parameters_that_cannot_be_divided_are_refused_before_the_job(module: nn
     with pytest.raises(ModuleError, match=says):
         check_module(job.config, job.recipe, 2, module, batch)
     check_module(job.config, job.recipe, 1, module, batch)
+
+
+def test_lazy_parameters_are_refused_where_there_are_several_ranks() -> None:
+    module, batch = nn.Sequential(nn.LazyLinear(1)), Batch((torch.ones(2, 5),), torch.ones(2), None, 2)
+    for strategy in ("ddp", "zero3"):
+        job = job_for(strategy=strategy)
+        with pytest.raises(ModuleError, match=r"'0\.weight' gets its shape in the first forward pass"):
+            check_module(job.config, job.recipe, 2, module, batch)
+
+
+def with_penalty(module: nn.Module, batch: Any) -> torch.Tensor:
+    rows: torch.Tensor = module(*batch.inputs) + sum(p.square().sum() for p in module.parameters())
+    return rows
+
+
+def test_a_step_that_computes_with_parts_of_parameters_is_told_so() -> None:
+    job = job_for(recipe={"training_step": with_penalty}, strategy="zero3", strategy_params=PARTED)
+    with pytest.raises(ModuleError, match=r"(?s)computes with parameters .* outside of its forward pass.*weight_decay"):
+        train_on([part.batches() for part in TABLE.parts(2)], job)
 
 
 class InPlace(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -59,6 +60,8 @@ def test_a_batch_loses_the_tokens_behind_its_longest_row() -> None:
     whole = Batch((mask, ids, torch.ones(2, 4, 2)), None, None, 2, names=names, tokens=tokens)
     assert whole.trimmed() is whole  # the other one may have something of each token
     batch = Batch((mask, ids, torch.ones(2, 3)), None, None, 2, names=names, tokens=tokens)
+    labelled = replace(batch, label=ids)
+    assert labelled.trimmed() is labelled  # and so may labels
     assert [tuple(tensor.shape) for tensor in batch.trimmed().inputs] == [(2, 2), (2, 2), (2, 3)]
     assert [tuple(tensor.shape) for tensor in batch.slice(1, 2).trimmed().inputs] == [(1, 1), (1, 1), (1, 3)]
 
