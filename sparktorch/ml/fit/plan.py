@@ -72,6 +72,8 @@ def plan_of(
 ) -> Plan:
     """Returns the plan of an estimator's training; see `TorchEstimatorBase.plan`."""
     check_figures(memory, speed, bandwidth)
+    if estimator.isSet("modelDir") and not estimator.isSet("strategy"):  # which a plan is asked for
+        estimator = estimator.copy({estimator.getParam("strategy"): "zero3"})
     request = translate(estimator, task)
     with naming_params(estimator):
         frame, inputs = first_inputs(prepare(dataset, task, **request.columns))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -147,13 +148,16 @@ def test_a_plan_that_does_not_fit_the_module_is_refused_before_the_job(rows: Dat
         asked(numWorkers=2, strategy="zero3", strategyParams={"wrap_classes": ["Layer"]}).fit(rows)
 
 
-def test_a_plan_says_what_strategies_take_and_trains_nothing(rows: DataFrame) -> None:
+def test_a_plan_says_what_strategies_take_and_trains_nothing(rows: DataFrame, tmp_path: Path) -> None:
     plan = asked(numWorkers=2, optimizer="Adam", labelCol="target").plan(rows, memory=1)
     # meshes of shards and of stages; nothing says how to divide layers
     assert [need.strategy for need in plan.needs] == ["ddp", "zero1", "zero2", "zero3", "mesh", "mesh"]
     assert plan.parameters == 113
     assert plan.needs[0].state == 2 * plan.needs[0].parameters + 4 * 4  # Adam's two numbers each, and counters of steps
     assert plan.fitting[0].strategy == "ddp"
+    divided = asked(numWorkers=2, modelDir=str(tmp_path / "models")).plan(rows)
+    assert divided.fitting[0].strategy == "zero2"
+    assert not (tmp_path / "models").exists()
     classes = rows.withColumn("sign", (rows.target > 0).cast("int"))
     classifier = TorchClassifier(module=MLP, moduleParams={"outputs": 2}, labelCol="sign", numWorkers=2)
     assert classifier.plan(classes).needs[0].activations > 0
