@@ -9,7 +9,19 @@ from torch import nn
 
 from tests.support.nets import Chain, Paired
 
-__all__ = ["Attending", "Doubling", "Keeping", "Sharing", "Winding", "in_place", "normed"]
+__all__ = [
+    "Attending",
+    "Clamping",
+    "Doubling",
+    "Filling",
+    "Keeping",
+    "Sharing",
+    "Shifting",
+    "Ticking",
+    "Winding",
+    "in_place",
+    "normed",
+]
 
 
 class Doubling(Chain):
@@ -118,6 +130,77 @@ class Keeping(Paired):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = super().forward(x * self.gain * self.out.factor)
         result: torch.Tensor = self.out(out.unsqueeze(-1)).squeeze(-1)
+        return result
+
+
+class _Steps(nn.Module):
+    """A layer into 8 units, three among them, and one out of `last` units."""
+
+    def __init__(self, last: int = 8) -> None:
+        super().__init__()
+        self.enter = nn.Linear(5, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.out = nn.Linear(last, 1)
+
+
+class Ticking(_Steps):
+    """Changes in place, between layers, a time and a mask that inputs alone decide."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out, time, mask = self.enter(x), torch.zeros(len(x), 1), torch.zeros(len(x), 8, dtype=torch.bool)
+        for place, layer in enumerate(self.layers):
+            mask = mask.clone()  # the one before is kept for the backward pass
+            mask[:, 2 * place : 2 * place + 4] = True
+            out = out + torch.tanh(layer(out + time)) * mask
+            time += 0.5
+        result: torch.Tensor = self.out(out).squeeze(-1)
+        return result
+
+
+class Shifting(_Steps):
+    """Writes values that need gradients into zeros, by views."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.tanh(self.enter(x))
+        for layer in self.layers:
+            shifted = torch.zeros_like(out)
+            shifted[:, 1:] = out[:, :-1]
+            out = torch.tanh(layer(shifted))
+        result: torch.Tensor = self.out(out).squeeze(-1)
+        return result
+
+
+class Filling(_Steps):
+    """Writes what its layers return into zeros that the first stage makes, by views, and adds it up in place."""
+
+    def __init__(self) -> None:
+        super().__init__(32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.tanh(self.enter(x))
+        found, plain, total = out.new_zeros(len(x), 2, 8), torch.zeros(len(x), 8), torch.zeros_like(out)
+        for place, layer in enumerate(self.layers):
+            out = torch.tanh(layer(out))
+            total += out
+            (found[:, place] if place < 2 else plain)[:] = out
+        result: torch.Tensor = self.out(torch.cat([found.flatten(1), plain, total], 1)).squeeze(-1)
+        return result
+
+
+class Clamping(_Steps):
+    """Changes its input in place, itself and by its first layer, and reads it in other layers, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.ReLU(inplace=True)
+        self.skip = nn.Linear(5, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x[x < -1] = 1
+        out = self.enter(self.act(x))
+        for layer in self.layers:
+            out = torch.tanh(layer(out)) * (x > 0).float().mean(1, keepdim=True)
+        result: torch.Tensor = (self.out(out) + self.skip(x)).squeeze(-1)
         return result
 
 

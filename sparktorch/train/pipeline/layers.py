@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from sparktorch.errors import ModuleError
 
-__all__ = ["Call", "Modes", "call_of_layer", "check_functions", "recorded_layers"]
+__all__ = ["Call", "Modes", "call_of_layer", "check_functions", "memory_of", "recorded_layers"]
 
 _OF_OPERATOR = "GeneratedBackwardFor"  # torch's name of the backward pass of a custom operator, which is recorded
 
@@ -71,6 +71,8 @@ class Call:
         result_places: Which values of the result are tensors.
         result_gradients: Which of these require gradients.
         work: Floating-point operations of its forward pass.
+        written: Which of the tensors among its arguments it changes in place, and whether they require gradients then.
+        shared: Which tensors of the result have the memory of which of these.
     """
 
     layer: str
@@ -81,6 +83,8 @@ class Call:
     result_places: list[int] = field(default_factory=list)
     result_gradients: list[bool] = field(default_factory=list)
     work: int = 0
+    written: dict[int, bool] = field(default_factory=dict)
+    shared: dict[int, int] = field(default_factory=dict)
 
     def __call__(self, part: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Calls the layer with other tensors; returns the tensors of its result."""
@@ -97,6 +101,11 @@ class Call:
         """Whether the arguments are positional and not nested: nothing is put together again in each call."""
         plain: bool = self.spec == pytree.tree_structure((tuple(range(len(self.arguments))), {}))
         return plain
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """Returns a number for the memory of a tensor, which its views have, too."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
 def _tensors(values: Sequence[Any]) -> list[int]:
@@ -162,6 +171,8 @@ def recorded_layers(module: nn.Module, names: Sequence[str], calls: list[Call], 
             calls.append(call)
             check_functions(flat, seen)
             _check_given(name, flat, kept.get(name), _kept_by(module, name))
+            inputs = [flat[place] for place in call.places]
+            versions, given = [each._version for each in inputs], [memory_of(each) for each in inputs]
             _of.within = True
             try:
                 with disable_proxy_modes_tracing(), FlopCounterMode(display=False) as counter:
@@ -172,7 +183,9 @@ def recorded_layers(module: nn.Module, names: Sequence[str], calls: list[Call], 
             call.work, call.result_places = counter.get_total_flops(), _tensors(values)
             _of.results = [values[place] for place in call.result_places]
             call.result_gradients = [result.requires_grad for result in _of.results]
-            inputs = [flat[place] for place in call.places]
+            call.written = {i: each.requires_grad for i, each in enumerate(inputs) if each._version != versions[i]}
+            returned = [memory_of(result) for result in _of.results]
+            call.shared = {i: given.index(memory) for i, memory in enumerate(returned) if memory in given}
             if any(call.result_gradients):
                 found = operator(number, inputs, seed)
             else:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, cast
 
 import torch
 from torch import fx, nn
 
 from sparktorch.errors import ModuleError
+from sparktorch.train.pipeline.in_place import needs_gradient
 from sparktorch.train.pipeline.layers import Call, Modes
 from sparktorch.train.pipeline.recording import Recording
 from sparktorch.train.pipeline.stages import free_nodes, is_value, stages_of_nodes
@@ -44,81 +46,106 @@ def programs(recording: Recording, stages: Mapping[str, int], count: int) -> lis
     """Returns the programs of all stages.
 
     Raises:
-        ModuleError: What every stage computes for itself is changed in place.
+        ModuleError: A parameter is changed in place, or a value that stages receive in several views.
     """
     stage_of, free = stages_of_nodes(recording, stages), free_nodes(recording)
-    _check_in_place(recording, free)
+    _check_parameters(recording)
     final = [value for value in recording.outputs if isinstance(value, fx.Node)]
-    # The values that cross into each stage, in the order in which they are made.
-    crossing: list[list[fx.Node]] = [[] for _ in range(count + 1)]
-    for node in recording.nodes:
-        if node in free or not is_value(node):
-            continue
-        last = max((stage_of[user] for user in node.users if user in stage_of), default=0)
-        last = count - 1 if node in final else last
-        for stage in range(stage_of[node] + 1, last + 1):
-            crossing[stage].append(node)
+    crossing = [*_crossing(recording, stage_of, free, count), final]
+    _check_crossing(recording, stage_of, crossing)
+    order = {node: place for place, node in enumerate(recording.nodes)}
+    starts = [sum(own < stage for own in stage_of.values()) for stage in range(count + 1)]
+    met = [
+        [_without_values(node, gradient=needs_gradient(node, order, start, final)) for node in nodes]
+        for nodes, start in zip(crossing, starts, strict=True)
+    ]
     found = []
     for stage in range(count):
-        own = [node for node in recording.nodes if stage_of[node] == stage and node not in free]
-        ends = final if stage == count - 1 else crossing[stage + 1]
-        found.append(_program(recording, own, free, crossing[stage], ends))
+        nodes = [node for node in recording.nodes if node in free or stage_of[node] == stage]
+        code = _Code(recording, nodes, list(zip(crossing[stage], met[stage], strict=True)))
+        for node in nodes:  # also unused ones: they may change another in place
+            code.add(node)
+        code.graph.output(tuple(code.value(node) for node in crossing[stage + 1]))
+        run = fx.GraphModule({}, code.graph).forward  # torch generates it
+        kept = code.calls, code.operators, code.constants
+        found.append(Program(run, recording.modes, met[stage], met[stage + 1], *kept))
     return found
 
 
-def _check_in_place(recording: Recording, free: set[fx.Node]) -> None:
-    """Refuses operators that change in place what every stage computes for itself with what one stage has."""
-    for node in recording.nodes:
-        schema = getattr(node.target, "_schema", None)
-        if node in free or schema is None or node in recording.calls:
+def _crossing(
+    recording: Recording, stage_of: Mapping[fx.Node, int], free: Collection[fx.Node], count: int
+) -> list[list[fx.Node]]:
+    """Returns the values that cross into each stage, in the order in which they are made."""
+    found: list[list[fx.Node]] = [[] for _ in range(count)]
+    for node in (*recording.inputs, *recording.nodes):
+        if node in free or not is_value(node):
             continue
-        for argument, value in zip(schema.arguments, node.args, strict=False):
-            written = argument.alias_info is not None and argument.alias_info.is_write
-            if written and isinstance(value, fx.Node) and (value in free or value in recording.tensors):
+        last = max((stage_of[user] for user in node.users if user in stage_of), default=0)
+        last = count - 1 if node in recording.outputs else last
+        for stage in range(stage_of.get(node, 0) + 1, last + 1):
+            found[stage].append(node)
+    return found
+
+
+def _check_parameters(recording: Recording) -> None:
+    """Refuses to change parameters in place."""
+    kept = {memory: name for node, name in recording.tensors.items() for memory in node.meta["memory"]}
+    for node in recording.nodes:
+        for memory in node.meta["writes"] & kept.keys():
+            raise ModuleError(
+                f"the forward pass changes {kept[memory]!r} in place, by {node.name}",
+                hint="make a new tensor instead, as by + instead of +=",
+                param="module",
+            )
+
+
+def _check_crossing(
+    recording: Recording, stage_of: Mapping[fx.Node, int], crossing: Sequence[Sequence[fx.Node]]
+) -> None:
+    """Refuses to change a value in place of which a stage has received several views: each is a copy."""
+    for node in recording.nodes:
+        for received, memory in product(crossing[: stage_of[node] + 1], node.meta["writes"]):
+            views = sum(memory in value.meta["memory"] for value in received)
+            if views > 1:
                 raise ModuleError(
-                    f"the forward pass changes in place, by {schema.name}, what does not come from its layers",
-                    hint="make a new tensor instead, as by + instead of +=",
+                    f"the forward pass changes in place, by {node.name} in stage {stage_of[node]} of the pipeline, one "
+                    f"of {views} views of a value that earlier stages have computed",
+                    hint="make a new tensor instead, as by torch.cat or by + instead of +=, or name other layers in "
+                    "strategyParams.split",
                     param="module",
                 )
-
-
-def _program(
-    recording: Recording, own: list[fx.Node], free: set[fx.Node], received: list[fx.Node], ends: list[fx.Node]
-) -> Program:
-    code = _Code(recording, received)
-    for node in filter(free.__contains__, recording.nodes):  # also unused ones: they may change another in place
-        code.value(node)
-    for node in own:
-        code.add(node)
-    code.graph.output(tuple(code.value(node) for node in ends))
-    run = fx.GraphModule({}, code.graph).forward  # torch generates it
-    kept = code.calls, code.operators, code.constants
-    return Program(run, recording.modes, _without_values(received), _without_values(ends), *kept)
 
 
 class _Code:
     """The graph of a program while it is made; what it cannot hold, it asks the stage for, which is its first input."""
 
-    def __init__(self, recording: Recording, received: Sequence[fx.Node]) -> None:
+    def __init__(
+        self, recording: Recording, nodes: Sequence[fx.Node], received: Sequence[tuple[fx.Node, torch.Tensor]]
+    ) -> None:
         self.graph = fx.Graph()
         self.calls: list[tuple[Call, Modes]] = []
         self.operators: list[tuple[Callable[..., Any], Modes]] = []
         self.constants: list[torch.Tensor] = []
         self._recording, self._stage = recording, self.graph.placeholder("stage")
-        self._made = {node: self.graph.placeholder(f"received_{number}") for number, node in enumerate(received)}
-        for number, node in enumerate(recording.inputs):
-            self._made[node] = self.graph.placeholder(f"input_{number}")
+        values = {node: self.graph.placeholder(f"received_{number}") for number, (node, _) in enumerate(received)}
+        inputs = {node: self.graph.placeholder(f"input_{number}") for number, node in enumerate(recording.inputs)}
+        self._made = inputs | values
+        written = {memory for node in nodes for memory in node.meta["writes"]}
+        cloned = {node for node, value in received if value.requires_grad}  # by the stage
+        for node in list(self._made):
+            if (
+                node not in cloned and node.meta["memory"] & written
+            ):  # it is the schedule's, for this micro-batch or for all of them
+                self._made[node] = self.graph.call_method("clone", (self._made[node],))
 
     def value(self, node: fx.Node) -> fx.Node:
-        """Returns what a node of the recording is here; adds a parameter, or what inputs alone decide."""
+        """Returns what a node of the recording is here; adds a parameter, a buffer or a constant."""
         if node not in self._made:
             if node in self._recording.constants:
                 self._made[node] = self._of_stage("constant", len(self.constants))
                 self.constants.append(self._recording.constants[node])
-            elif node in self._recording.tensors:
-                self._made[node] = self._of_stage("read", self._recording.tensors[node])
             else:
-                self.add(node)
+                self._made[node] = self._of_stage("read", self._recording.tensors[node])
         return self._made[node]
 
     def add(self, node: fx.Node) -> None:
@@ -140,9 +167,9 @@ class _Code:
         return self.graph.call_method(method, (self._stage, *args), kwargs)
 
 
-def _without_values(nodes: Sequence[fx.Node]) -> list[torch.Tensor]:
-    found = [torch.empty(node.meta["val"].shape, dtype=node.meta["val"].dtype, device="meta") for node in nodes]
-    return [each.requires_grad_(node.meta["requires_grad"]) for each, node in zip(found, nodes, strict=True)]
+def _without_values(node: fx.Node, *, gradient: bool) -> torch.Tensor:
+    value = node.meta["val"]
+    return torch.empty(value.shape, dtype=value.dtype, device="meta").requires_grad_(gradient)
 
 
 class Stage(nn.Module):

@@ -21,6 +21,7 @@ from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.utils import _pytree as pytree
 
 from sparktorch.errors import ModuleError, SparkTorchError
+from sparktorch.train.pipeline.in_place import Gradients, mark_memory, mark_used
 from sparktorch.train.pipeline.layers import Call, Modes, call_of_layer, check_functions, recorded_layers
 
 __all__ = ["Recording", "Twin", "attributes"]
@@ -34,8 +35,7 @@ class Recording:
 
     Attributes:
         nodes: What it computes, in order: operators of torch, `operator.getitem`, and calls of layers. Each has its
-            result in `meta["val"]`, a fake tensor; whether a backward pass needs its gradient in
-            `meta["requires_grad"]`; and the `Modes` in `meta["modes"]`.
+            result in `meta["val"]`, a fake tensor; the `Modes` in `meta["modes"]`; and what `in_place` notes.
         modes: The modes in which it began.
         inputs: The tensors that it gets, as nodes.
         outputs: What it returns, flattened: nodes, and values that are no tensors.
@@ -145,7 +145,9 @@ class Twin:
                 modes = Modes.now(*{self.device.type, "cpu"})
                 fakes = [self._fake(tensor) for tensor in tensors]
                 graph = make_fx(flat, pre_dispatch=True, _allow_non_fake_inputs=True)(*fakes)
-                _Gradients(graph, calls).run(*fakes)
+                of_calls = self._of_calls(graph, calls)
+                mark_memory(graph.graph.nodes, of_calls)
+                Gradients(graph, calls).run(*fakes)
         except SparkTorchError:
             raise
         except Exception as error:
@@ -160,7 +162,7 @@ class Twin:
             torch.clear_autocast_cache()
         self._check(buffers, before)
         self._check_attributes(kept, _kept(self.module, layers))
-        return self._recording(graph, calls, found, modes)
+        return self._recording(graph, of_calls, found, modes)
 
     def call(self, run: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Any:
         """Calls the module in training mode, and records nothing; `run` and `tensors` are as in `record`."""
@@ -211,12 +213,21 @@ class Twin:
     def _kind(self) -> str:
         return type(self.module).__name__
 
-    def _recording(self, graph: fx.GraphModule, calls: list[Call], found: Mapping[str, Any], modes: Modes) -> Recording:
+    @staticmethod
+    def _of_calls(graph: fx.GraphModule, calls: Sequence[Call]) -> dict[fx.Node, Call]:
+        """Returns the call of each node that is one; gives nodes that read tensors these as their values."""
+        for node in graph.graph.find_nodes(op="get_attr"):
+            node.meta["val"] = getattr(graph, node.target)
+        found = graph.graph.find_nodes(op="call_function", target=call_of_layer().default)
+        return {node: calls[node.args[0]] for node in found}
+
+    def _recording(
+        self, graph: fx.GraphModule, calls: Mapping[fx.Node, Call], found: Mapping[str, Any], modes: Modes
+    ) -> Recording:
         nodes: list[fx.Node] = []
         inputs: list[fx.Node] = []
         outputs: list[fx.Node] = []
         tensors: dict[fx.Node, str] = {}
-        of_calls: dict[fx.Node, Call] = {}
         constants: dict[fx.Node, torch.Tensor] = {}
         for node in _with_modes(graph.graph, modes):
             if node.op == "placeholder":
@@ -234,13 +245,11 @@ class Twin:
                     constants[node] = kept
             else:
                 nodes.append(node)
-                if node.target is call_of_layer().default:
-                    of_calls[node] = calls[node.args[0]]
-        _without_unused_gradients(nodes, {node for node in outputs if isinstance(node, fx.Node)})
+        mark_used(nodes, inputs, {node for node in outputs if isinstance(node, fx.Node)})
         places = iter(outputs)
         values = [next(places) if isinstance(value, torch.Tensor) else value for value in found["values"]]
         parameters = dict(self.module.named_parameters())
-        return Recording(nodes, modes, inputs, values, found["spec"], of_calls, tensors, parameters, constants)
+        return Recording(nodes, modes, inputs, values, found["spec"], calls, tensors, parameters, constants)
 
     def _name_or_constant(self, tensor: Any) -> str | torch.Tensor:
         """Returns the name of a parameter or buffer, or a number that the forward pass makes a tensor of.
@@ -317,29 +326,3 @@ def _with_modes(graph: fx.Graph, modes: Modes) -> Iterator[Any]:
         else:
             node.meta["modes"] = states[-1]
             yield node
-
-
-def _without_unused_gradients(nodes: Sequence[fx.Node], outputs: Collection[fx.Node]) -> None:
-    """Marks values from which no output's gradient depends, such as those that are detached, as without gradients."""
-    for node in reversed(nodes):
-        used = node in outputs or any(user.meta.get("requires_grad") for user in node.users)
-        node.meta["requires_grad"] = bool(node.meta["requires_grad"] and used)
-
-
-class _Gradients(fx.Interpreter):
-    """Runs a recorded graph again to see which values require gradients."""
-
-    def __init__(self, graph: fx.GraphModule, calls: Sequence[Call]) -> None:
-        super().__init__(graph)
-        self._calls = calls
-
-    def run_node(self, n: fx.Node) -> Any:
-        if n.target is call_of_layer().default:
-            gradients = self._calls[int(n.args[0])].result_gradients  # type: ignore[arg-type]
-            n.meta["requires_grad"] = any(gradients)
-            values = [torch.empty_like(v).requires_grad_(g) for v, g in zip(n.meta["val"], gradients, strict=True)]
-            return [value.clone() for value in values]  # which may be changed in place
-        found = super().run_node(n)
-        values = pytree.tree_leaves(found)  # of an operator, such as unbind, also several
-        n.meta["requires_grad"] = any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
-        return found

@@ -140,7 +140,10 @@ def check_each_row(module: nn.Module, batch: Batch) -> None:
     module.eval()
     try:
         with torch.random.fork_rng(devices=()):
-            found = [pytree.tree_leaves(given.call(module, *tensors)) for tensors in (alone, alone, both)]
+            found = [
+                pytree.tree_leaves(given.call(module, *(t.clone() for t in tensors)))
+                for tensors in (alone, alone, both)
+            ]
     except Exception:
         return  # the dry run says why
     finally:

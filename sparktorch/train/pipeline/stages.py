@@ -240,11 +240,24 @@ def is_value(node: fx.Node) -> bool:
 
 def free_nodes(recording: Recording) -> set[fx.Node]:
     """Returns the nodes that inputs alone decide, such as masks, which every stage computes for itself."""
+    changed: set[int] = set()  # memory that something else changes in place
+    while True:
+        free = _free_but(recording, changed)
+        found = {memory for node in recording.nodes if node not in free for memory in node.meta["writes"]}
+        if found <= changed:
+            return free
+        changed |= found
+
+
+def _free_but(recording: Recording, changed: set[int]) -> set[fx.Node]:
+    """Returns the nodes that inputs alone decide, but for those with some memory."""
     buffers = {node for node, name in recording.tensors.items() if name not in recording.parameters}
-    free = {*recording.inputs, *buffers, *recording.constants}
+    inputs = {node for node in recording.inputs if not node.meta["memory"] & changed}
+    free = {*inputs, *buffers, *recording.constants}
     for node in recording.nodes:
         seeded = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        if node not in recording.calls and not seeded and all(source in free for source in node.all_input_nodes):
+        bound = node in recording.calls or seeded or (node.meta["memory"] | node.meta["writes"]) & changed
+        if not bound and all(source in free for source in node.all_input_nodes):
             free.add(node)
     return free
 

@@ -124,7 +124,7 @@ def check_step(step: Callable[[nn.Module, Batch], Any], module: nn.Module, batch
             return
         try:
             given = arguments_of(step, module, batch)
-            output = given.call(module, *given.tensors)
+            output = given.call(module, *(tensor.clone() for tensor in given.tensors))  # it may change them in place
             compare = not any(isinstance(tensor, FakeTensor) for tensor in given.tensors)
             step(StandIn(module, _once(output, given, compare=compare)), batch)
         except SparkTorchError:

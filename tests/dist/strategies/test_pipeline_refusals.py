@@ -144,6 +144,22 @@ class Branching(Chain):
         return found
 
 
+class Coupling(Chain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.enter(x) * 1.0
+        half = out[:, :4]
+        half += torch.tanh(self.layers[0](out))[:, :4]
+        found: torch.Tensor = self.out(out).squeeze(-1)
+        return found
+
+
+class Scaled(Chain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.enter.weight[0] *= 0.5
+        return super().forward(x)
+
+
 def deciding() -> nn.Module:
     return Deciding(nn.Linear(5, 4), nn.Linear(4, 1))
 
@@ -192,6 +208,13 @@ TWO = {"pipeline": 2}
         (partial(Scaling, unused=40), TWO, ModuleError, "sets attribute 'scale' of 'layers.0' from outside"),
         (Holding, TWO, ModuleError, "an object with tensors, of type Holder, to 'one'"),
         (Evaluating, TWO, ModuleError, "parameter 'enter.weight' is used in stages 0 and 1"),
+        (
+            Coupling,
+            {**TWO, "split": ["layers.0"]},
+            ModuleError,
+            r"(?s)in stage 1 .*one of 2 views of a value.*torch.cat",
+        ),
+        (Scaled, TWO, ModuleError, "changes 'enter.weight' in place"),
         (Branching, TWO, ModuleError, "takes functions, such as torch.cond|cannot be recorded"),
         (Paired, {**TWO, "wrap_classes": ["Sequential"]}, ConfigError, "wrap_classes names 'Sequential'"),
         (Sharing, TWO, ModuleError, "parameter 'enter.weight' is used in stages 0 and 1"),
