@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from sparktorch.errors import ModuleError
+from sparktorch.train.pipeline.kept import equal
 
 __all__ = ["Call", "Modes", "call_of_layer", "check_functions", "memory_of", "recorded_layers"]
 
@@ -229,8 +230,7 @@ def _check_given(name: str, values: Iterable[Any], before: Any, now: Mapping[str
         before: What it kept after the call before, or at first.
         now: What it keeps.
     """
-    changed = [attribute for attribute, value in now.items() if before.get(attribute) is not value]
-    changed = [each for each in changed if isinstance(now[each], torch.Tensor) or before.get(each) != now[each]]
+    changed = [attribute for attribute, value in now.items() if not equal(before.get(attribute), value)]
     if changed:
         raise ModuleError(
             f"the forward pass sets attribute {changed[0]!r} of {name!r} from outside, and a stage calls it alone",

@@ -19,8 +19,9 @@ from sparktorch.base.devices import is_host
 from sparktorch.errors import ModuleError
 from sparktorch.train.dtensor import whole
 from sparktorch.train.pipeline.arguments import Arguments
+from sparktorch.train.pipeline.kept import attributes
 from sparktorch.train.pipeline.programs import Program, Stage, programs
-from sparktorch.train.pipeline.recording import Recording, Twin, attributes
+from sparktorch.train.pipeline.recording import Recording, Twin
 
 __all__ = ["MicroLoss", "Pipe", "check_rows", "names_in_stages", "stages_of"]
 

@@ -22,11 +22,10 @@ from torch.utils import _pytree as pytree
 
 from sparktorch.errors import ModuleError, SparkTorchError
 from sparktorch.train.pipeline.in_place import Gradients, mark_memory, mark_used
+from sparktorch.train.pipeline.kept import check_attributes, kept_by, take_attributes
 from sparktorch.train.pipeline.layers import Call, Modes, call_of_layer, check_functions, recorded_layers
 
-__all__ = ["Recording", "Twin", "attributes"]
-
-_ABSENT = object()
+__all__ = ["Recording", "Twin"]
 
 
 @dataclass(frozen=True)
@@ -134,9 +133,8 @@ class Twin:
 
         self.module.train(training)
         if attributes_of is not None:
-            for (path, name), value in attributes(attributes_of, layers).items():
-                vars(self.module.get_submodule(path))[name] = value
-        kept = _kept(self.module, layers)
+            take_attributes(self.module, attributes_of, layers)
+        kept = kept_by(self.module, layers)
         buffers = {name: (buffer, buffer._version) for name, buffer in self.module.named_buffers()}
         before = _state()
         untouched = torch.random.fork_rng(devices=[])  # dropout draws numbers, also those without values
@@ -161,7 +159,7 @@ class Twin:
         finally:
             torch.clear_autocast_cache()
         self._check(buffers, before)
-        self._check_attributes(kept, _kept(self.module, layers))
+        check_attributes(self._kind, kept, kept_by(self.module, layers))
         return self._recording(graph, of_calls, found, modes)
 
     def call(self, run: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Any:
@@ -196,18 +194,6 @@ class Twin:
                 hint="draw them with torch, within a layer, or divide the module with strategyParams.shard",
                 param="module",
             )
-
-    def _check_attributes(self, before: Mapping[tuple[str, str], Any], after: Mapping[tuple[str, str], Any]) -> None:
-        """Refuses attributes that a forward pass sets, as a recording is not called again."""
-        for (path, name), value in after.items():
-            if before.get((path, name), _ABSENT) is not value and before.get((path, name)) != value:
-                raise ModuleError(
-                    f"the forward pass of {self._kind} sets attribute {name!r} of {path or 'the module'}, and a "
-                    "pipeline records what is computed above its layers once",
-                    hint="return what the loss needs, set it in a part without parts of its own, or divide the module "
-                    "with strategyParams.shard",
-                    param="module",
-                )
 
     @property
     def _kind(self) -> str:
@@ -275,27 +261,6 @@ class Twin:
             hint="keep it with register_buffer, or make it with torch.full",
             param="module",
         )
-
-
-def attributes(module: nn.Module, layers: Collection[str]) -> dict[tuple[str, str], Any]:
-    """Returns the numbers, texts and flags that the parts above the layers keep, by part and attribute."""
-    plain = (bool, int, float, str, type(None))
-    return {place: value for place, value in _kept(module, layers).items() if isinstance(value, plain)}
-
-
-def _kept(module: nn.Module, layers: Collection[str]) -> dict[tuple[str, str], Any]:
-    """Returns what the parts above the layers keep besides parts, functions, and torch's own, by part and attribute."""
-    found: dict[tuple[str, str], Any] = {}
-
-    def visit(path: str, part: nn.Module) -> None:
-        found.update({(path, name): value for name, value in vars(part).items() if not callable(value)})
-        for name, child in part.named_children():
-            here = f"{path}.{name}" if path else name
-            if here not in layers:
-                visit(here, child)
-
-    visit("", module)
-    return found
 
 
 def _state() -> bytes:

@@ -169,13 +169,13 @@ def test_what_a_module_does_around_its_layers_is_done_in_stages(module: Any, spl
 
 
 class Frozen(Chain):
-    """Keeps its layers in evaluation, and computes with a number that a callback changes."""
+    """Keeps its layers in evaluation, and computes with numbers that a callback changes."""
 
     def __init__(self) -> None:
         super().__init__(
             dropout=0.5, unused=40
         )  # so large that the parts of `layers` are small, and called as they are
-        self.factor = 1.0
+        self.factor, self.options = 1.0, {"scale": 1.0}
 
     def train(self, mode: bool = True) -> Frozen:
         super().train(mode)
@@ -183,7 +183,7 @@ class Frozen(Chain):
         return self
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * self.factor
+        return super().forward(x) * self.factor * self.options["scale"]
 
 
 class Growing(Callback):
@@ -191,6 +191,7 @@ class Growing(Callback):
 
     def on_epoch_end(self, context: Any, record: Any) -> None:
         context.module.factor += 0.5
+        context.module.options["scale"] *= 0.8
 
 
 @LANDING

@@ -6,6 +6,7 @@ import random
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -101,6 +102,34 @@ class Remembering(Chain):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls = getattr(self, "calls", 0) + 1
         return super().forward(x)
+
+
+class Listing(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        self.losses.append(out.square())
+        return out
+
+
+class Replacing(Chain):
+    def __init__(self, before: Any) -> None:
+        super().__init__()
+        self.out.seen = self.seen = before
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        self.seen = out.detach()
+        return out
+
+
+class Telling(Replacing):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.out.seen = len(x)  # type: ignore[assignment]
+        return Chain.forward(self, x)
 
 
 class Scaling(Chain):
@@ -205,6 +234,10 @@ TWO = {"pipeline": 2}
         (Averaging, TWO, ModuleError, r"returns a tensor of shape \(\) for 2 rows"),
         (Centring, TWO, ModuleError, "another output of a row beside another one"),
         (Remembering, TWO, ModuleError, "sets attribute 'calls' of the module"),
+        (Listing, TWO, ModuleError, "changes attribute 'losses' of the module"),
+        (partial(Replacing, torch.zeros(2)), TWO, ModuleError, "sets attribute 'seen' of the module"),
+        (partial(Replacing, np.zeros(2)), TWO, ModuleError, "sets attribute 'seen' of the module"),
+        (partial(Telling, torch.zeros(2)), TWO, ModuleError, "sets attribute 'seen' of 'out' from outside"),
         (partial(Scaling, unused=40), TWO, ModuleError, "sets attribute 'scale' of 'layers.0' from outside"),
         (Holding, TWO, ModuleError, "an object with tensors, of type Holder, to 'one'"),
         (Evaluating, TWO, ModuleError, "parameter 'enter.weight' is used in stages 0 and 1"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from sparktorch.base.batch import Batch
 from sparktorch.base.deferred import deferred
 from sparktorch.base.tape import is_fake
 from sparktorch.errors import SparkTorchError
+from sparktorch.train.pipeline.kept import attributes
 from sparktorch.train.pipeline.programs import Stage, programs
 from sparktorch.train.pipeline.recording import Twin
 from sparktorch.train.pipeline.setup import check_each_row, staged
@@ -195,3 +197,35 @@ def test_a_module_that_changes_its_input_in_place_is_checked_with_the_values_tha
     check_step(step, module, batch)
     check_each_row(module, batch)
     assert torch.equal(batch.inputs[0], torch.ones(2, 5))
+
+
+class Optioned(Chain):
+    """Computes with numbers in a dict, some of them beside a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.options: dict[str, Any] = {"scale": 1.0, "steps": [1, (torch.ones(1), 1)]}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        number, (_, power) = self.options["steps"]
+        return super().forward(x) * (self.options["scale"] * number) ** power
+
+
+def test_numbers_in_lists_and_dicts_of_a_module_are_those_of_its_recording() -> None:
+    module = Optioned()
+    twin = Twin(module, torch.device("cpu"))
+    tensor = twin.module.options["steps"][1][0]  # type: ignore[index]
+    before = attributes(module, [])
+    for change in ({"scale": 3.0}, {"new": {"a": (1, "b")}}, {"steps": [2, (torch.ones(1), 2)]}):
+        module.options |= change
+        twin.record(
+            layers_of(twin.module, 2),
+            lambda whole, x: whole(x),
+            [torch.ones(2, 5)],
+            training=True,
+            attributes_of=module,
+        )
+        now = attributes(module, [])
+        assert (now != before, attributes(twin.module, [])) == (True, now)
+        before = now
+    assert twin.module.options["steps"][1][0] is tensor  # type: ignore[index]

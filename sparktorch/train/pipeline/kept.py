@@ -1,0 +1,131 @@
+"""What the parts of a module above its layers keep besides tensors: numbers that count, and what may not change."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from sparktorch.errors import ModuleError
+
+__all__ = ["attributes", "check_attributes", "equal", "kept_by", "take_attributes"]
+
+_ABSENT = object()
+_PLAIN = (bool, int, float, str, type(None))
+_OF_TORCH = vars(nn.Module()).keys() - {"training"}
+
+# A part, one of its attributes, and the keys within that, if it is a list or dict.
+Place = tuple[Any, ...]
+
+
+def kept_by(module: nn.Module, layers: Collection[str]) -> dict[Place, Any]:
+    """Returns what the parts above the layers keep besides functions and what torch does, also in lists and dicts."""
+    return {
+        (path, name, *keys): leaf
+        for path, part in _above(module, layers)
+        for name, value in vars(part).items()
+        if name not in _OF_TORCH and not callable(value)
+        for keys, leaf in _leaves(value)
+    }
+
+
+def attributes(module: nn.Module, layers: Collection[str]) -> dict[Place, Any]:
+    """Returns the numbers, texts and flags among what the parts above the layers keep."""
+    return {place: value for place, value in kept_by(module, layers).items() if isinstance(value, _PLAIN)}
+
+
+def take_attributes(module: nn.Module, source: nn.Module, layers: Collection[str]) -> None:
+    """Gives the parts above the layers the numbers, texts and flags that those of another module keep."""
+    parts = dict(_above(module, layers))
+    for path, part in _above(source, layers):
+        own = vars(parts[path])
+        for name, value in vars(part).items():
+            if name not in _OF_TORCH and not callable(value):
+                taken = _taken(own.get(name, _ABSENT), value)
+                if taken is not _ABSENT:
+                    own[name] = taken
+
+
+def check_attributes(kind: str, before: Mapping[Place, Any], after: Mapping[Place, Any]) -> None:
+    """Refuses attributes that a forward pass sets or changes, as a recording is not called again.
+
+    Args:
+        kind: Name of the module's class.
+        before: What its parts kept.
+        after: What they keep.
+
+    Raises:
+        ModuleError: There are some.
+    """
+    for place in [*after, *before]:
+        if not equal(before.get(place, _ABSENT), after.get(place, _ABSENT)):
+            path, name, *keys = place
+            raise ModuleError(
+                f"the forward pass of {kind} {'changes' if keys else 'sets'} attribute {name!r} of "
+                f"{path or 'the module'}, and a pipeline records what is computed above its layers once",
+                hint="return what the loss needs, set it in a part without parts of its own, or divide the module with "
+                "strategyParams.shard",
+                param="module",
+            )
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two values are the same; tensors and arrays are if they are one object."""
+    if one is other or any(isinstance(value, torch.Tensor | np.ndarray) for value in (one, other)):
+        return one is other
+    try:
+        return bool(one == other)
+    except Exception:
+        return False
+
+
+def _above(module: nn.Module, layers: Collection[str]) -> Iterator[tuple[str, nn.Module]]:
+    """Returns the module and its parts but for the layers and what is in them, by path."""
+    left = [("", module)]
+    while left:
+        path, part = left.pop()
+        yield path, part
+        children = [(f"{path}.{name}" if path else name, child) for name, child in part.named_children()]
+        left.extend((here, child) for here, child in children if here not in layers)
+
+
+def _leaves(value: Any) -> Iterator[tuple[Place, Any]]:
+    """Returns what is in a list, dict or the like, by its keys there; another value alone, without any."""
+    if isinstance(value, dict):
+        inner = list(value.items())
+    elif isinstance(value, list | tuple | deque):
+        inner = list(enumerate(value))
+    elif isinstance(value, set | frozenset):
+        inner = [(each, each) for each in value]
+    else:
+        yield (), value
+        return
+    yield ("",), type(value).__name__  # an empty one has a leaf, too
+    for key, each in inner:
+        for keys, leaf in _leaves(each):
+            yield (key, *keys), leaf
+
+
+def _taken(own: Any, value: Any) -> Any:
+    """Returns a value, but for what is not plain, as the own one has it; others may have its lists and dicts, too."""
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, dict) and isinstance(own, dict):
+        taken = {key: _taken(own.get(key, _ABSENT), each) for key, each in value.items()}
+        own.clear()
+        own.update((key, each) for key, each in taken.items() if each is not _ABSENT)
+    elif isinstance(value, list) and isinstance(own, list):
+        pairs = zip_longest(own[: len(value)], value, fillvalue=_ABSENT)
+        own[:] = [each for each in (_taken(one, other) for one, other in pairs) if each is not _ABSENT]
+    elif all(isinstance(leaf, _PLAIN) for _, leaf in _leaves(value)):
+        return copy.deepcopy(value)
+    elif isinstance(value, tuple) and isinstance(own, tuple) and len(own) == len(value):
+        pairs = map(_taken, own, value)
+        return own._make(pairs) if hasattr(own, "_make") else tuple(pairs)
+    return own
