@@ -126,6 +126,6 @@ def _taken(own: Any, value: Any) -> Any:
     elif all(isinstance(leaf, _PLAIN) for _, leaf in _leaves(value)):
         return copy.deepcopy(value)
     elif isinstance(value, tuple) and isinstance(own, tuple) and len(own) == len(value):
-        pairs = map(_taken, own, value)
-        return own._make(pairs) if hasattr(own, "_make") else tuple(pairs)
+        inner = [_taken(one, other) for one, other in zip(own, value, strict=True)]
+        return own._make(inner) if hasattr(own, "_make") else tuple(inner)
     return own

@@ -25,6 +25,7 @@ from sparktorch.train.pipeline.recording import Recording, Twin
 
 __all__ = ["MicroLoss", "Pipe", "check_rows", "names_in_stages", "stages_of"]
 
+_WRAPPER = "_checkpoint_wrapped_module."  # of torch's activation checkpointing, in names of buffers
 _MOST_PREPARED = 16  # schedules that a rank keeps, for shapes that it has met
 
 # Returns the loss of the output for the rows from the first to the second number.
@@ -146,7 +147,7 @@ class Pipe(nn.Module):
         padded, size = self._padded(given.tensors, self.most_rows)
         with autocast:
             prepared = self._prepare(given, padded, size, training=True)
-        total = torch.zeros((), device=self._device)
+        total = torch.zeros((), dtype=torch.float64, device=self._device)  # in all ranks, whatever the loss has
 
         def of_micro_batch(outputs: Any, target: torch.Tensor) -> torch.Tensor:
             nonlocal total
@@ -211,7 +212,7 @@ class Pipe(nn.Module):
     def common_buffers(self) -> list[torch.Tensor]:
         """The buffers that are in no layer of a stage, which all ranks have."""
         named = self.module.named_buffers(remove_duplicate=False)
-        return [buffer for name, buffer in named if name not in self._names]
+        return [buffer for name, buffer in named if name.replace(_WRAPPER, "") not in self._names]
 
     @cached_property
     def own_names(self) -> Collection[str]:

@@ -241,9 +241,9 @@ def leave(module: nn.Module, own: Collection[str], others: Collection[str], read
     for path, part in module.named_modules(remove_duplicate=False):
         paths.setdefault(part, []).append(path)
     for part, found in paths.items():
-        for last in part._parameters:
+        for last in list(part._parameters):
             if not any(_within(_joined(path, last), kept) for path in found for kept in own):
-                part._parameters[last] = None
+                setattr(part, last, None)  # nn.RNNBase has them in a list, too
         here, there = (any(_within(path, name) for path in found for name in names) for names in (own, others))
         if there and not here:
             for last in part._buffers:

@@ -295,7 +295,7 @@ class Encoding(Paired):
 
 def scaled(module: Any, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     assert batch.label is not None
-    error = module.scaled(batch.inputs[0]) - batch.label.float()
+    error = module.scaled(batch.inputs[0]) - batch.label.double()
     return error**2, {"error": error.abs()}
 
 

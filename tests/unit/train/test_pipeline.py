@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.utils import _pytree as pytree
 
 from sparktorch.base.batch import Batch
@@ -15,9 +17,10 @@ from sparktorch.base.deferred import deferred
 from sparktorch.base.tape import is_fake
 from sparktorch.errors import SparkTorchError
 from sparktorch.train.pipeline.kept import attributes
+from sparktorch.train.pipeline.pipe import Pipe
 from sparktorch.train.pipeline.programs import Stage, programs
 from sparktorch.train.pipeline.recording import Twin
-from sparktorch.train.pipeline.setup import check_each_row, staged
+from sparktorch.train.pipeline.setup import check_each_row, leave, staged
 from sparktorch.train.pipeline.stages import cut, layers_of
 from sparktorch.train.pipeline.step import check_step
 from tests.support.nets import Chain, Paired
@@ -229,3 +232,46 @@ def test_numbers_in_lists_and_dicts_of_a_module_are_those_of_its_recording() -> 
         assert (now != before, attributes(twin.module, [])) == (True, now)
         before = now
     assert twin.module.options["steps"][1][0] is tensor  # type: ignore[index]
+
+
+def test_a_stage_holds_nothing_of_the_layers_of_others() -> None:
+    module = nn.ModuleDict({"own": nn.LSTM(2, 3), "other": nn.LSTM(3, 4)})
+    own, other = (weakref.WeakSet(module[name].parameters()) for name in ("own", "other"))
+    leave(module, ["own"], ["other"], [])
+    assert (len(own), len(other)) == (4, 0)
+
+
+class Scaled(nn.Linear):
+    """Has a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 5)
+        self.register_buffer("factor", torch.ones(()))
+
+
+class Framed(nn.Module):
+    """Has a buffer besides those of its blocks' parts."""
+
+    shift: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.ones(()))
+        self.blocks = nn.Sequential(*(nn.Sequential(Scaled(), nn.Linear(5, 5)) for _ in range(2)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.blocks(x + self.shift)
+        return found
+
+
+def test_buffers_of_parts_whose_activations_are_computed_again_are_those_of_their_stage() -> None:
+    module = Framed()
+    found = staged(module, 2, ["blocks.1"], Batch((torch.ones(2, 5),), None, None, 2))
+    apply_activation_checkpointing(module, check_fn=lambda part: isinstance(part, Scaled))
+    alone: Any = None  # no process group
+    pipe = Pipe(
+        *(module, [], found.twin, found.layers, found.stage_of, alone, torch.device("cpu")),
+        schedule="1f1b",
+        micro_batches=1,
+    )
+    assert [id(buffer) for buffer in pipe.common_buffers] == [id(module.shift)]
