@@ -171,6 +171,7 @@ def recorded_layers(module: nn.Module, names: Sequence[str], calls: list[Call], 
             call, number = Call(name, flat, spec, _tensors(flat)), len(calls)
             calls.append(call)
             check_functions(flat, seen)
+            _check_saved(name, module.get_submodule(name))
             _check_given(name, flat, kept.get(name), _kept_by(module, name))
             inputs = [flat[place] for place in call.places]
             versions, given = [each._version for each in inputs], [memory_of(each) for each in inputs]
@@ -219,6 +220,19 @@ def _kept_by(module: nn.Module, name: str) -> dict[str, Any]:
         for attribute, value in vars(part).items()
         if isinstance(value, bool | int | float | str | torch.Tensor)
     }
+
+
+def _check_saved(name: str, part: nn.Module) -> None:
+    """Refuses a checkpoint, or the like, around a layer; its own, as of layers of transformers, is called with it."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is not None and type(part).__call__ is nn.Module.__call__:
+        raise ModuleError(
+            f"the forward pass calls {name!r} in a checkpoint, or in other hooks for saved tensors, which are not "
+            "recorded",
+            hint="call it without, and set strategyParams.activation_checkpointing; or divide the module with "
+            "strategyParams.shard",
+            param="module",
+        )
 
 
 def _check_given(name: str, values: Iterable[Any], before: Any, now: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from sparktorch.base.batch import Batch
 from sparktorch.errors import ConfigError, ModuleError
@@ -80,6 +81,13 @@ class Doubled(torch.autograd.Function):
 class Straight(Chain):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = Doubled.apply(super().forward(x))  # type: ignore[no-untyped-call]
+        return found
+
+
+class Recomputing(Chain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = checkpoint(self.enter, x, use_reentrant=False)
+        found: torch.Tensor = self.out(self.layers(out)).squeeze(-1)
         return found
 
 
@@ -231,6 +239,7 @@ TWO = {"pipeline": 2}
         (Counting, TWO, ModuleError, "changes buffer 'seen'"),
         (Dropping, TWO, ModuleError, "draws numbers of Python or NumPy"),
         (Straight, TWO, ModuleError, "calls Doubled above its layers"),
+        (Recomputing, TWO, ModuleError, r"(?s)calls 'enter' in a checkpoint.*strategyParams.activation_checkpointing"),
         (Averaging, TWO, ModuleError, r"returns a tensor of shape \(\) for 2 rows"),
         (Centring, TWO, ModuleError, "another output of a row beside another one"),
         (Remembering, TWO, ModuleError, "sets attribute 'calls' of the module"),
