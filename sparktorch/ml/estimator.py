@@ -102,9 +102,9 @@ class TorchEstimatorBase(Estimator[M], EstimatorParams, MLReadable[Any], MLWrita
             results = train_with_restarts(frame, trial, request, report, source.attempt)
             seconds = {"prepare": prepared - started, "job": time.perf_counter() - prepared}
             summary = TrainingSummary.of(results, seconds)
-            weights = unpacked_weights(next(payload for _, payload in results if payload))
+            main, weights = next((meta, unpacked_weights(payload)) for meta, payload in results if payload)
             labels = self._labels(source.dataset, trial.classes)
-            model = self._model(request, frame, trial, weights, summary, labels)
+            model = self._model(request, frame, trial, weights, summary, labels, main.pop("seed"))
             report.finished(model, summary)
         return model
 
@@ -185,6 +185,7 @@ class TorchEstimatorBase(Estimator[M], EstimatorParams, MLReadable[Any], MLWrita
         weights: bytes | WeightsFolder,
         summary: TrainingSummary,
         labels: tuple[str, ...],
+        seed: int,
     ) -> M:
         preprocess = frame.columns.preprocess
         trained = TrainedModule(
@@ -198,6 +199,7 @@ class TorchEstimatorBase(Estimator[M], EstimatorParams, MLReadable[Any], MLWrita
             outputs=trial.outputs,
             task=self._task,
             labels=labels,
+            seed=seed,
         )
         model = self._model_class()._with(trained, summary)
         model._resetUid(self.uid)

@@ -67,6 +67,7 @@ class TrainedModule:
         arguments: Specs of the arguments of `forward` that `preprocess` makes; `None` without it.
         returned: Names under which `preprocess` returns them, in the order of `arguments`.
         labels: Names of the classes; `()` if unknown.
+        seed: The seed with which the training called the class or factory, which may draw more than the weights.
     """
 
     source: ModuleSource | Program
@@ -79,6 +80,7 @@ class TrainedModule:
     arguments: tuple[ArgumentSpec, ...] | None = None
     returned: tuple[str, ...] | None = None
     labels: tuple[str, ...] = ()
+    seed: int = 0
 
     @property
     def takes(self) -> tuple[TensorSpec, ...] | tuple[ArgumentSpec, ...]:
@@ -92,11 +94,11 @@ class TrainedModule:
         """
         if isinstance(self.weights, WeightsFolder):
             assert state is None, "weights in a folder are mapped"
-            return self._recipe(initial=self.weights).build_module(seed=0).eval()
+            return self._recipe(initial=self.weights).build_module(self.seed).eval()
         weights = unpack_state(self.weights) if state is None else state
         if isinstance(self.source, Program):
             return self.source(**weights).eval()
-        module = self._recipe().build_module(seed=seed_of(weights, 0))
+        module = self._recipe().build_module(seed_of(weights, self.seed))
         load_weights(module, weights)
         return module.eval()
 
@@ -208,6 +210,7 @@ class TrainedModule:
             arguments=_arguments(form.get("arguments")),
             returned=tuple(form["returned"]) if "returned" in form else None,
             labels=tuple(form.get("labels", ())),
+            seed=form.get("seed", 0),
         )
 
     @property
@@ -220,6 +223,7 @@ class TrainedModule:
             "format": 1,
             "torch": torch.__version__,
             "task": self.task,
+            "seed": self.seed,
             "inputs": [spec.to_dict() for spec in self.inputs],
             "outputs": [asdict(spec) for spec in self.outputs],
             **({"arguments": [asdict(spec) for spec in self.arguments]} if self.arguments is not None else {}),

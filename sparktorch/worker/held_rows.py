@@ -110,6 +110,7 @@ class HeldRows:
             return RankResult(meta)
         meta |= {"history": outcome.history, "confusion": outcome.confusion}
         meta |= {"steps_per_epoch": plan.steps, "fingerprint": group.fingerprint}
+        meta |= {"seed": job.recipe.module_seed(group.config.seed)}
         return RankResult(meta, packed_weights(outcome.state))
 
     @contextmanager

@@ -25,6 +25,7 @@ __all__ = [
     "DiesWithin",
     "Drifting",
     "FailsAt",
+    "Fourier",
     "Linear",
     "Logarithm",
     "Logit",
@@ -324,6 +325,19 @@ class Parted(Score):
         found = super().forward(x)
         alone = self.training and dist.get_rank() == 0
         return found + self.first_only(x).squeeze(-1) if alone else found
+
+
+class Fourier(nn.Module):
+    """Draws random frequencies that no state dict has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", torch.randn(5, 8), persistent=False)
+        self.phases = torch.rand(8)
+        self.out = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.cos(x @ self.frequencies + self.phases)).squeeze(-1)
 
 
 class Rotated(Score):

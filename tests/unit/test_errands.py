@@ -28,7 +28,7 @@ PARAMS = {spec.name: spec for spec in (*GENERIC, *CLASSIFIER)}
 # What `translate` computes, by configuration.
 COMPUTED: dict[type, set[str]] = {
     TrainConfig: {"task", "shuffle_block", "class_weights", "unused_parameters"},
-    Recipe: {"module", "module_params", "initial", "loss"},
+    Recipe: {"module", "module_params", "initial", "seed", "loss"},
     Launch: {"profile", "patience", "log_level", "tag"},
     Timeouts: set(),
     StorageConfig: set(),

@@ -220,7 +220,8 @@ def _module(p: Values) -> dict[str, Any]:
         )
     if params:
         raise ConfigError("moduleParams are given, but module is a fitted model", param="moduleParams")
-    return {"module": trained.source, "module_params": trained.params, "initial": trained.weights}
+    fields = {"module": trained.source, "module_params": trained.params}
+    return {**fields, "initial": trained.weights, "seed": trained.seed}
 
 
 def _class_weights(value: Any) -> tuple[float, ...] | Literal["balanced"] | None:

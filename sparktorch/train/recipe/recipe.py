@@ -49,6 +49,7 @@ class Recipe:
         module: An `nn.Module` class or factory, its import path `"pkg.mod:Net"`, or an instance.
         module_params: Keyword arguments of the factory.
         initial: Initial weights as safetensors bytes or in a folder; empty for those that the factory makes.
+        seed: The seed for the factory that an earlier training of the initial weights had; `None` for the training's.
         loss: The name of a class in `torch.nn`, an import path, or a callable `(output, label)`
             that returns one loss per row, or their mean; `None` with a training step.
         loss_params: Keyword arguments of a loss class.
@@ -70,6 +71,7 @@ class Recipe:
     module: ModuleSource
     module_params: Mapping[str, Any] = field(default_factory=dict)
     initial: bytes | WeightsFolder = b""
+    seed: int | None = None
     loss: str | Callable[..., torch.Tensor] | None = "MSELoss"
     loss_params: Mapping[str, Any] = field(default_factory=dict)
     optimizer: str | Callable[..., torch.optim.Optimizer] = "AdamW"
@@ -192,8 +194,10 @@ class Recipe:
         """
 
     def module_seed(self, seed: int) -> int:
-        """Returns the seed for the factory: the given one, or that of the base which the initial weights lack."""
-        return seed_of(unpack_state(self.packed), seed) if lacks_base(self.packed) else seed
+        """Returns the seed for the factory: the given one, or that which the initial weights were trained with."""
+        if lacks_base(self.packed):
+            return seed_of(unpack_state(self.packed), seed)
+        return seed if self.seed is None else self.seed
 
     @property
     def packed(self) -> bytes:

@@ -7,11 +7,11 @@ import pandas as pd
 import pytest
 from pyspark.sql import SparkSession
 
-from sparktorch import TorchClassifier
+from sparktorch import TorchClassifier, TorchRegressor
 from sparktorch.data.columns import KEY, VALIDATION
 from sparktorch.errors import ConfigError
 from sparktorch.spark.frame.partition import split_into_folds
-from tests.support.nets import Mlp
+from tests.support.nets import Fourier, Mlp
 
 
 @pytest.fixture(scope="module")
@@ -59,3 +59,28 @@ def test_folds_give_a_history_for_each_worker_and_the_best_model(spark: SparkSes
 
     with pytest.raises(ConfigError, match=r"strategyParams\.folds makes the validation rows"):
         classifier.copy({classifier.validationIndicatorCol: "v"}).fit(frame)
+
+
+def test_the_best_model_predicts_with_what_its_own_seed_draws_and_so_does_one_that_goes_on_from_it(
+    spark: SparkSession, table: pd.DataFrame
+) -> None:
+    frame = spark.createDataFrame(table)
+    regressor = TorchRegressor(
+        module=Fourier,
+        batchSize=32,
+        epochs=2,
+        learningRate=0.05,
+        seed=5,
+        numWorkers=2,
+        strategy="independent",
+        progress=False,
+    )
+    model = regressor.fit(frame)
+    ranks = [rank["epochs"][-1]["loss"] for rank in model.summary.ranks]
+    assert model.trained.seed == 5 + ranks.index(min(ranks))
+    params = {regressor.module: model, regressor.strategy: "ddp", regressor.epochs: 1, regressor.learningRate: 1e-12}
+    again = regressor.fit(frame, params)
+    found, wanted = (each.transform(frame).toPandas()["prediction"] for each in (again, model))
+    assert np.allclose(found, wanted, atol=1e-5)
+    error = ((wanted - table["label"]) ** 2).mean()
+    assert again.summary.history[0]["loss"] == pytest.approx(error, rel=1e-3)

@@ -17,6 +17,7 @@ from torch import nn
 
 from sparktorch.base.config import Task
 from sparktorch.base.state_dict import pack_state
+from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.data.columns import TensorSpec
 from sparktorch.data.convert.tensors import to_arrow
 from sparktorch.errors import ColumnError, PersistenceError, SparkTorchError
@@ -25,7 +26,7 @@ from sparktorch.model.scorer import Scorer
 from sparktorch.model.trained_module import FORMAT_VERSION, TrainedModule
 from sparktorch.tracking.pyfunc import PyFuncModel
 from sparktorch.train.recipe.dry_run import describe_outputs
-from tests.support.nets import Logit, Mlp, NamedPair, Pair, Score
+from tests.support.nets import Fourier, Logit, Mlp, NamedPair, Pair, Score
 
 X = np.random.default_rng(0).normal(size=(50, 5)).astype(np.float32)
 SCALE = np.linspace(0, 2, 50, dtype=np.float32)
@@ -127,6 +128,28 @@ def test_a_saved_module_predicts_the_same_to_the_last_bit(
     first, second = (Scorer(module).score_arrays(arrays_for(before.inputs)) for module in (before, after))
     assert first.keys() == second.keys()
     assert all(np.array_equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("in_folder", [False, True])
+def test_what_a_module_draws_besides_its_weights_is_drawn_again_with_the_seed_of_its_training(
+    in_folder: bool, tmp_path: Path
+) -> None:
+    before = replace(trained(Fourier, seed=5), seed=5)
+    if in_folder:
+        weights = tmp_path / "weights"
+        weights.mkdir()
+        (weights / "model.safetensors").write_bytes(before.weights)
+        before = replace(before, weights=WeightsFolder(str(weights)))
+    torch.manual_seed(5)
+    with torch.no_grad():
+        wanted = Fourier()(torch.from_numpy(X)).numpy()
+    before.save(tmp_path)
+    for found in (before, TrainedModule.load(tmp_path)):
+        assert np.array_equal(Scorer(found).score_arrays([X])["prediction"], wanted)
+    form = json.loads((tmp_path / "module.json").read_text())
+    del form["seed"]  # as in files of earlier versions
+    (tmp_path / "module.json").write_text(json.dumps(form))
+    assert TrainedModule.load(tmp_path).seed == 0
 
 
 def test_code_without_an_import_path_is_pickled_only_where_that_is_allowed(tmp_path: Path) -> None:
