@@ -19,7 +19,8 @@ from sparktorch.ml.params.mixins import (
     TextClassifierParams,
 )
 from sparktorch.model.trained_module import TrainedModule
-from sparktorch.train.recipe.huggingface import arguments_of, classifier_in, config_in
+from sparktorch.train.recipe.huggingface import arguments_of
+from sparktorch.train.recipe.pretrained import classifier_in, config_in
 
 __all__ = ["ImageClassificationModel", "ImageClassifier", "TextClassificationModel", "TextClassifier"]
 

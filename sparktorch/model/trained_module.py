@@ -34,7 +34,8 @@ from sparktorch.model.export import ExportError, Program, check_archive, export_
 from sparktorch.train.lightning import recipe_type
 from sparktorch.train.recipe.dry_run import ArgumentSpec, OutputSpec
 from sparktorch.train.recipe.frozen_base import load_weights, seed_of
-from sparktorch.train.recipe.huggingface import model_in, rebuildable
+from sparktorch.train.recipe.huggingface import model_in
+from sparktorch.train.recipe.pretrained import rebuildable
 from sparktorch.train.recipe.recipe import ModuleSource, Recipe
 
 __all__ = ["FORMAT_VERSION", "TrainedModule"]

@@ -24,7 +24,8 @@ from sparktorch.model.export import Program
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.launch.barrier_job import Launch
 from sparktorch.train.checkpoint.store import CheckpointStore
-from sparktorch.train.recipe.huggingface import MODEL_LOSS, opened
+from sparktorch.train.recipe.huggingface import MODEL_LOSS
+from sparktorch.train.recipe.pretrained import opened
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.registry import check_loop, check_strategy, check_workers
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.errors import ModuleError, SparkTorchError
-from sparktorch.train.recipe.huggingface import config_in, untied
+from sparktorch.train.recipe.pretrained import config_in, untied
 
 if TYPE_CHECKING:
     from sparktorch.base.deferred import Deferred

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from sparktorch.errors import ModuleError
 from sparktorch.train.recipe.converted import log_differences
 from sparktorch.train.recipe.dry_run import dry_run
-from sparktorch.train.recipe.huggingface import opened
+from sparktorch.train.recipe.pretrained import opened
 from sparktorch.train.recipe.recipe import Recipe
 
 transformers = pytest.importorskip("transformers")
