@@ -7,7 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import BertConfig, Dinov2Config, GPT2Config, LlamaConfig, MixtralConfig, Qwen3Config, ViTConfig
+from transformers import (
+    BertConfig,
+    Dinov2Config,
+    GPT2Config,
+    LlamaConfig,
+    LlavaConfig,
+    MixtralConfig,
+    Qwen3Config,
+    ViTConfig,
+)
 
 __all__ = [
     "LENGTH",
@@ -17,6 +26,7 @@ __all__ = [
     "dinov2",
     "gpt2",
     "llama",
+    "llava",
     "lora",
     "masked",
     "mixtral",
@@ -48,6 +58,15 @@ def llama(kind: str = "LlamaForCausalLM", **options: Any) -> LlamaConfig:
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     more = {"vocab_size": WORDS, "intermediate_size": 24, "max_position_embeddings": LENGTH, "pad_token_id": 0}
     return LlamaConfig(architectures=[kind], **{**sizes, **more, "initializer_range": 0.3, **options})
+
+
+def llava(**text_options: Any) -> LlavaConfig:
+    """Of a model that is made of two others, by configurations within its own."""
+    text = {**llama().to_dict(), **text_options}
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    images = {"model_type": "clip_vision_model", **sizes, "image_size": 8, "patch_size": 4}
+    kinds = {"architectures": ["LlavaForConditionalGeneration"], "image_token_index": WORDS - 1}
+    return LlavaConfig(text_config=text, vision_config=images, **kinds)
 
 
 def mixtral() -> MixtralConfig:

@@ -119,22 +119,23 @@ def rebuildable(module: Any) -> dict[str, Any] | None:
     """
     if not is_model(module) or import_path(type(module)) is None:
         return None
+    config = _of_dtype(copy.deepcopy(module.config), module.dtype)
     try:
         with torch.device("meta"):
-            again = type(module)(copy.deepcopy(module.config))
+            again = type(module)(copy.deepcopy(config))
     except Exception:
         return None
     one, other = ({name: tensor.shape for name, tensor in each.state_dict().items()} for each in (module, again))
-    return described(type(module), module.config) if one == other and repr(module) == repr(again) else None
+    return described(type(module), config) if one == other and repr(module) == repr(again) else None
 
 
 def _changed(config: Any, params: Mapping[str, Any]) -> Any:
-    """Returns a copy of a configuration with other values; dicts change entries of configurations in it.
+    """Returns a copy of a configuration in float32 with other values; dicts change entries of configurations in it.
 
     Raises:
         ModuleError: It has no entry of a name.
     """
-    changed = copy.deepcopy(config)
+    changed = _of_dtype(copy.deepcopy(config), torch.float32)
     for name, value in params.items():
         if not hasattr(changed, name) and name not in _SILENT:
             raise ModuleError(
@@ -145,6 +146,14 @@ def _changed(config: Any, params: Mapping[str, Any]) -> Any:
         below = getattr(changed, name)
         setattr(changed, name, _changed(below, value) if is_config(below) and isinstance(value, Mapping) else value)
     return changed
+
+
+def _of_dtype(config: Any, dtype: torch.dtype) -> Any:
+    """Sets the dtype of a configuration and of those in it, by which transformers makes the models within a model."""
+    config.dtype = dtype
+    for below in filter(is_config, vars(config).values()):
+        _of_dtype(below, dtype)
+    return config
 
 
 def _stamp(folder: Any) -> tuple[tuple[str, int], ...]:

@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 from sparktorch.errors import ModuleError
 from sparktorch.train.recipe.converted import log_differences
 from sparktorch.train.recipe.dry_run import dry_run
-from sparktorch.train.recipe.pretrained import opened
+from sparktorch.train.recipe.pretrained import opened, rebuildable
 from sparktorch.train.recipe.recipe import Recipe
 
 transformers = pytest.importorskip("transformers")
 
-from tests.support.tiny_transformers import LENGTH, bert, dinov2, gpt2, llama, mixtral, vit  # noqa: E402
+from tests.support.tiny_transformers import LENGTH, bert, dinov2, gpt2, llama, llava, mixtral, vit  # noqa: E402
 
 CLASSIFIER = {"architectures": ["BertForSequenceClassification"]}
 HEAD = {"classifier.weight", "classifier.bias"}
@@ -70,6 +70,23 @@ def test_the_names_that_the_model_has_are_read_as_well(config: Any, tmp_path: Pa
     save_file(found, file, metadata={"format": "pt"})
     again = check_same(str(tmp_path))
     assert all(torch.equal(again[name], value) for name, value in found.items())
+
+
+@pytest.mark.parametrize("config", [llama("LlamaForSequenceClassification"), llava(dtype="bfloat16")])
+def test_a_folder_and_its_configuration_make_a_model_in_float32_whatever_dtype_they_have(
+    config: Any, tmp_path: Path
+) -> None:
+    model = getattr(transformers, config.architectures[0])(config).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    read = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert torch.bfloat16 in (read.dtype, read.get_text_config().dtype)
+    recipes = [recipe(str(tmp_path), True), Recipe(**opened(read, {}, seed=5) or {})]
+    recipes.append(Recipe(**rebuildable(model.float()) or {}))
+    assert [kinds(each.build_module(5)) for each in recipes] == [{torch.float32}] * 3
+
+
+def kinds(module: torch.nn.Module) -> set[torch.dtype]:
+    return {parameter.dtype for parameter in module.parameters()}
 
 
 def test_a_rule_that_leads_to_no_parameter_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
