@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 
 from sparktorch.base.host_memory import trim
+from sparktorch.base.state_dict import extra_states
 from sparktorch.base.tape import NotDrawnError, Tape, is_fake
 from sparktorch.errors import ModuleError
 
@@ -49,12 +50,16 @@ class Deferred:
         """Takes a module, what its constructor did, and saved values by name."""
         self.module, self.mode, self.saved = module, mode, saved
         self._tape = tape
-        self._names: dict[int, list[str]] = {}
-        self._kept: list[torch.Tensor] = []  # an id is that of one tensor only
-        for named in (module.named_parameters, module.named_buffers):
-            for name, tensor in named(remove_duplicate=False):
-                self._names.setdefault(id(tensor), []).append(name)
-                self._kept.append(tensor)
+        own = [
+            *module.named_parameters(remove_duplicate=False),
+            *module.named_buffers(remove_duplicate=False),
+        ]
+        self._kept = [tensor for _, tensor in own]  # an id is that of one tensor only
+        self._names: dict[int, list[str]] = {id(tensor): [] for tensor in self._kept}
+        for name, tensor in [*module.state_dict(keep_vars=True).items(), *own]:  # hooks may have changed names
+            if id(tensor) in self._names:
+                self._names[id(tensor)].append(name)
+        self._extra = {id(part): name for name, part in extra_states(module) if name in saved}
         self._places: dict[int, list[tuple[nn.Module, str]]] = {}
         for part, name, tensor in _tensors(module):
             self._places.setdefault(id(tensor), []).append((part, name))
@@ -74,12 +79,15 @@ class Deferred:
                 for owner, called in [(below, name), *self._places.get(id(tensor), ())]:
                     if getattr(owner, called, None) is tensor:
                         setattr(owner, called, made)  # recurrent modules keep what is set in a list, too
+        for owner in part.modules():
+            if (extra := self._extra.pop(id(owner), None)) is not None:
+                owner.set_extra_state(self.saved[extra])
 
     @property
     def lacking(self) -> list[str]:
-        """Names of the parameters and buffers of a state dict that have no saved value."""
+        """Names of a state dict that have no saved value."""
         wanted = self.module.state_dict(keep_vars=True)
-        return [name for name, tensor in wanted.items() if self._saved_as(tensor) is None]
+        return [name for name, value in wanted.items() if name not in self.saved and self._saved_as(value) is None]
 
     def check_saved(self) -> None:
         """Checks that saved values are those of this module.
@@ -97,7 +105,7 @@ class Deferred:
                 param="module",
             )
         for name, tensor in wanted.items():
-            if (shape := self.saved[self._saved_as(tensor) or ""].shape) != tensor.shape:
+            if (saved := self._saved_as(tensor)) and (shape := self.saved[saved].shape) != tensor.shape:
                 raise ModuleError(
                     f"the saved {name!r} has the shape {tuple(shape)}, and that of {type(self.module).__qualname__} "
                     f"has {tuple(tensor.shape)}",

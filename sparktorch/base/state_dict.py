@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
+from torch import nn
 
 from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.errors import ModuleError
 
-__all__ = ["check_state", "entries", "pack_state", "packed_weights", "unpack_state", "unpacked_weights"]
+__all__ = [
+    *("WRAPPER", "check_returned", "check_state", "entries", "extra_states", "pack_state", "packed_weights"),
+    *("unpack_state", "unpacked_weights"),
+]
+
+WRAPPER = "_checkpoint_wrapped_module."  # torch's wrapper for activation checkpointing, which no state dict names
+_EXTRA = "_extra_state"  # torch's name of what `get_extra_state` returns
 
 _FOLDER = b"folder "  # safetensors bytes begin with the length of their header, which is never this large
 
@@ -29,6 +36,34 @@ def check_state(state: Mapping[str, object]) -> None:
                 hint="register what must be saved as parameters or buffers",
                 param="module",
             )
+
+
+def check_returned(module: nn.Module) -> None:
+    """Checks that each entry of a state dict can be given to its tensor again, without `load_state_dict`.
+
+    Raises:
+        ModuleError: It has an entry of no parameter or buffer, nor extra state; or lacks a parameter.
+    """
+    state = module.state_dict(keep_vars=True)
+    own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    extra = {name for name, _ in extra_states(module)}
+    there = set(map(id, state.values()))
+    foreign = [name for name, value in state.items() if id(value) not in own and name not in extra]
+    lost = [name for name, parameter in module.named_parameters() if id(parameter) not in there]
+    if foreign or lost:
+        what = f"holds {foreign[0]!r}, which is no parameter or buffer" if foreign else f"lacks {lost[0]!r}"
+        raise ModuleError(
+            f"the state_dict() of {type(module).__qualname__} {what}, as by a hook",
+            hint="register what must be saved as parameters or buffers; or leave modelDir out",
+            param="module",
+        )
+
+
+def extra_states(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the parts of a module that have extra state, each with the name of that in the module's state dict."""
+    for path, part in module.named_modules(remove_duplicate=False):
+        if type(part).get_extra_state is not nn.Module.get_extra_state:
+            yield f"{path}.{_EXTRA}".removeprefix(".").replace(WRAPPER, ""), part
 
 
 def pack_state(state: Mapping[str, torch.Tensor]) -> bytes:

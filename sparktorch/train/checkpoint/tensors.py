@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from sparktorch.base.state_dict import WRAPPER, extra_states
 from sparktorch.errors import PersistenceError
 from sparktorch.train.dtensor import local_parts
 
@@ -34,8 +35,6 @@ __all__ = [
 
 OPTIMIZER = "optimizer."
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-_EXTRA = "_extra_state"  # torch's name of what `get_extra_state` returns
-_WRAPPER = "_checkpoint_wrapped_module."  # torch's wrapper for activation checkpointing
 
 
 def named_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -66,7 +65,7 @@ def own_buffers(module: nn.Module, *, main: bool) -> dict[str, torch.Tensor]:
     """
     persistent = module.state_dict().keys()
     return {
-        name.replace(_WRAPPER, ""): value
+        name.replace(WRAPPER, ""): value
         for name, value in module.named_buffers()
         if (not main if name in persistent else _fits_a_file(value))
     }
@@ -80,7 +79,7 @@ def load_buffers(module: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
     """Sets buffers to values by name; a buffer whose shape differs from its value's is replaced."""
     for path, part in module.named_modules():
         for name, buffer in list(part.named_buffers(recurse=False)):
-            value = values.get(f"{path}.{name}".removeprefix(".").replace(_WRAPPER, ""))
+            value = values.get(f"{path}.{name}".removeprefix(".").replace(WRAPPER, ""))
             if value is None:
                 continue
             if value.numel() == buffer.numel() == 1 or value.shape == buffer.shape:
@@ -91,9 +90,8 @@ def load_buffers(module: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
 
 def load_extra_state(module: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
     """Gives parts their extra state by name, which `load_tensors` cannot fill in place: they return a copy of it."""
-    for path, part in module.named_modules():
-        value = values.get(f"{path}.{_EXTRA}".removeprefix(".").replace(_WRAPPER, ""))
-        if value is not None:
+    for name, part in extra_states(module):
+        if (value := values.get(name)) is not None:
             part.set_extra_state(value)
 
 
@@ -116,7 +114,7 @@ def needed_parts(wanted: Mapping[str, torch.Tensor]) -> Callable[[str, list[int]
 
 def parameter_names(module: nn.Module) -> dict[torch.Tensor, str]:
     """Returns the name of each parameter, as in `state_dict`."""
-    return {parameter: name.replace(_WRAPPER, "") for name, parameter in module.named_parameters()}
+    return {parameter: name.replace(WRAPPER, "") for name, parameter in module.named_parameters()}
 
 
 def own_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

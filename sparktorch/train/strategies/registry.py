@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from sparktorch.base.batch import Batch
 from sparktorch.base.config import TrainConfig, from_dict, one_of
+from sparktorch.base.state_dict import check_returned
 from sparktorch.base.world import World
 from sparktorch.errors import ConfigError, ModuleError
 from sparktorch.train.recipe.recipe import Recipe
@@ -164,6 +165,8 @@ def check_module(config: TrainConfig, recipe: Recipe, workers: int, module: nn.M
                 hint="keep it in a buffer, or leave get_extra_state out",
                 param="module",
             )
+    if config.model_folder:
+        check_returned(module)
     options = strategy_options(config.strategy, config.strategy_params)
     strategy = strategy_type(config.strategy)
     strategy.check_module(options, recipe, module, workers)

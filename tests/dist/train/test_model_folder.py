@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from sparktorch import Callback
 from sparktorch.base.batch import Batch
@@ -106,6 +108,27 @@ class Positions(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = self.last(self.encoder(self.first(x).unflatten(1, (3, 8))).mean(1)).squeeze(-1)
         return found
+
+
+class Counted(nn.Linear):
+    """Counts its calls, in what no buffer holds."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x).squeeze(-1)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.tensor(self.calls)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.calls = int(state)
+
+
+def wrapped() -> nn.Module:
+    """A layer whose activations are computed twice, with a name that no state dict has."""
+    return nn.Sequential(checkpoint_wrapper(Counted(5, 1)))
 
 
 def into(folder: Path, job: TrainJob) -> TrainJob:
@@ -227,6 +250,22 @@ def test_a_rank_of_a_pipeline_makes_the_tensors_of_its_stages_real_and_no_others
     assert first | last >= named - {"shift"}  # which is made of a number, and has its value from the start
     size = sum(parameter.nbytes for parameter in whole.parameters())
     assert max(held) < 0.75 * size / 2 if case == "layers of stages" else max(held) <= size / 2
+
+
+@pytest.mark.parametrize("make", [lambda: Counted(5, 1), wrapped])
+def test_a_model_is_read_again_with_its_extra_state_and_by_the_names_of_its_state_dict(
+    make: Callable[[], nn.Module], tmp_path: Path
+) -> None:
+    config = job_for(strategy="zero3", model_folder=str(tmp_path / "model")).config
+    recipe = Recipe(module=make, optimizer="SGD")
+    engine = Engine(recipe, config, World(), steps=1)
+    engine.module(torch.ones(2, 5))
+    found = Weights(engine, config, World()).result(None)
+    assert isinstance(found, WeightsFolder)
+    again = replace(recipe, initial=found).build_module(1)
+    expected = engine.unwrapped.state_dict()
+    assert all(torch.equal(again.state_dict()[name], value) for name, value in expected.items())
+    assert [part.calls for part in again.modules() if isinstance(part, Counted)] == [1]
 
 
 def test_statistics_are_those_of_rank_0(tmp_path: Path) -> None:
