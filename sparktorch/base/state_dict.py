@@ -12,13 +12,14 @@ from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.errors import ModuleError
 
 __all__ = [
-    *("WRAPPER", "check_returned", "check_state", "entries", "extra_states", "pack_state", "packed_weights"),
+    *("WRAPPER", "apart", "check_returned", "check_state", "entries", "extra_states", "pack_state", "packed_weights"),
     *("unpack_state", "unpacked_weights"),
 ]
 
 WRAPPER = "_checkpoint_wrapped_module."  # torch's wrapper for activation checkpointing, which no state dict names
 _EXTRA = "_extra_state"  # torch's name of what `get_extra_state` returns
 
+_UNSAVED = (torch.complex128, torch.complex32)
 _FOLDER = b"folder "  # safetensors bytes begin with the length of their header, which is never this large
 
 
@@ -26,9 +27,15 @@ def check_state(state: Mapping[str, object]) -> None:
     """Checks that safetensors can store a state dict.
 
     Raises:
-        ModuleError: An entry is not a dense tensor; names the entry.
+        ModuleError: An entry is not a dense tensor, or of a dtype that safetensors lacks; names the entry.
     """
     for name, value in state.items():
+        if isinstance(value, torch.Tensor) and (value.is_quantized or value.dtype in _UNSAVED):
+            raise ModuleError(
+                f"the module's state_dict() holds {name!r} of {value.dtype}, which safetensors lacks",
+                hint="register it with persistent=False, or in another dtype, such as torch.complex64",
+                param="module",
+            )
         if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
             kind = f"a {value.layout} tensor" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
             raise ModuleError(
@@ -70,6 +77,11 @@ def pack_state(state: Mapping[str, torch.Tensor]) -> bytes:
     """Returns the state dict as safetensors bytes; tensors that share memory are each written in full."""
     from safetensors.torch import save
 
+    return save(apart(state))
+
+
+def apart(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns the tensors on the CPU, as safetensors takes them: none of them shares memory with another."""
     seen: set[int] = set()
     tensors = {}
     for name, value in state.items():
@@ -77,7 +89,7 @@ def pack_state(state: Mapping[str, torch.Tensor]) -> bytes:
         address = tensor.untyped_storage().data_ptr()
         tensors[name] = tensor.clone() if address in seen else tensor
         seen.add(address)
-    return save(tensors)
+    return tensors
 
 
 def entries(content: bytes) -> frozenset[str]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from sparktorch.base.state_dict import apart
 from sparktorch.base.weights_folder import INDEX, WeightsFolder
 from sparktorch.base.world import World
 from sparktorch.distributed.process_group import sum_over_ranks
@@ -210,7 +211,7 @@ class ModelFolder:
     def _write(self, file: str, tensors: dict[str, torch.Tensor]) -> None:
         from safetensors.torch import save_file
 
-        save_file(tensors, self._new / file, metadata={"format": "pt"})
+        save_file(apart(tensors), self._new / file, metadata={"format": "pt"})
 
     def _wait(self) -> None:
         """Waits until all ranks are here."""

@@ -131,6 +131,14 @@ def wrapped() -> nn.Module:
     return nn.Sequential(checkpoint_wrapper(Counted(5, 1)))
 
 
+def overlapping() -> nn.Module:
+    """Has two buffers that show one table."""
+    made, table = Counted(5, 1), torch.from_numpy(np.arange(12, dtype=np.float32))
+    made.register_buffer("table", table)
+    made.register_buffer("first", table[:4])
+    return made
+
+
 def into(folder: Path, job: TrainJob) -> TrainJob:
     return replace(job, config=replace(job.config, model_folder=str(folder / "model")))
 
@@ -252,8 +260,8 @@ def test_a_rank_of_a_pipeline_makes_the_tensors_of_its_stages_real_and_no_others
     assert max(held) < 0.75 * size / 2 if case == "layers of stages" else max(held) <= size / 2
 
 
-@pytest.mark.parametrize("make", [lambda: Counted(5, 1), wrapped])
-def test_a_model_is_read_again_with_its_extra_state_and_by_the_names_of_its_state_dict(
+@pytest.mark.parametrize("make", [lambda: Counted(5, 1), wrapped, overlapping])
+def test_a_model_is_read_again_by_the_names_of_its_state_dict_with_extra_state_and_buffers_that_share_memory(
     make: Callable[[], nn.Module], tmp_path: Path
 ) -> None:
     config = job_for(strategy="zero3", model_folder=str(tmp_path / "model")).config

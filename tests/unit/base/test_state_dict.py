@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from sparktorch.base.config import TrainConfig
-from sparktorch.base.state_dict import check_returned
+from sparktorch.base.state_dict import check_returned, check_state
 from sparktorch.errors import ModuleError
 from sparktorch.train.recipe.dry_run import dry_run
 from sparktorch.train.recipe.recipe import Recipe
@@ -57,3 +57,12 @@ def test_tied_and_renamed_entries_are_given_back() -> None:
     tied = nn.ModuleDict({"one": nn.Linear(2, 2)})
     tied["other"] = tied["one"]
     check_returned(tied)
+
+
+def test_what_safetensors_lacks_is_refused_before_the_job() -> None:
+    made = nn.Linear(3, 1)
+    made.register_buffer("phases", torch.ones(3, dtype=torch.complex128))
+    with pytest.raises(ModuleError, match=r"holds 'phases' of torch.complex128, which safetensors lacks"):
+        dry_run(Recipe(module=made, optimizer="SGD"), "regression", 0, {"x": torch.ones(2, 3)}, torch.ones(2, 1))
+    made.register_buffer("phases", made.phases, persistent=False)  # type: ignore[arg-type]
+    check_state(made.state_dict())
