@@ -22,9 +22,9 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten
 
 from sparktorch.base.host_memory import trim
+from sparktorch.base.references import check_references
 from sparktorch.base.state_dict import extra_states
 from sparktorch.base.tape import NotDrawnError, Tape, is_fake
 from sparktorch.errors import ModuleError
@@ -63,7 +63,7 @@ class Deferred:
         self._places: dict[int, list[tuple[nn.Module, str]]] = {}
         for part, name, tensor in _tensors(module):
             self._places.setdefault(id(tensor), []).append((part, name))
-        _check_references(module, self._names)
+        check_references(module, self._names)
 
     @torch.no_grad()
     def materialise(self, part: nn.Module) -> None:
@@ -231,23 +231,6 @@ def _tensors(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]
             for name, tensor in table.items():
                 if isinstance(tensor, torch.Tensor):
                     yield part, name, tensor
-
-
-def _check_references(module: nn.Module, names: Mapping[int, list[str]]) -> None:
-    """Refuses fake tensors within other attributes of a module, which nothing could make real there."""
-    for path, part in module.named_modules():
-        for attribute, value in vars(part).items():
-            own = attribute in ("_parameters", "_buffers", "_modules")
-            own = own or (isinstance(part, nn.RNNBase) and attribute == "_flat_weights")
-            if not own and not isinstance(value, torch.Tensor):
-                held = [leaf for leaf in tree_flatten(value)[0] if is_fake(leaf)]
-                if held:
-                    what = f"the parameter {names[id(held[0])][0]!r}" if id(held[0]) in names else "a tensor"
-                    raise ModuleError(
-                        f"{f'{path}.{attribute}'.removeprefix('.')} holds {what} in a {type(value).__name__}",
-                        hint="keep modules or names there, or register_buffer(...); or leave modelDir out",
-                        param="module",
-                    )
 
 
 def _like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -200,6 +200,68 @@ def listed() -> nn.Module:
     return made
 
 
+class Scale:
+    """Holds a tensor in a slot."""
+
+    __slots__ = ("factor", "unset")
+
+    def __init__(self) -> None:
+        self.factor = torch.linspace(0.5, 1, 4)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+
+class Schedule:
+    """Holds a tensor, and itself."""
+
+    def __init__(self) -> None:
+        self.betas, self.own = torch.linspace(0.5, 1, 4), self
+
+    def noise(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.betas
+
+
+def closed_over() -> Callable[[torch.Tensor], torch.Tensor]:
+    factor = torch.linspace(0.5, 1, 4)
+    return lambda x: x * factor
+
+
+HELD: dict[str, Callable[[], Any]] = {
+    "a Schedule": Schedule,
+    "a Scale": Scale,
+    "a function": closed_over,
+    "a method": lambda: Schedule().noise,
+    "a partial": lambda: partial(torch.mul, torch.linspace(0.5, 1, 4)),
+    "a dict": lambda: {"schedules": [{Schedule()}]},
+    "a tuple": lambda: (nn.Linear(2, 2),),  # no part of the module
+}
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("what", HELD)
+def test_a_tensor_within_what_a_module_holds_is_refused(what: str, exact: bool) -> None:
+    def make() -> nn.Module:
+        made = nn.Sequential(nn.Linear(3, 1))
+        made[0].held = HELD[what]()
+        return made
+
+    with pytest.raises(ModuleError, match=rf"0\.held holds a tensor in {what}"):
+        deferred(make, exact=exact)
+
+
+def test_parts_and_real_tensors_may_be_held() -> None:
+    def make() -> nn.Module:
+        made = nn.Sequential(nn.Linear(3, 1))
+        made.first, made.call = [made[0]], made[0].forward  # type: ignore[assignment]
+        made.real = [torch.from_numpy(np.ones(3))]  # type: ignore[assignment]
+        return made
+
+    built = deferred(make)
+    built.materialise(built.module)
+    assert built.module.first[0] is built.module[0]  # type: ignore[index]
+
+
 @pytest.mark.parametrize("exact", [True, False])
 def test_what_cannot_be_made_again_is_refused(exact: bool, tmp_path: Path) -> None:
     torch.save(torch.ones(1, 3), tmp_path / "weight.pt")
