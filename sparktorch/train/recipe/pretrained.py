@@ -143,7 +143,7 @@ def _changed(config: Any, params: Mapping[str, Any]) -> Any:
                 hint=nearest(name, {"num_labels", *changed.to_dict()}),
                 param="moduleParams",
             )
-        below = getattr(changed, name)
+        below = getattr(changed, name, None)
         setattr(changed, name, _changed(below, value) if is_config(below) and isinstance(value, Mapping) else value)
     return changed
 
@@ -195,7 +195,8 @@ def _read(folder: str, params: str, seed: int, _: tuple[tuple[str, int], ...]) -
     for one, other in model.get_expanded_tied_weights_keys(all_submodels=True).items():
         if model.get_parameter_or_buffer(one) is not model.get_parameter_or_buffer(other):
             raise untied(folder, model, other, one)
-    return described(kind, model.config), pack_state(model.state_dict())
+    # transformers removes an entry that no configuration has from the one that it has made the model with.
+    return described(kind, _changed(model.config, changed)), pack_state(model.state_dict())
 
 
 def untied(folder: str, model: Any, one: str, other: str) -> ModuleError:

@@ -85,6 +85,16 @@ def test_a_folder_and_its_configuration_make_a_model_in_float32_whatever_dtype_t
     assert [kinds(each.build_module(5)) for each in recipes] == [{torch.float32}] * 3
 
 
+@pytest.mark.parametrize("in_place", [True, False])
+def test_an_entry_that_transformers_takes_out_of_a_configuration_is_there_whenever_a_model_is_made(
+    in_place: bool, tmp_path: Path
+) -> None:
+    read = recipe(saved(tmp_path, bert()), in_place, gradient_checkpointing=True)
+    fresh = Recipe(**opened(bert(), {"gradient_checkpointing": True}, seed=0) or {})
+    for model in (read.build_module(0), read.build_module(1), fresh.build_module(0)):
+        assert any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
+
+
 def kinds(module: torch.nn.Module) -> set[torch.dtype]:
     return {parameter.dtype for parameter in module.parameters()}
 
