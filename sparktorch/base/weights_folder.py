@@ -105,11 +105,12 @@ class WeightsFolder(Mapping[str, torch.Tensor]):
         try:
             yield
         except (OSError, ValueError, KeyError, SafetensorError) as error:
+            more = "a model whose folder was deleted must be fitted again"
             raise PersistenceError(
                 f"the weights in {self.path} cannot be read: {error}",
                 hint="the folder must be mounted under this path wherever the model is trained, loaded or scored, with "
-                "all its files; a model whose folder was deleted must be fitted again",
-                param="modelDir",
+                f"all its files, and these whole{f'; {more}' if self.token else ''}",
+                param="modelDir" if self.token else "module",
             ) from error
 
     def _opened(self, file: str) -> Any:

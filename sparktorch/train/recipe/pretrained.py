@@ -81,11 +81,19 @@ def config_in(folder: str) -> Any:
     """Returns the configuration in a folder.
 
     Raises:
-        ModuleError: There is none.
+        ModuleError: There is none, or none that this version of transformers reads.
         ConfigError: transformers is not installed.
     """
     _stamp(folder)
-    return transformers().AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    known = transformers()
+    try:
+        return known.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise ModuleError(
+            f"the config.json in {folder} cannot be read: {error}",
+            hint="give a folder that save_pretrained wrote, with no later version of transformers than that here",
+            param="module",
+        ) from error
 
 
 def classifier_in(folder: str, auto: str, classes: int | None) -> dict[str, Any]:
@@ -133,7 +141,7 @@ def _changed(config: Any, params: Mapping[str, Any]) -> Any:
     """Returns a copy of a configuration in float32 with other values; dicts change entries of configurations in it.
 
     Raises:
-        ModuleError: It has no entry of a name.
+        ModuleError: It has no entry of a name, or does not take a value.
     """
     changed = _of_dtype(copy.deepcopy(config), torch.float32)
     for name, value in params.items():
@@ -144,7 +152,13 @@ def _changed(config: Any, params: Mapping[str, Any]) -> Any:
                 param="moduleParams",
             )
         below = getattr(changed, name, None)
-        setattr(changed, name, _changed(below, value) if is_config(below) and isinstance(value, Mapping) else value)
+        made = _changed(below, value) if is_config(below) and isinstance(value, Mapping) else value
+        try:
+            setattr(changed, name, made)
+        except Exception as error:
+            raise ModuleError(
+                f"{name} of {type(config).__qualname__} cannot be {value!r}: {error}", param="moduleParams"
+            ) from error
     return changed
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sparktorch.errors import ModuleError
+from sparktorch.errors import ModuleError, SparkTorchError
 from sparktorch.train.recipe.converted import log_differences
 from sparktorch.train.recipe.dry_run import dry_run
 from sparktorch.train.recipe.pretrained import opened, rebuildable
@@ -93,6 +94,44 @@ def test_an_entry_that_transformers_takes_out_of_a_configuration_is_there_whenev
     fresh = Recipe(**opened(bert(), {"gradient_checkpointing": True}, seed=0) or {})
     for model in (read.build_module(0), read.build_module(1), fresh.build_module(0)):
         assert any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
+
+
+def renamed(folder: Path, kind: str) -> None:
+    form = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**form, "model_type": kind}))
+
+
+def cut_off(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:500])
+
+
+BROKEN: list[tuple[Callable[[Path], Any], dict[str, Any], str, str]] = [
+    (lambda folder: renamed(folder, "foo"), {}, "config.json in .* cannot be read: .*foo", "module"),
+    (lambda folder: (folder / "config.json").write_text("{"), {}, "config.json in .* cannot be read", "module"),
+    (lambda folder: None, {"num_labels": "three"}, "num_labels of BertConfig cannot be 'three'", "moduleParams"),
+    (cut_off, {}, r"(?s)cannot be read: .*header", "module"),
+]
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize(("change", "params", "said", "param"), BROKEN)
+def test_what_is_wrong_with_a_folder_is_said_of_the_param_that_names_it(
+    change: Callable[[Path], Any], params: dict[str, Any], said: str, param: str, in_place: bool, tmp_path: Path
+) -> None:
+    folder = saved(tmp_path, bert())
+    change(tmp_path)
+    with pytest.raises(SparkTorchError, match=said) as caught:
+        recipe(folder, in_place, **params).build_deferred(0)
+    assert caught.value.where["param"] == param
+    assert "fitted again" not in caught.value.hint
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_link_that_leads_nowhere_is_passed_over_in_a_folder(in_place: bool, tmp_path: Path) -> None:
+    folder = saved(tmp_path, bert())
+    (tmp_path / "notes").symlink_to(tmp_path / "gone")
+    recipe(folder, in_place).build_module(0)
 
 
 def kinds(module: torch.nn.Module) -> set[torch.dtype]:
