@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from sparktorch.errors import ModuleError
+from sparktorch.train.flops import flop_counter
 from sparktorch.train.pipeline.kept import equal
 
 __all__ = ["Call", "Modes", "call_of_layer", "check_functions", "memory_of", "recorded_layers"]
@@ -158,7 +159,6 @@ def recorded_layers(module: nn.Module, names: Sequence[str], calls: list[Call], 
         ModuleError: A layer gets what a later call would not, such as an attribute that is set above it.
     """
     from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
-    from torch.utils.flop_counter import FlopCounterMode
 
     operator = call_of_layer().default
     seen: set[Any] = set()
@@ -177,7 +177,7 @@ def recorded_layers(module: nn.Module, names: Sequence[str], calls: list[Call], 
             versions, given = [each._version for each in inputs], [memory_of(each) for each in inputs]
             _of.within = True
             try:
-                with disable_proxy_modes_tracing(), FlopCounterMode(display=False) as counter:
+                with disable_proxy_modes_tracing(), flop_counter() as counter:
                     values, call.result_spec = pytree.tree_flatten(part(*args, **kwargs))
             finally:
                 _of.within = False

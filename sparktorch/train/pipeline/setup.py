@@ -189,7 +189,7 @@ def staged(
             raise ModuleError(
                 f"input {name!r} is of layout {str(tensor.layout).removeprefix('torch.')}, which a pipeline cannot cut "
                 "into micro-batches of one shape",
-                hint="pad it, see setInputFormats, or leave strategyParams.pipeline out",
+                hint="set inputLayouts to 'dense' or 'padded' for the column, or leave strategyParams.pipeline out",
                 param=_PARAM,
             )
     twin = Twin(module, device or torch.device("cpu"))

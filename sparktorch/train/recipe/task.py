@@ -37,7 +37,23 @@ def align(task: Task, output: Any, label: torch.Tensor | None) -> tuple[Any, tor
 def autocast(device: torch.device, precision: Precision) -> AbstractContextManager[Any]:
     """Returns a reusable context in which modules compute in that precision."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
-    return torch.autocast(device.type, dtype) if dtype else nullcontext()
+    return _Autocast(device.type, dtype) if dtype else nullcontext()
+
+
+class _Autocast(torch.autocast):
+    """Without torch's fused kernels for transformer layers, which torch itself leaves out under autocast of CUDA alone.
+
+    On CPUs they fail with masks of padding, or return other dtypes than the layers.
+    """
+
+    def __enter__(self) -> Any:
+        self._fused = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> Any:
+        torch.backends.mha.set_fastpath_enabled(self._fused)
+        return super().__exit__(*error)
 
 
 def classes_in(shape: tuple[int, ...]) -> int:

@@ -24,6 +24,7 @@ from sparktorch.train.strategies.registry import check_module
 from sparktorch.worker import TrainJob
 from tests.dist.strategies.test_strategies import CONTRARY, FEW_STEPS, PARTED, TABLE, job_for, plain
 from tests.dist.train import test_huggingface as texts
+from tests.support.attention_nets import Encoder
 from tests.support.frames import replaced
 from tests.support.nets import Chain, Paired
 from tests.support.ranks import control_server, run_ranks, train_on
@@ -235,7 +236,12 @@ def test_stages_drop_other_activations() -> None:
 @LANDING
 @pytest.mark.parametrize(
     ("module", "options"),
-    [(Chain, {}), (Chain, {"stages_per_rank": 2}), (Winding, {"schedule": "gpipe", "split": ["out"]})],
+    [
+        (Chain, {}),
+        (Chain, {"stages_per_rank": 2}),
+        (Winding, {"schedule": "gpipe", "split": ["out"]}),
+        (Encoder, {}),  # of which torch has fused kernels, for evaluation
+    ],
 )
 def test_with_bfloat16_stages_pass_on_what_one_process_computes(module: Any, options: dict[str, Any]) -> None:
     parts = [part.batches() for part in TABLE.parts(2)]

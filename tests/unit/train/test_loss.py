@@ -12,7 +12,7 @@ from sparktorch.base.config import Task
 from sparktorch.errors import ModuleError
 from sparktorch.train.recipe.loss import Loss
 from sparktorch.train.recipe.recipe import Recipe
-from sparktorch.train.recipe.task import align, classes_in, correct
+from sparktorch.train.recipe.task import align, autocast, classes_in, correct
 
 OUTPUT = torch.tensor([1.0, 2.0, 4.0])
 LABEL = torch.tensor([1.0, 1.0, 1.0])
@@ -174,3 +174,14 @@ def test_a_guess_is_the_best_score_or_the_sign_of_the_one() -> None:
     scores = torch.tensor([[1.0, 2.0, 0.0], [3.0, 2.0, 0.0]])
     assert correct(scores, torch.tensor([1, 1])).tolist() == [True, False]
     assert correct(torch.tensor([-1.0, 1.0, 0.0]), torch.tensor([0.0, 0.0, 0.0])).tolist() == [True, False, True]
+
+
+def test_padded_encoders_compute_in_bfloat16_what_they_return_in_training() -> None:
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 4, 12, dropout=0.0, batch_first=True), 2)
+    rows, padding = torch.randn(3, 4, 8), torch.arange(4) >= torch.tensor([[3], [4], [4]])
+    with autocast(torch.device("cpu"), "bf16"):
+        expected = encoder(rows, src_key_padding_mask=padding)
+        with torch.no_grad():
+            found = encoder.eval()(rows, src_key_padding_mask=padding)
+    torch.testing.assert_close(found, expected, atol=0.05, rtol=0)
+    assert torch.backends.mha.get_fastpath_enabled()
