@@ -260,10 +260,12 @@ def check_plan(
                 )
             found[name] = SUMMED
     if not found:
+        layers = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)][:4]
+        of = f" of {', '.join(map(repr, layers))}, ..." if layers else ""
         raise ConfigError(
             f"strategyParams.tensor is {size}, and {type(module).__name__} has no layers that are known to be divisible"
             f" by {size}",
-            hint=f"name those that belong together, {_EXAMPLE}; a model without, as GPT-2, can be divided "
+            hint=f"name those that belong together{of}, as in {_EXAMPLE}; a model without, as GPT-2, can be divided "
             "by strategyParams.shard",
             param=_PARAM,
         )
@@ -312,7 +314,9 @@ def _matched(module: nn.Module, plan: Mapping[str, str], size: int) -> dict[str,
             if reason:
                 raise ConfigError(
                     f"strategyParams.plan: {pattern!r} matches {name!r}, {reason}",
-                    hint="make the pattern narrower, or choose another number of ranks for strategyParams.tensor",
+                    hint="make the pattern narrower, or choose another number of ranks for strategyParams.tensor"
+                    if "not divisible" in reason
+                    else "make the pattern narrower",
                     param=_PARAM,
                 )
             found[name] = style
