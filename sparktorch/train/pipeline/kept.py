@@ -14,11 +14,13 @@ from torch import nn
 
 from sparktorch.errors import ModuleError
 
-__all__ = ["attributes", "check_attributes", "equal", "kept_by", "take_attributes"]
+__all__ = ["Changes", "attributes", "check_attributes", "equal", "kept_by", "take_attributes"]
 
 _ABSENT = object()
 _PLAIN = (bool, int, float, str, type(None))
 _OF_TORCH = vars(nn.Module()).keys() - {"training"}
+
+_BITS = 30
 
 # A part, one of its attributes, and the keys within that, if it is a list or dict.
 Place = tuple[Any, ...]
@@ -72,6 +74,40 @@ def check_attributes(kind: str, before: Mapping[Place, Any], after: Mapping[Plac
                 hint="return what the loss needs, set it in a part without parts of its own, or divide the module with "
                 "strategyParams.shard",
                 param="module",
+            )
+
+
+class Changes:
+    """Counts changes of the numbers, texts and flags of a module, and tells whether ranks have counted the same."""
+
+    def __init__(self, module: nn.Module, layers: Collection[str]) -> None:
+        """Takes a module and the names of its layers."""
+        self._module, self._layers = module, layers
+        self._kept, self._count = attributes(module, layers), 0
+
+    def bits(self) -> int:
+        """Counts again; returns the count, and its complement behind it: ranks' "or" of both shows others."""
+        kept = attributes(self._module, self._layers)
+        self._count += len(kept.items() ^ self._kept.items())
+        self._kept = kept
+        number = self._count % (1 << _BITS)
+        return number | (number ^ ((1 << _BITS) - 1)) << _BITS
+
+    @staticmethod
+    def check(bits: int) -> None:
+        """Refuses other counts.
+
+        Args:
+            bits: Those of all ranks, combined by "or".
+
+        Raises:
+            ModuleError: Ranks have counted other numbers.
+        """
+        if bits & (bits >> _BITS):
+            raise ModuleError(
+                "the numbers, texts and flags that the module keeps have changed in some ranks of a pipeline only",
+                hint='change them in all ranks: a Callback does with ranks = "all"',
+                param="callbacks",
             )
 
 

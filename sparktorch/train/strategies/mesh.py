@@ -36,6 +36,7 @@ from sparktorch.train.dtensor import (
     unadvised,
     undivided,
 )
+from sparktorch.train.pipeline.kept import Changes
 from sparktorch.train.pipeline.pipe import Pipe
 from sparktorch.train.pipeline.programs import Stage
 from sparktorch.train.pipeline.setup import check_each_row, check_pipeline, check_stages, first_of_all, leave, staged
@@ -61,7 +62,8 @@ __all__ = ["Mesh", "MeshOptions"]
 
 _log = logging.getLogger(__name__)
 
-_MOST_ROWS = "pipeline_rows"
+_MOST_ROWS, _RANKS = "pipeline_rows", "pipeline_ranks"
+_FLAGS = 2  # bits of an exchange of rows that say which weights there are
 
 
 class Mesh(Zero3[MeshOptions]):
@@ -73,6 +75,7 @@ class Mesh(Zero3[MeshOptions]):
     _compared_step = False
     _exchange: RowExchange
     _pipe: Pipe
+    _changes: Changes
 
     @classmethod
     def check(cls, config: TrainConfig, recipe: Recipe, options: MeshOptions) -> None:
@@ -298,8 +301,18 @@ class Mesh(Zero3[MeshOptions]):
             schedule=options.schedule,
             micro_batches=options.count,
         )
+        self._changes = Changes(module, found.layers)
+        self._pipe.register_forward_pre_hook(lambda *_: self._tell())
         self._exchange = share_rows(self._pipe, self._sharing, self._device)
+        self._pipe.register_forward_pre_hook(lambda *_: self._check_told())
         return self._pipe
+
+    def _tell(self, flags: int = 0) -> None:
+        """Tells the other ranks of flags, and of what the module keeps, in the next exchange of rows."""
+        self._exchange.flags = flags | self._changes.bits() << _FLAGS
+
+    def _check_told(self) -> None:
+        self._changes.check(self._exchange.flags >> _FLAGS)
 
     def unwrap(self, module: nn.Module) -> nn.Module:
         """Returns the user's module, of which this rank may have some parameters only."""
@@ -317,9 +330,10 @@ class Mesh(Zero3[MeshOptions]):
         own = arguments_of(step, module.module, batch)
         ones = torch.ones(len(batch.inputs[0]), device=self._device)
         weights = [ones if each is None else each for each in (batch.weight, batch.loss_weight)]
-        self._exchange.flags = (batch.weight is not None) + 2 * (batch.loss_weight is not None)
+        self._tell((batch.weight is not None) + 2 * (batch.loss_weight is not None))
         sent = (own.values, list(batch.inputs), batch.label, weights)
         (values, inputs, label, weights), _ = self._exchange.before(module, sent, {})
+        self._check_told()
         seed(torch.initial_seed() + self._stage, self._device)  # stages drop other activations; tensor ranks the same
         given = replace(own, values=values)
         # A rank without rows has weights of zero for its placeholders, and others may have none.
@@ -342,14 +356,18 @@ class Mesh(Zero3[MeshOptions]):
         return total / self._sharing.size(), losses.metrics
 
     def own_state(self) -> dict[str, torch.Tensor]:
-        """Returns the most rows of a pass so far, to which others are padded."""
-        return super().own_state() | ({_MOST_ROWS: torch.tensor(self._pipe.most_rows)} if self.runs_passes else {})
+        """Returns the most rows of a pass so far, to which others are padded, and how many ranks had them together."""
+        if not self.runs_passes:
+            return super().own_state()
+        found = {_MOST_ROWS: self._pipe.most_rows, _RANKS: self._sharing.size()}
+        return super().own_state() | {name: torch.tensor(number) for name, number in found.items()}
 
     def load_own_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Restores it; is a collective."""
+        """Restores it, if as many ranks have rows together; is a collective."""
         super().load_own_state(state)
         if self.runs_passes and _MOST_ROWS in state:
-            most = state[_MOST_ROWS].to(self._device)
+            same = _RANKS in state and int(state[_RANKS]) == self._sharing.size()
+            most = state[_MOST_ROWS].to(self._device) * same
             dist.all_reduce(most, dist.ReduceOp.MAX, group=self._sharing)  # on another mesh, they may have had others
             self._pipe.most_rows = int(most)
 
