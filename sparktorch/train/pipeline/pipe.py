@@ -308,7 +308,8 @@ def check_rows(outputs: Sequence[torch.Tensor], rows: int) -> None:
             raise ModuleError(
                 f"the module returns a tensor of shape {tuple(output.shape)} for {rows} rows, and a pipeline computes "
                 "on a micro-batch at a time",
-                hint="return tensors with a row for each row, and compute the loss in loss or trainingStep",
+                hint="return tensors with a row for each row, as models of transformers do without labels, and compute "
+                "the loss in loss or trainingStep",
                 param="module",
             )
 

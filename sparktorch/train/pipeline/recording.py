@@ -152,8 +152,7 @@ class Twin:
             raise ModuleError(
                 f"the forward pass of {self._kind} cannot be recorded{_line_of_user(error)}: "
                 f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
-                hint="above its layers it may compute with torch only, and not depend on values of tensors; or divide "
-                "it with strategyParams.shard",
+                hint=_way_out(error),
                 param="module",
             ) from error
         finally:
@@ -275,6 +274,22 @@ def _line_of_user(error: BaseException) -> str:
     frames = zip(packages, traceback.extract_tb(error.__traceback__), strict=True)
     of_user = [frame for package, frame in frames if package not in ("torch", "sparktorch") and "/" in frame.filename]
     return f" at {of_user[-1].filename}:{of_user[-1].lineno}, {of_user[-1].line!r}" if of_user else ""
+
+
+def _way_out(error: BaseException) -> str:
+    """Returns what to do about a forward pass that cannot be recorded."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_name == "_detect_is_causal_mask":  # of torch's transformers
+            return (
+                "pass is_causal=True or False beside the mask, whose values torch compares with a causal one otherwise"
+            )
+        package, owner = frame.f_globals.get("__name__", ""), frame.f_locals.get("self")
+        if package.startswith("transformers.") and type(owner).__name__.endswith("Experts"):
+            return "set experts_implementation='batched_mm' where the model is made"
+    return (
+        "above its layers it may compute with torch only, and not depend on values of tensors; or divide it with "
+        "strategyParams.shard"
+    )
 
 
 def _with_modes(graph: fx.Graph, modes: Modes) -> Iterator[Any]:

@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from sparktorch.base.batch import Batch
 from sparktorch.errors import ModuleError, SparkTorchError
 from sparktorch.train.pipeline.arguments import Arguments
+from sparktorch.train.pipeline.pipe import check_rows
 from sparktorch.train.recipe.loss import Sums
 
 __all__ = ["MicroLosses", "StandIn", "arguments_of", "check_step"]
@@ -112,8 +114,8 @@ def check_step(step: Callable[[nn.Module, Batch], Any], module: nn.Module, batch
         batch: A few rows.
 
     Raises:
-        ModuleError: It uses parts of the module, or calls it several times, not at all, or with other values again; or
-            it fails there alone.
+        ModuleError: It uses parts of the module, or calls it several times, not at all, with other values again, or for
+            something else than an output of each row; or it fails there alone.
     """
     from torch._subclasses import FakeTensor
 
@@ -124,7 +126,9 @@ def check_step(step: Callable[[nn.Module, Batch], Any], module: nn.Module, batch
             return
         try:
             given = arguments_of(step, module, batch)
+            _check_given(given, len(batch.inputs[0]))
             output = given.call(module, *(tensor.clone() for tensor in given.tensors))  # it may change them in place
+            check_rows([value for value in pytree.tree_leaves(output) if isinstance(value, torch.Tensor)], given.rows)
             compare = not any(isinstance(tensor, FakeTensor) for tensor in given.tensors)
             step(StandIn(module, _once(output, given, compare=compare)), batch)
         except SparkTorchError:
@@ -135,6 +139,19 @@ def check_step(step: Callable[[nn.Module, Batch], Any], module: nn.Module, batch
                 hint="compute the loss from what one call of the module returns, or use strategyParams.shard",
                 param="trainingStep",
             ) from error
+
+
+def _check_given(given: Arguments, rows: int) -> None:
+    """Refuses arguments without a row for each row of the batch, which micro-batches cannot be made of."""
+    for tensor in given.tensors:
+        if len(tensor) != rows:
+            raise ModuleError(
+                f"the training step calls the module with a tensor of shape {tuple(tensor.shape)} for {rows} rows, and "
+                "a pipeline computes on a micro-batch at a time",
+                hint="pass tensors with a row for each row, such as several views of it side by side, or use "
+                "strategyParams.shard",
+                param="trainingStep",
+            )
 
 
 class MicroLosses:

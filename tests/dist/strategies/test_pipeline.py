@@ -320,6 +320,23 @@ def widened(module: Any, batch: Batch) -> torch.Tensor:
     return found**2 / module.width
 
 
+def paired(module: Any, batch: Batch) -> torch.Tensor:
+    one, other = module(torch.cat([batch.inputs[0], -batch.inputs[0]])).chunk(2)
+    found: torch.Tensor = (one - batch.label) ** 2 + (one - other) ** 2
+    return found
+
+
+class Losing(Encoding):
+    def forward(self, x: torch.Tensor, label: torch.Tensor | None = None) -> Any:
+        out = super().forward(x)
+        return out if label is None else (out, (out - label).square().mean())
+
+
+def own(module: Any, batch: Batch) -> torch.Tensor:
+    found: torch.Tensor = module(batch.inputs[0], batch.label)[1]
+    return found
+
+
 def constant(module: Any, batch: Batch) -> torch.Tensor:
     return batch.inputs[0].mean(1)
 
@@ -345,12 +362,14 @@ def test_a_training_step_computes_losses_and_metrics_in_the_last_stage() -> None
         (widened, "uses 'norm' of the module"),
         (inherited, "fails where a pipeline stands for its module: TypeError: super"),
         (constant, "does not call the module"),
+        (paired, r"(?s)with a tensor of shape \(4, 5\) for 2 rows.*views of it side by side"),
+        (own, r"(?s)returns a tensor of shape \(\) for 2 rows.*without labels"),
     ],
 )
-def test_a_training_step_that_needs_more_than_one_call_of_the_module_is_refused_before_the_job(
+def test_a_training_step_that_needs_more_than_one_output_of_each_row_is_refused_before_the_job(
     step: Any, says: str
 ) -> None:
-    job = pipeline_job({"pipeline": 2}, recipe={"module": Encoding, "loss": None, "training_step": step})
+    job = pipeline_job({"pipeline": 2}, recipe={"module": Losing, "loss": None, "training_step": step})
     inputs, label, check = {"x": torch.ones(2, 5)}, torch.ones(2), partial(check_module, job.config, job.recipe, 2)
     for values in (True, False):
         if values or step is not noisy:

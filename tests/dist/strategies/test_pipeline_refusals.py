@@ -197,6 +197,17 @@ class Scaled(Chain):
         return super().forward(x)
 
 
+class Masking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(5, 1, 8, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layers(x.unsqueeze(1), mask=torch.zeros(1, 1))
+        return found
+
+
 def deciding() -> nn.Module:
     return Deciding(nn.Linear(5, 4), nn.Linear(4, 1))
 
@@ -234,6 +245,7 @@ TWO = {"pipeline": 2}
         (Chain, {"pipeline": 3, "split": ["out", "layers.1"]}, ConfigError, "not called in this order"),
         (Chain, {**TWO, "split": ["enter"]}, ConfigError, "with which the first stage begins anyway"),
         (deciding, TWO, ModuleError, r"(?s)cannot be recorded at .*test_pipeline_refusals.py:\d+, 'if x.sum\(\) > 0"),
+        (Masking, TWO, ModuleError, r"(?s)cannot be recorded at .*pass is_causal=True or False beside the mask"),
         (Tied, TWO, ModuleError, "'one.weight' of stage 0 and 'other.weight' of stage 1 of the pipeline are one"),
         (Again, {**TWO, "split": ["other"]}, ModuleError, "'one' is called in stages 0 and 1"),
         (Counting, TWO, ModuleError, "changes buffer 'seen'"),
