@@ -181,7 +181,7 @@ class Filling(_Steps):
         found, plain, total = out.new_zeros(len(x), 2, 8), torch.zeros(len(x), 8), torch.zeros_like(out)
         for place, layer in enumerate(self.layers):
             out = torch.tanh(layer(out))
-            total += out
+            torch._foreach_add_([total], [out])  # it returns nothing
             (found[:, place] if place < 2 else plain)[:] = out
         result: torch.Tensor = self.out(torch.cat([found.flatten(1), plain, total], 1)).squeeze(-1)
         return result

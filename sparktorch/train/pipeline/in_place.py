@@ -64,11 +64,12 @@ class Gradients(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         """Computes a node, without values."""
         found = self._called(n) if n.target is call_of_layer().default else super().run_node(n)
-        n.meta["gradient_from"] = n if _requires(found) else None
-        if n.meta["writes"]:
-            for other, value in self.env.items():
-                if other.meta.get("gradient_from") is None and other.meta["memory"] & n.meta["writes"]:
-                    other.meta["gradient_from"] = n if _requires(value) else None
+        changed = {other: value for other, value in self.env.items() if other.meta["memory"] & n.meta["writes"]}
+        result = list(changed.values()) if found is None and torch.is_grad_enabled() else found
+        n.meta["gradient_from"] = n if _requires(result) else None
+        for other, value in changed.items():
+            if other.meta["gradient_from"] is None and _requires(value):
+                other.meta["gradient_from"] = n
         return found
 
     def _called(self, node: fx.Node) -> list[torch.Tensor]:
