@@ -28,10 +28,13 @@ class FromFolder:
 
     Attributes:
         folder: Path of the folder, the same on each machine.
+        auto: The class in transformers that reads it, by name.
+        libraries: What it imports, if it is installed.
     """
 
     folder: str
     auto: ClassVar[str]
+    libraries: ClassVar[tuple[str, ...]] = ("transformers",)
 
     def load(self) -> Any:
         """Returns the tokenizer or image processor in the folder.
@@ -107,6 +110,7 @@ class Pixels(FromFolder):
     """Decodes a column of image files, and resizes and normalises the images as the folder says."""
 
     auto: ClassVar[str] = "AutoImageProcessor"
+    libraries: ClassVar[tuple[str, ...]] = ("transformers", "PIL", "torchvision")
 
     def __call__(self, columns: Mapping[str, Any], *, epoch: int | None, generator: Any) -> dict[str, torch.Tensor]:
         """Returns what the image processor returns, such as `pixel_values`."""

@@ -29,7 +29,7 @@ from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.data.columns import TensorSpec
 from sparktorch.data.preprocess import Function, check_signature
 from sparktorch.data.pretrained import FromFolder
-from sparktorch.errors import PersistenceError
+from sparktorch.errors import PersistenceError, SparkTorchError
 from sparktorch.model.export import ExportError, Program, check_archive, export_program
 from sparktorch.train.lightning import recipe_type
 from sparktorch.train.recipe.dry_run import ArgumentSpec, OutputSpec
@@ -102,6 +102,18 @@ class TrainedModule:
         module = self._recipe().build_module(seed_of(weights, self.seed))
         load_weights(module, weights)
         return module.eval()
+
+    def parts(self) -> list[nn.Module]:
+        """Returns the parts of the module, which need not have values; of a graph, none."""
+        if isinstance(self.source, Program):
+            return []
+        if isinstance(self.source, nn.Module):
+            return list(self.source.modules())
+        try:
+            with torch.device("meta"):
+                return list(self._recipe().build_module(self.seed).modules())
+        except SparkTorchError:  # its constructor looks at values, or reads files
+            return list(self.build().modules())
 
     def _recipe(self, **initial: Any) -> Recipe:
         assert not isinstance(self.source, Program)

@@ -12,7 +12,6 @@ import inspect
 import json
 import logging
 import os
-import sysconfig
 import tempfile
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,6 +24,7 @@ import torch
 import sparktorch
 from sparktorch.errors import PersistenceError
 from sparktorch.model.export import ExportError, export_whole
+from sparktorch.tracking.requirements import is_installed, module_of, requirements
 from sparktorch.tracking.signature import signature_of, zeros_for
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ def save_model(
     if pytorch and isinstance(sparktorch_model.trained.weights, bytes):  # a graph would hold those in a folder
         _add_pytorch(mlflow_model, sparktorch_model, Path(path), code)
     mlflow_model.save(os.path.join(path, MLMODEL_FILE_NAME))
-    _write_environment(Path(path), files, **environment)
+    _write_environment(Path(path), files, requirements(trained) if conda_env is None else [], **environment)
 
 
 def _write_columns(model: TorchModelBase, data: Path) -> dict[str, str]:
@@ -249,13 +249,13 @@ def _code_of(*sources: Any) -> Iterator[list[str]]:
 
 def _own_code(source: Any, unpacked: Path) -> Path | None:
     """Returns the file or package folder of one source; `None` if it is installed or has no file."""
-    name = source.partition(":")[0] if isinstance(source, str) else getattr(source, "__module__", "__main__")
+    name = module_of(source)
     if name in ("__main__", "builtins"):
         return None
     top = importlib.import_module(name.partition(".")[0])
     folders = list(getattr(top, "__path__", ()))  # of a package, including namespace packages
     place = Path(folders[0] if folders else getattr(top, "__file__", None) or "")
-    if place == Path() or _is_installed(place):
+    if place == Path() or is_installed(place):
         return None
     if place.exists():
         return place
@@ -267,15 +267,6 @@ def _own_code(source: Any, unpacked: Path) -> Path | None:
         members = [member for member in files.namelist() if Path(member).is_relative_to(inside)]
         files.extractall(unpacked, members)
     return unpacked / inside
-
-
-def _is_installed(place: Path) -> bool:
-    """Whether the requirements cover the code there: an installed library, the standard library, or sparktorch."""
-    place = place.resolve()
-    own = [*map(sysconfig.get_path, ("stdlib", "platstdlib")), str(Path(sparktorch.__file__).parent)]
-    if any(place.is_relative_to(Path(folder).resolve()) for folder in own):
-        return True
-    return not {"site-packages", "dist-packages"}.isdisjoint(place.parts)
 
 
 def _add_pytorch(mlflow_model: Model, model: TorchModelBase, path: Path, code: str | None) -> None:
@@ -301,6 +292,7 @@ def _check_environment(arguments: Mapping[str, Any]) -> None:
 def _write_environment(
     path: Path,
     files: Mapping[str, str],
+    needed: list[str],
     *,
     conda_env: dict[str, Any] | str | None,
     pip_requirements: list[str] | str | None,
@@ -311,21 +303,12 @@ def _write_environment(
     from mlflow.utils.environment import _process_conda_env, _process_pip_requirements, _PythonEnv
 
     if conda_env is None:
-        found = _process_pip_requirements(_requirements(), pip_requirements, extra_pip_requirements)
+        found = _process_pip_requirements(needed, pip_requirements, extra_pip_requirements)
     else:
         found = _process_conda_env(conda_env)
-    environment, requirements, constraints = found
+    environment, listed, constraints = found
     (path / files["conda_env"]).write_text(yaml.safe_dump(environment, default_flow_style=False))
-    (path / "requirements.txt").write_text("\n".join(requirements) + "\n")
+    (path / "requirements.txt").write_text("\n".join(listed) + "\n")
     if constraints:
         (path / "constraints.txt").write_text("\n".join(constraints) + "\n")
     _PythonEnv.current().to_yaml(str(path / files["python_env"]))
-
-
-def _requirements() -> list[str]:
-    """Returns the pinned requirements of scoring, without pyspark. MLflow adds itself."""
-    from importlib.metadata import version
-
-    names = ("numpy", "pandas", "pyarrow", "safetensors", "torch")
-    pinned = [f"{name}=={version(name).partition('+')[0]}" for name in names]
-    return [f"sparktorch-estimator=={sparktorch.__version__}", *pinned]

@@ -9,6 +9,7 @@ import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
 from decimal import Decimal
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +24,23 @@ from torch import nn
 from sparktorch import TorchClassificationModel
 from sparktorch.base.state_dict import pack_state
 from sparktorch.data.columns import TensorSpec
+from sparktorch.data.pretrained import Pixels, Tokens
 from sparktorch.errors import ColumnError, PersistenceError
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.tracking.pyfunc import PyFuncModel
+from sparktorch.tracking.requirements import requirements
 from sparktorch.train.recipe.dry_run import describe_outputs
 from tests.support.mlflow import QUIET
 from tests.support.nets import Mlp
 
 mlflow = pytest.importorskip("mlflow", exc_type=ImportError)
+pytest.importorskip("peft")
 flavor: Any = importlib.import_module("sparktorch.tracking.flavor")
+lora: Any = importlib.import_module("tests.support.tiny_transformers").lora
 
 pytestmark = QUIET
+
+SCORING = ("sparktorch-estimator", "numpy", "pandas", "pyarrow", "safetensors", "torch")
 
 NET = """
 from torch import nn
@@ -124,6 +131,30 @@ def test_the_environment_is_the_one_that_was_asked_for(tmp_path: Path) -> None:
     flavor.save_model(model, str(tmp_path / "conda"), pytorch=False, conda_env=conda)
     assert yaml.safe_load((tmp_path / "conda" / "conda.yaml").read_text())["name"] == "mine"
     assert "b-library==2.0" in (tmp_path / "conda" / "requirements.txt").read_text().splitlines()
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")
+@pytest.mark.parametrize(
+    ("change", "needed"),
+    [
+        ({}, set()),
+        ({"source": "transformers:BertModel", "params": {"config": {"num_hidden_layers": 1}}}, {"transformers"}),
+        ({"source": lora}, {"transformers", "peft"}),
+        ({"preprocess": Tokens("/models/bert", max_length=4)}, {"transformers"}),
+        ({"preprocess": Pixels("/models/vit")}, {"transformers", "pillow"}),
+        ({"inputs": (TensorSpec(name="x0", column="image", dtype="float32", layout="image"),)}, {"pillow"}),
+    ],
+)
+def test_the_environment_has_the_libraries_that_the_code_of_the_model_is_of(
+    change: dict[str, Any], needed: set[str]
+) -> None:
+    trained = replace(model_of(Mlp).trained, **change)
+    found = dict(line.split("==") for line in requirements(trained))
+    assert found.keys() & {"transformers", "peft", "pillow"} == needed
+    assert all(found[name] == version(name) for name in needed)
+    assert found.keys() - needed <= {*SCORING, "torchvision"}
+    if "peft" in needed:  # an instance
+        assert "peft" in " ".join(requirements(replace(trained, source=lora())))
 
 
 def test_a_signature_of_the_users_own_replaces_ours(tmp_path: Path) -> None:
