@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from sparktorch.base.batch import MASK
@@ -29,6 +30,7 @@ __all__ = [
     "argument_names",
     "carried_name",
     "input_name",
+    "places_of",
 ]
 
 DType = Literal["float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8"]
@@ -67,6 +69,8 @@ class TensorSpec:
         lists: Length of the lists on each level, if it differs from `shape`; for ragged rows, from the second level
             on.
         sources: The user's columns, if several scalar ones are packed into this one.
+        places: Indices of `sources` among the user's columns; empty if they follow one another, after the columns of
+            the specs before.
         fill: Replacement for nulls and NaN; `None` leaves them unfit.
         limit: Maximum number of elements in a ragged row, the rest is cut off; `None` for no limit.
         pad: Padding value of ragged rows.
@@ -83,6 +87,7 @@ class TensorSpec:
     layout: Layout = "dense"
     lists: tuple[int, ...] | None = None
     sources: tuple[str, ...] = ()
+    places: tuple[int, ...] = ()
     fill: float | None = None
     limit: int | None = None
     pad: float = 0
@@ -247,3 +252,11 @@ def argument_names(inputs: Sequence[TensorSpec]) -> tuple[str, ...]:
     return tuple(
         name for spec in inputs for name in ((spec.column, MASK) if spec.layout == "padded" else (spec.column,))
     )
+
+
+def places_of(inputs: Sequence[TensorSpec]) -> list[int]:
+    """Returns the index among the user's columns of each column of the specs: spec by spec, packed ones one by one."""
+    count = sum(len(spec.sources) or 1 for spec in inputs)
+    packed = {place for spec in inputs for place in spec.places}
+    rest = iter([place for place in range(count) if place not in packed])
+    return [place for spec in inputs for place in spec.places or islice(rest, len(spec.sources) or 1)]

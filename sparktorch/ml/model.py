@@ -15,6 +15,7 @@ from torch import nn
 
 from sparktorch.base.config import Invalid, Precision
 from sparktorch.base.weights_folder import WeightsFolder
+from sparktorch.data.columns import places_of
 from sparktorch.errors import ColumnError, ConfigError, PersistenceError, nearest
 from sparktorch.ml.fit.checks import check_scoring
 from sparktorch.ml.fit.inputs import input_names, naming_params
@@ -209,7 +210,7 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
         count = sum(len(spec.sources) or 1 for spec in specs)
         if len(names) != count:
             raise ConfigError(f"the model takes {count} input columns, got {names}", param="inputCols")
-        rest = iter(names)
+        rest = iter([names[place] for place in places_of(specs)])
         found = []
         for spec in specs:
             sources = tuple(islice(rest, len(spec.sources)))

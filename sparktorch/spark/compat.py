@@ -19,9 +19,9 @@ from pyspark.sql import types as T
 from pyspark.sql.pandas.functions import PandasUDFType, pandas_udf
 from pyspark.sql.pandas.types import from_arrow_schema
 
-from sparktorch.data.columns import TensorSpec
+from sparktorch.data.columns import TensorSpec, places_of
 from sparktorch.data.convert.sql_types import arrow_type
-from sparktorch.errors import ConfigError
+from sparktorch.errors import ColumnError, ConfigError
 from sparktorch.spark.session import is_connect
 
 __all__ = [
@@ -201,7 +201,7 @@ def arrow_udf(
 
     # Spark reads the kind of UDF from these annotations; with one input, it passes arrays instead of tuples.
     def arrays(batches: Iterator[tuple[pa.Array, ...]]) -> Iterator[pa.Array]:
-        return score(batch if isinstance(batch, tuple) else (batch,) for batch in batches)
+        return score(_in_order(batch, inputs) for batch in batches)
 
     def frames(batches: Iterator[Any]) -> Iterator[Any]:
         for result in score(from_pandas(batch, inputs) for batch in batches):
@@ -233,14 +233,32 @@ def for_pandas(column: Column, kind: T.DataType) -> Column:
 
 def from_pandas(batch: Any, inputs: Sequence[TensorSpec]) -> tuple[pa.Array, ...]:
     """Returns the columns of a batch as Arrow arrays, as they were before pyspark converted them to pandas."""
-    columns = batch if isinstance(batch, tuple) else (batch,)
+    columns = _in_order(batch, inputs)
     if len(columns) == len(inputs):
         kinds = [_kind(spec) for spec in inputs]
     else:
         kinds = [kind for spec in inputs for kind in [None if spec.sources else _kind(spec)] * (len(spec.sources) or 1)]
-    if len(columns) != len(kinds):  # the scorer raises an error
-        kinds = [None] * len(columns)
     return tuple(_array(column, kind) for column, kind in zip(columns, kinds, strict=True))
+
+
+def _in_order(batch: Any, inputs: Sequence[TensorSpec]) -> tuple[Any, ...]:
+    """Returns the columns of a batch spec by spec: one per spec, or the user's columns, which SQL gives in their order.
+
+    Raises:
+        ColumnError: There are fewer or more.
+    """
+    columns = batch if isinstance(batch, tuple) else (batch,)
+    places = places_of(inputs)
+    if len(columns) == len(places):
+        return tuple(columns[place] for place in places)
+    if len(columns) == len(inputs):
+        return columns
+    names = [name for spec in inputs for name in spec.sources or (spec.column,)]
+    wanted = [name for _, name in sorted(zip(places, names, strict=True))]
+    raise ColumnError(
+        f"the model takes {len(wanted)} columns, and got {len(columns)}",
+        hint=f"give it {', '.join(wanted)}, in this order",
+    )
 
 
 def _kind(spec: TensorSpec) -> pa.DataType | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -74,7 +75,8 @@ def plan_inputs(columns: ColumnNames, names: Sequence[str], options: InputOption
         if name not in scalars:
             specs.append(_spec(columns, name, wire, options))
         elif name == scalars[0]:
-            specs.append(_packed(columns, scalars, wire, options))
+            places = tuple(place for place, known in enumerate(names) if known in scalars)
+            specs.append(replace(_packed(columns, scalars, wire, options), places=places))
     return specs
 
 

@@ -117,6 +117,7 @@ PADDED: dict[str, Any] = {"module": Padded, "inputLayouts": {"ragged": "padded"}
 def models(rows: DataFrame) -> dict[str, Fitted]:
     return {
         "packed": fitted(rows, *[f"c{i}" for i in range(WIDTH)], assembleInputs=True),
+        "between": fitted(rows, "c0", "short", "c4", "c5", assembleInputs=True, moduleParams={"width": 9}),
         "sparse": fitted(rows, "sparse", moduleParams={"expects": ["float32 2"]}),
         "ragged": fitted(rows, "ragged", moduleParams={"expects": "float32", "pad": 0}, **PADDED),
     }
@@ -212,7 +213,7 @@ def test_a_model_scores_other_columns_of_the_same_meaning_in_sql_and_after_loadi
     spark: SparkSession, rows: DataFrame, models: dict[str, Fitted], tmp_path: Path
 ) -> None:
     rows.createOrReplaceTempView("rows_to_score")
-    calls = {"packed": "c0, c1, c2, c3, c4, c5", "sparse": "sparse", "ragged": "ragged"}
+    calls = {"packed": "c0, c1, c2, c3, c4, c5", "between": "c0, short, c4, c5", "sparse": "sparse", "ragged": "ragged"}
     for name, (model, expected) in models.items():
         model.save(str(tmp_path / name))
         loaded = type(model).load(str(tmp_path / name))

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from sparktorch.base.world import World
-from sparktorch.data.columns import Columns, TensorSpec, input_name
+from sparktorch.data.columns import Columns, TensorSpec, input_name, places_of
 
 SCALAR = TensorSpec(name="x0", column="age", dtype="int64")
 IMAGE = TensorSpec(name="x1", column="pixels", dtype="float32", shape=(3, 8, 8))
@@ -36,3 +36,11 @@ def test_every_column_that_becomes_a_tensor_is_listed_in_order() -> None:
 def test_a_world_knows_its_main_rank() -> None:
     assert World().is_main
     assert not World(rank=1, world_size=2).is_main
+
+
+def test_packed_columns_are_found_between_others_among_the_columns_of_the_user() -> None:
+    packed = TensorSpec(name="x0", column="a ... b", dtype="float32", shape=(2,), sources=("a", "b"), places=(0, 2))
+    assert TensorSpec.from_dict(json.loads(json.dumps(packed.to_dict()))) == packed
+    assert places_of((packed, IMAGE, SCALAR)) == [0, 2, 1, 3]
+    together = TensorSpec(name="x1", column="a ... b", dtype="float32", shape=(2,), sources=("a", "b"))
+    assert places_of((SCALAR, together, IMAGE)) == [0, 1, 2, 3]

@@ -11,6 +11,7 @@ import pytest
 
 from sparktorch.data.columns import TensorSpec
 from sparktorch.data.convert.sql_types import arrow_type
+from sparktorch.errors import ColumnError
 from sparktorch.spark.compat import from_pandas
 
 DAY = datetime.date(2020, 1, 31)
@@ -78,3 +79,19 @@ def test_a_function_in_sql_may_get_vectors_where_the_model_was_fitted_on_arrays(
     vector = {"type": 1, "size": None, "indices": None, "values": [1.0, 2.0]}
     (found,) = sent_back(pa.array([vector], arrow_type(VECTOR)), lists).to_pylist()
     assert found == vector
+
+
+def test_a_function_in_sql_takes_its_columns_in_the_order_of_the_user() -> None:
+    pair = TensorSpec(name="x0", column="a ... c", dtype="float32", shape=(2,), sources=("a", "c"), places=(0, 2))
+    text = TensorSpec(name="x1", column="b", dtype="float32", kind="any", sql="string")
+    numbers = [in_pandas(pa.array([value])) for value in (1.5, 2.5)]
+    found = from_pandas((numbers[0], in_pandas(pa.array(["word"])), numbers[1]), [pair, text])
+    assert [column.to_pylist() for column in found] == [[1.5], [2.5], ["word"]]
+
+
+@pytest.mark.parametrize("given", [0, 1, 4])
+def test_a_function_in_sql_names_its_columns_when_it_gets_another_number(given: int) -> None:
+    pair = TensorSpec(name="x0", column="a ... c", dtype="float32", shape=(2,), sources=("a", "c"), places=(0, 2))
+    ids = TensorSpec(name="x1", column="b", dtype="int64")
+    with pytest.raises(ColumnError, match=f"takes 3 columns, and got {given}\n.*give it a, b, c, in this order"):
+        from_pandas((in_pandas(pa.array([1.0])),) * given, [pair, ids])
