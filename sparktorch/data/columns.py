@@ -215,6 +215,7 @@ class Columns:
         inputs: One spec per argument of `forward`, in order.
         label: The label; `None` for a training set without one.
         classes: Number of classes the labels index, `None` when labels are not classes.
+        ignored: The label that the loss leaves out of its mean, which no row may have; `None` if it leaves none out.
         weight: The column of sample weights, float32, or `None`.
         validation: The boolean column that marks validation rows, or `None`.
         drop_nulls: Whether rows with a null, NaN or infinity are dropped; otherwise they are an error.
@@ -228,6 +229,7 @@ class Columns:
     inputs: tuple[TensorSpec, ...]
     label: TensorSpec | None = None
     classes: int | None = None
+    ignored: int | None = None
     weight: TensorSpec | None = None
     validation: str | None = None
     drop_nulls: bool = False

@@ -326,12 +326,14 @@ def check_labels(values: npt.NDArray[Any], columns: Columns) -> npt.NDArray[Any]
     """Checks labels and, where they are classes, returns them as int64.
 
     Raises:
-        ColumnError: A label is not finite, not a whole number, or outside `[0, classes)`.
+        ColumnError: A label is not finite, or one that the loss leaves out; or, of classes, it is not a whole number in
+            `[0, classes)`.
     """
     spec = columns.label
     assert spec is not None
     check_finite(values, spec)
     if columns.classes is None:
+        _refuse_ignored(values, columns)
         return values
     bad = (values < 0) | (values >= columns.classes) | (values != np.floor(values))
     if bad.any():
@@ -342,7 +344,28 @@ def check_labels(values: npt.NDArray[Any], columns: Columns) -> npt.NDArray[Any]
             "StringIndexer, or give the module as many outputs as there are classes (numLabels, if it is a folder)",
             column=spec.column,
         )
-    return values.astype(np.int64)
+    values = values.astype(np.int64)
+    _refuse_ignored(values, columns)
+    return values
+
+
+def _refuse_ignored(values: npt.NDArray[Any], columns: Columns) -> None:
+    """Checks that no label is one that the loss leaves out: no rank knows how many a batch has, to divide by the rest.
+
+    Raises:
+        ColumnError: One is.
+    """
+    if columns.ignored is None or values.dtype.kind == "f" or columns.label is None:
+        return
+    rows = np.unique(np.nonzero(values == columns.ignored)[0]).size
+    if rows:
+        raise ColumnError(
+            f"{rows} rows of column {columns.label.column!r} hold {columns.ignored}, the ignore_index of the loss, and "
+            "the mean over a batch would still be divided by them",
+            hint="filter them out, or give them another label and, by weightCol, the weight 0; of several labels in "
+            "a row, let loss be a function that returns the mean of those that count, and weightCol their number",
+            column=columns.label.column,
+        )
 
 
 def check_weights(values: npt.NDArray[Any], spec: TensorSpec) -> None:

@@ -53,7 +53,7 @@ def train_with_restarts(
         run: Runs one attempt: `one_job`, or in a pool of ranks.
     """
     job = TrainJob(
-        columns=replace(frame.columns, classes=trial.classes),
+        columns=replace(frame.columns, classes=trial.classes, ignored=trial.ignored),
         recipe=replace(request.recipe, metrics=trial.metrics),
         config=replace(request.config, unused_parameters=trial.unused_parameters),
         placeholder=frame.sample,

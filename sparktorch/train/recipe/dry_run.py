@@ -73,6 +73,7 @@ class DryRunResult:
         outputs: One spec per tensor that `forward` returned.
         classes: Number of a classifier's classes, `None` for other tasks.
         unused_parameters: Whether a trainable parameter got no gradient.
+        ignored: The label that the loss leaves out; see `Loss`. `None` where it is none of the classes.
         state_bytes: Size of the module's state dict in bytes.
         aligned: Output and label as from `align`; removed once the metrics have been tried on them.
         metrics: The recipe's metrics, with `task` and `num_classes` filled in; see `complete`.
@@ -82,6 +83,7 @@ class DryRunResult:
     outputs: tuple[OutputSpec, ...]
     classes: int | None
     unused_parameters: bool
+    ignored: int | None = None
     state_bytes: int = 0
     aligned: tuple[Any, torch.Tensor | None] = (None, None)
     metrics: Mapping[str, Any] = field(default_factory=dict)
@@ -100,6 +102,7 @@ class DryRunResult:
             outputs=tuple(OutputSpec(found["name"], tuple(found["shape"])) for found in meta["outputs"]),
             classes=meta["classes"],
             unused_parameters=meta["unused_parameters"],
+            ignored=meta["ignored"],
             state_bytes=meta["state_bytes"],
             aligned=torch.load(io.BytesIO(content), weights_only=True),
             arguments=tuple(ArgumentSpec(**{**found, "shape": tuple(found["shape"])}) for found in meta["arguments"]),
@@ -227,6 +230,7 @@ def _tried(
         outputs,
         classes,
         unused_parameters=unused,
+        ignored=None if loss is None or (classes and loss.ignored not in range(classes)) else loss.ignored,
         state_bytes=sum(tensor.nbytes for tensor in module.state_dict().values()),
         aligned=align(task, output, label),
         arguments=tuple(_argument(name, tensor) for name, tensor in inputs.items()),

@@ -214,7 +214,12 @@ def _wide(value: torch.Tensor | int) -> torch.Tensor | int:
 
 
 class Loss:
-    """The user's loss, built to return one loss per row."""
+    """The user's loss, built to return one loss per row.
+
+    Attributes:
+        name: Its name in messages.
+        ignored: The label that a mean by the loss itself would not count, as `ignore_index`; `None` if there is none.
+    """
 
     def __init__(self, loss: str | Callable[..., torch.Tensor] | None, params: Mapping[str, Any]) -> None:
         """Resolves a name, class or callable; classes with a `reduction` are made with "none".
@@ -225,6 +230,7 @@ class Loss:
         self.name = loss if isinstance(loss, str) else name_of(loss)
         found = look_up(loss, nn, nn.Module, "loss", suffix="Loss")
         reducing = "reduction" in parameters_of(found)
+        self.ignored = _ignored(found, params) if reducing or hasattr(found, "reduction") else None
         if isinstance(found, type):
             options = dict(params)
             self._refuse_weight(found, options.get("weight"))
@@ -292,6 +298,13 @@ class Loss:
     def per_row(self, output: Any, label: torch.Tensor | None) -> torch.Tensor:
         """Returns what the user's loss returns: shape `(rows, ...)`, or a scalar mean."""
         return self._function(output) if label is None else self._function(output, label)
+
+
+def _ignored(loss: Any, params: Mapping[str, Any]) -> int | None:
+    """Returns the `ignore_index` of a loss: an instance, or a class or function with its parameters."""
+    declared = parameters_of(loss).get("ignore_index")
+    found = params.get("ignore_index", getattr(loss, "ignore_index", declared.default if declared else None))
+    return found if isinstance(found, int) else None
 
 
 def _rows(output: Any) -> int:

@@ -139,6 +139,7 @@ def test_a_frame_of_validation_rows_only_is_refused(frame: DataFrame) -> None:
     ("column", "value", "says"),
     [
         ("label", "3", ["labels in column 'label' are not classes 0 ... 2", "for example 3", "3 scores a row"]),
+        ("label", "1", ["rows of column 'label' hold 1, the ignore_index of the loss", "the weight 0"]),
         ("weight", "-2", ["weights in column 'weight' are negative"]),
         ("features", "null", ["'features' has", "null values"]),
     ],
@@ -147,11 +148,12 @@ def test_bad_values_name_their_column_and_nothing_hangs(
     frame: DataFrame, column: str, value: str, says: list[str]
 ) -> None:
     kind = "array<double>" if column == "features" else "double"
+    frame = frame.withColumn("label", F.expr("if(label = 1, 0, label)"))
     bad = frame.withColumn(
         column, F.expr(f"if(target > 4, cast({value} as {kind}), cast({column} as {kind}))")
     )  # about every tenth row, not the first
     with pytest.raises(ColumnError) as caught:
-        classifier(weightCol="weight").fit(bad)
+        classifier(weightCol="weight", lossParams={"ignore_index": 1}).fit(bad)
     for text in says:
         assert text in str(caught.value)
     assert caught.value.where["column"] == column

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from sparktorch.errors import ColumnError
 SCALAR = TensorSpec(name="x0", column="age", dtype="float32")
 PAIR = TensorSpec(name="x0", column="position", dtype="float32", shape=(2,))
 CLASSES = Columns(inputs=(), label=TensorSpec(name="y", column="kind", dtype="float64"), classes=3)
+TOKENS = TensorSpec(name="y", column="tags", dtype="int64", shape=(3,))
 NUMBERS = Columns(inputs=(), label=TensorSpec(name="y", column="price", dtype="float32"))
 
 
@@ -144,6 +146,30 @@ def test_labels_that_are_no_classes_are_refused_with_an_example(label: float, sh
     assert caught.value.what == f"1 labels in column 'kind' are not classes 0 ... 2, for example {shown}"
     assert caught.value.where == {"column": "kind"}
     assert "StringIndexer" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("columns", "labels", "rows"),
+    [
+        (CLASSES, np.array([0.0, 1.0, 2.0]), 1),
+        (replace(NUMBERS, label=TOKENS), np.array([[0, 1, 1], [0, 0, 0], [1, 2, 0]]), 2),
+        (NUMBERS, np.array([1.0, 2.0]), 0),  # values, no classes
+        (replace(NUMBERS, label=TOKENS), np.empty((0, 3), np.int64), 0),
+    ],
+    ids=["classes", "classes of tokens", "values", "no rows"],
+)
+def test_labels_that_the_loss_leaves_out_are_refused_because_it_is_divided_by_all(
+    columns: Columns, labels: np.ndarray, rows: int
+) -> None:
+    check_labels(labels, replace(columns, ignored=7))
+    if not rows:
+        assert check_labels(labels, replace(columns, ignored=1)) is labels
+        return
+    with pytest.raises(
+        ColumnError, match=f"^{rows} rows of column '.*' hold 1, the ignore_index of the loss"
+    ) as caught:
+        check_labels(labels, replace(columns, ignored=1))
+    assert "weightCol" in caught.value.hint
 
 
 @pytest.mark.parametrize("columns", [CLASSES, NUMBERS])

@@ -109,6 +109,23 @@ def test_what_fits_together_is_described(
     assert replace(DryRunResult.unpacked(*found.packed()), aligned=(None, None)) == replace(found, aligned=(None, None))
 
 
+@pytest.mark.parametrize(
+    ("task", "label", "loss", "ignored"),
+    [
+        ("classification", CLASS, nn.CrossEntropyLoss(), None),
+        ("classification", CLASS, nn.CrossEntropyLoss(ignore_index=2), 2),
+        ("generic", CLASS.long(), nn.CrossEntropyLoss(), -100),
+        ("generic", CLASS.long(), nn.functional.cross_entropy, -100),
+        ("generic", torch.ones(2, 3), nn.MSELoss(), None),
+    ],
+)
+def test_the_label_that_a_loss_leaves_out_is_known_where_a_row_may_have_it(
+    task: Task, label: torch.Tensor, loss: Any, ignored: int | None
+) -> None:
+    found = trial(Mlp, loss, task, label=label)
+    assert found.ignored == DryRunResult.unpacked(*found.packed()).ignored == ignored
+
+
 @pytest.mark.parametrize(("module", "unused"), [(Score, False), (Spare, True)])
 def test_a_parameter_that_gets_no_gradient_is_noticed(module: Any, unused: bool) -> None:
     assert trial(module, "MSELoss", "regression").unused_parameters is unused

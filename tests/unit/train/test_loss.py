@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -121,6 +122,22 @@ def test_a_loss_that_cannot_work_is_refused(loss: Any, params: dict[str, Any], m
         Recipe(module=OwnLoss, loss=loss, loss_params=params).build_loss()
     assert caught.value.what.startswith(message)
     assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("loss", "params", "ignored"),
+    [
+        ("CrossEntropyLoss", {}, -100),
+        ("CrossEntropyLoss", {"ignore_index": 1}, 1),
+        (nn.NLLLoss(ignore_index=2), {}, 2),
+        (nn.functional.cross_entropy, {}, -100),
+        (functools.partial(nn.functional.nll_loss, ignore_index=3), {}, 3),
+        ("MSELoss", {}, None),
+        (lambda output, label: nn.functional.cross_entropy(output, label, ignore_index=1), {}, None),
+    ],
+)
+def test_a_loss_knows_the_label_that_it_leaves_out(loss: Any, params: dict[str, Any], ignored: int | None) -> None:
+    assert Loss(loss, params).ignored == ignored
 
 
 def test_a_loss_that_was_given_as_an_instance_is_left_as_it_was() -> None:
