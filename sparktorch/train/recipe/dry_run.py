@@ -209,7 +209,7 @@ def _tried(
             param="module",
         ) from error
     outputs = describe_outputs(output)
-    classes = _check_classes(task, output, loss.name if loss else "")
+    classes = _check_classes(task, output, loss)
     if label is not None and classes is not None:
         label = label.to(torch.int64).clamp(0, classes - 1)  # the ranks check every label
     rows = len(next(iter(inputs.values())))
@@ -363,7 +363,7 @@ def _together(inputs: Mapping[str, torch.Tensor]) -> str:
     return "\n     assembleInputs=True makes one tensor of columns of numbers" if len(numbers) > 1 else ""
 
 
-def _check_classes(task: Task, output: Any, loss: str) -> int | None:
+def _check_classes(task: Task, output: Any, loss: Loss | None) -> int | None:
     """Returns a classifier's number of classes, else `None`; raises if the output cannot be scores or values."""
     if task == "generic":
         return None
@@ -376,7 +376,13 @@ def _check_classes(task: Task, output: Any, loss: str) -> int | None:
         )
     if task == "regression":
         return None
-    if loss == "CrossEntropyLoss" and (output.dim() == 1 or output.shape[1] == 1):
+    if loss is not None and loss.takes_probabilities:
+        raise ModuleError(
+            f"loss {loss.name} takes probabilities, and a classifier's module returns scores (logits)",
+            hint="use loss='BCEWithLogitsLoss', and leave the sigmoid out of the module: scoring applies it",
+            param="loss",
+        )
+    if loss is not None and loss.name == "CrossEntropyLoss" and (output.dim() == 1 or output.shape[1] == 1):
         raise ModuleError(
             "the module returns one score a row, which CrossEntropyLoss cannot train",
             hint="use loss='BCEWithLogitsLoss' for two classes, or return one score per class",

@@ -218,6 +218,7 @@ class Loss:
 
     Attributes:
         name: Its name in messages.
+        takes_probabilities: Whether it is torch's loss of probabilities of two classes, which scores are not.
         ignored: The label that a mean by the loss itself would not count, as `ignore_index`; `None` if there is none.
     """
 
@@ -230,6 +231,8 @@ class Loss:
         self.name = loss if isinstance(loss, str) else name_of(loss)
         found = look_up(loss, nn, nn.Module, "loss", suffix="Loss")
         reducing = "reduction" in parameters_of(found)
+        kind = found if isinstance(found, type) else type(found)
+        self.takes_probabilities = issubclass(kind, nn.BCELoss) or found is nn.functional.binary_cross_entropy
         self.ignored = _ignored(found, params) if reducing or hasattr(found, "reduction") else None
         if isinstance(found, type):
             options = dict(params)

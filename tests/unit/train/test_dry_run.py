@@ -68,6 +68,13 @@ def failing_step(module: nn.Module, batch: Any) -> torch.Tensor:
     raise KeyError("anchor")
 
 
+class Chance(Logit):
+    """Returns a probability."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(super().forward(x))
+
+
 def trial(
     module: Any,
     loss: Any,
@@ -86,6 +93,7 @@ def trial(
         (Logit, "BCEWithLogitsLoss", "classification", FEATURES, CLASS, [OutputSpec("", (1,))], 2),
         (Score, "BCEWithLogitsLoss", "classification", FEATURES, CLASS, [OutputSpec("", ())], 2),
         (Logit, "MSELoss", "regression", FEATURES, NUMBER, [OutputSpec("", (1,))], None),
+        (Chance, nn.BCELoss, "generic", FEATURES, torch.ones(2, 1), [OutputSpec("", (1,))], None),
         (Score, "HuberLoss", "regression", FEATURES, NUMBER, [OutputSpec("", ())], None),
         (Mlp, "MSELoss", "regression", FEATURES, torch.ones(2, 3), [OutputSpec("", (3,))], None),
         (Pair, first_of, "generic", PAIR, NUMBER, [OutputSpec("0", (2,)), OutputSpec("1", ())], None),
@@ -161,6 +169,12 @@ def test_too_many_columns_are_refused_too() -> None:
         (Logit, "CrossEntropyLoss", "classification", CLASS, "returns one score a row", "BCEWithLogitsLoss"),
         (Score, "CrossEntropyLoss", "classification", CLASS, "returns one score a row", "BCEWithLogitsLoss"),
         (Score, nn.CrossEntropyLoss, "classification", CLASS, "returns one score a row", "BCEWithLogitsLoss"),
+        (Chance, "BCELoss", "classification", CLASS, "loss BCELoss takes probabilities", "BCEWithLogitsLoss"),
+        (Chance, nn.BCELoss(), "classification", CLASS, "loss BCELoss takes probabilities", "BCEWithLogitsLoss"),
+        (
+            *(Chance, "torch.nn.functional:binary_cross_entropy", "classification", CLASS),
+            *("binary_cross_entropy takes probabilities", "leave the sigmoid out"),
+        ),
         (Mlp, "MSELoss", "regression", NUMBER, "loss MSELoss failed on the first row", "float32 of shape (rows, 3)"),
         # torch would broadcast (rows, 1) against (rows,) to (rows, rows) with no more than a warning.
         (Logit, "MSELoss", "generic", NUMBER, "loss MSELoss failed on the first row: Using a target size", "(rows, 1)"),
