@@ -23,6 +23,7 @@ from sparktorch.train.recipe.huggingface import is_config, is_folder, is_model
 __all__ = ["classifier_in", "config_in", "opened", "rebuildable", "untied"]
 
 _SILENT = ("gradient_checkpointing",)  # entries that transformers reads and no configuration has
+_CHOICES = ("attn_implementation", "experts_implementation")  # which a configuration keeps, and leaves out of its JSON
 
 
 def opened(module: Any, params: Mapping[str, Any], *, seed: int, in_place: bool = False) -> dict[str, Any] | None:
@@ -54,9 +55,18 @@ def opened(module: Any, params: Mapping[str, Any], *, seed: int, in_place: bool 
     return described(type_of(module), _changed(module, params)) if is_config(module) else None
 
 
-def described(kind: type, config: Any) -> dict[str, Any]:
-    """Returns the fields of a `Recipe` that make a model of a class and a configuration: an import path and JSON."""
-    return {"module": import_path(kind), "module_params": {"config": json.loads(config.to_json_string(use_diff=False))}}
+def described(kind: type, config: Any, chosen: Any = None) -> dict[str, Any]:
+    """Returns the fields of a `Recipe` that make a model of a class and a configuration: an import path and JSON.
+
+    Args:
+        kind: The class.
+        config: The configuration.
+        chosen: Another one, which says by what attention and experts are computed, if `config` does not.
+    """
+    found = json.loads(config.to_json_string(use_diff=False))
+    choices = {name: getattr(chosen or config, f"_{name}_internal", None) for name in _CHOICES}
+    found |= {name: choice for name, choice in choices.items() if isinstance(choice, str)}
+    return {"module": import_path(kind), "module_params": {"config": found}}
 
 
 def type_of(config: Any) -> type:
@@ -145,6 +155,7 @@ def _changed(config: Any, params: Mapping[str, Any]) -> Any:
     """
     changed = _of_dtype(copy.deepcopy(config), torch.float32)
     for name, value in params.items():
+        name = f"_{name}" if name in _CHOICES else name
         if not hasattr(changed, name) and name not in _SILENT:
             raise ModuleError(
                 f"the {type(config).__qualname__} has no entry {name!r}",
@@ -210,7 +221,7 @@ def _read(folder: str, params: str, seed: int, _: tuple[tuple[str, int], ...]) -
         if model.get_parameter_or_buffer(one) is not model.get_parameter_or_buffer(other):
             raise untied(folder, model, other, one)
     # transformers removes an entry that no configuration has from the one that it has made the model with.
-    return described(kind, _changed(model.config, changed)), pack_state(model.state_dict())
+    return described(kind, _changed(model.config, changed), config), pack_state(model.state_dict())
 
 
 def untied(folder: str, model: Any, one: str, other: str) -> ModuleError:

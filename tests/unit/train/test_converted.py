@@ -96,6 +96,17 @@ def test_an_entry_that_transformers_takes_out_of_a_configuration_is_there_whenev
         assert any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
 
 
+def test_models_compute_attention_and_experts_as_a_configuration_or_moduleparams_say(tmp_path: Path) -> None:
+    folder, eager = saved(tmp_path, bert()), {"attn_implementation": "eager"}
+    asked = transformers.BertConfig(**{**bert().to_dict(), **eager})
+    recipes = [Recipe(**opened(asked, {}, seed=0) or {}), Recipe(**opened(bert(), eager, seed=0) or {})]
+    recipes += [recipe(folder, in_place, **eager) for in_place in (True, False)]
+    assert [made.build_module(0).config._attn_implementation for made in recipes] == ["eager"] * 4  # type: ignore[union-attr]
+    assert recipe(folder, False).module_params["config"].keys().isdisjoint(eager)
+    batched = Recipe(**opened(mixtral(), {"experts_implementation": "batched_mm"}, seed=0) or {})
+    assert batched.build_module(0).config._experts_implementation == "batched_mm"  # type: ignore[union-attr]
+
+
 def renamed(folder: Path, kind: str) -> None:
     form = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**form, "model_type": kind}))
