@@ -146,6 +146,7 @@ def dry_run(
     tried = partial(_tried, recipe, task, names=names, weighted=weighted, device=device, check=check, values=values)
     if values:
         return tried(recipe.build_module(seed).to(device), inputs, label)
+    from sparktorch.base.caches import keeping_no_fakes
     from sparktorch.base.deferred import needs_values  # imports a part of torch's compiler
 
     built = recipe.build_deferred(seed, exact=False)
@@ -154,7 +155,7 @@ def dry_run(
         raise ModuleError(
             f"{jagged[0]} is jagged, which has no shape to try alone", hint=_WITH_VALUES, param="modelDir"
         )
-    with built.mode:
+    with keeping_no_fakes(), built.mode:
         inputs = {name: built.mode.from_tensor(tensor) for name, tensor in inputs.items()}
         try:
             found = tried(built.module, inputs, None if label is None else built.mode.from_tensor(label))

@@ -1,0 +1,27 @@
+"""Fake tensors in the caches of functions, which would outlive the module that was called without values."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch.utils._pytree import tree_leaves
+
+from sparktorch.base.tape import is_fake
+
+__all__ = ["keeping_no_fakes"]
+
+_CACHE = type(functools.lru_cache(lambda: None))
+
+
+@contextmanager
+def keeping_no_fakes() -> Iterator[None]:
+    """Context after which no cache of `functools` holds fake tensors: whoever calls the function gets real ones."""
+    try:
+        yield
+    finally:
+        for cache in [found for found in gc.get_objects() if type(found) is _CACHE]:
+            if any(map(is_fake, tree_leaves(gc.get_referents(cache)))):
+                cache.cache_clear()
