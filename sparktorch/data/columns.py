@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from itertools import islice
@@ -30,7 +31,9 @@ __all__ = [
     "argument_names",
     "carried_name",
     "input_name",
+    "name_parts",
     "places_of",
+    "plain_names",
 ]
 
 DType = Literal["float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8"]
@@ -43,6 +46,9 @@ WEIGHT = "w"
 VALIDATION = "v"
 KEY = "k"
 FOLD = "f"
+
+
+_PART = re.compile(r"`((?:[^`]|``)+)`|([^`.]+)")
 
 
 def input_name(index: int) -> str:
@@ -262,3 +268,21 @@ def places_of(inputs: Sequence[TensorSpec]) -> list[int]:
     packed = {place for spec in inputs for place in spec.places}
     rest = iter([place for place in range(count) if place not in packed])
     return [place for spec in inputs for place in spec.places or islice(rest, len(spec.sources) or 1)]
+
+
+def name_parts(name: str) -> list[str]:
+    """Returns the parts of a path into structs, parsed as by Spark; a name that is no path is one part."""
+    parts: list[str] = []
+    at = 0
+    while found := _PART.match(name, at):
+        parts.append(found[2] or found[1].replace("``", "`"))
+        at = found.end() + 1
+        if found.end() == len(name) or name[found.end()] != ".":
+            break
+    return parts if at == len(name) + 1 else [name]
+
+
+def plain_names(names: Sequence[str]) -> list[str]:
+    """Returns column names without the backticks that only Spark needs; as they are where two would be the same."""
+    plain = [".".join(name_parts(name)) for name in names]
+    return plain if len(set(plain)) == len(plain) else list(names)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import TYPE_CHECKING
@@ -11,6 +10,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
+from sparktorch.data.columns import name_parts
 from sparktorch.errors import ColumnError, nearest
 from sparktorch.spark.session import switched_on
 
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["ColumnNames", "quoted", "quoted_name"]
-
-_PART = re.compile(r"`((?:[^`]|``)+)`|([^`.]+)")
 
 
 class ColumnNames:
@@ -94,7 +92,7 @@ class ColumnNames:
             return [field.name], field.dataType
         path: list[str] = []
         kind: T.DataType = self.schema
-        for part in _parts(name):
+        for part in name_parts(name):
             # In Spark, a field of an array of structs is an array of that field; deeper arrays have no fields.
             inner = kind.elementType if isinstance(kind, T.ArrayType) else None
             field = self._one(part, path, inner if isinstance(inner, T.StructType) else kind, name)
@@ -129,18 +127,6 @@ def _by_lower(kind: T.StructType) -> dict[str, list[T.StructField]]:
     for field in kind.fields:
         found.setdefault(field.name.lower(), []).append(field)
     return found
-
-
-def _parts(name: str) -> list[str]:
-    """Returns the parts of a path, parsed as by Spark; a name that is no path is one part."""
-    parts: list[str] = []
-    at = 0
-    while found := _PART.match(name, at):
-        parts.append(found[2] or found[1].replace("``", "`"))
-        at = found.end() + 1
-        if found.end() == len(name) or name[found.end()] != ".":
-            break
-    return parts if at == len(name) + 1 else [name]
 
 
 def _ambiguous(name: str, found: list[str]) -> ColumnError:

@@ -15,7 +15,7 @@ import torch
 
 from sparktorch.base.config import Invalid
 from sparktorch.base.devices import accelerator
-from sparktorch.data.columns import TensorSpec
+from sparktorch.data.columns import TensorSpec, plain_names
 from sparktorch.data.convert.sql_types import NUMBERS, arrow_type
 from sparktorch.data.convert.tensors import to_arrow
 from sparktorch.errors import ColumnError
@@ -99,13 +99,16 @@ class PyFuncModel:
     def _columns(self, model_input: Any) -> list[pa.Array]:
         if isinstance(model_input, np.ndarray) and len(self._inputs) == 1:
             model_input = {self._inputs[0]: model_input}
-        for name in self._inputs:
+        # Signatures of older versions have the names as Spark needs them, in backticks.
+        pairs = zip(self._inputs, plain_names(self._inputs), strict=True)
+        names = [given if given in model_input else plain for given, plain in pairs]
+        for name in names:
             if name not in model_input:
                 raise ColumnError(f"the input has no column {name!r}", column=name)
         specs = [spec for spec in self._trained.inputs for _ in spec.sources or (spec.column,)]
         return [
             (_arrow if self._invalid == "error" else _with_nulls)(model_input[name], spec, name)
-            for name, spec in zip(self._inputs, specs, strict=True)
+            for name, spec in zip(names, specs, strict=True)
         ]
 
 

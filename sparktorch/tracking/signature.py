@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from sparktorch.data.columns import TensorSpec
+from sparktorch.data.columns import TensorSpec, plain_names
 from sparktorch.data.convert.sql_types import arrow_type
 from sparktorch.data.fields.images import black_image
 
@@ -35,16 +35,13 @@ def signature_of(model: TorchModelBase, outputs: dict[str, str]) -> ModelSignatu
     inputs: list[types.ColSpec | types.TensorSpec] = []
     required = model.getHandleInvalid() == "error"
     as_columns = not required or any(spec.ragged or spec.kind in ("binary", "any") for spec in model.trained.inputs)
-    for spec in model._inputs():
-        shape = () if spec.sources else spec.shape
-        tensor = np.dtype(spec.dtype), (-1, *shape)
-        names = spec.sources or (spec.column,)
-        inputs += [
-            types.ColSpec(column_type(spec) if required else AnyType(), n, required)
+    for name, spec in _columns_of(model):
+        tensor = np.dtype(spec.dtype), (-1, *(() if spec.sources else spec.shape))
+        inputs.append(
+            types.ColSpec(column_type(spec) if required else AnyType(), name, required)
             if as_columns
-            else types.TensorSpec(*tensor, n)
-            for n in names
-        ]
+            else types.TensorSpec(*tensor, name)
+        )
     columns: list[types.ColSpec | types.TensorSpec] = []
     for name, field in outputs.items():
         sql = "array<double>" if fields[field] == "vector" else fields[field]
@@ -56,8 +53,13 @@ def zeros_for(model: TorchModelBase) -> pd.DataFrame:
     """Returns two input rows of zeros; training rows may be confidential."""
     import pandas as pd
 
-    specs = model._inputs()
-    return pd.DataFrame({name: _zeros(spec) for spec in specs for name in spec.sources or (spec.column,)})
+    return pd.DataFrame({name: _zeros(spec) for name, spec in _columns_of(model)})
+
+
+def _columns_of(model: TorchModelBase) -> list[tuple[str, TensorSpec]]:
+    """Returns the name of each input column in a pandas frame, and the spec that it belongs to."""
+    found = [(name, spec) for spec in model._inputs() for name in spec.sources or (spec.column,)]
+    return list(zip(plain_names([name for name, _ in found]), (spec for _, spec in found), strict=True))
 
 
 def column_type(spec: TensorSpec) -> Any:

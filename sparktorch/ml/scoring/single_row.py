@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -11,7 +12,7 @@ import pyarrow as pa
 from pyspark.ml.linalg import SparseVector, Vector
 from pyspark.sql import Row
 
-from sparktorch.data.columns import TensorSpec
+from sparktorch.data.columns import TensorSpec, name_parts
 from sparktorch.data.convert.sql_types import NUMBERS, arrow_type
 from sparktorch.data.convert.tensors import held
 from sparktorch.errors import ColumnError, nearest
@@ -62,7 +63,8 @@ def _columns(row: Any, specs: Sequence[TensorSpec]) -> list[pa.Array]:
     single = specs[0] if len(specs) == 1 else None
     given = row.asDict() if isinstance(row, Row) else row
     takes_structs = single is not None and (single.kind == "any" or single.layout == "image")
-    if single is not None and (not isinstance(given, Mapping) or (takes_structs and single.column not in given)):
+    own = () if single is None else (single.column, name_parts(single.column)[0])
+    if single is not None and (not isinstance(given, Mapping) or (takes_structs and not any(n in given for n in own))):
         return [_column(given, single, single.column)]
     names = [name for spec in specs for name in spec.sources or (spec.column,)]
     if not isinstance(given, Mapping):
@@ -73,15 +75,20 @@ def _columns(row: Any, specs: Sequence[TensorSpec]) -> list[pa.Array]:
 
 
 def _named(row: Mapping[str, Any], name: str) -> Any:
-    """Returns the value of a column name, or of a path into structs."""
-    found, rest = row, [name] if _key(row, name) is not None else name.split(".")
-    for part in rest:
-        fields = found.asDict() if isinstance(found, Row) else found
+    """Returns the value of a column name, or of a path into structs and arrays of structs, as Spark finds it."""
+
+    def field(value: Any, part: str) -> Any:
+        if value is None:  # what is in a null struct is null
+            return None
+        fields = value.asDict() if isinstance(value, Row) else value
+        if isinstance(fields, list):
+            return [field(element, part) for element in fields]
         key = _key(fields, part) if isinstance(fields, Mapping) else None
         if key is None:
             raise ColumnError(f"the row has no column {name!r}", hint=nearest(name, row), column=name)
-        found = fields[key]
-    return found
+        return fields[key]
+
+    return reduce(field, [name] if _key(row, name) is not None else name_parts(name), row)
 
 
 def _key(fields: Mapping[str, Any], name: str) -> str | None:

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from sparktorch.base.world import World
-from sparktorch.data.columns import Columns, TensorSpec, input_name, places_of
+from sparktorch.data.columns import Columns, TensorSpec, input_name, places_of, plain_names
 
 SCALAR = TensorSpec(name="x0", column="age", dtype="int64")
 IMAGE = TensorSpec(name="x1", column="pixels", dtype="float32", shape=(3, 8, 8))
@@ -44,3 +44,8 @@ def test_packed_columns_are_found_between_others_among_the_columns_of_the_user()
     assert places_of((packed, IMAGE, SCALAR)) == [0, 2, 1, 3]
     together = TensorSpec(name="x1", column="a ... b", dtype="float32", shape=(2,), sources=("a", "b"))
     assert places_of((SCALAR, together, IMAGE)) == [0, 1, 2, 3]
+
+
+def test_names_lose_their_backticks_unless_two_would_be_the_same() -> None:
+    assert plain_names(["`a.b`", "`my``col`", "c.`d.e`", "f g"]) == ["a.b", "my`col", "c.d.e", "f g"]
+    assert plain_names(["`a.b`", "a.b"]) == ["`a.b`", "a.b"]

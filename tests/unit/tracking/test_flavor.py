@@ -157,6 +157,19 @@ def test_the_environment_has_the_libraries_that_the_code_of_the_model_is_of(
         assert "peft" in " ".join(requirements(replace(trained, source=lora())))
 
 
+def test_a_frame_of_pandas_has_the_names_without_the_backticks_of_spark(tmp_path: Path) -> None:
+    model = model_of(Mlp, featuresCol="`my.features`")
+    flavor.save_model(model, str(tmp_path / "model"), pytorch=False)
+    loaded = mlflow.pyfunc.load_model(str(tmp_path / "model"))
+    assert loaded.metadata.signature.inputs.input_names() == ["my.features"]
+    rows = np.ones((2, 5), np.float32)
+    expected = loaded.predict({"my.features": rows})["prediction"].tolist()
+    assert loaded.predict(pd.DataFrame({"my.features": rows.tolist()}))["prediction"].tolist() == expected
+    settings = {"inputs": ["`my.features`"], "outputs": {"prediction": "prediction"}}
+    older = PyFuncModel(model.trained, settings, "cpu").predict({"`my.features`": rows})
+    assert older["prediction"].tolist() == expected
+
+
 def test_a_signature_of_the_users_own_replaces_ours(tmp_path: Path) -> None:
     signature = mlflow.models.infer_signature(pd.DataFrame({"features": [1.0]}), pd.DataFrame({"prediction": [1.0]}))
     flavor.save_model(model_of(Mlp), str(tmp_path / "own"), pytorch=False, signature=signature)

@@ -1,0 +1,75 @@
+"""One row in this process: its values are found by the names by which a DataFrame's columns are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pyspark.sql import Row
+from torch import nn
+
+from sparktorch import TorchModel
+from sparktorch.base.state_dict import pack_state
+from sparktorch.data.columns import TensorSpec
+from sparktorch.errors import ColumnError
+from sparktorch.model.trained_module import TrainedModule
+from sparktorch.train.recipe.dry_run import OutputSpec
+
+NUMBER = TensorSpec(name="x0", column="x", dtype="float32")
+FILLED = TensorSpec(name="x0", column="x", dtype="float32", fill=7.0)
+LIST = TensorSpec(name="x0", column="x", dtype="float32", shape=(2,))
+
+
+class Total(nn.Module):
+    """Returns the sum of a row's numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.reshape(len(x), -1).sum(1) + self.bias
+
+
+def model_of(spec: TensorSpec, column: str, **params: Any) -> TorchModel:
+    trained = TrainedModule(
+        source=Total,
+        params={},
+        weights=pack_state(Total().state_dict()),
+        inputs=(spec,),
+        outputs=(OutputSpec("", ()),),
+        task="generic",
+    )
+    return TorchModel()._with(trained, None)._set(featuresCol=column, **params)
+
+
+@pytest.mark.parametrize(
+    ("spec", "column", "row", "expected"),
+    [
+        (NUMBER, "`a.b`", Row(**{"a.b": 2.0}), 2.0),
+        (NUMBER, "`a.b`", {"a.b": 2.0, "a": {"b": 3.0}}, 2.0),
+        (NUMBER, "`my col`", {"MY COL": 2.0}, 2.0),
+        (NUMBER, "`a`.`b.c`", Row(a=Row(**{"b.c": 2.0})), 2.0),
+        (NUMBER, "a.b", Row(a=Row(b=2.0)), 2.0),
+        (NUMBER, "a.b", {"a.b": 2.0}, 2.0),
+        (LIST, "items.p", Row(items=[Row(p=1.0, q=5.0), Row(p=2.0, q=5.0)]), 3.0),
+        (LIST, "items.p", {"items": [{"p": 1.0}, {"p": 2.0}]}, 3.0),
+        (FILLED, "a.b", Row(a=None), 7.0),
+        (FILLED, "a.b.c", {"a": {"b": None}}, 7.0),
+    ],
+)
+def test_a_row_is_read_by_the_names_that_fit_takes(spec: TensorSpec, column: str, row: Any, expected: float) -> None:
+    assert model_of(spec, column).predict(row) == expected
+
+
+def test_what_a_null_struct_holds_is_null() -> None:
+    assert model_of(NUMBER, "a.b", handleInvalid="keep").predict(Row(a=None)) is None
+    with pytest.raises(ColumnError, match="null"):
+        model_of(NUMBER, "a.b").predict(Row(a=None))
+
+
+@pytest.mark.parametrize("row", [{"a": {"c": 1.0}}, {"a": 1.0}, {"b": 1.0}, {"a": [{"c": 1.0}]}])
+def test_a_row_without_the_column_is_refused(row: Any) -> None:
+    with pytest.raises(ColumnError, match=r"the row has no column 'a\.b'"):
+        model_of(NUMBER, "a.b").predict(row)
