@@ -16,7 +16,7 @@ from sparktorch.base.state_dict import unpacked_weights
 from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.errors import ConfigError
 from sparktorch.ml.fit.attempts import train_with_restarts
-from sparktorch.ml.fit.checks import check_param_names
+from sparktorch.ml.fit.checks import check_new_columns, check_param_names
 from sparktorch.ml.fit.inputs import naming_params
 from sparktorch.ml.fit.listeners import Fit, FitReport, callers
 from sparktorch.ml.fit.multiple import fit_multiple
@@ -97,6 +97,7 @@ class TorchEstimatorBase(Estimator[M], EstimatorParams, MLReadable[Any], MLWrita
             started = time.perf_counter()
             with naming_params(self):
                 request, frame, trial = source.prepared(self, self._task, report)
+            check_new_columns(self, source.dataset, len(trial.outputs))
             report.prepared(frame.columns)
             prepared = time.perf_counter()
             results = train_with_restarts(frame, trial, request, report, source.attempt)

@@ -16,8 +16,8 @@ from torch import nn
 from sparktorch.base.config import Invalid, Precision
 from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.data.columns import places_of
-from sparktorch.errors import ColumnError, ConfigError, PersistenceError, nearest
-from sparktorch.ml.fit.checks import check_scoring
+from sparktorch.errors import ConfigError, PersistenceError, nearest
+from sparktorch.ml.fit.checks import check_outputs, check_scoring
 from sparktorch.ml.fit.inputs import input_names, naming_params
 from sparktorch.ml.fit.prepared_data import make_room
 from sparktorch.ml.params.mixins import GenericModelParams, ModelParams
@@ -116,18 +116,7 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
         dataset = dataframe_of(dataset, "transform")
         make_room(dataset.sparkSession, 1)
         names = ColumnNames.of(dataset)
-        taken = [name for name in outputs if names.called(name)]
-        if taken:
-            raise ColumnError(
-                f"the DataFrame already has a column {taken[0]!r}",
-                hint="drop it, or name the model's output columns otherwise",
-                column=taken[0],
-            )
-        if alike := names.alike(outputs):
-            raise ConfigError(
-                f"two output columns are called {alike[0]!r} and {alike[1]!r}, which to Spark is one name",
-                hint="give each a name of its own, or leave one out with ''",
-            )
+        check_outputs(names, list(outputs))
         inputs = self._inputs()
         with naming_params(self, fits=False):
             columns = input_columns(dataset, inputs)

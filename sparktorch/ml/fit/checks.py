@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pyspark.ml.param import Params
 from pyspark.ml.param.shared import HasThresholds
+from pyspark.sql import DataFrame
 from torch import nn
 
 from sparktorch.base.config import TrainConfig, above, at_least, one_of, rows_or_auto
 from sparktorch.base.devices import is_kind
 from sparktorch.base.imports import load_object
-from sparktorch.errors import ConfigError, nearest
+from sparktorch.errors import ColumnError, ConfigError, nearest
 from sparktorch.ml.fit.inputs import check_ships
 from sparktorch.ml.fit.lightning import brings_its_training, check_lightning
 from sparktorch.ml.fit.values import Values
 from sparktorch.ml.params.mixins import EstimatorParams, ModelParams
+from sparktorch.spark.column_names import ColumnNames
 from sparktorch.train.callbacks import check_callback
 from sparktorch.train.recipe.huggingface import has_own_loss
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.registry import resumable, strategy_options, strategy_type
 
 __all__ = [
-    *("check_job", "check_model_folder", "check_param_names", "check_params", "check_restarts", "check_scoring"),
-    "check_thresholds",
+    *("check_job", "check_model_folder", "check_new_columns", "check_outputs", "check_param_names", "check_params"),
+    *("check_restarts", "check_scoring", "check_thresholds"),
 ]
 
+_OUTPUTS = ("rawPredictionCol", "probabilityCol", "predictionCol")
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
@@ -108,6 +111,51 @@ def check_thresholds(instance: Params, classes: int | None) -> None:
             f"thresholds has {len(thresholds)} values, and the model {classes} classes",
             hint="give one for each class",
             param="thresholds",
+        )
+
+
+def check_new_columns(estimator: EstimatorParams, dataset: DataFrame, outputs: int) -> None:
+    """Checks that the model will add columns that the DataFrame of the fit has not, each under a name of its own.
+
+    Args:
+        estimator: Its Params become the model's.
+        dataset: The rows to train on.
+        outputs: Number of tensors that the module returns.
+
+    Raises:
+        ColumnError, ConfigError: As from `check_outputs`.
+    """
+    several = estimator.hasParam("outputCols") and (estimator.isDefined("outputCols") or outputs > 1)
+    names = [estimator.getOrDefault(name) for name in _OUTPUTS if estimator.hasParam(name)]
+    if several:  # where they have no names yet, the model asks for them
+        names = estimator.getOrDefault("outputCols") if estimator.isDefined("outputCols") else []
+    check_outputs(ColumnNames.of(dataset), [name for name in names if name])
+
+
+def check_outputs(columns: ColumnNames, names: Sequence[str]) -> None:
+    """Checks the names of a model's output columns.
+
+    Args:
+        columns: The columns of the DataFrame.
+        names: The names.
+
+    Raises:
+        ColumnError: The DataFrame has such a column.
+        ConfigError: Two are the same name to Spark.
+    """
+    taken = [name for name in names if columns.called(name)]
+    if taken:
+        raise ColumnError(
+            f"the DataFrame already has a column {taken[0]!r}",
+            hint="drop it, or name the model's output columns otherwise",
+            column=taken[0],
+        )
+    own = "give each a name of its own, or leave one out with ''"
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"two output columns are called {twice[0]!r}", hint=own)
+    if alike := columns.alike(names):
+        raise ConfigError(
+            f"two output columns are called {alike[0]!r} and {alike[1]!r}, which to Spark is one name", hint=own
         )
 
 
