@@ -20,6 +20,8 @@ _ABSENT = object()
 _PLAIN = (bool, int, float, str, type(None))
 _OF_TORCH = vars(nn.Module()).keys() - {"training"}
 
+_CONTAINERS = (dict, list, tuple, deque, set, frozenset)
+_MOST_ENTRIES = 1000  # that are looked at in each pass
 _BITS = 30
 
 # A part, one of its attributes, and the keys within that, if it is a list or dict.
@@ -131,37 +133,43 @@ def _above(module: nn.Module, layers: Collection[str]) -> Iterator[tuple[str, nn
         left.extend((here, child) for here, child in children if here not in layers)
 
 
-def _leaves(value: Any) -> Iterator[tuple[Place, Any]]:
-    """Returns what is in a list, dict or the like, by its keys there; another value alone, without any."""
-    if isinstance(value, dict):
-        inner = list(value.items())
-    elif isinstance(value, list | tuple | deque):
-        inner = list(enumerate(value))
-    elif isinstance(value, set | frozenset):
-        inner = [(each, each) for each in value]
-    else:
+def _leaves(value: Any, within: tuple[int, ...] = ()) -> Iterator[tuple[Place, Any]]:
+    """Returns what is in a list, dict or the like, by its keys there; another value alone, without any.
+
+    Args:
+        value: The value; of a large one, such as a vocabulary, its size counts only.
+        within: What it is in, which may be in it again.
+    """
+    if not isinstance(value, _CONTAINERS) or id(value) in within:
         yield (), value
         return
-    yield ("",), type(value).__name__  # an empty one has a leaf, too
-    for key, each in inner:
-        for keys, leaf in _leaves(each):
+    yield ("",), f"{type(value).__name__} of {len(value)}"  # an empty one has a leaf, too
+    if len(value) > _MOST_ENTRIES:
+        yield (), value
+        return
+    pairs = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, each in ((each, each) for each in value) if isinstance(value, set | frozenset) else pairs:
+        for keys, leaf in _leaves(each, (*within, id(value))):
             yield (key, *keys), leaf
 
 
-def _taken(own: Any, value: Any) -> Any:
+def _taken(own: Any, value: Any, within: tuple[int, ...] = ()) -> Any:
     """Returns a value, but for what is not plain, as the own one has it; others may have its lists and dicts, too."""
     if isinstance(value, _PLAIN):
         return value
+    if id(value) in within:
+        return own
+    within = (*within, id(value))
     if isinstance(value, dict) and isinstance(own, dict):
-        taken = {key: _taken(own.get(key, _ABSENT), each) for key, each in value.items()}
+        taken = {key: _taken(own.get(key, _ABSENT), each, within) for key, each in value.items()}
         own.clear()
         own.update((key, each) for key, each in taken.items() if each is not _ABSENT)
     elif isinstance(value, list) and isinstance(own, list):
         pairs = zip_longest(own[: len(value)], value, fillvalue=_ABSENT)
-        own[:] = [each for each in (_taken(one, other) for one, other in pairs) if each is not _ABSENT]
+        own[:] = [each for each in (_taken(one, other, within) for one, other in pairs) if each is not _ABSENT]
     elif all(isinstance(leaf, _PLAIN) for _, leaf in _leaves(value)):
         return copy.deepcopy(value)
     elif isinstance(value, tuple) and isinstance(own, tuple) and len(own) == len(value):
-        inner = [_taken(one, other) for one, other in zip(own, value, strict=True)]
+        inner = [_taken(one, other, within) for one, other in zip(own, value, strict=True)]
         return own._make(inner) if hasattr(own, "_make") else tuple(inner)
     return own
