@@ -80,7 +80,7 @@ class Client:
         self._patience = patience
         self._state: dict[str, Any] = {"phase": "starting", "epoch": None, "step": None}
         self._moves, self._waiting, self._owner = 0, False, threading.get_ident()
-        self._worked: float | None = None  # processor seconds of the process at the last heartbeat
+        self._worked, self._counts_work = 0.0, False  # processor seconds of the process at the last heartbeat
         self._kills = out_of_memory_kills()
         self._publishes_progress = self._publishes_epochs = True
         self._judged = False
@@ -126,7 +126,18 @@ class Client:
 
     def count_work(self) -> None:
         """From now on, processor time and printed lines count as progress too: of code that reports none itself."""
-        self._worked = time.process_time()
+        self._worked, self._counts_work = time.process_time(), True
+
+    @contextmanager
+    def working(self, phase: str) -> Iterator[None]:
+        """Context of a phase whose code reports no progress itself: in it, work counts, as after `count_work`."""
+        self.enter(phase)
+        counted = self._counts_work
+        self.count_work()
+        try:
+            yield
+        finally:
+            self._counts_work = counted
 
     def moving(self, items: Iterable[T]) -> Iterator[T]:
         """Yields the items; each one counts as progress, as in `moved`."""
@@ -298,11 +309,10 @@ class Client:
             self._set(store, f"lines/{self._world.rank}/{next(self._parcels)}", {"lines": lines, "lost": lost})
 
     def _look_at_work(self, *, printed: bool) -> None:
-        if self._worked is not None:
-            now = time.process_time()
-            if printed or now - self._worked > _BUSY_SECONDS:
-                self.moved()
-            self._worked = now
+        now = time.process_time()
+        if self._counts_work and (printed or now - self._worked > _BUSY_SECONDS):
+            self.moved()
+        self._worked = now
 
     def _wait(self, keys: list[str], patience: float | None = None) -> None:
         # `Store.wait` does not notice failed ranks, and logs each time-out.

@@ -175,7 +175,8 @@ class _Run:
     ) -> None:
         self._dataset, self._config, self._world, self._client = dataset, config, world, client
         self._steps, self._checkpointer = steps, checkpointer
-        self.engine = engine = Engine(recipe, config, world, steps=steps, example=self._example)
+        with client.working("building the module"):
+            self.engine = engine = Engine(recipe, config, world, steps=steps, example=self._example)
         self._weights = Weights(engine, config, world)
         self.context = FitContext(engine.unwrapped, engine.optimizer, world)
         self.callbacks = Callbacks(recipe.callbacks, self.context)

@@ -171,9 +171,8 @@ def try_in_rank(
     """
     for _ in batches:  # Spark does not reuse a worker that leaves input unread
         pass
-    client.enter("trying the first row")
     select(world.device)
-    with leaving_none_of(world.device), explained(config):
+    with leaving_none_of(world.device), explained(config), client.working("trying the first row"):
         return RankResult(*run(device=world.device).packed())
 
 

@@ -339,14 +339,33 @@ def test_work_and_printed_lines_are_progress_of_code_that_reports_none(
         assert after is not None
         return int(after["moves"]) - int(before["moves"])
 
-    def work() -> None:
-        end = time.process_time() + 0.2
-        while time.process_time() < end:
-            pass
-
     with clients[0]._console.overhearing():
-        assert moves_after(work) == 0
+        assert moves_after(spin) == 0
         clients[0].count_work()
-        assert moves_after(work) == 1
+        assert moves_after(spin) == 1
         assert moves_after(lambda: print("still here")) == 1
         assert moves_after(lambda: time.sleep(0.2)) == 0
+
+
+def test_work_is_progress_in_a_phase_that_reports_none_and_in_no_other(
+    server: ControlServer, clients: list[Client]
+) -> None:
+    def moves() -> int:
+        clients[0].beat(clients[0].store)
+        found = server.beats(3)[0]
+        assert found is not None
+        return int(found["moves"])
+
+    with clients[0].working("building the module"):
+        begun = moves()
+        spin()
+        assert moves() == begun + 1
+        assert server.beats(3)[0]["phase"] == "building the module"  # type: ignore[index]
+    spin()
+    assert moves() == begun + 1
+
+
+def spin() -> None:
+    end = time.process_time() + 0.2
+    while time.process_time() < end:
+        pass

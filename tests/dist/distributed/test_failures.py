@@ -79,6 +79,22 @@ def test_an_exception_in_forward_is_told_with_rank_epoch_step_and_traceback(rank
     assert all(other.error for other in ended), "the other ranks have left too"
 
 
+class Unseen(Mlp):
+    """Fails where its parts are looked at."""
+
+    def modules(self) -> Any:
+        raise ArithmeticError("planted in modules")
+
+
+def test_a_rank_that_fails_before_its_first_step_says_that_it_was_building_the_module() -> None:
+    table = Table.random(ROWS, classes=3)
+    with control_server() as server:
+        run_ranks(server, [table.batches()], job_for(table, module=Unseen))
+        failure, _ = server.first_failure()
+    assert failure is not None
+    assert failure.what == "ArithmeticError while building the module: planted in modules"
+
+
 @pytest.mark.parametrize("step", [1, 3, 13])
 def test_a_rank_that_is_killed_is_named_by_where_its_heart_stopped(step: int) -> None:
     parts = Table.random(ROWS, classes=3).parts(2)
