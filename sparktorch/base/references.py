@@ -17,7 +17,7 @@ from sparktorch.errors import ModuleError
 
 __all__ = ["check_references"]
 
-_CLOSED = (type, ModuleType, torch.Tensor, str, bytes, int, float, complex, type(None))
+_CLOSED = (type, ModuleType, torch.Tensor, torch._C.ScriptMethod, str, bytes, int, float, complex, type(None))
 
 
 def check_references(module: nn.Module, names: Mapping[int, list[str]]) -> None:
@@ -30,7 +30,9 @@ def check_references(module: nn.Module, names: Mapping[int, list[str]]) -> None:
     Raises:
         ModuleError: An attribute holds one: in a container, an object, or what a function refers to.
     """
-    seen: dict[int, Any] = {id(part): part for part in module.modules()}
+    # What has been compiled has the tables of the module that it was compiled from.
+    tables = ((part, part._parameters, part._buffers, part._modules) for part in module.modules())
+    seen: dict[int, Any] = {id(known): known for each in tables for known in each}
     for path, part in module.named_modules():
         for attribute, value in vars(part).items():
             own = attribute in ("_parameters", "_buffers", "_modules")
