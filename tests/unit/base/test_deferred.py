@@ -93,6 +93,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
         nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 3, enable_nested_tensor=False
     ),
     "drawn again by the whole": lambda: nn.Transformer(8, 2, 1, 1, 16, batch_first=True),
+    "channels last": lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).to(memory_format=torch.channels_last),
     "recurrent": lambda: nn.LSTM(3, 5, 2),
     "statistics": lambda: nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.PReLU()),
     "weight norm": lambda: parametrizations.weight_norm(nn.Linear(3, 4)),
@@ -250,10 +251,13 @@ def test_a_tensor_within_what_a_module_holds_is_refused(what: str, exact: bool) 
         deferred(make, exact=exact)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit")  # which is deprecated
 def test_parts_and_real_tensors_may_be_held() -> None:
     def make() -> nn.Module:
         made = nn.Sequential(nn.Linear(3, 1))
         made.first, made.call = [made[0]], made[0].forward  # type: ignore[assignment]
+        made.append(torch.compile(nn.Linear(1, 1)))  # type: ignore[arg-type]
+        made.append(torch.jit.script(nn.Linear(1, 1)))
         made.real = [torch.from_numpy(np.ones(3))]  # type: ignore[assignment]
         return made
 
