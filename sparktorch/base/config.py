@@ -317,7 +317,7 @@ _PLAIN: dict[str, tuple[type, ...]] = {
 
 
 def _check_type(key: str, value: Any, annotation: str) -> None:
-    """Checks a value against a plain annotation (`int`, `str | None`, ...); other annotations are not checked."""
+    """Checks a value against a plain annotation (`int`, `list[str] | None`, ...); others are not checked."""
     names = [name.strip() for name in annotation.split("|")]
     if value is None and "None" in names:
         return
@@ -325,7 +325,21 @@ def _check_type(key: str, value: Any, annotation: str) -> None:
     if not all(name.split("[")[0] in _PLAIN for name in expected):
         return
     for name in expected:
-        base = name.split("[")[0]
+        base, _, inner = name.partition("[")
         if isinstance(value, _PLAIN[base]) and not (isinstance(value, bool) and base != "bool"):
+            _check_elements(key, value, inner.removesuffix("]"))
             return
-    raise ConfigError(f"{key} must be {annotation}, got {value!r} ({type(value).__name__})", key=key)
+    hint = f"give its name, {value.__name__!r}" if isinstance(value, type) and "str" in expected else ""
+    raise ConfigError(f"{key} must be {annotation}, got {value!r} ({type(value).__name__})", hint=hint, key=key)
+
+
+def _check_elements(key: str, value: Any, annotations: str) -> None:
+    """Checks what a list or dict holds against what is between the brackets of its annotation, if there is any."""
+    if isinstance(value, list):
+        for number, item in enumerate(value):
+            _check_type(f"{key}[{number}]", item, annotations)
+    elif isinstance(value, dict):
+        of_keys, _, of_values = annotations.partition(",")
+        for name, item in value.items():
+            _check_type(f"{key}.keys()", name, of_keys)
+            _check_type(f"{key}[{name!r}]", item, of_values.strip())

@@ -99,6 +99,9 @@ def test_values_of_the_right_type_make_a_section(values: dict[str, Any]) -> None
         ({"name": "a", "flag": 1}, "data.flag must be bool, got 1 (int)", ""),
         ({"name": "a", "options": [1]}, "data.options must be dict[str, Any], got [1] (list)", ""),
         ({"name": "a", "parts": {}}, "data.parts must be list[int] | None, got {} (dict)", ""),
+        ({"name": "a", "parts": [1, "2"]}, "data.parts[1] must be int, got '2' (str)", ""),
+        ({"name": "a", "options": {1: 2}}, "data.options.keys() must be str, got 1 (int)", ""),
+        ({"name": int}, "data.name must be str, got <class 'int'> (type)", "give its name, 'int'"),
     ],
 )
 def test_a_wrong_key_is_refused_with_its_section(values: dict[str, Any], message: str, hint: str) -> None:
