@@ -18,12 +18,12 @@ import numpy.typing as npt
 from pyspark.ml.evaluation import BinaryClassificationEvaluator, RegressionEvaluator
 from pyspark.sql import Column, DataFrame, Row
 from pyspark.sql import functions as F
-from pyspark.sql.types import StringType
 
 from sparktorch.errors import ColumnError
 from sparktorch.ml.params.mixins import ClassificationModelParams, RegressionModelParams
 from sparktorch.spark.column_names import ColumnNames, quoted
 from sparktorch.spark.frame.encoding import NUMERIC
+from sparktorch.spark.frame.refusals import no_label, no_number
 
 __all__ = [
     "BinaryClassificationSummary",
@@ -310,8 +310,8 @@ def _compared(
     for name in (model.getLabelCol(), *([weight] if weight else [])):
         kind = names.type_of(name)
         if not isinstance(kind, NUMERIC):
-            hint = "index it with StringIndexer, as for fit" if isinstance(kind, StringType) else ""
-            raise ColumnError(f"column {name!r} must be a number, but is {kind.simpleString()}", hint=hint, column=name)
+            classes = isinstance(model, ClassificationModelParams) and name == model.getLabelCol()
+            raise no_label(kind, name, classes=True) if classes else no_number(kind, name)
     predictions = transform(dataset)
     rows = predictions.select(
         _there(names.column(model.getLabelCol())).alias("label"),
@@ -343,7 +343,7 @@ def _described(
     """Returns the fields of all summaries.
 
     Raises:
-        ColumnError: There are no rows, or a row has no label, valid weight or prediction.
+        ColumnError: There are no rows, a row has no label, valid weight or prediction, or all weights are 0.
     """
     label, weight = model.getLabelCol(), _weight_column(model)
     rows = sum(row["rows"] for row in totals)
@@ -358,6 +358,10 @@ def _described(
         missing = rows - sum(row[count] or 0 for row in totals)
         if missing:
             raise ColumnError(f"{missing} rows are {what}", hint=hint, column=column)
+    if not sum(row["weight"] for row in totals):
+        raise ColumnError(
+            "all rows have the weight 0", hint="evaluate rows with weights, or unset weightCol", column=weight
+        )
     return {
         "predictions": predictions,
         "predictionCol": model.getPredictionCol(),

@@ -74,6 +74,8 @@ def no_label(kind: T.DataType, name: str, *, classes: bool) -> ColumnError:
                 f"StringIndexer(inputCol={name!r}, outputCol={indexed!r}).fit(df).transform(df), then "
                 f"labelCol={indexed!r}; IndexToString turns predictions back"
             )
+        elif isinstance(kind, T.ArrayType | T.UserDefinedType):
+            hint += "; TorchEstimator trains on several labels in a row"
         return ColumnError(f"column {name!r} must be a number, but is {kind.simpleString()}", hint=hint, column=name)
     hint = f"cast it: cast({_sql(name)} as double)" if isinstance(kind, T.StringType) else ""
     return ColumnError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from sparktorch.base.world import World
 from sparktorch.errors import ModuleError, SparkTorchError
 from sparktorch.train.metrics import try_metrics
 from sparktorch.train.recipe.converted import log_differences
+from sparktorch.train.recipe.hints import hints_for
 from sparktorch.train.recipe.huggingface import MODEL_LOSS, call, check_model_loss
 from sparktorch.train.recipe.loss import Loss, TrainingStep
 from sparktorch.train.recipe.recipe import Recipe
@@ -206,7 +206,7 @@ def _tried(
     except Exception as error:
         raise ModuleError(
             f"forward of {type(module).__qualname__} failed on the first row: {type(error).__name__}: {error}",
-            hint=f"the columns arrive as{mapping}{_together(inputs)}{_whole(error, inputs)}",
+            hint=f"the columns arrive as{mapping}{hints_for(error, inputs)}",
             param="module",
         ) from error
     outputs = describe_outputs(output)
@@ -346,22 +346,6 @@ def describe_outputs(output: Any) -> tuple[OutputSpec, ...]:
             hint="return a tensor with one row per row of the input, or a tuple or dict of such tensors",
         )
     return tuple(OutputSpec(str(name), tuple(tensor.shape[1:])) for name, tensor in named.items())
-
-
-def _whole(error: Exception, inputs: Mapping[str, torch.Tensor]) -> str:
-    """Returns what to do about whole numbers that a layer of floats has refused."""
-    whole = any(not (tensor.is_floating_point() or tensor.dtype == torch.bool) for tensor in inputs.values())
-    text = str(error)
-    refused = re.search("Long|long int|int64|Int", text) and re.search("[Ff]loat", text) and "indices" not in text
-    if not (whole and refused and isinstance(error, RuntimeError | ValueError)):
-        return ""
-    return "\n     layers of floats take no whole numbers: give them columns that are cast as float or double"
-
-
-def _together(inputs: Mapping[str, torch.Tensor]) -> str:
-    """Returns a hint at `assembleInputs` if several arguments are columns of numbers, else an empty string."""
-    numbers = [tensor for tensor in inputs.values() if tensor.dim() == 1]
-    return "\n     assembleInputs=True makes one tensor of columns of numbers" if len(numbers) > 1 else ""
 
 
 def _check_classes(task: Task, output: Any, loss: Loss | None) -> int | None:

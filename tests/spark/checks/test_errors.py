@@ -53,6 +53,7 @@ def constant_loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
         ({"inputCols": ["features", "heft"]}, ColumnError, ["no column 'heft'", "param=inputCols"]),
         ({"labelCol": "lable"}, ColumnError, ["no column 'lable'", "did you mean 'label'", "param=labelCol"]),
         ({"weightCol": "name"}, ColumnError, ["'name' must be a number, but is string", "param=weightCol"]),
+        ({"labelCol": "features"}, ColumnError, ["'features' must be a number, but is array", "TorchEstimator"]),
         ({"featuresCol": "name"}, ColumnError, ["'name' is string", "StringIndexer"]),
         ({"featuresCol": "when"}, ColumnError, ["'when' is date", "unix_date(when)"]),
         ({"validationIndicatorCol": "label"}, ColumnError, ["'label' must be boolean"]),

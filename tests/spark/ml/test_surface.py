@@ -272,6 +272,10 @@ def test_evaluate_of_a_regression_gives_the_figures_of_sparks_own_summary(
     value = rows.first()
     assert value is not None
     assert ours.predict(value) == pytest.approx(line.predict(value["features"]), rel=1e-4)
+    with pytest.raises(ColumnError, match="must be a number") as caught:
+        ours.copy().setLabelCol("word").evaluate(rows)
+    assert "cast" in caught.value.hint
+    assert "StringIndexer" not in caught.value.hint
 
 
 def test_evaluate_names_what_cannot_be_compared(rows: DataFrame, threefold: LogisticRegressionModel) -> None:
@@ -303,6 +307,8 @@ def test_evaluate_names_what_cannot_be_compared(rows: DataFrame, threefold: Logi
     for weight in (float("nan"), float("inf"), -1.0):
         with pytest.raises(ColumnError, match="1001 rows are null, NaN, infinite or negative in column 'weight'"):
             weighed.evaluate(rows.withColumn("weight", F.lit(weight)))
+    with pytest.raises(ColumnError, match="all rows have the weight 0"):
+        weighed.evaluate(rows.withColumn("weight", F.lit(0)))
 
 
 def test_rows_with_nulls_and_nan_are_skipped_on_request(

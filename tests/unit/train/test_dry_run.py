@@ -157,6 +157,44 @@ def test_whole_numbers_that_a_layer_of_floats_refuses_are_told_to_be_cast() -> N
         assert ("columns that are cast as float" in caught.value.hint) == said
 
 
+class Wide(Score):
+    """Has parameters of float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.double()
+
+
+class Word(nn.Module):
+    """Looks a word up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(5, 1)
+
+    def forward(self, word: torch.Tensor) -> torch.Tensor:
+        return self.words(word).squeeze(-1)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "tensor", "hint"),
+    [
+        (Word, "column 'ci'", torch.ones(2), "takes whole numbers: set inputDtypes={'ci': 'int64'}"),
+        (Wide, "column 'vec'", torch.ones(2, 5), "parameters are float64: set inputDtypes={'vec': 'float64'}"),
+        (Score, "column 'vec'", torch.ones(2, 5).double(), "are float32: set inputDtypes={'vec': 'float32'}"),
+        (Word, "column 'a ... b'", torch.ones(2, 2), ""),
+        (Score, "column 'vec'", torch.ones(2, 7), ""),
+    ],
+)
+def test_numbers_of_a_dtype_that_a_layer_refuses_are_told_the_option(
+    module: Any, name: str, tensor: torch.Tensor, hint: str
+) -> None:
+    with pytest.raises(ModuleError, match=f"forward of {module.__name__} failed") as caught:
+        trial(module, "MSELoss", "regression", {name: tensor})
+    assert hint in caught.value.hint
+    assert bool(hint) == ("inputDtypes" in caught.value.hint)
+
+
 def test_too_many_columns_are_refused_too() -> None:
     with pytest.raises(ModuleError, match="forward of Mlp failed on the first row: TypeError"):
         trial(Mlp, "MSELoss", "regression", PAIR)

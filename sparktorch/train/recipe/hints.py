@@ -1,0 +1,49 @@
+"""What to do about columns that a module does not take."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import torch
+
+__all__ = ["hints_for"]
+
+
+def hints_for(error: Exception, inputs: Mapping[str, torch.Tensor]) -> str:
+    """Returns lines about other options of the input columns, for a module that has failed on them.
+
+    Args:
+        error: What the module raised.
+        inputs: Its arguments, by label for messages, such as `column 'x'`.
+    """
+    return _together(inputs) + _other_dtype(error, inputs)
+
+
+def _other_dtype(error: Exception, inputs: Mapping[str, torch.Tensor]) -> str:
+    """Returns what to do about numbers of a dtype that a layer has refused."""
+    text = str(error) if isinstance(error, RuntimeError | ValueError) else ""
+    whole = any(not (tensor.is_floating_point() or tensor.dtype == torch.bool) for tensor in inputs.values())
+    if "indices" in text:
+        return _asked(inputs, "an embedding takes whole numbers", "int64")
+    if whole and re.search("Long|long int|int64|Int", text) and re.search("[Ff]loat", text):
+        return "\n     layers of floats take no whole numbers: give them columns that are cast as float or double"
+    if re.search("[Dd]ouble", text) and re.search("[Ff]loat", text):
+        narrow = any(tensor.dtype == torch.float32 for tensor in inputs.values())
+        wanted = "float64" if narrow else "float32"
+        return _asked(inputs, f"the module's parameters are {wanted}", wanted)
+    return ""
+
+
+def _asked(inputs: Mapping[str, torch.Tensor], why: str, dtype: str) -> str:
+    """Returns a hint at `inputDtypes` for the columns of floats that have another dtype; packed ones have no option."""
+    others = [name for name, tensor in inputs.items() if tensor.is_floating_point() and str(tensor.dtype)[6:] != dtype]
+    columns = [name.removeprefix("column ") for name in others if name.startswith("column ") and " ... " not in name]
+    wanted = ", ".join(f"{column}: {dtype!r}" for column in columns)
+    return f"\n     {why}: set inputDtypes={{{wanted}}}" if columns else ""
+
+
+def _together(inputs: Mapping[str, torch.Tensor]) -> str:
+    """Returns a hint at `assembleInputs` if several arguments are columns of numbers, else an empty string."""
+    numbers = [tensor for tensor in inputs.values() if tensor.dim() == 1]
+    return "\n     assembleInputs=True makes one tensor of columns of numbers" if len(numbers) > 1 else ""
