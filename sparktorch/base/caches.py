@@ -22,6 +22,7 @@ def keeping_no_fakes() -> Iterator[None]:
     try:
         yield
     finally:
+        gc.unfreeze()  # a reused worker has frozen what earlier tasks imported, which is not listed then
         for cache in [found for found in gc.get_objects() if type(found) is _CACHE]:
             if any(map(is_fake, tree_leaves(gc.get_referents(cache)))):
                 cache.cache_clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 
 import pytest
 import torch
@@ -53,6 +54,7 @@ def test_it_leaves_no_tensors_without_values_in_the_caches_of_functions() -> Non
     recipe = Recipe(module=Remembering, optimizer="SGD")
     x, label = torch.ones(2, 5), torch.ones(2)
     for _ in range(2):
+        gc.freeze()  # as reused workers do
         dry_run(recipe, "regression", 0, {"x": x}, label, values=False)
         assert (factors.cache_info().currsize, moments.cache_info().currsize) == (0, 0)
         built = recipe.build_deferred(0)
