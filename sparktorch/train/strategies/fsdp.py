@@ -283,12 +283,15 @@ def _check_parameters(module: nn.Module, parts: Sequence[nn.Module]) -> None:
         parts: Its units, inner ones first.
 
     Raises:
-        ModuleError: A parameter is a scalar; the trained ones of a unit have several dtypes; or a table has sparse
-            gradients, or rows that are changed in a forward pass.
+        ModuleError: A parameter is a scalar, or not contiguous; the trained ones of a unit have several dtypes; or a
+            table has sparse gradients, or rows that are changed in a forward pass.
     """
     scalars = [name for name, parameter in module.named_parameters() if not parameter.dim()]
     if scalars:
         raise _not_divided(f"parameter {scalars[0]!r} is a scalar", "make it a tensor of shape (1,)")
+    strided = [name for name, parameter in module.named_parameters() if not parameter.is_contiguous()]
+    if strided:
+        raise _not_divided(f"parameter {strided[0]!r} is not contiguous", "leave its memory format as it is made")
     for name, part in module.named_modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and (part.sparse or part.max_norm is not None):
             what = "sparse gradients" if part.sparse else "max_norm, which changes rows in a forward pass,"
@@ -308,7 +311,7 @@ def _check_parameters(module: nn.Module, parts: Sequence[nn.Module]) -> None:
 
 def _not_divided(what: str, instead: str) -> ModuleError:
     return ModuleError(
-        f"{what}: torch's fully_shard divides parameters of one dtype along their first axis",
+        f"{what}: torch's fully_shard divides contiguous parameters of one dtype along their first axis",
         hint=f"{instead}, or use strategy='zero1' or 'ddp'",
         param="module",
     )

@@ -393,6 +393,7 @@ class Mixed(Tower):
     [
         (Renormed(max_norm=1.0), "'?table'? has max_norm"),
         (Renormed(sparse=True), "'?table'? has sparse gradients"),
+        (nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last), "'weight' is not contiguous"),
         (Mixed(), "of torch.float32 and 'last.bias' of torch.float64, in one Mixed"),
     ],
 )
