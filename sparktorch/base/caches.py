@@ -18,11 +18,13 @@ _CACHE = type(functools.lru_cache(lambda: None))
 
 @contextmanager
 def keeping_no_fakes() -> Iterator[None]:
-    """Context after which no cache of `functools` holds fake tensors: whoever calls the function gets real ones."""
+    """Context after which no cache of `functools` holds fake tensors: whoever calls the function gets real ones.
+
+    For the driver: it looks at all objects, and what a forked process looks at becomes memory of its own.
+    """
     try:
         yield
     finally:
-        gc.unfreeze()  # a reused worker has frozen what earlier tasks imported, which is not listed then
         for cache in [found for found in gc.get_objects() if type(found) is _CACHE]:
             if any(map(is_fake, tree_leaves(gc.get_referents(cache)))):
                 cache.cache_clear()

@@ -23,7 +23,6 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.overrides import TorchFunctionMode
 
-from sparktorch.base.caches import keeping_no_fakes
 from sparktorch.base.host_memory import trim
 from sparktorch.base.references import check_references
 from sparktorch.base.state_dict import extra_states
@@ -170,7 +169,7 @@ def _built(
     make: Callable[[], nn.Module], values_of: Callable[[nn.Module], Mapping[str, torch.Tensor]], tape: Tape
 ) -> Deferred:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with keeping_no_fakes(), _lock, mode, tape, _Copies(), _unconverted():
+    with _lock, mode, tape, _Copies(), _unconverted():
         module = make()
     tape.let_go()
     return Deferred(module, mode, tape, values_of(module))

@@ -149,20 +149,21 @@ def dry_run(
     from sparktorch.base.caches import keeping_no_fakes
     from sparktorch.base.deferred import needs_values  # imports a part of torch's compiler
 
-    built = recipe.build_deferred(seed, exact=False)
-    log_differences(built)
-    if jagged := [name for name, tensor in inputs.items() if tensor.is_nested]:
-        raise ModuleError(
-            f"{jagged[0]} is jagged, which has no shape to try alone", hint=_WITH_VALUES, param="modelDir"
-        )
-    with keeping_no_fakes(), built.mode:
-        inputs = {name: built.mode.from_tensor(tensor) for name, tensor in inputs.items()}
-        try:
-            found = tried(built.module, inputs, None if label is None else built.mode.from_tensor(label))
-        except ModuleError as error:
-            if not needs_values(error.__cause__):
-                raise
-            raise ModuleError(error.what, hint=_WITH_VALUES, **error.where) from error
+    with keeping_no_fakes():
+        built = recipe.build_deferred(seed, exact=False)
+        log_differences(built)
+        if jagged := [name for name, tensor in inputs.items() if tensor.is_nested]:
+            raise ModuleError(
+                f"{jagged[0]} is jagged, which has no shape to try alone", hint=_WITH_VALUES, param="modelDir"
+            )
+        with built.mode:
+            inputs = {name: built.mode.from_tensor(tensor) for name, tensor in inputs.items()}
+            try:
+                found = tried(built.module, inputs, None if label is None else built.mode.from_tensor(label))
+            except ModuleError as error:
+                if not needs_values(error.__cause__):
+                    raise
+                raise ModuleError(error.what, hint=_WITH_VALUES, **error.where) from error
     return replace(found, aligned=_plain(found.aligned))
 
 

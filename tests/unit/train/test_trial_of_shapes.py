@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 
 import pytest
 import torch
@@ -54,12 +53,8 @@ def test_it_leaves_no_tensors_without_values_in_the_caches_of_functions() -> Non
     recipe = Recipe(module=Remembering, optimizer="SGD")
     x, label = torch.ones(2, 5), torch.ones(2)
     for _ in range(2):
-        gc.freeze()  # as reused workers do
         dry_run(recipe, "regression", 0, {"x": x}, label, values=False)
         assert (factors.cache_info().currsize, moments.cache_info().currsize) == (0, 0)
-        built = recipe.build_deferred(0)
-        built.materialise(built.module)
-        assert torch.equal(built.module.factors, torch.ones(5))  # type: ignore[arg-type]
     expected = recipe.build_module(0)(x).detach().numpy()
     dry_run(recipe, "regression", 0, {"x": x}, label, values=False)
     assert (recipe.build_module(0)(x).detach().numpy() == expected).all()
