@@ -15,15 +15,13 @@ BIN := $(VENV)/bin
 SHELL := /bin/bash
 # Python compiles what it imports when it does; of all that is installed, that is a small part.
 PIP_INSTALL := python -m pip install --quiet --no-compile
-MOST_IMPORTED := import mlflow.pyfunc, pandas, pyspark.ml, sklearn.datasets, torch._dynamo, torch.distributed.fsdp, \
-	torch.distributed.pipelining, torch.distributed.tensor.parallel, transformers
 # Spark comes as its source, of which pip makes a wheel: of jars, which to compress again takes half of the time.
 SPARK_INSTALL := $(PIP_INSTALL) --no-deps --config-settings=--build-option=--compression=stored pyspark
 
 export SPARK_LOCAL_IP := 127.0.0.1
 export MLFLOW_DISABLE_TELEMETRY := true
 export PYSPARK_PYTHON := $(abspath $(BIN)/python)
-# Set, as in many images of containers, each of hundreds of processes would compile all that it imports.
+# Many images of containers set it; then each of hundreds of processes would compile all that it imports.
 export PYTHONDONTWRITEBYTECODE :=
 
 # What may run beside other rings.
@@ -43,7 +41,6 @@ $(VENV)/.done: pyproject.toml constraints.txt scripts/java.sh
 	$(BIN)/$(PIP_INSTALL) -c constraints.txt torch
 	$(BIN)/$(SPARK_INSTALL) -c constraints.txt
 	$(BIN)/$(PIP_INSTALL) -c constraints.txt -e ".[mlflow,connect,metrics,images,search,peft]" --group test
-	$(BIN)/python -c "$(MOST_IMPORTED)" # compiles it once, before several processes want it at the same time
 	touch $@
 
 # The classes of Spark, as JVMs of tests map them.

@@ -77,13 +77,13 @@ def plan(
         ConfigError: Inputs are sparse or jagged.
         ModuleError: The module cannot be built or called.
     """
-    odd = next((tensor.layout for tensor in first.inputs if tensor.layout is not torch.strided), None)
-    if odd is not None:
-        raise ConfigError(
-            f"an input is of layout {odd}, and a plan is made of rows with as many numbers each",
-            hint="set inputLayouts to 'dense' or 'padded' for the column",
-            param="inputLayouts",
-        )
+    for name, tensor in first.named.items():
+        if tensor.layout is not torch.strided:
+            raise ConfigError(
+                f"input {name!r} is of layout {tensor.layout}, and a plan is made of rows with as many numbers each",
+                hint="set inputLayouts to 'dense' or 'padded' for the column",
+                param="inputLayouts",
+            )
     measured = _Measured(recipe, config, workers, first)
     tried: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in _SHARED] + _meshes(workers)
     own = (config.strategy, dict(config.strategy_params))
@@ -319,7 +319,7 @@ class _Measured:
         return sum(self._state.get(parameter, 0) for parameter in parameters)
 
     def _averages(self, parameters: int) -> int:
-        """Returns the bytes of the moving averages of so many of parameters."""
+        """Returns the bytes of the moving averages of parameters of so many bytes."""
         return 0 if self._config.ema_decay is None else parameters
 
     def _bytes_of(self, parameters: Iterable[nn.Parameter]) -> int:

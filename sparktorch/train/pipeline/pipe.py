@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from sparktorch.base.devices import is_host
+from sparktorch.base.state_dict import WRAPPER
 from sparktorch.errors import ModuleError
 from sparktorch.train.dtensor import whole
 from sparktorch.train.pipeline.arguments import Arguments
@@ -25,7 +26,6 @@ from sparktorch.train.pipeline.recording import Recording, Twin
 
 __all__ = ["MicroLoss", "Pipe", "check_rows", "names_in_stages", "stages_of"]
 
-_WRAPPER = "_checkpoint_wrapped_module."  # of torch's activation checkpointing, in names of buffers
 _MOST_PREPARED = 16  # schedules that a rank keeps, for shapes that it has met
 
 # Returns the loss of the output for the rows from the first to the second number.
@@ -212,7 +212,7 @@ class Pipe(nn.Module):
     def common_buffers(self) -> list[torch.Tensor]:
         """The buffers that are in no layer of a stage, which all ranks have."""
         named = self.module.named_buffers(remove_duplicate=False)
-        return [buffer for name, buffer in named if name.replace(_WRAPPER, "") not in self._names]
+        return [buffer for name, buffer in named if name.replace(WRAPPER, "") not in self._names]
 
     @cached_property
     def own_names(self) -> Collection[str]:

@@ -9,11 +9,10 @@ from typing import Any
 
 from torch import nn
 
+from sparktorch.base.state_dict import WRAPPER
 from sparktorch.errors import ConfigError
 
 __all__ = ["freeze", "group"]
-
-_WRAPPER = "_checkpoint_wrapped_module."
 
 
 def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
@@ -48,7 +47,7 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
 
 def _by_name(module: nn.Module) -> dict[str, nn.Parameter]:
     """Returns the parameters by all of their names, without what torch's activation checkpointing adds to these."""
-    return {name.replace(_WRAPPER, ""): p for name, p in module.named_parameters(remove_duplicate=False)}
+    return {name.replace(WRAPPER, ""): p for name, p in module.named_parameters(remove_duplicate=False)}
 
 
 def group(

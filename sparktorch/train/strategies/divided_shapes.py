@@ -54,9 +54,7 @@ def check_shapes(module: nn.Module, styles: Mapping[str, str], size: int, batch:
     Raises:
         ModuleError: A layer gets a part where it takes all numbers, or all where it takes a part.
     """
-    args, kwargs = arguments(batch, module)
-    kwargs.pop("labels", None)
-    given, trial = Arguments.of(args, kwargs), _Trial(size)
+    given, trial = _given(module, batch), _Trial(size)
     try:
         whole, parts = (Twin(module, torch.device("cpu")) for _ in range(2))  # what one call keeps is none of the other
         whole.call(given.call, given.tensors)
@@ -80,7 +78,7 @@ def check_shapes(module: nn.Module, styles: Mapping[str, str], size: int, batch:
 
 
 def check_values(module: nn.Module, styles: Mapping[str, str], size: int, batch: Batch) -> None:
-    """Refuses plans by which a rank would compute with numbers of its own what the whole module computes with all.
+    """Refuses plans by which what a rank computes depends on columns that other ranks have.
 
     A copy of the module with the same parameters is called twice, the second time with other numbers in the columns of
     divided outputs that a rank does not have. What the rank takes of them in "rowwise" layers, and what the module
@@ -93,11 +91,9 @@ def check_values(module: nn.Module, styles: Mapping[str, str], size: int, batch:
         batch: A few rows.
 
     Raises:
-        ModuleError: It does not.
+        ModuleError: It depends on them.
     """
-    args, kwargs = arguments(batch, module)
-    kwargs.pop("labels", None)
-    given = Arguments.of(args, kwargs)
+    given = _given(module, batch)
     if any(isinstance(tensor, FakeTensor) for tensor in (*module.parameters(), *given.tensors)):
         return
     for rank in {0, size - 1}:
@@ -113,10 +109,17 @@ def check_values(module: nn.Module, styles: Mapping[str, str], size: int, batch:
             raise ModuleError(
                 f"strategyParams.plan: {comparison.differs} depends on columns that other ranks have, of what is "
                 f"divided by 'colwise': {divided}",
-                hint="between 'colwise' and 'rowwise', each number must be made of the same one of each output, as "
-                "activations do; divide the layer by 'colwise_gather_output', or leave both whole",
+                hint="between 'colwise' and 'rowwise', functions must take each column by itself, as activations do; "
+                "divide the layer by 'colwise_gather_output', or leave both whole",
                 param=_PARAM,
             )
+
+
+def _given(module: nn.Module, batch: Batch) -> Arguments:
+    """Returns what a module is called with, but for labels, of which one of transformers computes its loss."""
+    args, kwargs = arguments(batch, module)
+    kwargs.pop("labels", None)
+    return Arguments.of(args, kwargs)
 
 
 class _Comparison:
@@ -147,7 +150,9 @@ class _Comparison:
             if self._styles.get(name) == "rowwise" and isinstance(part, nn.Linear):
                 part.register_forward_hook(partial(self._compare, name))
         torch.manual_seed(0)
-        found = [leaf for leaf in pytree.tree_leaves(given.call(module, *given.tensors)) if _is_tensor(leaf)]
+        found = [
+            leaf for leaf in pytree.tree_leaves(given.call(module, *given.tensors)) if isinstance(leaf, torch.Tensor)
+        ]
         if self._left is None:
             self._left, self._whole = iter(zip(self._taken, self._returned, strict=True)), found
         elif not all(map(_close, found, self._whole)):
@@ -175,10 +180,6 @@ class _Comparison:
         if not self.differs and not _close(self._own(inputs[0]), self._own(taken)):
             self.differs = f"what {name!r} takes in a rank"
         return returned  # which is the sum over the ranks
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
 
 
 def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
