@@ -34,8 +34,7 @@ from sparktorch.train.strategies.registry import (
     check_module,
     check_strategy,
     check_workers,
-    strategy_options,
-    strategy_type,
+    strategy_for,
 )
 from sparktorch.train.strategies.sequence_parallel import is_below, outermost
 from sparktorch.train.strategies.tensor_parallel import HEADS, OWN_ROWS, SUMMED, check_plan
@@ -188,8 +187,8 @@ class _Measured:
 
     def _shards(self, strategy: str, options: dict[str, Any]) -> Need:
         """Every worker has a part of each tensor, and gathers those of a unit at a time."""
-        known: Any = strategy_options(strategy, options)
-        sharding: Any = strategy_type(strategy)
+        sharding: Any
+        sharding, known = strategy_for(strategy, options)
         sizes = known.sizes(self._workers) if strategy == "mesh" else (1, 1, self._workers, 1)
         data, pipeline, shard, tensor = sizes
         plan = check_plan(self._module, known.plan, tensor, staged=pipeline > 1) if tensor > 1 else {}

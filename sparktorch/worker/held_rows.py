@@ -30,7 +30,7 @@ from sparktorch.distributed.os_memory import forget_peaks, peaks
 from sparktorch.distributed.process_group import process_group
 from sparktorch.train.checkpoint.checkpointer import Checkpointer
 from sparktorch.train.loop import Outcome, train
-from sparktorch.train.strategies.registry import strategy_options, strategy_type
+from sparktorch.train.strategies.registry import strategy_for
 from sparktorch.worker.job import GroupJob, RankResult, RowsJob, TrainJob
 from sparktorch.worker.placement import place
 
@@ -129,7 +129,7 @@ class HeldRows:
         shard.leave_out(without)
         clock = _Clock()
         team, config, plan = place(shard, world, job, peers, client)
-        strategy, options = strategy_type(config.strategy), strategy_options(config.strategy, config.strategy_params)
+        strategy, options = strategy_for(config.strategy, config.strategy_params)
         if strategy.own_batches:  # the rank whose epochs count is only known at the end
             client.publish(progress=world.is_main, epochs=False)
         fingerprint = f"{sum(peer['fingerprint'] for peer in peers) % 2**64:016x}"

@@ -13,7 +13,7 @@ from sparktorch.data.dataset.reader import balanced
 from sparktorch.data.sampling.plan import SamplingPlan
 from sparktorch.distributed.client import Client
 from sparktorch.errors import ColumnError, ConfigError
-from sparktorch.train.strategies.registry import strategy_options, strategy_type
+from sparktorch.train.strategies.registry import strategy_for
 from sparktorch.worker.job import GroupJob
 
 __all__ = ["place"]
@@ -33,7 +33,7 @@ def place(
         ConfigError: No row is marked for the validation that early stopping needs.
     """
     config, counts = job.config, [peer["rows"] for peer in peers]
-    strategy, options = strategy_type(config.strategy), strategy_options(config.strategy, config.strategy_params)
+    strategy, options = strategy_for(config.strategy, config.strategy_params)
     independent = strategy.own_batches
     if not (min(counts) if independent else sum(counts)):
         raise ColumnError(

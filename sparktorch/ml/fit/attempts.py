@@ -24,7 +24,7 @@ from sparktorch.spark.launch.rank_pool import Results
 from sparktorch.spark.launch.spark_job import new_tag
 from sparktorch.train.checkpoint.store import CheckpointStore
 from sparktorch.train.recipe.dry_run import DryRunResult
-from sparktorch.train.strategies.registry import strategy_options, strategy_type, workers_for
+from sparktorch.train.strategies.registry import strategy_for, workers_for
 from sparktorch.worker import GroupJob, TrainJob, train_partition
 
 __all__ = ["Attempt", "of_request", "one_job", "partitioned", "train_with_restarts", "with_restarts"]
@@ -160,8 +160,8 @@ def partitioned(frame: Frame, job: J, request: JobRequest, start: Callable[[Data
     ranks = request.launch.world_size
     in_order = job.storage.kind != "memory"  # sorted rows on disk can be read sequentially in training order
     config = request.config
-    options = strategy_options(config.strategy, config.strategy_params)
-    if strategy_type(config.strategy).makes_validation(options):
+    strategy, options = strategy_for(config.strategy, config.strategy_params)
+    if strategy.makes_validation(options):
         columns = replace(job.columns, validation="fold")
         job = replace(job, columns=columns, max_imbalance=None)
         data = split_into_folds(frame.data, ranks, in_order=in_order)

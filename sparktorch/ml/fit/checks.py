@@ -23,7 +23,7 @@ from sparktorch.spark.column_names import ColumnNames
 from sparktorch.train.callbacks import check_callback
 from sparktorch.train.recipe.huggingface import has_own_loss
 from sparktorch.train.recipe.recipe import Recipe
-from sparktorch.train.strategies.registry import resumable, strategy_options, strategy_type
+from sparktorch.train.strategies.registry import resumable, strategy_for, strategy_type
 
 __all__ = [
     *("check_job", "check_model_folder", "check_new_columns", "check_outputs", "check_param_names", "check_params"),
@@ -343,4 +343,5 @@ def _check_callbacks(callbacks: list[Any]) -> None:
 
 def _makes_validation(p: Values) -> bool:
     """Whether the strategy chooses the validation rows."""
-    return strategy_type(p["strategy"]).makes_validation(strategy_options(p["strategy"], p["strategyParams"]))
+    strategy, options = strategy_for(p["strategy"], p["strategyParams"])
+    return strategy.makes_validation(options)

@@ -9,7 +9,7 @@ from pyspark.sql import SparkSession
 from sparktorch.errors import ConfigError
 from sparktorch.ml.fit.translate import Request
 from sparktorch.spark.launch.barrier_job import control_server
-from sparktorch.train.strategies.registry import strategy_options, strategy_type
+from sparktorch.train.strategies.registry import strategy_for
 
 __all__ = ["can_hold", "check_holdable", "rows_of"]
 
@@ -29,10 +29,10 @@ _COLUMNS = {
 def rows_of(request: Request) -> dict[str, Any]:
     """Returns the values, by Param or group of Params, that decide which rows a fit's ranks hold."""
     config, launch = request.config, request.launch
-    options = strategy_options(config.strategy, config.strategy_params)
+    strategy, options = strategy_for(config.strategy, config.strategy_params)
     return {_COLUMNS[name]: value for name, value in request.columns.items()} | {
         "split": request.split,
-        "strategyParams.folds": strategy_type(config.strategy).makes_validation(options),
+        "strategyParams.folds": strategy.makes_validation(options),
         "storage": request.storage,
         "numWorkers": launch.world_size,
         "device": launch.device,

@@ -8,7 +8,7 @@ from sparktorch.errors import ConfigError
 from sparktorch.ml.fit.values import Values
 from sparktorch.ml.params.mixins import EstimatorParams
 from sparktorch.train.lightning import LightningRecipe, check_class, is_lightning, without_trainer
-from sparktorch.train.strategies.registry import strategy_options, strategy_type
+from sparktorch.train.strategies.registry import strategy_for
 
 __all__ = ["brings_its_training", "check_lightning", "lightning_recipe"]
 
@@ -63,9 +63,8 @@ def check_lightning(estimator: EstimatorParams, p: Values) -> None:
 
 def _validates(p: Values) -> bool:
     """Whether there are validation rows, marked or chosen by the strategy."""
-    strategy = p["strategy"]
-    chosen = strategy_type(strategy).makes_validation(strategy_options(strategy, p["strategyParams"]))
-    return p["validationIndicatorCol"] is not None or chosen
+    strategy, options = strategy_for(p["strategy"], p["strategyParams"])
+    return p["validationIndicatorCol"] is not None or strategy.makes_validation(options)
 
 
 def lightning_recipe(p: Values, module: dict[str, Any], fields: dict[str, Any]) -> LightningRecipe:

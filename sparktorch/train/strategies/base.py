@@ -57,6 +57,7 @@ class Strategy(ABC, Generic[O]):
         warm_up_passes: Passes that warm up the reducer, after which it sums gradients in their final order.
         resumable: Whether a checkpoint can hold all of its state.
         own_batches: Whether each rank trains a model of its own, on batches of its own.
+        runs_passes: Whether the strategy runs forward and backward passes itself, in `run_pass`.
         divides_parameters: Whether a rank keeps its share of the parameters only, and has `shares`.
         example: Returns a batch of this rank, for a strategy that needs one before it prepares a module.
         materialise: Gives a part of a module without values its values; for other modules it does nothing. A strategy
@@ -69,6 +70,7 @@ class Strategy(ABC, Generic[O]):
     warm_up_passes: ClassVar[int] = 0
     resumable: ClassVar[bool] = True
     own_batches: ClassVar[bool] = False
+    runs_passes: ClassVar[bool] = False
     divides_parameters: ClassVar[bool] = False
 
     @classmethod
@@ -77,9 +79,9 @@ class Strategy(ABC, Generic[O]):
         return False
 
     @classmethod
-    def own_passes(cls, options: O) -> bool:
-        """Whether the strategy runs forward and backward passes itself, in `run_pass`."""
-        return False
+    def with_options(cls, options: O) -> type[Strategy[O]]:
+        """Returns the class for these options, of the strategy or a subclass."""
+        return cls
 
     @classmethod
     def check(cls, config: TrainConfig, recipe: Recipe, options: O) -> None:
@@ -174,11 +176,6 @@ class Strategy(ABC, Generic[O]):
     def together(self, batch: Batch) -> Batch:
         """Returns a batch as the ranks that compute on its rows together need it. A collective of these, if any."""
         return batch
-
-    @property
-    def runs_passes(self) -> bool:
-        """Whether the strategy runs forward and backward passes itself, in `run_pass`."""
-        return self.own_passes(self._options)
 
     def run_pass(
         self, module: nn.Module, batch: Batch, step: Step, scale: float, autocast: AbstractContextManager[Any]

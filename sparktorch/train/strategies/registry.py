@@ -32,6 +32,7 @@ __all__ = [
     "check_strategy",
     "check_workers",
     "resumable",
+    "strategy_for",
     "strategy_options",
     "strategy_type",
     "workers_for",
@@ -77,6 +78,16 @@ def strategy_options(name: str, params: Mapping[str, Any]) -> Any:
     return from_dict(kind, params, where="strategyParams")
 
 
+def strategy_for(name: str, params: Mapping[str, Any]) -> tuple[type[Strategy[Any]], Any]:
+    """Returns the class of a strategy with these options, and the options, checked.
+
+    Raises:
+        ConfigError: The strategy or an option is unknown, or an option is out of range.
+    """
+    options = strategy_options(name, params)
+    return strategy_type(name).with_options(options), options
+
+
 def _names(options: type[Any]) -> set[str]:
     """Returns the names of options."""
     return {each.name for each in fields(options)}
@@ -94,7 +105,7 @@ def check_strategy(config: TrainConfig, recipe: Recipe) -> None:
     Raises:
         ConfigError: An option or setting is refused; names the Params.
     """
-    kind, options = strategy_type(config.strategy), strategy_options(config.strategy, config.strategy_params)
+    kind, options = strategy_for(config.strategy, config.strategy_params)
     if config.model_folder and not kind.divides_parameters:
         raise ConfigError(
             f"modelDir is set, and under strategy {config.strategy!r} each worker holds the whole model",
@@ -110,8 +121,8 @@ def check_workers(config: TrainConfig, workers: int) -> None:
     Raises:
         ConfigError: They do not.
     """
-    options = strategy_options(config.strategy, config.strategy_params)
-    strategy_type(config.strategy).check_workers(options, workers)
+    kind, options = strategy_for(config.strategy, config.strategy_params)
+    kind.check_workers(options, workers)
 
 
 def check_loop(config: TrainConfig) -> None:
@@ -120,14 +131,14 @@ def check_loop(config: TrainConfig) -> None:
     Raises:
         ConfigError: They do not.
     """
-    kind, options = strategy_type(config.strategy), strategy_options(config.strategy, config.strategy_params)
+    kind = strategy_for(config.strategy, config.strategy_params)[0]
     if kind.own_batches:
         raise ConfigError(
             f"strategy {config.strategy!r} trains a model in each worker, and a function has a loop of its own",
             hint="leave strategy out, and do not wrap the module: then each worker trains its own",
             param="strategy",
         )
-    if kind.own_passes(options):
+    if kind.runs_passes:
         raise ConfigError(
             "strategyParams.pipeline runs forward and backward passes itself, which a loop of your own does too",
             hint="use strategyParams.shard, or fit an estimator",
@@ -167,8 +178,7 @@ def check_module(config: TrainConfig, recipe: Recipe, workers: int, module: nn.M
             )
     if config.model_folder:
         check_returned(module)
-    options = strategy_options(config.strategy, config.strategy_params)
-    strategy = strategy_type(config.strategy)
+    strategy, options = strategy_for(config.strategy, config.strategy_params)
     strategy.check_module(options, recipe, module, workers)
     strategy.check_call(options, recipe, module, batch)
     if config.model_folder and any(isinstance(getattr(part, "peft_config", None), dict) for part in module.modules()):
@@ -190,5 +200,5 @@ def workers_for(config: TrainConfig, most: int, fewest: int) -> int | None:
 
 def build_strategy(config: TrainConfig, world: World) -> Strategy[Any]:
     """Returns the strategy that the configuration names, for this rank."""
-    options = strategy_options(config.strategy, config.strategy_params)
-    return strategy_type(config.strategy)(config, world, options)
+    kind, options = strategy_for(config.strategy, config.strategy_params)
+    return kind(config, world, options)

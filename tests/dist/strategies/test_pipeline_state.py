@@ -13,7 +13,7 @@ from sparktorch import Callback
 from sparktorch.base.batch import Batch
 from sparktorch.base.world import World
 from sparktorch.errors import ModuleError
-from sparktorch.train.strategies.mesh import Mesh
+from sparktorch.train.strategies.pipeline_mesh import PipelineMesh
 from sparktorch.train.strategies.registry import build_strategy
 from tests.dist.strategies.test_strategies import FEW_STEPS, TABLE, job_for
 from tests.support.nets import Chain
@@ -30,7 +30,7 @@ def rows_of_passes(world: World, ranks: list[int]) -> list[int]:
     """The most rows of a pass after states of groups with so many ranks, which had 64 rows, are loaded."""
     job = job_for(recipe={"module": Chain}, strategy="mesh", strategy_params=TWO)
     strategy: Any = build_strategy(job.config, world)
-    assert isinstance(strategy, Mesh)
+    assert isinstance(strategy, PipelineMesh)
     batch = Batch((torch.randn(4, 5),), torch.zeros(4), None, 4)
     strategy.example = lambda: batch
     pipe: Any = strategy.prepare(Chain())
