@@ -148,7 +148,8 @@ def plan(data: DataFrame | RDD[Any], body: Body, launch: Launch, rendezvous: Ren
         sent = send(session_of(data), body)
     except ShippingError as error:
         raise unshippable(error) from error.__cause__
-    task = pickle.dumps(RankTask(launch.world_size, launch.device, rendezvous, launch.log_level))
+    streamed = not isinstance(data, RDD)
+    task = pickle.dumps(RankTask(launch.world_size, launch.device, rendezvous, launch.log_level, streamed=streamed))
 
     def run(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         import gc

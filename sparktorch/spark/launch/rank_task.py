@@ -26,7 +26,7 @@ from sparktorch.errors import JVM_MEMORY_HINT, ClusterError, RankError, RankLost
 from sparktorch.spark.launch.gpus import choose_device
 from sparktorch.spark.shipping import Sent
 
-__all__ = ["RESULT_SCHEMA", "Body", "RankTask", "Result", "assemble"]
+__all__ = ["RESULT_SCHEMA", "Body", "RankTask", "Result", "StreamBrokenError", "assemble", "unbroken"]
 
 
 RESULT_SCHEMA = "rank int, meta string, payload binary"
@@ -50,15 +50,30 @@ class Body(Protocol):
         ...
 
 
+class StreamBrokenError(Exception):
+    """Spark has broken off the rows of a task: it ended the task, or could not compute them. Its message says why."""
+
+
 class RankTask:
     """One barrier task: determines its rank, connects to the store, runs the body, and returns or reports a failure."""
 
-    def __init__(self, world_size: int, device: Device, rendezvous: Rendezvous | None, log_level: int) -> None:
-        """Sets what all ranks share; without `rendezvous`, rank 0 hosts the store."""
+    def __init__(
+        self, world_size: int, device: Device, rendezvous: Rendezvous | None, log_level: int, *, streamed: bool
+    ) -> None:
+        """Sets what all ranks share.
+
+        Args:
+            world_size: Number of ranks.
+            device: The devices of the ranks.
+            rendezvous: The store where ranks meet; without one, rank 0 hosts it.
+            log_level: Which records of the ranks' logs the driver gets.
+            streamed: Whether Spark's JVM sends the rows as an Arrow stream; elements of an RDD come from Python.
+        """
         self._world_size = world_size
         self._device = device
         self._rendezvous = rendezvous
         self._log_level = log_level
+        self._streamed = streamed
 
     def __call__(self, batches: Iterator[pa.RecordBatch], sent: Sent) -> Iterator[pa.RecordBatch]:
         """Runs the `Body` in `sent` on the task's record batches, and yields its result as record batches.
@@ -87,13 +102,28 @@ class RankTask:
                 local = [host_of(host) for host in hosts].count(world.host)
                 device = choose_device(self._device, addresses, local_rank=world.local_rank, local_size=local)
                 body: Body = sent.load()
-                result = body(batches, world=replace(world, device=device), client=client)
+                rows = unbroken(batches) if self._streamed else batches
+                result = body(rows, world=replace(world, device=device), client=client)
                 if hosted_by_rank0:
                     client.leave()
+            except StreamBrokenError:  # a consequence, which is not reported
+                raise
             except Exception as error:
                 raise _marked(client.fail(error)) from None
         result.meta.setdefault("seconds", {})["connect"] = opened
         yield from _chunks(world.rank, result)
+
+
+def unbroken(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Yields the batches of a stream from Spark.
+
+    Raises:
+        StreamBrokenError: The stream ends before its end.
+    """
+    try:
+        yield from batches
+    except (pa.ArrowException, OSError, EOFError) as error:
+        raise StreamBrokenError(str(error)) from error
 
 
 def _world(context: BarrierTaskContext, world_size: int) -> World:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from pyspark.ml.functions import array_to_vector
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from sparktorch import TorchClassifier, TorchEstimator, TorchRegressor
@@ -161,6 +161,15 @@ def test_bad_values_name_their_column_and_nothing_hangs(
     for text in says:
         assert text in str(caught.value)
     assert caught.value.where["column"] == column
+
+
+def test_rows_that_spark_cannot_compute_in_a_ranks_task_are_told_as_spark_tells_them(spark: SparkSession) -> None:
+    # The rows of rank 1 alone: its stream ends before it has begun.
+    rows = spark.range(0, 64, numPartitions=2).select(
+        F.array(F.col("id").cast("float")).alias("features"), F.expr("1 / (id div 32 - 1)").alias("label")
+    )
+    with pytest.raises(ClusterError, match="DIVIDE_BY_ZERO"):
+        TorchRegressor(module=MLP, moduleParams={"inputs": 1}, numWorkers=2, split="keep", progress=False).fit(rows)
 
 
 def test_vectors_of_unequal_length_are_refused(frame: DataFrame) -> None:
