@@ -64,20 +64,32 @@ class _Unviewed(torch.autograd.Function):
         return gradient
 
 
-def unviewed(module: nn.Module, inputs: Any, output: Any) -> Any:
-    """A forward hook after which a caller may change the outputs in place.
+def unviewed(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    """A forward hook, with keywords, after which a caller may change the outputs in place.
 
     Autograd forgets the hooks of a view that is changed in place, FSDP's among them, and refuses to change one that a
-    function has made, as those of divided layers.
+    function has made, as those of divided layers. An output in the memory of an input stays a view: a change is one of
+    the input, too, whose gradient would be another one.
     """
-
-    def of_its_own(tensor: torch.Tensor) -> Any:
-        plain = not hasattr(tensor, "to_local") and tensor.requires_grad
-        return _Unviewed.apply(tensor) if plain and tensor._is_view() else tensor  # type: ignore[no-untyped-call]
-
     if torch.compiler.is_compiling():  # which makes other operators of changes in place
         return output
+    taken = {_memory(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if _is_plain(leaf)}
+
+    def of_its_own(tensor: torch.Tensor) -> Any:
+        viewed = _is_plain(tensor) and tensor.requires_grad and tensor._is_view()
+        return _Unviewed.apply(tensor) if viewed and _memory(tensor) not in taken else tensor  # type: ignore[no-untyped-call]
+
     return pytree.tree_map_only(torch.Tensor, of_its_own, output)
+
+
+def _is_plain(leaf: Any) -> bool:
+    """Whether it is a tensor with memory of its own."""
+    return isinstance(leaf, torch.Tensor) and not hasattr(leaf, "to_local") and leaf.layout == torch.strided
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    found: int = tensor.untyped_storage()._cdata
+    return found
 
 
 def divide_gradients(module: nn.Module) -> None:

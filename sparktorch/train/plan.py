@@ -179,7 +179,7 @@ class _Measured:
             options=options,
             parameters=self._bytes_of(self._parameters.values()) + self._buffers,
             gradients=gradients,
-            state=state + self._averages(self._bytes_of(self._parameters.values())),
+            state=state + self._averages(gradients),
             activations=self._activations() + self._kept_once,
             sent=sent,
             operations=self._of_step(),
@@ -200,10 +200,12 @@ class _Measured:
             for kind, parameter in self._module.get_submodule(name).named_parameters(recurse=False):
                 if kind == "weight" or style != "rowwise":
                     of_worker[parameter] //= tensor
-        passed, at_once, bubble, slowest = 0, 1.0, 0.0, 1.0
+        passed, at_once, in_flight, bubble, slowest = 0, 1.0, 1, 0.0, 1.0
         if pipeline > 1:
             of_worker, passed, slowest = self._of_stages(known, of_worker)
+            # Each micro-batch in flight has weights of its own as autocast has them.
             at_once = 1.0 if known.schedule == "gpipe" else min(1.0, pipeline / known.count)
+            in_flight = round(at_once * known.count)
             bubble = known.bubble
         part = {p: math.ceil(len(p) / shard) / max(len(p), 1) if p.dim() else 1.0 for p in of_worker}
         kept = {p: int(size * part[p]) for p, size in of_worker.items()}
@@ -229,10 +231,10 @@ class _Measured:
             parameters=sum(kept.values()) + self._buffers,
             gradients=gradients if whole_gradients else sum(kept[p] for p in trained),
             state=sum(int(self._state.get(p, 0) * kept[p] / max(p.nbytes, 1)) for p in trained)
-            + self._averages(sum(kept.values())),
+            + self._averages(sum(kept[p] for p in trained)),
             gathered=gathered,
             activations=self._activations(plan, tensor, pipeline, at_once, by_positions)
-            + (0 if known.param_dtype else self._kept_once // (tensor * pipeline)),
+            + (0 if known.param_dtype else in_flight * self._kept_once // (tensor * pipeline)),
             sent=sent,
             operations=int(slowest * self._of_step(plan, tensor, 4 if known.activation_checkpointing else 3)),
             bubble=bubble,
@@ -318,7 +320,7 @@ class _Measured:
         return sum(self._state.get(parameter, 0) for parameter in parameters)
 
     def _averages(self, parameters: int) -> int:
-        """Returns the bytes of the moving averages of parameters of so many bytes."""
+        """Returns the bytes of the moving averages of trained parameters of so many bytes."""
         return 0 if self._config.ema_decay is None else parameters
 
     def _bytes_of(self, parameters: Iterable[nn.Parameter]) -> int:

@@ -18,6 +18,7 @@ __all__ = [
     "Sharing",
     "Shifting",
     "Ticking",
+    "Turned",
     "Winding",
     "in_place",
     "normed",
@@ -211,6 +212,22 @@ def in_place() -> nn.Module:
 def normed() -> nn.Module:
     norm: Any = nn.utils.parametrizations.weight_norm
     return nn.Sequential(norm(nn.Linear(5, 8)), nn.Tanh(), norm(nn.Linear(8, 8)), nn.Linear(8, 1), nn.Flatten(0))
+
+
+class Turned(nn.Module):
+    """Changes what `reshape` makes of a value in another layout: a copy of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.mid, self.out = nn.Linear(5, 8), nn.Linear(4, 8), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        turned = self.enter(x).view(-1, 2, 4).transpose(1, 2)
+        middle = self.mid(turned.mean(2))
+        flat = turned.reshape(-1, 8)
+        flat += torch.tanh(middle)
+        out: torch.Tensor = self.out(torch.tanh(flat) + 2.0 * turned.reshape(-1, 8)).squeeze(-1)
+        return out
 
 
 class Attending(nn.Module):

@@ -132,6 +132,11 @@ class _Code:
         self._made = inputs | values
         written = {memory for node in nodes for memory in node.meta["writes"]}
         cloned = {node for node, value in received if value.requires_grad}  # by the stage
+        for node, _ in received if written else ():  # what is a copy of a value in its layout may be a view in another
+            value = node.meta["val"]
+            if not value.is_contiguous() and all(value.stride()):
+                self._made[node] = self.graph.call_function(_laid_out, (values[node], value.stride()))
+                cloned.add(node)
         for node in list(self._made):
             if (
                 node not in cloned and node.meta["memory"] & written
@@ -245,6 +250,11 @@ class Stage(nn.Module):
             found: torch.Tensor = self.between[self._between[name]]
             return found
         return self._module[0].get_buffer(name)
+
+
+def _laid_out(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """Returns a copy with other strides."""
+    return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def _to_send(value: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:

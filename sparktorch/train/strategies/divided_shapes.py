@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch._subclasses import FakeTensor
@@ -97,13 +99,19 @@ def check_values(module: nn.Module, styles: Mapping[str, str], size: int, batch:
     if any(isinstance(tensor, FakeTensor) for tensor in (*module.parameters(), *given.tensors)):
         return
     for rank in {0, size - 1}:
+        of_python, of_numpy = random.getstate(), np.random.get_state()
         with torch.random.fork_rng(devices=()), torch.no_grad():
             try:
                 comparison = _Comparison(module, styles, size, rank)
                 comparison.run(given)
+                random.setstate(of_python)
+                np.random.set_state(of_numpy)
                 comparison.run(given)
             except Exception:
                 return
+            finally:
+                random.setstate(of_python)
+                np.random.set_state(of_numpy)
         if comparison.differs:
             divided = ", ".join(map(repr, comparison.divided))
             raise ModuleError(

@@ -165,7 +165,7 @@ class Zero3(Strategy[S]):
                 attach(given_back(max(_LEAST_BYTES, min(largest) // (2 * self.mesh.size(-1)))))
         for part in [*parts, module]:
             self.materialise(part)
-            part.register_forward_hook(unviewed)  # runs before FSDP's, which gathers parameters in backward
+            part.register_forward_hook(unviewed, with_kwargs=True)  # before FSDP's, which gathers in backward
             fully_shard(
                 part,
                 mesh=self.mesh,

@@ -7,7 +7,7 @@ Huang et al. 2019, GPipe (https://arxiv.org/abs/1811.06965). How a module become
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, cast
@@ -215,9 +215,10 @@ class PipelineMesh(Mesh):
         with super().evaluating(module):
             yield module
 
-    def no_sync(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Returns a context that does nothing: a schedule reduces gradients at its end."""
-        return nullcontext()
+    @contextmanager
+    def no_sync(self, module: nn.Module) -> Iterator[None]:
+        """Context that does nothing: a schedule reduces gradients at its end."""
+        yield
 
     def saves(self, name: str) -> bool:
         """Returns whether this rank saves an unsharded tensor; of a stage, a rank of that stage does."""

@@ -96,7 +96,7 @@ class RowExchange:
         number = self._meet(rows, signature)
         own = [found[i].to(self._device) for i in places]  # a step may pass on tensors of the host
         for i, here, gathered in zip(places, own, _gathered(own, self._group, self._counts), strict=True):
-            found[i] = _AllRows.apply(here, gathered, self._group.rank(), self._counts)  # type: ignore[no-untyped-call]
+            found[i] = _AllRows.apply(here, [gathered], self._group.rank(), self._counts)  # type: ignore[no-untyped-call]
         self._agree(number)
         return pytree.tree_unflatten(found, spec)
 
@@ -283,9 +283,11 @@ class _AllRows(torch.autograd.Function):
     """Returns the rows of all ranks; backward, each rank keeps the gradients of its own, which all have computed."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, gathered: torch.Tensor, rank: int, counts: list[int]) -> torch.Tensor:
+    def forward(
+        ctx: Any, tensor: torch.Tensor, gathered: list[torch.Tensor], rank: int, counts: list[int]
+    ) -> torch.Tensor:
         ctx.rank, ctx.counts = rank, counts
-        return gathered
+        return gathered[0].detach()  # an argument that is returned becomes a view, which no module may change
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from sparktorch.errors import ConfigError, ModuleError
+from sparktorch.train.dtensor import unviewed
 from sparktorch.train.strategies.divided_attention import drawn_apart
 from sparktorch.train.strategies.gathered_linear import POSITIONS, as_part, is_part
 
@@ -137,6 +138,8 @@ def divide_sequence(module: nn.Module, mesh: DeviceMesh) -> None:
         module: The module, which `norms_of` takes.
         mesh: The ranks of this rank's group, in one dimension.
     """
+    for name in outermost(module):
+        module.get_submodule(name).register_forward_hook(unviewed, with_kwargs=True)
     stacks = [stack for _, stack in _stacks(module)]
     layers = [part for part in module.modules() if type(part) in LAYERS]
     for part in (*stacks, *layers):

@@ -98,8 +98,7 @@ def divide(
     for name in styles.keys() - {name for name, kind in styles.items() if kind in (SUMMED, HEADS)}:
         if isinstance(part := parts[name], nn.Embedding):
             part.register_forward_pre_hook(_check_index)
-        else:
-            part.register_forward_hook(unviewed)
+        part.register_forward_hook(unviewed, with_kwargs=True)
     for part in parts.values():
         if isinstance(part, nn.TransformerEncoder):
             part.use_nested_tensor = False  # it makes nested tensors for kernels that take whole layers

@@ -137,12 +137,31 @@ def test_averages_and_weights_as_autocast_has_them_are_counted_and_narrow_parame
     config = TrainConfig(task="regression", batch_size=64)
     plain, averaged = (of_zero3(recipe, first, each) for each in (config, replace(config, ema_decay=0.9)))
     assert averaged.state - plain.state == plain.parameters
+    last = of_zero3(replace(recipe, freeze=("0.*",)), first, replace(config, ema_decay=0.9))
+    assert last.state == last.gradients < last.parameters
     cast = of_zero3(recipe, first, replace(config, precision="bf16"))
     layers = 32 * (2 * 50 + 2 * 50 + 4 * 101 + 4 * 1)
     assert layers < cast.activations < layers + 32 * 500
     narrow = of_zero3(recipe, first, config, param_dtype="bf16")
     assert narrow.gathered == plain.gathered // 2
     assert narrow.sent == plain.sent // 2
+
+
+def test_each_micro_batch_in_flight_has_weights_as_autocast_has_them() -> None:
+    first = Batch((torch.ones(2, 128),), torch.ones(2, 128), None, 2, names=("x",))
+    recipe = Recipe(module=nn.Sequential(*(nn.Linear(128, 128) for _ in range(4))), optimizer="SGD")
+    options = [{"pipeline": 2, "micro_batches": 8, "schedule": schedule} for schedule in ("gpipe", "1f1b")]
+    config = TrainConfig(task="regression", batch_size=32, precision="bf16")
+    needs = [
+        need
+        for each in options
+        for need in plan(recipe, replace(config, strategy="mesh", strategy_params=each), 2, first).needs
+        if need.options == each
+    ]
+    # Those of a stage, as bfloat16: backward needs none of the first layer's. And more than its rows' activations.
+    weights, rows = 2 * 3 * 128 * 128 // 2, 32 * 4 * 128 * 4
+    for need, in_flight in zip(needs, (8, 2), strict=True):
+        assert in_flight * weights < need.activations < in_flight * weights + rows
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from sparktorch.base.config import TrainConfig
 from sparktorch.base.state_dict import pack_state
 from sparktorch.data.columns import LABEL, VALIDATION, WEIGHT
 from sparktorch.data.sampling.plan import SamplingPlan
-from sparktorch.errors import ConfigError, ModuleError
+from sparktorch.errors import ConfigError, ModuleError, RankError
 from sparktorch.train.callbacks import FitContext
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.fsdp import ShardingOptions, units
@@ -450,6 +450,32 @@ def test_what_parts_return_may_be_changed_in_place(strategy: str, params: dict[s
     job = job_for(recipe={"module": InPlace}, strategy=strategy, strategy_params=params)
     state, _ = train_on([part.batches() for part in TABLE.parts(2)], job)
     torch.testing.assert_close(state, plain(of=InPlace)[0], atol=1e-5, rtol=0)
+
+
+class _Through(nn.Linear):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x, super().forward(2.0 * x)
+
+
+class Returning(nn.Module):
+    """Changes in place what a part returns of its input, and goes on with that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.part, self.last = nn.Linear(5, 8), _Through(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.first(x)
+        same, out = self.part(inner)
+        same += torch.tanh(out)
+        last: torch.Tensor = self.last(inner)
+        return last.squeeze(1)
+
+
+def test_an_input_that_a_part_returns_is_not_changed_in_place() -> None:
+    job = job_for(recipe={"module": Returning}, strategy="zero3", strategy_params={"wrap_classes": ["_Through"]})
+    with pytest.raises(RankError, match="is a view and is being modified inplace"):
+        train_on([part.batches() for part in TABLE.parts(2)], job)
 
 
 class Versioned(Tower):

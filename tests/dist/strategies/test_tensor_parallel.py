@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import random
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from sparktorch.base.batch import Batch
-from sparktorch.base.config import CheckpointConfig
+from sparktorch.base.config import CheckpointConfig, TrainConfig
 from sparktorch.base.world import World
 from sparktorch.data.columns import VALIDATION
 from sparktorch.errors import ConfigError, ModuleError
@@ -291,8 +292,34 @@ class InPlace(nn.Module):
         self.last = nn.Linear(4, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.last(self.layer(self.first(x).view(-1, 2, 4)).mean(1)).squeeze(-1)
+        inner = self.first(x).view(-1, 2, 4)
+        out = self.layer(inner)
+        out += inner
+        last: torch.Tensor = self.last(out.mean(1)).squeeze(-1)
+        return last
+
+
+class Shifted(nn.Module):
+    """Changes its input in place, by a parameter, and what a table returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.table = nn.Parameter(torch.zeros(5)), nn.Embedding(2, 8)
+        self.fc1, self.fc2 = nn.Linear(5, 8), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x += self.shift
+        kind = self.table((x[:, 0] > 0).long())
+        kind *= 2.0
+        out: torch.Tensor = self.fc2(torch.tanh(self.fc1(x) + kind)).squeeze(-1)
         return out
+
+
+class Drawing(Gated):
+    """Scales its hidden layer by a number of Python's, as layers that are skipped by chance do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * random.uniform(0.5, 1.5))
 
 
 # Not Adam: a bias of the keys has no gradient but rounding, of which Adam makes steps.
@@ -303,11 +330,24 @@ def descended(module: type[nn.Module]) -> dict[str, torch.Tensor]:
     return plain(of=module, kind=torch.optim.SGD, lr=0.1, batch_size=64, epochs=1)[0]
 
 
-@pytest.mark.parametrize(("module", "plan"), [(Gated, {**PAIR, "act": "sum_gradients"}), (InPlace, {})])
-def test_parameters_between_divided_layers_and_activations_in_place_train_as_in_one_process(
-    module: type[nn.Module], plan: dict[str, str]
+def test_numbers_that_python_draws_are_no_columns_of_other_ranks() -> None:
+    options = {"tensor": 2, "plan": {**PAIR, "act": "sum_gradients"}}
+    check_module(TrainConfig(strategy="mesh", strategy_params=options), Recipe(module=Drawing), 2, Drawing(), FEW)
+
+
+@pytest.mark.parametrize(
+    ("module", "options"),
+    [
+        (Gated, {"plan": {**PAIR, "act": "sum_gradients"}}),
+        (InPlace, {}),
+        (InPlace, {"sequence": True}),
+        (Shifted, {"plan": {"table": "rowwise"}}),
+    ],
+)
+def test_parameters_between_divided_layers_and_changes_in_place_train_as_in_one_process(
+    module: type[nn.Module], options: dict[str, Any]
 ) -> None:
-    job = tensor_job({"tensor": 2, "plan": plan}, recipe={"module": module, **STEEP}, **FEW_STEPS)
+    job = tensor_job({"tensor": 2, **options}, recipe={"module": module, **STEEP}, **FEW_STEPS)
     state, _ = train_on([part.batches() for part in TABLE.parts(2)], job)
     torch.testing.assert_close(state, descended(module), atol=1e-5, rtol=0)
 
