@@ -1,4 +1,4 @@
-"""Fake tensors in the caches of functions, which would outlive the module that was called without values."""
+"""Tensors without values in the caches of functions, which would outlive the module that was made or called so."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch.utils._pytree import tree_leaves
 
 from sparktorch.base.tape import is_fake
@@ -18,7 +19,7 @@ _CACHE = type(functools.lru_cache(lambda: None))
 
 @contextmanager
 def keeping_no_fakes() -> Iterator[None]:
-    """Context after which no cache of `functools` holds fake tensors: whoever calls the function gets real ones.
+    """Context after which no cache of `functools` has tensors without values: its callers get real ones.
 
     For the driver: it looks at all objects, and what a forked process looks at becomes memory of its own.
     """
@@ -26,5 +27,9 @@ def keeping_no_fakes() -> Iterator[None]:
         yield
     finally:
         for cache in [found for found in gc.get_objects() if type(found) is _CACHE]:
-            if any(map(is_fake, tree_leaves(gc.get_referents(cache)))):
+            if any(map(_lacks_values, tree_leaves(gc.get_referents(cache)))):
                 cache.cache_clear()
+
+
+def _lacks_values(leaf: object) -> bool:
+    return is_fake(leaf) or (isinstance(leaf, torch.Tensor) and leaf.is_meta)

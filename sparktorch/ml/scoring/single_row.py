@@ -64,7 +64,9 @@ def _columns(row: Any, specs: Sequence[TensorSpec]) -> list[pa.Array]:
     given = row.asDict() if isinstance(row, Row) else row
     takes_structs = single is not None and (single.kind == "any" or single.layout == "image")
     own = () if single is None else (single.column, name_parts(single.column)[0])
-    if single is not None and (not isinstance(given, Mapping) or (takes_structs and not any(n in given for n in own))):
+    if single is not None and (
+        not isinstance(given, Mapping) or (takes_structs and all(_key(given, n) is None for n in own))
+    ):
         return [_column(given, single, single.column)]
     names = [name for spec in specs for name in spec.sources or (spec.column,)]
     if not isinstance(given, Mapping):

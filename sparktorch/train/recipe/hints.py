@@ -24,14 +24,17 @@ def _other_dtype(error: Exception, inputs: Mapping[str, torch.Tensor]) -> str:
     """Returns what to do about numbers of a dtype that a layer has refused."""
     text = str(error) if isinstance(error, RuntimeError | ValueError) else ""
     whole = any(not (tensor.is_floating_point() or tensor.dtype == torch.bool) for tensor in inputs.values())
+    floats = {tensor.dtype for tensor in inputs.values() if tensor.is_floating_point()}
     if "indices" in text:
-        return _asked(inputs, "an embedding takes whole numbers", "int64")
+        cast = "cast the column of indices as int or bigint, a vector by vector_to_array first"
+        return _asked(inputs, f"an embedding takes whole numbers: {cast}, or", "int64")
     if whole and re.search("Long|long int|int64|Int", text) and re.search("[Ff]loat", text):
         return "\n     layers of floats take no whole numbers: give them columns that are cast as float or double"
     if re.search("[Dd]ouble", text) and re.search("[Ff]loat", text):
-        narrow = any(tensor.dtype == torch.float32 for tensor in inputs.values())
-        wanted = "float64" if narrow else "float32"
-        return _asked(inputs, f"the module's parameters are {wanted}", wanted)
+        if len(floats) > 1:
+            return "\n     columns are float32 and float64: give them one dtype, by inputDtypes"
+        wanted = "float64" if torch.float32 in floats else "float32"
+        return _asked(inputs, f"the module's parameters are {wanted}:", wanted)
     return ""
 
 
@@ -40,7 +43,7 @@ def _asked(inputs: Mapping[str, torch.Tensor], why: str, dtype: str) -> str:
     others = [name for name, tensor in inputs.items() if tensor.is_floating_point() and str(tensor.dtype)[6:] != dtype]
     columns = [name.removeprefix("column ") for name in others if name.startswith("column ") and " ... " not in name]
     wanted = ", ".join(f"{column}: {dtype!r}" for column in columns)
-    return f"\n     {why}: set inputDtypes={{{wanted}}}" if columns else ""
+    return f"\n     {why} set inputDtypes={{{wanted}}}" if columns else ""
 
 
 def _together(inputs: Mapping[str, torch.Tensor]) -> str:

@@ -232,7 +232,8 @@ class Loss:
         found = look_up(loss, nn, nn.Module, "loss", suffix="Loss")
         reducing = "reduction" in parameters_of(found)
         kind = found if isinstance(found, type) else type(found)
-        self.takes_probabilities = issubclass(kind, nn.BCELoss) or found is nn.functional.binary_cross_entropy
+        own = issubclass(kind, nn.BCELoss) and kind.forward is nn.BCELoss.forward  # a subclass may take scores
+        self.takes_probabilities = own or found is nn.functional.binary_cross_entropy
         self.ignored = _ignored(found, params) if reducing or hasattr(found, "reduction") else None
         if isinstance(found, type):
             options = dict(params)

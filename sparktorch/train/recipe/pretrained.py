@@ -137,9 +137,11 @@ def rebuildable(module: Any) -> dict[str, Any] | None:
     """
     if not is_model(module) or import_path(type(module)) is None:
         return None
+    from sparktorch.base.caches import keeping_no_fakes  # imports a part of torch's compiler
+
     config = _of_dtype(copy.deepcopy(module.config), module.dtype)
     try:
-        with torch.device("meta"):
+        with keeping_no_fakes(), torch.device("meta"):
             again = type(module)(copy.deepcopy(config))
     except Exception:
         return None
@@ -147,14 +149,21 @@ def rebuildable(module: Any) -> dict[str, Any] | None:
     return described(type(module), config) if one == other and repr(module) == repr(again) else None
 
 
-def _changed(config: Any, params: Mapping[str, Any]) -> Any:
+def _changed(config: Any, params: Mapping[str, Any], *, within: bool = False) -> Any:
     """Returns a copy of a configuration in float32 with other values; dicts change entries of configurations in it.
 
     Raises:
-        ModuleError: It has no entry of a name, or does not take a value.
+        ModuleError: It has no entry of a name, or does not take a value; or one `within` another says how attention is
+            computed, which is lost where configurations become JSON.
     """
     changed = _of_dtype(copy.deepcopy(config), torch.float32)
     for name, value in params.items():
+        if name in _CHOICES and (within or not isinstance(value, str | None)):
+            raise ModuleError(
+                f"{name} of {type(config).__qualname__} cannot be {value!r}: one choice holds for the whole model",
+                hint=f"set moduleParams={{{name!r}: 'eager'}} or another of transformers' names",
+                param="moduleParams",
+            )
         name = f"_{name}" if name in _CHOICES else name
         if not hasattr(changed, name) and name not in _SILENT:
             raise ModuleError(
@@ -163,7 +172,7 @@ def _changed(config: Any, params: Mapping[str, Any]) -> Any:
                 param="moduleParams",
             )
         below = getattr(changed, name, None)
-        made = _changed(below, value) if is_config(below) and isinstance(value, Mapping) else value
+        made = _changed(below, value, within=True) if is_config(below) and isinstance(value, Mapping) else value
         try:
             setattr(changed, name, made)
         except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import pickle
 from collections.abc import Callable
@@ -339,3 +340,23 @@ def test_a_row_whose_scores_are_nan_is_of_no_class(thresholds: list[float] | Non
     rows[1, 0] = np.nan
     found = Scorer(trained(Mlp, "classification"), thresholds=thresholds).score_arrays([rows])["prediction"]
     assert np.flatnonzero(np.isnan(found)).tolist() == [1]
+
+
+@functools.lru_cache
+def table(size: int) -> torch.Tensor:
+    return torch.arange(float(size))
+
+
+class Tabled(Score):
+    """Takes a tensor out of a cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", table(3), persistent=False)
+
+
+def test_parts_without_values_leave_none_in_caches() -> None:
+    model = trained(Tabled)
+    table.cache_clear()
+    assert any(isinstance(part, nn.Linear) for part in model.parts())
+    assert not table(3).is_meta

@@ -98,6 +98,8 @@ def test_an_entry_that_transformers_takes_out_of_a_configuration_is_there_whenev
 
 def test_models_compute_attention_and_experts_as_a_configuration_or_moduleparams_say(tmp_path: Path) -> None:
     folder, eager = saved(tmp_path, bert()), {"attn_implementation": "eager"}
+    with pytest.raises(ModuleError, match="one choice holds for the whole model"):
+        opened(folder, {"attn_implementation": {"": "eager"}}, seed=0)
     asked = transformers.BertConfig(**{**bert().to_dict(), **eager})
     recipes = [Recipe(**opened(asked, {}, seed=0) or {}), Recipe(**opened(bert(), eager, seed=0) or {})]
     recipes += [recipe(folder, in_place, **eager) for in_place in (True, False)]

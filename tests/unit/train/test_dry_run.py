@@ -12,6 +12,7 @@ from torch import nn
 from sparktorch.base.config import Task
 from sparktorch.errors import ModuleError
 from sparktorch.train.recipe.dry_run import DryRunResult, OutputSpec, describe_outputs, dry_run
+from sparktorch.train.recipe.loss import Loss
 from sparktorch.train.recipe.recipe import Recipe
 from tests.support.nets import Bias, Logit, Mlp, NamedPair, Pair, Score, Spare
 
@@ -176,10 +177,28 @@ class Word(nn.Module):
         return self.words(word).squeeze(-1)
 
 
+class Two(Score):
+    """Takes two columns."""
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return super().forward(a) + super().forward(b)
+
+
+class OfScores(nn.BCELoss):
+    """Takes scores, unlike its parent."""
+
+    def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return super().forward(torch.sigmoid(input), target)
+
+
+def test_a_loss_of_ones_own_that_takes_scores_is_no_loss_of_probabilities() -> None:
+    assert not Loss(OfScores, {}).takes_probabilities
+
+
 @pytest.mark.parametrize(
     ("module", "name", "tensor", "hint"),
     [
-        (Word, "column 'ci'", torch.ones(2), "takes whole numbers: set inputDtypes={'ci': 'int64'}"),
+        (Word, "column 'ci'", torch.ones(2), "vector_to_array first, or set inputDtypes={'ci': 'int64'}"),
         (Wide, "column 'vec'", torch.ones(2, 5), "parameters are float64: set inputDtypes={'vec': 'float64'}"),
         (Score, "column 'vec'", torch.ones(2, 5).double(), "are float32: set inputDtypes={'vec': 'float32'}"),
         (Word, "column 'a ... b'", torch.ones(2, 2), ""),
@@ -193,6 +212,12 @@ def test_numbers_of_a_dtype_that_a_layer_refuses_are_told_the_option(
         trial(module, "MSELoss", "regression", {name: tensor})
     assert hint in caught.value.hint
     assert bool(hint) == ("inputDtypes" in caught.value.hint)
+
+
+def test_columns_of_two_dtypes_are_told_to_have_one() -> None:
+    with pytest.raises(ModuleError) as caught:
+        trial(Two, "MSELoss", "regression", {"column 'a'": torch.ones(2, 5), "column 'b'": torch.ones(2, 5).double()})
+    assert "columns are float32 and float64: give them one dtype" in caught.value.hint
 
 
 def test_too_many_columns_are_refused_too() -> None:
