@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator, Mapping
+from functools import cache
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.errors import ModuleError
@@ -19,8 +22,20 @@ __all__ = [
 WRAPPER = "_checkpoint_wrapped_module."  # torch's wrapper for activation checkpointing, which no state dict names
 _EXTRA = "_extra_state"  # torch's name of what `get_extra_state` returns
 
-_UNSAVED = (torch.complex128, torch.complex32)
 _FOLDER = b"folder "  # safetensors bytes begin with the length of their header, which is never this large
+
+
+@cache
+def _is_saved(dtype: torch.dtype) -> bool:
+    """Whether the safetensors that is installed stores tensors of a dtype: older ones know fewer."""
+    from safetensors.torch import save
+
+    try:
+        with unset_fake_temporarily(), warnings.catch_warnings(action="ignore"):
+            save({"": torch.empty(1, dtype=dtype, device="cpu")})
+    except Exception:  # of another type in each version
+        return False
+    return True
 
 
 def check_state(state: Mapping[str, object]) -> None:
@@ -30,10 +45,10 @@ def check_state(state: Mapping[str, object]) -> None:
         ModuleError: An entry is not a dense tensor, or of a dtype that safetensors lacks; names the entry.
     """
     for name, value in state.items():
-        if isinstance(value, torch.Tensor) and (value.is_quantized or value.dtype in _UNSAVED):
+        if isinstance(value, torch.Tensor) and (value.is_quantized or not _is_saved(value.dtype)):
             raise ModuleError(
                 f"the module's state_dict() holds {name!r} of {value.dtype}, which safetensors lacks",
-                hint="register it with persistent=False, or in another dtype, such as torch.complex64",
+                hint="register it with persistent=False, or in another dtype, such as torch.float32",
                 param="module",
             )
         if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
