@@ -13,7 +13,7 @@ from sparktorch.spark.launch.rank_task import StreamBrokenError, unbroken
 
 def streamed(*, upto: float) -> list[int]:
     """The numbers of a stream of two batches, read as pyspark reads it, of which so large a share has come."""
-    sink, batch = io.BytesIO(), pa.record_batch({"x": pa.array(range(1000))})
+    sink, batch = io.BytesIO(), pa.record_batch([pa.array(range(1000))], names=["x"])
     with pa.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch)
         writer.write_batch(batch)
