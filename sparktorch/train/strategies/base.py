@@ -79,11 +79,6 @@ class Strategy(ABC, Generic[O]):
         return False
 
     @classmethod
-    def with_options(cls, options: O) -> type[Strategy[O]]:
-        """Returns the class for these options, of the strategy or a subclass."""
-        return cls
-
-    @classmethod
     def check(cls, config: TrainConfig, recipe: Recipe, options: O) -> None:
         """Refuses, on the driver, settings that this strategy does not support.
 

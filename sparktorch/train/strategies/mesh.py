@@ -64,15 +64,6 @@ class Mesh(Zero3[MeshOptions]):
     _whole: nn.Module | None = None  # has the shapes of all parameters where this rank has those of some layers only
 
     @classmethod
-    def with_options(cls, options: MeshOptions) -> type[Mesh]:
-        """Returns the class for a mesh with stages, if there are any."""
-        if (options.pipeline or 1) == 1:
-            return cls
-        from sparktorch.train.strategies.pipeline_mesh import PipelineMesh  # a subclass of this one
-
-        return PipelineMesh
-
-    @classmethod
     def check(cls, config: TrainConfig, recipe: Recipe, options: MeshOptions) -> None:
         """Refuses what `zero3` does and, with `tensor`, modules that train themselves."""
         super().check(config, recipe, options)

@@ -21,7 +21,9 @@ from sparktorch.train.strategies.fsdp import Zero2, Zero3
 from sparktorch.train.strategies.independent import Independent
 from sparktorch.train.strategies.local_sgd import LocalSGD
 from sparktorch.train.strategies.mesh import Mesh
+from sparktorch.train.strategies.mesh_options import MeshOptions
 from sparktorch.train.strategies.parameter_server.strategy import ParameterServer
+from sparktorch.train.strategies.pipeline_mesh import PipelineMesh
 from sparktorch.train.strategies.zero1 import Zero1
 
 __all__ = [
@@ -84,8 +86,9 @@ def strategy_for(name: str, params: Mapping[str, Any]) -> tuple[type[Strategy[An
     Raises:
         ConfigError: The strategy or an option is unknown, or an option is out of range.
     """
-    options = strategy_options(name, params)
-    return strategy_type(name).with_options(options), options
+    kind, options = strategy_type(name), strategy_options(name, params)
+    staged = isinstance(options, MeshOptions) and (options.pipeline or 1) > 1
+    return PipelineMesh if staged else kind, options
 
 
 def _names(options: type[Any]) -> set[str]:
