@@ -203,9 +203,8 @@ class _Measured:
         passed, at_once, in_flight, bubble, slowest = 0, 1.0, 1, 0.0, 1.0
         if pipeline > 1:
             of_worker, passed, slowest = self._of_stages(known, of_worker)
-            # Each micro-batch in flight has weights of its own as autocast has them.
             at_once = 1.0 if known.schedule == "gpipe" else min(1.0, pipeline / known.count)
-            in_flight = round(at_once * known.count)
+            in_flight = round(at_once * known.count)  # each has weights of its own as autocast has them
             bubble = known.bubble
         part = {p: math.ceil(len(p) / shard) / max(len(p), 1) if p.dim() else 1.0 for p in of_worker}
         kept = {p: int(size * part[p]) for p, size in of_worker.items()}
