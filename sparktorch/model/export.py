@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 import io
 import json
-import logging
 import re
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sparktorch.base.quiet import quiet
 from sparktorch.data.columns import TensorSpec
 from sparktorch.errors import ModuleError
 from sparktorch.train.recipe.dry_run import ArgumentSpec
@@ -155,16 +155,11 @@ def _any_rows(inputs: Inputs) -> tuple[Any, ...]:
 @contextmanager
 def _quiet_export() -> Iterator[None]:
     """Raises every failure of an export as `ExportError`, and suppresses torch's printed reports."""
-    logger = logging.getLogger("torch")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
     try:
-        with redirect_stderr(io.StringIO()), torch.no_grad():
+        with quiet("torch"), redirect_stderr(io.StringIO()), torch.no_grad():
             yield
     except Exception as error:  # torch.export raises whatever its passes raise
         raise ExportError(str(error).strip().partition("\n")[0]) from error
-    finally:
-        logger.setLevel(level)
 
 
 def check_archive(archive: bytes) -> None:

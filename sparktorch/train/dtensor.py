@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import wraps
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import MethodType
 from typing import Any
 
@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
+
+from sparktorch.base.quiet import quiet
 
 __all__ = [
     "PIPELINE",
@@ -73,18 +75,23 @@ def unviewed(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
     """
     if torch.compiler.is_compiling():  # which makes other operators of changes in place
         return output
-    taken = {_memory(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if _is_plain(leaf)}
+
+    @functools.cache
+    def taken() -> set[int]:
+        return {_memory(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if _is_plain(leaf)}
 
     def of_its_own(tensor: torch.Tensor) -> Any:
-        viewed = _is_plain(tensor) and tensor.requires_grad and tensor._is_view()
-        return _Unviewed.apply(tensor) if viewed and _memory(tensor) not in taken else tensor  # type: ignore[no-untyped-call]
+        viewed = tensor.requires_grad and tensor._is_view() and _is_plain(tensor)
+        return _Unviewed.apply(tensor) if viewed and _memory(tensor) not in taken() else tensor  # type: ignore[no-untyped-call]
 
     return pytree.tree_map_only(torch.Tensor, of_its_own, output)
 
 
 def _is_plain(leaf: Any) -> bool:
     """Whether it is a tensor with memory of its own."""
-    return isinstance(leaf, torch.Tensor) and not hasattr(leaf, "to_local") and leaf.layout == torch.strided
+    if not isinstance(leaf, torch.Tensor) or hasattr(leaf, "to_local") or leaf.layout != torch.strided:
+        return False
+    return not torch._C._functorch.is_functorch_wrapped_tensor(leaf)  # as in torch.vmap
 
 
 def _memory(tensor: torch.Tensor) -> int:
@@ -208,7 +215,7 @@ def step_apart(optimizer: torch.optim.Optimizer) -> None:
     """
     step: Any = optimizer.step
 
-    @wraps(step)
+    @functools.wraps(step)
     def apart(own: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         with _groups_apart(own.param_groups):
             return step(*args, **kwargs)
@@ -242,16 +249,9 @@ def _groups_apart(groups: list[dict[str, Any]]) -> Iterator[None]:
                     group |= {name: value for name, value in part.items() if value is not old.get(name)}
 
 
-@contextmanager
-def unadvised() -> Iterator[None]:
+def unadvised() -> AbstractContextManager[None]:
     """Context in which torch does not advise to merge the gathers of a tensor along several dimensions; it cannot."""
-    logger = logging.getLogger("torch.distributed.tensor._redistribute")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
+    return quiet("torch.distributed.tensor._redistribute", logging.ERROR)
 
 
 def local_parts(tensor: torch.Tensor) -> list[tuple[torch.Tensor, list[int]]]:

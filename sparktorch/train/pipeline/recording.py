@@ -20,12 +20,15 @@ from torch import fx, nn
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.utils import _pytree as pytree
 
+from sparktorch.base.quiet import quiet
 from sparktorch.errors import ModuleError, SparkTorchError
 from sparktorch.train.pipeline.in_place import Gradients, mark_memory, mark_used
 from sparktorch.train.pipeline.kept import check_attributes, kept_by, take_attributes
 from sparktorch.train.pipeline.layers import Call, Modes, call_of_layer, check_functions, recorded_layers
 
-__all__ = ["Recording", "Twin"]
+_FAKES = "torch._subclasses.fake_tensor"  # logs the tracebacks of errors, which are raised, too
+
+__all__ = ["Recording", "Twin", "without_caches"]
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,15 @@ class Recording:
     tensors: Mapping[fx.Node, str]
     parameters: Collection[str]
     constants: Mapping[fx.Node, torch.Tensor]
+
+
+def without_caches(module: nn.Module) -> nn.Module:
+    """Returns the module; its models of transformers make no caches, which would be one object for all passes."""
+    for part in module.modules():
+        config: Any = getattr(part, "config", None)
+        if getattr(config, "use_cache", False):
+            config.use_cache = False
+    return module
 
 
 class Twin:
@@ -93,10 +105,7 @@ class Twin:
                 hint="define __deepcopy__, or divide it with strategyParams.shard",
                 param="module",
             ) from error
-        for part in self.module.modules():
-            config: Any = getattr(part, "config", None)
-            if getattr(config, "use_cache", False):
-                config.use_cache = False  # a cache of a model of transformers would be one object for all passes
+        without_caches(self.module)
         self.names = {id(t): name for name, t in [*self.module.named_parameters(), *self.module.named_buffers()]}
 
     def record(
@@ -139,7 +148,13 @@ class Twin:
         before = _state()
         untouched = torch.random.fork_rng(devices=[])  # dropout draws numbers, also those without values
         try:
-            with untouched, self.mode, recorded_layers(self.module, layers, calls, self._seed), torch.enable_grad():
+            with (
+                untouched,
+                quiet(_FAKES),
+                self.mode,
+                recorded_layers(self.module, layers, calls, self._seed),
+                torch.enable_grad(),
+            ):
                 modes = Modes.now(*{self.device.type, "cpu"})
                 fakes = [self._fake(tensor) for tensor in tensors]
                 graph = make_fx(flat, pre_dispatch=True, _allow_non_fake_inputs=True)(*fakes)
@@ -164,7 +179,7 @@ class Twin:
     def call(self, run: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Any:
         """Calls the module in training mode, and records nothing; `run` and `tensors` are as in `record`."""
         self.module.train()
-        with torch.random.fork_rng(devices=[]), self.mode, torch.no_grad():
+        with torch.random.fork_rng(devices=[]), quiet(_FAKES), self.mode, torch.no_grad():
             return run(self.module, *map(self._fake, tensors))
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -286,10 +301,14 @@ def _way_out(error: BaseException) -> str:
         package, owner = frame.f_globals.get("__name__", ""), frame.f_locals.get("self")
         if package.startswith("transformers.") and type(owner).__name__.endswith("Experts"):
             return "set experts_implementation='batched_mm' where the model is made"
-    return (
-        "above its layers it may compute with torch only, and not depend on values of tensors; or divide it with "
-        "strategyParams.shard"
-    )
+    from sparktorch.base.deferred import needs_values  # imports a part of torch's compiler
+
+    if needs_values(error):
+        return (
+            "above its layers it may not depend on values of tensors: compute both paths, as by torch.where, for all "
+            "ranks must call the same layers"
+        )
+    return "above its layers it may compute with torch only; or divide it with strategyParams.shard"
 
 
 def _with_modes(graph: fx.Graph, modes: Modes) -> Iterator[Any]:

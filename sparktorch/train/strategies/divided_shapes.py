@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from sparktorch.base.batch import Batch
 from sparktorch.errors import ModuleError
 from sparktorch.train.numerics.determinism import untouched_generators
 from sparktorch.train.pipeline.arguments import Arguments
-from sparktorch.train.pipeline.recording import Twin
+from sparktorch.train.pipeline.recording import Twin, without_caches
 from sparktorch.train.recipe.huggingface import arguments
 
 __all__ = ["check_shapes", "check_values", "check_width"]
@@ -69,21 +69,16 @@ def check_shapes(module: nn.Module, styles: Mapping[str, str], size: int, batch:
     except Exception as error:
         if not trial.cut:
             return
-        place, names = trial.place or type(module).__name__, ", ".join(map(repr, reversed(trial.cut)))
-        raise ModuleError(
-            f"strategyParams.plan: in each of {size} ranks, {place} fails with a part of an output that is divided by "
-            f"'colwise', of {names}: {error}",
-            hint="divide what takes it by 'rowwise', or what returns it by 'colwise_gather_output'",
-            param=_PARAM,
-        ) from error
+        raise _fails(trial.place or type(module).__name__, size, trial.cut, error) from error
 
 
 def check_values(module: nn.Module, styles: Mapping[str, str], size: int, batch: Batch) -> None:
-    """Refuses plans by which what a rank computes depends on columns that other ranks have.
+    """Refuses plans by which a rank computes something else than the whole module.
 
-    A copy of the module with the same parameters is called twice, the second time with other numbers in the columns of
-    divided outputs that a rank does not have. What the rank takes of them in "rowwise" layers, and what the module
-    returns, must stay the same. Nothing is said of a module without values, or one that cannot be copied or called.
+    A copy of the module with the same parameters is called twice in evaluation, the second time with a rank's columns
+    of divided outputs alone. What "rowwise" layers take must be the rank's columns of what they took in the first call,
+    and what the module returns must be the same. Nothing is said of a module without values, of one that cannot be
+    copied or called, or that draws other numbers for other shapes.
 
     Args:
         module: The module.
@@ -92,28 +87,38 @@ def check_values(module: nn.Module, styles: Mapping[str, str], size: int, batch:
         batch: A few rows.
 
     Raises:
-        ModuleError: It depends on them.
+        ModuleError: A rank computes something else.
     """
     given = _given(module, batch)
     if any(isinstance(tensor, FakeTensor) for tensor in (*module.parameters(), *given.tensors)):
         return
     for rank in {0, size - 1}:
+        comparison = _Comparison(module, styles, size, rank)
         try:
-            comparison = _Comparison(module, styles, size, rank)
-            for _ in range(2):
-                with untouched_generators(torch.device("cpu")), torch.no_grad():  # both draw the same numbers
-                    comparison.run(given)
+            comparison.whole(given)
         except Exception:
             return
-        if comparison.differs:
+        comparison.part(given)
+        if comparison.differs and not comparison.draws(given):
             divided = ", ".join(map(repr, comparison.divided))
             raise ModuleError(
-                f"strategyParams.plan: {comparison.differs} depends on columns that other ranks have, of what is "
-                f"divided by 'colwise': {divided}",
-                hint="between 'colwise' and 'rowwise', functions must take each column by itself, as activations do; "
-                "divide the layer by 'colwise_gather_output', or leave both whole",
+                f"strategyParams.plan: {comparison.differs} differs from that of the whole module, with the columns "
+                f"that it has of what is divided by 'colwise': {divided}",
+                hint="between 'colwise' and 'rowwise', functions must take each column by itself, as activations do, "
+                "or each head of a fixed size, as by view(..., -1, head_size); divide the layer by "
+                "'colwise_gather_output', or leave both whole",
                 param=_PARAM,
             )
+
+
+def _fails(place: str, size: int, cut: dict[str, None], error: Exception) -> ModuleError:
+    """Returns the error of a part that fails in a rank."""
+    return ModuleError(
+        f"strategyParams.plan: in each of {size} ranks, {place} fails with a part of an output that is divided by "
+        f"'colwise', of {', '.join(map(repr, reversed(cut)))}: {error}",
+        hint="divide what takes it by 'rowwise', or what returns it by 'colwise_gather_output'",
+        param=_PARAM,
+    )
 
 
 def _given(module: nn.Module, batch: Batch) -> Arguments:
@@ -124,62 +129,92 @@ def _given(module: nn.Module, batch: Batch) -> Arguments:
 
 
 class _Comparison:
-    """Two calls of a module, the second one with other numbers where one rank has none.
+    """Calls of a module, of which one is with one rank's columns of divided outputs.
 
     Attributes:
         divided: Names of the layers whose outputs were divided, in the order of their calls.
-        differs: What has changed; empty if nothing has.
+        differs: What is another in a rank; empty if nothing is.
     """
 
     def __init__(self, module: nn.Module, styles: Mapping[str, str], size: int, rank: int) -> None:
         self.divided: dict[str, None] = {}
         self.differs = ""
         self._size, self._rank = size, rank
-        self._taken: list[torch.Tensor] = []  # what "rowwise" layers took in the first call, one after another
-        self._returned: list[torch.Tensor] = []
-        self._whole: list[Any] = []
-        self._left: Iterator[tuple[torch.Tensor, torch.Tensor]] | None = None  # in the second call
         self._module, self._styles = module, styles
+        self._taken: list[torch.Tensor] = []  # what "rowwise" layers took in the first call, one after another
+        self._returned: list[torch.Tensor] = []  # and what they returned
+        self._found: list[torch.Tensor] = []
 
-    def run(self, given: Arguments) -> None:
-        """Calls a copy of the module: what one call keeps is none of the other."""
-        same: dict[int, Any] = {id(parameter): parameter for parameter in self._module.parameters()}
-        module = copy.deepcopy(self._module, same)
-        for name, part in module.named_modules():
-            if self._styles.get(name) == "colwise":
-                part.register_forward_hook(partial(self._change, name))
-            if self._styles.get(name) == "rowwise" and isinstance(part, nn.Linear):
-                part.register_forward_hook(partial(self._compare, name))
-        found = [
-            leaf for leaf in pytree.tree_leaves(given.call(module, *given.tensors)) if isinstance(leaf, torch.Tensor)
-        ]
-        if self._left is None:
-            self._left, self._whole = iter(zip(self._taken, self._returned, strict=True)), found
-        elif not all(map(_close, found, self._whole)):
-            self.differs = self.differs or f"what {type(module).__name__} returns"
+    def whole(self, given: Arguments) -> None:
+        """Calls the module as it is."""
 
-    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a view of the rank's columns."""
-        return tensor.chunk(self._size, -1)[self._rank]
-
-    def _change(self, name: str, part: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-        self.divided[name] = None
-        if self._left is None:
-            return output
-        noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
-        other = output + noise * (1 + output.abs())
-        self._own(other).copy_(self._own(output))
-        return other
-
-    def _compare(self, name: str, part: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-        if self._left is None:
+        def keep(part: nn.Module, inputs: Any, output: torch.Tensor) -> None:
             self._taken.append(inputs[0].clone())
             self._returned.append(output.clone())
-            return output
-        taken, returned = next(self._left)
-        if not self.differs and not _close(self._own(inputs[0]), self._own(taken)):
-            self.differs = f"what {name!r} takes in a rank"
-        return returned  # which is the sum over the ranks
+
+        self._found = self._call(given, lambda name, part: part.register_forward_hook(keep))
+
+    def part(self, given: Arguments) -> None:
+        """Calls it as a rank does, and compares.
+
+        Raises:
+            ModuleError: It fails with a rank's columns.
+        """
+        expected = iter(zip(self._taken, self._returned, strict=True))
+        returned: list[torch.Tensor] = []
+
+        def compare(name: str, part: Any, inputs: Any) -> Any:
+            taken, summed = next(expected)
+            returned.append(summed)
+            if not self.differs and not _close(inputs[0], self._own(taken)):
+                self.differs = f"what {name!r} takes in a rank"
+            return _filled(part, inputs)
+
+        def watch(name: str, part: nn.Module) -> None:
+            part.register_forward_pre_hook(partial(compare, name))
+            part.register_forward_hook(lambda part, inputs, output: returned.pop())  # the sum over the ranks
+
+        try:
+            found = self._call(given, watch, cut=True)
+        except Exception as error:
+            if self.differs:
+                return
+            raise _fails(type(self._module).__name__, self._size, self.divided, error) from error
+        if not all(map(_close, found, self._found)):
+            self.differs = self.differs or f"what {type(self._module).__name__} returns"
+
+    def draws(self, given: Arguments) -> bool:
+        """Whether the module, as it is, is another one with another seed."""
+        other = _Comparison(self._module, self._styles, self._size, self._rank)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(torch.initial_seed() + 1)
+            other.whole(given)
+        return not all(map(_close, other._taken + other._found, self._taken + self._found))
+
+    def _call(self, given: Arguments, watch: Callable[[str, nn.Module], Any], *, cut: bool = False) -> list[Any]:
+        """Calls a copy of the module, for what one call keeps is none of the other; returns the tensors."""
+        same: dict[int, Any] = {id(parameter): parameter for parameter in self._module.parameters()}
+        module = without_caches(copy.deepcopy(self._module, same)).eval()  # dropout draws other numbers for a part
+        for name, part in module.named_modules():
+            if self._styles.get(name) == "colwise":
+                part.register_forward_hook(partial(self._change, name, cut))
+            if self._styles.get(name) == "rowwise" and isinstance(part, nn.Linear):
+                watch(name, part)
+        tensors = [tensor.clone() for tensor in given.tensors]  # which the module may change in place
+        with untouched_generators(torch.device("cpu")), torch.no_grad():
+            found = pytree.tree_leaves(given.call(module, *tensors))
+        return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
+
+    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the rank's columns."""
+        return tensor.chunk(self._size, -1)[self._rank]
+
+    def _change(self, name: str, cut: bool, part: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        """Gives a divided layer other outputs, which are not all equal."""
+        self.divided[name] = None
+        noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
+        other = output + noise * (1 + output.abs())
+        return self._own(other).contiguous() if cut else other
 
 
 def _close(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -452,6 +452,24 @@ def test_what_parts_return_may_be_changed_in_place(strategy: str, params: dict[s
     torch.testing.assert_close(state, plain(of=InPlace)[0], atol=1e-5, rtol=0)
 
 
+class Mapped(nn.Module):
+    """Calls a part for one row after another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.last = nn.Linear(5, 8), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        last: torch.Tensor = self.last(torch.tanh(torch.vmap(self.part)(x)))
+        return last.squeeze(1)
+
+
+def test_parts_may_be_called_under_vmap() -> None:
+    job = job_for(recipe={"module": Mapped}, strategy="zero3", strategy_params={"min_parameters": 9})
+    state, _ = train_on([part.batches() for part in TABLE.parts(2)], job)
+    torch.testing.assert_close(state, plain(of=Mapped)[0], atol=1e-5, rtol=0)
+
+
 class _Through(nn.Linear):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return x, super().forward(2.0 * x)

@@ -304,7 +304,7 @@ class Shifted(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.shift, self.table = nn.Parameter(torch.zeros(5)), nn.Embedding(2, 8)
+        self.shift, self.table = nn.Parameter(torch.ones(5)), nn.Embedding(2, 8)
         self.fc1, self.fc2 = nn.Linear(5, 8), nn.Linear(8, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -322,6 +322,13 @@ class Drawing(Gated):
         return super().forward(x * random.uniform(0.5, 1.5))
 
 
+class Moved(Gated):
+    """Changes its input in place."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.add_(1.0))
+
+
 # Not Adam: a bias of the keys has no gradient but rounding, of which Adam makes steps.
 STEEP: dict[str, Any] = {"optimizer": "SGD", "optimizer_params": {}, "learning_rate": 0.1}
 
@@ -330,9 +337,16 @@ def descended(module: type[nn.Module]) -> dict[str, torch.Tensor]:
     return plain(of=module, kind=torch.optim.SGD, lr=0.1, batch_size=64, epochs=1)[0]
 
 
-def test_numbers_that_python_draws_are_no_columns_of_other_ranks() -> None:
-    options = {"tensor": 2, "plan": {**PAIR, "act": "sum_gradients"}}
-    check_module(TrainConfig(strategy="mesh", strategy_params=options), Recipe(module=Drawing), 2, Drawing(), FEW)
+@pytest.mark.parametrize(
+    ("module", "plan"), [(Drawing, {**PAIR, "act": "sum_gradients"}), (Moved, {**PAIR, "act": "sum_gradients"})]
+)
+def test_numbers_that_python_draws_and_changed_inputs_are_no_columns_of_other_ranks(
+    module: type[nn.Module], plan: dict[str, str]
+) -> None:
+    batch = Batch((torch.ones(2, 5),), None, None, 2)
+    options = {"tensor": 2, "plan": plan}
+    check_module(TrainConfig(strategy="mesh", strategy_params=options), Recipe(module=module), 2, module(), batch)
+    assert batch.inputs[0].eq(1).all()
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,17 @@ class Choosing(Gated):
         return found
 
 
+class Branching(Gated):
+    """Takes another path with a part."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.fc1(x)
+        if hidden.isfinite().all() and hidden.shape[-1] < 8:
+            hidden = hidden @ torch.ones(8, 8)
+        out: torch.Tensor = self.fc2(hidden).squeeze(-1)
+        return out
+
+
 class ByKeyword(Gated):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.fc2(self.act(self.fc1(input=x))).squeeze(-1)
@@ -85,6 +96,9 @@ class Between(nn.Module):
         (nn.functional.glu, 4, True),
         (lambda h: h.softmax(-1), 8, True),
         (nn.functional.normalize, 8, True),
+        (lambda h: h.view(len(h), 2, -1).softmax(-1).flatten(1), 8, True),  # in heads of another size in a rank
+        (lambda h: h / h.shape[-1] ** 0.5, 8, True),
+        (lambda h: h + torch.rand_like(h), 8, False),  # nothing is known of it
     ],
 )
 def test_plans_that_divide_what_is_computed_of_several_columns_are_refused(
@@ -92,7 +106,7 @@ def test_plans_that_divide_what_is_computed_of_several_columns_are_refused(
 ) -> None:
     module = Between(function, width)
     config = TrainConfig(task="regression", strategy="mesh", strategy_params={"tensor": 2, "plan": PAIR})
-    says = r"what 'fc2' takes in a rank depends on columns .* by 'colwise': 'fc1'"
+    says = r"what 'fc2' takes in a rank differs from that of the whole module.* by 'colwise': 'fc1'"
     with pytest.raises(ModuleError, match=says) if refused else contextlib.nullcontext():
         check_module(config, Recipe(module=module), 2, module, Batch((torch.ones(2, 5),), None, None, 2))
 
@@ -101,7 +115,7 @@ def test_a_plan_by_which_the_module_would_return_a_part_is_refused() -> None:
     module = Between(torch.tanh)
     config = TrainConfig(task="regression", strategy="mesh", strategy_params={"tensor": 2, "plan": {"fc2": "colwise"}})
     module.fc3 = cast(Any, nn.AdaptiveAvgPool1d(1))
-    with pytest.raises(ModuleError, match="what Between returns depends on columns"):
+    with pytest.raises(ModuleError, match="what Between returns differs from that of the whole module"):
         check_module(config, Recipe(module=module), 2, module, Batch((torch.ones(2, 5),), None, None, 2))
 
 
@@ -115,6 +129,7 @@ LINEAR = {"encoder.layers.*.linear1": "colwise", "encoder.layers.*.linear2": "ro
         (Gated, {"fc2": "rowwise"}, "'fc2' is divided by 'rowwise' and gets 8 features in each of 2 ranks, not 4"),
         (ByKeyword, PAIR, "'fc1' is divided, and its input is passed by keyword"),
         (Masked, {"encoder.layers.*.linear1": "colwise"}, r"'encoder\.layers\.0\.linear2' fails"),
+        (Branching, PAIR, "in each of 2 ranks, Branching fails with a part .* of 'fc1': mat1 and mat2"),
         (Gated, PAIR, ""),
         (Gated, {"fc1": "colwise_gather_output"}, ""),
         (Masked, LINEAR, ""),
