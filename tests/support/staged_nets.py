@@ -19,6 +19,7 @@ __all__ = [
     "Shifting",
     "Ticking",
     "Turned",
+    "Widened",
     "Winding",
     "in_place",
     "normed",
@@ -212,6 +213,22 @@ def in_place() -> nn.Module:
 def normed() -> nn.Module:
     norm: Any = nn.utils.parametrizations.weight_norm
     return nn.Sequential(norm(nn.Linear(5, 8)), nn.Tanh(), norm(nn.Linear(8, 8)), nn.Linear(8, 1), nn.Flatten(0))
+
+
+class Widened(nn.Module):
+    """Changes what `reshape` makes of an expanded value: a copy of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.mid, self.out = nn.Linear(5, 8), nn.Linear(8, 24), nn.Linear(24, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = self.enter(x).unsqueeze(1).expand(-1, 3, -1)
+        middle = self.mid(wide.mean(1))
+        flat = wide.reshape(-1, 24)
+        flat += torch.tanh(middle)
+        out: torch.Tensor = self.out(torch.tanh(flat) + 2.0 * wide.reshape(-1, 24)).squeeze(-1)
+        return out
 
 
 class Turned(nn.Module):

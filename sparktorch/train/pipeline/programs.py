@@ -134,7 +134,7 @@ class _Code:
         cloned = {node for node, value in received if value.requires_grad}  # by the stage
         for node, _ in received if written else ():  # what is a copy of a value in its layout may be a view in another
             value = node.meta["val"]
-            if not value.is_contiguous() and all(value.stride()):
+            if not value.is_contiguous():
                 self._made[node] = self.graph.call_function(_laid_out, (values[node], value.stride()))
                 cloned.add(node)
         for node in list(self._made):
@@ -253,8 +253,10 @@ class Stage(nn.Module):
 
 
 def _laid_out(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """Returns a copy with other strides."""
-    return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
+    """Returns a copy with other strides; those of an expanded value are 0, along which all is the same."""
+    once = [size if step else min(1, size) for size, step in zip(value.shape, stride, strict=True)]
+    part = value[tuple(slice(size) for size in once)]
+    return torch.empty_strided(once, stride, dtype=value.dtype, device=value.device).copy_(part).expand(value.shape)
 
 
 def _to_send(value: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ from tests.support.frames import replaced
 from tests.support.nets import Chain, Paired
 from tests.support.ranks import control_server, run_ranks, train_on
 from tests.support.resume import OwnSteps
-from tests.support.staged_nets import Clamping, Doubling, Filling, Turned, Winding, normed
+from tests.support.staged_nets import Clamping, Doubling, Filling, Turned, Widened, Winding, normed
 from tests.support.tiny_transformers import causal, llama
 
 LANDING = pytest.mark.landing
@@ -162,6 +162,7 @@ def test_values_that_skip_stages_and_parameters_between_layers_are_trained() -> 
         (Filling, ["layers.0", "layers.2"]),
         (Clamping, ["layers.1"]),
         (Turned, ["mid"]),
+        (Widened, ["mid"]),
     ],
 )
 def test_what_a_module_does_around_its_layers_is_done_in_stages(module: Any, split: list[str]) -> None:
