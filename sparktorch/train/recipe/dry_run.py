@@ -145,7 +145,7 @@ def dry_run(
     """
     tried = partial(_tried, recipe, task, names=names, weighted=weighted, device=device, check=check, values=values)
     if values:
-        return tried(recipe.build_module(seed).to(device), inputs, label)
+        return tried(_with_values(recipe.build_module(seed)).to(device), inputs, label)
     from sparktorch.base.caches import keeping_no_fakes
     from sparktorch.base.deferred import needs_values  # imports a part of torch's compiler
 
@@ -159,7 +159,9 @@ def dry_run(
         with built.mode:
             inputs = {name: built.mode.from_tensor(tensor) for name, tensor in inputs.items()}
             try:
-                found = tried(built.module, inputs, None if label is None else built.mode.from_tensor(label))
+                found = tried(
+                    _with_values(built.module), inputs, None if label is None else built.mode.from_tensor(label)
+                )
             except ModuleError as error:
                 if not needs_values(error.__cause__):
                     raise
@@ -211,10 +213,10 @@ def _tried(
             param="module",
         ) from error
     outputs = describe_outputs(output)
-    classes = _check_classes(task, output, loss)
+    rows = len(next(iter(inputs.values())))
+    classes = _check_classes(task, output, rows, loss)
     if label is not None and classes is not None:
         label = label.to(torch.int64).clamp(0, classes - 1)  # the ranks check every label
-    rows = len(next(iter(inputs.values())))
     weight = torch.ones(rows, device=device) if weighted else None
     batch = Batch(tuple(inputs.values()), label, weight, rows, weight, names=names)
     if loss is not None:
@@ -237,6 +239,22 @@ def _tried(
         aligned=align(task, output, label),
         arguments=tuple(_argument(name, tensor) for name, tensor in inputs.items()),
     )
+
+
+def _with_values(module: nn.Module) -> nn.Module:
+    """Returns a module that has no tensors on the device "meta".
+
+    Raises:
+        ModuleError: It has.
+    """
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.device.type == "meta":
+            raise ModuleError(
+                f"{name!r} of {type(module).__name__} is on the device 'meta', and has no values",
+                hint="make it without torch.device('meta'): with modelDir, no process ever makes the whole model",
+                param="module",
+            )
+    return module
 
 
 def complete(trial: DryRunResult, metrics: Mapping[str, Any], task: Task) -> DryRunResult:
@@ -277,6 +295,8 @@ def _try_loss(loss: Loss, task: Task, output: Any, label: torch.Tensor | None, w
     """Runs a loss forward and backward on a few rows, and forward on the first one and two."""
     got = "" if label is None else f" and labels {_describe(label)}"
     hint = f"the module returned {_describe(output)}{got}"
+    if task == "classification":
+        hint += "; CrossEntropyLoss takes a score for each class, BCEWithLogitsLoss one a row, for two classes"
 
     def of_rows(rows: int) -> Any:
         return loss.per_row(*align(task, first_rows(output, rows), None if label is None else label[:rows]))
@@ -349,7 +369,7 @@ def describe_outputs(output: Any) -> tuple[OutputSpec, ...]:
     return tuple(OutputSpec(str(name), tuple(tensor.shape[1:])) for name, tensor in named.items())
 
 
-def _check_classes(task: Task, output: Any, loss: Loss | None) -> int | None:
+def _check_classes(task: Task, output: Any, rows: int, loss: Loss | None) -> int | None:
     """Returns a classifier's number of classes, else `None`; raises if the output cannot be scores or values."""
     if task == "generic":
         return None
@@ -358,6 +378,12 @@ def _check_classes(task: Task, output: Any, loss: Loss | None) -> int | None:
             f"the module returned {_describe(output)}",
             hint="a classifier returns scores of shape (rows, classes), a regressor (rows,) or "
             "(rows, values); for anything else there is TorchEstimator",
+            param="module",
+        )
+    if len(output) != rows:
+        raise ModuleError(
+            f"forward returned {len(output)} rows for {rows} rows",
+            hint="return one row for each row of the input, in the same order",
             param="module",
         )
     if task == "regression":

@@ -32,7 +32,8 @@ def _other_dtype(error: Exception, inputs: Mapping[str, torch.Tensor]) -> str:
         return "\n     layers of floats take no whole numbers: give them columns that are cast as float or double"
     if re.search("[Dd]ouble", text) and re.search("[Ff]loat", text):
         if len(floats) > 1:
-            return "\n     columns are float32 and float64: give them one dtype, by inputDtypes"
+            found = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in floats))
+            return f"\n     columns are {found}: give them one dtype, by inputDtypes"
         wanted = "float64" if torch.float32 in floats else "float32"
         return _asked(inputs, f"the module's parameters are {wanted}:", wanted)
     return ""

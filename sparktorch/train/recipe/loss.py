@@ -218,7 +218,8 @@ class Loss:
 
     Attributes:
         name: Its name in messages.
-        takes_probabilities: Whether it is torch's loss of probabilities of two classes, which scores are not.
+        takes_probabilities: Whether it is torch's loss of probabilities of two classes, or one derived from it that
+            takes no scores either.
         ignored: The label that a mean by the loss itself would not count, as `ignore_index`; `None` if there is none.
     """
 
@@ -232,8 +233,7 @@ class Loss:
         found = look_up(loss, nn, nn.Module, "loss", suffix="Loss")
         reducing = "reduction" in parameters_of(found)
         kind = found if isinstance(found, type) else type(found)
-        own = issubclass(kind, nn.BCELoss) and kind.forward is nn.BCELoss.forward  # a subclass may take scores
-        self.takes_probabilities = own or found is nn.functional.binary_cross_entropy
+        of_probabilities = found is nn.functional.binary_cross_entropy or issubclass(kind, nn.BCELoss)
         self.ignored = _ignored(found, params) if reducing or hasattr(found, "reduction") else None
         if isinstance(found, type):
             options = dict(params)
@@ -260,6 +260,7 @@ class Loss:
         elif reducing:  # the functions of torch.nn.functional
             found = functools.partial(found, reduction="none")
         self._function: Callable[..., torch.Tensor] = found
+        self.takes_probabilities = of_probabilities and not _takes_scores(found)
 
     def _refuse_sum(self, reduction: str) -> None:
         if reduction == "sum":
@@ -302,6 +303,14 @@ class Loss:
     def per_row(self, output: Any, label: torch.Tensor | None) -> torch.Tensor:
         """Returns what the user's loss returns: shape `(rows, ...)`, or a scalar mean."""
         return self._function(output) if label is None else self._function(output, label)
+
+
+def _takes_scores(loss: Callable[..., torch.Tensor]) -> bool:
+    """Whether a loss of two classes is a number for what is no probability."""
+    try:
+        return bool(torch.isfinite(loss(torch.tensor([2.0, -1.0]), torch.tensor([0.0, 1.0]))).all())
+    except Exception as error:
+        return "between 0 and 1" not in str(error)
 
 
 def _ignored(loss: Any, params: Mapping[str, Any]) -> int | None:

@@ -348,6 +348,9 @@ class Recipe:
         dense = all(p.is_floating_point() for p in parameters) and not any(
             makes_sparse_gradients(part) for part in module.modules()
         )
+        # SGD's needs the momentum of all parameters, or of none: a gradient may come in a later step.
+        momentum = any(given.get("momentum") for given in (options, *self.parameter_groups))
+        dense = dense and not (factory is torch.optim.SGD and momentum)
         # Among the fused kernels, only those of Adam and AdamW take sharded parameters.
         fits = not any(hasattr(p, "to_local") for p in parameters) or factory in (torch.optim.Adam, torch.optim.AdamW)
         if "fused" in parameters_of(factory) and dense and fits and not chosen:

@@ -191,8 +191,26 @@ class OfScores(nn.BCELoss):
         return super().forward(torch.sigmoid(input), target)
 
 
-def test_a_loss_of_ones_own_that_takes_scores_is_no_loss_of_probabilities() -> None:
-    assert not Loss(OfScores, {}).takes_probabilities
+class Focused(nn.BCELoss):
+    """Takes probabilities, as its parent."""
+
+    def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (input - target) ** 2 * super().forward(input, target)
+
+
+class FromLogarithms(nn.BCELoss):
+    """Takes probabilities, without a check."""
+
+    def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return -(target * input.log() + (1 - target) * (1 - input).log())
+
+
+@pytest.mark.parametrize(
+    ("loss", "takes"), [(nn.BCELoss, True), (OfScores, False), (Focused, True), (FromLogarithms, True)]
+)
+def test_a_loss_takes_probabilities_if_scores_are_none_to_it(loss: type[nn.Module], takes: bool) -> None:
+    assert Loss(loss, {}).takes_probabilities is takes
+    assert Loss(loss(), {}).takes_probabilities is takes
 
 
 @pytest.mark.parametrize(
@@ -216,7 +234,12 @@ def test_numbers_of_a_dtype_that_a_layer_refuses_are_told_the_option(
 
 def test_columns_of_two_dtypes_are_told_to_have_one() -> None:
     with pytest.raises(ModuleError) as caught:
-        trial(Two, "MSELoss", "regression", {"column 'a'": torch.ones(2, 5), "column 'b'": torch.ones(2, 5).double()})
+        trial(
+            Two,
+            "MSELoss",
+            "regression",
+            {"column 'a'": torch.ones(2, 5), "column 'b'": torch.ones(2, 5).double()},
+        )
     assert "columns are float32 and float64: give them one dtype" in caught.value.hint
 
 
@@ -358,6 +381,36 @@ def test_one_row_is_enough_for_batch_normalisation_and_leaves_no_trace_in_it() -
 def test_outputs_that_are_no_tensors_are_described(output: Any, described: str) -> None:
     with pytest.raises(ModuleError, match=f"^forward returned {described}\n"):
         describe_outputs(output)
+
+
+def without_values() -> nn.Module:
+    with torch.device("meta"):
+        return Mlp()
+
+
+@pytest.mark.parametrize(
+    ("module", "values"), [(without_values, True), (without_values(), True), (without_values, False)]
+)
+def test_a_module_that_is_made_without_values_is_refused(module: Any, values: bool) -> None:
+    with pytest.raises(ModuleError, match=r"'layers\.0\.weight' of Mlp is on the device 'meta'"):
+        dry_run(Recipe(module=module), "regression", 0, FEATURES, NUMBER, values=values)
+
+
+class First(Score):
+    """Returns one row of all."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)[:1]
+
+
+def test_rows_that_a_module_loses_are_no_failure_of_the_loss() -> None:
+    with pytest.raises(ModuleError, match=r"forward returned 1 rows for 2 rows .*\n.*one row for each row"):
+        trial(First, "MSELoss", "regression", FEATURES)
+
+
+def test_a_loss_that_does_not_fit_classes_is_told_which_do() -> None:
+    with pytest.raises(ModuleError, match="CrossEntropyLoss takes a score for each class, BCEWithLogitsLoss one a row"):
+        trial(Mlp, "BCEWithLogitsLoss", "classification", FEATURES)
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def test_an_instance_is_copied_and_keeps_its_weights() -> None:
         (Mlp, {"hidden": -1}, "module Mlp cannot be built: RuntimeError", "moduleParams are {'hidden': -1}"),
         (nets.not_a_module, {}, "module not_a_module returned int, not an nn.Module", "pass an nn.Module class"),
         (Mlp(), {"hidden": 3}, "moduleParams are given, but module is an instance", "pass the class instead"),
-        ("tests.support.nets:Mpl", {}, "cannot import 'tests.support.nets:Mpl'", "--py-files"),
+        ("tests.support.nets:Mpl", {}, "cannot import 'tests.support.nets:Mpl'", "did you mean 'Mlp'"),
     ],
 )
 def test_a_module_that_cannot_be_built_is_refused(module: Any, params: dict[str, Any], message: str, hint: str) -> None:
@@ -152,11 +152,22 @@ def test_an_optimizer_is_a_name_a_path_or_a_factory(name: Any, kind: type) -> No
         ("AdamW", {"fused": False}, False),
         ("AdamW", {"foreach": True}, None),
         ("RMSprop", {}, None),
+        ("SGD", {}, True),
+        ("SGD", {"momentum": 0.9}, None),
         (lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr), {}, None),
     ],
 )
 def test_a_fused_kernel_is_used_unless_the_user_chose(name: Any, params: dict[str, Any], fused: bool | None) -> None:
     assert build_optimizer(name, **params).param_groups[0].get("fused") is fused
+
+
+def test_sgd_with_momentum_takes_a_gradient_that_comes_in_a_later_step() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = build_optimizer("SGD", module, momentum=0.9)
+    for part in (module[0], module):
+        part(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    assert len(optimizer.state) == 4
 
 
 def test_frozen_parameters_are_left_out() -> None:
