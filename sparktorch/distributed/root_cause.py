@@ -147,6 +147,10 @@ def _from_message(message: str) -> SparkTorchError:
             hint="it was killed, crashed, or its host is cut off; see the executors' logs, and Spark's message below",
             trace=message,
         )
+    if raised is None and "TaskResultLost" in message:
+        return ClusterError(
+            "Spark has lost what a rank returned", hint=f"if a JVM had no memory left: {JVM_MEMORY_HINT}", trace=message
+        )
     if raised is None and "OutOfMemoryError: Java heap space" in message:
         return ClusterError("Spark's JVM has no memory left", hint=JVM_MEMORY_HINT, trace=message)
     if raised is None and re.search(_JVM_GONE, message):
@@ -161,6 +165,12 @@ def _from_message(message: str) -> SparkTorchError:
         return ClusterError(
             f"a rank did not reach the store at which the ranks meet: {raised[1].partition(': ')[2]}",
             hint=UNREACHED_HINT,
+        )
+    if "StreamBrokenError" in raised[1]:
+        return ClusterError(
+            f"the rows that Spark sends to a rank broke off: {raised[1].partition(': ')[2]}",
+            hint="the log of its executor says why",
+            trace=raised[0],
         )
     missing = re.match(r"(?:ModuleNotFoundError|ImportError): (.*)", raised[1])
     if missing is None:

@@ -122,7 +122,7 @@ def unbroken(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """
     try:
         yield from batches
-    except (pa.ArrowException, OSError, EOFError) as error:
+    except (pa.ArrowInvalid, OSError, EOFError) as error:  # no memory for them is this rank's own failure
         raise StreamBrokenError(str(error)) from error
 
 

@@ -171,6 +171,7 @@ def test_a_session_that_was_stopped_is_told_where_pyspark_fails_once_more() -> N
     [
         ("[Errno 111] Connection refused", "the driver's JVM has ended during the job"),
         ("java.lang.OutOfMemoryError: Java heap space", "Spark's JVM has no memory left"),
+        ("TaskResultLost (result lost from block manager)", "Spark has lost what a rank returned"),
     ],
 )
 def test_a_jvm_that_could_not_hold_the_model_is_named_with_what_helps(message: str, said: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
 
 import pyarrow as pa
 import pytest
@@ -26,6 +27,15 @@ def streamed(*, upto: float) -> list[int]:
 
 def test_a_whole_stream_arrives_as_it_was_sent() -> None:
     assert streamed(upto=1) == [*range(1000), *range(1000)]
+
+
+def test_a_rank_without_memory_for_its_rows_has_failed_itself() -> None:
+    def full() -> Iterator[pa.RecordBatch]:
+        raise pa.ArrowMemoryError("malloc of size 8388608 failed")
+        yield
+
+    with pytest.raises(pa.ArrowMemoryError):
+        list(unbroken(full()))
 
 
 @pytest.mark.parametrize("upto", [0, 0.005, 0.4, 0.8])
