@@ -20,7 +20,7 @@ from sparktorch.model.scorer import Scorer
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.scoring_udf import Scoring
 
-__all__ = ["score_row"]
+__all__ = ["columns_of", "score_row"]
 
 # By model, with the settings of the scorer. Not an attribute of the model, because user functions may pickle a model.
 _scorers: WeakKeyDictionary[Any, tuple[Scoring, Scorer]] = WeakKeyDictionary()
@@ -45,7 +45,7 @@ def score_row(
     Raises:
         ColumnError: An input is missing, or has another type or shape than in the fit.
     """
-    columns = _columns(row, inputs)
+    columns = columns_of(row, inputs)
     known = _scorers.get(model)
     if known is None or known[0] != scoring:
         scorer = Scorer(
@@ -58,15 +58,12 @@ def score_row(
     return [column[0].as_py() for column in known[1].score_arrow(columns, names, invalid=scoring.invalid)]
 
 
-def _columns(row: Any, specs: Sequence[TensorSpec]) -> list[pa.Array]:
+def columns_of(row: Any, specs: Sequence[TensorSpec]) -> list[pa.Array]:
     """Returns a row as Arrow arrays of length one, as Spark would send them."""
     single = specs[0] if len(specs) == 1 else None
     given = row.asDict() if isinstance(row, Row) else row
     takes_structs = single is not None and (single.kind == "any" or single.layout == "image")
-    own = () if single is None else (single.column, name_parts(single.column)[0])
-    if single is not None and (
-        not isinstance(given, Mapping) or (takes_structs and all(_key(given, n) is None for n in own))
-    ):
+    if single is not None and (not isinstance(given, Mapping) or (takes_structs and _is_struct(given, single))):
         return [_column(given, single, single.column)]
     names = [name for spec in specs for name in spec.sources or (spec.column,)]
     if not isinstance(given, Mapping):
@@ -74,6 +71,16 @@ def _columns(row: Any, specs: Sequence[TensorSpec]) -> list[pa.Array]:
             f"the model takes several columns, {', '.join(names)}, and got one value", hint="pass a Row or a dict"
         )
     return [_column(_named(given, name), spec, name) for spec in specs for name in spec.sources or (spec.column,)]
+
+
+def _is_struct(given: Mapping[Any, Any], spec: TensorSpec) -> bool:
+    """Whether a mapping is the value of a column of structs, and no row that has it."""
+    own = (spec.column, name_parts(spec.column)[0])
+    kind = arrow_type(spec.sql) if spec.kind == "any" and spec.sql not in NUMBERS else None
+    fields = [kind.field(i).name for i in range(kind.num_fields)] if isinstance(kind, pa.StructType) else []
+    if any(name in given for name in own) or (fields and not set(given) & set(fields)):
+        return False
+    return set(given) <= set(fields) or all(_key(given, name) is None for name in own)
 
 
 def _named(row: Mapping[str, Any], name: str) -> Any:
@@ -87,7 +94,7 @@ def _named(row: Mapping[str, Any], name: str) -> Any:
             return [field(element, part) for element in fields]
         key = _key(fields, part) if isinstance(fields, Mapping) else None
         if key is None:
-            raise ColumnError(f"the row has no column {name!r}", hint=nearest(name, row), column=name)
+            raise ColumnError(f"the row has no column {name!r}", hint=nearest(name, map(str, row)), column=name)
         return fields[key]
 
     return reduce(field, [name] if _key(row, name) is not None else name_parts(name), row)
@@ -95,7 +102,7 @@ def _named(row: Mapping[str, Any], name: str) -> Any:
 
 def _key(fields: Mapping[str, Any], name: str) -> str | None:
     """Returns the exact name, or else one that differs only in case."""
-    return name if name in fields else next((key for key in fields if key.lower() == name.lower()), None)
+    return name if name in fields else next((key for key in fields if str(key).lower() == name.lower()), None)
 
 
 def _column(value: Any, spec: TensorSpec, name: str) -> pa.Array:
@@ -130,7 +137,7 @@ def _column(value: Any, spec: TensorSpec, name: str) -> pa.Array:
     except (pa.ArrowException, OverflowError) as error:
         raise ColumnError(
             f"the value for column {name!r} does not fit: {error}",
-            hint=f"the model takes {spec.describe()}",
+            hint=f"the model takes {spec.describe()}, of one row; for several there is transform",
             column=name,
         ) from error
 

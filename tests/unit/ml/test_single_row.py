@@ -13,6 +13,7 @@ from sparktorch import TorchModel
 from sparktorch.base.state_dict import pack_state
 from sparktorch.data.columns import TensorSpec
 from sparktorch.errors import ColumnError
+from sparktorch.ml.scoring.single_row import columns_of
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.train.recipe.dry_run import OutputSpec
 
@@ -61,6 +62,27 @@ def model_of(spec: TensorSpec, column: str, **params: Any) -> TorchModel:
 )
 def test_a_row_is_read_by_the_names_that_fit_takes(spec: TensorSpec, column: str, row: Any, expected: float) -> None:
     assert model_of(spec, column).predict(row) == expected
+
+
+@pytest.mark.parametrize(
+    ("column", "row", "expected"),
+    [
+        ("Text", {"text": 2.0, "n": 3.0}, {"text": 2.0, "n": 3.0}),
+        ("Text", Row(text=2.0), {"text": 2.0, "n": None}),
+        ("Text", {"Text": {"text": 2.0, "n": 3.0}}, {"text": 2.0, "n": 3.0}),
+        ("other", {"OTHER": {"text": 2.0, "n": 3.0}}, {"text": 2.0, "n": 3.0}),
+    ],
+)
+def test_a_struct_is_told_from_a_row_that_has_one(column: str, row: Any, expected: dict[str, Any]) -> None:
+    spec = TensorSpec(name="x0", column=column, dtype="float32", kind="any", sql="struct<text:double,n:double>")
+    (found,) = columns_of(row, [spec])
+    assert found.to_pylist() == [expected]
+
+
+def test_a_mapping_by_numbers_is_no_struct() -> None:
+    spec = TensorSpec(name="x0", column="t", dtype="float32", kind="any", sql="struct<a:string>")
+    with pytest.raises(ColumnError):
+        columns_of({1: 2.0}, [spec])
 
 
 def test_what_a_null_struct_holds_is_null() -> None:
