@@ -15,7 +15,10 @@ from tests.support.skips import pytest_make_collect_report, pytest_runtest_maker
 
 _JOIN_SECONDS = 5.0
 _POOLS_OF_LIBRARIES = ("MlflowLocalArtifactRepository_",)  # idle until MLflow lets go of them
-_SET_BY_LIBRARIES = {"PYTEST_CURRENT_TEST", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR"}
+_SET_BY_LIBRARIES = {
+    *("PYTEST_CURRENT_TEST", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR"),
+    *("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"),
+}
 
 # torch's threads that wait for each other sleep: beside other processes they would spin longer than they compute.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

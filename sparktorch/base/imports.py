@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from sparktorch.errors import ModuleError
+from sparktorch.errors import ModuleError, nearest
 
 __all__ = ["SHIPPING_HINT", "import_path", "load_object"]
 
@@ -25,16 +25,23 @@ def load_object(path: str) -> Any:
     name, _, attribute = path.partition(":")
     if not name or not attribute:
         raise ModuleError(f"{path!r} is not an import path", hint="write it as 'package.module:Name'")
+    part, found = "", None
     try:
-        found: Any = importlib.import_module(name)
+        found = importlib.import_module(name)
         for part in attribute.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
-        raise ModuleError(
-            f"cannot import {path!r}: {error}",
-            hint="is the file on the Python path of this process? ship it with --py-files, or addArtifacts on Connect",
-        ) from error
+        ship = "is the file on the Python path of this process? ship it with --py-files, or addArtifacts on Connect"
+        names = [] if found is None else _names(found)
+        raise ModuleError(f"cannot import {path!r}: {error}", hint=nearest(part, names) if names else ship) from error
     return found
+
+
+def _names(module: Any) -> list[str]:
+    """Returns the public names of a module that has been imported, or of a class."""
+    place, held = getattr(module, "__name__", ""), getattr(module, "__dict__", {})
+    own = [name for name, value in held.items() if getattr(value, "__module__", None) == place]
+    return [name for name in getattr(module, "__all__", own) if not name.startswith("_")]
 
 
 def import_path(value: Any) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["TorchEstimator", "TorchEstimatorBase"]
+
+_LOG = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=TorchModelBase)
 
@@ -103,6 +106,9 @@ class TorchEstimatorBase(Estimator[M], EstimatorParams, MLReadable[Any], MLWrita
             results = train_with_restarts(frame, trial, request, report, source.attempt)
             seconds = {"prepare": prepared - started, "job": time.perf_counter() - prepared}
             summary = TrainingSummary.of(results, seconds)
+            validation = frame.columns.validation
+            if validation is not None and not summary.validationRows:
+                _LOG.warning("column %r marks no row for validation: there are no metrics of validation", validation)
             main, weights = next((meta, unpacked_weights(payload)) for meta, payload in results if payload)
             labels = self._labels(source.dataset, trial.classes)
             model = self._model(request, frame, trial, weights, summary, labels, main.pop("seed"))
@@ -233,7 +239,14 @@ def _checked(dataset: Any, caller: str = "fit") -> DataFrame:
     """
     if isinstance(dataset, PreparedData):
         raise ConfigError("these rows are prepared already", hint="pass the DataFrame, or call fit(rows)")
-    return dataframe_of(dataset, caller)
+    found = dataframe_of(dataset, caller)
+    if found.isStreaming:
+        raise ConfigError(
+            f"{caller} takes all rows at once, and the DataFrame is a stream, which has no end",
+            hint="read the same rows by spark.read, or fit on those of a batch, by foreachBatch",
+            param="dataset",
+        )
+    return found
 
 
 class TorchEstimator(TorchEstimatorBase[TorchModel], GenericParams):

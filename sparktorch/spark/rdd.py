@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -167,8 +168,11 @@ def dataframe_of(data: Any, caller: str) -> DataFrame:
     found = to_dataframe(data) if is_rdd(data) else data
     if not hasattr(found, "sparkSession"):
         kind = f"{type(data).__module__.partition('.')[0]}'s {type(data).__name__}"
+        is_path = isinstance(data, str | os.PathLike)
         raise ConfigError(
-            f"{caller} takes a DataFrame of Spark's, and got {kind}", hint="spark.createDataFrame(it)", param="dataset"
+            f"{caller} takes a DataFrame of Spark's, and got {kind}",
+            hint="spark.read.parquet(it), or as its format is" if is_path else "spark.createDataFrame(it)",
+            param="dataset",
         )
     frame: DataFrame = found
     return frame

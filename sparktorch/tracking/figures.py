@@ -6,11 +6,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from matplotlib.figure import Figure
 
 __all__ = ["confusion_matrix", "loss_curve", "preload"]
 
 _MOST_NUMBERS = 20  # classes up to which the counts in cells are legible
+_SHORT = 4  # characters of a label that fit below a cell
 
 
 def preload(*, classes: bool) -> None:
@@ -43,11 +46,12 @@ def loss_curve(history: list[dict[str, Any]]) -> Figure:
     return figure
 
 
-def confusion_matrix(counts: list[list[int]]) -> Figure:
+def confusion_matrix(counts: list[list[int]], labels: Sequence[str] = ()) -> Figure:
     """Draws a confusion matrix.
 
     Args:
         counts: Validation rows by class (row) and predicted class (column).
+        labels: Name of each class; without them, classes have numbers.
     """
     import numpy as np
     from matplotlib.figure import Figure
@@ -61,7 +65,8 @@ def confusion_matrix(counts: list[list[int]]) -> Figure:
     display = ConfusionMatrixDisplay(np.array(counts))
     display.plot(ax=axes, cmap="Blues", include_values=legible, values_format="d", colorbar=not legible)
     ticks = list(range(0, classes, -(-classes // _MOST_NUMBERS)))
-    axes.set_xticks(ticks, labels=map(str, ticks))
-    axes.set_yticks(ticks, labels=map(str, ticks))
+    names = [labels[tick] if labels else str(tick) for tick in ticks]
+    axes.set_xticks(ticks, labels=names, rotation=90 if any(len(name) > _SHORT for name in names) else 0)
+    axes.set_yticks(ticks, labels=names)
     axes.set(xlabel="predicted class", ylabel="class")
     return figure

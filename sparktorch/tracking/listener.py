@@ -100,7 +100,7 @@ class MLflowListener:
         curve = partial(figures.loss_curve, summary.history)
         send(lambda client, run: client.log_figure(run, curve(), "figures/loss.png"))
         if summary.confusionMatrix is not None:
-            matrix = partial(figures.confusion_matrix, summary.confusionMatrix)
+            matrix = partial(figures.confusion_matrix, summary.confusionMatrix, getattr(model, "labels", ()))
             send(lambda client, run: client.log_figure(run, matrix(), "figures/confusion_matrix.png"))
         if autologs is not None and autologs.log_models and not self._target.elsewhere:
             send(partial(_log_model, model, autologs.registered_model_name))

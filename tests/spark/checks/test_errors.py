@@ -122,6 +122,22 @@ def test_an_error_says_which_param_names_its_column_unless_two_do(frame: DataFra
     assert caught.value.where == {"param": "featuresCol", "column": "features"}
 
 
+def test_a_path_and_a_stream_are_no_rows_to_fit_on(frame: DataFrame) -> None:
+    with pytest.raises(ConfigError, match=r"(?s)got builtins's str.*spark\.read"):
+        classifier().fit("rows.parquet")
+    stream = frame.sparkSession.readStream.format("rate").load()
+    with pytest.raises(
+        ConfigError, match=r"(?s)fit takes all rows at once, and the DataFrame is a stream.*spark\.read"
+    ):
+        classifier().fit(stream)
+
+
+def test_a_validation_column_that_marks_no_row_is_told(frame: DataFrame, caplog: pytest.LogCaptureFixture) -> None:
+    data = frame.withColumn("held_out", F.lit(False))
+    classifier(validationIndicatorCol="held_out", epochs=1).fit(data)
+    assert "column 'held_out' marks no row for validation" in caplog.text
+
+
 def test_params_of_the_wrong_type_are_refused_when_set() -> None:
     with pytest.raises(TypeError, match="batchSize"):
         classifier(batchSize="many")
