@@ -145,14 +145,20 @@ def _restore(form: dict[str, Any]) -> SparkTorchError:
     return kind(form["what"], hint=form["hint"], trace=form["trace"], **form["where"])
 
 
-def nearest(name: str, valid: Iterable[str]) -> str:
-    """Returns a hint that names the valid name nearest to `name`, and all of them if they are few."""
+def nearest(name: str, valid: Iterable[str], otherwise: str = "") -> str:
+    """Returns a hint that names the valid name nearest to `name`, and all of them if they are few.
+
+    Args:
+        name: The unknown name.
+        valid: The known ones.
+        otherwise: The hint if none is near; all names without it.
+    """
     names = sorted(valid)
     by_lower = {candidate.lower(): candidate for candidate in names}
     close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
     listed = f"valid names: {', '.join(names)}"
     if not close:
-        return listed
+        return otherwise or listed
     question = f"did you mean {by_lower[close[0]]!r}?"
     return question if len(names) > _FEW else f"{question} {listed}"
 

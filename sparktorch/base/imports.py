@@ -32,16 +32,9 @@ def load_object(path: str) -> Any:
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
         ship = "is the file on the Python path of this process? ship it with --py-files, or addArtifacts on Connect"
-        names = [] if found is None else _names(found)
-        raise ModuleError(f"cannot import {path!r}: {error}", hint=nearest(part, names) if names else ship) from error
+        names = [] if found is None or isinstance(error, ImportError) else [n for n in dir(found) if n[0] != "_"]
+        raise ModuleError(f"cannot import {path!r}: {error}", hint=nearest(part, names, otherwise=ship)) from error
     return found
-
-
-def _names(module: Any) -> list[str]:
-    """Returns the public names of a module that has been imported, or of a class."""
-    place, held = getattr(module, "__name__", ""), getattr(module, "__dict__", {})
-    own = [name for name, value in held.items() if getattr(value, "__module__", None) == place]
-    return [name for name in getattr(module, "__all__", own) if not name.startswith("_")]
 
 
 def import_path(value: Any) -> str | None:

@@ -5,17 +5,28 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Lock
 
 __all__ = ["quiet"]
+
+_lock = Lock()
+_open: dict[str, tuple[int, int]] = {}  # by logger: how many contexts are open in all threads, and its level before
 
 
 @contextmanager
 def quiet(name: str, level: int = logging.CRITICAL) -> Iterator[None]:
     """Context in which the logger of that name, and those below it, show records of that level and above only."""
     logger = logging.getLogger(name)
-    before = logger.level
-    logger.setLevel(level)
+    with _lock:
+        contexts, before = _open.get(name, (0, logger.level))
+        _open[name] = contexts + 1, before
+        logger.setLevel(level)
     try:
         yield
     finally:
-        logger.setLevel(before)
+        with _lock:
+            contexts, before = _open.pop(name)
+            if contexts > 1:
+                _open[name] = contexts - 1, before
+            else:
+                logger.setLevel(before)

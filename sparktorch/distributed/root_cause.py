@@ -141,6 +141,13 @@ class RootCause:
 def _from_message(message: str) -> SparkTorchError:
     """Returns an error from the Python traceback in Spark's message, for ranks that could not report."""
     raised = re.search(r"Traceback \(most recent call last\):\n(?:.*\n)*?(\w[\w.]*: .*)\n", message)
+    broken = re.search(r"StreamBrokenError: (.*)", message)
+    if broken is not None:
+        return ClusterError(
+            f"the rows that Spark sends to a rank broke off: {broken[1]}",
+            hint="the log of its executor says why",
+            trace=message,
+        )
     if raised is None and re.search(_EXECUTOR + "|exited unexpectedly|FetchFailed", message):
         return RankLostError(
             "a worker or its executor was lost before it could say so",
@@ -165,12 +172,6 @@ def _from_message(message: str) -> SparkTorchError:
         return ClusterError(
             f"a rank did not reach the store at which the ranks meet: {raised[1].partition(': ')[2]}",
             hint=UNREACHED_HINT,
-        )
-    if "StreamBrokenError" in raised[1]:
-        return ClusterError(
-            f"the rows that Spark sends to a rank broke off: {raised[1].partition(': ')[2]}",
-            hint="the log of its executor says why",
-            trace=raised[0],
         )
     missing = re.match(r"(?:ModuleNotFoundError|ImportError): (.*)", raised[1])
     if missing is None:

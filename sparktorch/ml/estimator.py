@@ -107,7 +107,7 @@ class TorchEstimatorBase(Estimator[M], EstimatorParams, MLReadable[Any], MLWrita
             seconds = {"prepare": prepared - started, "job": time.perf_counter() - prepared}
             summary = TrainingSummary.of(results, seconds)
             validation = frame.columns.validation
-            if validation is not None and not summary.validationRows:
+            if validation is not None and not any(meta["validation_rows"] for meta, _ in results):
                 _LOG.warning("column %r marks no row for validation: there are no metrics of validation", validation)
             main, weights = next((meta, unpacked_weights(payload)) for meta, payload in results if payload)
             labels = self._labels(source.dataset, trial.classes)

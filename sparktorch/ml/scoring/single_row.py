@@ -75,12 +75,13 @@ def columns_of(row: Any, specs: Sequence[TensorSpec]) -> list[pa.Array]:
 
 def _is_struct(given: Mapping[Any, Any], spec: TensorSpec) -> bool:
     """Whether a mapping is the value of a column of structs, and no row that has it."""
-    own = (spec.column, name_parts(spec.column)[0])
+    keys = [key for name in (spec.column, name_parts(spec.column)[0]) if (key := _key(given, name)) is not None]
     kind = arrow_type(spec.sql) if spec.kind == "any" and spec.sql not in NUMBERS else None
-    fields = [kind.field(i).name for i in range(kind.num_fields)] if isinstance(kind, pa.StructType) else []
-    if any(name in given for name in own) or (fields and not set(given) & set(fields)):
+    if not isinstance(kind, pa.StructType):
+        return not keys
+    if any(given[key] is None or isinstance(given[key], Mapping | Row) for key in keys):
         return False
-    return set(given) <= set(fields) or all(_key(given, name) is None for name in own)
+    return any(kind.field(i).name in given for i in range(kind.num_fields))
 
 
 def _named(row: Mapping[str, Any], name: str) -> Any:

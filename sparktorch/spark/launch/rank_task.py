@@ -123,7 +123,7 @@ def unbroken(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     try:
         yield from batches
     except (pa.ArrowInvalid, OSError, EOFError) as error:  # no memory for them is this rank's own failure
-        raise StreamBrokenError(str(error)) from error
+        raise StreamBrokenError(str(error) or type(error).__name__) from error
 
 
 def _world(context: BarrierTaskContext, world_size: int) -> World:

@@ -12,7 +12,7 @@ import random
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -64,7 +64,9 @@ def without_caches(module: nn.Module) -> nn.Module:
     for part in module.modules():
         config: Any = getattr(part, "config", None)
         if getattr(config, "use_cache", False):
+            config = copy.copy(config)  # it may be that of the class
             config.use_cache = False
+            cast(Any, part).config = config
     return module
 
 

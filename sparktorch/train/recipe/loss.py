@@ -233,7 +233,7 @@ class Loss:
         found = look_up(loss, nn, nn.Module, "loss", suffix="Loss")
         reducing = "reduction" in parameters_of(found)
         kind = found if isinstance(found, type) else type(found)
-        of_probabilities = found is nn.functional.binary_cross_entropy or issubclass(kind, nn.BCELoss)
+        own = found is nn.functional.binary_cross_entropy or getattr(kind, "forward", None) is nn.BCELoss.forward
         self.ignored = _ignored(found, params) if reducing or hasattr(found, "reduction") else None
         if isinstance(found, type):
             options = dict(params)
@@ -260,7 +260,7 @@ class Loss:
         elif reducing:  # the functions of torch.nn.functional
             found = functools.partial(found, reduction="none")
         self._function: Callable[..., torch.Tensor] = found
-        self.takes_probabilities = of_probabilities and not _takes_scores(found)
+        self.takes_probabilities = own or (issubclass(kind, nn.BCELoss) and not _takes_scores(found))
 
     def _refuse_sum(self, reduction: str) -> None:
         if reduction == "sum":
@@ -307,8 +307,12 @@ class Loss:
 
 def _takes_scores(loss: Callable[..., torch.Tensor]) -> bool:
     """Whether a loss of two classes is a number for what is no probability."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily  # imports a part of torch's compiler
+
     try:
-        return bool(torch.isfinite(loss(torch.tensor([2.0, -1.0]), torch.tensor([0.0, 1.0]))).all())
+        with unset_fake_temporarily():
+            scores, labels = (torch.tensor(numbers, device="cpu") for numbers in ([2.0, -1.0], [0.0, 1.0]))
+            return bool(torch.isfinite(loss(scores, labels)).all())
     except Exception as error:
         return "between 0 and 1" not in str(error)
 

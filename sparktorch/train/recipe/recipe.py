@@ -348,9 +348,8 @@ class Recipe:
         dense = all(p.is_floating_point() for p in parameters) and not any(
             makes_sparse_gradients(part) for part in module.modules()
         )
-        # SGD's needs the momentum of all parameters, or of none: a gradient may come in a later step.
-        momentum = any(given.get("momentum") for given in (options, *self.parameter_groups))
-        dense = dense and not (factory is torch.optim.SGD and momentum)
+        # SGD's fails with momentum where a gradient comes in a later step; a scheduler may bring the momentum.
+        dense = dense and factory is not torch.optim.SGD
         # Among the fused kernels, only those of Adam and AdamW take sharded parameters.
         fits = not any(hasattr(p, "to_local") for p in parameters) or factory in (torch.optim.Adam, torch.optim.AdamW)
         if "fused" in parameters_of(factory) and dense and fits and not chosen:

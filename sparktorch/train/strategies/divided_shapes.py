@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from sparktorch.base.batch import Batch
 from sparktorch.errors import ModuleError
-from sparktorch.train.numerics.determinism import untouched_generators
+from sparktorch.train.numerics.determinism import generators_state, untouched_generators
 from sparktorch.train.pipeline.arguments import Arguments
 from sparktorch.train.pipeline.recording import Twin, without_caches
 from sparktorch.train.recipe.huggingface import arguments
@@ -78,7 +78,7 @@ def check_values(module: nn.Module, styles: Mapping[str, str], size: int, batch:
     A copy of the module with the same parameters is called twice in evaluation, the second time with a rank's columns
     of divided outputs alone. What "rowwise" layers take must be the rank's columns of what they took in the first call,
     and what the module returns must be the same. Nothing is said of a module without values, of one that cannot be
-    copied or called, or that draws other numbers for other shapes.
+    copied or called, that takes gradients in its forward pass, or draws numbers for what is divided.
 
     Args:
         module: The module.
@@ -92,18 +92,18 @@ def check_values(module: nn.Module, styles: Mapping[str, str], size: int, batch:
     given = _given(module, batch)
     if any(isinstance(tensor, FakeTensor) for tensor in (*module.parameters(), *given.tensors)):
         return
-    for rank in {0, size - 1}:
-        comparison = _Comparison(module, styles, size, rank)
-        try:
-            comparison.whole(given)
-        except Exception:
-            return
-        comparison.part(given)
-        if comparison.differs and not comparison.draws(given):
+    comparison = _Comparison(module, styles, size)
+    try:
+        comparison.whole(given)
+    except Exception:
+        return
+    for rank in sorted({0, size - 1}):
+        differs = comparison.part(given, rank)
+        if differs:
             divided = ", ".join(map(repr, comparison.divided))
             raise ModuleError(
-                f"strategyParams.plan: {comparison.differs} differs from that of the whole module, with the columns "
-                f"that it has of what is divided by 'colwise': {divided}",
+                f"strategyParams.plan: {differs} differs from that of the whole module, with its columns of what is "
+                f"divided by 'colwise': {divided}",
                 hint="between 'colwise' and 'rowwise', functions must take each column by itself, as activations do, "
                 "or each head of a fixed size, as by view(..., -1, head_size); divide the layer by "
                 "'colwise_gather_output', or leave both whole",
@@ -129,21 +129,21 @@ def _given(module: nn.Module, batch: Batch) -> Arguments:
 
 
 class _Comparison:
-    """Calls of a module, of which one is with one rank's columns of divided outputs.
+    """Calls of a module in evaluation: a whole one, and those with one rank's columns of divided outputs.
 
     Attributes:
         divided: Names of the layers whose outputs were divided, in the order of their calls.
-        differs: What is another in a rank; empty if nothing is.
     """
 
-    def __init__(self, module: nn.Module, styles: Mapping[str, str], size: int, rank: int) -> None:
+    def __init__(self, module: nn.Module, styles: Mapping[str, str], size: int) -> None:
         self.divided: dict[str, None] = {}
-        self.differs = ""
-        self._size, self._rank = size, rank
+        self._size = size
         self._module, self._styles = module, styles
-        self._taken: list[torch.Tensor] = []  # what "rowwise" layers took in the first call, one after another
+        self._taken: list[torch.Tensor] = []  # what "rowwise" layers took in the whole call, one after another
         self._returned: list[torch.Tensor] = []  # and what they returned
         self._found: list[torch.Tensor] = []
+        self._drawn: dict[str, Any] = {}  # the states of generators at its end
+        self._unknown = False
 
     def whole(self, given: Arguments) -> None:
         """Calls the module as it is."""
@@ -152,22 +152,24 @@ class _Comparison:
             self._taken.append(inputs[0].clone())
             self._returned.append(output.clone())
 
-        self._found = self._call(given, lambda name, part: part.register_forward_hook(keep))
+        self._found, self._drawn = self._call(given, lambda name, part: part.register_forward_hook(keep))
 
-    def part(self, given: Arguments) -> None:
-        """Calls it as a rank does, and compares.
+    def part(self, given: Arguments, rank: int) -> str:
+        """Calls it as a rank does; returns what is another there, an empty text if nothing is, or if that is not known.
 
         Raises:
             ModuleError: It fails with a rank's columns.
         """
-        expected = iter(zip(self._taken, self._returned, strict=True))
-        returned: list[torch.Tensor] = []
+        expected = iter([*zip(self._taken, self._returned, strict=True)])
+        returned: list[torch.Tensor | None] = []
+        differs: list[str] = []
 
         def compare(name: str, part: Any, inputs: Any) -> Any:
-            taken, summed = next(expected)
+            check_width(name, self._size, part, inputs)
+            taken, summed = next(expected, (None, None))
             returned.append(summed)
-            if not self.differs and not _close(inputs[0], self._own(taken)):
-                self.differs = f"what {name!r} takes in a rank"
+            if taken is None or not _close(inputs[0], taken.chunk(self._size, -1)[rank]):
+                differs.append(f"what {name!r} takes in a rank")
             return _filled(part, inputs)
 
         def watch(name: str, part: nn.Module) -> None:
@@ -175,50 +177,76 @@ class _Comparison:
             part.register_forward_hook(lambda part, inputs, output: returned.pop())  # the sum over the ranks
 
         try:
-            found = self._call(given, watch, cut=True)
+            found, drawn = self._call(given, watch, rank=rank)
+            same = len(found) == len(self._found) and all(map(_close, found, self._found))
+        except ModuleError:
+            raise
         except Exception as error:
-            if self.differs:
-                return
-            raise _fails(type(self._module).__name__, self._size, self.divided, error) from error
-        if not all(map(_close, found, self._found)):
-            self.differs = self.differs or f"what {type(self._module).__name__} returns"
+            if self._unknown or differs or not self.divided:
+                return "" if self._unknown or not differs else differs[0]
+            raise _fails(f"{type(self._module).__name__}, in evaluation,", self._size, self.divided, error) from error
+        if self._unknown or not _equal(drawn, self._drawn):
+            return ""
+        return (differs or ["" if same else f"what {type(self._module).__name__} returns"])[0]
 
-    def draws(self, given: Arguments) -> bool:
-        """Whether the module, as it is, is another one with another seed."""
-        other = _Comparison(self._module, self._styles, self._size, self._rank)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(torch.initial_seed() + 1)
-            other.whole(given)
-        return not all(map(_close, other._taken + other._found, self._taken + self._found))
+    def _call(
+        self, given: Arguments, watch: Callable[[str, nn.Module], Any], *, rank: int | None = None
+    ) -> tuple[list[torch.Tensor], dict[str, Any]]:
+        """Calls a copy of the module, for what one call keeps is none of the other.
 
-    def _call(self, given: Arguments, watch: Callable[[str, nn.Module], Any], *, cut: bool = False) -> list[Any]:
-        """Calls a copy of the module, for what one call keeps is none of the other; returns the tensors."""
+        Returns:
+            The tensors that it returns, and the states of generators at its end.
+        """
         same: dict[int, Any] = {id(parameter): parameter for parameter in self._module.parameters()}
-        module = without_caches(copy.deepcopy(self._module, same)).eval()  # dropout draws other numbers for a part
+        module = without_caches(copy.deepcopy(self._module, same))
+        module.eval()  # dropout draws other numbers for a part
         for name, part in module.named_modules():
+            if isinstance(part, nn.TransformerEncoder):
+                part.use_nested_tensor = False  # as where it is divided
             if self._styles.get(name) == "colwise":
-                part.register_forward_hook(partial(self._change, name, cut))
+                part.register_forward_hook(partial(self._change, name, rank))
             if self._styles.get(name) == "rowwise" and isinstance(part, nn.Linear):
                 watch(name, part)
         tensors = [tensor.clone() for tensor in given.tensors]  # which the module may change in place
-        with untouched_generators(torch.device("cpu")), torch.no_grad():
+        device = torch.device("cpu")
+        with untouched_generators(device), torch.no_grad():
             found = pytree.tree_leaves(given.call(module, *tensors))
-        return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
+            return [leaf for leaf in found if isinstance(leaf, torch.Tensor)], generators_state(device)
 
-    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the rank's columns."""
-        return tensor.chunk(self._size, -1)[self._rank]
-
-    def _change(self, name: str, cut: bool, part: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    def _change(self, name: str, rank: int | None, part: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
         """Gives a divided layer other outputs, which are not all equal."""
         self.divided[name] = None
+        self._unknown |= torch.is_grad_enabled()  # the forward pass takes gradients, which these outputs have not
         noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
         other = output + noise * (1 + output.abs())
-        return self._own(other).contiguous() if cut else other
+        return other if rank is None else other.chunk(self._size, -1)[rank].contiguous()
 
 
 def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and torch.allclose(one, other, rtol=1e-3, atol=1e-6, equal_nan=True)
+    """Whether tensors are the same but for rounding, or cannot be compared."""
+    if any(tensor.is_nested or tensor.layout is not torch.strided for tensor in (one, other)):
+        return True
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if other.is_complex():
+        return _close(torch.view_as_real(one), torch.view_as_real(other))
+    if not other.dtype.is_floating_point or not other.numel():
+        return torch.equal(one, other)
+    rounding = max(1e-5, 8 * torch.finfo(other.dtype).eps)
+    one, other = one.detach().double(), other.detach().double()
+    largest = float(other.nan_to_num(posinf=0.0, neginf=0.0).abs().max())
+    return torch.allclose(one, other, rtol=max(1e-3, rounding), atol=rounding * largest + 1e-6, equal_nan=True)
+
+
+def _equal(drawn: Any, other: Any) -> bool:
+    """Whether two states of generators are the same."""
+    if isinstance(drawn, torch.Tensor):
+        return torch.equal(drawn, other)
+    if isinstance(drawn, Mapping):
+        return all(_equal(value, other[name]) for name, value in drawn.items())
+    if isinstance(drawn, list):
+        return all(map(_equal, drawn, other))
+    return bool(drawn == other)
 
 
 class _Trial:

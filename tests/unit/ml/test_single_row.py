@@ -70,6 +70,8 @@ def test_a_row_is_read_by_the_names_that_fit_takes(spec: TensorSpec, column: str
         ("Text", {"text": 2.0, "n": 3.0}, {"text": 2.0, "n": 3.0}),
         ("Text", Row(text=2.0), {"text": 2.0, "n": None}),
         ("Text", {"Text": {"text": 2.0, "n": 3.0}}, {"text": 2.0, "n": 3.0}),
+        ("Text", {"text": {"text": 2.0, "n": 3.0}}, {"text": 2.0, "n": 3.0}),
+        ("text", {"text": 2.0, "n": 3.0}, {"text": 2.0, "n": 3.0}),
         ("other", {"OTHER": {"text": 2.0, "n": 3.0}}, {"text": 2.0, "n": 3.0}),
     ],
 )

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from sparktorch.train.strategies.registry import check_module
 from tests.support.nets import Gated
 
 PAIR = {"fc1": "colwise", "fc2": "rowwise"}
+LINEAR = {"encoder.layers.*.linear1": "colwise", "encoder.layers.*.linear2": "rowwise"}
 
 
 class Masked(nn.Module):
@@ -99,6 +101,7 @@ class Between(nn.Module):
         (lambda h: h.view(len(h), 2, -1).softmax(-1).flatten(1), 8, True),  # in heads of another size in a rank
         (lambda h: h / h.shape[-1] ** 0.5, 8, True),
         (lambda h: h + torch.rand_like(h), 8, False),  # nothing is known of it
+        (lambda h: h + torch.from_numpy(np.random.rand(*h.shape)).float(), 8, False),
     ],
 )
 def test_plans_that_divide_what_is_computed_of_several_columns_are_refused(
@@ -111,15 +114,74 @@ def test_plans_that_divide_what_is_computed_of_several_columns_are_refused(
         check_module(config, Recipe(module=module), 2, module, Batch((torch.ones(2, 5),), None, None, 2))
 
 
+class Force(Gated):
+    """Takes a gradient in its forward pass."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            energy = super().forward(x)
+            return energy + torch.autograd.grad(energy.sum(), x, retain_graph=True)[0].sum(1)
+
+
+class Sparse(Gated):
+    """Returns more than what can be compared."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), x.to_sparse(), torch.complex(x, x)
+
+
+class Forgetful(Between):
+    def train(self, mode: bool = True) -> Any:
+        super().train(mode)
+
+
+class Noisy(Between):
+    """Draws numbers, which are the same in all ranks."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + torch.randn_like(x))
+
+
+class Padded(Masked):
+    """Has a pair of layers behind an encoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(1, 8), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.fc2(self.fc1(super().forward(x)[:, None]).softmax(-1)).squeeze(-1)
+        return out
+
+
+@pytest.mark.parametrize(
+    ("module", "refused"),
+    [
+        (Force(), False),
+        (Sparse(), False),
+        (Gated().half(), False),
+        (Forgetful(nn.functional.normalize), True),
+        (Noisy(nn.functional.normalize), True),
+        (Padded(), True),
+    ],
+)
+def test_right_plans_of_modules_with_their_own_ways_are_taken_and_wrong_ones_refused(
+    module: nn.Module, refused: bool
+) -> None:
+    plan = {**PAIR, **LINEAR} if isinstance(module, Padded) else PAIR
+    config = TrainConfig(task="generic", strategy="mesh", strategy_params={"tensor": 2, "plan": plan})
+    batch = Batch((torch.ones(2, 5, dtype=next(module.parameters()).dtype),), None, None, 2)
+    with pytest.raises(ModuleError, match="differs from") if refused else contextlib.nullcontext():
+        check_module(config, Recipe(module=module), 2, module, batch)
+
+
 def test_a_plan_by_which_the_module_would_return_a_part_is_refused() -> None:
     module = Between(torch.tanh)
     config = TrainConfig(task="regression", strategy="mesh", strategy_params={"tensor": 2, "plan": {"fc2": "colwise"}})
     module.fc3 = cast(Any, nn.AdaptiveAvgPool1d(1))
     with pytest.raises(ModuleError, match="what Between returns differs from that of the whole module"):
         check_module(config, Recipe(module=module), 2, module, Batch((torch.ones(2, 5),), None, None, 2))
-
-
-LINEAR = {"encoder.layers.*.linear1": "colwise", "encoder.layers.*.linear2": "rowwise"}
 
 
 @pytest.mark.parametrize(
@@ -129,7 +191,7 @@ LINEAR = {"encoder.layers.*.linear1": "colwise", "encoder.layers.*.linear2": "ro
         (Gated, {"fc2": "rowwise"}, "'fc2' is divided by 'rowwise' and gets 8 features in each of 2 ranks, not 4"),
         (ByKeyword, PAIR, "'fc1' is divided, and its input is passed by keyword"),
         (Masked, {"encoder.layers.*.linear1": "colwise"}, r"'encoder\.layers\.0\.linear2' fails"),
-        (Branching, PAIR, "in each of 2 ranks, Branching fails with a part .* of 'fc1': mat1 and mat2"),
+        (Branching, PAIR, "in each of 2 ranks, Branching, in evaluation, fails with a part .* of 'fc1': mat1 and mat2"),
         (Gated, PAIR, ""),
         (Gated, {"fc1": "colwise_gather_output"}, ""),
         (Masked, LINEAR, ""),

@@ -213,6 +213,11 @@ def test_a_loss_takes_probabilities_if_scores_are_none_to_it(loss: type[nn.Modul
     assert Loss(loss(), {}).takes_probabilities is takes
 
 
+def test_probabilities_are_refused_without_values_too() -> None:
+    with pytest.raises(ModuleError, match="BCELoss takes probabilities"):
+        dry_run(Recipe(module=Logit, loss="BCELoss"), "classification", 0, FEATURES, CLASS, values=False)
+
+
 @pytest.mark.parametrize(
     ("module", "name", "tensor", "hint"),
     [

@@ -152,8 +152,7 @@ def test_an_optimizer_is_a_name_a_path_or_a_factory(name: Any, kind: type) -> No
         ("AdamW", {"fused": False}, False),
         ("AdamW", {"foreach": True}, None),
         ("RMSprop", {}, None),
-        ("SGD", {}, True),
-        ("SGD", {"momentum": 0.9}, None),
+        ("SGD", {}, None),
         (lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr), {}, None),
     ],
 )
