@@ -5,6 +5,7 @@
 # make test-gpu   runs what a GPU can show, on a machine that has one: docs/gpu.md
 # make test-faults   of these, those that kill, stop and cut off what a fit runs on
 # make test-wheel   builds the wheel, and fits and scores with it in a fresh environment without extras
+# make test-slow   runs the three that take minutes, or gigabytes
 # make test-petastorm   runs the tests on the older stack, Spark 3.5 beside the real Petastorm
 # All set up what they need first.
 
@@ -30,7 +31,7 @@ UNTIMED := not slow and not clock
 AT_EACH_CHANGE := $(UNTIMED) and not landing
 
 .PHONY: setup demo test test-all test-unit test-dist test-dist-shared test-dist-rest test-spark test-spark-ml test-spark-rest test-faults test-paths test-clock test-device test-gpu nvidia test-petastorm \
-	test-petastorm-core test-petastorm-paths test-wheel test-demo coverage lint zip mlflow clean
+	test-petastorm-core test-petastorm-paths test-wheel test-demo test-slow coverage lint zip mlflow clean
 
 setup: $(VENV)/.done
 
@@ -148,6 +149,9 @@ coverage: setup zip
 
 test-wheel: setup
 	scripts/wheel.sh $(abspath $(BIN)/python)
+
+test-slow: setup zip $(VENV)/spark.jsa
+	$(BIN)/python -m pytest -m slow tests
 
 test-faults: setup $(VENV)/spark.jsa
 	$(BIN)/python -m pytest -m "$(UNTIMED)" tests/faults
