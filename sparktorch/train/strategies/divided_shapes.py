@@ -182,8 +182,10 @@ class _Comparison:
         except ModuleError:
             raise
         except Exception as error:
-            if self._unknown or differs or not self.divided:
-                return "" if self._unknown or not differs else differs[0]
+            if self._unknown or not self.divided:
+                return ""
+            if differs:
+                return differs[0]
             raise _fails(f"{type(self._module).__name__}, in evaluation,", self._size, self.divided, error) from error
         if self._unknown or not _equal(drawn, self._drawn):
             return ""

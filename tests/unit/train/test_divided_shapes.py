@@ -155,12 +155,17 @@ class Padded(Masked):
         return out
 
 
+def rounded(hidden: torch.Tensor) -> torch.Tensor:
+    """As kernels round that compute other shapes in another order: by two steps of float16."""
+    return hidden * (1.002 if hidden.shape[-1] < 8 else 1.0)
+
+
 @pytest.mark.parametrize(
     ("module", "refused"),
     [
         (Force(), False),
         (Sparse(), False),
-        (Gated().half(), False),
+        (Between(rounded).half(), False),
         (Forgetful(nn.functional.normalize), True),
         (Noisy(nn.functional.normalize), True),
         (Padded(), True),
