@@ -69,7 +69,6 @@ def is_folder(value: Any) -> bool:
     return isinstance(value, os.PathLike) or (isinstance(value, str) and (os.sep in value or Path(value).is_dir()))
 
 
-@functools.lru_cache
 def _of_transformers(kind: type) -> bool:
     return any(base.__module__.partition(".")[0] == "transformers" for base in kind.__mro__)
 
