@@ -166,6 +166,18 @@ def test_a_session_that_was_stopped_is_told_where_pyspark_fails_once_more() -> N
         assert "the Spark session was stopped during the fit" in str(RootCause(watch(server, 2)).of(again))
 
 
+@pytest.mark.parametrize("before", ["", "pyarrow.lib.ArrowInvalid: no schema\n\nDuring it, another one occurred:\n"])
+def test_rows_that_broke_off_are_told_so_where_nothing_else_is_known(before: str) -> None:
+    raised = (
+        "Traceback (most recent call last):\n  File\nsparktorch.spark.launch.rank_task.StreamBrokenError: no schema\n"
+    )
+    with control_server() as server:
+        found = str(
+            RootCause(watch(server, 2)).of(RuntimeError(f"Traceback (most recent call last):\n{before}{raised}"))
+        )
+    assert "the rows that Spark sends to a rank broke off: no schema" in found
+
+
 @pytest.mark.parametrize(
     ("message", "said"),
     [

@@ -239,12 +239,7 @@ def test_numbers_of_a_dtype_that_a_layer_refuses_are_told_the_option(
 
 def test_columns_of_two_dtypes_are_told_to_have_one() -> None:
     with pytest.raises(ModuleError) as caught:
-        trial(
-            Two,
-            "MSELoss",
-            "regression",
-            {"column 'a'": torch.ones(2, 5), "column 'b'": torch.ones(2, 5).double()},
-        )
+        trial(Two, "MSELoss", "regression", {"column 'a'": torch.ones(2, 5), "column 'b'": torch.ones(2, 5).double()})
     assert "columns are float32 and float64: give them one dtype" in caught.value.hint
 
 
