@@ -1,7 +1,7 @@
 """Seconds a step of strategy "mesh", beside the same model divided by hand with torch's own functions.
 
-Spawned Gloo ranks without Spark, one torch thread each, in groups that sparktorch opens; the sides take turns in the
-same processes, as in `benchmarks.loop`. By hand, ranks that share layers draw the same rows from tensors in memory,
+Spawned Gloo ranks without Spark, one torch thread each, in groups that sparktorch opens; the sides take turns, each in
+processes of its own. By hand, ranks that share layers draw the same rows from tensors in memory,
 where those of sparktorch exchange their rows: both sides compute on as many. Stages begin with the same layers, and
 pass on as many micro-batches by the same schedule, 1F1B. Encoders are `torch.nn`'s here, and by hand ones of linear
 layers, which `parallelize_module` can divide.
@@ -244,18 +244,21 @@ def main() -> None:
     """Measures, prints and writes the result."""
     options = arguments(__doc__ or "")
     rounds, epochs = 2 if options.quick else 5, 2
-    with workspace(), Ranks(4) as ranks:
+    samples: dict[str, list[float]] = {}
 
-        def side(body: Callable[..., float], case: Case) -> float:
-            return 1000 * statistics.fmean(ranks.first(case.ranks, body, case, epochs))
+    def milliseconds(ranks: Ranks, body: Callable[..., float], case: Case) -> float:
+        return 1000 * statistics.fmean(ranks(body, case, epochs))
 
-        sides = {
-            f"{name}: {kind}": partial(side, body, case)
-            for name, case in CASES.items()
-            for kind, body in (("mesh", ours), ("by hand", by_hand))
-        }
-        interleave(sides, 1)  # warms up
-        samples = interleave(sides, rounds)
+    with workspace():
+        for name, case in CASES.items():
+            # Each side has its own processes, for what one leaves in a process's memory is no longer free to the other.
+            with Ranks(case.ranks) as one, Ranks(case.ranks) as other:
+                sides = {
+                    f"{name}: {kind}": partial(milliseconds, ranks, body, case)
+                    for kind, ranks, body in (("mesh", one, ours), ("by hand", other, by_hand))
+                }
+                interleave(sides, 1)  # warms up
+                samples |= interleave(sides, rounds)
 
     def ratio(one: str, other: str) -> float:
         """Returns the median over rounds, in each of which all sides had their turn."""

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import ctypes
+import math
+import resource
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
-__all__ = ["given_back", "trim"]
+__all__ = ["available_bytes", "given_back", "trim"]
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 _LARGEST = 32 << 20  # to which glibc raises the second by itself, and twice of it the first
+
+# Of both versions of control groups: the folder of all; of a group its limit, its use, and in `memory.stat` the part of
+# its use that is the kernel's cache of files.
+_GROUPS = {
+    "": ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    "memory": ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
 
 
 def trim() -> None:
@@ -20,13 +30,57 @@ def trim() -> None:
         call(0)
 
 
+def available_bytes() -> float:
+    """Returns how many bytes this process may still take, as far as the system tells; infinite if it does not.
+
+    The least of what the machine has available, and what is left of the limits of the control groups that the process
+    is in (containers, such as those of YARN and Kubernetes) and of its address space (`spark.executor.pyspark.memory`).
+    """
+    left = [math.inf]
+    with suppress(OSError):
+        left.append(1024 * _field(Path("/proc/meminfo"), "MemAvailable:"))
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, kinds, path = line.split(":", 2)
+            left += [_left(folder, kinds) for folder in _folders(path, kinds)]
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        with suppress(OSError):
+            left.append(limit - 1024 * _field(Path("/proc/self/status"), "VmSize:"))
+    return max(0, min(left))
+
+
+def _folders(path: str, kinds: str) -> list[Path]:
+    """Returns the folders of a control group and of those that it is in; none if its kinds do not limit memory."""
+    if kinds not in _GROUPS:
+        return []
+    root = Path(_GROUPS[kinds][0])
+    own = root / path.lstrip("/")  # not there if the container sees its own group as the root
+    return [folder for folder in (own, *own.parents) if folder.is_relative_to(root)]
+
+
+def _left(folder: Path, kinds: str) -> float:
+    """Returns how many bytes a control group has left; infinite if it has no limit."""
+    _, limit, used, cache = _GROUPS[kinds]
+    try:
+        most, taken = (folder / limit).read_text().strip(), int((folder / used).read_text())
+        return math.inf if most == "max" else int(most) - taken + _field(folder / "memory.stat", cache)
+    except OSError:
+        return math.inf
+
+
+def _field(path: Path, name: str) -> int:
+    """Returns the number after a name at the start of a line, 0 if there is none."""
+    return next((int(line.split()[1]) for line in path.read_text().splitlines() if line.split()[0] == name), 0)
+
+
 @contextmanager
 def given_back(least: int) -> Iterator[None]:
     """Context in which blocks of at least so many bytes are given back to the system as soon as they are freed.
 
     glibc keeps blocks of up to 32 MiB for later ones, and often cannot use them: torch asks for aligned memory, which a
-    freed block of the same size does not hold. Ranks that gather parameters, and free them again, grow by several times
-    the model. A block of one's own costs the time to map it.
+    freed block of the same size does not hold. Ranks that gather parameters, and free them again, grow by up to five
+    times the model. A block of one's own costs the time to map it, which may double that of a step.
 
     Args:
         least: Size in bytes.

@@ -15,6 +15,7 @@ class World:
         rank: This rank, `0 <= rank < world_size`.
         world_size: Number of ranks.
         local_rank: This rank's index among the ranks on its host.
+        local_size: Number of the job's ranks on its host.
         host: The host as the cluster manager names it.
         address: The local IP address that reaches the other ranks; empty to let torch choose.
         device: The torch device this rank trains on, `"cpu"` or an accelerator with its index, such as `"cuda:1"`.
@@ -24,6 +25,7 @@ class World:
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
+    local_size: int = 1
     host: str = "localhost"
     address: str = ""
     device: str = "cpu"

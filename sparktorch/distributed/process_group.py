@@ -82,7 +82,7 @@ def process_group(
         dist.destroy_process_group()
     # A group's keys have its number in this process. One that could not be opened has counted, in this process alone.
     dist.distributed_c10d._world.group_count = 0
-    with opening(world.address):
+    with opening(world):
         try:
             dist.init_process_group(
                 backend_of(world.device),
@@ -155,7 +155,7 @@ def subgroup(world: World, groups: list[list[int]]) -> dist.ProcessGroup:
         groups: The ranks of each group, ascending; every rank is in one of them.
     """
     (own,) = (ranks for ranks in groups if world.rank in ranks)
-    with opening(world.address):
+    with opening(world):
         # NCCL splits the default group, in which every rank takes part once. No rank opens groups of others.
         group: Any = dist.new_group(own, use_local_synchronization=True)
     _calm_gloo()
@@ -206,18 +206,24 @@ def attach(resource: AbstractContextManager[Any]) -> None:
 
 
 @contextmanager
-def opening(address: str) -> Iterator[None]:
+def opening(world: World) -> Iterator[None]:
     """Context with the environment variables that Gloo and NCCL read on opening a group; keeps the user's own values.
 
-    Gloo and NCCL use the network interface that has `address`, instead of guessing by host name or taking the first
-    one. torch's NCCL watchdog threads do not end the process on an error of a collective or of CUDA, or on a hang: they
-    would do so before the rank could report it. The monitor on the driver finds stalled ranks. The variables and
-    `ErrorHandlingMode` are in torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp.
+    Gloo and NCCL use the network interface that has the rank's address, instead of guessing by host name or taking the
+    first one. torch's NCCL watchdog threads do not end the process on an error of a collective or of CUDA, or on a
+    hang: they would do so before the rank could report it. The monitor on the driver finds stalled ranks. The variables
+    and `ErrorHandlingMode` are in torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp.
+
+    Ranks on CPUs record no collectives. torch's flight recorder would keep a few small objects of each of the last 2000
+    (torch/csrc/distributed/c10d/FlightRecorder.hpp), which lie in the host's memory between what a step frees: the C
+    library then cannot use it for the next step, and a rank grows by several times the model.
     """
-    name = _interface_of(address) if address else None
+    name = _interface_of(world.address) if world.address else None
     wanted = {"TORCH_NCCL_RETHROW_CUDA_ERRORS": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
     if "NCCL_ASYNC_ERROR_HANDLING" not in os.environ:  # its older name
         wanted["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+    if is_host(world.device) and "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the older name
+        wanted["TORCH_FR_BUFFER_SIZE"] = "0"
     if name is not None:
         wanted |= {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}  # NCCL takes a prefix without the "="
     ours = {key: value for key, value in wanted.items() if key not in os.environ}

@@ -48,7 +48,7 @@ def torchrun_environment(world: World, client: Client, *, hosts_store: bool = Fa
         "RANK": world.rank,
         "LOCAL_RANK": world.local_rank,
         "WORLD_SIZE": world.world_size,
-        "LOCAL_WORLD_SIZE": hosts.count(world.host),
+        "LOCAL_WORLD_SIZE": world.local_size,
         "GROUP_RANK": names.index(world.host),
         "GROUP_WORLD_SIZE": len(names),
         "ROLE_RANK": world.rank,
@@ -62,7 +62,7 @@ def torchrun_environment(world: World, client: Client, *, hosts_store: bool = Fa
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", world.threads),
     }
-    with left_as_before(), opening(world.address):
+    with left_as_before(), opening(world):
         os.environ.update({name: str(value) for name, value in values.items()})
         yield
         if hosts_store:

@@ -98,9 +98,8 @@ class RankTask:
             try:
                 gpus = context.resources().get("gpu")
                 addresses = gpus.addresses if gpus else []
-                hosts = [info.address for info in context.getTaskInfos()]
-                local = [host_of(host) for host in hosts].count(world.host)
-                device = choose_device(self._device, addresses, local_rank=world.local_rank, local_size=local)
+                place = {"local_rank": world.local_rank, "local_size": world.local_size}
+                device = choose_device(self._device, addresses, **place)
                 body: Body = sent.load()
                 rows = unbroken(batches) if self._streamed else batches
                 result = body(rows, world=replace(world, device=device), client=client)
@@ -135,6 +134,7 @@ def _world(context: BarrierTaskContext, world_size: int) -> World:
         rank=rank,
         world_size=world_size,
         local_rank=hosts[:rank].count(hosts[rank]),
+        local_size=hosts.count(hosts[rank]),
         host=hosts[rank],
         threads=max(1, context.cpus()),
     )

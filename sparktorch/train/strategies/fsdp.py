@@ -20,7 +20,7 @@ from torch import nn
 
 from sparktorch.base.config import TrainConfig, at_least, one_of
 from sparktorch.base.devices import download, is_host
-from sparktorch.base.host_memory import given_back
+from sparktorch.base.host_memory import available_bytes, given_back
 from sparktorch.distributed.process_group import attach
 from sparktorch.errors import ConfigError, ModuleError, nearest
 from sparktorch.train.dtensor import local, unviewed, whole
@@ -36,6 +36,7 @@ _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 S = TypeVar("S", bound="ShardingOptions")
 
 _LEAST_BYTES = 1 << 20  # of a block of host memory that is worth giving back
+_KEPT = 6  # times the model: more than what a rank grows by if freed blocks are kept
 
 _OF_WHOLE_PARAMETERS = {"Adafactor", "Muon", "Rprop"}
 
@@ -161,7 +162,8 @@ class Zero3(Strategy[S]):
         )
         if is_host(self._device):
             largest = [max(p.nbytes for p in part.parameters()) for part in parts]
-            if max(largest, default=0) >= _LEAST_BYTES:
+            kept = _KEPT * self._world.local_size * sum(p.nbytes for p in module.parameters())
+            if max(largest, default=0) >= _LEAST_BYTES and kept > available_bytes():
                 attach(given_back(max(_LEAST_BYTES, min(largest) // (2 * self.mesh.size(-1)))))
         for part in [*parts, module]:
             self.materialise(part)

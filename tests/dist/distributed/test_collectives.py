@@ -140,3 +140,12 @@ def test_a_rank_that_cannot_go_on_says_why_and_the_others_do_not_wait(what: str,
     first, second = in_group(2, _wrong, what)
     assert first == says
     assert second == f"DistError: {'scatter' if what == 'few' else 'all_gather'}: rank 0 cannot go on"
+
+
+def _recorded(world: World) -> bool:
+    torch.distributed.all_reduce(torch.ones(2))
+    return b"all_reduce" in torch._C._distributed_c10d._dump_fr_trace_json(True, False)
+
+
+def test_ranks_on_cpus_keep_nothing_of_their_collectives() -> None:
+    assert in_group(2, _recorded) == [False, False]

@@ -1,7 +1,10 @@
-"""A rank that gathers parameters takes no more memory from step to step."""
+"""A rank that gathers parameters takes no more memory from step to step, or none anew, as its host has it."""
 
 from __future__ import annotations
 
+import resource
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,8 @@ from sparktorch.train.strategies.registry import build_strategy
 from tests.support.ranks import in_group
 
 WIDTH, LAYERS = 1024, 4
-MODEL = LAYERS * WIDTH**2 * 4 / 1e6
+MODEL = LAYERS * WIDTH**2 * 4
+FILLED, ROOMY = 100_000, 1  # ranks on a host
 
 
 class Deep(nn.Sequential):
@@ -24,15 +28,20 @@ class Deep(nn.Sequential):
         super().__init__(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
 
 
-def _most() -> float:
-    """Returns the most MB that this process has taken."""
-    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 1e3
+def _most() -> int:
+    """Returns the most bytes that this process has taken."""
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
 
 
-def _grown(world: World, strategy: str, options: dict[str, Any]) -> float:
-    """Returns by how many MB a rank's memory grows from the fourth step to the tenth."""
+def _mapped() -> int:
+    """Returns how many bytes of memory this process has been given, again and again."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt * resource.getpagesize()
+
+
+def _grown(world: World, strategy: str, options: dict[str, Any], on_host: int, count: Callable[[], int]) -> int:
+    """Returns by how much a count grows from the fourth step to the tenth."""
     config = TrainConfig(strategy=strategy, strategy_params={"min_parameters": WIDTH, **options})
-    shared = build_strategy(config, world)
+    shared = build_strategy(config, replace(world, local_size=on_host))
     plain = Recipe(module=Deep).build_module(0)
     module = shared.prepare(plain)
     optimizer = shared.optimizer(Recipe(module=Deep, optimizer="SGD"), plain)
@@ -41,11 +50,22 @@ def _grown(world: World, strategy: str, options: dict[str, Any]) -> float:
         optimizer.zero_grad()
         module(torch.ones(8, WIDTH)).sum().backward()
         optimizer.step()
-        took.append(_most())
+        took.append(count())
     return took[-1] - took[3]
 
 
+STRATEGIES = pytest.mark.parametrize(
+    ("strategy", "options"), [("zero2", {}), ("zero3", {}), ("mesh", {"shard": 2})], ids=["zero2", "zero3", "mesh"]
+)
+
+
 @pytest.mark.landing
-@pytest.mark.parametrize(("strategy", "options"), [("zero2", {}), ("zero3", {}), ("mesh", {"shard": 2})])
-def test_steps_do_not_make_a_rank_grow(strategy: str, options: dict[str, Any]) -> None:
-    assert max(in_group(2, _grown, strategy, options)) < 0.25 * MODEL
+@STRATEGIES
+def test_steps_do_not_make_a_rank_grow_on_a_host_that_ranks_fill(strategy: str, options: dict[str, Any]) -> None:
+    assert max(in_group(2, _grown, strategy, options, FILLED, _most)) < 0.25 * MODEL
+
+
+@pytest.mark.landing
+@STRATEGIES
+def test_steps_are_given_little_memory_anew_on_a_host_with_room(strategy: str, options: dict[str, Any]) -> None:
+    assert max(in_group(2, _grown, strategy, options, ROOMY, _mapped)) < 15 * MODEL

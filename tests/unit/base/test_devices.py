@@ -112,17 +112,22 @@ def test_a_failure_is_told_while_the_group_still_stands(tmp_path: Path) -> None:
 def test_variables_are_set_while_a_group_opens_and_the_users_own_stand(monkeypatch: pytest.MonkeyPatch) -> None:
     watches = ("ASYNC_ERROR_HANDLING", "RETHROW_CUDA_ERRORS", "ENABLE_MONITORING")
     ours = (*(f"TORCH_NCCL_{name}" for name in watches), "NCCL_SOCKET_IFNAME")
-    for name in (*ours, "GLOO_SOCKET_IFNAME", "NCCL_ASYNC_ERROR_HANDLING"):
+    older = ("NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+    for name in (*ours, *older, "GLOO_SOCKET_IFNAME", "TORCH_FR_BUFFER_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    with opening("127.0.0.1"):
+    with opening(World(address="127.0.0.1")):
         assert [os.environ[name] for name in ours] == ["0", "0", "0", "=lo"]
         assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
-    assert not [name for name in ours if name in os.environ]
+        assert os.environ["TORCH_FR_BUFFER_SIZE"] == "0"
+    assert not [name for name in (*ours, "TORCH_FR_BUFFER_SIZE") if name in os.environ]
+    with opening(World(device="cuda:0")):
+        assert "TORCH_FR_BUFFER_SIZE" not in os.environ
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
-    monkeypatch.setenv("NCCL_ASYNC_ERROR_HANDLING", "1")  # its older name
-    with opening("127.0.0.1"):
+    for name in older:
+        monkeypatch.setenv(name, "1")
+    with opening(World(address="127.0.0.1")):
         assert os.environ["NCCL_SOCKET_IFNAME"] == "eth7"
-        assert ours[0] not in os.environ
+        assert not {ours[0], "TORCH_FR_BUFFER_SIZE"} & set(os.environ)
     assert os.environ["NCCL_SOCKET_IFNAME"] == "eth7"
 
 
