@@ -119,7 +119,10 @@ class RootCause:
         self, server: ControlServer, rank: int, beat: dict[str, Any], message: str, executor: re.Match[str] | None
     ) -> RankLostError:
         what = f"rank {rank} died while {beat['phase']}, without an error of its own"
-        hint = "it was killed, or crashed in native code; see the executor's log on that host"
+        hint = (
+            "it was killed, or crashed in native code, as Gloo does where ranks call different collectives: see the "
+            "executor's log on that host"
+        )
         short = self._out_of_memory(server, beat["host"])
         held = f"it held {beat['memory'] / _GIB:.1f} GiB at its last beat: {_MORE_MEMORY}"
         if re.search(_MEMORY, message) or (short and executor is None):
