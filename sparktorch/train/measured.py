@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from sparktorch.train.flops import flop_counter
 from sparktorch.train.strategies.sequence_parallel import outermost
 from sparktorch.train.strategies.tensor_parallel import DIVIDED
 
-__all__ = ["kept", "operations"]
+__all__ = ["kept", "kept_around", "operations"]
 
 
 def operations(engine: Engine, batch: Batch) -> Counter[str]:
@@ -72,6 +73,68 @@ def kept(engine: Engine, batch: Batch) -> dict[str, int]:
     return record.found
 
 
+def kept_around(engine: Engine, batch: Batch, units: Iterable[nn.Module]) -> dict[str, int]:
+    """Returns the bytes that are kept of a batch if parts compute theirs again backward.
+
+    Returns:
+        As "", what is kept from forward to backward: what is outside the parts, and their inputs; as "again", the most
+        that a part computes again.
+    """
+    module = engine.unwrapped
+    around = _Around({_storage(tensor) for tensor in [*module.parameters(), *module.buffers(), *batch.tensors]})
+    hooks = []
+    for unit in units:
+        hooks.append(unit.register_forward_pre_hook(around.enter, with_kwargs=True))
+        hooks.append(unit.register_forward_hook(around.leave))
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(around.pack, lambda tensor: tensor):
+            engine.losses_of(engine.module, batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {"": around.kept, "again": around.most}
+
+
+class _Around:
+    """What is kept around parts of a module, and at most within one."""
+
+    def __init__(self, seen: set[int | None]) -> None:
+        self.kept, self.most = 0, 0
+        self._seen, self._depth, self._within = seen, 0, 0
+        self._here: set[int | None] = set()  # what the part now has kept within
+        self._tensors: list[torch.Tensor] = []
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage, size = _storage(tensor), _nbytes(tensor)
+        self._tensors.append(tensor)  # no other storage gets this address
+        if not self._depth:
+            self._keep(tensor)
+        elif storage is not None and storage not in self._seen | self._here:
+            self._here.add(storage)
+            self._within += size
+        return tensor
+
+    def enter(self, part: nn.Module, args: Any, kwargs: Any) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            self._within, self._here = 0, set()
+            for each in pytree.tree_leaves((args, kwargs)):
+                if isinstance(each, torch.Tensor):
+                    self._tensors.append(each)
+                    self._keep(each)
+
+    def leave(self, part: nn.Module, args: Any, output: Any) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self.most = max(self.most, self._within)
+
+    def _keep(self, tensor: torch.Tensor) -> None:
+        storage = _storage(tensor)
+        if storage is not None and storage not in self._seen:
+            self._seen.add(storage)
+            self.kept += _nbytes(tensor)
+
+
 class _Record:
     """What is kept of a forward pass, and hooks that tell it which part computes."""
 
@@ -90,7 +153,7 @@ class _Record:
             begun = "" if storage in self._inputs else self._current
             around = "" if storage in self._besides else self._around
             for name in {"", begun, around}:
-                self.found[name] += tensor.untyped_storage().nbytes()
+                self.found[name] += _nbytes(tensor)
         return tensor
 
     def before(self, part: nn.Module, args: Any, kwargs: Any, *, name: str) -> None:
@@ -117,6 +180,10 @@ class _Record:
 
 def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
     return [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else 0
 
 
 def _storage(tensor: torch.Tensor) -> int | None:

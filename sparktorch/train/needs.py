@@ -21,6 +21,7 @@ class Need:
         state: Its optimizer state.
         gathered: Parameters of other workers that it has at the same time.
         activations: What a forward pass keeps for the backward pass, and its inputs.
+        on_host: What of this is in the host's memory, not in that of its device.
         sent: What it sends in a step.
         operations: Floating-point operations of a step, forward and backward; of a pipeline, those of the worker with
             most.
@@ -35,6 +36,7 @@ class Need:
     state: int = 0
     gathered: int = 0
     activations: int = 0
+    on_host: int = 0
     sent: int = 0
     operations: int = 0
     bubble: float = 0.0
@@ -42,8 +44,8 @@ class Need:
 
     @property
     def total(self) -> int:
-        """Bytes that it needs at once, but for what kernels and allocators take."""
-        return self.parameters + self.gradients + self.state + self.gathered + self.activations
+        """Bytes that it needs at once, of its device if it has one, but for what kernels and allocators take."""
+        return self.parameters + self.gradients + self.state + self.gathered + self.activations - self.on_host
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -89,6 +91,8 @@ class Plan:
             fits = "" if self.memory is None else "fits" if need.total <= self.memory else "too large"
             figures = ["-"] * len(names) if need.refused else [_bytes(getattr(need, name)) for name in names]
             seconds = self.seconds(need)
+            if need.on_host:
+                fits = f"{fits}, {_bytes(need.on_host)} in the host's memory".removeprefix(", ")
             times = [] if not timed else ["-"] if seconds is None else [_milliseconds(seconds)]
             table.append([title, *figures, *times, need.refused or fits])
         widths = [max(len(line[i]) for line in table) for i in range(len(table[0]) - 1)]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +25,7 @@ from sparktorch.base.world import World
 from sparktorch.errors import ConfigError, SparkTorchError
 from sparktorch.train.checkpoint.tensors import create_optimizer_state, own_optimizer
 from sparktorch.train.engine import Engine
-from sparktorch.train.measured import kept, operations
+from sparktorch.train.measured import kept, kept_around, operations
 from sparktorch.train.needs import Need, Plan
 from sparktorch.train.pipeline.setup import staged
 from sparktorch.train.recipe.recipe import Recipe
@@ -143,6 +144,13 @@ class _Measured:
         less, more = (kept(engine, _rows_of(first, rows)) for rows in (_ROWS, 2 * _ROWS))
         self._kept = {name: (more[name] - less[name]) // _ROWS for name in more}  # of a row
         self._kept_once = max(0, 2 * less[""] - more[""])  # of any rows, such as the weights as autocast has them
+        self._around = {}
+        with suppress(SparkTorchError):  # `need` says why the options do not fit
+            _, options = strategy_for(self._config.strategy, self._config.strategy_params)
+            if isinstance(options, ShardingOptions) and options.activation_checkpointing:
+                parts = units(self._module, options)
+                less, more = (kept_around(engine, _rows_of(first, rows), parts) for rows in (_ROWS, 2 * _ROWS))
+                self._around = {name: (more[name] - less[name]) // _ROWS for name in more}
         self._operations = operations(engine, _rows_of(first, _ROWS))
         create_optimizer_state(engine.optimizer)
         self._state = {
@@ -224,15 +232,21 @@ class _Measured:
         together = tensor * pipeline  # workers with the same rows
         sent += self._share * tensor * reduced(self._exchanged(plan, tensor, by_positions), tensor)
         sent += self._share * together * (_gathered(self._inputs, together) + 2 * passed)
+        again = 0.0
+        if known.activation_checkpointing:
+            again = pipeline / known.count if pipeline > 1 else 1.0
+        own_gradients = sum(kept[p] for p in trained)
+        state = sum(int(self._state.get(p, 0) * kept[p] / max(p.nbytes, 1)) for p in trained)
+        state += self._averages(own_gradients)
         return Need(
             strategy=strategy,
             options=options,
             parameters=sum(kept.values()) + self._buffers,
-            gradients=gradients if whole_gradients else sum(kept[p] for p in trained),
-            state=sum(int(self._state.get(p, 0) * kept[p] / max(p.nbytes, 1)) for p in trained)
-            + self._averages(sum(kept[p] for p in trained)),
+            gradients=gradients if whole_gradients else own_gradients,
+            state=state,
+            on_host=sum(kept.values()) + state + (0 if whole_gradients else own_gradients) if known.cpu_offload else 0,
             gathered=gathered,
-            activations=self._activations(plan, tensor, pipeline, at_once, by_positions)
+            activations=self._activations(plan, tensor, pipeline, at_once, by_positions, again)
             + (0 if known.param_dtype else in_flight * self._kept_once // (tensor * pipeline)),
             sent=sent,
             operations=int(slowest * self._of_step(plan, tensor, 4 if known.activation_checkpointing else 3)),
@@ -274,19 +288,26 @@ class _Measured:
         pipeline: int = 1,
         at_once: float = 1.0,
         by_positions: Sequence[str] = (),
+        again: float = 0.0,
     ) -> int:
         """Returns the bytes of the activations and inputs of a worker, which has the rows of all that share them.
 
         What is between a layer with a divided output and one with a divided input is divided, too, and so is what is
         within attention, and all that is within the parts `by_positions`. Behind a layer that returns a worker's own
         rows, it has these. Of a pipeline, it has an equal part of the activations, of the share `at_once` of the rows.
+        Units that compute theirs again keep their inputs, and one of them at a time its activations, of the share
+        `again` of the rows.
         """
         styles = ((name, style) for name, style in (plan or {}).items() if not is_below(name, by_positions))
         divided = [name for name, style in styles if style in ("colwise", OWN_ROWS, HEADS)]
         divided += [f"{name}:within" for name in by_positions]
         within = sum(self._kept.get(name, 0) for name in divided)
         kept = tensor * (self._kept[""] - within) + within
-        return int(self.rows * (kept * at_once + tensor * pipeline * self._inputs))
+        of_unit = 0.0
+        if again:
+            divided_by = self._kept[""] / max(kept, 1)
+            of_unit, kept = self._around["again"] / divided_by, int(self._around[""] / divided_by)
+        return int(self.rows * (kept * at_once + of_unit * again + tensor * pipeline * self._inputs))
 
     def _of_step(self, plan: Mapping[str, str] | None = None, tensor: int = 1, forwards: int = 3) -> int:
         """Returns the operations of a worker in a step; a backward pass has twice those of a forward pass.

@@ -5,11 +5,13 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
 from sparktorch.base.batch import Batch
 from sparktorch.base.config import TrainConfig
@@ -129,6 +131,53 @@ def of_zero3(recipe: Recipe, first: Batch, config: TrainConfig, **options: Any) 
         each for each in plan(recipe, config, 2, first).needs if each.options == options and each.strategy == "zero3"
     ]
     return found
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + cast(torch.Tensor, self.narrow(nn.functional.gelu(self.wide(self.norm(x)))))
+
+
+class Blocks(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(100, 64), *(Block(64) for _ in range(6)), nn.Linear(64, 1))
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "computed again"])
+def test_activations_are_as_many_as_torch_finds_at_the_peak_of_a_step(again: bool) -> None:
+    module, rows = Blocks(), 256
+    if again:
+        apply_activation_checkpointing(module, check_fn=lambda part: isinstance(part, Block))
+    tracker = MemTracker()
+    tracker.track_external(module)
+    features, label = torch.ones(rows, 100), torch.ones(rows, 1)
+    with tracker:
+        ((module(features) - label) ** 2).sum().backward()
+    peak = {str(kind): size for kind, size in tracker.get_tracker_snapshot("peak")[torch.device("cpu")].items()}
+    found = peak["_MemRefType.ACT"] + peak["_MemRefType.TEMP"]
+    first = Batch((torch.ones(2, 100),), torch.ones(2, 1), None, 2, names=("x",))
+    config = TrainConfig(task="regression", batch_size=2 * rows)
+    options = {"wrap_classes": ["Block"], "activation_checkpointing": again}
+    need = of_zero3(Recipe(module=Blocks, optimizer="SGD"), first, config, **options)
+    assert need.activations - features.nbytes - label.nbytes == pytest.approx(found, rel=0.1)
+
+
+def test_what_is_offloaded_takes_no_memory_of_the_device() -> None:
+    first = Batch((torch.ones(2, 100),), torch.ones(2, 1), None, 2, names=("x",))
+    config, recipe = TrainConfig(task="regression", batch_size=64), Recipe(module=Blocks, optimizer="AdamW")
+    kept = of_zero3(recipe, first, config, wrap_classes=["Block"])
+    config = replace(config, strategy="zero3", strategy_params={"wrap_classes": ["Block"], "cpu_offload": True})
+    table = plan(recipe, config, 2, first, memory=kept.total - 1)
+    (offloaded,) = [need for need in table.needs if "cpu_offload" in need.options]
+    assert offloaded.on_host == kept.parameters + kept.gradients + kept.state
+    assert offloaded.total == kept.gathered + kept.activations
+    assert "fits, 1.6 MB in the host's memory" in str(table)
+    assert "too large, " not in str(table)
 
 
 def test_averages_and_weights_as_autocast_has_them_are_counted_and_narrow_parameters_are_gathered_as_such() -> None:
