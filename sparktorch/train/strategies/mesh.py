@@ -46,6 +46,7 @@ from sparktorch.train.strategies.tensor_parallel import (
     check_parts_within,
     check_plan,
     divide,
+    left_whole,
 )
 
 __all__ = ["Mesh", "MeshOptions"]
@@ -199,6 +200,12 @@ class Mesh(Zero3[MeshOptions]):
         plan, sizes, sequence = self._options.plan, self._sizes, self._options.sequence
         if sizes.tensor == 1:
             return {}
+        whole = left_whole(module, sizes.tensor) if self._world.is_main and not plan else []
+        if whole:
+            _log.warning(
+                "strategyParams.tensor is %d: %r, and %d other layers, cannot be divided by it and stay whole",
+                *(sizes.tensor, whole[0], len(whole) - 1),
+            )
         return check_plan(module, plan, sizes.tensor, staged=self.runs_passes, sequence=sequence)
 
     def _divide_layers(self, module: nn.Module, styles: Mapping[str, str]) -> dict[str, dict[str, nn.Module]]:

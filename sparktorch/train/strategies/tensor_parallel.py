@@ -39,6 +39,7 @@ __all__ = [
     "check_parts_within",
     "check_plan",
     "divide",
+    "left_whole",
 ]
 
 SUMMED = "sum_gradients"
@@ -269,6 +270,13 @@ def check_plan(
             param=_PARAM,
         )
     return found
+
+
+def left_whole(module: nn.Module, size: int) -> list[str]:
+    """Returns the layers that `check_plan` would divide without a plan, if they were divisible by `size`."""
+    if _own_plan(module, size, staged=False) is not None:
+        return []
+    return [name for pair in _known_pairs(module) if not _all_divide(module, pair, size) for name, _ in pair]
 
 
 def _check_parts(module: nn.Module) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import signal
 from dataclasses import replace
 from functools import partial
@@ -306,6 +307,24 @@ def test_heads_that_are_not_divisible_stay_whole_where_no_plan_names_them() -> N
     attentions = ("self_attn", "multihead_attn")
     assert {name for name, style in decoder.items() if style == "heads"} == set(attentions)
     assert all(decoder[f"{name}.out_proj"] == "rowwise" for name in attentions)
+
+
+def told(world: World, heads: int, plan: dict[str, str]) -> list[str]:
+    """What a rank logs where it divides a layer."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("sparktorch").addHandler(handler)
+    config = heads_job(Encoder, {"tensor": 2}).config
+    Mesh(config, world, MeshOptions(tensor=2, plan=plan)).prepare(nn.TransformerEncoderLayer(12, heads, 8))
+    return lines
+
+
+def test_layers_that_stay_whole_unasked_are_told_once() -> None:
+    said = "strategyParams.tensor is 2: 'self_attn', and 0 other layers, cannot be divided by it and stay whole"
+    assert in_group(2, told, 3, {}) == [[said], []]
+    assert in_group(2, told, 2, {}) == [[], []]
+    assert in_group(2, told, 3, {"linear1": "colwise", "linear2": "rowwise"}) == [[], []]
 
 
 def test_one_row_without_an_axis_of_rows_is_refused() -> None:
