@@ -19,6 +19,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -125,7 +126,8 @@ def loop_by_hand(world: World, case: Case, epochs: int) -> Turn:
 class Turns:
     """The sides of the comparison of loops; each returns its milliseconds a step."""
 
-    def __init__(self, ranks: Mapping[Callable[..., Turn], Ranks], *, quick: bool) -> None:
+    def __init__(self, ranks: Mapping[str, Ranks], *, quick: bool) -> None:
+        """Takes the ranks of each side."""
         self._ranks = ranks
         self._epochs = 2 if quick else 3
         self.losses: dict[str, dict[str, float]] = {}
@@ -142,7 +144,7 @@ class Turns:
         return found
 
     def _take(self, name: str, side: str, body: Callable[..., Turn], case: Case, **options: Any) -> float:
-        turns = self._ranks[body](body, case, self._epochs, **options)
+        turns = self._ranks[side](body, case, self._epochs, **options)
         losses = [turn.loss for turn in turns if not math.isnan(turn.loss)]
         self.losses.setdefault(name, {})[side] = statistics.fmean(losses)
         return 1000 * statistics.fmean(turn.step for turn in turns)
@@ -212,8 +214,9 @@ def main() -> None:
         feeds = Feeds()
         interleave(feeds.sides(), 1)  # warms up
         fed = interleave(feeds.sides(), rounds)
-        with Ranks(RANKS) as loop, Ranks(RANKS) as plain, Ranks(RANKS) as calm:
-            turns = Turns({ours: loop, by_hand: plain, by_hand_calm: calm}, quick=options.quick)
+        with ExitStack() as stack:
+            ranks = {side: stack.enter_context(Ranks(RANKS)) for side in ("loop", "by hand", "our group", *STRATEGIES)}
+            turns = Turns(ranks, quick=options.quick)
             interleave(turns.sides(), 1)
             stepped = interleave(turns.sides(), rounds)
         turns.check()

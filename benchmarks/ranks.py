@@ -103,7 +103,8 @@ class Ranks:
     ) -> list[R]:
         """Calls it in the first `size` ranks, as a world of that size; the others idle."""
         prefix = f"call{next(self._calls)}"
-        worlds = [World(rank=rank, world_size=size, local_rank=rank, address=HOST) for rank in range(size)]
+        here = World(world_size=size, local_size=size, address=HOST)
+        worlds = [replace(here, rank=rank, local_rank=rank) for rank in range(size)]
         places = [Place(world=world, port=self._port, prefix=prefix) for world in worlds]
         running = [
             pool.submit(function, place, *args, **options)

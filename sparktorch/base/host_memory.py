@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -15,12 +16,14 @@ __all__ = ["available_bytes", "given_back", "trim"]
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 _LARGEST = 32 << 20  # to which glibc raises the second by itself, and twice of it the first
 
-# Of both versions of control groups: the folder of all; of a group its limit, its use, and in `memory.stat` the part of
-# its use that is the kernel's cache of files.
+_NO_LIMIT = 1 << 60  # version 1 of control groups has a number for it
+# Of both versions of control groups: the folder of all; of a group its limits, its use, and in `memory.stat` the part
+# of its use that is the kernel's cache of files.
 _GROUPS = {
-    "": ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-    "memory": ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    "": ("/sys/fs/cgroup", ("memory.max", "memory.high"), "memory.current", "inactive_file"),
+    "memory": ("/sys/fs/cgroup/memory", ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
 }
+_UNREADABLE = (OSError, ValueError, IndexError)  # what is not there, or written otherwise
 
 
 def trim() -> None:
@@ -34,44 +37,58 @@ def available_bytes() -> float:
     """Returns how many bytes this process may still take, as far as the system tells; infinite if it does not.
 
     The least of what the machine has available, and what is left of the limits of the control groups that the process
-    is in (containers, such as those of YARN and Kubernetes) and of its address space (`spark.executor.pyspark.memory`).
+    is in, as those of Kubernetes' containers, and of its address space (`spark.executor.pyspark.memory`). 0 in a
+    container of YARN without a control group's limit: YARN counts its use, and no process is told how much it may be.
     """
-    left = [math.inf]
-    with suppress(OSError):
+    left, limits = [math.inf], [math.inf]
+    with suppress(*_UNREADABLE):
         left.append(1024 * _field(Path("/proc/meminfo"), "MemAvailable:"))
-    with suppress(OSError):
+    with suppress(*_UNREADABLE):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, kinds, path = line.split(":", 2)
-            left += [_left(folder, kinds) for folder in _folders(path, kinds)]
+            limits += [_left(folder, kinds) for folder in _folders(path, kinds)]
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY:
-        with suppress(OSError):
+        with suppress(*_UNREADABLE):
             left.append(limit - 1024 * _field(Path("/proc/self/status"), "VmSize:"))
-    return max(0, min(left))
+    if "CONTAINER_ID" in os.environ and min(limits) == math.inf:
+        return 0
+    return max(0, min(left + limits))
+
+
+def _kind(kinds: str) -> str | None:
+    """Returns which entry of `_GROUPS` control groups are of; `None` if they do not limit memory."""
+    return "memory" if "memory" in kinds.split(",") else kinds if kinds in _GROUPS else None
 
 
 def _folders(path: str, kinds: str) -> list[Path]:
-    """Returns the folders of a control group and of those that it is in; none if its kinds do not limit memory."""
-    if kinds not in _GROUPS:
+    """Returns the folders of a control group and of those that it is in; none if they do not limit memory."""
+    kind = _kind(kinds)
+    if kind is None:
         return []
-    root = Path(_GROUPS[kinds][0])
+    root = Path(_GROUPS[kind][0])
     own = root / path.lstrip("/")  # not there if the container sees its own group as the root
     return [folder for folder in (own, *own.parents) if folder.is_relative_to(root)]
 
 
 def _left(folder: Path, kinds: str) -> float:
     """Returns how many bytes a control group has left; infinite if it has no limit."""
-    _, limit, used, cache = _GROUPS[kinds]
-    try:
-        most, taken = (folder / limit).read_text().strip(), int((folder / used).read_text())
-        return math.inf if most == "max" else int(most) - taken + _field(folder / "memory.stat", cache)
-    except OSError:
+    _, names, use, cache = _GROUPS[_kind(kinds) or ""]
+    limit = math.inf
+    for name in names:
+        with suppress(*_UNREADABLE):  # "max" is no number
+            limit = min(limit, int((folder / name).read_text()))
+    if limit >= _NO_LIMIT:
         return math.inf
+    with suppress(*_UNREADABLE):
+        return limit - int((folder / use).read_text()) + _field(folder / "memory.stat", cache)
+    return limit
 
 
 def _field(path: Path, name: str) -> int:
     """Returns the number after a name at the start of a line, 0 if there is none."""
-    return next((int(line.split()[1]) for line in path.read_text().splitlines() if line.split()[0] == name), 0)
+    words = map(str.split, path.read_text(errors="replace").splitlines())
+    return next((int(number[0]) for first, *number in filter(None, words) if first == name), 0)
 
 
 @contextmanager
@@ -79,8 +96,8 @@ def given_back(least: int) -> Iterator[None]:
     """Context in which blocks of at least so many bytes are given back to the system as soon as they are freed.
 
     glibc keeps blocks of up to 32 MiB for later ones, and often cannot use them: torch asks for aligned memory, which a
-    freed block of the same size does not hold. Ranks that gather parameters, and free them again, grow by up to five
-    times the model. A block of one's own costs the time to map it, which may double that of a step.
+    freed block of the same size does not hold. Ranks that gather parameters, and free them again, grow by several times
+    the model. A block of one's own costs the time to map it, which may double that of a step.
 
     Args:
         least: Size in bytes.

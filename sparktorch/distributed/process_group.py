@@ -215,8 +215,9 @@ def opening(world: World) -> Iterator[None]:
     and `ErrorHandlingMode` are in torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp.
 
     Ranks on CPUs record no collectives. torch's flight recorder would keep a few small objects of each of the last 2000
-    (torch/csrc/distributed/c10d/FlightRecorder.hpp), which lie in the host's memory between what a step frees: the C
-    library then cannot use it for the next step, and a rank grows by several times the model.
+    (torch/csrc/distributed/c10d/FlightRecorder.hpp), such as the names of groups, which are long but for the default
+    one's. They lie in the host's memory between the blocks that a step frees: these cannot grow together for the next
+    step, and a rank of a mesh grows by many times the model. torch reads the variable once in a process.
     """
     name = _interface_of(world.address) if world.address else None
     wanted = {"TORCH_NCCL_RETHROW_CUDA_ERRORS": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}

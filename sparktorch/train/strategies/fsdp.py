@@ -28,7 +28,7 @@ from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.base import Strategy
 
 if TYPE_CHECKING:
-    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 __all__ = ["ShardingOptions", "Zero2", "Zero3", "check_optimizer", "units"]
 
@@ -36,7 +36,7 @@ _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 S = TypeVar("S", bound="ShardingOptions")
 
 _LEAST_BYTES = 1 << 20  # of a block of host memory that is worth giving back
-_KEPT = 6  # times the model: more than what a rank grows by if freed blocks are kept
+_KEPT = 16  # times the model: more than what a rank was seen to grow by, but for activations, if it keeps freed blocks
 
 _OF_WHOLE_PARAMETERS = {"Adafactor", "Muon", "Rprop"}
 
@@ -81,6 +81,7 @@ class Zero3(Strategy[S]):
     collective_forward = True
     divides_parameters = True
     _reshard_after_forward = True
+    _bytes = 0  # of the parameters that have been wrapped, as wide as they are gathered or reduced
 
     @classmethod
     def check(cls, config: TrainConfig, recipe: Recipe, options: S) -> None:
@@ -161,10 +162,7 @@ class Zero3(Strategy[S]):
             param_dtype=_DTYPES.get(options.param_dtype or ""), reduce_dtype=_DTYPES.get(options.reduce_dtype or "")
         )
         if is_host(self._device):
-            largest = [max(p.nbytes for p in part.parameters()) for part in parts]
-            kept = _KEPT * self._world.local_size * sum(p.nbytes for p in module.parameters())
-            if max(largest, default=0) >= _LEAST_BYTES and kept > available_bytes():
-                attach(given_back(max(_LEAST_BYTES, min(largest) // (2 * self.mesh.size(-1)))))
+            self._spare_memory(module, parts, policy)
         for part in [*parts, module]:
             self.materialise(part)
             part.register_forward_hook(unviewed, with_kwargs=True)  # before FSDP's, which gathers in backward
@@ -176,6 +174,18 @@ class Zero3(Strategy[S]):
                 offload_policy=CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy(),
             )
         return module
+
+    def _spare_memory(self, module: nn.Module, parts: Sequence[nn.Module], policy: MixedPrecisionPolicy) -> None:
+        """Has blocks of the size of gathered parameters given back to the host once they are freed, if it may be short.
+
+        Half of what is available is left for what is not counted: rows, activations, and what others take later.
+        """
+        widths = [dtype.itemsize for dtype in (policy.param_dtype, policy.reduce_dtype) if dtype is not None]
+        self._bytes += sum(p.numel() * max([p.element_size(), *widths]) for p in module.parameters())
+        largest = [max(p.nbytes for p in part.parameters()) for part in parts]
+        wanted = 2 * _KEPT * self._world.local_size * self._bytes
+        if max(largest, default=0) >= _LEAST_BYTES and wanted > available_bytes():
+            attach(given_back(max(_LEAST_BYTES, min(largest) // (2 * self.mesh.size(-1)))))
 
     def within_forward(self, module: nn.Module, function: Callable[[], Any]) -> Any:
         """Calls the function in place of the module's forward pass, between the hooks that gather its parameters."""

@@ -15,6 +15,7 @@ from torch import nn
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.world import World
 from sparktorch.train.recipe.recipe import Recipe
+from sparktorch.train.strategies.fsdp import _KEPT
 from sparktorch.train.strategies.registry import build_strategy
 from tests.support.ranks import in_group
 
@@ -31,6 +32,12 @@ class Deep(nn.Sequential):
 def _most() -> int:
     """Returns the most bytes that this process has taken."""
     return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
+
+
+def _resident() -> int:
+    """Returns how many bytes this process has, and forgets the most that it had."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _most()
 
 
 def _mapped() -> int:
@@ -69,3 +76,25 @@ def test_steps_do_not_make_a_rank_grow_on_a_host_that_ranks_fill(strategy: str, 
 @STRATEGIES
 def test_steps_are_given_little_memory_anew_on_a_host_with_room(strategy: str, options: dict[str, Any]) -> None:
     assert max(in_group(2, _grown, strategy, options, ROOMY, _mapped)) < 15 * MODEL
+
+
+def _grown_by(world: World, strategy: str, options: dict[str, Any]) -> float:
+    """Returns by how many times the model a rank has grown at most, from before the model was divided."""
+    torch.set_num_threads(1)
+    config = TrainConfig(strategy=strategy, strategy_params={"min_parameters": WIDTH, **options})
+    shared, recipe = build_strategy(config, world), Recipe(module=Deep, optimizer="AdamW")
+    plain = recipe.build_module(0)
+    before = _resident()
+    module = shared.prepare(plain)
+    optimizer = shared.optimizer(recipe, plain)
+    for _ in range(30):
+        optimizer.zero_grad()
+        module(torch.ones(8, WIDTH)).sum().backward()
+        optimizer.step()
+    return (_most() - before) / MODEL
+
+
+@pytest.mark.landing
+@STRATEGIES
+def test_a_rank_on_a_host_with_room_grows_by_less_than_what_it_asks_for(strategy: str, options: dict[str, Any]) -> None:
+    assert max(in_group(2, _grown_by, strategy, options)) < _KEPT

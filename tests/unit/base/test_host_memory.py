@@ -18,7 +18,8 @@ MEBIBYTE = 1 << 20
 
 def _left_of_address_space() -> float:
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (taken + 64 * MEBIBYTE, resource.RLIM_INFINITY))
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (taken + 64 * MEBIBYTE, hard))
     return available_bytes()
 
 
@@ -28,32 +29,43 @@ def test_a_process_may_take_what_its_machine_has_and_its_address_space_holds() -
         assert 32 * MEBIBYTE < pool.submit(_left_of_address_space).result() <= 64 * MEBIBYTE
 
 
-@pytest.mark.parametrize(
-    ("version", "files", "stat"),
-    [
-        ("0::", ("memory.max", "memory.current"), "inactive_file"),
-        ("7:memory:", ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_inactive_file"),
-    ],
-)
-def test_the_group_with_the_least_left_counts_without_the_kernels_cache(
-    version: str, files: tuple[str, str], stat: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def limited(folder: Path, limit: str, taken: int, cached: int) -> None:
-        folder.mkdir(exist_ok=True)
-        for name, text in ((files[0], limit), (files[1], str(taken)), ("memory.stat", f"anon 1\n{stat} {cached}\n")):
-            (folder / name).write_text(text)
+def grouped(kinds: str, limits: tuple[str, ...], use: str, cache: str, root: Path) -> None:
+    """Makes three control groups, each in another: the first has no limit, and the kernel's cache counts as free."""
+    for folder, limit, taken, cached in (
+        (root, "max", 900, 0),
+        (root / "o", "1000", 900, 250),
+        (root / "o/i", "2000", 600, 0),
+    ):
+        folder.mkdir()
+        for name, text in ((limits[0], limit), (use, str(taken)), ("memory.stat", f"anon 1\n\n{cache} {cached}\n")):
+            (folder / name).write_text(text.replace("max", "max" if not kinds else str(2**63 - 4096)))
 
-    kinds = version.split(":")[1]
-    root = tmp_path / "root"
-    monkeypatch.setitem(host_memory._GROUPS, kinds, (str(root), *files, stat))
-    limited(root, "max" if not kinds else str(2**63 - 4096), 900, 0)
-    limited(root / "outer", "1000", 900, 250)
-    limited(root / "outer" / "inner", "2000", 600, 0)
+
+@pytest.mark.parametrize("kinds", ["", "memory", "memory,hugetlb"])
+def test_a_group_has_left_what_its_limit_its_use_and_the_kernels_cache_leave(
+    kinds: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = kinds.partition(",")[0]
+    _, limits, use, cache = host_memory._GROUPS[kind]
+    monkeypatch.setitem(host_memory._GROUPS, kind, (str(tmp_path / "root"), limits, use, cache))
+    grouped(kinds, limits, use, cache, tmp_path / "root")
 
     def left(path: str) -> list[float]:
         return [host_memory._left(folder, kinds) for folder in host_memory._folders(path, kinds)]
 
-    assert left("/outer/inner")[:2] == [1400, 350]
-    assert left("/outer/inner")[2] > 1e18
-    assert left("/not/there")[-1] > 1e18  # a container that sees its own group as the root
-    assert not host_memory._folders("/outer", "cpuset")
+    assert left("/o/i") == [1400, 350, math.inf]
+    assert left("/not/there")[-1] == math.inf  # a container that sees its own group as the root
+    if not kinds:
+        (tmp_path / "root/o/i/memory.high").write_text("700\n")  # from there on, the kernel slows a group down
+        assert left("/o/i")[0] == 100
+    (tmp_path / "root/o" / use).write_text("unknown\n")
+    assert left("/o") == [1000, math.inf]
+    assert not host_memory._folders("/o", "cpuset")
+
+
+def test_what_yarn_counts_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "_left", lambda folder, kinds: math.inf)
+    monkeypatch.setenv("CONTAINER_ID", "container_1_1_01_000002")
+    assert available_bytes() == 0
+    monkeypatch.setattr(host_memory, "_left", lambda folder, kinds: 5 * MEBIBYTE)
+    assert available_bytes() == 5 * MEBIBYTE
