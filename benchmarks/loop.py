@@ -1,14 +1,13 @@
 """Seconds a step of the training loop, beside a DDP loop written by hand; the shard, beside a DataLoader.
 
-Two spawned Gloo ranks without Spark, one torch thread each. The sides take turns, each in two processes of its own: it
+Two spawned Gloo ranks without Spark, one torch thread each. Both sides run in the same two processes, turn about: each
 opens a process group, builds the module and trains; the first epoch of a turn warms up, whole epochs after it are
 measured, from the end of one to the end of the next: order of the rows, sums over the ranks and reports included. The
 same module, batch, fused AdamW and `gradient_as_bucket_view`; the loop by hand draws its batches from tensors in memory
 with `randperm` and `index_select`, and sums its loss.
 
 The loop by hand runs in a group from a plain `init_process_group`, and in one that sparktorch opens, which has Gloo's
-event loop as a batch thread and keeps no record of collectives: in the same group, what is left is what the loop itself
-costs. One goal holds for both.
+event loop as a batch thread: in the same group, what is left is what the loop itself costs. One goal holds for both.
 
 The shard and the DataLoader only hand out their batches, in one process.
 """
@@ -18,8 +17,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -87,15 +85,9 @@ def ours(place: Place, case: Case, epochs: int, strategy: str) -> Turn:
     return Turn(statistics.fmean(course.epochs[1:]) / case.steps, loss)
 
 
-def by_hand(place: Place, case: Case, epochs: int) -> Turn:
-    """A turn of the loop by hand."""
-    with place.plain_group():
-        return loop_by_hand(place.world, case, epochs)
-
-
-def by_hand_calm(place: Place, case: Case, epochs: int) -> Turn:
-    """The same in a group that sparktorch opens."""
-    with process_group(place.world, place.store(), timeout=TIMEOUT):
+def by_hand(place: Place, case: Case, epochs: int, *, calm: bool) -> Turn:
+    """A turn of the loop by hand; `calm` in a group that sparktorch opens."""
+    with process_group(place.world, place.store(), timeout=TIMEOUT) if calm else place.plain_group():
         return loop_by_hand(place.world, case, epochs)
 
 
@@ -126,8 +118,7 @@ def loop_by_hand(world: World, case: Case, epochs: int) -> Turn:
 class Turns:
     """The sides of the comparison of loops; each returns its milliseconds a step."""
 
-    def __init__(self, ranks: Mapping[str, Ranks], *, quick: bool) -> None:
-        """Takes the ranks of each side."""
+    def __init__(self, ranks: Ranks, *, quick: bool) -> None:
         self._ranks = ranks
         self._epochs = 2 if quick else 3
         self.losses: dict[str, dict[str, float]] = {}
@@ -137,14 +128,14 @@ class Turns:
         found: dict[str, Callable[[], float]] = {}
         for name, case in CASES.items():
             found[f"{name}: loop"] = partial(self._take, name, "loop", ours, case, strategy="ddp")
-            found[f"{name}: by hand"] = partial(self._take, name, "by hand", by_hand, case)
-            found[f"{name}: by hand, our group"] = partial(self._take, name, "our group", by_hand_calm, case)
+            found[f"{name}: by hand"] = partial(self._take, name, "by hand", by_hand, case, calm=False)
+            found[f"{name}: by hand, our group"] = partial(self._take, name, "our group", by_hand, case, calm=True)
         for strategy in STRATEGIES:
             found[f"{DEEP}: {strategy}"] = partial(self._take, DEEP, strategy, ours, CASES[DEEP], strategy=strategy)
         return found
 
     def _take(self, name: str, side: str, body: Callable[..., Turn], case: Case, **options: Any) -> float:
-        turns = self._ranks[side](body, case, self._epochs, **options)
+        turns = self._ranks(body, case, self._epochs, **options)
         losses = [turn.loss for turn in turns if not math.isnan(turn.loss)]
         self.losses.setdefault(name, {})[side] = statistics.fmean(losses)
         return 1000 * statistics.fmean(turn.step for turn in turns)
@@ -214,8 +205,7 @@ def main() -> None:
         feeds = Feeds()
         interleave(feeds.sides(), 1)  # warms up
         fed = interleave(feeds.sides(), rounds)
-        with ExitStack() as stack:
-            ranks = {side: stack.enter_context(Ranks(RANKS)) for side in ("loop", "by hand", "our group", *STRATEGIES)}
+        with Ranks(RANKS) as ranks:
             turns = Turns(ranks, quick=options.quick)
             interleave(turns.sides(), 1)
             stepped = interleave(turns.sides(), rounds)
