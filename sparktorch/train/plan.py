@@ -210,7 +210,7 @@ class _Measured:
                     of_worker[parameter] //= tensor
         passed, at_once, in_flight, bubble, slowest = 0, 1.0, 1, 0.0, 1.0
         if pipeline > 1:
-            of_worker, passed, slowest = self._of_stages(known, of_worker)
+            of_worker, passed, slowest = self._of_stages(known, of_worker, plan)
             at_once = 1.0 if known.schedule == "gpipe" else min(1.0, pipeline / known.count)
             in_flight = round(at_once * known.count)  # each has weights of its own as autocast has them
             bubble = known.bubble
@@ -254,7 +254,7 @@ class _Measured:
         )
 
     def _of_stages(
-        self, options: MeshOptions, sizes: Mapping[nn.Parameter, int]
+        self, options: MeshOptions, sizes: Mapping[nn.Parameter, int], styles: Mapping[str, str]
     ) -> tuple[dict[nn.Parameter, int], int, float]:
         """Returns what the workers with most have in their stages.
 
@@ -262,7 +262,7 @@ class _Measured:
             The parameters of one; the bytes of a row that are passed on; and the operations of one, relative to those
             of equal stages.
         """
-        found = staged(self._module, options.stages, options.split, self._first)
+        found = staged(self._module, options.stages, options.split, self._first, styles=styles)
         of_ranks: list[dict[nn.Parameter, int]] = [{} for _ in range(options.stages // options.stages_per_rank)]
         for name, parameter in self._parameters.items():
             of_ranks[found.stage(name) % len(of_ranks)][parameter] = sizes[parameter]
@@ -304,7 +304,7 @@ class _Measured:
         within = sum(self._kept.get(name, 0) for name in divided)
         kept = tensor * (self._kept[""] - within) + within
         of_unit = 0.0
-        if again:
+        if again and self._kept[""]:
             divided_by = self._kept[""] / max(kept, 1)
             of_unit, kept = self._around["again"] / divided_by, int(self._around[""] / divided_by)
         return int(self.rows * (kept * at_once + of_unit * again + tensor * pipeline * self._inputs))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -169,7 +170,12 @@ def _another(row: torch.Tensor) -> torch.Tensor:
 
 
 def staged(
-    module: nn.Module, stages: int, split: Sequence[str], batch: Batch, device: torch.device | None = None
+    module: nn.Module,
+    stages: int,
+    split: Sequence[str],
+    batch: Batch,
+    device: torch.device | None = None,
+    styles: Mapping[str, str] = MappingProxyType({}),
 ) -> Staged:
     """Divides a module into stages, which says nothing of values.
 
@@ -179,6 +185,7 @@ def staged(
         split: Names of the layers that they begin with, but for the first; empty for stages with equal work.
         batch: Its forward pass is recorded, in training and in evaluation.
         device: Where the stages compute; `None` for the CPU.
+        styles: How `tensor` divides layers, by their names.
 
     Raises:
         ConfigError: The options do not fit the module.
@@ -200,7 +207,7 @@ def staged(
     trained, evaluated = (
         twin.record(layers, given.call, given.tensors, training=training) for training in (True, False)
     )
-    found = cut(trained, twin.module, stages, split)
+    found = cut(trained, twin.module, stages, split, styles)
     add_evaluated(evaluated, twin.module, found, stages)
     made = [programs(recording, found, stages) for recording in (trained, evaluated)]  # refuses what cannot be cut
     for each in made:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from types import MappingProxyType
 
 import torch
 from torch import fx, nn
@@ -43,7 +44,13 @@ def layers_of(module: nn.Module, stages: int, split: Sequence[str] = ()) -> list
     return found
 
 
-def cut(recording: Recording, module: nn.Module, stages: int, split: Sequence[str] = ()) -> dict[str, int]:
+def cut(
+    recording: Recording,
+    module: nn.Module,
+    stages: int,
+    split: Sequence[str] = (),
+    styles: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, int]:
     """Returns the stage of each layer that is called, and of each parameter that is used between layers.
 
     Without `split`, the stage with the most work has as little as possible, where a layer's work is its share of the
@@ -54,6 +61,7 @@ def cut(recording: Recording, module: nn.Module, stages: int, split: Sequence[st
         module: The module that was recorded.
         stages: Number of stages.
         split: Names of the layers that stages begin with, but for the first.
+        styles: How `tensor` divides layers, by their names; a "colwise" one is in the stage of its "rowwise" ones.
 
     Raises:
         ConfigError: There are not as many layers, or `split` does not fit.
@@ -65,7 +73,16 @@ def cut(recording: Recording, module: nn.Module, stages: int, split: Sequence[st
         if node in recording.calls and _placed(module, recording.calls[node].layer, split)
     ]
     names = [recording.calls[node].layer for node in calls]
-    starts = _given(names, split, stages) if split else _balanced(recording, module, calls, stages)
+    behind = _behind_divided(names, {name: styles[name] for name, _ in module.named_modules() if name in styles})
+    starts = _given(names, split, stages) if split else _balanced(recording, module, calls, stages, set(behind))
+    for start in starts:
+        if start in behind:
+            raise ConfigError(
+                f"a stage would begin with {names[start]!r}, behind {behind[start]!r}, of whose output strategyParams."
+                'tensor leaves each rank a part until a "rowwise" layer',
+                hint='name layers in strategyParams.split that follow a "rowwise" one',
+                param=_PARAM,
+            )
     found: dict[str, int] = {}
     for index, name in enumerate(names):
         stage = sum(start <= index for start in starts)
@@ -162,7 +179,27 @@ def _given(names: list[str], split: Sequence[str], stages: int) -> list[int]:
     return starts
 
 
-def _balanced(recording: Recording, module: nn.Module, calls: list[fx.Node], stages: int) -> list[int]:
+def _behind_divided(names: Sequence[str], styles: Mapping[str, str]) -> dict[int, str]:
+    """Returns the places of calls that get a part of an output in each rank, and which layer's.
+
+    Args:
+        names: The layer of each call.
+        styles: How layers are divided, in order of definition.
+    """
+    found: dict[int, str] = {}
+    last = ""
+    for index, name in enumerate(names):
+        if last:
+            found[index] = last
+        for layer, style in styles.items():
+            if layer == name or layer.startswith(f"{name}."):
+                last = layer if style == "colwise" else "" if style == "rowwise" else last
+    return found
+
+
+def _balanced(
+    recording: Recording, module: nn.Module, calls: list[fx.Node], stages: int, excluded: set[int]
+) -> list[int]:
     """Returns the index of the first call of each stage but the first, for stages with equal work."""
     seen: set[int] = set()
     sizes = []
@@ -191,7 +228,7 @@ def _balanced(recording: Recording, module: nn.Module, calls: list[fx.Node], sta
     for index, node in enumerate(calls):
         named.setdefault(recording.calls[node].layer, []).append(index)
     within = {index for places in named.values() for index in range(places[0] + 1, places[-1] + 1)}
-    possible = set(range(len(calls))) - within
+    possible = set(range(len(calls))) - within - excluded
     if sum(index > 0 for index in possible) < stages - 1:
         possible = set(range(len(calls)))  # `cut` says which layer is in the way
     # best[k][j]: the largest cost of k + 1 stages of the first j calls, then the values that cross their ends

@@ -34,6 +34,7 @@ from sparktorch.train.strategies.base import Step
 from sparktorch.train.strategies.mesh import Mesh
 from sparktorch.train.strategies.mesh_options import MeshOptions
 from sparktorch.train.strategies.row_exchange import share_rows
+from sparktorch.train.strategies.tensor_parallel import check_plan
 
 __all__ = ["PipelineMesh"]
 
@@ -71,7 +72,10 @@ class PipelineMesh(Mesh):
     def check_call(cls, options: MeshOptions, recipe: Recipe, module: nn.Module, batch: Batch) -> None:
         """Refuses modules that cannot be cut into stages, and steps that need more than the output of all."""
         cls._check_layers(options, module, batch)
-        found = staged(module, options.stages, options.split, batch)
+        styles = {}
+        if (options.tensor or 1) > 1:
+            styles = check_plan(module, options.plan, options.tensor or 1, staged=True, sequence=options.sequence)
+        found = staged(module, options.stages, options.split, batch, styles=styles)
         check_each_row(module, batch)
         step = recipe.build_training_step()
         if step is not None:
@@ -106,11 +110,11 @@ class PipelineMesh(Mesh):
         """Leaves this rank the parameters of its stages, and divides these."""
         assert self.example is not None
         options = self._options
-        found = staged(module, options.stages, options.split, self.example(), self._device)
+        styles = self._styles(module)
+        found = staged(module, options.stages, options.split, self.example(), self._device, styles)
         stage_of = first_of_all(found.stage_of)  # batches of other shapes might be cut elsewhere
         group = part_of(self._ranks, "pipeline").get_group()
         own = range(group.rank(), options.stages_per_rank * group.size(), group.size())
-        styles = self._styles(module)
         here, others = ([name for name, at in stage_of.items() if (at in own) == mine] for mine in (True, False))
         leave(module, here, others, found.read)
         self._divide_layers(module, styles)

@@ -21,9 +21,11 @@ from sparktorch.train.checkpoint.tensors import own_optimizer
 from sparktorch.train.dtensor import local
 from sparktorch.train.flops import flop_counter
 from sparktorch.train.needs import Need, Plan
+from sparktorch.train.pipeline.setup import staged
 from sparktorch.train.plan import plan
 from sparktorch.train.recipe.recipe import Recipe
-from sparktorch.train.strategies.registry import build_strategy
+from sparktorch.train.strategies.registry import build_strategy, check_module
+from sparktorch.train.strategies.tensor_parallel import check_plan
 from tests.support.attention_nets import Encoder
 from tests.support.nets import Paired, Tower
 from tests.support.ranks import in_group
@@ -314,3 +316,30 @@ def test_a_module_that_needs_values_is_planned_with_values(module: Any) -> None:
     first = Batch((torch.ones(2, 5),), torch.ones(2, 1), None, 2, names=("x",))
     table = plan(Recipe(module=module), TrainConfig(task="regression"), 2, first)
     assert (table.parameters, table.needs[0].gradients) == (6, 24)
+
+
+class Thirds(nn.Sequential):
+    """Three pairs of layers; stages with equal work would part the second pair."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Sequential(nn.Linear(5, 16), nn.GELU(), nn.Linear(16, 5)) for _ in range(3)))
+
+
+def of_stages(split: list[str], plan: dict[str, str]) -> dict[str, int]:
+    first = Batch((torch.ones(2, 5),), None, None, 2)
+    options = {"pipeline": 2, "tensor": 2, "split": split, "plan": plan}
+    config = TrainConfig(task="regression", strategy="mesh", strategy_params=options)
+    module = Thirds()
+    check_module(config, Recipe(module=Thirds, loss="MSELoss"), 4, module, first)
+    return staged(module, 2, split, first, styles=check_plan(module, plan, 2)).stage_of
+
+
+@pytest.mark.parametrize("plan", [{}, {"*.2": "rowwise", "*.0": "colwise"}], ids=["known pairs", "a plan"])
+def test_no_stage_begins_between_a_divided_output_and_the_layer_that_takes_it(plan: dict[str, str]) -> None:
+    cut = staged(Thirds(), 2, [], Batch((torch.ones(2, 5),), None, None, 2)).stage_of
+    assert cut["1.0"] != cut["1.2"]  # without `tensor`
+    found = of_stages([], plan)
+    assert all(found[f"{pair}.0"] == found[f"{pair}.2"] for pair in range(3))
+    assert set(found.values()) == {0, 1}
+    with pytest.raises(ConfigError, match=r"a stage would begin with '1\.2', behind '1\.0', of whose output"):
+        of_stages(["1.2"], plan)
