@@ -1,10 +1,10 @@
 """Seconds a step of strategy "mesh", beside the same model divided by hand with torch's own functions.
 
 Spawned Gloo ranks without Spark, one torch thread each, in groups that sparktorch opens; the sides take turns, each in
-processes of its own. By hand, ranks that share layers draw the same rows from tensors in memory,
-where those of sparktorch exchange their rows: both sides compute on as many. Stages begin with the same layers, and
-pass on as many micro-batches by the same schedule, 1F1B. Encoders are `torch.nn`'s here, and by hand ones of linear
-layers, which `parallelize_module` can divide.
+processes of its own. By hand, ranks that share layers draw the same rows from tensors in memory, where those of
+sparktorch exchange their rows: both sides compute on as many. Stages begin with the same layers, and pass on as many
+micro-batches by the same schedule, 1F1B. Encoders are `torch.nn`'s here, and by hand ones of linear layers, which
+`parallelize_module` can divide.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import ctypes
 import math
 import os
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ _LARGEST = 32 << 20  # to which glibc raises the second by itself, and twice of 
 _NO_LIMIT = 1 << 60  # version 1 of control groups has a number for it
 # Of both versions of control groups: the folder of all; of a group its limits, its use, and in `memory.stat` the part
 # of its use that is the kernel's cache of files.
-_GROUPS = {
+_GROUPS: dict[str, tuple[str, tuple[str, ...], str, str]] = {
     "": ("/sys/fs/cgroup", ("memory.max", "memory.high"), "memory.current", "inactive_file"),
     "memory": ("/sys/fs/cgroup/memory", ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
 }
@@ -46,7 +46,7 @@ def available_bytes() -> float:
     with suppress(*_UNREADABLE):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, kinds, path = line.split(":", 2)
-            limits += [_left(folder, kinds) for folder in _folders(path, kinds)]
+            limits += _groups(path, kinds)
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY:
         with suppress(*_UNREADABLE):
@@ -56,26 +56,21 @@ def available_bytes() -> float:
     return max(0, min(left + limits))
 
 
-def _kind(kinds: str) -> str | None:
-    """Returns which entry of `_GROUPS` control groups are of; `None` if they do not limit memory."""
-    return "memory" if "memory" in kinds.split(",") else kinds if kinds in _GROUPS else None
-
-
-def _folders(path: str, kinds: str) -> list[Path]:
-    """Returns the folders of a control group and of those that it is in; none if they do not limit memory."""
-    kind = _kind(kinds)
-    if kind is None:
+def _groups(path: str, kinds: str) -> list[float]:
+    """Returns how many bytes a control group and those that it is in have left; none if they do not limit memory."""
+    kind = "memory" if "memory" in kinds.split(",") else kinds
+    if kind not in _GROUPS:
         return []
-    root = Path(_GROUPS[kind][0])
+    folder, limits, use, cache = _GROUPS[kind]
+    root = Path(folder)
     own = root / path.lstrip("/")  # not there if the container sees its own group as the root
-    return [folder for folder in (own, *own.parents) if folder.is_relative_to(root)]
+    return [_left(each, limits, use, cache) for each in (own, *own.parents) if each.is_relative_to(root)]
 
 
-def _left(folder: Path, kinds: str) -> float:
+def _left(folder: Path, limits: Sequence[str], use: str, cache: str) -> float:
     """Returns how many bytes a control group has left; infinite if it has no limit."""
-    _, names, use, cache = _GROUPS[_kind(kinds) or ""]
     limit = math.inf
-    for name in names:
+    for name in limits:
         with suppress(*_UNREADABLE):  # "max" is no number
             limit = min(limit, int((folder / name).read_text()))
     if limit >= _NO_LIMIT:

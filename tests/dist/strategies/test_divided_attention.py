@@ -312,7 +312,7 @@ def test_heads_that_are_not_divisible_stay_whole_where_no_plan_names_them() -> N
 def told(world: World, heads: int, plan: dict[str, str]) -> list[str]:
     """What a rank logs where it divides a layer."""
     lines: list[str] = []
-    handler = logging.Handler()
+    handler = logging.Handler()  # in a rank, where no fixture of pytest's listens
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("sparktorch").addHandler(handler)
     config = heads_job(Encoder, {"tensor": 2}).config

@@ -51,7 +51,7 @@ def test_a_group_has_left_what_its_limit_its_use_and_the_kernels_cache_leave(
     grouped(kinds, limits, use, cache, tmp_path / "root")
 
     def left(path: str) -> list[float]:
-        return [host_memory._left(folder, kinds) for folder in host_memory._folders(path, kinds)]
+        return host_memory._groups(path, kinds)
 
     assert left("/o/i") == [1400, 350, math.inf]
     assert left("/not/there")[-1] == math.inf  # a container that sees its own group as the root
@@ -60,12 +60,13 @@ def test_a_group_has_left_what_its_limit_its_use_and_the_kernels_cache_leave(
         assert left("/o/i")[0] == 100
     (tmp_path / "root/o" / use).write_text("unknown\n")
     assert left("/o") == [1000, math.inf]
-    assert not host_memory._folders("/o", "cpuset")
+    assert not host_memory._groups("/o", "cpuset")
 
 
 def test_what_yarn_counts_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "_left", lambda folder, kinds: math.inf)
+    # The groups that this machine has tests in are not YARN's.
+    monkeypatch.setattr(host_memory, "_groups", lambda path, kinds: [math.inf])
     monkeypatch.setenv("CONTAINER_ID", "container_1_1_01_000002")
     assert available_bytes() == 0
-    monkeypatch.setattr(host_memory, "_left", lambda folder, kinds: 5 * MEBIBYTE)
+    monkeypatch.setattr(host_memory, "_groups", lambda path, kinds: [5 * MEBIBYTE])
     assert available_bytes() == 5 * MEBIBYTE
