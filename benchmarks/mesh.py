@@ -243,7 +243,7 @@ def passes(stage: nn.Module, mesh: DeviceMesh) -> Callable[[torch.Tensor, torch.
 def main() -> None:
     """Measures, prints and writes the result."""
     options = arguments(__doc__ or "")
-    rounds, epochs = 2 if options.quick else 5, 2
+    rounds, epochs = (2, 2) if options.quick else (5, 5)
     samples: dict[str, list[float]] = {}
 
     def milliseconds(ranks: Ranks, body: Callable[..., float], case: Case) -> float:
