@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed._functional_collectives import wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
@@ -69,13 +70,14 @@ class _LinearOfAll(torch.autograd.Function):
         dtype = gradient.dtype  # under autocast, that of the output
         whole = _gathered(own.to(dtype), ctx.mesh, ctx.shape) if of_weight else None  # while the next line computes
         found: list[torch.Tensor | None] = [None] * 5
-        if of_input:
-            found[0] = _scattered(gradient @ weight.to(dtype), ctx.mesh).to(own.dtype)
+        summed = _scattered(gradient @ weight.to(dtype), ctx.mesh) if of_input else None  # while the next lines compute
         flat = gradient.flatten(0, -2)
         if whole is not None:
             found[1] = (flat.T @ whole.flatten(0, -2)).to(weight.dtype)
         if of_bias:
             found[2] = flat.sum(0).to(ctx.bias)
+        if summed is not None:
+            found[0] = wait_tensor(summed).to(own.dtype)  # type: ignore[no-untyped-call]
         return tuple(found)
 
 
@@ -89,11 +91,11 @@ def _gathered(own: torch.Tensor, mesh: DeviceMesh, shape: torch.Size) -> torch.T
 
 
 def _scattered(part: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Returns the sum over ranks of a tensor of all positions, of this rank's positions."""
+    """Returns the sum over ranks of a tensor of all positions, of this rank's positions; it is to be waited for."""
     from torch.distributed.tensor import DTensor, Partial, Shard
 
     terms = DTensor.from_local(part, mesh, [Partial()], run_check=False)
-    return terms.redistribute(placements=[Shard(POSITIONS)]).to_local()
+    return terms.redistribute(placements=[Shard(POSITIONS)], async_op=True).to_local()
 
 
 class ColwiseLinear(nn.Linear):
