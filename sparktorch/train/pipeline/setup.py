@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -204,10 +206,10 @@ def staged(
     args, kwargs = arguments(batch, module)
     kwargs.pop("labels", None)  # with which a model of transformers computes a loss, too
     given = Arguments.of(args, kwargs)
-    trained, evaluated = (
-        twin.record(layers, given.call, given.tensors, training=training) for training in (True, False)
-    )
-    found = cut(trained, twin.module, stages, split, styles)
+    with _in_order_of_calls(twin.module, styles) as called:
+        trained = twin.record(layers, given.call, given.tensors, training=True)
+    evaluated = twin.record(layers, given.call, given.tensors, training=False)
+    found = cut(trained, twin.module, stages, split, called)
     add_evaluated(evaluated, twin.module, found, stages)
     made = [programs(recording, found, stages) for recording in (trained, evaluated)]  # refuses what cannot be cut
     for each in made:
@@ -222,6 +224,22 @@ def staged(
         work[of_node[node]] += call.work
     read = {name for each in (trained, evaluated) for name in each.tensors.values() if name not in each.parameters}
     return Staged(twin, layers, found, read, passed, work)
+
+
+@contextmanager
+def _in_order_of_calls(module: nn.Module, styles: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """Context with styles of layers, in which a layer that is called becomes the last one."""
+    found = dict(styles)
+
+    def called(name: str, *_: object) -> None:
+        found[name] = found.pop(name)
+
+    handles = [module.get_submodule(name).register_forward_hook(partial(called, name)) for name in styles]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _within(name: str, path: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from types import MappingProxyType
 
@@ -61,7 +61,8 @@ def cut(
         module: The module that was recorded.
         stages: Number of stages.
         split: Names of the layers that stages begin with, but for the first.
-        styles: How `tensor` divides layers, by their names; a "colwise" one is in the stage of its "rowwise" ones.
+        styles: How `tensor` divides layers, by their names, in the order of their last calls; what a "colwise" one
+            makes is in one stage until a "rowwise" one takes it.
 
     Raises:
         ConfigError: There are not as many layers, or `split` does not fit.
@@ -73,7 +74,7 @@ def cut(
         if node in recording.calls and _placed(module, recording.calls[node].layer, split)
     ]
     names = [recording.calls[node].layer for node in calls]
-    behind = _behind_divided(names, {name: styles[name] for name, _ in module.named_modules() if name in styles})
+    behind = _behind_divided(recording, module, calls, styles) if styles else {}
     starts = _given(names, split, stages) if split else _balanced(recording, module, calls, stages, set(behind))
     for start in starts:
         if start in behind:
@@ -179,22 +180,44 @@ def _given(names: list[str], split: Sequence[str], stages: int) -> list[int]:
     return starts
 
 
-def _behind_divided(names: Sequence[str], styles: Mapping[str, str]) -> dict[int, str]:
-    """Returns the places of calls that get a part of an output in each rank, and which layer's.
+def _behind_divided(
+    recording: Recording, module: nn.Module, calls: Sequence[fx.Node], styles: Mapping[str, str]
+) -> dict[int, str]:
+    """Returns the places of calls where a value crosses of which each rank has a part, and the layer that made it.
 
     Args:
-        names: The layer of each call.
-        styles: How layers are divided, in order of definition.
+        recording: A forward pass.
+        module: The module that was recorded.
+        calls: The calls.
+        styles: How layers are divided, in the order of their last calls.
     """
-    found: dict[int, str] = {}
-    last = ""
-    for index, name in enumerate(names):
-        if last:
-            found[index] = last
-        for layer, style in styles.items():
-            if layer == name or layer.startswith(f"{name}."):
-                last = layer if style == "colwise" else "" if style == "rowwise" else last
-    return found
+    styled = [(module.get_submodule(name), style) for name, style in styles.items()]
+    parts: dict[fx.Node, str] = {}
+    for node in recording.nodes:
+        name = recording.calls[node].layer if node in recording.calls else ""
+        within = {id(part) for part in module.get_submodule(name).modules()} if name else set()
+        own = [style for part, style in styled if id(part) in within and style != "sum_gradients"]
+        if own:
+            found = name if own[-1] == "colwise" else ""
+        else:
+            found = next((parts[source] for source in node.all_input_nodes if source in parts), "")
+        if found:
+            parts[node] = found
+    order = {node: index for index, node in enumerate(recording.nodes)}
+    last = {node: max(_uses(recording, node, order), default=order[node]) for node in parts}
+    return {
+        index: parts[node]
+        for index, start in enumerate(calls)
+        for node in parts
+        if order[node] < order[start] <= last[node]
+    }
+
+
+def _uses(recording: Recording, node: fx.Node, order: Mapping[fx.Node, int]) -> Iterator[int]:
+    """Yields the places of the nodes that use one; behind all of them, where the module returns it."""
+    yield from (order[user] for user in node.users if user in order)
+    if any(node is output for output in recording.outputs):
+        yield len(order)
 
 
 def _balanced(
@@ -228,9 +251,10 @@ def _balanced(
     for index, node in enumerate(calls):
         named.setdefault(recording.calls[node].layer, []).append(index)
     within = {index for places in named.values() for index in range(places[0] + 1, places[-1] + 1)}
-    possible = set(range(len(calls))) - within - excluded
+    possible = set(range(len(calls))) - within
     if sum(index > 0 for index in possible) < stages - 1:
         possible = set(range(len(calls)))  # `cut` says which layer is in the way
+    possible -= excluded
     # best[k][j]: the largest cost of k + 1 stages of the first j calls, then the values that cross their ends
     totals = list(accumulate(costs, initial=0.0))
     layers = list(accumulate((size > 0 for size in sizes), initial=0))
@@ -250,8 +274,11 @@ def _balanced(
         best.append(row)
     if len(calls) not in best[-1]:
         raise ConfigError(
-            f"strategyParams.pipeline makes {stages} stages, and layers that are called several times leave fewer",
-            hint="make fewer stages, or name the layers that stages begin with in strategyParams.split",
+            f"strategyParams.pipeline makes {stages} stages, and layers that "
+            f"{'strategyParams.tensor divides' if excluded else 'are called several times'} leave fewer",
+            hint="make fewer stages"
+            + (", or divide fewer layers by strategyParams.plan" if excluded else "")
+            + ", or name the layers that stages begin with in strategyParams.split",
             param=_PARAM,
         )
     return best[-1][len(calls)][2]
@@ -260,11 +287,10 @@ def _balanced(
 def _crossing(recording: Recording, order: Mapping[fx.Node, int]) -> list[int]:
     """Returns how many values that layers decide were made before each node, and are used by it or later ones."""
     free, changes = free_nodes(recording), [0] * (len(order) + 2)
-    kept = {value for value in recording.outputs if isinstance(value, fx.Node)}
     for node, made in order.items():
         if node in free or not is_value(node):
             continue
-        last = len(order) if node in kept else max((order[user] for user in node.users if user in order), default=made)
+        last = max(_uses(recording, node, order), default=made)
         changes[made + 1] += 1
         changes[last + 1] -= 1
     return list(accumulate(changes))
