@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -77,8 +78,8 @@ def kept_around(engine: Engine, batch: Batch, units: Iterable[nn.Module]) -> dic
     """Returns the bytes that are kept of a batch if parts compute theirs again backward.
 
     Returns:
-        As "", what is kept from forward to backward: what is outside the parts, and their inputs; as "again", the most
-        that a part computes again.
+        From forward to backward, as "" what is kept outside the parts, and as "inputs" those of parts; as "again", the
+        most that a part computes again, of which parts within it keep their inputs, and one computes again.
     """
     module = engine.unwrapped
     around = _Around({_storage(tensor) for tensor in [*module.parameters(), *module.buffers(), *batch.tensors]})
@@ -92,47 +93,63 @@ def kept_around(engine: Engine, batch: Batch, units: Iterable[nn.Module]) -> dic
     finally:
         for hook in hooks:
             hook.remove()
-    return {"": around.kept, "again": around.most}
+    whole = around.parts[0]
+    return {"": whole.kept - whole.inputs, "inputs": whole.inputs, "again": whole.again}
+
+
+@dataclass
+class _Part:
+    """What is kept within a part, or outside of all.
+
+    Attributes:
+        given: Its inputs, until they are kept.
+        seen: The memory of what is kept.
+        kept: Bytes that are kept, but for what parts within it compute again.
+        inputs: Of these, the inputs of parts within it.
+        again: The most bytes that a part within it computes again.
+        most: The most bytes at a time while parts within it do so, the last one first.
+    """
+
+    given: list[torch.Tensor]
+    seen: set[int | None] = field(default_factory=set)
+    kept: int = 0
+    inputs: int = 0
+    again: int = 0
+    most: int = 0
 
 
 class _Around:
-    """What is kept around parts of a module, and at most within one."""
+    """What is kept around parts of a module, and within each; hooks tell it which part computes."""
 
     def __init__(self, seen: set[int | None]) -> None:
-        self.kept, self.most = 0, 0
-        self._seen, self._depth, self._within = seen, 0, 0
-        self._here: set[int | None] = set()  # what the part now has kept within
+        self.parts = [_Part([], seen)]  # that compute now, the outermost first
         self._tensors: list[torch.Tensor] = []
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        storage, size = _storage(tensor), _nbytes(tensor)
-        self._tensors.append(tensor)  # no other storage gets this address
-        if not self._depth:
-            self._keep(tensor)
-        elif storage is not None and storage not in self._seen | self._here:
-            self._here.add(storage)
-            self._within += size
+        for depth, part in enumerate(self.parts[1:], 1):  # torch keeps the inputs of parts that keep anything
+            for tensor_given in part.given:
+                self._keep(tensor_given, depth - 1, is_input=True)
+            part.given = []
+        self._keep(tensor, len(self.parts) - 1)
         return tensor
 
     def enter(self, part: nn.Module, args: Any, kwargs: Any) -> None:
-        self._depth += 1
-        if self._depth == 1:
-            self._within, self._here = 0, set()
-            for each in pytree.tree_leaves((args, kwargs)):
-                if isinstance(each, torch.Tensor):
-                    self._tensors.append(each)
-                    self._keep(each)
+        self.parts.append(
+            _Part([each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)])
+        )
 
     def leave(self, part: nn.Module, args: Any, output: Any) -> None:
-        self._depth -= 1
-        if not self._depth:
-            self.most = max(self.most, self._within)
+        done, around = self.parts.pop(), self.parts[-1]
+        again = max(done.kept, done.most)
+        around.again, around.most = max(around.again, again), max(around.most, around.kept + again)
 
-    def _keep(self, tensor: torch.Tensor) -> None:
-        storage = _storage(tensor)
-        if storage is not None and storage not in self._seen:
-            self._seen.add(storage)
-            self.kept += _nbytes(tensor)
+    def _keep(self, tensor: torch.Tensor, depth: int, *, is_input: bool = False) -> None:
+        self._tensors.append(tensor)  # no other storage gets this address
+        storage, part = _storage(tensor), self.parts[depth]
+        if storage is not None and not any(storage in each.seen for each in self.parts[: depth + 1]):
+            part.seen.add(storage)
+            part.kept += _nbytes(tensor)
+            part.inputs += _nbytes(tensor) if is_input else 0
 
 
 class _Record:

@@ -188,7 +188,7 @@ class _Measured:
             parameters=self._bytes_of(self._parameters.values()) + self._buffers,
             gradients=gradients,
             state=state + self._averages(gradients),
-            activations=self._activations() + self._kept_once,
+            activations=self._activations()[0] + self._kept_once,
             sent=sent,
             operations=self._of_step(),
         )
@@ -235,6 +235,12 @@ class _Measured:
         again = 0.0
         if known.activation_checkpointing:
             again = pipeline / known.count if pipeline > 1 else 1.0
+        activations, of_unit = self._activations(plan, tensor, pipeline, at_once, by_positions, again)
+        weights = 0 if known.param_dtype else self._kept_once // (tensor * pipeline)  # as autocast has them
+        if known.activation_checkpointing:  # after the forward pass, a unit at a time has its own
+            activations += max(weights, of_unit + weights * max(whole[1:], default=0) // max(everything, 1))
+        else:
+            activations += in_flight * weights
         own_gradients = sum(kept[p] for p in trained)
         state = sum(int(self._state.get(p, 0) * kept[p] / max(p.nbytes, 1)) for p in trained)
         state += self._averages(own_gradients)
@@ -246,8 +252,7 @@ class _Measured:
             state=state,
             on_host=sum(kept.values()) + state + (0 if whole_gradients else own_gradients) if known.cpu_offload else 0,
             gathered=gathered,
-            activations=self._activations(plan, tensor, pipeline, at_once, by_positions, again)
-            + (0 if known.param_dtype else in_flight * self._kept_once // (tensor * pipeline)),
+            activations=activations,
             sent=sent,
             operations=int(slowest * self._of_step(plan, tensor, 4 if known.activation_checkpointing else 3)),
             bubble=bubble,
@@ -289,14 +294,16 @@ class _Measured:
         at_once: float = 1.0,
         by_positions: Sequence[str] = (),
         again: float = 0.0,
-    ) -> int:
+    ) -> tuple[int, int]:
         """Returns the bytes of the activations and inputs of a worker, which has the rows of all that share them.
+
+        The second number is what a unit computes again, of them not kept from forward to backward.
 
         What is between a layer with a divided output and one with a divided input is divided, too, and so is what is
         within attention, and all that is within the parts `by_positions`. Behind a layer that returns a worker's own
         rows, it has these. Of a pipeline, it has an equal part of the activations, of the share `at_once` of the rows.
-        Units that compute theirs again keep their inputs, and one of them at a time its activations, of the share
-        `again` of the rows.
+        Units that compute theirs again keep their inputs, which are divided by positions only, and one of them at a
+        time its activations, of the share `again` of the rows.
         """
         styles = ((name, style) for name, style in (plan or {}).items() if not is_below(name, by_positions))
         divided = [name for name, style in styles if style in ("colwise", OWN_ROWS, HEADS)]
@@ -305,9 +312,12 @@ class _Measured:
         kept = tensor * (self._kept[""] - within) + within
         of_unit = 0.0
         if again and self._kept[""]:
-            divided_by = self._kept[""] / max(kept, 1)
-            of_unit, kept = self._around["again"] / divided_by, int(self._around[""] / divided_by)
-        return int(self.rows * (kept * at_once + of_unit * again + tensor * pipeline * self._inputs))
+            of_unit = self._around["again"] * kept / self._kept[""]
+            kept = tensor * self._around[""] + (1 if by_positions else tensor) * self._around["inputs"]
+        return (
+            int(self.rows * (kept * at_once + tensor * pipeline * self._inputs)),
+            int(self.rows * of_unit * again),
+        )
 
     def _of_step(self, plan: Mapping[str, str] | None = None, tensor: int = 1, forwards: int = 3) -> int:
         """Returns the operations of a worker in a step; a backward pass has twice those of a forward pass.
