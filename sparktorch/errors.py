@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import difflib
 import json
+import linecache
 import re
+import sysconfig
+import traceback
 from collections.abc import Iterable
 from typing import Any
 
@@ -22,9 +25,12 @@ __all__ = [
     "RankStalledError",
     "SparkTorchError",
     "failure_in",
+    "line_of_user",
     "nearest",
     "told",
 ]
+
+_STANDARD = f"{sysconfig.get_path('stdlib')}/"
 
 SHIP_HINT = (
     "the executors' Python, which PYSPARK_PYTHON names, needs torch, numpy, pyarrow, safetensors and what your "
@@ -143,6 +149,25 @@ _KINDS: dict[str, type[SparkTorchError]] = {
 def _restore(form: dict[str, Any]) -> SparkTorchError:
     kind = _KINDS.get(form["kind"], RankError)
     return kind(form["what"], hint=form["hint"], trace=form["trace"], **form["where"])
+
+
+def line_of_user(error: BaseException) -> str:
+    """Returns where an exception left the user's code, as text that follows what failed; empty if that is not known.
+
+    Code of other libraries is the user's only where no other code is.
+    """
+    of_libraries, of_user = "", ""
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        name, package = frame.f_code.co_filename, frame.f_globals.get("__name__", "").partition(".")[0]
+        line = linecache.getline(name, number, frame.f_globals).strip()
+        if not line or "/" not in name or package in ("torch", "sparktorch"):
+            continue
+        text = f" at {name}:{number}, {line!r}"
+        if "/site-packages/" in name or name.startswith(_STANDARD):
+            of_libraries = text
+        else:
+            of_user = text
+    return of_user or of_libraries
 
 
 def nearest(name: str, valid: Iterable[str], otherwise: str = "") -> str:

@@ -17,7 +17,7 @@ from sparktorch.base.batch import Batch, cut
 from sparktorch.base.config import Task
 from sparktorch.base.state_dict import check_state
 from sparktorch.base.world import World
-from sparktorch.errors import ModuleError, SparkTorchError
+from sparktorch.errors import ModuleError, SparkTorchError, line_of_user
 from sparktorch.train.metrics import try_metrics
 from sparktorch.train.recipe.converted import log_differences
 from sparktorch.train.recipe.hints import hints_for
@@ -208,7 +208,8 @@ def _tried(
         raise
     except Exception as error:
         raise ModuleError(
-            f"forward of {type(module).__qualname__} failed on the first row: {type(error).__name__}: {error}",
+            f"forward of {type(module).__qualname__} failed on the first row{line_of_user(error)}: "
+            f"{type(error).__name__}: {error}",
             hint=f"the columns arrive as{mapping}{hints_for(error, inputs)}",
             param="module",
         ) from error

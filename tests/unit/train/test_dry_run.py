@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import linecache
+import random
+import re
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +14,7 @@ import torch
 from torch import nn
 
 from sparktorch.base.config import Task
-from sparktorch.errors import ModuleError
+from sparktorch.errors import ModuleError, line_of_user
 from sparktorch.train.recipe.dry_run import DryRunResult, OutputSpec, describe_outputs, dry_run
 from sparktorch.train.recipe.loss import Loss
 from sparktorch.train.recipe.recipe import Recipe
@@ -143,7 +147,10 @@ def test_a_parameter_that_gets_no_gradient_is_noticed(module: Any, unused: bool)
 def test_a_module_that_does_not_take_the_columns_is_refused_with_what_arrives() -> None:
     with pytest.raises(ModuleError) as caught:
         trial(Pair, first_of, "generic", {"column 'user'": torch.ones(2, 7), "column 'n'": torch.ones(2).long()})
-    assert caught.value.what.startswith("forward of Pair failed on the first row: RuntimeError: mat1 and mat2 shapes")
+    assert re.match(
+        r"forward of Pair failed on the first row at .*\.py:\d+, '.*': RuntimeError: mat1 and mat2 shapes",
+        caught.value.what,
+    )
     assert caught.value.hint == (
         "the columns arrive as\n"
         "     argument 0 of forward <- column 'user': float32 of shape (rows, 7)\n"
@@ -235,6 +242,24 @@ def test_numbers_of_a_dtype_that_a_layer_refuses_are_told_the_option(
         trial(module, "MSELoss", "regression", {name: tensor})
     assert hint in caught.value.hint
     assert bool(hint) == ("inputDtypes" in caught.value.hint)
+
+
+def test_the_line_that_failed_is_the_users_and_no_limit_of_tracebacks_hides_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(text: str) -> None:
+        int(text)
+        random.choice([])
+
+    def said(text: str) -> str:
+        with pytest.raises((ValueError, IndexError)) as caught:
+            fails(text)
+        return line_of_user(caught.value)
+
+    assert re.fullmatch(r" at .*test_dry_run.py:\d+, 'int\(text\)'", said("x"))
+    assert re.fullmatch(r" at .*test_dry_run.py:\d+, 'random.choice\(\[\]\)'", said("1"))  # not of the library's
+    monkeypatch.setattr(sys, "tracebacklimit", 1, raising=False)
+    assert "'int(text)'" in said("x")
+    monkeypatch.setattr(linecache, "getline", lambda *_: "")  # of a file that is on another host
+    assert said("x") == ""
 
 
 def test_columns_of_two_dtypes_are_told_to_have_one() -> None:
