@@ -59,7 +59,7 @@ class Callback:
     ranks: Literal["main", "all"] = "main"
 
     def on_fit_start(self, context: FitContext) -> None:
-        """Is called before the first epoch."""
+        """Is called before the first epoch, and before a checkpoint is resumed: epoch and step are 0 here."""
 
     def on_epoch_start(self, context: FitContext) -> None:
         """Is called before the first step of each epoch."""

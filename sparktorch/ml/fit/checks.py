@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from pathlib import PurePath
 from typing import Any
 
 from pyspark.ml.param import Params
@@ -208,12 +209,21 @@ def check_model_folder(p: Values, recipe: Recipe) -> None:
     """Checks that workers can divide the model among them and write it into a folder.
 
     Raises:
-        ConfigError: The module is one that the driver holds already, or brings its own steps, or `modelDir` is a URL.
+        ConfigError: The module is one that the driver holds already, or brings its own steps, or `modelDir` cannot be a
+            folder of all hosts.
     """
     if not os.path.isabs(p["modelDir"]):
         raise ConfigError(
             f"modelDir {p['modelDir']!r} is a URL or a relative path, and the files of a model are mapped into memory",
             hint="name a folder, from '/' on, on a file system that is mounted on all hosts",
+            param="modelDir",
+        )
+    wanted = PurePath(p["modelDir"])
+    file = next(filter(os.path.isfile, (wanted, *wanted.parents)), None)
+    if file is not None:
+        raise ConfigError(
+            f"modelDir {p['modelDir']!r} cannot be a folder: {str(file)!r} is a file",
+            hint="name another folder, on a file system that is mounted under the same path on all hosts",
             param="modelDir",
         )
     if recipe.steps_itself:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from pyspark.sql import SparkSession
 
-from sparktorch.base.devices import device_count
 from sparktorch.data.convert.checks import RowFilter
 from sparktorch.data.fields.base import Dense, Field
 from sparktorch.data.fields.registry import field_of
@@ -21,11 +20,10 @@ from sparktorch.errors import ModuleError, SparkTorchError
 from sparktorch.ml.fit.translate import Request
 from sparktorch.spark.frame.prepare import Frame
 from sparktorch.spark.launch.barrier_job import run_ranks
-from sparktorch.spark.launch.gpus import has_gpus
+from sparktorch.spark.launch.gpus import has_gpus, on_cpus
 from sparktorch.spark.launch.rank_pool import Results
 from sparktorch.spark.launch.rank_task import Body
 from sparktorch.spark.launch.spark_job import new_tag
-from sparktorch.spark.session import is_local
 from sparktorch.train.recipe.dry_run import DryRunResult, complete, dry_run
 from sparktorch.train.strategies.registry import check_module
 from sparktorch.worker import try_in_rank
@@ -115,8 +113,8 @@ def _in_worker(request: Request, run: partial[DryRunResult], in_worker: Callable
 def one_rank(spark: SparkSession, request: Request, observer: Observer, body: Body) -> Results:
     """Runs a body in a barrier job of one rank, which gets no rows."""
     launch = replace(request.launch, world_size=1, tag=new_tag())
-    if launch.device == "auto" and is_local(spark) and device_count() < request.launch.world_size:
-        launch = replace(launch, device="cpu")  # with fewer devices than ranks, all ranks use the CPU
+    if on_cpus(spark, launch.device, request.launch.world_size):
+        launch = replace(launch, device="cpu")  # though one rank alone could have a device
     return run_ranks(spark.range(0, 1, 1, 1), body, launch, observer)
 
 

@@ -20,6 +20,7 @@ from sparktorch.spark.frame.prepare import prepare
 from sparktorch.train.needs import Plan
 from sparktorch.train.plan import plan
 from sparktorch.train.recipe.dry_run import dry_run
+from sparktorch.train.strategies.registry import check_device
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -77,6 +78,8 @@ def plan_of(
     if estimator.isSet("modelDir") and not estimator.isSet("strategy"):  # which a plan is asked for
         estimator = estimator.copy({estimator.getParam("strategy"): "zero3"})
     request = translate(estimator, task)
+    if request.launch.device == "cpu":  # under "auto", the plan may be for other machines
+        check_device(request.config, "cpu")
     with naming_params(estimator):
         frame, inputs = first_inputs(prepare(dataset, task, **request.columns))
     label = first_label(frame)

@@ -25,12 +25,12 @@ from sparktorch.spark.checks.check_result import refuse
 from sparktorch.spark.checks.doctor import check_executors
 from sparktorch.spark.checks.preflight import check_cluster, check_result_size
 from sparktorch.spark.frame.prepare import Frame, prepare
-from sparktorch.spark.launch.gpus import gpu_profile
+from sparktorch.spark.launch.gpus import gpu_profile, on_cpus
 from sparktorch.spark.launch.rank_pool import RankPool, Results
 from sparktorch.spark.launch.spark_job import new_tag
 from sparktorch.spark.session import cancel_tasks, slots
 from sparktorch.train.recipe.dry_run import DryRunResult
-from sparktorch.train.strategies.registry import strategy_type
+from sparktorch.train.strategies.registry import check_device, strategy_type
 from sparktorch.worker import RankResult, TrainJob, run_held, serve, train_held
 
 if TYPE_CHECKING:
@@ -352,6 +352,9 @@ def make_room(spark: SparkSession, count: int, *, without: PreparedData | None =
 
 
 def _with_profile(request: R, spark: SparkSession) -> R:
+    """Returns a request with its resource profile, once the options of its strategy suit the devices."""
+    if on_cpus(spark, request.launch.device, request.launch.world_size):
+        check_device(request.config, "cpu")
     profile = gpu_profile(spark, request.launch.device, request.launch.world_size)
     return replace(request, launch=replace(request.launch, profile=profile))
 
@@ -367,6 +370,7 @@ def launchable(request: R, spark: SparkSession, preflight: str, without: Prepare
 
     Raises:
         ClusterError: The cluster cannot run the job.
+        ConfigError: An option of the strategy does not suit the workers' devices.
     """
     request = _with_profile(request, spark)
     launch = request.launch

@@ -13,9 +13,9 @@ from sparktorch.base.config import Device
 from sparktorch.base.devices import accelerator, device_count, visible_devices
 from sparktorch.errors import ClusterError
 from sparktorch.spark.compat import gives_profiles
-from sparktorch.spark.session import is_local, setting
+from sparktorch.spark.session import is_connect, is_local, setting
 
-__all__ = ["AMOUNT", "choose_device", "device_index", "gpu_profile", "has_gpus"]
+__all__ = ["AMOUNT", "choose_device", "device_index", "gpu_profile", "has_gpus", "on_cpus"]
 
 AMOUNT = "spark.executor.resource.gpu.amount"
 TASK_AMOUNT = "spark.task.resource.gpu.amount"
@@ -74,6 +74,13 @@ def has_gpus(spark: SparkSession, device: Device) -> bool:
     if device in ("auto", "cpu"):
         return device == "auto" and (device_count() > 0 if is_local(spark) else float(setting(spark, AMOUNT, "0")) >= 1)
     return True
+
+
+def on_cpus(spark: SparkSession, device: Device, world_size: int) -> bool:
+    """Whether the driver knows that ranks will have no accelerators; on other machines, tasks may see some unasked."""
+    if device != "auto" or is_connect(spark) or not is_local(spark):
+        return device == "cpu"
+    return device_count() < world_size
 
 
 def choose_device(device: Device, addresses: Sequence[str], *, local_rank: int, local_size: int) -> str:

@@ -12,7 +12,7 @@ import random
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,14 +21,15 @@ from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.utils import _pytree as pytree
 
 from sparktorch.base.quiet import quiet
-from sparktorch.errors import ModuleError, SparkTorchError
+from sparktorch.errors import ModuleError, SparkTorchError, line_of_user
 from sparktorch.train.pipeline.in_place import Gradients, mark_memory, mark_used
 from sparktorch.train.pipeline.kept import check_attributes, kept_by, take_attributes
 from sparktorch.train.pipeline.layers import Call, Modes, call_of_layer, check_functions, recorded_layers
+from sparktorch.train.recipe.huggingface import without_caches
 
 _FAKES = "torch._subclasses.fake_tensor"  # logs the tracebacks of errors, which are raised, too
 
-__all__ = ["Recording", "Twin", "without_caches"]
+__all__ = ["Recording", "Twin"]
 
 
 @dataclass(frozen=True)
@@ -57,17 +58,6 @@ class Recording:
     tensors: Mapping[fx.Node, str]
     parameters: Collection[str]
     constants: Mapping[fx.Node, torch.Tensor]
-
-
-def without_caches(module: nn.Module) -> nn.Module:
-    """Returns the module; its models of transformers make no caches, which would be one object for all passes."""
-    for part in module.modules():
-        config: Any = getattr(part, "config", None)
-        if getattr(config, "use_cache", False):
-            config = copy.copy(config)  # it may be that of the class
-            config.use_cache = False
-            cast(Any, part).config = config
-    return module
 
 
 class Twin:
@@ -167,7 +157,7 @@ class Twin:
             raise
         except Exception as error:
             raise ModuleError(
-                f"the forward pass of {self._kind} cannot be recorded{_line_of_user(error)}: "
+                f"the forward pass of {self._kind} cannot be recorded{line_of_user(error)}: "
                 f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
                 hint=_way_out(error),
                 param="module",
@@ -282,15 +272,6 @@ class Twin:
 def _state() -> bytes:
     """Returns the state of Python's and NumPy's generators."""
     return pickle.dumps((random.getstate(), np.random.get_state()))
-
-
-def _line_of_user(error: BaseException) -> str:
-    """Returns where an exception left the user's code."""
-    calls = traceback.walk_tb(error.__traceback__)
-    packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in calls]
-    frames = zip(packages, traceback.extract_tb(error.__traceback__), strict=True)
-    of_user = [frame for package, frame in frames if package not in ("torch", "sparktorch") and "/" in frame.filename]
-    return f" at {of_user[-1].filename}:{of_user[-1].lineno}, {of_user[-1].line!r}" if of_user else ""
 
 
 def _way_out(error: BaseException) -> str:

@@ -5,6 +5,7 @@ The package is imported where a model of it is made; elsewhere, its classes are 
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import math
@@ -36,6 +37,7 @@ __all__ = [
     "model_in",
     "model_loss",
     "with_config",
+    "without_caches",
 ]
 
 MODEL_LOSS = f"{__name__}:model_loss"
@@ -230,3 +232,13 @@ def arguments_of(name: str) -> tuple[str, ...]:
 def _arguments(kind: Any) -> tuple[str, ...]:
     parameters = inspect.signature(kind.forward).parameters
     return tuple(name for name, each in parameters.items() if each.kind is not each.VAR_KEYWORD)[1:]
+
+
+def without_caches(module: nn.Module) -> nn.Module:
+    """Returns the module; its models of transformers make no caches, which would be one object for all passes."""
+    part: Any
+    for part in module.modules():
+        if getattr(getattr(part, "config", None), "use_cache", False):
+            part.config = copy.copy(part.config)  # it may be that of the class
+            part.config.use_cache = False
+    return module

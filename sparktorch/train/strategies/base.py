@@ -95,6 +95,14 @@ class Strategy(ABC, Generic[O]):
         """
 
     @classmethod
+    def check_device(cls, options: O, device: str) -> None:
+        """Refuses options that do not suit the device of a rank, on the driver where it is known there.
+
+        Raises:
+            ConfigError: They do not.
+        """
+
+    @classmethod
     def needs_group(cls, options: O) -> bool:
         """Returns whether even a single rank needs a process group, for options that torch supports only in one."""
         return False

@@ -16,8 +16,8 @@ from sparktorch.base.batch import Batch
 from sparktorch.errors import ModuleError
 from sparktorch.train.numerics.determinism import generators_state, untouched_generators
 from sparktorch.train.pipeline.arguments import Arguments
-from sparktorch.train.pipeline.recording import Twin, without_caches
-from sparktorch.train.recipe.huggingface import arguments
+from sparktorch.train.pipeline.recording import Twin
+from sparktorch.train.recipe.huggingface import arguments, without_caches
 
 __all__ = ["check_shapes", "check_values", "check_width"]
 

@@ -24,13 +24,14 @@ from sparktorch.base.host_memory import available_bytes, given_back
 from sparktorch.distributed.process_group import attach
 from sparktorch.errors import ConfigError, ModuleError, nearest
 from sparktorch.train.dtensor import local, unviewed, whole
+from sparktorch.train.recipe.huggingface import without_caches
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.base import Strategy
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-__all__ = ["ShardingOptions", "Zero2", "Zero3", "check_optimizer", "units"]
+__all__ = ["ShardingOptions", "Zero2", "Zero3", "check_checkpointing", "check_optimizer", "units"]
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 S = TypeVar("S", bound="ShardingOptions")
@@ -110,9 +111,20 @@ class Zero3(Strategy[S]):
     def check_module(cls, options: S, recipe: Recipe, module: nn.Module, workers: int) -> None:
         """Refuses names in `wrap_classes` that the module lacks, scalars, and optimizers that need whole parameters."""
         found = units(module, options)
+        check_checkpointing(options, type(module).__name__, found)
         if cls.shards(options, workers):
             _check_parameters(module, found)
             check_optimizer(recipe, module)
+
+    @classmethod
+    def check_device(cls, options: S, device: str) -> None:
+        """Refuses `cpu_offload` on a CPU, which has nothing to offload."""
+        if options.cpu_offload and is_host(device):
+            raise ConfigError(
+                "strategyParams.cpu_offload is set, and not every worker has a GPU to offload",
+                hint="leave it out, or start as many workers as there are GPUs",
+                param="strategyParams",
+            )
 
     @classmethod
     def needs_group(cls, options: S) -> bool:
@@ -144,7 +156,8 @@ class Zero3(Strategy[S]):
         if options.activation_checkpointing:
             from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
-            apply_activation_checkpointing(module, check_fn=lambda part: part in parts)
+            # A cache that is there in the first pass would be added to in the second.
+            apply_activation_checkpointing(without_caches(module), check_fn=lambda part: part in parts)
         if not self.wraps:
             for part in [*parts, module]:
                 self.materialise(part)
@@ -152,12 +165,7 @@ class Zero3(Strategy[S]):
             return module
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-        if options.cpu_offload and is_host(self._device):
-            raise ConfigError(
-                f"strategyParams.cpu_offload is set, and rank {self._world.rank} has no GPU to offload",
-                hint="leave it out, or set device='cuda'",
-                param="strategyParams",
-            )
+        self.check_device(self._options, self._device.type)
         policy = MixedPrecisionPolicy(
             param_dtype=_DTYPES.get(options.param_dtype or ""), reduce_dtype=_DTYPES.get(options.reduce_dtype or "")
         )
@@ -333,6 +341,27 @@ class Zero2(Zero3[ShardingOptions]):
     """Parameters are gathered once per step, and kept from forward to backward."""
 
     _reshard_after_forward = False
+
+
+def check_checkpointing(options: ShardingOptions, where: str, found: Sequence[nn.Module]) -> None:
+    """Refuses `activation_checkpointing` where no part would compute its activations again.
+
+    Args:
+        options: The options.
+        where: What the parts are of, for the message.
+        found: The units.
+
+    Raises:
+        ConfigError: It is set, and there are no units.
+    """
+    if options.activation_checkpointing and not found:
+        least = f"of min_parameters={options.min_parameters} or more"
+        raise ConfigError(
+            f"strategyParams.activation_checkpointing is set, and {where} has no part "
+            f"{'of wrap_classes' if options.wrap_classes else least} that could compute its activations again",
+            hint="set min_parameters lower, or name the classes of layers in wrap_classes; or leave it out",
+            param="strategyParams",
+        )
 
 
 def units(module: nn.Module, options: ShardingOptions) -> list[nn.Module]:

@@ -202,10 +202,8 @@ class Mesh(Zero3[MeshOptions]):
             return {}
         whole = left_whole(module, sizes.tensor) if self._world.is_main and not plan else []
         if whole:
-            _log.warning(
-                "strategyParams.tensor is %d: %r, and %d other layers, cannot be divided by it and stay whole",
-                *(sizes.tensor, whole[0], len(whole) - 1),
-            )
+            others = f" (the first of {len(whole)})" if len(whole) > 1 else ""
+            _log.warning("strategyParams.tensor is %d: %r, %s, stays whole%s", sizes.tensor, *whole[0], others)
         return check_plan(module, plan, sizes.tensor, staged=self.runs_passes, sequence=sequence)
 
     def _divide_layers(self, module: nn.Module, styles: Mapping[str, str]) -> dict[str, dict[str, nn.Module]]:

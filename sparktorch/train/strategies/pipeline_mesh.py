@@ -31,6 +31,7 @@ from sparktorch.train.pipeline.step import MicroLosses, StandIn, arguments_of, c
 from sparktorch.train.recipe.loss import Sums
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.base import Step
+from sparktorch.train.strategies.fsdp import check_checkpointing, units
 from sparktorch.train.strategies.mesh import Mesh
 from sparktorch.train.strategies.mesh_options import MeshOptions
 from sparktorch.train.strategies.row_exchange import share_rows
@@ -80,7 +81,8 @@ class PipelineMesh(Mesh):
         step = recipe.build_training_step()
         if step is not None:
             check_step(step, module, batch)
-        called = {type(part).__name__ for name in found.layers for part in module.get_submodule(name).modules()}
+        layers = nn.ModuleList(module.get_submodule(name) for name in found.layers)
+        called = {type(part).__name__ for part in layers.modules()}
         for name in options.wrap_classes:
             if name not in called:
                 raise ConfigError(
@@ -89,6 +91,7 @@ class PipelineMesh(Mesh):
                     hint=nearest(name, called),
                     param="strategyParams",
                 )
+        check_checkpointing(options, f"{type(module).__name__} in stages", units(layers, options))
 
     @property
     def exchanges_rows(self) -> bool:

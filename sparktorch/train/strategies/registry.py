@@ -29,6 +29,7 @@ from sparktorch.train.strategies.zero1 import Zero1
 __all__ = [
     "STRATEGIES",
     "build_strategy",
+    "check_device",
     "check_loop",
     "check_module",
     "check_strategy",
@@ -126,6 +127,16 @@ def check_workers(config: TrainConfig, workers: int) -> None:
     """
     kind, options = strategy_for(config.strategy, config.strategy_params)
     kind.check_workers(options, workers)
+
+
+def check_device(config: TrainConfig, device: str) -> None:
+    """Refuses options of the strategy that do not suit the device of the workers.
+
+    Raises:
+        ConfigError: They do not.
+    """
+    kind, options = strategy_for(config.strategy, config.strategy_params)
+    kind.check_device(options, device)
 
 
 def check_loop(config: TrainConfig) -> None:

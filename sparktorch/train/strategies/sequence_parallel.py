@@ -97,7 +97,7 @@ def _obstacle(layer: Any, whole: list[tuple[str, str]]) -> str:
     """
     for name, reason in whole:
         if reason:
-            return f"whose {name!r} cannot be divided: {reason}"
+            return f"for it must divide its {name!r}, {reason}"
     if whole:
         return "whose activation is not known to be elementwise"
     if not layer.self_attn.batch_first:

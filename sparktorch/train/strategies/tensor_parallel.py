@@ -240,7 +240,10 @@ def check_plan(
     found = _matched(module, plan, size) if plan else _own_plan(module, size, staged=staged)
     if found is None:
         found = {
-            name: style for pair in _known_pairs(module) if _all_divide(module, pair, size) for name, style in pair
+            name: style
+            for pair in _known_pairs(module)
+            if _first_obstacle(module, pair, size) is None
+            for name, style in pair
         }
     found |= {f"{name}.{PROJECTION}": "rowwise" for name, style in found.items() if style == HEADS}
     if not any(type(part) in DIVIDED for part in module.modules()):
@@ -272,11 +275,14 @@ def check_plan(
     return found
 
 
-def left_whole(module: nn.Module, size: int) -> list[str]:
-    """Returns the layers that `check_plan` would divide without a plan, if they were divisible by `size`."""
+def left_whole(module: nn.Module, size: int) -> list[tuple[str, str]]:
+    """Returns the layers that `check_plan` does not divide without a plan, though it knows their kind, and why.
+
+    Of layers that belong together, the one that cannot be divided stands for the others.
+    """
     if _own_plan(module, size, staged=False) is not None:
         return []
-    return [name for pair in _known_pairs(module) if not _all_divide(module, pair, size) for name, _ in pair]
+    return [found for pair in _known_pairs(module) if (found := _first_obstacle(module, pair, size)) is not None]
 
 
 def _check_parts(module: nn.Module) -> None:
@@ -423,5 +429,7 @@ def _known_pairs(module: nn.Module) -> Iterable[list[tuple[str, str]]]:
                     yield [(f"{prefix}{name}", "colwise"), (f"{prefix}{following}", "rowwise")]
 
 
-def _all_divide(module: nn.Module, layers: list[tuple[str, str]], size: int) -> bool:
-    return not any(_obstacle(module, name, style, size) for name, style in layers)
+def _first_obstacle(module: nn.Module, layers: list[tuple[str, str]], size: int) -> tuple[str, str] | None:
+    """Returns the first of the layers that cannot be divided, and why; `None` if all can."""
+    reasons = ((name, _obstacle(module, name, style, size)) for name, style in layers)
+    return next(((name, reason) for name, reason in reasons if reason), None)

@@ -321,7 +321,7 @@ def told(world: World, heads: int, plan: dict[str, str]) -> list[str]:
 
 
 def test_layers_that_stay_whole_unasked_are_told_once() -> None:
-    said = "strategyParams.tensor is 2: 'self_attn', and 0 other layers, cannot be divided by it and stay whole"
+    said = "strategyParams.tensor is 2: 'self_attn', whose 3 heads are not divisible by 2, stays whole"
     assert in_group(2, told, 3, {}) == [[said], []]
     assert in_group(2, told, 2, {}) == [[], []]
     assert in_group(2, told, 3, {"linear1": "colwise", "linear2": "rowwise"}) == [[], []]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import pytest
 import torch
@@ -150,23 +150,103 @@ class Blocks(nn.Sequential):
         super().__init__(nn.Linear(100, 64), *(Block(64) for _ in range(6)), nn.Linear(64, 1))
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["kept", "computed again"])
-def test_activations_are_as_many_as_torch_finds_at_the_peak_of_a_step(again: bool) -> None:
-    module, rows = Blocks(), 256
-    if again:
-        apply_activation_checkpointing(module, check_fn=lambda part: isinstance(part, Block))
+class Body(nn.Sequential):
+    """Blocks, and a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(*(Block(64) for _ in range(6)), nn.LayerNorm(64))
+
+
+class Nested(nn.Sequential):
+    """As `Blocks`, in a part around all of them."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(100, 64), Body(), nn.Linear(64, 1))
+
+
+def activations_in(tracker: MemTracker, moment: str) -> tuple[int, int]:
+    """Bytes of activations, and of what is there in backward for a time."""
+    sizes = {str(kind): size for kind, size in tracker.get_tracker_snapshot(moment)[torch.device("cpu")].items()}
+    return sizes["_MemRefType.ACT"], sizes["_MemRefType.TEMP"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "classes", "precision"),
+    [
+        (Blocks, [], "fp32"),
+        (Blocks, ["Block"], "fp32"),
+        (Nested, ["Body", "Block"], "fp32"),
+        (Blocks, ["Block"], "bf16"),
+    ],
+    ids=["kept", "computed again", "parts within parts", "bf16"],
+)
+def test_activations_are_as_many_as_torch_finds_at_the_peak_of_a_step(
+    kind: type[nn.Module], classes: list[str], precision: Literal["fp32", "bf16"]
+) -> None:
+    rows, module, recipe = 256, kind(), Recipe(module=kind, optimizer="SGD")
+    apply_activation_checkpointing(module, check_fn=lambda part: type(part).__name__ in classes)
     tracker = MemTracker()
     tracker.track_external(module)
     features, label = torch.ones(rows, 100), torch.ones(rows, 1)
     with tracker:
-        ((module(features) - label) ** 2).sum().backward()
-    peak = {str(kind): size for kind, size in tracker.get_tracker_snapshot("peak")[torch.device("cpu")].items()}
-    found = peak["_MemRefType.ACT"] + peak["_MemRefType.TEMP"]
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            scores = module(features)
+            forward, _ = activations_in(tracker, "current")  # with weights as autocast has them
+            loss = ((scores - label) ** 2).sum()
+        loss.backward()
+    found = max(forward, sum(activations_in(tracker, "peak")))
     first = Batch((torch.ones(2, 100),), torch.ones(2, 1), None, 2, names=("x",))
-    config = TrainConfig(task="regression", batch_size=2 * rows)
-    options = {"wrap_classes": ["Block"], "activation_checkpointing": again}
-    need = of_zero3(Recipe(module=Blocks, optimizer="SGD"), first, config, **options)
+    config = TrainConfig(task="regression", batch_size=2 * rows, precision=precision)
+    need = of_zero3(recipe, first, config, wrap_classes=classes, activation_checkpointing=bool(classes))
     assert need.activations - features.nbytes - label.nbytes == pytest.approx(found, rel=0.1)
+
+
+DIVIDED = {
+    "tensor": 2,
+    "plan": {"*.wide": "colwise", "*.narrow": "rowwise"},
+    "wrap_classes": ["Block"],
+    "activation_checkpointing": True,
+}
+
+
+def kept_of_divided(world: World, rows: int) -> int:
+    """The bytes that a rank keeps from forward to backward, and that a block computes again."""
+    module = build_strategy(TrainConfig(strategy="mesh", strategy_params=DIVIDED), world).prepare(Blocks())
+    known, kept = {local(p).untyped_storage().data_ptr() for p in module.parameters()}, []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        own = local(tensor)
+        if own.untyped_storage().data_ptr() not in known:
+            known.add(own.untyped_storage().data_ptr())
+            kept.append(own)
+        return tensor
+
+    block = next(part for part in module.modules() if isinstance(part, Block))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        of_all = module(torch.ones(rows, 100))
+        of_block = block(torch.ones(rows * 2, 64))
+    assert of_all.requires_grad
+    assert of_block.requires_grad
+    return sum(own.untyped_storage().nbytes() for own in kept)
+
+
+def test_divided_parts_that_compute_theirs_again_keep_the_inputs_of_all_who_share_them() -> None:
+    first, rows = Batch((torch.ones(2, 100),), torch.ones(2, 1), None, 2, names=("x",)), 128
+    config = TrainConfig(task="regression", batch_size=2 * rows, strategy="mesh", strategy_params=DIVIDED)
+    (need,) = [each for each in plan(Recipe(module=Blocks), config, 2, first).needs if each.options == DIVIDED]
+    found = max(in_group(2, kept_of_divided, rows))
+    labels = 4 * 2 * rows
+    assert need.activations == pytest.approx(found + labels, rel=0.1)
+
+
+def test_inputs_of_parts_that_keep_nothing_are_not_kept() -> None:
+    first = Batch((torch.ones(2, 100),), torch.ones(2, 1), None, 2, names=("x",))
+    recipe = Recipe(module=Blocks, optimizer="SGD", freeze=("*", "!7.*"))
+    config = TrainConfig(task="regression", batch_size=512)
+    plain, again = (
+        of_zero3(recipe, first, config, wrap_classes=["Block"], activation_checkpointing=each) for each in (False, True)
+    )
+    assert again.activations == plain.activations
 
 
 def test_what_is_offloaded_takes_no_memory_of_the_device() -> None:
@@ -332,6 +412,68 @@ def of_stages(split: list[str], plan: dict[str, str]) -> dict[str, int]:
     module = Thirds()
     check_module(config, Recipe(module=Thirds, loss="MSELoss"), 4, module, first)
     return staged(module, 2, split, first, styles=check_plan(module, plan, 2)).stage_of
+
+
+class Upwards(nn.Module):
+    """Its rowwise layer is defined before its colwise one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(16, 5), nn.Linear(5, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+class Crossed(nn.Module):
+    """Two pairs of layers, of which both outputs are divided at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a1, self.b1, self.a2, self.b2 = nn.Linear(5, 16), nn.Linear(5, 16), nn.Linear(16, 5), nn.Linear(16, 5)
+        self.last = nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b = self.a1(x).relu(), self.b1(x).relu()
+        return self.last(self.a2(a) + self.b2(b))
+
+
+class TwiceNamed(nn.Module):
+    """Calls its layers by other names than those that they have first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, 5))
+        self.first, self.second, self.last = self.net[0], self.net[2], nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.second(self.first(x).relu()))
+
+
+def stages_of(module: nn.Module, plan: dict[str, str], split: list[str]) -> dict[str, int]:
+    styles = check_plan(module, plan, 2, staged=True)
+    return staged(module, 2, split, Batch((torch.ones(2, 5),), None, None, 2), styles=styles).stage_of
+
+
+def test_stages_begin_where_no_value_is_divided_in_the_order_in_which_layers_are_called() -> None:
+    upwards, plan = nn.Sequential(*(Upwards() for _ in range(4))), {"*.down": "rowwise", "*.up": "colwise"}
+    assert stages_of(upwards, plan, []) == stages_of(upwards, plan, ["2"]) == {"0": 0, "1": 0, "2": 1, "3": 1}
+    plan = {"?1": "colwise", "?2": "rowwise"}
+    assert stages_of(Crossed(), plan, []) == stages_of(Crossed(), plan, ["last"])
+    with pytest.raises(ConfigError, match="a stage would begin with 'b2', behind 'b1', of whose output"):
+        stages_of(Crossed(), plan, ["b2"])
+    assert stages_of(TwiceNamed(), {}, []) == {"first": 0, "second": 0, "last": 1}
+    with pytest.raises(ConfigError, match=r"makes 2 stages, and layers that .* divides leave fewer"):
+        stages_of(nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 5)), {}, [])
+
+
+def test_checkpointing_that_no_stage_can_do_is_refused() -> None:
+    options = {"pipeline": 2, "min_parameters": 400, "activation_checkpointing": True}
+    config = TrainConfig(task="regression", strategy="mesh", strategy_params=options)
+    module = nn.Sequential(nn.Linear(5, 5), nn.Sequential(*(nn.Linear(5, 5) for _ in range(20))), nn.Linear(5, 1))
+    first = Batch((torch.ones(2, 5),), None, None, 2)
+    with pytest.raises(ConfigError, match="Sequential in stages has no part of min_parameters=400 or more"):
+        check_module(config, Recipe(module=nn.Identity, loss="MSELoss"), 2, module, first)
 
 
 @pytest.mark.parametrize("plan", [{}, {"*.2": "rowwise", "*.0": "colwise"}], ids=["known pairs", "a plan"])

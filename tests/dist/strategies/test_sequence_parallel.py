@@ -336,7 +336,7 @@ def tied() -> nn.Module:
         (Translator(), "'encoder', whose inputs have positions first: set batch_first=True"),
         (
             nn.Sequential(nn.TransformerEncoderLayer(8, 1, 12, batch_first=True)),
-            "'0', whose 'self_attn' cannot be divided: whose 1 heads are not divisible by 2",
+            "'0', for it must divide its 'self_attn', whose 1 heads are not divisible by 2",
         ),
         (
             changed(activation=partial(torch.softmax, dim=-1)),
@@ -344,11 +344,11 @@ def tied() -> nn.Module:
         ),
         (
             nn.Sequential(nn.TransformerEncoderLayer(8, 2, 13, batch_first=True)),
-            "whose 'linear1' cannot be divided: whose (13, 8) weights are not divisible by 2 under 'colwise'",
+            "for it must divide its 'linear1', whose (13, 8) weights are not divisible by 2 under 'colwise'",
         ),
         (
             changed(linear2=nn.Sequential(nn.Linear(12, 8))),
-            "whose 'linear2' cannot be divided: a torch.nn.",
+            "for it must divide its 'linear2', a torch.nn.",
         ),
         (changed(norm2=nn.GroupNorm(1, 8)), "whose 'norm2' is a GroupNorm"),
         (changed(norm1=nn.LayerNorm((4, 8))), "whose 'norm1' takes other positions into account"),

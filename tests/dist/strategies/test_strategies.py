@@ -24,7 +24,7 @@ from sparktorch.data.sampling.plan import SamplingPlan
 from sparktorch.errors import ConfigError, ModuleError, RankError
 from sparktorch.train.callbacks import FitContext
 from sparktorch.train.recipe.recipe import Recipe
-from sparktorch.train.strategies.fsdp import ShardingOptions, units
+from sparktorch.train.strategies.fsdp import ShardingOptions, Zero3, units
 from sparktorch.train.strategies.registry import check_module, check_strategy
 from sparktorch.worker import TrainJob
 from tests.support.frames import Table
@@ -149,7 +149,7 @@ def test_ranks_without_rows_take_part_and_change_nothing(
 @pytest.mark.parametrize(("strategy", "ranks"), [("zero2", 1), ("zero3", 2)])
 def test_a_rank_without_a_gpu_has_nothing_to_offload(strategy: str, ranks: int) -> None:
     job = job_for(strategy=strategy, strategy_params={"cpu_offload": True})
-    with pytest.raises(ConfigError, match=r"cpu_offload is set, and rank \d has no GPU to offload"):
+    with pytest.raises(ConfigError, match="cpu_offload is set, and not every worker has a GPU to offload"):
         train_on([part.batches() for part in TABLE.parts(ranks)], job, device="cpu")
 
 
@@ -287,6 +287,16 @@ def test_parts_are_gathered_by_themselves_if_they_are_large_or_of_a_class() -> N
     assert by_class == [tower.first, *tower.blocks]
     with pytest.raises(ModuleError, match="no part of class 'Sequental'"):
         units(tower, ShardingOptions(wrap_classes=["Sequental"]))
+
+
+def test_checkpointing_that_no_part_can_do_is_refused() -> None:
+    tower, recipe = Tower(), Recipe(module=Tower)
+    Zero3.check_module(ShardingOptions(min_parameters=90, activation_checkpointing=True), recipe, tower, 2)
+    with pytest.raises(ConfigError, match="Tower has no part of min_parameters=91 or more that could compute"):
+        Zero3.check_module(ShardingOptions(min_parameters=91, activation_checkpointing=True), recipe, tower, 2)
+    whole = ShardingOptions(wrap_classes=["Tower"], activation_checkpointing=True)
+    with pytest.raises(ConfigError, match="Tower has no part of wrap_classes that could compute"):
+        Zero3.check_module(whole, recipe, tower, 2)
 
 
 def test_tied_parameters_are_gathered_with_the_whole_module() -> None:

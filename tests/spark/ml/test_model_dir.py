@@ -204,9 +204,11 @@ class Looks(MLP):
         ({"strategy": "ddp", "strategyParams": {}}, ConfigError, "under strategy 'ddp' each worker holds the whole"),
         ({"modelDir": "s3://bucket/models"}, ConfigError, "is a URL or a relative path"),
         ({"modelDir": "dbfs:/models"}, ConfigError, "is a URL or a relative path"),
+        ({"modelDir": __file__}, ConfigError, r"cannot be a folder: '.*test_model_dir.py' is a file"),
+        ({"modelDir": f"{__file__}/within"}, ConfigError, r"cannot be a folder: '.*test_model_dir.py' is a file"),
         ({"module": MLP(5, 3), "moduleParams": {}}, ConfigError, "module is an instance"),
         ({"module": Adapted, "moduleParams": {}}, ModuleError, "the module has adapters"),
-        ({"module": Looks}, ModuleError, r"(?s)DataDependent.*dryRun='worker' tries values"),
+        ({"module": Looks}, ModuleError, r"(?s)test_model_dir.py:\d+, 'return.*Data.*dryRun='worker' tries values"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(

@@ -148,6 +148,14 @@ def test_a_plan_that_does_not_fit_the_module_is_refused_before_the_job(rows: Dat
         asked(numWorkers=2, strategy="zero3", strategyParams={"wrap_classes": ["Layer"]}).fit(rows)
 
 
+def test_offloading_without_gpus_is_refused_before_the_job(rows: DataFrame) -> None:
+    for device in ("cpu", "auto"):
+        offloading = asked(numWorkers=2, device=device, strategy="zero3", strategyParams={"cpu_offload": True})
+        with pytest.raises(ConfigError, match="not every worker has a GPU to offload") as caught:
+            offloading.fit(rows)
+        assert caught.value.where == {"param": "strategyParams"}  # of a rank, there were rank and host
+
+
 def test_a_plan_says_what_strategies_take_and_trains_nothing(rows: DataFrame, tmp_path: Path) -> None:
     plan = asked(numWorkers=2, optimizer="Adam", labelCol="target").plan(rows, memory=1)
     # meshes of shards and of stages; nothing says how to divide layers
