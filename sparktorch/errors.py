@@ -163,7 +163,7 @@ def line_of_user(error: BaseException) -> str:
         if not line or "/" not in name or package in ("torch", "sparktorch"):
             continue
         text = f" at {name}:{number}, {line!r}"
-        if "/site-packages/" in name or name.startswith(_STANDARD):
+        if "-packages/" in name or name.startswith(_STANDARD):  # site-packages; of Debian, dist-packages
             of_libraries = text
         else:
             of_user = text
