@@ -127,8 +127,8 @@ class _Around:
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         for depth, part in enumerate(self.parts[1:], 1):  # torch keeps the inputs of parts that keep anything
-            for tensor_given in part.given:
-                self._keep(tensor_given, depth - 1, is_input=True)
+            for given in part.given:
+                self._keep(given, depth - 1, is_input=True)
             part.given = []
         self._keep(tensor, len(self.parts) - 1)
         return tensor

@@ -77,7 +77,7 @@ class _LinearOfAll(torch.autograd.Function):
         if of_bias:
             found[2] = flat.sum(0).to(ctx.bias)
         if summed is not None:
-            found[0] = wait_tensor(summed).to(own.dtype)  # type: ignore[no-untyped-call]
+            found[0] = wait_tensor(summed).to(own.dtype)  # type: ignore[no-untyped-call]  # torch's
         return tuple(found)
 
 

@@ -102,7 +102,15 @@ class Mesh(Zero3[MeshOptions]):
         if (options.tensor or 1) == 1:
             return
         check_optimizer(recipe, module)
-        check_plan(module, options.plan, options.tensor or 1, staged=cls.runs_passes, sequence=options.sequence)
+        cls._styles_of(module, options)
+
+    @classmethod
+    def _styles_of(cls, module: nn.Module, options: MeshOptions) -> dict[str, str]:
+        """Returns the style of each layer that is divided; see `check_plan`."""
+        size = options.tensor or 1
+        if size == 1:
+            return {}
+        return check_plan(module, options.plan, size, staged=cls.runs_passes, sequence=options.sequence)
 
     @classmethod
     def check_call(cls, options: MeshOptions, recipe: Recipe, module: nn.Module, batch: Batch) -> None:
@@ -196,15 +204,14 @@ class Mesh(Zero3[MeshOptions]):
         return super().prepare(module)
 
     def _styles(self, module: nn.Module) -> dict[str, str]:
-        """Returns the style of each layer that is divided."""
-        plan, sizes, sequence = self._options.plan, self._sizes, self._options.sequence
-        if sizes.tensor == 1:
-            return {}
-        whole = left_whole(module, sizes.tensor) if self._world.is_main and not plan else []
+        """Returns the style of each layer that is divided, and warns of those that could be but for their sizes."""
+        size = self._sizes.tensor
+        asked = size > 1 and not self._options.plan and self._world.is_main
+        whole = left_whole(module, size) if asked else []
         if whole:
             others = f" (the first of {len(whole)})" if len(whole) > 1 else ""
-            _log.warning("strategyParams.tensor is %d: %r, %s, stays whole%s", sizes.tensor, *whole[0], others)
-        return check_plan(module, plan, sizes.tensor, staged=self.runs_passes, sequence=sequence)
+            _log.warning("strategyParams.tensor is %d: %r, %s, stays whole%s", size, *whole[0], others)
+        return self._styles_of(module, self._options)
 
     def _divide_layers(self, module: nn.Module, styles: Mapping[str, str]) -> dict[str, dict[str, nn.Module]]:
         """Divides those layers that this rank has, in place; returns those of each style, by their names."""

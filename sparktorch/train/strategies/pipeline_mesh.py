@@ -35,7 +35,6 @@ from sparktorch.train.strategies.fsdp import check_checkpointing, units
 from sparktorch.train.strategies.mesh import Mesh
 from sparktorch.train.strategies.mesh_options import MeshOptions
 from sparktorch.train.strategies.row_exchange import share_rows
-from sparktorch.train.strategies.tensor_parallel import check_plan
 
 __all__ = ["PipelineMesh"]
 
@@ -73,10 +72,7 @@ class PipelineMesh(Mesh):
     def check_call(cls, options: MeshOptions, recipe: Recipe, module: nn.Module, batch: Batch) -> None:
         """Refuses modules that cannot be cut into stages, and steps that need more than the output of all."""
         cls._check_layers(options, module, batch)
-        styles = {}
-        if (options.tensor or 1) > 1:
-            styles = check_plan(module, options.plan, options.tensor or 1, staged=True, sequence=options.sequence)
-        found = staged(module, options.stages, options.split, batch, styles=styles)
+        found = staged(module, options.stages, options.split, batch, styles=cls._styles_of(module, options))
         check_each_row(module, batch)
         step = recipe.build_training_step()
         if step is not None:

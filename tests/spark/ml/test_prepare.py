@@ -125,6 +125,16 @@ def test_a_fit_leaves_no_trace_in_the_next(marked: DataFrame, alone: dict[str, T
     assert not [name for name, model in found.items() if not same(model, alone[name])]
 
 
+def test_options_that_suit_no_device_are_refused_before_ranks_that_hold_rows_train(frame: DataFrame) -> None:
+    estimator = regressor(device="cpu")
+    offloading = {estimator.strategy: "zero3", estimator.strategyParams: {"cpu_offload": True}}
+    with estimator.prepare(frame) as prepared:
+        estimator.fit(prepared)
+        with pytest.raises(ConfigError, match="not every worker has a GPU to offload") as caught:
+            estimator.fit(prepared, offloading)
+    assert caught.value.where == {"param": "strategyParams"}  # of a rank, there were rank and host
+
+
 def test_who_needs_other_rows_or_comes_too_late_is_refused(frame: DataFrame) -> None:
     estimator = regressor()
     with estimator.prepare(frame) as prepared:

@@ -68,5 +68,6 @@ def test_what_yarn_counts_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "_groups", lambda path, kinds: [math.inf])
     monkeypatch.setenv("CONTAINER_ID", "container_1_1_01_000002")
     assert available_bytes() == 0
+    # A NodeManager may limit its containers by groups; those of this machine cannot be made here.
     monkeypatch.setattr(host_memory, "_groups", lambda path, kinds: [5 * MEBIBYTE])
     assert available_bytes() == 5 * MEBIBYTE

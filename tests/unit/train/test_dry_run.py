@@ -256,7 +256,7 @@ def test_the_line_that_failed_is_the_users_and_no_limit_of_tracebacks_hides_it(m
 
     assert re.fullmatch(r" at .*test_dry_run.py:\d+, 'int\(text\)'", said("x"))
     assert re.fullmatch(r" at .*test_dry_run.py:\d+, 'random.choice\(\[\]\)'", said("1"))  # not of the library's
-    monkeypatch.setattr(sys, "tracebacklimit", 1, raising=False)
+    monkeypatch.setattr(sys, "tracebacklimit", 1, raising=False)  # users set it, for short tracebacks
     assert "'int(text)'" in said("x")
     monkeypatch.setattr(linecache, "getline", lambda *_: "")  # of a file that is on another host
     assert said("x") == ""
