@@ -21,11 +21,13 @@ _CACHE = type(functools.lru_cache(lambda: None))
 def keeping_no_fakes() -> Iterator[None]:
     """Context after which no cache of `functools` has tensors without values: its callers get real ones.
 
-    For the driver: it looks at all objects, and what a forked process looks at becomes memory of its own.
+    It looks at all objects, also at those that are exempt from collections, which they are no longer then. What a
+    forked process looks at becomes memory of its own.
     """
     try:
         yield
     finally:
+        gc.unfreeze()
         for cache in [found for found in gc.get_objects() if type(found) is _CACHE]:
             if any(map(_lacks_values, tree_leaves(gc.get_referents(cache)))):
                 cache.cache_clear()

@@ -10,6 +10,7 @@ from torch import nn
 from tests.support.nets import Chain, Paired
 
 __all__ = [
+    "Adding",
     "Attending",
     "Clamping",
     "Doubling",
@@ -169,6 +170,20 @@ class Shifting(_Steps):
             shifted[:, 1:] = out[:, :-1]
             out = torch.tanh(layer(shifted))
         result: torch.Tensor = self.out(out).squeeze(-1)
+        return result
+
+
+class Adding(_Steps):
+    """Adds to what needs gradients, in place and without them, what layers return."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.tanh(self.enter(x))
+        total = out * 2
+        for layer in self.layers[:2]:
+            found = layer(out)
+            with torch.no_grad():
+                total += found
+        result: torch.Tensor = self.out(self.layers[2](total)).squeeze(-1)
         return result
 
 

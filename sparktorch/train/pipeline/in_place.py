@@ -125,5 +125,11 @@ def needs_gradient(node: fx.Node, order: Mapping[fx.Node, int], at: int, outputs
 
 def _is_used(node: fx.Node, order: Mapping[fx.Node, int], at: int, outputs: Collection[fx.Node]) -> bool:
     """Whether an output's gradient depends on a value by what reads it at a place or later."""
-    readers = [user for user in node.users if order.get(user, -1) >= at]
-    return node in outputs or any(user.meta["gradient_from"] is user and user.meta["used"] for user in readers)
+    readers = [user for user in node.users if order.get(user, -1) >= at and user.meta["gradient_from"] is user]
+    return node in outputs or any(user.meta["used"] and _passes_gradient(user, node) for user in readers)
+
+
+def _passes_gradient(user: fx.Node, node: fx.Node) -> bool:
+    """Whether the gradient of what a node reads depends on its own: without gradients, only where it changes that."""
+    gradients: bool = user.meta["modes"].gradients
+    return gradients or bool(user.meta["writes"] & node.meta["memory"])

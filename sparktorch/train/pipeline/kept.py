@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import zlib
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import zip_longest
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 
 from sparktorch.errors import ModuleError
 
-__all__ = ["Changes", "attributes", "check_attributes", "equal", "kept_by", "take_attributes"]
+__all__ = ["Changes", "attributes", "check_attributes", "checksum", "equal", "is_plain", "kept_by", "take_attributes"]
 
 _ABSENT = object()
 _PLAIN = (bool, int, float, str, type(None))
@@ -41,7 +42,7 @@ def kept_by(module: nn.Module, layers: Collection[str]) -> dict[Place, Any]:
 
 def attributes(module: nn.Module, layers: Collection[str]) -> dict[Place, Any]:
     """Returns the numbers, texts and flags among what the parts above the layers keep."""
-    return {place: value for place, value in kept_by(module, layers).items() if isinstance(value, _PLAIN)}
+    return {place: value for place, value in kept_by(module, layers).items() if is_plain(value)}
 
 
 def take_attributes(module: nn.Module, source: nn.Module, layers: Collection[str]) -> None:
@@ -80,37 +81,53 @@ def check_attributes(kind: str, before: Mapping[Place, Any], after: Mapping[Plac
 
 
 class Changes:
-    """Counts changes of the numbers, texts and flags of a module, and tells whether ranks have counted the same."""
+    """Tells whether the numbers, texts and flags of a module have changed to the same in all ranks of a pipeline."""
 
     def __init__(self, module: nn.Module, layers: Collection[str]) -> None:
-        """Takes a module and the names of its layers."""
+        """Takes a module and the names of its layers; what it keeps now may differ between ranks, as a path may."""
         self._module, self._layers = module, layers
-        self._kept, self._count = attributes(module, layers), 0
+        self._first = attributes(module, layers)
 
     def bits(self) -> int:
-        """Counts again; returns the count, and its complement behind it: ranks' "or" of both shows others."""
+        """Returns a checksum of what has changed, and its complement behind it: ranks' "or" of both shows others."""
         kept = attributes(self._module, self._layers)
-        self._count += len(kept.items() ^ self._kept.items())
-        self._kept = kept
-        number = self._count % (1 << _BITS)
+        changed = {place for place, _ in kept.items() ^ self._first.items()}
+        number = checksum(sorted(_text(place, kept.get(place, _ABSENT)) for place in changed)) % (1 << _BITS)
         return number | (number ^ ((1 << _BITS) - 1)) << _BITS
 
     @staticmethod
     def check(bits: int) -> None:
-        """Refuses other counts.
+        """Refuses other checksums.
 
         Args:
             bits: Those of all ranks, combined by "or".
 
         Raises:
-            ModuleError: Ranks have counted other numbers.
+            ModuleError: Ranks have other ones.
         """
         if bits & (bits >> _BITS):
             raise ModuleError(
-                "the numbers, texts and flags that the module keeps have changed in some ranks of a pipeline only",
-                hint='change them in all ranks: a Callback does with ranks = "all"',
+                "the numbers, texts and flags that the module keeps have changed in some ranks of a pipeline only, or "
+                "to others",
+                hint='change them to the same in all ranks: a Callback does with ranks = "all"',
                 param="callbacks",
             )
+
+
+def checksum(texts: Iterable[str]) -> int:
+    """Returns a number of 32 bits, the same in all processes."""
+    return zlib.crc32("\n".join(texts).encode(errors="backslashreplace"))
+
+
+def _text(place: Place, value: Any) -> str:
+    """Returns an attribute and its value as text that other processes have, too, so without other keys of dicts."""
+    keys = list(filter(is_plain, place))
+    return f"{keys} {'is absent' if value is _ABSENT else repr(value)}"
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is a number, a text, a flag or `None`."""
+    return isinstance(value, _PLAIN)
 
 
 def equal(one: Any, other: Any) -> bool:
@@ -155,7 +172,7 @@ def _leaves(value: Any, within: tuple[int, ...] = ()) -> Iterator[tuple[Place, A
 
 def _taken(own: Any, value: Any, within: tuple[int, ...] = ()) -> Any:
     """Returns a value, but for what is not plain, as the own one has it; others may have its lists and dicts, too."""
-    if isinstance(value, _PLAIN):
+    if is_plain(value):
         return value
     if id(value) in within:
         return own
@@ -167,7 +184,7 @@ def _taken(own: Any, value: Any, within: tuple[int, ...] = ()) -> Any:
     elif isinstance(value, list) and isinstance(own, list):
         pairs = zip_longest(own[: len(value)], value, fillvalue=_ABSENT)
         own[:] = [each for each in (_taken(one, other, within) for one, other in pairs) if each is not _ABSENT]
-    elif all(isinstance(leaf, _PLAIN) for _, leaf in _leaves(value)):
+    elif all(is_plain(leaf) for _, leaf in _leaves(value)):
         return copy.deepcopy(value)
     elif isinstance(value, tuple) and isinstance(own, tuple) and len(own) == len(value):
         inner = [_taken(one, other, within) for one, other in zip(own, value, strict=True)]

@@ -252,6 +252,7 @@ class Pipe(nn.Module):
             recording = self.twin.record(
                 self._layers, given.call, first, training=self.module.training, attributes_of=self.module
             )
+            self._check_same(recording)
             made = programs(recording, self._stage_of, self._count)
             check_rows(made[-1].returned, size)
             schedule, stages, own = self._scheduled(made, training=training)
@@ -262,6 +263,18 @@ class Pipe(nn.Module):
         for stage, program in zip(self._own, prepared.programs, strict=True):
             stage.program = program
         return prepared
+
+    def _check_same(self, recording: Recording) -> None:
+        """Refuses other recordings in other ranks, as of a module that keeps the time or what a host has."""
+        number = recording.checksum()
+        ends = torch.tensor([number, -number], device=self._device)
+        dist.all_reduce(ends, dist.ReduceOp.MAX, group=self._group)
+        if ends.sum():
+            raise ModuleError(
+                f"the forward pass of {type(self.module).__name__} is another one in other ranks of the pipeline",
+                hint="above its layers it may compute with numbers that are the same in all of them only",
+                param="module",
+            )
 
     def _scheduled(self, made: list[Program], *, training: bool) -> tuple[Any, list[Any], list[Program]]:
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 
+from sparktorch.base.tape import is_fake
 from sparktorch.errors import ModuleError
 from sparktorch.train.pipeline.in_place import needs_gradient
 from sparktorch.train.pipeline.layers import Call, Modes
@@ -232,7 +233,9 @@ class Stage(nn.Module):
         place = self._places.get(call.layer)
         part = self._module[0].get_submodule(call.layer) if place is None else self.layers[place]
         with modes.entered():
-            return call(part, tensors)
+            found = call(part, tensors)
+        _check_result(call, found)
+        return found
 
     def operate(self, number: int, /, *args: Any, **kwargs: Any) -> Any:
         """Applies an operator in modes of its own."""
@@ -250,6 +253,25 @@ class Stage(nn.Module):
             found: torch.Tensor = self.between[self._between[name]]
             return found
         return self._module[0].get_buffer(name)
+
+
+def _check_result(call: Call, found: Sequence[torch.Tensor]) -> None:
+    """Refuses what a layer has returned without values, or with gradients that nobody would pass on."""
+    if any(map(is_fake, found)):
+        raise ModuleError(
+            f"layer {call.layer!r} computes with a tensor without values: it keeps some outside the module, from when "
+            "its forward pass was recorded",
+            hint="keep it in a buffer, or make it in each call",
+            param="module",
+        )
+    now, then = [value.requires_grad for value in found], call.result_gradients
+    if len(now) != len(then) or any(gradient and not before for gradient, before in zip(now, then, strict=True)):
+        raise ModuleError(
+            f"layer {call.layer!r} returns {len(now)} tensors, {sum(now)} of them with gradients, and {len(then)} and "
+            f"{sum(then)} when its forward pass was recorded",
+            hint="unfreeze it, or decide that, before the training; or divide the module with strategyParams.shard",
+            param="module",
+        )
 
 
 def _laid_out(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:

@@ -20,10 +20,11 @@ from torch import fx, nn
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.utils import _pytree as pytree
 
+from sparktorch.base.caches import keeping_no_fakes
 from sparktorch.base.quiet import quiet
 from sparktorch.errors import ModuleError, SparkTorchError, line_of_user
 from sparktorch.train.pipeline.in_place import Gradients, mark_memory, mark_used
-from sparktorch.train.pipeline.kept import check_attributes, kept_by, take_attributes
+from sparktorch.train.pipeline.kept import check_attributes, checksum, is_plain, kept_by, take_attributes
 from sparktorch.train.pipeline.layers import Call, Modes, call_of_layer, check_functions, recorded_layers
 from sparktorch.train.recipe.huggingface import without_caches
 
@@ -58,6 +59,30 @@ class Recording:
     tensors: Mapping[fx.Node, str]
     parameters: Collection[str]
     constants: Mapping[fx.Node, torch.Tensor]
+
+    def checksum(self) -> int:
+        """Returns a number of 32 bits, which is the same for the same forward pass in all processes."""
+        layers = [(call.layer, list(filter(is_plain, call.arguments))) for call in self.calls.values()]
+        read = [*self.tensors.values(), *(tensor.item() for tensor in self.constants.values())]
+        return checksum(map(repr, (*map(_of_all_ranks, self.nodes), *layers, *read)))
+
+
+def _of_all_ranks(node: fx.Node) -> tuple[Any, ...]:
+    """Returns what a node computes, in terms that all processes have: other ranks have other devices and objects."""
+    values = [
+        value for value in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(value, fx.Node) or is_plain(value)
+    ]
+    found = [value for value in pytree.tree_leaves(node.meta["val"]) if isinstance(value, torch.Tensor)]
+    modes = node.meta["modes"]
+    forms = [(tuple(value.shape), value.dtype) for value in found]
+    return (
+        node.name,
+        values,
+        forms,
+        modes.gradients,
+        sorted(modes.autocast.items(), key=str),
+        node.meta["gradient_from"],
+    )
 
 
 class Twin:
@@ -141,6 +166,7 @@ class Twin:
         untouched = torch.random.fork_rng(devices=[])  # dropout draws numbers, also those without values
         try:
             with (
+                keeping_no_fakes(),
                 untouched,
                 quiet(_FAKES),
                 self.mode,

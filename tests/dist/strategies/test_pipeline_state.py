@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -65,9 +67,34 @@ class BeforeValidation(Callback):
         context.module.temperature *= 0.5
 
 
-@pytest.mark.parametrize("callback", [InTheFirstRank, BeforeValidation])
-def test_a_number_that_a_callback_sets_in_one_rank_only_is_refused(callback: type[Callback]) -> None:
-    recipe = {"module": Cooling, "callbacks": [callback()]}
+class OtherInEach(Callback):
+    ranks = "all"
+
+    def on_epoch_end(self, context: Any, record: Any) -> None:
+        context.module.temperature = 2.0 + context.world.rank
+
+
+class Numbered(Cooling):
+    """Computes with another number in each process, and keeps one that it does not compute with."""
+
+    def __init__(self, factor: float = 1e-6) -> None:
+        super().__init__()
+        self.process, self.temperature = os.getpid(), 1 + factor * os.getpid()
+
+
+def trained(module: Any, *callbacks: Callback) -> None:
+    recipe = {"module": module, "callbacks": list(callbacks)}
     job = job_for(recipe=recipe, strategy="mesh", strategy_params=TWO, **{**FEW_STEPS, "epochs": 2})
-    with pytest.raises(ModuleError, match=r'(?s)in some ranks of a pipeline only.*ranks = "all"'):
-        train_on([part.batches() for part in TABLE.parts(2)], job)
+    train_on([part.batches() for part in TABLE.parts(2)], job)
+
+
+@pytest.mark.parametrize("callback", [InTheFirstRank, BeforeValidation, OtherInEach])
+def test_a_number_that_a_callback_sets_otherwise_in_another_rank_is_refused(callback: type[Callback]) -> None:
+    with pytest.raises(ModuleError, match=r'(?s)in some ranks of a pipeline only, or to others.*ranks = "all"'):
+        trained(Cooling, callback())
+
+
+def test_a_number_that_is_another_one_in_each_rank_is_refused_where_the_forward_pass_computes_with_it() -> None:
+    trained(partial(Numbered, factor=0.0))
+    with pytest.raises(ModuleError, match="the forward pass of Numbered is another one in other ranks"):
+        trained(Numbered)

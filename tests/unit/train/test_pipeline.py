@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +17,7 @@ from torch.utils import _pytree as pytree
 from sparktorch.base.batch import Batch
 from sparktorch.base.deferred import deferred
 from sparktorch.base.tape import is_fake
-from sparktorch.errors import SparkTorchError
+from sparktorch.errors import ModuleError, SparkTorchError
 from sparktorch.train.pipeline.kept import attributes
 from sparktorch.train.pipeline.pipe import Pipe
 from sparktorch.train.pipeline.programs import Stage, programs
@@ -25,6 +27,7 @@ from sparktorch.train.pipeline.stages import cut, layers_of
 from sparktorch.train.pipeline.step import check_step
 from tests.support.nets import Chain, Paired
 from tests.support.staged_nets import (
+    Adding,
     Attending,
     Clamping,
     Doubling,
@@ -125,7 +128,7 @@ def test_a_module_without_values_is_cut_like_one_with_them() -> None:
     assert {tensor.device.type for tensor in twin.module.state_dict().values()} == {"cuda"}
 
 
-CHANGING = [Ticking, Shifting, Filling, Clamping]
+CHANGING = [Ticking, Shifting, Adding, Filling, Clamping]
 
 
 @pytest.mark.parametrize(
@@ -153,6 +156,64 @@ def test_stages_compute_what_the_module_does_wherever_it_is_cut(make: Module) ->
             if parameter.grad is not None:
                 torch.testing.assert_close(parameter.grad, gradients[name], atol=1e-3, rtol=1e-2)
     assert tried if make not in CHANGING else tried == len(cuts_of(make))
+
+
+_steps: dict[int, torch.Tensor] = {}
+
+
+@functools.cache
+def steps_of(count: int) -> torch.Tensor:
+    return torch.arange(count).float()
+
+
+def kept_steps_of(count: int) -> torch.Tensor:
+    return _steps.setdefault(count, torch.arange(count).float())
+
+
+class Stepping(nn.Linear):
+    """Adds numbers from outside the module."""
+
+    def __init__(self, numbers: Callable[[int], torch.Tensor]) -> None:
+        super().__init__(5, 5)
+        self.numbers = numbers
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.numbers(5)
+
+
+@pytest.fixture
+def no_steps() -> Any:
+    yield
+    _steps.clear()
+    steps_of.cache_clear()
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("no_steps")
+def test_what_a_recording_leaves_in_caches_has_no_layer() -> None:
+    x = torch.randn(6, 5)
+    for numbers in (steps_of, kept_steps_of):
+        steps_of(1)  # a cache that was there when a worker's objects were frozen, before its second training
+        gc.freeze()
+        module = nn.Sequential(nn.Linear(5, 5), Stepping(numbers), nn.Linear(5, 1))
+        stages = stages_of(module, ["1"], x)
+        if numbers is steps_of:
+            (found,) = pass_through(stages, x)
+            assert torch.equal(found, module(x))
+        else:
+            with pytest.raises(ModuleError, match="layer '1' computes with a tensor without values"), torch.no_grad():
+                stages[1](x, input_0=x)
+
+
+def test_a_layer_that_begins_to_have_gradients_is_refused() -> None:
+    module = nn.Sequential(nn.Linear(5, 5).requires_grad_(False), nn.Linear(5, 5), nn.Linear(5, 1))
+    stages, x = stages_of(module, ["2"], torch.ones(2, 5)), torch.ones(2, 5)
+    pass_through(stages, x)
+    module[0].requires_grad_()
+    with pytest.raises(ModuleError, match="layer '0' returns 1 tensors, 1 of them with gradients, and 1 and 0 when"):
+        pass_through(stages, x)
+    with torch.no_grad():
+        stages[0](input_0=x)
 
 
 class Placed(nn.Linear):
