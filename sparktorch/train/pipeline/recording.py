@@ -72,7 +72,7 @@ def _of_all_ranks(node: fx.Node) -> tuple[Any, ...]:
     values = [
         value for value in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(value, fx.Node) or is_plain(value)
     ]
-    found = [value for value in pytree.tree_leaves(node.meta["val"]) if isinstance(value, torch.Tensor)]
+    found = [value for value in pytree.tree_leaves(node.meta.get("val")) if isinstance(value, torch.Tensor)]
     modes = node.meta["modes"]
     forms = [(tuple(value.shape), value.dtype) for value in found]
     return (
@@ -160,6 +160,7 @@ class Twin:
         self.module.train(training)
         if attributes_of is not None:
             take_attributes(self.module, attributes_of, layers)
+            without_caches(self.module)
         kept = kept_by(self.module, layers)
         buffers = {name: (buffer, buffer._version) for name, buffer in self.module.named_buffers()}
         before = _state()

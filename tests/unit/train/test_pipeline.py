@@ -6,6 +6,8 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -263,26 +265,49 @@ def test_a_module_that_changes_its_input_in_place_is_checked_with_the_values_tha
     assert torch.equal(batch.inputs[0], torch.ones(2, 5))
 
 
+class Kind:
+    """Has a number, what is computed once, and itself."""
+
+    def __init__(self, base: float) -> None:
+        self.base, self.own = base, {"kind": self}
+
+    @functools.cached_property
+    def once(self) -> float:
+        return self.base + 1
+
+
 class Optioned(Chain):
-    """Computes with numbers in a dict, some of them beside a tensor."""
+    """Computes with numbers in a dict, some of them beside a tensor, and with those of an object."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.kind: Any = Kind(2.0)
         self.options: dict[str, Any] = {"scale": 1.0, "steps": [1, (torch.ones(1), 1)]}
         self.options |= {"all": self.options, "words": {str(number): number for number in range(2000)}}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         number, (_, power) = self.options["steps"]
-        return super().forward(x) * (self.options["scale"] * number) ** power
+        base = self.kind.base - self.kind.once + self.kind.once
+        return base * super().forward(x) * (self.options["scale"] * number) ** power
 
 
-def test_numbers_in_lists_and_dicts_of_a_module_are_those_of_its_recording() -> None:
+def test_numbers_in_lists_dicts_and_objects_of_a_module_are_those_of_its_recording() -> None:
     module = Optioned()
     twin = Twin(module, torch.device("cpu"))
     tensor = twin.module.options["steps"][1][0]  # type: ignore[index]
     before = attributes(module, [])
-    for change in ({"scale": 3.0}, {"new": {"a": (1, "b")}}, {"steps": [2, (torch.ones(1), 2)]}):
-        module.options |= change
+    changes: list[Callable[[], Any]] = [
+        *(
+            partial(module.options.update, change)
+            for change in ({"scale": 3.0}, {"new": {"a": (1, "b")}}, {"steps": [2, (torch.ones(1), 2)]})
+        ),
+        partial(setattr, module.kind, "base", 5.0),
+        partial(setattr, module.kind, "new", 1),
+        partial(delattr, module.kind, "new"),
+        partial(setattr, module, "kind", SimpleNamespace(base=1.0, once=0.0)),
+    ]
+    for change in changes:
+        change()
         twin.record(
             layers_of(twin.module, 2),
             lambda whole, x: whole(x),
