@@ -230,12 +230,15 @@ class _Measured:
         whole_gradients = sharded and (self._passes > 1 or pipeline > 1)
         sent += reduced(sum(kept[p] for p in trained), data)
         together = tensor * pipeline  # workers with the same rows
-        sent += self._share * tensor * reduced(self._exchanged(plan, tensor, by_positions), tensor)
+        inputs = self._gathered_within(plan, by_positions) if by_positions else 0
+        whole_inputs = 0 if not inputs or known.recompute_allgather else inputs  # else they are gathered again
+        exchanged = self._exchanged(plan, tensor, by_positions) + (inputs - whole_inputs) // 2
+        sent += self._share * tensor * reduced(exchanged, tensor)
         sent += self._share * together * (_gathered(self._inputs, together) + 2 * passed)
         again = 0.0
         if known.activation_checkpointing:
             again = pipeline / known.count if pipeline > 1 else 1.0
-        activations, of_unit = self._activations(plan, tensor, pipeline, at_once, by_positions, again)
+        activations, of_unit = self._activations(plan, tensor, pipeline, at_once, by_positions, again, whole_inputs)
         weights = 0 if known.param_dtype else self._kept_once // (tensor * pipeline)  # as autocast has them
         if known.activation_checkpointing:  # after the forward pass, a unit at a time has its own
             activations += max(weights, of_unit + weights * max(whole[1:], default=0) // max(everything, 1))
@@ -294,22 +297,23 @@ class _Measured:
         at_once: float = 1.0,
         by_positions: Sequence[str] = (),
         again: float = 0.0,
+        whole_inputs: int = 0,
     ) -> tuple[int, int]:
         """Returns the bytes of the activations and inputs of a worker, which has the rows of all that share them.
 
         The second number is what a unit computes again, of them not kept from forward to backward.
 
         What is between a layer with a divided output and one with a divided input is divided, too, and so is what is
-        within attention, and all that is within the parts `by_positions`. Behind a layer that returns a worker's own
-        rows, it has these. Of a pipeline, it has an equal part of the activations, of the share `at_once` of the rows.
-        Units that compute theirs again keep their inputs, which are divided by positions only, and one of them at a
-        time its activations, of the share `again` of the rows.
+        within attention, and all that is within the parts `by_positions`, but for the `whole_inputs` of layers there.
+        Behind a layer that returns a worker's own rows, it has these. Of a pipeline, it has an equal part of the
+        activations, of the share `at_once` of the rows. Units that compute theirs again keep their inputs, which are
+        divided by positions only, and one of them at a time its activations, of the share `again` of the rows.
         """
         styles = ((name, style) for name, style in (plan or {}).items() if not is_below(name, by_positions))
         divided = [name for name, style in styles if style in ("colwise", OWN_ROWS, HEADS)]
         divided += [f"{name}:within" for name in by_positions]
         within = sum(self._kept.get(name, 0) for name in divided)
-        kept = tensor * (self._kept[""] - within) + within
+        kept = tensor * (self._kept[""] - within) + within + (tensor - 1) * whole_inputs
         of_unit = 0.0
         if again and self._kept[""]:
             of_unit = self._around["again"] * kept / self._kept[""]
@@ -331,9 +335,8 @@ class _Measured:
         """Returns the bytes of a row that workers which share layers sum up: outputs forward, inputs backward.
 
         An output that is exchanged for own rows goes from one worker to another, forward and backward. Within the parts
-        `by_positions`, a sum is scattered and gathered at other times; inputs of layers, which are as large as the
-        outputs of the layers behind them, are gathered once more; and so is the output of the part, and the gradient
-        of its input.
+        `by_positions`, a sum is scattered and gathered at other times; the output of the part is gathered once more,
+        and so is the gradient of its input.
         """
         ends = {"rowwise": ("out",), "colwise": ("in",), "colwise_gather_output": ("in", "out")}
         ends |= {OWN_ROWS: ("in",), HEADS: ("in", "out")}
@@ -341,10 +344,14 @@ class _Measured:
         sums = [f"{name}:{end}" for name, style in plan.items() for end in ends.get(style, ())]
         passed = [f"{name}:out" for name, style in plan.items() if style == OWN_ROWS]
         sums += [f"{name}:out" for name in by_positions]
-        inner = {name: style for name, style in plan.items() if is_below(name, by_positions)}
-        again = [f"{name}:out" for name, style in inner.items() if style in ("rowwise", HEADS)]
         found = sum(self._kept.get(key, 0) // tensor for key in passed)
-        return found + sum(self._kept.get(key, 0) // 2 for key in again) + sum(self._kept.get(key, 0) for key in sums)
+        return found + sum(self._kept.get(key, 0) for key in sums)
+
+    def _gathered_within(self, plan: Mapping[str, str], by_positions: Sequence[str]) -> int:
+        """Returns the bytes of a row that layers within the parts take: as many as those behind them return."""
+        inner = {name: style for name, style in plan.items() if is_below(name, by_positions)}
+        ends = [f"{name}:out" for name, style in inner.items() if style in ("rowwise", HEADS)]
+        return sum(self._kept.get(key, 0) for key in ends)
 
     def _state_of(self, parameters: Iterable[nn.Parameter]) -> int:
         return sum(self._state.get(parameter, 0) for parameter in parameters)

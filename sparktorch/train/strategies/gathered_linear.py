@@ -1,4 +1,4 @@
-"""Linear layers whose input is divided by positions: it is gathered, forward and again backward.
+"""Linear layers whose input is divided by positions: it is gathered, forward and, unless it is kept, again backward.
 
 Korthikanti et al. 2022 (https://arxiv.org/abs/2205.05198), section 4.2.2.
 """
@@ -31,23 +31,24 @@ def as_part(own: torch.Tensor, mesh: DeviceMesh, shape: torch.Size) -> Any:
     return DTensor.from_local(own, mesh, [Shard(POSITIONS)], run_check=False, shape=shape, stride=stride)
 
 
-def linear_of_all(x: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def linear_of_all(x: Any, weight: torch.Tensor, bias: torch.Tensor | None, *, again: bool) -> torch.Tensor:
     """Returns a linear function of all positions, of which each rank has some.
 
     Args:
         x: A `DTensor` of shape (rows, positions, features), divided along axis 1.
         weight: This rank's rows of the weights, of shape (its outputs, features).
         bias: This rank's part of the bias, or `None`.
+        again: Whether all positions are gathered again backward, instead of being kept.
 
     Returns:
         All positions of this rank's outputs.
     """
-    found: torch.Tensor = _LinearOfAll.apply(x.to_local(), weight, bias, x.device_mesh, x.shape)  # type: ignore[no-untyped-call]
+    found: torch.Tensor = _LinearOfAll.apply(x.to_local(), weight, bias, x.device_mesh, x.shape, again)  # type: ignore[no-untyped-call]
     return found
 
 
 class _LinearOfAll(torch.autograd.Function):
-    """Keeps a rank's positions only, and gathers the others again backward, where the sum of gradients is scattered."""
+    """Keeps a rank's positions, or all; backward, the sum of gradients is scattered."""
 
     @staticmethod
     def forward(
@@ -57,19 +58,27 @@ class _LinearOfAll(torch.autograd.Function):
         bias: torch.Tensor | None,
         mesh: DeviceMesh,
         shape: torch.Size,
+        again: bool,
     ) -> torch.Tensor:
-        ctx.save_for_backward(own, weight)
-        ctx.mesh, ctx.shape, ctx.bias = mesh, shape, None if bias is None else bias.dtype
-        return F.linear(_gathered(own, mesh, shape), weight, bias)
+        kind = own.device.type
+        ctx.mesh, ctx.shape, ctx.again, ctx.own = mesh, shape, again, own.dtype
+        ctx.bias = None if bias is None else bias.dtype
+        if torch.is_autocast_enabled(kind) and own.dtype is not torch.float64:
+            own = own.to(torch.get_autocast_dtype(kind))  # before it is sent
+        whole = wait_tensor(_gathered(own, mesh, shape))  # type: ignore[no-untyped-call]  # torch's
+        ctx.save_for_backward(own if again else whole, weight)
+        return F.linear(whole, weight, bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        own, weight = ctx.saved_tensors
+        kept, weight = ctx.saved_tensors
         of_input, of_weight, of_bias, *_ = ctx.needs_input_grad
         dtype = gradient.dtype  # under autocast, that of the output
-        whole = _gathered(own.to(dtype), ctx.mesh, ctx.shape) if of_weight else None  # while the next line computes
-        found: list[torch.Tensor | None] = [None] * 5
+        whole = kept.to(dtype) if of_weight else None
+        if whole is not None and ctx.again:
+            whole = _gathered(whole, ctx.mesh, ctx.shape)  # while the next line computes
+        found: list[torch.Tensor | None] = [None] * 6
         summed = _scattered(gradient @ weight.to(dtype), ctx.mesh) if of_input else None  # while the next lines compute
         flat = gradient.flatten(0, -2)
         if whole is not None:
@@ -77,7 +86,7 @@ class _LinearOfAll(torch.autograd.Function):
         if of_bias:
             found[2] = flat.sum(0).to(ctx.bias)
         if summed is not None:
-            found[0] = wait_tensor(summed).to(own.dtype)  # type: ignore[no-untyped-call]  # torch's
+            found[0] = wait_tensor(summed).to(ctx.own)  # type: ignore[no-untyped-call]  # torch's
         return tuple(found)
 
 
@@ -99,10 +108,16 @@ def _scattered(part: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 
 class ColwiseLinear(nn.Linear):
-    """A layer that is divided by columns, and takes a rank's positions: it returns all of them."""
+    """A layer that is divided by columns, and takes a rank's positions: it returns all of them.
+
+    Attributes:
+        again: Whether it gathers its input again backward.
+    """
+
+    again: bool
 
     @classmethod
-    def divide(cls, part: nn.Linear, mesh: DeviceMesh) -> None:
+    def divide(cls, part: nn.Linear, mesh: DeviceMesh, *, again: bool) -> None:
         """Leaves a rank its outputs, in place; the parameters are the same in every rank before."""
         from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -110,9 +125,10 @@ class ColwiseLinear(nn.Linear):
             own = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
             part.register_parameter(name, nn.Parameter(own, requires_grad=parameter.requires_grad))
         part.__class__ = cls
+        vars(part).update(again=again)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Computes this rank's outputs of all positions."""
         divided: Any = self
         bias = None if divided.bias is None else divided.bias.to_local()
-        return linear_of_all(input, divided.weight.to_local(), bias)
+        return linear_of_all(input, divided.weight.to_local(), bias, again=self.again)

@@ -219,7 +219,12 @@ class Mesh(Zero3[MeshOptions]):
         held = {name: part for name, part in parts.items() if next(part.parameters(), None) is not None}
         if styles:
             own, mesh = {name: styles[name] for name in held}, part_of(self._ranks, "tensor")
-            divide(module, mesh, own, self.materialise, sequence=self._options.sequence)
+            options = self._options
+            divide(
+                *(module, mesh, own, self.materialise),
+                sequence=options.sequence,
+                recompute_allgather=options.recompute_allgather,
+            )
         found: dict[str, dict[str, nn.Module]] = {}
         for name, part in held.items():
             found.setdefault(styles[name], {})[name] = part

@@ -44,6 +44,8 @@ class MeshOptions(ShardingOptions):
             a "colwise" layer is divided, as a "rowwise" one takes it.
         sequence: Whether each of the ranks that share layers has a part of the sequences between these layers, in
             torch's transformer layers.
+        recompute_allgather: Whether a layer that takes all of such a sequence gathers it again backward, instead of
+            keeping it.
     """
 
     data: int | None = None
@@ -56,6 +58,7 @@ class MeshOptions(ShardingOptions):
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
     plan: dict[str, str] = field(default_factory=dict)
     sequence: bool = False
+    recompute_allgather: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -78,6 +81,12 @@ class MeshOptions(ShardingOptions):
             one_of(f"strategyParams.plan[{pattern!r}]", style, STYLES)
         if self.sequence:
             self._check_sequence()
+        elif not self.recompute_allgather:
+            raise ConfigError(
+                "strategyParams.recompute_allgather keeps what strategyParams.sequence gathers, which is not set",
+                hint="set sequence to True, too, or leave recompute_allgather out",
+                param="strategyParams",
+            )
         one_of("strategyParams.schedule", self.schedule, ("1f1b", "gpipe"))
         self._check_pipeline()
 

@@ -75,6 +75,7 @@ def divide(
     materialise: Callable[[nn.Module], None],
     *,
     sequence: bool = False,
+    recompute_allgather: bool = True,
 ) -> None:
     """Divides layers of a module among the ranks of a mesh of one dimension, in place.
 
@@ -87,13 +88,14 @@ def divide(
         styles: The style of each layer, as from `check_plan`.
         materialise: Gives a layer its values before it is divided.
         sequence: Whether ranks have parts of the sequences between the layers.
+        recompute_allgather: Whether a layer that takes all of a sequence gathers it again backward.
     """
     parts = dict(module.named_modules(remove_duplicate=False))
     by_positions = set(linear_layers(module)) if sequence else set()
     for name, kind in styles.items():
         if kind != SUMMED:
             materialise(parts[name])
-            _divide(name, parts[name], kind, mesh, by_positions=name in by_positions)
+            _divide(name, parts[name], kind, mesh, by_positions=name in by_positions, again=recompute_allgather)
     if sequence:
         divide_sequence(module, mesh)
     for name in styles.keys() - {name for name, kind in styles.items() if kind in (SUMMED, HEADS)}:
@@ -105,13 +107,16 @@ def divide(
             part.use_nested_tensor = False  # it makes nested tensors for kernels that take whole layers
 
 
-def _divide(name: str, part: Any, kind: str, mesh: DeviceMesh, *, by_positions: bool) -> None:
-    """Divides a layer, in place; `by_positions`, what it takes or returns undivided is divided by positions."""
+def _divide(name: str, part: Any, kind: str, mesh: DeviceMesh, *, by_positions: bool, again: bool) -> None:
+    """Divides a layer, in place; `by_positions`, what it takes or returns undivided is divided by positions.
+
+    With `again`, it gathers what it takes so once more backward.
+    """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
     if kind == HEADS:
-        divide_heads(part, mesh)
+        divide_heads(part, mesh, again=again)
         return
     if kind == "rowwise":
         if isinstance(part, nn.Linear):  # before torch's hook, which takes any input for a part
@@ -122,7 +127,7 @@ def _divide(name: str, part: Any, kind: str, mesh: DeviceMesh, *, by_positions: 
             use_local_output=not by_positions,
         )
     elif by_positions:
-        ColwiseLinear.divide(part, mesh)
+        ColwiseLinear.divide(part, mesh, again=again)
         return
     else:
         style = ColwiseParallel(output_layouts=Replicate() if kind == _GATHERED else None)

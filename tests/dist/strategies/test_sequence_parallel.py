@@ -146,10 +146,10 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def divide_by_plan(module: nn.Module, mesh: DeviceMesh, *, sequence: bool = True) -> dict[str, str]:
+def divide_by_plan(module: nn.Module, mesh: DeviceMesh, *, sequence: bool = True, again: bool = True) -> dict[str, str]:
     """Divides the layers that are known to belong together; returns their styles."""
     styles = check_plan(module, {}, mesh.size(), sequence=sequence)
-    divide(module, mesh, styles, lambda part: None, sequence=sequence)
+    divide(module, mesh, styles, lambda part: None, sequence=sequence, recompute_allgather=again)
     return styles
 
 
@@ -159,7 +159,7 @@ def of_two_ranks() -> DeviceMesh:
     return mesh_of_training([group], "cpu", torch.arange(2), [TENSOR])
 
 
-def computed(world: World) -> dict[str, Any]:
+def computed(world: World, again: bool) -> dict[str, Any]:
     """What divided modules compute of sequences of several lengths, beside the whole ones."""
     mesh, found = of_two_ranks(), {}
     for name, make in MODULES.items():
@@ -168,7 +168,7 @@ def computed(world: World) -> dict[str, Any]:
         for parameter in plain.parameters():
             nn.init.normal_(parameter, std=0.4)
         divided = copy.deepcopy(plain)
-        styles = divide_by_plan(divided, mesh)
+        styles = divide_by_plan(divided, mesh, again=again)
         for length, dtype in ((4, None), (5, None), (1, None), (3, torch.bfloat16)):
             x, results = torch.randn(3, length, 8), []
             for module in (plain, divided):
@@ -212,8 +212,9 @@ def refused(call: Callable[[], Any]) -> Any:
     return True if "strategyParams.sequence" in str(error.value) else str(error.value)
 
 
-def test_divided_sequences_of_any_length_are_computed_as_whole_ones() -> None:
-    for found in in_group(2, computed):
+@pytest.mark.parametrize("again", [True, False])
+def test_divided_sequences_of_any_length_are_computed_as_whole_ones(again: bool) -> None:
+    for found in in_group(2, computed, again):
         assert len(found) == 5 * 4 + 4
         assert not {name: value for name, value in found.items() if value is not True}
 
@@ -252,26 +253,28 @@ class Deep(nn.Module):
 
 
 class Sent(TorchDispatchMode):
-    """Counts the collectives of a pass by what they do."""
+    """Counts the collectives of a pass by what they do, and the dtypes of what they gather."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: Counter[str] = Counter()
+        self.gathered: Counter[torch.dtype] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it calls collectives itself
         self.found.update(kind for kind in ("all_reduce", "all_gather", "reduce_scatter") if kind in str(func))
+        self.gathered.update([args[0].dtype] if "all_gather" in str(func) else [])
         return func(*args, **(kwargs or {}))
 
 
 def kept(world: World) -> dict[str, Any]:
     """The bytes that autograd keeps of four rows in one of two ranks, but for parameters; and what a pass sends."""
     mesh, found = of_two_ranks(), {}
-    for name in ("whole", "tensor", "sequence"):
+    for name in ("whole", "tensor", "sequence", "inputs kept"):
         module, tensors = Deep(), {}
         if name != "whole":
-            divide_by_plan(module, mesh, sequence=name == "sequence")
+            divide_by_plan(module, mesh, sequence=name != "tensor", again=name != "inputs kept")
         own = {local(parameter.detach()).untyped_storage().data_ptr() for parameter in module.parameters()}
 
         def pack(tensor: torch.Tensor, own: Any = own, tensors: Any = tensors) -> torch.Tensor:
@@ -287,6 +290,9 @@ def kept(world: World) -> dict[str, Any]:
         with Sent() as sent:
             module(x).sum().backward()
         found[f"{name}, sent"] = dict(sent.found)
+    with torch.autocast("cpu", torch.bfloat16), Sent() as sent:
+        module(x)
+    found["autocast, gathered"] = {str(dtype): count for dtype, count in sent.gathered.items()}
     return found
 
 
@@ -294,7 +300,9 @@ def test_a_rank_keeps_half_of_what_one_process_keeps_and_the_plan_says_what_it_k
     first, (found, _) = Batch((torch.ones(2, 8, 16),), torch.ones(2), None, 2, names=("x",)), in_group(2, kept)
     assert found["sequence"] == pytest.approx(found["whole"] / 2, rel=0.02)
     needs = {}
-    for name, params in {"tensor": {"tensor": 2}, "sequence": {"tensor": 2, "sequence": True}}.items():
+    options = {"tensor": {"tensor": 2}, "sequence": {"tensor": 2, "sequence": True}}
+    options["inputs kept"] = {**options["sequence"], "recompute_allgather": False}
+    for name, params in options.items():
         config = TrainConfig(task="regression", batch_size=4, strategy="mesh", strategy_params=params)
         table = plan(Recipe(module=Deep, optimizer="SGD"), config, 2, first)
         (needs[name],) = (need for need in table.needs if need.options == params)
@@ -306,6 +314,12 @@ def test_a_rank_keeps_half_of_what_one_process_keeps_and_the_plan_says_what_it_k
     assert found["tensor, sent"] == {"all_reduce": 12}
     assert found["sequence, sent"] == {"all_gather": 12 + 6 + 2, "reduce_scatter": 12}
     assert needs["sequence"].sent - needs["tensor"].sent == 6 * output // 2 + 2 * output // 2
+    # Of six inputs, a rank keeps the other half, too.
+    assert found["inputs kept"] - found["sequence"] == 6 * inputs // 2
+    assert needs["inputs kept"].activations - needs["sequence"].activations == 6 * inputs // 2
+    assert found["inputs kept, sent"] == {"all_gather": 12 + 2, "reduce_scatter": 12}
+    assert needs["inputs kept"].sent - needs["tensor"].sent == 2 * output // 2
+    assert found["autocast, gathered"] == {"torch.bfloat16": 6, "torch.float32": 1}
 
 
 class Own(nn.TransformerEncoderLayer):
@@ -369,6 +383,7 @@ def test_layers_that_need_whole_sequences_are_refused_before_the_job(module: nn.
         ({"tensor": 2, "pipeline": 2}, "does not work with strategyParams.pipeline"),
         ({"tensor": 2, "plan": {"*": "colwise"}}, "does not work with strategyParams.plan"),
         ({"tensor": 2, "sequence": "yes"}, "sequence"),
+        ({"tensor": 2, "sequence": False, "recompute_allgather": False}, "recompute_allgather keeps what .*sequence"),
     ],
 )
 def test_options_that_do_not_divide_sequences_are_refused(options: dict[str, Any], says: str) -> None:
