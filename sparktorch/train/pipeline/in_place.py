@@ -130,6 +130,11 @@ def _is_used(node: fx.Node, order: Mapping[fx.Node, int], at: int, outputs: Coll
 
 
 def _passes_gradient(user: fx.Node, node: fx.Node) -> bool:
-    """Whether the gradient of what a node reads depends on its own: without gradients, only where it changes that."""
-    gradients: bool = user.meta["modes"].gradients
-    return gradients or bool(user.meta["writes"] & node.meta["memory"])
+    """Whether the gradient of what a node reads depends on its own.
+
+    Without gradients, it does where the node returns that itself, as `to` may do, or changes it in place; a layer may
+    do anything.
+    """
+    if user.meta["modes"].gradients or user.target in (call_of_layer().default, operator.getitem):
+        return True
+    return bool((user.meta["memory"] | user.meta["writes"]) & node.meta["memory"])

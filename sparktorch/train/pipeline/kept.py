@@ -6,9 +6,7 @@ import copy
 import zlib
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from functools import cached_property, partial
 from itertools import zip_longest
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -27,15 +25,12 @@ _CONTAINERS = (dict, list, tuple, deque, set, frozenset)
 _MOST_ENTRIES = 1000  # that are looked at in each pass
 _BITS = 30
 
-# A part, one of its attributes, and the keys within that, if it is a list, dict or object.
+# A part, one of its attributes, and the keys within that, if it is a list or dict.
 Place = tuple[Any, ...]
 
 
 def kept_by(module: nn.Module, layers: Collection[str]) -> dict[Place, Any]:
-    """Returns what the parts above the layers keep besides functions and what torch does.
-
-    Also what is in lists and dicts, and what objects keep, such as a configuration, but not what these keep in others.
-    """
+    """Returns what the parts above the layers keep besides functions and what torch does, also in lists and dicts."""
     return {
         (path, name, *keys): leaf
         for path, part in _above(module, layers)
@@ -86,18 +81,26 @@ def check_attributes(kind: str, before: Mapping[Place, Any], after: Mapping[Plac
 
 
 class Changes:
-    """Tells whether the numbers, texts and flags of a module have changed to the same in all ranks of a pipeline."""
+    """Tells whether the numbers, texts and flags of a module have changed to the same in all ranks of a pipeline.
+
+    And whether all have recorded the same forward pass, which one has not that keeps the time, or what its host has.
+    """
 
     def __init__(self, module: nn.Module, layers: Collection[str]) -> None:
         """Takes a module and the names of its layers; what it keeps now may differ between ranks, as a path may."""
         self._module, self._layers = module, layers
         self._first = attributes(module, layers)
 
-    def bits(self) -> int:
-        """Returns a checksum of what has changed, and its complement behind it: ranks' "or" of both shows others."""
+    def bits(self, recorded: int) -> int:
+        """Returns a checksum of what has changed, and its complement behind it: ranks' "or" of both shows others.
+
+        Args:
+            recorded: The checksum of this rank's last recording.
+        """
         kept = attributes(self._module, self._layers)
         changed = {place for place, _ in kept.items() ^ self._first.items()}
-        number = checksum(sorted(_text(place, kept.get(place, _ABSENT)) for place in changed)) % (1 << _BITS)
+        texts = sorted(_text(place, kept.get(place, _ABSENT)) for place in changed)
+        number = checksum([*texts, str(recorded)]) % (1 << _BITS)
         return number | (number ^ ((1 << _BITS) - 1)) << _BITS
 
     @staticmethod
@@ -113,7 +116,7 @@ class Changes:
         if bits & (bits >> _BITS):
             raise ModuleError(
                 "the numbers, texts and flags that the module keeps have changed in some ranks of a pipeline only, or "
-                "to others",
+                "to others, or its forward pass computes with numbers that are others in other ranks",
                 hint='change them to the same in all ranks: a Callback does with ranks = "all"',
                 param="callbacks",
             )
@@ -155,74 +158,43 @@ def _above(module: nn.Module, layers: Collection[str]) -> Iterator[tuple[str, nn
         left.extend((here, child) for here, child in children if here not in layers)
 
 
-def _leaves(value: Any, within: tuple[int, ...] = (), *, of_object: bool = False) -> Iterator[tuple[Place, Any]]:
-    """Returns what is in a list, dict, object or the like, by its keys there; another value alone, without any.
+def _leaves(value: Any, within: tuple[int, ...] = ()) -> Iterator[tuple[Place, Any]]:
+    """Returns what is in a list, dict or the like, by its keys there; another value alone, without any.
 
     Args:
         value: The value; of a large one, such as a vocabulary, its size counts only.
         within: What it is in, which may be in it again.
-        of_object: Whether an object keeps it: one that is kept by another counts as a whole.
     """
-    is_object = _has_attributes(value)
-    if (is_object and of_object) or not (is_object or isinstance(value, _CONTAINERS)) or id(value) in within:
+    if not isinstance(value, _CONTAINERS) or id(value) in within:
         yield (), value
         return
-    entries = _attributes_of(value) if is_object else value
-    yield ("",), f"{type(value).__name__} of {len(entries)}"  # an empty one has a leaf, too
-    if len(entries) > _MOST_ENTRIES:
+    yield ("",), f"{type(value).__name__} of {len(value)}"  # an empty one has a leaf, too
+    if len(value) > _MOST_ENTRIES:
         yield (), value
         return
-    pairs = entries.items() if isinstance(entries, dict) else enumerate(entries)
-    for key, each in ((each, each) for each in entries) if isinstance(entries, set | frozenset) else pairs:
-        for keys, leaf in _leaves(each, (*within, id(value)), of_object=of_object or is_object):
+    pairs = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, each in ((each, each) for each in value) if isinstance(value, set | frozenset) else pairs:
+        for keys, leaf in _leaves(each, (*within, id(value))):
             yield (key, *keys), leaf
 
 
-def _has_attributes(value: Any) -> bool:
-    """Whether a value is an object that keeps something under names, such as a configuration."""
-    if isinstance(value, _CONTAINERS) or callable(value) or not hasattr(value, "__dict__"):
-        return False
-    return not isinstance(value, ModuleType | torch.Tensor)
-
-
-def _attributes_of(value: Any) -> dict[str, Any]:
-    """Returns what an object keeps, but for what it computes once when it is asked."""
-    kind = type(value)
-    return {
-        name: each for name, each in vars(value).items() if not isinstance(getattr(kind, name, None), cached_property)
-    }
-
-
-def _taken(own: Any, value: Any, within: tuple[int, ...] = (), *, of_object: bool = False) -> Any:
-    """Returns a value, but for what is not plain, as the own one has it; others may have its lists and dicts, too.
-
-    Args:
-        own: The own value.
-        value: The value.
-        within: What it is in, which may be in it again.
-        of_object: Whether an object keeps it.
-    """
+def _taken(own: Any, value: Any, within: tuple[int, ...] = ()) -> Any:
+    """Returns a value, but for what is not plain, as the own one has it; others may have its lists and dicts, too."""
     if is_plain(value):
         return value
     if id(value) in within:
         return own
-    is_object = _has_attributes(value)
-    each_taken = partial(_taken, within=(*within, id(value)), of_object=of_object or is_object)
+    within = (*within, id(value))
     if isinstance(value, dict) and isinstance(own, dict):
-        taken = {key: each_taken(own.get(key, _ABSENT), each) for key, each in value.items()}
+        taken = {key: _taken(own.get(key, _ABSENT), each, within) for key, each in value.items()}
         own.clear()
         own.update((key, each) for key, each in taken.items() if each is not _ABSENT)
     elif isinstance(value, list) and isinstance(own, list):
         pairs = zip_longest(own[: len(value)], value, fillvalue=_ABSENT)
-        own[:] = [each for each in (each_taken(one, other) for one, other in pairs) if each is not _ABSENT]
-    elif is_object and type(own) is type(value) and not of_object:
-        taken = {name: each_taken(vars(own).get(name, _ABSENT), each) for name, each in _attributes_of(value).items()}
-        for name in _attributes_of(own).keys() - taken.keys():
-            del vars(own)[name]
-        vars(own).update((name, each) for name, each in taken.items() if each is not _ABSENT)
+        own[:] = [each for each in (_taken(one, other, within) for one, other in pairs) if each is not _ABSENT]
     elif all(is_plain(leaf) for _, leaf in _leaves(value)):
         return copy.deepcopy(value)
     elif isinstance(value, tuple) and isinstance(own, tuple) and len(own) == len(value):
-        inner = [each_taken(one, other) for one, other in zip(own, value, strict=True)]
+        inner = [_taken(one, other, within) for one, other in zip(own, value, strict=True)]
         return own._make(inner) if hasattr(own, "_make") else tuple(inner)
     return own

@@ -42,6 +42,7 @@ class _Prepared:
         programs: The program of each of this rank's stages.
         outputs: Shape and dtype of the outputs of a micro-batch, without values.
         recording: The forward pass.
+        checksum: Of the recording.
         used: Whether the schedule has run.
     """
 
@@ -50,6 +51,7 @@ class _Prepared:
     programs: list[Program]
     outputs: list[torch.Tensor]
     recording: Recording
+    checksum: int
     used: bool = False
 
 
@@ -64,6 +66,7 @@ class Pipe(nn.Module):
         stages: This rank's stages.
         twin: The module with all of its parameters, without values.
         most_rows: The most rows of a pass in training so far; passes of fewer are padded, so that schedules are reused.
+        recorded: The checksum of the recording that ran last, the same in all ranks.
     """
 
     def __init__(
@@ -99,7 +102,7 @@ class Pipe(nn.Module):
         self._group, self._device = group, device
         self._schedule, self._micro_batches = schedule, micro_batches
         self._prepared: dict[Any, _Prepared] = {}
-        self.most_rows = 0
+        self.most_rows = self.recorded = 0
         self._names = names_in_stages(twin.module, stage_of)
         self._clock = _Clock(active=is_host(device))
 
@@ -245,36 +248,24 @@ class Pipe(nn.Module):
     def _prepare(self, given: Arguments, tensors: Sequence[torch.Tensor], size: int, *, training: bool) -> _Prepared:
         autocast = torch.is_autocast_enabled(self._device.type)
         shapes = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors)
-        kept = tuple(attributes(self.module, self._layers).items())
+        kept = frozenset(attributes(self.module, self._layers).items())
         key = (training, kept, autocast, given.form, shapes)
         if key not in self._prepared:
             first = [tensor[:size] for tensor in tensors]
             recording = self.twin.record(
                 self._layers, given.call, first, training=self.module.training, attributes_of=self.module
             )
-            self._check_same(recording)
             made = programs(recording, self._stage_of, self._count)
             check_rows(made[-1].returned, size)
             schedule, stages, own = self._scheduled(made, training=training)
-            self._prepared[key] = _Prepared(schedule, stages, own, made[-1].returned, recording)
+            self._prepared[key] = _Prepared(schedule, stages, own, made[-1].returned, recording, recording.checksum())
             if len(self._prepared) > _MOST_PREPARED:
                 del self._prepared[next(iter(self._prepared))]
         prepared = self._prepared[key]
+        self.recorded = prepared.checksum
         for stage, program in zip(self._own, prepared.programs, strict=True):
             stage.program = program
         return prepared
-
-    def _check_same(self, recording: Recording) -> None:
-        """Refuses other recordings in other ranks, as of a module that keeps the time or what a host has."""
-        number = recording.checksum()
-        ends = torch.tensor([number, -number], device=self._device)
-        dist.all_reduce(ends, dist.ReduceOp.MAX, group=self._group)
-        if ends.sum():
-            raise ModuleError(
-                f"the forward pass of {type(self.module).__name__} is another one in other ranks of the pipeline",
-                hint="above its layers it may compute with numbers that are the same in all of them only",
-                param="module",
-            )
 
     def _scheduled(self, made: list[Program], *, training: bool) -> tuple[Any, list[Any], list[Program]]:
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B

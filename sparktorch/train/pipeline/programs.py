@@ -19,6 +19,11 @@ from sparktorch.train.pipeline.stages import free_nodes, is_value, stages_of_nod
 
 __all__ = ["Program", "Stage", "programs"]
 
+_BEFORE = {
+    "hint": "unfreeze it, or decide that, before the training; or divide the module with strategyParams.shard",
+    "param": "module",
+}
+
 
 @dataclass(frozen=True)
 class Program:
@@ -199,6 +204,7 @@ class Stage(nn.Module):
         self.layers = nn.ModuleList(parts[name] for name in self._places)
         self._between = {name: f"p{place}" for place, name in enumerate(name for name in names if name in parameters)}
         self.between = nn.ParameterDict({own: parameters[name] for name, own in self._between.items()})
+        self._frozen = {name for name in self._between if not parameters[name].requires_grad}
 
     def give_back(self) -> None:
         """Puts the parameters between layers, which sharding has replaced, into the module again."""
@@ -248,9 +254,17 @@ class Stage(nn.Module):
         return self.program.constants[number]
 
     def read(self, name: str) -> torch.Tensor:
-        """Returns a parameter between layers, or a buffer."""
+        """Returns a parameter between layers, or a buffer.
+
+        Raises:
+            ModuleError: A frozen parameter has begun to train.
+        """
         if name in self._between:
             found: torch.Tensor = self.between[self._between[name]]
+            if found.requires_grad and name in self._frozen:
+                raise ModuleError(
+                    f"parameter {name!r} requires gradients, and did not when the forward pass was recorded", **_BEFORE
+                )
             return found
         return self._module[0].get_buffer(name)
 
@@ -269,8 +283,7 @@ def _check_result(call: Call, found: Sequence[torch.Tensor]) -> None:
         raise ModuleError(
             f"layer {call.layer!r} returns {len(now)} tensors, {sum(now)} of them with gradients, and {len(then)} and "
             f"{sum(then)} when its forward pass was recorded",
-            hint="unfreeze it, or decide that, before the training; or divide the module with strategyParams.shard",
-            param="module",
+            **_BEFORE,
         )
 
 

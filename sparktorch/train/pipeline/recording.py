@@ -62,27 +62,29 @@ class Recording:
 
     def checksum(self) -> int:
         """Returns a number of 32 bits, which is the same for the same forward pass in all processes."""
-        layers = [(call.layer, list(filter(is_plain, call.arguments))) for call in self.calls.values()]
+        layers = [(call.layer, list(filter(_is_compared, call.arguments))) for call in self.calls.values()]
         read = [*self.tensors.values(), *(tensor.item() for tensor in self.constants.values())]
         return checksum(map(repr, (*map(_of_all_ranks, self.nodes), *layers, *read)))
 
 
 def _of_all_ranks(node: fx.Node) -> tuple[Any, ...]:
     """Returns what a node computes, in terms that all processes have: other ranks have other devices and objects."""
-    values = [
-        value for value in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(value, fx.Node) or is_plain(value)
-    ]
+    values = filter(_is_compared, pytree.tree_leaves((node.args, node.kwargs)))
     found = [value for value in pytree.tree_leaves(node.meta.get("val")) if isinstance(value, torch.Tensor)]
-    modes = node.meta["modes"]
     forms = [(tuple(value.shape), value.dtype) for value in found]
+    modes = node.meta["modes"]
     return (
         node.name,
-        values,
+        *values,
         forms,
         modes.gradients,
         sorted(modes.autocast.items(), key=str),
         node.meta["gradient_from"],
     )
+
+
+def _is_compared(value: Any) -> bool:
+    return is_plain(value) or isinstance(value, complex | torch.dtype | fx.Node)
 
 
 class Twin:
@@ -160,7 +162,6 @@ class Twin:
         self.module.train(training)
         if attributes_of is not None:
             take_attributes(self.module, attributes_of, layers)
-            without_caches(self.module)
         kept = kept_by(self.module, layers)
         buffers = {name: (buffer, buffer._version) for name, buffer in self.module.named_buffers()}
         before = _state()

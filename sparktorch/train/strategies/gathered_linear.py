@@ -66,7 +66,7 @@ class _LinearOfAll(torch.autograd.Function):
         if torch.is_autocast_enabled(kind) and own.dtype is not torch.float64:
             own = own.to(torch.get_autocast_dtype(kind))  # before it is sent
         whole = wait_tensor(_gathered(own, mesh, shape))  # type: ignore[no-untyped-call]  # torch's
-        ctx.save_for_backward(own if again else whole, weight)
+        ctx.save_for_backward(whole if ctx.needs_input_grad[1] and not again else own, weight)
         return F.linear(whole, weight, bias)
 
     @staticmethod

@@ -146,8 +146,8 @@ class PipelineMesh(Mesh):
         return self._pipe
 
     def _tell(self, flags: int = 0) -> None:
-        """Tells the other ranks of flags, and of what the module keeps, in the next exchange of rows."""
-        self._exchange.flags = flags | self._changes.bits() << _FLAGS
+        """Tells the other ranks of flags, of what the module keeps and of the last recording, in the next exchange."""
+        self._exchange.flags = flags | self._changes.bits(self._pipe.recorded) << _FLAGS
 
     def _check_told(self) -> None:
         self._changes.check(self._exchange.flags >> _FLAGS)

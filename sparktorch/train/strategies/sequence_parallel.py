@@ -2,8 +2,9 @@
 
 Korthikanti et al. 2022 (https://arxiv.org/abs/2205.05198), section 4.2.2. Norms, dropout and residual sums of torch's
 transformer layers work on a `DTensor` divided along axis 1, in uneven parts where the positions do not divide. What the
-first layers of attention and feed-forward network take is gathered, and gathered again backward, so that nothing of all
-positions is kept but within these layers, where features are divided; their last layers scatter sums.
+first layers of attention and feed-forward network take is gathered, and gathered again backward unless it is kept, so
+that nothing else of all positions is kept but within these layers, where features are divided; their last layers
+scatter sums.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -122,16 +121,6 @@ class Listing(Chain):
         out = super().forward(x)
         self.losses.append(out.square())
         return out
-
-
-class Noting(Chain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.notes = SimpleNamespace(last=None)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.notes.last = super().forward(x)
-        return self.notes.last
 
 
 class Replacing(Chain):
@@ -267,7 +256,6 @@ TWO = {"pipeline": 2}
         (Centring, TWO, ModuleError, "another output of a row beside another one"),
         (Remembering, TWO, ModuleError, "sets attribute 'calls' of the module"),
         (Listing, TWO, ModuleError, "changes attribute 'losses' of the module"),
-        (Noting, TWO, ModuleError, "changes attribute 'notes' of the module"),
         (partial(Replacing, torch.zeros(2)), TWO, ModuleError, "sets attribute 'seen' of the module"),
         (partial(Replacing, np.zeros(2)), TWO, ModuleError, "sets attribute 'seen' of the module"),
         (partial(Telling, torch.zeros(2)), TWO, ModuleError, "sets attribute 'seen' of 'out' from outside"),
