@@ -197,10 +197,10 @@ class Detouring(_Steps):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = torch.tanh(self.enter(x))
-        for layer in self.layers:
+        for place, layer in enumerate(self.layers):
             with torch.no_grad():
-                one, other = out.float().to("cpu"), self.same(out)
-            out = torch.tanh(layer(one)) + other
+                out = self.same(out) if place == 1 else out.float().to("cpu")
+            out = torch.tanh(layer(out))
         result: torch.Tensor = self.out(out).squeeze(-1)
         return result
 
