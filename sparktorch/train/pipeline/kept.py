@@ -6,6 +6,7 @@ import copy
 import zlib
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from enum import Enum
 from itertools import zip_longest
 from typing import Any
 
@@ -18,7 +19,7 @@ from sparktorch.errors import ModuleError
 __all__ = ["Changes", "attributes", "check_attributes", "checksum", "equal", "is_plain", "kept_by", "take_attributes"]
 
 _ABSENT = object()
-_PLAIN = (bool, int, float, str, type(None))
+_PLAIN = (bool, int, float, str, type(None), Enum, torch.dtype)
 _OF_TORCH = vars(nn.Module()).keys() - {"training"}
 
 _CONTAINERS = (dict, list, tuple, deque, set, frozenset)
@@ -29,13 +30,19 @@ _BITS = 30
 Place = tuple[Any, ...]
 
 
-def kept_by(module: nn.Module, layers: Collection[str]) -> dict[Place, Any]:
-    """Returns what the parts above the layers keep besides functions and what torch does, also in lists and dicts."""
+def kept_by(module: nn.Module, layers: Collection[str], *, functions: bool = False) -> dict[Place, Any]:
+    """Returns what the parts above the layers keep besides what torch does, also in lists and dicts.
+
+    Args:
+        module: The module.
+        layers: Names of the layers.
+        functions: Whether attributes that are functions are among it.
+    """
     return {
         (path, name, *keys): leaf
         for path, part in _above(module, layers)
         for name, value in vars(part).items()
-        if name not in _OF_TORCH and not callable(value)
+        if name not in _OF_TORCH and (functions or not callable(value))
         for keys, leaf in _leaves(value)
     }
 
@@ -89,19 +96,36 @@ class Changes:
     def __init__(self, module: nn.Module, layers: Collection[str]) -> None:
         """Takes a module and the names of its layers; what it keeps now may differ between ranks, as a path may."""
         self._module, self._layers = module, layers
-        self._first = attributes(module, layers)
+        self._first = kept_by(module, layers, functions=True)
+        self._numbers = attributes(module, layers)
 
     def bits(self, recorded: int) -> int:
         """Returns a checksum of what has changed, and its complement behind it: ranks' "or" of both shows others.
 
         Args:
             recorded: The checksum of this rank's last recording.
+
+        Raises:
+            ModuleError: An attribute is another object, which a recording does not know.
         """
+        self._check_objects()
         kept = attributes(self._module, self._layers)
-        changed = {place for place, _ in kept.items() ^ self._first.items()}
+        changed = {place for place, _ in kept.items() ^ self._numbers.items()}
         texts = sorted(_text(place, kept.get(place, _ABSENT)) for place in changed)
         number = checksum([*texts, str(recorded)]) % (1 << _BITS)
         return number | (number ^ ((1 << _BITS) - 1)) << _BITS
+
+    def _check_objects(self) -> None:
+        for place, value in kept_by(self._module, self._layers, functions=True).items():
+            before = self._first.get(place, value)
+            if not is_plain(value) and not equal(before, value):
+                path, name, *_ = place
+                raise ModuleError(
+                    f"attribute {name!r} of {path or 'the module'} is another object than when the training began, and "
+                    "a pipeline follows changes of numbers, texts, flags, dtypes and members of enums only",
+                    hint="let a number decide which one is used, or divide the module with strategyParams.shard",
+                    param="callbacks",
+                )
 
     @staticmethod
     def check(bits: int) -> None:
@@ -134,7 +158,7 @@ def _text(place: Place, value: Any) -> str:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is a number, a text, a flag or `None`."""
+    """Whether a value is a number, a text, a flag, a dtype, a member of an enum or `None`."""
     return isinstance(value, _PLAIN)
 
 

@@ -20,7 +20,7 @@ from sparktorch.train.pipeline.stages import free_nodes, is_value, stages_of_nod
 __all__ = ["Program", "Stage", "programs"]
 
 _BEFORE = {
-    "hint": "unfreeze it, or decide that, before the training; or divide the module with strategyParams.shard",
+    "hint": "do not freeze it before the training, or divide the module with strategyParams.shard",
     "param": "module",
 }
 
@@ -278,11 +278,16 @@ def _check_result(call: Call, found: Sequence[torch.Tensor]) -> None:
             hint="keep it in a buffer, or make it in each call",
             param="module",
         )
-    now, then = [value.requires_grad for value in found], call.result_gradients
-    if len(now) != len(then) or any(gradient and not before for gradient, before in zip(now, then, strict=True)):
+    if len(found) != len(call.result_gradients):
         raise ModuleError(
-            f"layer {call.layer!r} returns {len(now)} tensors, {sum(now)} of them with gradients, and {len(then)} and "
-            f"{sum(then)} when its forward pass was recorded",
+            f"layer {call.layer!r} returns {len(found)} tensors, and {len(call.result_gradients)} when its forward "
+            "pass was recorded",
+            hint="return as many each time, or divide the module with strategyParams.shard",
+            param="module",
+        )
+    if any(value.requires_grad and not before for value, before in zip(found, call.result_gradients, strict=True)):
+        raise ModuleError(
+            f"what layer {call.layer!r} returns requires gradients, and did not when its forward pass was recorded",
             **_BEFORE,
         )
 

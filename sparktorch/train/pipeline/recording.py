@@ -84,7 +84,7 @@ def _of_all_ranks(node: fx.Node) -> tuple[Any, ...]:
 
 
 def _is_compared(value: Any) -> bool:
-    return is_plain(value) or isinstance(value, complex | torch.dtype | fx.Node)
+    return is_plain(value) or isinstance(value, complex | fx.Node)
 
 
 class Twin:
@@ -292,7 +292,7 @@ class Twin:
         raise ModuleError(
             f"the forward pass of {self._kind} computes with a tensor of shape {tuple(tensor.shape)} that is neither a "
             "parameter nor a buffer",
-            hint="keep it with register_buffer, or make it with torch.full",
+            hint="keep it with register_buffer, or make it in each call, where a cache of a function may have kept it",
             param="module",
         )
 

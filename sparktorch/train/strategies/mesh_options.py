@@ -63,6 +63,8 @@ class MeshOptions(ShardingOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         given = self._given()
+        if self.sequence:
+            self._check_sequence()
         if not given:
             raise ConfigError(
                 "strategy 'mesh' has no dimension",
@@ -79,9 +81,7 @@ class MeshOptions(ShardingOptions):
             )
         for pattern, style in self.plan.items():
             one_of(f"strategyParams.plan[{pattern!r}]", style, STYLES)
-        if self.sequence:
-            self._check_sequence()
-        elif not self.recompute_allgather:
+        if not self.sequence and not self.recompute_allgather:
             raise ConfigError(
                 "strategyParams.recompute_allgather keeps what strategyParams.sequence gathers, which is not set",
                 hint="set sequence to True, too, or leave recompute_allgather out",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from dataclasses import replace
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,11 @@ def test_what_a_module_does_around_its_layers_is_done_in_stages(module: Any, spl
     assert records[0]["val_loss"] == pytest.approx(records[1]["val_loss"], rel=1e-3)
 
 
+class Sign(Enum):
+    PLUS = 1.0
+    MINUS = -1.0
+
+
 class Frozen(Chain):
     """Keeps its layers in evaluation, and computes with numbers that a callback changes."""
 
@@ -184,7 +190,7 @@ class Frozen(Chain):
         super().__init__(
             dropout=0.5, unused=40
         )  # so large that the parts of `layers` are small, and called as they are
-        self.factor, self.options = 1.0, {"scale": 1.0}
+        self.factor, self.options, self.sign = 1.0, {"scale": 1.0}, Sign.PLUS
 
     def train(self, mode: bool = True) -> Frozen:
         super().train(mode)
@@ -192,7 +198,7 @@ class Frozen(Chain):
         return self
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * self.factor * self.options["scale"]
+        return super().forward(x) * self.factor * self.options["scale"] * (1.0 if self.sign is Sign.PLUS else -1.0)
 
 
 class Growing(Callback):
@@ -201,6 +207,7 @@ class Growing(Callback):
     def on_epoch_end(self, context: Any, record: Any) -> None:
         context.module.factor += 0.5
         context.module.options["scale"] *= 0.8
+        context.module.sign = Sign.MINUS
 
 
 @LANDING

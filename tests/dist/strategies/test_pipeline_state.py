@@ -94,6 +94,30 @@ def test_a_number_that_a_callback_sets_otherwise_in_another_rank_is_refused(call
         trained(Cooling, callback())
 
 
+class Bounding(Chain):
+    """Computes with a function that it keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bound: Any = torch.tanh
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.bound(super().forward(x))
+        return found
+
+
+class OtherBound(Callback):
+    ranks = "all"
+
+    def on_epoch_end(self, context: Any, record: Any) -> None:
+        context.module.bound = torch.sigmoid
+
+
+def test_an_attribute_that_becomes_another_function_is_refused() -> None:
+    with pytest.raises(ModuleError, match="attribute 'bound' of the module is another object than when"):
+        trained(Bounding, OtherBound())
+
+
 def test_a_number_that_is_another_one_in_each_rank_is_refused_where_the_forward_pass_computes_with_it() -> None:
     trained(partial(Numbered, factor=0.0))
     with pytest.raises(ModuleError, match="its forward pass computes with numbers that are others in other ranks"):

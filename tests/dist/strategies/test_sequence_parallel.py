@@ -380,6 +380,7 @@ def test_layers_that_need_whole_sequences_are_refused_before_the_job(module: nn.
     ("options", "says"),
     [
         ({"shard": 2}, "there are no tensor ranks"),
+        ({}, "there are no tensor ranks"),
         ({"tensor": 2, "pipeline": 2}, "does not work with strategyParams.pipeline"),
         ({"tensor": 2, "plan": {"*": "colwise"}}, "does not work with strategyParams.plan"),
         ({"tensor": 2, "sequence": "yes"}, "sequence"),
