@@ -141,8 +141,8 @@ class Changes:
             raise ModuleError(
                 "the numbers, texts and flags that the module keeps have changed in some ranks of a pipeline only, or "
                 "to others, or its forward pass computes with numbers that are others in other ranks",
-                hint='change them to the same in all ranks, as a Callback does with ranks = "all"; keep what a training '
-                "step counts outside of the module",
+                hint='change them to the same in all ranks, as a Callback does with ranks = "all"; keep what a '
+                "training step counts outside of the module",
                 param="callbacks",
             )
 
