@@ -230,8 +230,8 @@ class _Measured:
         whole_gradients = sharded and (self._passes > 1 or pipeline > 1)
         sent += reduced(sum(kept[p] for p in trained), data)
         together = tensor * pipeline  # workers with the same rows
-        inputs = self._gathered_within(plan, by_positions) if by_positions else 0
-        whole_inputs = 0 if not inputs or known.recompute_allgather else inputs  # else they are gathered again
+        inputs = self._gathered_within(plan, by_positions)
+        whole_inputs = inputs if inputs and not known.recompute_allgather else 0
         exchanged = self._exchanged(plan, tensor, by_positions) + (inputs - whole_inputs) // 2
         sent += self._share * tensor * reduced(exchanged, tensor)
         sent += self._share * together * (_gathered(self._inputs, together) + 2 * passed)

@@ -97,7 +97,6 @@ class Changes:
         """Takes a module and the names of its layers; what it keeps now may differ between ranks, as a path may."""
         self._module, self._layers = module, layers
         self._first = kept_by(module, layers, functions=True)
-        self._numbers = attributes(module, layers)
 
     def bits(self, recorded: int) -> int:
         """Returns a checksum of what has changed, and its complement behind it: ranks' "or" of both shows others.
@@ -108,17 +107,14 @@ class Changes:
         Raises:
             ModuleError: An attribute is another object, which a recording does not know.
         """
-        self._check_objects()
-        kept = attributes(self._module, self._layers)
-        changed = {place for place, _ in kept.items() ^ self._numbers.items()}
-        texts = sorted(_text(place, kept.get(place, _ABSENT)) for place in changed)
-        number = checksum([*texts, str(recorded)]) % (1 << _BITS)
-        return number | (number ^ ((1 << _BITS) - 1)) << _BITS
-
-    def _check_objects(self) -> None:
-        for place, value in kept_by(self._module, self._layers, functions=True).items():
-            before = self._first.get(place, value)
-            if not is_plain(value) and not equal(before, value):
+        kept, texts = kept_by(self._module, self._layers, functions=True), list[str]()
+        for place in kept.keys() | self._first.keys():
+            before, now = self._first.get(place, _ABSENT), kept.get(place, _ABSENT)
+            if equal(before, now):
+                continue
+            if now is _ABSENT or is_plain(now):
+                texts.append(_text(place, now))
+            elif before is not _ABSENT:
                 path, name, *_ = place
                 raise ModuleError(
                     f"attribute {name!r} of {path or 'the module'} is another object than when the training began, and "
@@ -126,6 +122,8 @@ class Changes:
                     hint="let a number decide which one is used, or divide the module with strategyParams.shard",
                     param="callbacks",
                 )
+        number = checksum([*sorted(texts), str(recorded)]) % (1 << _BITS)
+        return number | (number ^ ((1 << _BITS) - 1)) << _BITS
 
     @staticmethod
     def check(bits: int) -> None:

@@ -66,7 +66,7 @@ class Pipe(nn.Module):
         stages: This rank's stages.
         twin: The module with all of its parameters, without values.
         most_rows: The most rows of a pass in training so far; passes of fewer are padded, so that schedules are reused.
-        recorded: The checksum of the recording that ran last, the same in all ranks.
+        recorded: The checksum of the recording that ran last, which is to be the same in all ranks.
     """
 
     def __init__(

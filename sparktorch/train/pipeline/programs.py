@@ -19,11 +19,6 @@ from sparktorch.train.pipeline.stages import free_nodes, is_value, stages_of_nod
 
 __all__ = ["Program", "Stage", "programs"]
 
-_BEFORE = {
-    "hint": "do not freeze it before the training, or divide the module with strategyParams.shard",
-    "param": "module",
-}
-
 
 @dataclass(frozen=True)
 class Program:
@@ -262,9 +257,7 @@ class Stage(nn.Module):
         if name in self._between:
             found: torch.Tensor = self.between[self._between[name]]
             if found.requires_grad and name in self._frozen:
-                raise ModuleError(
-                    f"parameter {name!r} requires gradients, and did not when the forward pass was recorded", **_BEFORE
-                )
+                raise _unfrozen(f"parameter {name!r}")
             return found
         return self._module[0].get_buffer(name)
 
@@ -286,10 +279,15 @@ def _check_result(call: Call, found: Sequence[torch.Tensor]) -> None:
             param="module",
         )
     if any(value.requires_grad and not before for value, before in zip(found, call.result_gradients, strict=True)):
-        raise ModuleError(
-            f"what layer {call.layer!r} returns requires gradients, and did not when its forward pass was recorded",
-            **_BEFORE,
-        )
+        raise _unfrozen(f"what layer {call.layer!r} returns")
+
+
+def _unfrozen(what: str) -> ModuleError:
+    return ModuleError(
+        f"{what} requires gradients, and did not when the forward pass was recorded",
+        hint="do not freeze it before the training, or divide the module with strategyParams.shard",
+        param="module",
+    )
 
 
 def _laid_out(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:

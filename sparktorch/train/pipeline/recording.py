@@ -64,10 +64,10 @@ class Recording:
         """Returns a number of 32 bits, which is the same for the same forward pass in all processes."""
         layers = [(call.layer, list(filter(_is_compared, call.arguments))) for call in self.calls.values()]
         read = [*self.tensors.values(), *(tensor.item() for tensor in self.constants.values())]
-        return checksum(map(repr, (*map(_of_all_ranks, self.nodes), *layers, *read)))
+        return checksum(map(repr, (*map(_compared, self.nodes), *layers, *read)))
 
 
-def _of_all_ranks(node: fx.Node) -> tuple[Any, ...]:
+def _compared(node: fx.Node) -> tuple[Any, ...]:
     """Returns what a node computes, in terms that all processes have: other ranks have other devices and objects."""
     values = filter(_is_compared, pytree.tree_leaves((node.args, node.kwargs)))
     found = [value for value in pytree.tree_leaves(node.meta.get("val")) if isinstance(value, torch.Tensor)]
@@ -292,7 +292,7 @@ class Twin:
         raise ModuleError(
             f"the forward pass of {self._kind} computes with a tensor of shape {tuple(tensor.shape)} that is neither a "
             "parameter nor a buffer",
-            hint="keep it with register_buffer, or make it in each call, where a cache of a function may have kept it",
+            hint="keep it with register_buffer, or make it in each call, as by torch.full; not in a function's cache",
             param="module",
         )
 

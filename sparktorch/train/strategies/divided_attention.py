@@ -48,7 +48,7 @@ def obstacle(part: nn.Module, size: int) -> str:
     return ""
 
 
-def divide_heads(part: nn.MultiheadAttention, mesh: DeviceMesh, *, again: bool) -> None:
+def divide_heads(part: nn.MultiheadAttention, mesh: DeviceMesh, *, recompute_allgather: bool) -> None:
     """Leaves a rank the projections of its heads, in place; `out_proj` is to be divided by "rowwise" besides.
 
     Names and shapes of the parameters stay: `in_proj_weight` is a `DTensor` of shape (3 * embed_dim, embed_dim).
@@ -56,7 +56,7 @@ def divide_heads(part: nn.MultiheadAttention, mesh: DeviceMesh, *, again: bool) 
     Args:
         part: The attention, with the same parameters in every rank; its heads must be divisible.
         mesh: The ranks of this rank's group, in one dimension.
-        again: Whether inputs that are divided by positions are gathered again backward.
+        recompute_allgather: Whether inputs that are divided by positions are gathered again backward.
     """
     from torch.distributed.tensor import DTensor, Shard
 
@@ -70,7 +70,7 @@ def divide_heads(part: nn.MultiheadAttention, mesh: DeviceMesh, *, again: bool) 
         part.register_parameter(name, nn.Parameter(divided, requires_grad=parameter.requires_grad))
     outside_graphs: Any = torch.compiler.disable  # generators are no part of a graph
     part.__class__ = MultiheadAttention
-    vars(part).update(mesh=mesh, again=again, apart=outside_graphs(drawn_apart))
+    vars(part).update(mesh=mesh, recompute_allgather=recompute_allgather, apart=outside_graphs(drawn_apart))
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -78,12 +78,12 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     Attributes:
         mesh: The ranks among which it is divided.
-        again: Whether it gathers inputs again backward.
+        recompute_allgather: Whether it gathers inputs again backward.
         apart: Calls a function that draws other numbers in each rank.
     """
 
     mesh: DeviceMesh
-    again: bool
+    recompute_allgather: bool
     apart: Callable[..., Any]
 
     def forward(
@@ -151,7 +151,7 @@ def _projected(
 
     def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if is_part(x):
-            return linear_of_all(x, weight, bias, again=part.again)
+            return linear_of_all(x, weight, bias, recompute_allgather=part.recompute_allgather)
         return F.linear(entered[id(x)], weight, bias)
 
     bias, packed = _own(part.in_proj_bias), _own(part.in_proj_weight)

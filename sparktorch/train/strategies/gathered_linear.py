@@ -31,19 +31,22 @@ def as_part(own: torch.Tensor, mesh: DeviceMesh, shape: torch.Size) -> Any:
     return DTensor.from_local(own, mesh, [Shard(POSITIONS)], run_check=False, shape=shape, stride=stride)
 
 
-def linear_of_all(x: Any, weight: torch.Tensor, bias: torch.Tensor | None, *, again: bool) -> torch.Tensor:
+def linear_of_all(
+    x: Any, weight: torch.Tensor, bias: torch.Tensor | None, *, recompute_allgather: bool
+) -> torch.Tensor:
     """Returns a linear function of all positions, of which each rank has some.
 
     Args:
         x: A `DTensor` of shape (rows, positions, features), divided along axis 1.
         weight: This rank's rows of the weights, of shape (its outputs, features).
         bias: This rank's part of the bias, or `None`.
-        again: Whether all positions are gathered again backward, instead of being kept.
+        recompute_allgather: Whether all positions are gathered again backward, instead of being kept.
 
     Returns:
         All positions of this rank's outputs.
     """
-    found: torch.Tensor = _LinearOfAll.apply(x.to_local(), weight, bias, x.device_mesh, x.shape, again)  # type: ignore[no-untyped-call]
+    given = (x.to_local(), weight, bias, x.device_mesh, x.shape, recompute_allgather)
+    found: torch.Tensor = _LinearOfAll.apply(*given)  # type: ignore[no-untyped-call]  # torch's
     return found
 
 
@@ -58,15 +61,15 @@ class _LinearOfAll(torch.autograd.Function):
         bias: torch.Tensor | None,
         mesh: DeviceMesh,
         shape: torch.Size,
-        again: bool,
+        recompute_allgather: bool,
     ) -> torch.Tensor:
         kind = own.device.type
-        ctx.mesh, ctx.shape, ctx.again, ctx.own = mesh, shape, again, own.dtype
+        ctx.mesh, ctx.shape, ctx.recompute, ctx.own = mesh, shape, recompute_allgather, own.dtype
         ctx.bias = None if bias is None else bias.dtype
         if torch.is_autocast_enabled(kind) and own.dtype is not torch.float64:
             own = own.to(torch.get_autocast_dtype(kind))  # before it is sent
         whole = wait_tensor(_gathered(own, mesh, shape))  # type: ignore[no-untyped-call]  # torch's
-        ctx.save_for_backward(whole if ctx.needs_input_grad[1] and not again else own, weight)
+        ctx.save_for_backward(whole if ctx.needs_input_grad[1] and not recompute_allgather else own, weight)
         return F.linear(whole, weight, bias)
 
     @staticmethod
@@ -76,7 +79,7 @@ class _LinearOfAll(torch.autograd.Function):
         of_input, of_weight, of_bias, *_ = ctx.needs_input_grad
         dtype = gradient.dtype  # under autocast, that of the output
         whole = kept.to(dtype) if of_weight else None
-        if whole is not None and ctx.again:
+        if whole is not None and ctx.recompute:
             whole = _gathered(whole, ctx.mesh, ctx.shape)  # while the next line computes
         found: list[torch.Tensor | None] = [None] * 6
         summed = _scattered(gradient @ weight.to(dtype), ctx.mesh) if of_input else None  # while the next lines compute
@@ -111,13 +114,13 @@ class ColwiseLinear(nn.Linear):
     """A layer that is divided by columns, and takes a rank's positions: it returns all of them.
 
     Attributes:
-        again: Whether it gathers its input again backward.
+        recompute_allgather: Whether it gathers its input again backward.
     """
 
-    again: bool
+    recompute_allgather: bool
 
     @classmethod
-    def divide(cls, part: nn.Linear, mesh: DeviceMesh, *, again: bool) -> None:
+    def divide(cls, part: nn.Linear, mesh: DeviceMesh, *, recompute_allgather: bool) -> None:
         """Leaves a rank its outputs, in place; the parameters are the same in every rank before."""
         from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -125,10 +128,10 @@ class ColwiseLinear(nn.Linear):
             own = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
             part.register_parameter(name, nn.Parameter(own, requires_grad=parameter.requires_grad))
         part.__class__ = cls
-        vars(part).update(again=again)
+        vars(part).update(recompute_allgather=recompute_allgather)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Computes this rank's outputs of all positions."""
         divided: Any = self
         bias = None if divided.bias is None else divided.bias.to_local()
-        return linear_of_all(input, divided.weight.to_local(), bias, again=self.again)
+        return linear_of_all(input, divided.weight.to_local(), bias, recompute_allgather=self.recompute_allgather)

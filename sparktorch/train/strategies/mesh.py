@@ -221,7 +221,10 @@ class Mesh(Zero3[MeshOptions]):
             own, mesh = {name: styles[name] for name in held}, part_of(self._ranks, "tensor")
             options = self._options
             divide(
-                *(module, mesh, own, self.materialise),
+                module,
+                mesh,
+                own,
+                self.materialise,
                 sequence=options.sequence,
                 recompute_allgather=options.recompute_allgather,
             )

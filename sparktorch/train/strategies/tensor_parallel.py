@@ -95,7 +95,14 @@ def divide(
     for name, kind in styles.items():
         if kind != SUMMED:
             materialise(parts[name])
-            _divide(name, parts[name], kind, mesh, by_positions=name in by_positions, again=recompute_allgather)
+            _divide(
+                name,
+                parts[name],
+                kind,
+                mesh,
+                by_positions=name in by_positions,
+                recompute_allgather=recompute_allgather,
+            )
     if sequence:
         divide_sequence(module, mesh)
     for name in styles.keys() - {name for name, kind in styles.items() if kind in (SUMMED, HEADS)}:
@@ -107,16 +114,18 @@ def divide(
             part.use_nested_tensor = False  # it makes nested tensors for kernels that take whole layers
 
 
-def _divide(name: str, part: Any, kind: str, mesh: DeviceMesh, *, by_positions: bool, again: bool) -> None:
+def _divide(
+    name: str, part: Any, kind: str, mesh: DeviceMesh, *, by_positions: bool, recompute_allgather: bool
+) -> None:
     """Divides a layer, in place; `by_positions`, what it takes or returns undivided is divided by positions.
 
-    With `again`, it gathers what it takes so once more backward.
+    With `recompute_allgather`, it gathers what it takes so once more backward.
     """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
     if kind == HEADS:
-        divide_heads(part, mesh, again=again)
+        divide_heads(part, mesh, recompute_allgather=recompute_allgather)
         return
     if kind == "rowwise":
         if isinstance(part, nn.Linear):  # before torch's hook, which takes any input for a part
@@ -127,7 +136,7 @@ def _divide(name: str, part: Any, kind: str, mesh: DeviceMesh, *, by_positions: 
             use_local_output=not by_positions,
         )
     elif by_positions:
-        ColwiseLinear.divide(part, mesh, again=again)
+        ColwiseLinear.divide(part, mesh, recompute_allgather=recompute_allgather)
         return
     else:
         style = ColwiseParallel(output_layouts=Replicate() if kind == _GATHERED else None)
