@@ -90,8 +90,12 @@ def trained(module: Any, *callbacks: Callback) -> None:
 
 @pytest.mark.parametrize("callback", [InTheFirstRank, BeforeValidation, OtherInEach])
 def test_a_number_that_a_callback_sets_otherwise_in_another_rank_is_refused(callback: type[Callback]) -> None:
-    with pytest.raises(ModuleError, match=r'(?s)in some ranks of a pipeline only, or to others, .*ranks = "all"'):
+    with pytest.raises(
+        ModuleError, match=r'(?s)in some ranks of a pipeline only, or to others, .*ranks = "all"'
+    ) as found:
         trained(Cooling, callback())
+    if callback is OtherInEach:  # after the first epoch: no step has been taken with it
+        assert (found.value.where["epoch"], found.value.where["step"]) == (2, 1)
 
 
 class Bounding(Chain):
