@@ -24,6 +24,7 @@ __all__ = [
     "RankLostError",
     "RankStalledError",
     "SparkTorchError",
+    "UnusedParameterError",
     "failure_in",
     "line_of_user",
     "nearest",
@@ -107,6 +108,10 @@ class ModuleError(SparkTorchError, ValueError):
     """The module, loss or optimizer does not fit the columns, or cannot be shipped to the ranks."""
 
 
+class UnusedParameterError(ModuleError):
+    """No row of a step uses a parameter, and ranks do not search for such parameters; `fit` makes them do so."""
+
+
 class ClusterError(SparkTorchError, RuntimeError):
     """The cluster cannot run the job as it is set up."""
 
@@ -137,6 +142,7 @@ _KINDS: dict[str, type[SparkTorchError]] = {
         ColumnError,
         DatasetError,
         ModuleError,
+        UnusedParameterError,
         ClusterError,
         RankError,
         RankLostError,

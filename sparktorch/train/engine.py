@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from sparktorch.base.deferred import Deferred
 
 __all__ = ["Engine"]
+
+_LOG = logging.getLogger(__name__)
 
 
 class Engine:
@@ -93,7 +96,8 @@ class Engine:
             self._presence, self.min_rows = Presence(), 1
             synchronise(plain, self._presence, compiled=config.compile)
         together = self.strategy.collective_forward
-        if config.micro_batch_size == "auto" and any(isinstance(part, nn.SyncBatchNorm) for part in plain.modules()):
+        self._own_buffers = not any(isinstance(part, nn.SyncBatchNorm) for part in plain.modules())
+        if config.micro_batch_size == "auto" and not self._own_buffers:
             raise ModuleError(
                 "microBatchSize is 'auto', and the module has SyncBatchNorm, whose ranks wait for each other in a step",
                 hint="set microBatchSize to a number",
@@ -125,6 +129,7 @@ class Engine:
         at_once = True if self.strategy.waits_for_device else None
         self.watch = LossWatch(world, at_once=at_once) if config.non_finite == "error" else None
         self.means = self.new_means("train_")
+        self._told = False  # of a step of one row
         self.padding = (0, 0)
         self.gradient_norm: torch.Tensor | None = None
 
@@ -145,14 +150,17 @@ class Engine:
         self.optimizer.zero_grad()
         if self._presence is not None:
             self._presence.rows = batch.rows > 0
+        if 0 < batch.rows < self.min_rows and not self._told:
+            self._told = True
+            _LOG.warning(
+                "rank %d has one row in step %d of an epoch, of which batch normalisation has no variance: its "
+                "statistics do not count. Choose a batchSize whose last batch has more rows, or set syncBatchNorm",
+                self._world.rank,
+                step + 1,
+            )
         skips = config.non_finite == "skip"
         buffers = [buffer.clone() for buffer in self.module.buffers()] if skips else []
-        if self.split.tried[step]:
-            found = self._try(batch, scale, step)
-        else:
-            *first, last = self._split(batch, step)
-            found = self._accumulate(first, scale)
-            found.append(self._backward(last, scale))  # reduces the sum of all gradients
+        found = self._gradients(batch, scale, step)
         losses, metrics = zip(*found, strict=True)
         loss_sum: torch.Tensor = sum(losses[1:], losses[0])
         self.strategy.before_step(self.module)
@@ -190,6 +198,7 @@ class Engine:
             for _ in range(self.strategy.warm_up_passes):
                 loss, _ = self.losses_of(self.module, batch)
                 (loss * 0).backward()  # type: ignore[no-untyped-call]
+                self.strategy.after_backward(self.module, rows=False)
                 self.optimizer.zero_grad()
             self.strategy.load_own_state(state)
             self._restore(buffers)
@@ -252,12 +261,29 @@ class Engine:
         self.padding = padding(parts)
         return parts
 
+    def _gradients(self, batch: Batch, scale: float, step: int) -> list[tuple[torch.Tensor, Sums]]:
+        """Computes the gradients of a step over all ranks; returns the loss and metric sums of each micro-batch."""
+        if self.split.tried[step]:
+            return self._try(batch, scale, step)
+        *first, last = self._split(batch, step)
+        found = self._accumulate(first, scale)
+        if self.strategy.reduces_apart(rows=batch.rows > 0):
+            with self.strategy.no_sync(self.module):
+                found.append(self._backward(last, scale))
+            self.strategy.reduce(self.module, rows=batch.rows > 0)
+        else:
+            found.append(self._backward(last, scale))  # reduces the sum of all gradients
+            self.strategy.after_backward(self.module, rows=batch.rows > 0)
+        self.own.after_backward()
+        return found
+
     def _accumulate(self, parts: list[Batch], scale: float) -> list[tuple[torch.Tensor, Sums]]:
         """Accumulates the gradients of micro-batches in this rank; returns the loss and metric sums of each."""
         found = []
         for part in parts:
             with self.strategy.no_sync(self.module):
                 found.append(self._backward(part, scale))
+            self.own.after_backward()
         return found
 
     def _try(self, batch: Batch, scale: float, step: int) -> list[tuple[torch.Tensor, Sums]]:
@@ -278,7 +304,7 @@ class Engine:
                 traceback.clear_frames(error.__traceback__)
                 full = True
             if self.split.fits(step, full=full):
-                self.strategy.reduce(self.module)
+                self.strategy.reduce(self.module, rows=batch.rows > 0)
                 return found
             self.optimizer.zero_grad()
             self._restore(buffers)
@@ -292,6 +318,14 @@ class Engine:
     def _backward(self, batch: Batch, scale: float) -> tuple[torch.Tensor, Sums]:
         """Accumulates the gradients of a batch; returns its loss sum and metric sums."""
         batch = self.strategy.together(batch)
+        few = batch.rows < self.min_rows and self._presence is None
+        buffers = [buffer.clone() for buffer in self.module.buffers()] if few and self._own_buffers else []
+        found = self._pass(batch, scale)
+        if buffers:  # statistics of placeholder rows, or of one row twice
+            self._restore(buffers)
+        return found
+
+    def _pass(self, batch: Batch, scale: float) -> tuple[torch.Tensor, Sums]:
         if self.strategy.runs_passes:
             loss, metrics = self.strategy.run_pass(self.module, batch, self.losses_of, scale, self._autocast)
             if self.watch is not None:
@@ -300,8 +334,12 @@ class Engine:
         loss, metrics = self.losses_of(self.module, batch)
         if self.watch is not None:
             self.watch.check(loss)
-        self.scaler.scale(loss * scale).backward()  # type: ignore[no-untyped-call]
-        self.own.after_backward()
+        scaled = self.scaler.scale(loss * scale)
+        if batch.rows or not self.strategy.reduces_apart(rows=False):
+            scaled.backward()  # type: ignore[no-untyped-call]
+        else:  # computes gradients, for a module's own collectives, and keeps none: no row may use what placeholders do
+            trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+            torch.autograd.grad(scaled, trained, allow_unused=True)
         return loss.detach(), metrics
 
     def _take_step(self) -> None:

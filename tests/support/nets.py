@@ -327,6 +327,25 @@ class Parted(Score):
         return found + self.first_only(x).squeeze(-1) if alone else found
 
 
+class Branched(Score):
+    """Has a layer, and a table with sparse gradients, that few rows use."""
+
+    def __init__(self, sparse: bool = False) -> None:
+        super().__init__()
+        self.extra = nn.Linear(5, 1)
+        if sparse:
+            self.table = nn.Embedding(3, 1, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found, few = super().forward(x), x[:, 0] > 0.9
+        if not few.any():
+            return found
+        more = self.extra(x[few]).squeeze(-1)
+        if hasattr(self, "table"):
+            more = more + self.table((x[few, 1] > 0).long()).squeeze(-1)
+        return found.masked_scatter(few, found[few] + more)
+
+
 class Fourier(nn.Module):
     """Draws random frequencies that no state dict has."""
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from pyspark.sql import DataFrame, SparkSession
 
 from sparktorch.distributed.root_cause import ChainError
-from sparktorch.errors import RankLostError
+from sparktorch.errors import RankLostError, UnusedParameterError
 from sparktorch.ml.fit.listeners import FitReport
 from sparktorch.ml.fit.translate import JobRequest, Request
 from sparktorch.spark.checks.preflight import check_cluster, settled_slots
@@ -55,12 +55,26 @@ def train_with_restarts(
     job = TrainJob(
         columns=replace(frame.columns, classes=trial.classes, ignored=trial.ignored),
         recipe=replace(request.recipe, metrics=trial.metrics),
-        config=replace(request.config, unused_parameters=trial.unused_parameters),
+        config=request.config,
         placeholder=frame.sample,
         **of_request(request),
     )
     spark = frame.data.sparkSession
-    return with_restarts(spark, job, request, lambda job, request: run(frame, job, request, report))
+    searches = trial.unused_parameters
+
+    def attempt(job: TrainJob, request: Request) -> Results:
+        nonlocal searches
+        try:
+            return run(frame, replace(job, config=replace(job.config, unused_parameters=searches)), request, report)
+        except UnusedParameterError as error:
+            if "find_unused_parameters" in request.config.strategy_params:
+                raise
+            searches = True
+            origin = "its last checkpoint" if request.checkpoint else "the beginning"
+            _LOG.warning("%s; going on from %s, with a search for such parameters in every step", error, origin)
+            return attempt(job, replace(request, launch=replace(request.launch, tag=new_tag())))
+
+    return with_restarts(spark, job, request, attempt)
 
 
 def of_request(request: JobRequest) -> dict[str, Any]:

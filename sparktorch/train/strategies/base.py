@@ -40,9 +40,9 @@ class Strategy(ABC, Generic[O]):
     1. `prepare(module)`, which returns the module that is called from then on, and `optimizer(recipe, module)`;
     2. with checkpoints, `warm_up_passes` forward and backward passes without a step; to resume from a checkpoint,
        `load_own_state`;
-    3. in each step, forward and backward of each micro-batch (all but the last within `no_sync`; or `before_trial`, all
-       of them within `no_sync`, once or more often, and `reduce`), `before_step`, `gradient_norm` or `clip_gradients`
-       if needed, the optimizer's step, and `after_step`;
+    3. in each step, forward and backward of each micro-batch (all but the last within `no_sync`, and `after_backward`;
+       or `before_trial` and all of them within `no_sync`, once or more often; or with `reduces_apart` once; and
+       `reduce`), `before_step`, `gradient_norm` or `clip_gradients` if needed, the optimizer's step, and `after_step`;
     4. for each validation, the context of `evaluating`; for each checkpoint, `saves` and `own_state`; after each epoch,
        `metrics`;
     5. `state_dict`, whenever the whole model is needed.
@@ -244,8 +244,26 @@ class Strategy(ABC, Generic[O]):
     def before_trial(self, module: nn.Module) -> None:
         """Is called before passes that may find the device full; does the collectives that they would begin with."""
 
-    def reduce(self, module: nn.Module) -> None:
-        """Reduces the gradients that all passes of a step have accumulated within `no_sync`."""
+    def reduces_apart(self, *, rows: bool) -> bool:
+        """Whether all passes of a step are to be within `no_sync`, followed by `reduce`.
+
+        If it is so without rows, placeholder rows leave no gradients.
+
+        Args:
+            rows: Whether this rank has rows in the step.
+        """
+        return False
+
+    def reduce(self, module: nn.Module, *, rows: bool = True) -> None:
+        """Reduces the gradients that all passes of a step have accumulated within `no_sync`.
+
+        Args:
+            module: The module that `prepare` returned.
+            rows: Whether this rank has rows in the step.
+        """
+
+    def after_backward(self, module: nn.Module, *, rows: bool) -> None:
+        """Is called after the last backward pass of a step, if that was not within `no_sync`; `rows` as in `reduce`."""
 
     def clip_gradients(self, module: nn.Module, *, norm: float | None, value: float | None) -> torch.Tensor | None:
         """Clips the gradients of the whole model, first each element by value, then all together by norm.

@@ -6,8 +6,8 @@ Li et al. 2020, PyTorch Distributed: Experiences on Accelerating Data Parallel T
 
 # No `from __future__ import annotations`: torch inspects the annotations of communication hooks.
 import inspect
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparktorch.base.config import TrainConfig, at_least, one_of
 from sparktorch.base.devices import backend_of
-from sparktorch.errors import ConfigError, ModuleError
+from sparktorch.base.world import World
+from sparktorch.errors import ConfigError, ModuleError, UnusedParameterError
 from sparktorch.train.recipe.recipe import Recipe, makes_sparse_gradients
 from sparktorch.train.strategies.base import Strategy
 
@@ -38,8 +39,7 @@ class DDPOptions:
         gradient_as_bucket_view: Whether gradients are views of the buckets, which saves a copy of them.
         static_graph: Whether every step uses the same parameters, in the same order.
         forward_sync_buffers: Whether rank 0 broadcasts its buffers before each forward pass.
-        find_unused_parameters: Whether some parameters may get no gradient in a step; `None` lets the
-            dry run decide.
+        find_unused_parameters: Whether a step may leave parameters without a gradient in all ranks; `None` finds out.
         comm_hook: Sends gradients as "fp16" or "bf16", or compressed by "powerSGD".
         powersgd_rank: Rank of the low-rank matrices that PowerSGD sends.
         powersgd_start_step: Number of first steps in which PowerSGD sends uncompressed gradients.
@@ -64,12 +64,27 @@ class DDPOptions:
 
 
 class DDP(Strategy[DDPOptions]):
-    """`DistributedDataParallel`; a single rank uses the module unwrapped."""
+    """`DistributedDataParallel`; a single rank uses the module unwrapped.
+
+    A parameter that this rank's rows do not use in a step adds zeros to the gradient of the others. One that no rank
+    uses gets no gradient, so that no optimizer changes it. Ranks can tell which those are only if DDP searches for them
+    in every step (`find_unused_parameters`), which takes a tenth of a small step or more. So they search where the dry
+    run has found such a parameter, or once a step has.
+    """
 
     options_type = DDPOptions
     warm_up_passes = 2  # buckets are rebuilt after the first backward (pytorch#35137)
 
     _compression: Any = None  # PowerSGD's state
+
+    def __init__(self, config: TrainConfig, world: World, options: DDPOptions) -> None:
+        """Takes the configuration, the rank's world, and the options."""
+        super().__init__(config, world, options)
+        asked = options.find_unused_parameters
+        self._searches = config.unused_parameters if asked is None else asked
+        self._trained: dict[nn.Parameter, str] = {}
+        self._sparse: set[nn.Parameter] = set()
+        self._before: dict[nn.Parameter, tuple[torch.Tensor, int]] = {}  # gradients, and their versions
 
     @classmethod
     def check(cls, config: TrainConfig, recipe: Recipe, options: DDPOptions) -> None:
@@ -92,7 +107,10 @@ class DDP(Strategy[DDPOptions]):
             return module
         options = self._options
         index = self._device.index
-        unused = options.find_unused_parameters
+        self._trained = {p: name for name, p in module.named_parameters() if p.requires_grad}
+        makers = [part for part in module.modules() if makes_sparse_gradients(part)]
+        self._sparse = {p for part in makers for p in part.parameters(recurse=False)}
+        self._searches = self._searches or bool(self._sparse)  # few rows look up a table
         wrapped = DistributedDataParallel(
             module,
             device_ids=None if index is None else [index],
@@ -100,7 +118,7 @@ class DDP(Strategy[DDPOptions]):
             gradient_as_bucket_view=options.gradient_as_bucket_view,
             static_graph=options.static_graph,
             **_without_buffers(options),  # type: ignore[arg-type]
-            find_unused_parameters=self._config.unused_parameters if unused is None else unused,
+            find_unused_parameters=self._searches,
         )
         if options.comm_hook == "powerSGD":
             from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
@@ -169,9 +187,20 @@ class DDP(Strategy[DDPOptions]):
         """Returns the wrapped module."""
         return module.module if isinstance(module, DistributedDataParallel) else module
 
-    def no_sync(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Returns a context without the all-reduce."""
-        return module.no_sync() if isinstance(module, DistributedDataParallel) else nullcontext()
+    @contextmanager
+    def no_sync(self, module: nn.Module) -> Iterator[None]:
+        """Context without the all-reduce."""
+        if not isinstance(module, DistributedDataParallel):
+            yield
+            return
+        with module.no_sync():
+            yield
+        if not self.in_users_loop:  # what the last pass of a step does not reach still has the gradients of these
+            self._before = {p: (p.grad, p.grad._version) for p in self._trained if p.grad is not None}
+
+    def reduces_apart(self, *, rows: bool) -> bool:
+        """Whether `reduce` is to follow the passes: without rows, and where DDP would miss a sparse gradient."""
+        return not self.alone and (not rows or bool(self._sparse))
 
     def within_forward(self, module: nn.Module, function: Callable[[], Any]) -> Any:
         """Calls the function in place of the module's forward pass, so that DDP prepares to reduce its gradients."""
@@ -185,13 +214,58 @@ class DDP(Strategy[DDPOptions]):
             with module.no_sync():
                 self._pass_nothing(module)
 
-    def reduce(self, module: nn.Module) -> None:
-        """Adds zeros to the gradients through DDP, which then reduces them as after a backward pass."""
+    def reduce(self, module: nn.Module, *, rows: bool = True) -> None:
+        """Has DDP reduce the gradients, as after a backward pass through the whole module."""
+        self._before = {}
         if isinstance(module, DistributedDataParallel):
+            missing = [parameter for parameter in self._trained if parameter.grad is None]
             self._pass_nothing(module).backward()  # type: ignore[no-untyped-call]
+            self._settle(missing, rows=rows)
+
+    def after_backward(self, module: nn.Module, *, rows: bool) -> None:
+        """Ends the reduction, where the last pass has not reached all parameters: the other ranks wait for them."""
+        if not isinstance(module, DistributedDataParallel) or self._searches or self._options.static_graph:
+            return
+        before, self._before = self._before, {}
+        unreached = [p for p in self._trained if p.grad is None or (p in before and _same(p.grad, *before[p]))]
+        if unreached:
+            missing = [parameter for parameter in unreached if parameter.grad is None]
+            self._nothing(unreached).backward()  # type: ignore[no-untyped-call]
+            self._settle(missing, rows=rows)
+
+    def _nothing(self, parameters: Collection[nn.Parameter]) -> torch.Tensor:
+        """Returns a zero whose backward pass tells DDP that these parameters get no more gradients."""
+        empty = [_no_rows(p) if p in self._sparse and p.grad is None else None for p in parameters]
+        nothing = torch.zeros((), device=self._device, requires_grad=True)
+        found: torch.Tensor = _NoGradients.apply(empty, nothing, *parameters)  # type: ignore[no-untyped-call]
+        return found
+
+    def _settle(self, missing: Sequence[nn.Parameter], *, rows: bool) -> None:
+        """Takes the gradients, all zero, of parameters that no rank has used in a step.
+
+        Args:
+            missing: Parameters that this rank has not used.
+            rows: Whether it has rows in the step.
+
+        Raises:
+            UnusedParameterError: Only a search can tell whether a parameter is one of these.
+        """
+        for parameter in missing:
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if gradient.is_sparse:  # its indices tell
+                parameter.grad = gradient if gradient._nnz() else None
+            elif rows and not self._searches and not gradient.any():
+                raise UnusedParameterError(
+                    f"parameter {self._trained[parameter]!r} got no gradient in a step",
+                    hint="set strategyParams={'find_unused_parameters': True}",
+                    param="strategyParams",
+                )
 
     def _pass_nothing(self, module: DistributedDataParallel) -> torch.Tensor:
-        nothing: torch.Tensor = self._pass(module, _StandIn(module.module))
+        """Calls DDP in place of a forward pass that uses all parameters."""
+        nothing: torch.Tensor = self._pass(module, _Calling(module.module, lambda: self._nothing(self._trained)))
         return nothing
 
     def _pass(self, module: DistributedDataParallel, stand_in: nn.Module) -> Any:
@@ -216,37 +290,31 @@ class _Calling(nn.Module):
         return self._function()
 
 
-class _StandIn(nn.Module):
-    """Returns its argument, as if it depended on the parameters of a module that have gradients."""
-
-    def __init__(self, plain: nn.Module) -> None:
-        super().__init__()
-        self.plain = plain  # DDP looks for its buffers
-
-    def forward(self, nothing: torch.Tensor) -> torch.Tensor:
-        used = [parameter for parameter in self.plain.parameters() if parameter.grad is not None]
-        return _ZeroGradients.apply(nothing, *used)  # type: ignore[no-any-return,no-untyped-call]
-
-
-class _ZeroGradients(torch.autograd.Function):
-    """The first argument; the gradients of the others are zero, and take no memory."""
+class _NoGradients(torch.autograd.Function):
+    """The second argument; parameters that follow get the gradients in the first one, `None` for none."""
 
     @staticmethod
-    def forward(ctx: Any, nothing: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
-        ctx.parameters = parameters
+    def forward(
+        ctx: Any, gradients: Sequence[torch.Tensor | None], nothing: torch.Tensor, *_: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.gradients = gradients
         return nothing.clone()
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, *(_zeros_as(parameter) for parameter in ctx.parameters)
+        return None, None, *ctx.gradients
 
 
-def _zeros_as(parameter: torch.Tensor) -> torch.Tensor:
-    """Returns zeros of a parameter's shape in the layout of its gradient, without memory for them."""
-    assert parameter.grad is not None
-    if parameter.grad.is_sparse:
-        return torch.zeros_like(parameter.grad)
-    return parameter.new_zeros(()).expand_as(parameter)
+def _no_rows(table: nn.Parameter) -> torch.Tensor:
+    """Returns the gradient of a table of shape `(rows, ...)` of which no row was looked up."""
+    index = torch.empty((1, 0), dtype=torch.int64, device=table.device)
+    values = table.new_empty((0, *table.shape[1:]))
+    return torch.sparse_coo_tensor(index, values, table.shape, check_invariants=False)
+
+
+def _same(gradient: torch.Tensor, before: torch.Tensor, version: int) -> bool:
+    """Whether nothing was added to a gradient since it had that version."""
+    return gradient is before and gradient._version == version
 
 
 def _refuse_sparse(module: nn.Module) -> None:

@@ -75,6 +75,10 @@ class LocalSGD(Strategy[LocalSGDOptions]):
                 dist.broadcast(tensor, 0)
         return module
 
+    def reduces_apart(self, *, rows: bool) -> bool:
+        """In the first `start_step` steps, a rank without rows has no gradients."""
+        return not rows and self._step < self._options.start_step
+
     def before_step(self, module: nn.Module) -> None:
         """Averages the gradients over the ranks in the first `start_step` steps."""
         self._step += 1

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +23,14 @@ from sparktorch.base.config import TrainConfig
 from sparktorch.base.state_dict import pack_state
 from sparktorch.data.columns import LABEL, VALIDATION, WEIGHT
 from sparktorch.data.sampling.plan import SamplingPlan
-from sparktorch.errors import ConfigError, ModuleError, RankError
+from sparktorch.errors import ConfigError, ModuleError, RankError, UnusedParameterError
 from sparktorch.train.callbacks import FitContext
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.fsdp import ShardingOptions, Zero3, units
 from sparktorch.train.strategies.registry import check_module, check_strategy
 from sparktorch.worker import TrainJob
 from tests.support.frames import Table
-from tests.support.nets import Parted, Rotated, Score, Tower
+from tests.support.nets import Branched, Parted, Rotated, Score, Tower
 from tests.support.ranks import train_on
 
 ROWS, BATCH, EPOCHS, SEED = 403, 32, 2, 5
@@ -72,7 +74,7 @@ def job_for(table: Table = TABLE, *, recipe: dict[str, Any] | None = None, **con
 def plain(
     table: Table = TABLE,
     *,
-    of: type[nn.Module] = Tower,
+    of: Callable[[], nn.Module] = Tower,
     batch_size: int = BATCH,
     epochs: int = EPOCHS,
     **optimizer: Any,
@@ -144,6 +146,84 @@ def test_ranks_without_rows_take_part_and_change_nothing(
     state, metas = train_on(parts, job)
     torch.testing.assert_close(state, expected[0], atol=1e-5, rtol=0)
     assert metas[0]["history"][-1]["val_loss"] == pytest.approx(expected[1], abs=1e-5)
+
+
+# A row that uses the layer that few rows use.
+_SHOWN = int(np.flatnonzero(TABLE.arrays["x0"][:, 0] > 0.9)[0])
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_a_layer_that_no_row_of_a_rank_uses_trains_as_in_one_process(strategy: str, parts: int) -> None:
+    job = job_for(recipe={"module": Branched}, strategy=strategy, epochs=1, accumulation_steps=parts)
+    state, _ = train_on([part.batches() for part in TABLE.parts(3)], job, seconds=60)
+    torch.testing.assert_close(state, plain(of=Branched, epochs=1)[0], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"strategy": "ddp"},
+        {"strategy": "zero1"},
+        {"strategy": "ddp", "micro_batch_size": "auto"},
+        {"strategy": "parameterServer", "strategy_params": {"staleness": 0}},
+    ],
+    ids=lambda config: "-".join(map(str, config.values())),
+)
+def test_a_layer_that_no_row_of_a_step_uses_stays_as_it_is_whatever_placeholder_rows_use(
+    config: dict[str, Any],
+) -> None:
+    few: dict[str, Any] = {"batch_size": 2, "epochs": 1, "accumulation_steps": 1, "unused_parameters": True}
+    job = job_for(recipe={"module": Branched}, **few, **config)
+    job = replace(job, placeholder=TABLE.batches()[0].slice(_SHOWN, 1))
+    state, _ = train_on([part.batches() for part in TABLE.parts(3)], job, seconds=60)
+    torch.testing.assert_close(state, plain(of=Branched, epochs=1, batch_size=2)[0], atol=1e-5, rtol=0)
+
+
+def test_ranks_that_do_not_search_say_so_where_no_row_of_a_step_uses_a_layer() -> None:
+    job = job_for(recipe={"module": Branched}, batch_size=2, accumulation_steps=1)
+    with pytest.raises(UnusedParameterError, match=r"parameter 'extra\.weight' got no gradient in a step"):
+        train_on([part.batches() for part in TABLE.parts(3)], job, seconds=60)
+
+
+@pytest.mark.parametrize("searches", [False, True])
+def test_a_table_with_sparse_gradients_that_few_rows_use_trains_as_in_one_process(searches: bool) -> None:
+    optimizer: dict[str, Any] = {"optimizer": "SGD", "learning_rate": 0.05, "optimizer_params": {}}
+    recipe = {"module": Branched, "module_params": {"sparse": True}, **optimizer}
+    small: dict[str, Any] = {"batch_size": 2 if searches else BATCH, "epochs": 1, "accumulation_steps": 1}
+    state, _ = train_on(
+        [part.batches() for part in TABLE.parts(3)], job_for(recipe=recipe, unused_parameters=searches, **small)
+    )
+    wanted, _ = plain(
+        of=partial(Branched, sparse=True), kind=torch.optim.SGD, lr=0.05, epochs=1, batch_size=small["batch_size"]
+    )
+    torch.testing.assert_close(state, wanted, atol=1e-5, rtol=0)
+
+
+class NormalisedScore(Score):
+    """Normalises its inputs over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.norm(x))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_statistics_of_batch_normalisation_are_those_of_real_rows(ranks: int) -> None:
+    table = Table.random(257, seed=1)
+    config: dict[str, Any] = {"batch_size": 256, "epochs": 1, "accumulation_steps": 1}
+    job = job_for(table, recipe={"module": NormalisedScore}, **config)
+    state, _ = train_on([part.batches() for part in table.parts(ranks)], job)
+    counted = int(state["norm.num_batches_tracked"])
+    assert counted == 1  # not the step of one row
+    torch.manual_seed(SEED)
+    module = NormalisedScore()
+    with torch.no_grad():
+        module(torch.from_numpy(table.arrays["x0"][:256]))
+    torch.testing.assert_close(state["norm.running_var"], module.norm.running_var, atol=0.03, rtol=0)
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("zero2", 1), ("zero3", 2)])

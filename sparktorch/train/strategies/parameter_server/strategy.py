@@ -92,6 +92,10 @@ class ParameterServer(Strategy[ParameterServerOptions]):
                 if found:
                     _refuse(param, reason, hint="use another strategy, or strategyParams={'staleness': 0}")
 
+    def reduces_apart(self, *, rows: bool) -> bool:
+        """A rank without rows pushes no gradients."""
+        return not rows
+
     def prepare(self, module: nn.Module) -> nn.Module:
         """Broadcasts rank 0's initial parameters and buffers; returns the module unwrapped."""
         module.to(self._device)
