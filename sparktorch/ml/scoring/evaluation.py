@@ -252,7 +252,7 @@ def evaluate_classifier(
         labels = np.unique(_of(groups, "class").astype(np.int64))
         columns = ((groups, "class", "weight"), (by_prediction, "prediction", "weight"), (groups, "class", "hits"))
         counts = [np.bincount(_of(of, by).astype(np.int64), _of(of, name), classes) for of, by, name in columns]
-        found |= {"_counts": _Counts(labels, *(count[labels] for count in counts))}
+        found |= {"_counts": _Counts(labels, *(np.asarray(count[labels], np.float64) for count in counts))}
         found |= {"numClasses": classes, "_cells": cells.collect if many else lambda: groups}
         if not binary:
             return ClassificationSummary(**found)

@@ -36,8 +36,10 @@ def step_scales(weights: torch.Tensor, divisor: int) -> npt.NDArray[np.float64]:
         weights: Weight of the rows of each step over all ranks, float64 of shape `(steps,)`.
         divisor: Number by which the strategy divides summed gradients.
     """
-    found = weights.numpy()
-    return np.divide(divisor, found, out=np.zeros_like(found), where=found > 0)
+    found: npt.NDArray[np.float64] = weights.numpy()
+    scales = np.zeros_like(found)
+    np.divide(divisor, found, out=scales, where=found > 0)
+    return scales
 
 
 def mean_of(total: float, weight: float) -> float:
