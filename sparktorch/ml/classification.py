@@ -14,6 +14,7 @@ from sparktorch.ml.model import TorchModelBase, output_fields
 from sparktorch.ml.params.mixins import ClassificationModelParams, ClassifierParams
 from sparktorch.ml.scoring.column_metadata import nominal, vector
 from sparktorch.ml.scoring.evaluation import ClassificationSummary, evaluate_classifier
+from sparktorch.spark.rdd import dataframe_of
 from sparktorch.spark.scoring_udf import Scoring
 from sparktorch.train.recipe.task import classes_in
 
@@ -72,7 +73,7 @@ class TorchClassificationModel(TorchModelBase, ClassificationModelParams):
         """
         columns = (self.rawPredictionCol, self.probabilityCol, self.predictionCol)
         unnamed = {param: f"{self.uid}_{param.name}" for param in columns if not self.getOrDefault(param)}
-        named = self.copy(unnamed) if unnamed else self
+        named, dataset = self.copy(unnamed) if unnamed else self, dataframe_of(dataset, "evaluate")
         return evaluate_classifier(named, named.transform, dataset, classes=self.numClasses)
 
     def _scoring(self) -> Scoring:

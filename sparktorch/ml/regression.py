@@ -11,6 +11,7 @@ from sparktorch.ml.estimator import TorchEstimatorBase
 from sparktorch.ml.model import TorchModelBase
 from sparktorch.ml.params.mixins import RegressionModelParams, RegressorParams
 from sparktorch.ml.scoring.evaluation import RegressionSummary, evaluate_regressor
+from sparktorch.spark.rdd import dataframe_of
 
 __all__ = ["TorchRegressionModel", "TorchRegressor"]
 
@@ -49,7 +50,7 @@ class TorchRegressionModel(TorchModelBase, RegressionModelParams):
             )
         unnamed = {self.predictionCol: f"{self.uid}_prediction"}
         named = self if self.getPredictionCol() else self.copy(unnamed)
-        return evaluate_regressor(named, named.transform, dataset)
+        return evaluate_regressor(named, named.transform, dataframe_of(dataset, "evaluate"))
 
     @property
     def _kind(self) -> str:

@@ -114,8 +114,8 @@ class Scorer:
 
         Returns:
             For a classifier, `scores` and `probability` of shape `(rows, classes)` and `prediction` of shape
-            `(rows,)`, all float64; `prediction` is NaN if a score is NaN. For a regressor, `prediction`, float64.
-            Otherwise one array per output name, or `prediction` for a single output.
+            `(rows,)`, all float64; the scores of two classes sum to 0, and `prediction` is NaN if a score is NaN. For a
+            regressor, `prediction`, float64. Otherwise one array per output name, or `prediction` for a single output.
 
         Raises:
             ColumnError: A row is null, or has another shape than the model was fitted on.
@@ -258,6 +258,8 @@ def _classify(scores: torch.Tensor, thresholds: torch.Tensor | None) -> dict[str
     else:  # 0 / 0 is never predicted, as in Spark
         prediction = (probability / thresholds).nan_to_num(nan=-math.inf, posinf=math.inf).argmax(1).double()
     prediction[scores.isnan().any(1)] = math.nan  # no class
+    if scores.shape[1] == 2:  # centred: Spark's evaluators order rows by the second score alone
+        scores = (scores - scores.flip(1)) / 2
     return {
         "scores": scores.numpy(),
         "probability": probability.numpy(),

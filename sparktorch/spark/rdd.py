@@ -168,14 +168,20 @@ def dataframe_of(data: Any, caller: str) -> DataFrame:
     found = to_dataframe(data) if is_rdd(data) else data
     if not hasattr(found, "sparkSession"):
         kind = f"{type(data).__module__.partition('.')[0]}'s {type(data).__name__}"
-        is_path = isinstance(data, str | os.PathLike)
-        raise ConfigError(
-            f"{caller} takes a DataFrame of Spark's, and got {kind}",
-            hint="spark.read.parquet(it), or as its format is" if is_path else "spark.createDataFrame(it)",
-            param="dataset",
-        )
+        raise ConfigError(f"{caller} takes a DataFrame of Spark's, and got {kind}", hint=_made(data), param="dataset")
     frame: DataFrame = found
     return frame
+
+
+def _made(data: Any) -> str:
+    """Returns how a DataFrame is made of what a user gave."""
+    if isinstance(data, str | os.PathLike):
+        return "spark.read.parquet(it), or as its format is"
+    if data is None:
+        return "pass the rows; a function that returns none may be what made it"
+    if hasattr(type(data), "agg") and "Group" in type(data).__name__:
+        return "aggregate the groups first, by agg(...)"
+    return "it.to_spark()" if type(data).__module__.startswith("pyspark.pandas") else "spark.createDataFrame(it)"
 
 
 def is_rdd(data: Any) -> bool:
@@ -313,7 +319,7 @@ def _by_name(element: Any, names: Sequence[str]) -> Mapping[str, Any]:
 
 
 def _widened(values: Any) -> np.ndarray[Any, Any]:
-    """Returns a tensor of a batch as an array of a type that Spark has."""
+    """Returns a tensor or an array as an array of a type that Spark has."""
     tensor = torch.as_tensor(values).detach().cpu()
     return np.asarray(tensor.to(_WIDER.get(tensor.dtype, tensor.dtype)).numpy())
 
@@ -321,5 +327,6 @@ def _widened(values: Any) -> np.ndarray[Any, Any]:
 def _column(values: list[Any]) -> pa.Array:
     """Returns the values of some rows as a column: NumPy arrays of one shape at once."""
     if isinstance(values[0], np.ndarray) and values[0].ndim and len({np.shape(value) for value in values}) == 1:
-        return to_arrow(np.stack(values))
+        stacked = np.stack(values)
+        return to_arrow(_widened(stacked) if stacked.dtype.kind in "uf" else stacked)
     return pa.array([value.tolist() if isinstance(value, np.ndarray | np.generic) else value for value in values])

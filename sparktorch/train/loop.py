@@ -9,6 +9,8 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from sparktorch.base.batch import Batch, RankDataset
@@ -99,7 +101,7 @@ def train(
         while epoch < config.epochs and not progress.ended:
             with run.begin(epoch) as (current, batches):
                 for step, batch in batches:
-                    loss = engine.step(batch, current.scales[step], step, measured=run.measures(step))
+                    loss = engine.step(batch, float(current.scales[step]), step, measured=run.measures(step))
                     run.count(step, batch.rows, loss)
                     run.show(current, step, loss)
                     del batch, loss  # no memory of theirs is held in validation, or after the epoch
@@ -146,7 +148,7 @@ class _Epoch:
 
     number: int
     weights: torch.Tensor
-    scales: list[float]
+    scales: npt.NDArray[np.float64]
     started: float
 
 
@@ -283,7 +285,7 @@ class _Run:
         if self._world.is_main:
             mean = loss.item() * epoch.scales[step] / self.engine.strategy.gradient_divisor * self._world.world_size
             place = {"epoch": epoch.number + 1, "epochs": self._config.epochs, "step": step + 1}
-            self._client.progress(**place, steps=len(epoch.scales), loss=mean)
+            self._client.progress(**place, steps=len(epoch.scales), loss=float(mean))
 
     @property
     def validates_now(self) -> bool:

@@ -111,7 +111,7 @@ class RunContext(Collectives):
                     batch = next(batches)
                     self.continue_generators()
                     self._epoch, self._step, self._loss = epoch, step + 1, None
-                    yield global_batch(batch, step, scales[step], self._note)
+                    yield global_batch(batch, step, float(scales[step]), self._note)
                     self._show(epoch, step)
             finally:  # a loop that leaves early goes on with the next epoch, after a resume, too
                 self._epoch, self._step = epoch + 1, 0

@@ -10,11 +10,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from pyspark.ml.evaluation import RegressionEvaluator
 from pyspark.ml.linalg import Vectors
 from pyspark.sql import DataFrame, Row, SparkSession
 
 import sparktorch
-from sparktorch import RunContext, TorchRegressor, collective_map, tensor_rdd, to_dataframe
+from sparktorch import RunContext, TorchCrossValidator, TorchRegressor, collective_map, tensor_rdd, to_dataframe
 from sparktorch.data.columns import TensorSpec
 from sparktorch.errors import ClusterError, ColumnError, ConfigError, RankError
 from sparktorch.spark.rdd import _tensors
@@ -112,6 +113,8 @@ def test_rows_of_arrays_numbers_and_tuples_become_rows(spark: SparkSession) -> N
     )
     halves = spark.sparkContext.parallelize([{"h": torch.ones(2).half(), "u": torch.tensor([200, 1]).byte()}], 1)
     assert to_dataframe(halves).collect() == [Row(h=1.0, u=200), Row(h=1.0, u=1)]
+    arrays = spark.sparkContext.parallelize([{"u": np.array([200, 1], np.uint8), "h": np.ones(1, np.float16)}], 1)
+    assert to_dataframe(arrays).collect() == [Row(u=[200, 1], h=[1.0])]
     other = spark.sparkContext.parallelize([{"x": 1}, {"x": 2, "y": 3}], 1)
     with pytest.raises(Exception, match="an element has 'x', 'y', and the columns are 'x'"):
         to_dataframe(other).collect()
@@ -143,8 +146,19 @@ def test_a_fit_and_a_run_on_an_rdd_are_those_on_the_dataframe(frame: DataFrame) 
         torch.testing.assert_close(model.module.state_dict(), expected, atol=1e-5, rtol=0)
     scored = [row.prediction for row in model.transform(rows).collect()]
     assert scored == pytest.approx([row.prediction for row in model.transform(frame).collect()], abs=1e-6)
-    with pytest.raises(ConfigError, match="transform takes a DataFrame of Spark's, and got numpy's ndarray"):
-        model.transform(np.ones((2, 5)))
+    targets = frame.rdd.map(lambda row: {"features": np.float32(row.features), "target": row.target})
+    assert model.setLabelCol("target").evaluate(targets).numInstances == 1001
+    search = {"estimator": regressor, "estimatorParamMaps": [{}], "evaluator": RegressionEvaluator(labelCol="target")}
+    assert len(TorchCrossValidator(**search, numFolds=2).fit(rows).avgMetrics) == 1
+    doors = (model.transform, model.evaluate, regressor.fit, regressor.prepare, regressor.plan)
+    for door in (*doors, TorchCrossValidator(**search).fit, lambda data: regressor.fitMultiple(data, [{}])):
+        with pytest.raises(ConfigError, match="takes a DataFrame of Spark's, and got numpy's ndarray"):
+            door(np.ones((2, 5)))
+    hints = {"createDataFrame": frame.limit(2).toPandas(), "pass the rows": None, "agg": frame.groupBy("label")}
+    for hint, data in (*hints.items(), ("to_spark", frame.select("label").pandas_api())):
+        with pytest.raises(ConfigError) as caught:
+            model.evaluate(data)
+        assert hint in caught.value.hint
 
     def counted(context: RunContext) -> int:
         return len(context.dataset)

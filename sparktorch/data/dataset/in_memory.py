@@ -21,6 +21,7 @@ from sparktorch.data.sampling.row_keys import RowKeys
 
 __all__ = ["InMemoryShard"]
 
+_STEPS = 4096  # whose places are Python numbers at a time
 _DEVICE_SHARE = 0.25  # of an accelerator's free memory, for rows
 
 
@@ -115,13 +116,16 @@ class InMemoryShard(Shard):
         self._orders.forget(epoch)
         if self._schedule.worth_ahead(epoch + 1):
             self._orders.begin(epoch + 1)
-        index, ends = order.index, [0, *order.ends.tolist()]
-        contexts = self._schedule.contexts(epoch, first, len(ends) - 1)
-        batches = (
-            self._rows.take(index[start:end], min_rows=min_rows, context=context)
-            for start, end, context in zip(ends[first:], ends[first + 1 :], contexts, strict=False)
-        )
-        return self._coming(batches, AHEAD_BATCHES)
+        return self._coming(self._batches(order, epoch, first, min_rows), AHEAD_BATCHES)
+
+    def _batches(self, order: _Order, epoch: int, first: int, min_rows: int) -> Generator[Batch]:
+        """Yields the batches from step `first` on; no list holds a number of every step."""
+        for begin in range(first, len(order.ends), _STEPS):
+            stop = min(begin + _STEPS, len(order.ends))
+            ends = [int(order.ends[begin - 1]) if begin else 0, *order.ends[begin:stop].tolist()]
+            contexts = self._schedule.contexts(epoch, begin, stop)
+            for start, end, context in zip(ends[:-1], ends[1:], contexts, strict=True):
+                yield self._rows.take(order.index[start:end], min_rows=min_rows, context=context)
 
     def validation(self, size: int, *, batches: int = 0) -> Generator[Batch]:
         """Yields the validation rows in at least `batches` batches of at most `size` rows."""

@@ -1,7 +1,8 @@
 """Evaluates a fitted model: the metrics of Spark's own summaries, under the same names.
 
-The rows are scored once. A classifier's metrics come from its confusion matrix, which one aggregation counts.
-Spark's evaluators compute the areas under curves and the metrics of regression.
+The rows are scored once. A classifier's metrics come from its confusion matrix, which one aggregation counts; of many
+classes, from the sums of its rows and columns. Spark's evaluators compute the areas under curves and the metrics of
+regression.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,9 @@ __all__ = [
     "evaluate_classifier",
     "evaluate_regressor",
 ]
+
+_MATRIX_CLASSES = 500  # most classes whose confusion matrix comes to the driver unasked
+_UNKNOWN = -1.0  # all labels that are no class: a column of identifiers has too many for the driver
 
 Floats = npt.NDArray[np.float64]
 Transform = Callable[[DataFrame], DataFrame]
@@ -65,19 +68,23 @@ class ClassificationSummary(_Summary):
     """
 
     numClasses: int
-    _groups: Floats = field(repr=False)  # label, prediction and the sum of the weights, of shape (groups, 3)
+    _counts: _Counts = field(repr=False)
+    _cells: Callable[[], list[Row]] = field(repr=False)  # those of the confusion matrix with rows
 
     @property
     def labels(self) -> list[float]:
         """The classes that occur as labels, in ascending order."""
-        return [float(label) for label in np.unique(self._groups[:, 0])]
+        return list(map(float, self._counts.labels))
 
     @property
     def confusionMatrix(self) -> list[list[float]]:
-        """The weight of the rows of class `i` (row) that are predicted as class `j` (column)."""
+        """The weight of the rows of class `i` (row) that are predicted as class `j` (column).
+
+        Of more than 500 classes, it is counted when it is asked for, which scores the rows again.
+        """
         matrix = np.zeros((self.numClasses, self.numClasses))
-        true, predicted = self._groups[:, :2].astype(np.int64).T
-        matrix[true, predicted] = self._groups[:, 2]
+        for cell in self._cells():
+            matrix[int(cell["class"]), int(cell["prediction"])] = cell["weight"]
         return [list(map(float, row)) for row in matrix]
 
     @property
@@ -133,14 +140,6 @@ class ClassificationSummary(_Summary):
         """The mean of the F-measures, weighted by class frequency."""
         return self._mean(self._f_measure(beta))
 
-    @cached_property
-    def _counts(self) -> _Counts:
-        label, prediction = self._groups[:, :2].astype(np.int64).T
-        weight, hit = self._groups[:, 2], label == prediction
-        classes = np.unique(label)
-        classes_of = ((label, weight), (prediction, weight), (label[hit], weight[hit]))
-        return _Counts(*(np.bincount(of, w, self.numClasses)[classes] for of, w in classes_of))
-
     @property
     def _recall(self) -> Floats:
         return _ratio(self._counts.hits, self._counts.true)
@@ -167,6 +166,7 @@ class ClassificationSummary(_Summary):
 class _Counts:
     """For each class that occurs as a label: the weight of rows with this label, this prediction, and both."""
 
+    labels: npt.NDArray[np.int64]
     true: Floats
     predicted: Floats
     hits: Floats
@@ -236,14 +236,24 @@ def evaluate_classifier(
         ColumnError: A column is missing or not numeric, or a row has no weight, no prediction, or a label that is not a
             class of the model.
     """
-    binary = classes == 2
+    binary, many = classes == 2, classes > _MATRIX_CLASSES
     score = [quoted(model.getProbabilityCol()).alias("score")] if binary else []
-    with _compared(model, transform, dataset, *score, kept=binary) as (predictions, rows):
-        groups = rows.groupBy("label", "prediction").agg(*_totals()).collect()
+    label = F.col("label")
+    known = label.isNull() | ((label >= 0) & (label < classes) & (label == F.rint(label)))
+    class_of = F.when(known, label).otherwise(_UNKNOWN).alias("class")
+    hits = F.sum(F.when(label == F.col("prediction"), F.col("weight")).otherwise(0.0)).alias("hits")
+    sums = [*_totals(), hits, F.min("label").alias("least")]
+    with _compared(model, transform, dataset, *score, kept=binary or many) as (predictions, rows):
+        cells = rows.groupBy(class_of, "prediction").agg(*sums)
+        groups = rows.groupBy(class_of).agg(*sums).collect() if many else cells.collect()
         found = _described(model, predictions, groups)
-        summed = np.array([(row["label"], row["prediction"], row["weight"]) for row in groups], np.float64)
-        _check_classes(summed[:, 0], classes, model.getLabelCol())
-        found |= {"numClasses": classes, "_groups": summed}
+        _check_classes(groups, classes, model.getLabelCol())
+        by_prediction = rows.groupBy("prediction").agg(*_totals()).collect() if many else groups
+        labels = np.unique(_of(groups, "class").astype(np.int64))
+        columns = ((groups, "class", "weight"), (by_prediction, "prediction", "weight"), (groups, "class", "hits"))
+        counts = [np.bincount(_of(of, by).astype(np.int64), _of(of, name), classes) for of, by, name in columns]
+        found |= {"_counts": _Counts(labels, *(np.asarray(count[labels], np.float64) for count in counts))}
+        found |= {"numClasses": classes, "_cells": cells.collect if many else lambda: groups}
         if not binary:
             return ClassificationSummary(**found)
         areas = BinaryClassificationEvaluator(rawPredictionCol="score", weightCol="weight")
@@ -371,14 +381,18 @@ def _described(
     }
 
 
-def _check_classes(labels: Floats, classes: int, column: str) -> None:
+def _of(groups: list[Row], name: str) -> Floats:
+    return np.array([group[name] for group in groups], np.float64)
+
+
+def _check_classes(groups: list[Row], classes: int, column: str) -> None:
     """Checks that all labels are classes of the model.
 
     Raises:
         ColumnError: One is not; the message names it.
     """
-    bad = labels[~np.isin(labels, np.arange(classes))]
-    if bad.size:
+    bad = [group["least"] for group in groups if group["class"] == _UNKNOWN]
+    if bad:
         raise ColumnError(
             f"column {column!r} holds {bad[0]:g}, and the model knows the classes 0 ... {classes - 1}",
             hint="index the labels as they were for fit",

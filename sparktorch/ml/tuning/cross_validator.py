@@ -23,6 +23,7 @@ from sparktorch.ml.tuning.metrics import Metrics, carried_columns, results_for
 from sparktorch.ml.tuning.pipeline import PrefixFittedOnce
 from sparktorch.ml.tuning.refusals import check_search
 from sparktorch.spark.compat import ml_session
+from sparktorch.spark.rdd import dataframe_of
 
 if TYPE_CHECKING:
     from pyspark.ml._typing import ParamMap
@@ -64,6 +65,7 @@ class TorchCrossValidator(CrossValidator):
 
     def _fit(self, dataset: DataFrame) -> CrossValidatorModel:
         check_search(self)
+        dataset = dataframe_of(dataset, "fit")
         estimator, maps = self.getEstimator(), self.getEstimatorParamMaps()
         if isinstance(estimator, Pipeline):
             once = PrefixFittedOnce.of(estimator, maps)

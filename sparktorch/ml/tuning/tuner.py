@@ -127,6 +127,7 @@ class TorchTuner(Estimator[TorchTunerModel]):
         space = Space(self.space, base)
         reference, request = valid_one(base, space, metric)
         first = reference.prepare(dataset)
+        dataset = first.dataset  # that of an RDD
         groups = groups_of(dataset.sparkSession, request, workers, self.parallelism, self.trials)
         study = open_study(
             base,

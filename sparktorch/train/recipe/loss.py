@@ -11,6 +11,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -27,14 +29,17 @@ _ROWWISE = "return one loss per row: a tensor of shape (rows,)"
 Sums = Mapping[str, tuple[torch.Tensor, torch.Tensor | int]]  # weighted sums, and sums of weights
 
 
-def step_scales(weights: torch.Tensor, divisor: int) -> list[float]:
+def step_scales(weights: torch.Tensor, divisor: int) -> npt.NDArray[np.float64]:
     """Returns the factor of a rank's weighted loss sum, by step, with which gradients are those of the mean loss.
 
     Args:
         weights: Weight of the rows of each step over all ranks, float64 of shape `(steps,)`.
         divisor: Number by which the strategy divides summed gradients.
     """
-    return [divisor / weight if weight > 0 else 0.0 for weight in weights.tolist()]
+    found: npt.NDArray[np.float64] = weights.numpy()
+    scales = np.zeros_like(found)
+    np.divide(divisor, found, out=scales, where=found > 0)
+    return scales
 
 
 def mean_of(total: float, weight: float) -> float:

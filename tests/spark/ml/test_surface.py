@@ -25,6 +25,7 @@ from sparktorch.base.config import Task
 from sparktorch.base.state_dict import pack_state
 from sparktorch.data.columns import TensorSpec
 from sparktorch.errors import ColumnError, ConfigError
+from sparktorch.ml.scoring import evaluation
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.train.recipe.dry_run import OutputSpec
 from tests.spark.modules import Counted, TwoInputs
@@ -239,6 +240,43 @@ def test_evaluate_scores_the_rows_once(rows: DataFrame, twofold: LogisticRegress
     model = TorchClassificationModel()._with(replace(usual, source=Counted, params=params), None).setLabelCol("two")
     assert model.evaluate(rows).areaUnderROC > 0.5
     assert marks.stat().st_size == rows.count()
+
+
+@pytest.fixture
+def collected(rows: DataFrame, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows each `collect` has brought to the driver."""
+    counts, collect = [], type(rows).collect
+
+    def counting(data: DataFrame) -> list[Row]:
+        found = collect(data)
+        counts.append(len(found))
+        return found
+
+    monkeypatch.setattr(type(rows), "collect", counting)
+    return counts
+
+
+def test_evaluate_brings_no_more_labels_to_the_driver_than_classes_and_one(
+    rows: DataFrame, threefold: LogisticRegressionModel, collected: list[int]
+) -> None:
+    with pytest.raises(ColumnError, match=r"column 'target' holds .*, and the model knows the classes 0 \.\.\. 2"):
+        classifier(threefold).setLabelCol("target").evaluate(rows)
+    assert sum(collected) <= 4 * 3
+
+
+def test_evaluate_of_many_classes_brings_sums_to_the_driver_and_the_matrix_on_demand(
+    rows: DataFrame, threefold: LogisticRegressionModel, collected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = classifier(threefold).setWeightCol("weight")
+    few = model.evaluate(rows)
+    monkeypatch.setattr(evaluation, "_MATRIX_CLASSES", 2)
+    collected.clear()
+    many = model.evaluate(rows)
+    assert (many.labels, many.weightedFMeasure()) == (few.labels, pytest.approx(few.weightedFMeasure(), rel=1e-12))
+    assert many.precisionByLabel == pytest.approx(few.precisionByLabel, rel=1e-12)
+    assert many.falsePositiveRateByLabel == pytest.approx(few.falsePositiveRateByLabel, rel=1e-12)
+    assert collected == [3, 3]
+    np.testing.assert_allclose(many.confusionMatrix, few.confusionMatrix, rtol=1e-12)
 
 
 def test_evaluate_of_two_classes_gives_the_areas_under_the_curves(

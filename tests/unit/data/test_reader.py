@@ -19,6 +19,7 @@ import torch
 from sparktorch.base.batch import Batch, micro_batches, padding
 from sparktorch.data.columns import KEY, LABEL, VALIDATION, WEIGHT, Columns, TensorSpec, input_name
 from sparktorch.data.convert.tensors import to_arrow
+from sparktorch.data.dataset import in_memory
 from sparktorch.data.dataset.base import Schedule, Shard
 from sparktorch.data.dataset.reader import read_shard
 from sparktorch.data.dataset.rows import Rows, StoredRows
@@ -235,6 +236,16 @@ def test_an_epoch_that_is_ordered_ahead_is_the_same_epoch(shard_of: Make, monkey
         assert ahead.step_rows(epoch).tolist() == [batch.rows for batch in plain.epoch(epoch)]
         assert [rows_in(batch) for batch in ahead.epoch(epoch)] == [rows_in(batch) for batch in plain.epoch(epoch)]
     assert made == [(0, "MainThread"), (1, "sparktorch-order"), (2, "sparktorch-order")]
+
+
+@pytest.mark.parametrize("first", [0, 1, 4, 9, 11])
+def test_an_epoch_goes_on_from_any_step_as_it_would_have(
+    shard_of: Make, monkeypatch: pytest.MonkeyPatch, first: int
+) -> None:
+    monkeypatch.setattr(in_memory, "_STEPS", 4)
+    shard = shard_of(Table.random(203), plan=PLAN)
+    whole, rest = list(shard.epoch(1)), list(shard.epoch(1, first=first))
+    assert list(map(rows_in, rest)) == list(map(rows_in, whole[first:]))
 
 
 def test_several_inputs_arrive_in_the_order_of_forward() -> None:

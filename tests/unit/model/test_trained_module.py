@@ -289,6 +289,16 @@ def test_one_logit_is_a_classifier_of_two(source: Any) -> None:
     assert np.array_equal(result["prediction"], logit > 0)
 
 
+def test_two_scores_are_centred_which_changes_neither_probabilities_nor_predictions() -> None:
+    model = trained(nn.Linear, "classification", {"in_features": 5, "out_features": 2})
+    result = Scorer(model).score_arrays([X])
+    with torch.no_grad():
+        logits = model.build()(torch.from_numpy(X)).double()
+    np.testing.assert_allclose(result["scores"], logits - logits.mean(1, keepdim=True), rtol=1e-12)
+    assert np.array_equal(result["probability"], logits.softmax(1))
+    assert np.array_equal(result["prediction"], logits.argmax(1))
+
+
 @pytest.mark.parametrize(("source", "shape"), [(Score, (50,)), (Logit, (50,)), (Mlp, (50, 3))])
 def test_a_regressor_gives_a_number_or_a_row_of_numbers(source: Any, shape: tuple[int, ...]) -> None:
     result = score(source, "regression")

@@ -11,7 +11,7 @@ from torch import nn
 
 from sparktorch.base.config import Task
 from sparktorch.errors import ModuleError
-from sparktorch.train.recipe.loss import Loss
+from sparktorch.train.recipe.loss import Loss, step_scales
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.recipe.task import align, autocast, classes_in, correct
 
@@ -202,3 +202,9 @@ def test_padded_encoders_compute_in_bfloat16_what_they_return_in_training() -> N
             found = encoder.eval()(rows, src_key_padding_mask=padding)
     torch.testing.assert_close(found, expected, atol=0.05, rtol=0)
     assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_the_factors_of_all_steps_are_exact_and_take_eight_bytes_each() -> None:
+    weights = torch.tensor([3.0, 0.0, 0.1, 1e-300], dtype=torch.float64)
+    assert step_scales(weights, 3).tolist() == [3 / 3.0, 0.0, 3 / 0.1, 3 / 1e-300]
+    assert step_scales(torch.ones(10**5, dtype=torch.float64), 3).nbytes == 8 * 10**5
