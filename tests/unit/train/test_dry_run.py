@@ -319,6 +319,16 @@ def test_a_loss_that_is_neither_a_mean_nor_one_value_a_row_is_refused(loss: Any,
     assert caught.value.hint == "return one loss per row, shape (rows,), or their mean"
 
 
+def test_a_sum_is_refused() -> None:
+    recipes: list[dict[str, Any]] = [
+        {"loss": lambda output, label: squares(output.sum(1), label).sum()},
+        {"loss": None, "training_step": lambda module, batch: good_step(module, batch)[0].sum()},
+    ]
+    for recipe in recipes:
+        with pytest.raises(ModuleError, match="is no mean over rows: it is"):
+            trial(Mlp, task="generic", **recipe)
+
+
 def test_rows_with_weights_need_a_loss_for_each() -> None:
     def mean(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
         return squares(output.sum(1), label).mean()
