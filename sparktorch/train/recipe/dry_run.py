@@ -121,6 +121,7 @@ def dry_run(
     device: str = "cpu",
     check: Callable[[nn.Module, Batch], None] | None = None,
     values: bool = True,
+    clips: bool = False,
 ) -> DryRunResult:
     """Builds everything the ranks will build and runs it forward and backward on a few rows.
 
@@ -135,6 +136,7 @@ def dry_run(
         weighted: Whether rows will have weights.
         device: The device to run on.
         check: Raises if the module, or what it does with the rows, does not suit the strategy.
+        clips: Whether gradients will be clipped.
         values: Whether the tensors have values; without, only shapes are tried, and the module takes no memory.
 
     Raises:
@@ -143,7 +145,8 @@ def dry_run(
         ConfigError: Name patterns or options in `freeze` or `parameter_groups` do not fit the module or optimizer, or
             options of the strategy do not fit the module.
     """
-    tried = partial(_tried, recipe, task, names=names, weighted=weighted, device=device, check=check, values=values)
+    tried = partial(_tried, recipe, task, names=names, weighted=weighted, device=device, check=check)
+    tried = partial(tried, values=values, clips=clips)
     if values:
         return tried(_with_values(recipe.build_module(seed)).to(device), inputs, label)
     from sparktorch.base.caches import keeping_no_fakes
@@ -181,6 +184,7 @@ def _tried(
     device: str,
     check: Callable[[nn.Module, Batch], None] | None,
     values: bool,
+    clips: bool,
 ) -> DryRunResult:
     """Runs a module forward and backward on a few rows; see `dry_run`."""
     inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
@@ -231,6 +235,8 @@ def _tried(
     unused = any(parameter.grad is None for parameter in trainable)
     own.try_validation(batch)
     recipe.check_scored(module)
+    if values:
+        recipe.try_sparse(module, clips=clips)
     return DryRunResult(
         outputs,
         classes,
@@ -300,6 +306,8 @@ def _try_loss(
     hint = f"the module returned {_describe(output)}{got}"
     if task == "classification":
         hint += "; CrossEntropyLoss takes a score for each class, BCEWithLogitsLoss one a row, for two classes"
+    elif label is not None and not label.is_floating_point() and getattr(output, "shape", None) == label.shape:
+        hint += "; losses of numbers, such as BCEWithLogitsLoss, take labels that are cast as float or array<float>"
 
     def of_rows(rows: int) -> Any:
         return loss.per_row(*align(task, rows_of(output, 0, rows), None if label is None else label[:rows]))

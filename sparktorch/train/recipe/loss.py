@@ -278,6 +278,9 @@ class Loss:
         if isinstance(found, type):
             options = dict(params)
             self._refuse_weight(found, options.get("weight"))
+            for name in ("weight", "pos_weight") if issubclass(found, nn.modules.loss._Loss) else ():
+                if isinstance(options.get(name), list | tuple):
+                    options[name] = torch.tensor(options[name], dtype=torch.float32)
             if reducing:
                 self._refuse_sum(options.get("reduction", "mean"))
                 options["reduction"] = "none"

@@ -72,6 +72,15 @@ def test_a_mean_counts_for_its_rows_and_takes_no_weights(loss: Any) -> None:
     assert float(built(OUTPUT, LABEL, torch.zeros(3))) == 0, "stand-in rows weigh nothing"
 
 
+def test_weights_of_labels_may_be_a_list() -> None:
+    output, label, weights = torch.randn(4, 2), torch.ones(4, 2), [2.0, 3.0]
+    losses = Loss("BCEWithLogitsLoss", {"pos_weight": weights}).per_row(output, label)
+    expected = nn.functional.binary_cross_entropy_with_logits(
+        output, label, reduction="none", pos_weight=torch.tensor(weights)
+    )
+    assert torch.equal(losses, expected)
+
+
 @pytest.mark.parametrize(
     ("losses", "refused"),
     [
