@@ -23,10 +23,10 @@ from sparktorch.train.numerics.sync_batchnorm import Presence, has_batch_norm, s
 from sparktorch.train.numerics.torch_errors import is_out_of_memory
 from sparktorch.train.recipe.frozen_base import FrozenBase
 from sparktorch.train.recipe.huggingface import call, model_in
-from sparktorch.train.recipe.loss import Means, Sums, TrainingStep, full_precision
+from sparktorch.train.recipe.loss import Loss, Means, Sums, TrainingStep, full_precision
 from sparktorch.train.recipe.lr_schedule import Schedule
 from sparktorch.train.recipe.recipe import Recipe
-from sparktorch.train.recipe.task import align, autocast, first_rows, prediction
+from sparktorch.train.recipe.task import align, autocast, prediction, rows_of
 from sparktorch.train.split import Split
 from sparktorch.train.strategies.base import Strategy
 from sparktorch.train.strategies.registry import build_strategy
@@ -52,6 +52,7 @@ class Engine:
         scaler: Loss scaler, enabled in fp16 only.
         own: What the module brings to its training.
         training_step: The user's training step, `None` if the recipe has a loss instead.
+        loss: That loss, on the rank's device.
         watch: Raises on losses that are not finite; `None` if their steps are skipped.
         min_rows: Minimum rows of a batch in training.
         split: The micro-batches of each step.
@@ -122,7 +123,7 @@ class Engine:
         self.schedule: Schedule = self.own.schedule(self.optimizer) or Schedule(recipe, config, self.optimizer, steps)
         own_step: TrainingStep | None = self.own.training_step(self.strategy.within_forward)
         self.training_step = own_step or recipe.build_training_step()
-        self._loss = None if self.training_step else recipe.build_loss().to(world.device)
+        self.loss: Loss | None = None if self.training_step else recipe.build_loss().to(world.device)
         self._autocast = autocast(device, config.precision)
         # Small float16 gradients underflow unless the loss is scaled up; bfloat16 has the exponent range of float32.
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
@@ -233,9 +234,9 @@ class Engine:
     def _loss_of(self, module: nn.Module, batch: Batch) -> torch.Tensor:
         output = self.forward(module, batch)
         if 0 < batch.rows < self.min_rows:  # drops the rows added to reach the minimum rows
-            output = first_rows(output, batch.rows)
-        assert self._loss is not None
-        return self._loss(*align(self._config.task, output, batch.label), batch.loss_weight)
+            output = rows_of(output, 0, batch.rows)
+        assert self.loss is not None
+        return self.loss(*align(self._config.task, output, batch.label), batch.loss_weight)
 
     def forward(self, module: nn.Module, batch: Batch) -> Any:
         """Returns the module's output for a batch, in float32."""
@@ -250,8 +251,8 @@ class Engine:
 
     def loss_of(self, output: Any, label: torch.Tensor | None, weight: torch.Tensor | None) -> torch.Tensor:
         """Returns the sum of the weighted losses of an output, a scalar tensor; not for use with a training step."""
-        assert self._loss is not None
-        return self._loss(output, label, weight)
+        assert self.loss is not None
+        return self.loss(output, label, weight)
 
     def _split(self, batch: Batch, step: int) -> list[Batch]:
         """Returns the micro-batches of a step."""

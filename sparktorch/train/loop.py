@@ -23,6 +23,7 @@ from sparktorch.errors import ColumnError
 from sparktorch.train.callbacks import Callbacks, FitContext
 from sparktorch.train.checkpoint.checkpointer import Checkpointer, Position
 from sparktorch.train.engine import Engine
+from sparktorch.train.mean_loss import check_loss
 from sparktorch.train.numerics.determinism import reproducible, seed_all
 from sparktorch.train.numerics.torch_errors import explained
 from sparktorch.train.progress import Progress
@@ -199,9 +200,11 @@ class _Run:
             return next(batches)
 
     def start(self) -> int:
-        """Warms up for checkpoints and loads the one to resume from; returns the first epoch, from 0."""
+        """Tries the loss, warms up for checkpoints, loads the one to resume from; returns the first epoch, from 0."""
         manifest = None if self._checkpointer is None else self._checkpointer.start
         self.engine.own.begin_fit(*((0, 0) if manifest is None else (manifest.epoch, manifest.step)))
+        with self._client.working("trying the loss"):
+            check_loss(self.engine, self._config, self._world, self._dataset)
         if self._checkpointer is None:
             return 0
         with closing(self._dataset.epoch(0, min_rows=self.engine.min_rows)) as batches:

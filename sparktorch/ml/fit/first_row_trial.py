@@ -52,6 +52,7 @@ def try_out(frame: Frame, request: Request, in_worker: Callable[..., Results]) -
     weighted = frame.columns.weight is not None or config.class_weights is not None
     names = frame.columns.arguments
     run = partial(dry_run, request.recipe, config.task, config.seed, inputs, label, names=names, weighted=weighted)
+    run = partial(run, clips=config.clip_norm is not None or config.clip_value is not None)
     run = partial(run, check=partial(check_module, config, request.recipe, request.launch.world_size))
     if config.model_folder and request.dry_run == "driver":
         run = partial(run, values=False)

@@ -22,9 +22,9 @@ from sparktorch.train.metrics import try_metrics
 from sparktorch.train.recipe.converted import log_differences
 from sparktorch.train.recipe.hints import hints_for
 from sparktorch.train.recipe.huggingface import MODEL_LOSS, call, check_model_loss
-from sparktorch.train.recipe.loss import Loss, TrainingStep
+from sparktorch.train.recipe.loss import Loss, TrainingStep, check_mean
 from sparktorch.train.recipe.recipe import Recipe
-from sparktorch.train.recipe.task import align, classes_in, first_rows, prediction
+from sparktorch.train.recipe.task import align, classes_in, prediction, rows_of
 
 __all__ = ["ArgumentSpec", "DryRunResult", "OutputSpec", "describe_outputs", "dry_run"]
 
@@ -121,6 +121,7 @@ def dry_run(
     device: str = "cpu",
     check: Callable[[nn.Module, Batch], None] | None = None,
     values: bool = True,
+    clips: bool = False,
 ) -> DryRunResult:
     """Builds everything the ranks will build and runs it forward and backward on a few rows.
 
@@ -135,6 +136,7 @@ def dry_run(
         weighted: Whether rows will have weights.
         device: The device to run on.
         check: Raises if the module, or what it does with the rows, does not suit the strategy.
+        clips: Whether gradients will be clipped.
         values: Whether the tensors have values; without, only shapes are tried, and the module takes no memory.
 
     Raises:
@@ -143,7 +145,8 @@ def dry_run(
         ConfigError: Name patterns or options in `freeze` or `parameter_groups` do not fit the module or optimizer, or
             options of the strategy do not fit the module.
     """
-    tried = partial(_tried, recipe, task, names=names, weighted=weighted, device=device, check=check, values=values)
+    tried = partial(_tried, recipe, task, names=names, weighted=weighted, device=device, check=check)
+    tried = partial(tried, values=values, clips=clips)
     if values:
         return tried(_with_values(recipe.build_module(seed)).to(device), inputs, label)
     from sparktorch.base.caches import keeping_no_fakes
@@ -181,6 +184,7 @@ def _tried(
     device: str,
     check: Callable[[nn.Module, Batch], None] | None,
     values: bool,
+    clips: bool,
 ) -> DryRunResult:
     """Runs a module forward and backward on a few rows; see `dry_run`."""
     inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
@@ -221,16 +225,18 @@ def _tried(
     weight = torch.ones(rows, device=device) if weighted else None
     batch = Batch(tuple(inputs.values()), label, weight, rows, weight, names=names)
     if loss is not None:
-        _try_loss(loss, task, output, label, weight)
+        _try_loss(loss, task, output, label, weight, values=values)
     else:
         assert training_step is not None
         own.begin_fit(0, 0)
-        _try_step(training_step, module, batch)
+        _try_step(training_step, module, batch, values=values)
         if recipe.training_step == MODEL_LOSS and values:
             check_model_loss(module, batch)
     unused = any(parameter.grad is None for parameter in trainable)
     own.try_validation(batch)
     recipe.check_scored(module)
+    if values:
+        recipe.try_sparse(module, clips=clips)
     return DryRunResult(
         outputs,
         classes,
@@ -292,22 +298,26 @@ def _argument(name: str, tensor: torch.Tensor) -> ArgumentSpec:
     return ArgumentSpec(name, dtype, shape, layout)
 
 
-def _try_loss(loss: Loss, task: Task, output: Any, label: torch.Tensor | None, weight: torch.Tensor | None) -> None:
+def _try_loss(
+    loss: Loss, task: Task, output: Any, label: torch.Tensor | None, weight: torch.Tensor | None, *, values: bool
+) -> None:
     """Runs a loss forward and backward on a few rows, and forward on the first one and two."""
     got = "" if label is None else f" and labels {_describe(label)}"
     hint = f"the module returned {_describe(output)}{got}"
     if task == "classification":
         hint += "; CrossEntropyLoss takes a score for each class, BCEWithLogitsLoss one a row, for two classes"
+    elif label is not None and not label.is_floating_point() and getattr(output, "shape", None) == label.shape:
+        hint += "; losses of numbers, such as BCEWithLogitsLoss, take labels that are cast as float or array<float>"
 
     def of_rows(rows: int) -> Any:
-        return loss.per_row(*align(task, first_rows(output, rows), None if label is None else label[:rows]))
+        return loss.per_row(*align(task, rows_of(output, 0, rows), None if label is None else label[:rows]))
 
     with _refusing(f"loss {loss.name}", "loss", hint):
-        _check_pairs(of_rows, f"loss {loss.name}", "loss", hint)
+        _check_rows(of_rows, f"loss {loss.name}", "loss", hint, values=values)
         loss(*align(task, output, label), weight).backward()  # type: ignore[no-untyped-call]
 
 
-def _try_step(step: TrainingStep, module: nn.Module, whole: Batch) -> None:
+def _try_step(step: TrainingStep, module: nn.Module, whole: Batch, *, values: bool) -> None:
     """Runs a training step forward and backward on a few rows, and forward on the first one and two."""
 
     def batch(rows: int) -> Batch:
@@ -320,7 +330,7 @@ def _try_step(step: TrainingStep, module: nn.Module, whole: Batch) -> None:
     hint = step.hint or "it is called with the module and a batch"
     hint = f"{hint}; inputs ({arrives}){got}"
     with _refusing(step.what, step.param, hint):
-        _check_pairs(lambda rows: step.per_row(module, batch(rows))[0], step.what, step.param, hint)
+        _check_rows(lambda rows: step.per_row(module, batch(rows))[0], step.what, step.param, hint, values=values)
         step(module, batch(whole.rows))[0].backward()  # type: ignore[no-untyped-call]
 
 
@@ -335,11 +345,13 @@ def _refusing(what: str, param: str, hint: str) -> Iterator[None]:
         raise ModuleError(f"{what} failed on the first row: {error}", hint=hint, param=param) from error
 
 
-def _check_pairs(per_row: Callable[[int], Any], what: str, param: str, hint: str) -> None:
-    """Refuses a loss that pairs every row with every other by broadcasting `(rows, 1)` with `(rows,)`."""
+def _check_rows(per_row: Callable[[int], Any], what: str, param: str, hint: str, *, values: bool) -> None:
+    """Refuses a loss that pairs every row with every other by broadcasting `(rows, 1)` with `(rows,)`, and a sum."""
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("error", message="Using a target size")  # how torch's own losses report it
         losses = [per_row(rows) for rows in (1, 2)]
+        if values:
+            check_mean([losses[1], per_row(2), losses[0]], (2,), what=what, param=param)
     if all(isinstance(loss, torch.Tensor) for loss in losses) and losses[0].shape[1:] != losses[1].shape[1:]:
         raise ModuleError(
             f"{what} pairs every row with every other: its shape grows with the square of the rows",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,9 +22,13 @@ from sparktorch.base.world import World
 from sparktorch.errors import ModuleError
 from sparktorch.train.recipe.lookup import look_up, name_of, parameters_of, signature_of
 
-__all__ = ["Loss", "Means", "Sums", "TrainingStep", "full_precision", "mean_of", "step_scales", "weigh"]
+__all__ = [
+    *("Loss", "Means", "Sums", "TrainingStep"),
+    *("check_mean", "full_precision", "mean_of", "step_scales", "weigh"),
+]
 
 _ROWWISE = "return one loss per row: a tensor of shape (rows,)"
+_NOISE = 1e-6  # of sums in float32 that cancel
 
 Sums = Mapping[str, tuple[torch.Tensor, torch.Tensor | int]]  # weighted sums, and sums of weights
 
@@ -97,6 +101,40 @@ def weigh(
         )
     of_rows = losses.flatten(1).mean(1) if losses.dim() > 1 else losses
     return of_rows.sum() if weight is None else (of_rows * weight).sum()
+
+
+def check_mean(
+    losses: Sequence[Any], rows: Sequence[int], *, what: str, param: str, rowwise: str = _ROWWISE, rough: bool = False
+) -> None:
+    """Compares a loss that is one number with the mean of those of parts of its rows.
+
+    A loss that is not finite, or another one for the same rows, is not compared.
+
+    Args:
+        losses: What the function returned for all rows, again for all rows, and for each part.
+        rows: The number of rows of each part.
+        what: The function that computed the losses, for messages.
+        param: The Param that named it.
+        rowwise: What to do if it should return a loss per row.
+        rough: Whether the module computes in half precision.
+
+    Raises:
+        ModuleError: They differ by more than rounding explains.
+    """
+    if any(not isinstance(loss, torch.Tensor) or loss.dim() for loss in losses):
+        return
+    whole, again, *parts = map(float, losses)
+    mean = mean_of(sum(loss * count for loss, count in zip(parts, rows, strict=True)), sum(rows))
+    rounding = 3e-2 if rough or losses[0].dtype in (torch.bfloat16, torch.float16) else 1e-3
+    size = max((abs(loss) for loss in (whole, *parts) if math.isfinite(loss)), default=0.0)
+    if abs(whole - again) <= 1e-5 * size and not abs(whole - mean) <= rounding * size + _NOISE:
+        raise ModuleError(
+            f"{what} is no mean over rows: it is {whole:.6g} for {sum(rows)} rows, and {mean:.6g} on average for parts "
+            "of them, so it would change with the number of workers",
+            hint=f"{rowwise}, as torch's losses do with reduction='none'; rows with several labels are counted by "
+            "weightCol. A loss of all rows that a worker has at once, such as a contrastive one: loss.expand(rows)",
+            param=param,
+        )
 
 
 class TrainingStep:
@@ -226,6 +264,7 @@ class Loss:
         takes_probabilities: Whether it is torch's loss of probabilities of two classes, or one derived from it that
             takes no scores either.
         ignored: The label that a mean by the loss itself would not count, as `ignore_index`; `None` if there is none.
+        rowwise: Whether it is known to return one loss per row.
     """
 
     def __init__(self, loss: str | Callable[..., torch.Tensor] | None, params: Mapping[str, Any]) -> None:
@@ -238,11 +277,15 @@ class Loss:
         found = look_up(loss, nn, nn.Module, "loss", suffix="Loss")
         reducing = "reduction" in parameters_of(found)
         kind = found if isinstance(found, type) else type(found)
+        self.rowwise = reducing and found.__module__.startswith("torch.nn.")
         own = found is nn.functional.binary_cross_entropy or getattr(kind, "forward", None) is nn.BCELoss.forward
         self.ignored = _ignored(found, params) if reducing or hasattr(found, "reduction") else None
         if isinstance(found, type):
             options = dict(params)
             self._refuse_weight(found, options.get("weight"))
+            for name in ("weight", "pos_weight") if issubclass(found, nn.modules.loss._Loss) else ():
+                if isinstance(options.get(name), list | tuple):
+                    options[name] = torch.tensor(options[name], dtype=torch.float32)
             if reducing:
                 self._refuse_sum(options.get("reduction", "mean"))
                 options["reduction"] = "none"

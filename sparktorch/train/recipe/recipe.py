@@ -284,6 +284,33 @@ class Recipe:
                     param="parameterGroups",
                 )
 
+    def try_sparse(self, module: nn.Module, *, clips: bool) -> None:
+        """Takes a step with gradients that are there, if some are sparse, in the dry run.
+
+        Args:
+            module: The module, whose parameters change.
+            clips: Whether gradients will be clipped.
+
+        Raises:
+            ModuleError: The optimizer does not take them.
+            ConfigError: They cannot be clipped.
+        """
+        sparse = [name for name, each in module.named_parameters() if each.grad is not None and each.grad.is_sparse]
+        if not sparse:
+            return
+        what, dense = f"the gradient of {sparse[0]!r} is sparse", "make its table with sparse=False"
+        if clips:
+            raise ConfigError(f"{what}, and torch clips dense ones only", hint=dense, param="gradientClipNorm")
+        optimizer = self.build_optimizer(module)
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            raise ModuleError(
+                f"{what}, and optimizer {type(optimizer).__name__} does not train the module: {error}",
+                hint=f"'SGD' and 'Adagrad' take sparse and dense gradients, 'SparseAdam' sparse ones alone; or {dense}",
+                param="optimizer",
+            ) from error
+
     def build_scheduler(self, optimizer: torch.optim.Optimizer, steps: int) -> Any:
         """Builds the scheduler; returns `None` if the recipe has none.
 

@@ -10,7 +10,7 @@ import torch
 
 from sparktorch.base.config import Precision, Task
 
-__all__ = ["align", "autocast", "classes_in", "correct", "first_rows", "predicted", "prediction"]
+__all__ = ["align", "autocast", "classes_in", "correct", "predicted", "prediction", "rows_of"]
 
 
 def align(task: Task, output: Any, label: torch.Tensor | None) -> tuple[Any, torch.Tensor | None]:
@@ -77,10 +77,10 @@ def correct(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     return predicted(output, label) == label
 
 
-def first_rows(output: Any, rows: int) -> Any:
-    """Returns the first rows of what a module returned: a tensor, or a mapping or tuple of tensors."""
+def rows_of(output: Any, start: int, end: int) -> Any:
+    """Returns the rows from `start` to `end` of what a module returned: a tensor, or a mapping or tuple of tensors."""
     if isinstance(output, torch.Tensor):
-        return output[:rows]
+        return output[start:end]
     if isinstance(output, Mapping):
-        return {name: tensor[:rows] for name, tensor in output.items()}
-    return tuple(tensor[:rows] for tensor in output)
+        return {name: tensor[start:end] for name, tensor in output.items()}
+    return tuple(tensor[start:end] for tensor in output)

@@ -39,7 +39,7 @@ def job_for(table: Table, config: dict[str, Any] | None = None, **recipe: Any) -
     return TrainJob(
         columns=table.columns,
         recipe=Recipe(**made),
-        config=TrainConfig(task="classification" if classes else "regression", **values),
+        config=TrainConfig(**{"task": "classification" if classes else "regression", **values}),
         max_imbalance=None,
     )
 
@@ -383,6 +383,85 @@ def test_a_mean_cannot_be_weighted_by_rows() -> None:
     with pytest.raises(ModuleError, match="trainingStep mean_step returns one number for the batch") as caught:
         trained(CLASSES, job_for(CLASSES, loss=None, training_step=mean_step), 2)
     assert caught.value.where["param"] == "trainingStep"
+
+
+IGNORING = UNWEIGHTED.with_values(LABEL, np.where(np.arange(ROWS) % 5, UNWEIGHTED.arrays[LABEL], -100))
+
+
+def ignoring(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output, label.long(), ignore_index=-100)
+
+
+class Ignoring(nn.Module):
+    def forward(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return ignoring(output, label)
+
+
+def ignoring_step(module: nn.Module, batch: Any) -> torch.Tensor:
+    return ignoring(module(batch.inputs[0]), batch.label)
+
+
+def contrast(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    """Tells each row from the others."""
+    return nn.functional.cross_entropy(output @ output.T, torch.arange(len(output)))
+
+
+def sum_step(module: nn.Module, batch: Any) -> torch.Tensor:
+    return module(batch.inputs[0]).square().mean(1).sum()
+
+
+def contrast_step(module: nn.Module, batch: Any) -> torch.Tensor:
+    return contrast(module(batch.inputs[0]), batch.label).expand(len(batch.inputs[0]))
+
+
+def random_step(module: nn.Module, batch: Any) -> torch.Tensor:
+    x = batch.inputs[0]
+    return (module(x + torch.randn_like(x)) ** 2).mean()
+
+
+def constant(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return output.mean() - output.mean()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "config", "ranks"),
+    [
+        ({"loss": ignoring}, {}, 1),
+        ({"loss": Ignoring}, {"batch_size": 2}, 2),
+        ({"loss": "tests.dist.train.test_recipe:ignoring"}, {"micro_batch_size": 1}, 3),
+        ({"loss": ignoring}, {"strategy": "zero3", "micro_batch_size": "auto"}, 2),
+        ({"training_step": ignoring_step}, {"precision": "bf16"}, 1),
+        ({"training_step": ignoring_step}, {"strategy": "zero3", "micro_batch_size": 3}, 3),
+        ({"training_step": ignoring_step}, {"strategy": "mesh", "strategy_params": {"pipeline": 2}}, 2),
+        ({"training_step": sum_step}, {"accumulation_steps": 4}, 2),
+        ({"loss": contrast}, {"strategy": "localSGD"}, 2),
+    ],
+)
+def test_a_loss_that_is_no_mean_over_rows_is_refused_before_a_step(
+    recipe: dict[str, Any], config: dict[str, Any], ranks: int
+) -> None:
+    job = job_for(IGNORING, {**config, "task": "generic"}, **{"loss": None, **recipe})
+    with pytest.raises(ModuleError, match="is no mean over rows: it is") as caught:
+        trained(IGNORING, replace(job, columns=replace(job.columns, classes=None)), ranks)
+    assert caught.value.where["param"] == ("trainingStep" if "training_step" in recipe else "loss")
+    assert "step" not in caught.value.where
+    assert "reduction='none'" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("recipe", "config"),
+    [
+        ({"training_step": contrast_step}, {"batch_size": 16}),
+        ({"training_step": random_step}, {}),
+        ({"loss": constant}, {}),
+        ({"training_step": mean_step, "module": Normalised}, {"precision": "bf16", "strategy": "zero3"}),
+    ],
+)
+def test_a_loss_that_is_a_mean_or_cannot_be_compared_is_left_alone(
+    recipe: dict[str, Any], config: dict[str, Any]
+) -> None:
+    job = job_for(UNWEIGHTED, {"epochs": 1, **config}, **{"loss": None, **recipe})
+    assert trained(UNWEIGHTED, job, 2)[1]
 
 
 # Several outputs

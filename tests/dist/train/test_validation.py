@@ -222,6 +222,11 @@ def test_the_size_of_validation_batches_does_not_change_what_they_say(strategy: 
     assert found[0][2:] == found[1][2:]
 
 
+def _passes(folder: Path) -> list[int]:
+    """Returns the number of validation passes by rank; those of a few rows are of the trial of the loss."""
+    return [sum(int(rows) > 8 for rows in file.read_text().split()) for file in folder.iterdir()]
+
+
 @pytest.mark.parametrize(("step", "passes"), [(step_of, 1), (step_of_negatives, 2), (step_that_changes_scores, 2)])
 def test_validation_with_a_training_step_calls_the_module_again_only_if_it_must(
     step: Any, passes: int, tmp_path: Path
@@ -233,7 +238,7 @@ def test_validation_with_a_training_step_calls_the_module_again_only_if_it_must(
         max_imbalance=None,
     )
     state, metas = train_on([part.batches() for part in CLASSES.parts(2)], job)
-    assert [len(file.read_text().split()) for file in tmp_path.iterdir()] == [passes, passes]
+    assert _passes(tmp_path) == [passes, passes]
     module = Sized(str(tmp_path))
     module.load_state_dict(state)
     held_out = validation_rows(CLASSES)
@@ -284,7 +289,7 @@ def test_validation_with_a_training_step_whose_output_nothing_asks_for_is_one_pa
         max_imbalance=None,
     )
     train_on([part.batches() for part in CLASSES.parts(2)], job)
-    assert [len(file.read_text().split()) for file in tmp_path.iterdir()] == [1, 1]
+    assert _passes(tmp_path) == [1, 1]
 
 
 class LooksAround(Callback):

@@ -6,6 +6,7 @@ import linecache
 import random
 import re
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from sparktorch.base.config import Task
-from sparktorch.errors import ModuleError, line_of_user
+from sparktorch.errors import ModuleError, SparkTorchError, line_of_user
 from sparktorch.train.recipe.dry_run import DryRunResult, OutputSpec, describe_outputs, dry_run
 from sparktorch.train.recipe.loss import Loss
 from sparktorch.train.recipe.recipe import Recipe
@@ -317,6 +318,51 @@ def test_a_loss_that_is_neither_a_mean_nor_one_value_a_row_is_refused(loss: Any,
     assert caught.value.what.startswith(message)
     assert caught.value.where == {"param": "loss"}
     assert caught.value.hint == "return one loss per row, shape (rows,), or their mean"
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # of torch's Adagrad
+@pytest.mark.parametrize(
+    ("optimizer", "clips", "refused"),
+    [
+        ("AdamW", False, "'SGD' and 'Adagrad' take"),
+        ("SparseAdam", False, "'SGD' and 'Adagrad' take"),
+        ("SGD", True, "make its table with sparse=False"),
+        ("SGD", False, ""),
+        ("Adagrad", False, ""),
+    ],
+)
+def test_sparse_gradients_that_a_step_does_not_take_are_refused(optimizer: str, clips: bool, refused: str) -> None:
+    recipe = Recipe(module=Table, loss="MSELoss", optimizer=optimizer)
+    words = {"column 'word'": torch.ones(2, dtype=torch.int64)}
+    error = pytest.raises(SparkTorchError, match=r"the gradient of 'table.weight' is sparse")
+    with error if refused else nullcontext() as caught:
+        dry_run(recipe, "regression", 0, words, NUMBER, clips=clips)
+    assert not refused or refused in caught.value.hint
+
+
+def test_labels_of_whole_numbers_are_told_what_a_loss_of_numbers_takes() -> None:
+    with pytest.raises(ModuleError) as caught:
+        trial(Mlp, "BCEWithLogitsLoss", "generic", label=torch.ones(2, 3, dtype=torch.int64))
+    assert "cast as float or array<float>" in caught.value.hint
+
+
+def test_a_sum_is_refused() -> None:
+    recipes: list[dict[str, Any]] = [
+        {"loss": lambda output, label: squares(output.sum(1), label).sum()},
+        {"loss": None, "training_step": lambda module, batch: good_step(module, batch)[0].sum()},
+    ]
+    for recipe in recipes:
+        with pytest.raises(ModuleError, match="is no mean over rows: it is"):
+            trial(Mlp, task="generic", **recipe)
 
 
 def test_rows_with_weights_need_a_loss_for_each() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from torch import nn
 
 from sparktorch.base.config import Task
 from sparktorch.errors import ModuleError
-from sparktorch.train.recipe.loss import Loss, step_scales
+from sparktorch.train.recipe.loss import Loss, check_mean, step_scales
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.recipe.task import align, autocast, classes_in, correct
 
@@ -68,6 +70,37 @@ def test_a_mean_counts_for_its_rows_and_takes_no_weights(loss: Any) -> None:
     with pytest.raises(ModuleError, match="returns one number for the batch, so rows cannot be weighted"):
         built(OUTPUT, LABEL, WEIGHT)
     assert float(built(OUTPUT, LABEL, torch.zeros(3))) == 0, "stand-in rows weigh nothing"
+
+
+def test_weights_of_labels_may_be_a_list() -> None:
+    output, label, weights = torch.randn(4, 2), torch.ones(4, 2), [2.0, 3.0]
+    losses = Loss("BCEWithLogitsLoss", {"pos_weight": weights}).per_row(output, label)
+    expected = nn.functional.binary_cross_entropy_with_logits(
+        output, label, reduction="none", pos_weight=torch.tensor(weights)
+    )
+    assert torch.equal(losses, expected)
+
+
+@pytest.mark.parametrize(
+    ("losses", "refused"),
+    [
+        ((2.0, 2.0, 1.0, 2.5), False),  # one row and two
+        ((2.0, 2.0, 1.0, 2.501), False),  # rounding
+        ((1e-4, 1e-4, 1e-4, 1e-4), False),
+        ((0.0, 0.0, 0.0, 1e-7), False),  # of terms that cancel
+        ((2.0, 2.1, 1.0, 2.0), False),  # random
+        ((math.nan, math.nan, 1.0, 2.0), False),
+        ((math.inf, math.inf, 1.0, 2.0), False),
+        ((2.0, 2.0, 1.0, 2.4), True),
+        ((6.0, 6.0, 1.0, 5.0), True),
+        ((2.0, 2.0, 2.0, math.nan), True),  # of rows that do not count
+    ],
+)
+def test_a_loss_is_a_mean_if_it_is_that_of_its_parts_but_for_rounding(losses: Any, refused: bool) -> None:
+    found = [torch.tensor(loss) for loss in losses]
+    with pytest.raises(ModuleError, match="is no mean over rows") if refused else nullcontext():
+        check_mean(found, (1, 2), what="it", param="loss")
+    check_mean([loss.expand(3) for loss in found], (1, 2), what="it", param="loss")
 
 
 def test_several_values_a_row_are_averaged() -> None:
