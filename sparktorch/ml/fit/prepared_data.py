@@ -190,16 +190,13 @@ class PreparedData:
         with self._lock:
             try:
                 return self._checked(estimator, task, report)
-            except BaseException:
+            finally:  # not only by `attempt`: what comes before that may raise
                 self._wait_for_more()
-                raise
 
     def _checked(
         self, estimator: EstimatorParams, task: Task, report: FitReport
     ) -> tuple[Request, Frame, DryRunResult]:
         self._check_open()
-        if self._timer is not None:
-            self._timer.cancel()
         request = translate(estimator, task)
         self._check_needs(request, task, judged=report.judge is not None)
         spark, pool = self.dataset.sparkSession, self._pool
@@ -258,6 +255,11 @@ class PreparedData:
                     self._let_go()
             finally:
                 self._lock.release()
+
+    def let_go(self) -> None:
+        """Ends the ranks, which frees their slots; the next fit reads the rows again."""
+        with self._lock:
+            self._let_go()
 
     @property
     def slots_held(self) -> int:

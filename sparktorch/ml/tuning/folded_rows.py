@@ -133,11 +133,6 @@ class FoldedRows(PreparedData):
             return True
         return count > len(pool.facts)
 
-    def let_go(self) -> None:
-        """Ends the ranks, which frees their slots; the next fit reads the rows again."""
-        with self._lock:
-            self._let_go()
-
     def _look_at(self, facts: list[dict[str, Any]], read_with: TrainJob) -> None:
         sizes: dict[int, int] = {}
         for fact in facts:
