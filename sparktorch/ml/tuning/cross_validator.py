@@ -108,7 +108,7 @@ class TorchCrossValidator(CrossValidator):
         data = with_folds(dataset, name, folds=folds, seed=self.getSeed(), column=column)
         models: list[list[Any]] = [[None] * len(maps) for _ in range(folds)]
         drawn, count, weight = not column, folds * len(maps) + 1, weight_of(evaluator, carried)
-        held = {"fold": name, "folds": folds, "drawn": drawn, "carried": carried, "weight": weight}
+        held: dict[str, Any] = {"fold": name, "folds": folds, "drawn": drawn, "carried": carried, "weight": weight}
         with (
             Metrics(evaluator, dataset.sparkSession, parallelism=self.getParallelism(), weight=weight) as metrics,
             FoldedRows(estimators[0], data, **held) as rows,

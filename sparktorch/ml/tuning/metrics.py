@@ -72,7 +72,7 @@ def weight_of(evaluator: Evaluator, carried: Sequence[str]) -> str | None:
 
 def _counts(evaluator: Evaluator) -> bool:
     """Whether an evaluator reads no more than a confusion matrix."""
-    return type(evaluator) is MulticlassClassificationEvaluator and evaluator.getMetricName() != "logLoss"
+    return type(evaluator) is MulticlassClassificationEvaluator and evaluator.getOrDefault("metricName") != "logLoss"
 
 
 class Metrics:
@@ -133,7 +133,7 @@ class Metrics:
     def _settle(self, rows: FoldedRows, most: int) -> None:
         """Waits until the scores of missing metrics take at most that many bytes, or, below 0, until there are none."""
         patience: float | None = _PATIENCE if rows.leaves_slots else 0.0
-        while (left := [one for one in self._bytes if not one.done()]) and sum(map(self._bytes.get, left)) > most:
+        while (left := [one for one in self._bytes if not one.done()]) and sum(self._bytes[one] for one in left) > most:
             if not wait(left, timeout=patience, return_when=FIRST_COMPLETED).done:
                 _LOG.info(
                     "the evaluator's jobs find no slot: the ranks free theirs, and read the rows again afterwards"
