@@ -30,6 +30,7 @@ _FIRST = r"barrier task \w+\(\d+, (\d+)\) finished unsuccessfully"  # stage and 
 _MEMORY = r"OOMKilled|exceeding (?:physical |virtual )?memory limits"
 _EXECUTOR = r"ExecutorLostFailure \(executor (\S+) (.*)\)(?: Reason: (.*))?"
 _CHAIN = "SPARK-24820"  # in Spark's message when it refuses a barrier job after coalesce(), union() or the like
+_CANCELLED = r"Job \d+ cancelled *(.*?)(?: SQLSTATE: \w+)?(?:\n|$)"
 _GIB = 1 << 30
 _ALIVE_SECONDS = 1.2  # more than two heartbeats
 _MORE_MEMORY = (
@@ -74,9 +75,9 @@ class RootCause:
                 "by coalesce() and union()",
                 hint=f"repartition({self._watch.world_size}) behind it",
             )
-        # When the session is stopped, pyspark may raise another error while it handles Spark's: check both.
-        if re.search("SparkContext (was shut down|is stopped)", f"{message} {error.__context__}"):
-            return ClusterError("the Spark session was stopped during the fit", hint="fit again, in a new session")
+        ended = _cancelled(message, error)
+        if ended is not None:
+            return ended
         # A rank has died if peers lost it, or if Spark found its worker process gone.
         if server is not None and (failure is not None or re.search(_DEATH, message)):
             dead = self._dead(server, message, failure.where if failure is not None else {})
@@ -139,6 +140,20 @@ class RootCause:
         """Returns whether the out-of-memory killer ran on a host, as seen by this process or reported by its ranks."""
         here = out_of_memory_kills() - self._kills if host == server.rendezvous.host else 0
         return here + server.out_of_memory_kills(host) > 0
+
+
+def _cancelled(message: str, error: Exception) -> ClusterError | None:
+    """Returns the error of a job that was ended with its session, or that somebody cancelled."""
+    # When the session is stopped, pyspark may raise another error while it handles Spark's: check both.
+    if re.search("SparkContext (was shut down|is stopped)", f"{message} {error.__context__}"):
+        return ClusterError("the Spark session was stopped during the fit", hint="fit again, in a new session")
+    cancelled = re.search(_CANCELLED, message)
+    if cancelled is None:
+        return None
+    return ClusterError(
+        f"the fit's Spark job was cancelled{f': {cancelled[1]}' if cancelled[1] else ''}",
+        hint="by cancelAllJobs, by a cancellation of its job group or tag, or in Spark's UI; fit again",
+    )
 
 
 def _from_message(message: str) -> SparkTorchError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -223,7 +224,10 @@ def _scorer(sent: Sent, scoring: Scoring, local: bool) -> Scorer:
             weights=weights,
         )
         if len(_scorers) > _KEPT_SCORERS:
-            _scorers.popitem(last=False)
+            gone = weakref.ref(_scorers.popitem(last=False)[1]._plain)
+            if gone() is not None:  # in a reference cycle: only a collection frees it, and of what is not frozen
+                gc.unfreeze()
+                gc.collect()
         # pyspark collects garbage after every task of a reused worker. Without `freeze`, scanning torch's
         # objects takes longer than many tasks.
         gc.freeze()

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from sparktorch.data.convert.tensors import to_arrow
 from sparktorch.distributed.client import Client
@@ -26,6 +27,8 @@ def score_fold(
     trained: TrainedModule,
     results: Sequence[str],
     scoring: dict[str, Any],
+    weight: str | None = None,
+    limit: int,
 ) -> RankResult:
     """Scores the rows of a fold, those marked for validation included.
 
@@ -36,23 +39,47 @@ def score_fold(
         trained: The module, trained without the fold.
         results: Names of the results of `Scorer.score` to return.
         scoring: Keyword arguments of `Scorer`: `batch_size`, `precision`, `compiled`, `thresholds`.
+        weight: Name of the carried column that weighs rows, or "" for none, if equal rows are sent as one; `None` if
+            each is sent.
+        limit: Most bytes to send.
 
     Returns:
-        Its payload is an Arrow stream with the carried columns and the results, one row per row of the fold; it is
-        empty if this rank has no row of the fold.
+        Its payload is an Arrow stream with the carried columns and the results, one row per row of the fold, or those
+        that differ, with their weights last; it is empty if this rank has no row of the fold, or too many: `beyond`.
     """
     client.enter("scoring")
     trained, weights = trained.unpacked()
     scorer = Scorer(trained, device=rows.world.device, weights=weights, **scoring)
     carried = rows.carried(fold)
     inputs = rows.inputs(fold, first_batch_size(scoring["batch_size"]))
-    parts = [scorer.score_tensors(part) for part in client.moving(inputs)]
+    parts, size = [], 0
+    for part in client.moving(inputs):
+        scored = scorer.score_tensors(part)
+        parts.append([scored[name] for name in results])
+        size += sum(array.nbytes for array in parts[-1]) + 8 * len(carried) * len(parts[-1][0])
+        if weight is None and size > limit:
+            return RankResult({"beyond": True})
     if not parts:
-        return RankResult({"rows": 0})
+        return RankResult({"beyond": False})
     columns = {name: pa.array(values) for name, values in carried.items()}
-    columns |= {name: to_arrow(np.concatenate([part[name] for part in parts])) for name in results}
+    columns |= {name: to_arrow(np.concatenate(of)) for name, of in zip(results, zip(*parts, strict=True), strict=True)}
     table = pa.table(columns)
+    if weight is not None:
+        table = _counted(table, weight)
+        if table.nbytes > limit:
+            return RankResult({"beyond": True})
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
-    return RankResult({"rows": table.num_rows}, sink.getvalue().to_pybytes())
+    return RankResult({"beyond": False}, sink.getvalue().to_pybytes())
+
+
+def _counted(table: pa.Table, weight: str) -> pa.Table:
+    """Returns each row that differs from others once, with the sum of its weights as the last column."""
+    keys = [name for name in table.column_names if name != weight]
+    weights = table[weight] if weight else pa.array(np.ones(table.num_rows))
+    table = table.select(keys).append_column("weight", weights)
+    if not pc.all(pc.greater_equal(table["weight"], 0)).as_py():
+        return table  # which the evaluator refuses
+    sums = table.group_by(keys, use_threads=False).aggregate([("weight", "sum")])
+    return sums.select([*keys, "weight_sum"])

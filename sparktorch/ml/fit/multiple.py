@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from weakref import finalize
 
@@ -18,10 +19,15 @@ from sparktorch.ml.fit.prepared_data import FreshData, PreparedData
 from sparktorch.ml.fit.translate import Request, translate
 from sparktorch.ml.params.mixins import EstimatorParams
 from sparktorch.spark.compat import inheriting
+from sparktorch.spark.launch.spark_job import new_tag
+from sparktorch.spark.session import cancel_tasks, tag_tasks
 
 __all__ = ["fit_multiple"]
 
 _IDLE_SECONDS = 600.0
+_AGAIN_SECONDS = 0.5
+_LOOK_SECONDS = 0.1
+_MOST_BYTES = 1 << 30  # of models that nobody has taken, before the fits wait
 
 
 def fit_multiple(estimators: Sequence[Any], dataset: DataFrame | PreparedData) -> Iterator[tuple[int, Any]]:
@@ -44,13 +50,13 @@ class _Models(Iterator[tuple[int, Any]]):
         Raises:
             SparkTorchError: This fit failed.
         """
-        with self._lock:
-            index = self._taken
-            if index == self._work.count:
-                raise StopIteration
-            self._taken += 1
-            self._work.begin()
         try:
+            with self._lock:
+                index = self._taken
+                if index == self._work.count:
+                    raise StopIteration
+                self._taken += 1
+                self._work.begin()
             return index, self._work.result(index)
         except KeyboardInterrupt:
             self._work.cancel()
@@ -68,45 +74,59 @@ class _Work:
         self.count = len(estimators)
         self._estimators, self._dataset, self._requests = estimators, dataset, requests
         self._futures: list[Future[Any]] = [Future() for _ in estimators]
+        self._spark = (dataset.dataset if isinstance(dataset, PreparedData) else dataset).sparkSession
         self._thread: threading.Thread | None = None
-        self._source: FreshData | PreparedData | None = None
-        self._cancelled = self._over = False
+        self._held: PreparedData | None = None
+        self._tag, self._asked = new_tag(), set[int]()
+        self._cancelled, self._over = False, threading.Event()
 
     def begin(self) -> None:
         """Starts the fits; the caller holds a lock."""
         if self._thread is None:
-            data = self._dataset.dataset if isinstance(self._dataset, PreparedData) else self._dataset
-            target = inheriting(data.sparkSession, self._fit_all)
+            target = inheriting(self._spark, self._fit_all)
             self._thread = threading.Thread(target=target, name="sparktorch-fits", daemon=True)
             self._thread.start()
 
     def result(self, index: int) -> Any:
         """Waits for a model, and forgets it."""
+        self._asked.add(index)
         try:
             return self._futures[index].result()
         finally:
             self._futures[index] = Future()
+            self._asked.discard(index)
 
     def cancel(self) -> None:
         """Begins no other fit, and ends the current one, but on rows that the caller has prepared."""
         self._cancelled = True
-        if self._source is not None and not self._over:
+        if self._thread is not None and not self._over.is_set() and not isinstance(self._dataset, PreparedData):
             # It may be the garbage collector that calls, in any thread.
-            threading.Thread(target=self._source.cancel, name="sparktorch-cancel", daemon=True).start()
+            threading.Thread(target=self._end_jobs, name="sparktorch-cancel", daemon=True).start()
+
+    def _end_jobs(self) -> None:
+        """Cancels the Spark jobs of the current fit, and those that it starts before it sees that it is over."""
+        if self._held is not None:
+            self._held.cancel()
+        with suppress(Exception):  # the session itself may be gone
+            while not self._over.is_set():
+                cancel_tasks(self._spark, self._tag)
+                self._over.wait(_AGAIN_SECONDS)
 
     def _fit_all(self) -> None:
         left = set(range(self.count))
+        tag_tasks(self._spark, self._tag)
         try:
             for group in self._groups():
                 with self._rows(group) as source:
                     for index in group:
+                        self._wait_for_takers(source)
                         self._fit_one(index, source)
                         left.discard(index)
         except BaseException as error:  # of preparing the rows, or of letting them go
             for index in left:
                 self._futures[index].set_exception(error)
         finally:
-            self._over = True
+            self._over.set()
             if isinstance(self._dataset, PreparedData):
                 self._dataset.title = "fit"
 
@@ -122,6 +142,22 @@ class _Work:
             future.set_exception(error)
         else:
             future.set_result(model)
+
+    def _wait_for_takers(self, source: FreshData | PreparedData) -> None:
+        """Where untaken models fill the memory, frees the slots until all are taken, or another one is asked for."""
+        if self._bytes_ahead() < _MOST_BYTES:
+            return
+        if isinstance(source, PreparedData):  # who takes a model may need them to score with it
+            source.let_go()
+        while self._bytes_ahead() and not self._cancelled:
+            time.sleep(_LOOK_SECONDS)
+
+    def _bytes_ahead(self) -> int:
+        """Returns the bytes of the models that nobody has taken; 0 if somebody waits for one that is not trained."""
+        if any(not self._futures[index].done() for index in list(self._asked)):
+            return 0
+        trained = [future.result() for future in self._futures if future.done() and future.exception() is None]
+        return sum(len(weights) for model in trained if isinstance(weights := model.trained.weights, bytes))
 
     def _groups(self) -> list[list[int]]:
         """Returns the indices of the fits that need the same rows, in the order of their first ones."""
@@ -146,13 +182,12 @@ class _Work:
             yield self._dataset
             return
         if len(group) == 1:
-            self._source = FreshData(self._dataset)
-            yield self._source
+            yield FreshData(self._dataset)
             return
         first: EstimatorParams = self._estimators[group[0]]
         task: Task = self._estimators[group[0]]._task
         with PreparedData(first, task, self._dataset, idle_timeout=_IDLE_SECONDS) as held:
-            self._source = held
+            self._held = held
             yield held
 
 

@@ -28,7 +28,7 @@ from sparktorch.spark.frame.prepare import Frame, prepare
 from sparktorch.spark.launch.gpus import gpu_profile, on_cpus
 from sparktorch.spark.launch.rank_pool import RankPool, Results
 from sparktorch.spark.launch.spark_job import new_tag
-from sparktorch.spark.session import cancel_tasks, slots
+from sparktorch.spark.session import slots
 from sparktorch.train.recipe.dry_run import DryRunResult
 from sparktorch.train.strategies.registry import check_device, strategy_type
 from sparktorch.worker import RankResult, TrainJob, run_held, serve, train_held
@@ -73,7 +73,6 @@ class FreshData:
 
     def __init__(self, dataset: DataFrame) -> None:
         self.dataset, self.title, self.bar_stays = dataset, "fit", True
-        self._tag = ""
 
     def prepared(
         self, estimator: EstimatorParams, task: Task, report: FitReport
@@ -85,13 +84,7 @@ class FreshData:
 
     def attempt(self, frame: Frame, job: TrainJob, request: Request, report: FitReport) -> Results:
         """Trains in a barrier job of its own."""
-        self._tag = request.launch.tag
         return one_job(frame, job, request, report)
-
-    def cancel(self) -> None:
-        """Ends the job, from another thread than that of the fit."""
-        if self._tag:
-            cancel_tasks(self.dataset.sparkSession, self._tag)
 
 
 class PreparedData:
@@ -190,16 +183,13 @@ class PreparedData:
         with self._lock:
             try:
                 return self._checked(estimator, task, report)
-            except BaseException:
+            finally:  # not only by `attempt`: what comes before that may raise
                 self._wait_for_more()
-                raise
 
     def _checked(
         self, estimator: EstimatorParams, task: Task, report: FitReport
     ) -> tuple[Request, Frame, DryRunResult]:
         self._check_open()
-        if self._timer is not None:
-            self._timer.cancel()
         request = translate(estimator, task)
         self._check_needs(request, task, judged=report.judge is not None)
         spark, pool = self.dataset.sparkSession, self._pool
@@ -258,6 +248,11 @@ class PreparedData:
                     self._let_go()
             finally:
                 self._lock.release()
+
+    def let_go(self) -> None:
+        """Ends the ranks, which frees their slots; the next fit reads the rows again."""
+        with self._lock:
+            self._let_go()
 
     @property
     def slots_held(self) -> int:

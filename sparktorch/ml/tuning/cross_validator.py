@@ -19,7 +19,7 @@ from sparktorch.ml.fit.holdable import can_hold, rows_of
 from sparktorch.ml.fit.translate import translate
 from sparktorch.ml.tuning.discard import discard
 from sparktorch.ml.tuning.folded_rows import FoldedRows, NotInOnePass, with_folds
-from sparktorch.ml.tuning.metrics import Metrics, carried_columns, results_for
+from sparktorch.ml.tuning.metrics import Metrics, carried_columns, results_for, weight_of
 from sparktorch.ml.tuning.pipeline import PrefixFittedOnce
 from sparktorch.ml.tuning.refusals import check_search
 from sparktorch.spark.compat import ml_session
@@ -109,10 +109,11 @@ class TorchCrossValidator(CrossValidator):
         name = f"{self.uid}_fold"
         data = with_folds(dataset, name, folds=folds, seed=self.getSeed(), column=column)
         models: list[list[Any]] = [[None] * len(maps) for _ in range(folds)]
-        drawn, count = not column, folds * len(maps) + 1
+        drawn, count, weight = not column, folds * len(maps) + 1, weight_of(evaluator, carried)
+        held: dict[str, Any] = {"fold": name, "folds": folds, "drawn": drawn, "carried": carried, "weight": weight}
         with (
-            Metrics(evaluator, dataset.sparkSession, parallelism=self.getParallelism()) as metrics,
-            FoldedRows(estimators[0], data, fold=name, folds=folds, drawn=drawn, carried=carried) as rows,
+            Metrics(evaluator, dataset.sparkSession, parallelism=self.getParallelism(), weight=weight) as metrics,
+            FoldedRows(estimators[0], data, **held) as rows,
             ExitStack() as unreturned,
         ):
             for fold in range(folds):
@@ -123,9 +124,8 @@ class TorchCrossValidator(CrossValidator):
                     with ExitStack() as scored_once:
                         (unreturned if self.getCollectSubModels() else scored_once).callback(discard, model)
                         shown = model.copy(maps[index])
-                        results = results_for(evaluator, shown)
-                        scored = rows.score(shown, fold, list(results))
-                        metrics.add(fold, index, shown, scored.rename_columns([*carried, *results.values()]))
+                        scored = rows.score(shown, fold, results_for(evaluator, shown))
+                        metrics.add(rows, fold, index, shown, scored)
             found = metrics.all(rows, folds, len(maps))
             means, deviations = self._gen_avg_and_std_metrics(found)
             best = int(np.argmax(means) if evaluator.isLargerBetter() else np.argmin(means))

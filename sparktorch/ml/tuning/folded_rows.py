@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,15 +12,22 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
+from sparktorch.data.columns import carried_name
 from sparktorch.errors import ColumnError
+from sparktorch.ml.fit.attempts import with_restarts
+from sparktorch.ml.fit.listeners import FitReport
 from sparktorch.ml.fit.prepared_data import PreparedData
+from sparktorch.ml.fit.translate import Request
 from sparktorch.ml.model import TorchModelBase
 from sparktorch.spark.column_names import ColumnNames
+from sparktorch.spark.frame.prepare import Frame
+from sparktorch.spark.launch.rank_pool import Results
 from sparktorch.spark.session import slots, switched_on
 from sparktorch.worker import TrainJob, score_fold
 
-__all__ = ["FoldedRows", "NotInOnePass", "with_folds"]
+__all__ = ["MOST_BYTES", "FoldedRows", "NotInOnePass", "with_folds"]
 
+MOST_BYTES = 1 << 30  # of a fold's scores that come to the driver
 _IDLE_SECONDS = 600.0
 _IN_NO_FOLD = -1  # trained on in every fold, as in Spark
 _OUT_OF_RANGE = -2
@@ -73,7 +80,15 @@ class FoldedRows(PreparedData):
     """Rows that ranks hold, with the fold of each."""
 
     def __init__(
-        self, estimator: Any, dataset: DataFrame, *, fold: str, folds: int, drawn: bool, carried: Sequence[str]
+        self,
+        estimator: Any,
+        dataset: DataFrame,
+        *,
+        fold: str,
+        folds: int,
+        drawn: bool,
+        carried: Sequence[str],
+        weight: str | None,
     ) -> None:
         """Reads nothing yet.
 
@@ -84,10 +99,13 @@ class FoldedRows(PreparedData):
             folds: Number of folds.
             drawn: Whether the folds were drawn, rather than given by the user.
             carried: Numeric columns that evaluators need.
+            weight: The column by whose sums equal scores are sent as one; `None` if each is sent.
         """
         super().__init__(estimator, estimator._task, dataset, idle_timeout=_IDLE_SECONDS)
         self._more_columns = {"fold": fold, "carried": carried}
-        self._carried, self._folds, self._drawn = carried, folds, drawn
+        self._carried, self._folds, self._drawn, self._weight = carried, folds, drawn, weight
+        self._task_of: Callable[..., Any] | None = None  # scores in place of a training
+        self._last: tuple[Frame, TrainJob, Request, FitReport] | None = None
 
     def fit(self, estimator: Any, *, without: int | None, title: str) -> Any:
         """Fits on the rows outside of a fold, or on all rows.
@@ -99,30 +117,53 @@ class FoldedRows(PreparedData):
             self._without, self.title = without, title
             return estimator._fit(self)
 
-    def score(self, model: TorchModelBase, fold: int, results: Sequence[str]) -> pa.Table:
-        """Scores a fold, as `transform` does.
+    def attempt(self, frame: Frame, job: TrainJob, request: Request, report: FitReport) -> Results:
+        """Trains in the ranks, or scores; see `PreparedData.attempt`."""
+        self._last = (frame, job, request, report)
+        return super().attempt(frame, job, request, report)
+
+    def score(self, model: TorchModelBase, fold: int, results: Mapping[str, str]) -> pa.Table:
+        """Scores a fold, as `transform` does; if a rank is lost, reads the rows and scores again, up to `maxRestarts`.
 
         Args:
             model: The model, with the Params of the scoring.
             fold: The fold.
-            results: Names of the results of the scorer, see `Scorer.score`.
+            results: The results of the scorer to return, see `Scorer.score`, with the name of the column of each.
 
         Returns:
-            The carried columns and the results, one row per row of the fold.
+            The carried columns and the results, one row per row of the fold; or each row that differs, and its weight.
+
+        Raises:
+            NotInOnePass: The driver does not take so many scores.
         """
-        given = model._scoring()
-        scoring = {
-            "batch_size": given.batch_size,
-            "precision": given.precision,
-            "compiled": given.compiled,
-            "thresholds": given.thresholds,
-        }
+        given, weight = model._scoring(), self._weight
+        scoring = {name: getattr(given, name) for name in ("batch_size", "precision", "compiled", "thresholds")}
+        weighs = (
+            None if weight is None else carried_name(self._carried.index(weight)) if weight in self._carried else ""
+        )
         task = partial(score_fold, fold=fold, trained=model.trained, results=list(results), scoring=scoring)
         with self._lock:
-            assert self._pool is not None
-            found = self._pool.run(task)
+            assert self._last is not None
+            frame, job, request, report = self._last
+            self._task_of = partial(task, weight=weighs, limit=MOST_BYTES // request.launch.world_size)
+            try:
+                again = lambda job, request: self.attempt(frame, job, request, report)  # noqa: E731
+                found = with_restarts(self.dataset.sparkSession, job, request, again)
+            finally:
+                self._task_of = None
+        if any(meta["beyond"] for meta, _ in found):
+            raise _too_many()
         tables = [pa.ipc.open_stream(io.BytesIO(payload)).read_all() for _, payload in found if payload]
-        return pa.concat_tables(tables).rename_columns([*self._carried, *results])
+        names = [*self._carried, *results.values()]
+        if weight is not None:
+            names = [*(name for name in names if name != weight), weight]
+        return pa.concat_tables(tables).rename_columns(names)
+
+    def _run(self, job: TrainJob, report: FitReport) -> Results:
+        if self._task_of is None:
+            return super()._run(job, report)
+        assert self._pool is not None
+        return self._pool.run(self._task_of)
 
     @property
     def leaves_slots(self) -> bool:
@@ -132,11 +173,6 @@ class FoldedRows(PreparedData):
         if pool is None or count is None or switched_on(spark, "spark.dynamicAllocation.enabled"):
             return True
         return count > len(pool.facts)
-
-    def let_go(self) -> None:
-        """Ends the ranks, which frees their slots; the next fit reads the rows again."""
-        with self._lock:
-            self._let_go()
 
     def _look_at(self, facts: list[dict[str, Any]], read_with: TrainJob) -> None:
         sizes: dict[int, int] = {}
@@ -159,6 +195,16 @@ class FoldedRows(PreparedData):
                 raise ValueError(f"The {'training' if rows else 'validation'} data at fold {fold} is empty.")
             if not rows:
                 raise NotInOnePass(f"fold {fold} is empty")
+        self._check_size(max(sizes.values(), default=0))
         by_place = read_with.by_key and read_with.max_imbalance is None
         if by_place or any(fact["uneven_folds"] for fact in facts):
             raise NotInOnePass("equal rows are split by their position")
+
+    def _check_size(self, rows: int) -> None:
+        """Refuses a fold whose scores are too large even if each is one number."""
+        if self._weight is None and 8 * (len(self._carried) + 1) * rows > MOST_BYTES:
+            raise _too_many()
+
+
+def _too_many() -> NotInOnePass:
+    return NotInOnePass(f"the scores of a fold take more than {MOST_BYTES >> 20:,} MiB")

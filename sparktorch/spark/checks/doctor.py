@@ -20,7 +20,7 @@ from sparktorch.spark.checks import executor_probe as probe
 from sparktorch.spark.checks.check_result import Finding
 from sparktorch.spark.checks.diagnose import diagnose
 from sparktorch.spark.checks.executor_report import ExecutorReport, Expected
-from sparktorch.spark.checks.preflight import dynamic_allocation, enough_slots, gpus, speculation
+from sparktorch.spark.checks.preflight import descriptors, dynamic_allocation, enough_slots, gpus, speculation
 from sparktorch.spark.compat import Collect, on_barrier, uses_pandas
 from sparktorch.spark.launch.barrier_job import Launch
 from sparktorch.spark.launch.spark_job import Job, new_tag
@@ -48,6 +48,8 @@ def check_all(
     found = [dynamic_allocation(spark), speculation(spark)]
     profile, finding = gpus(spark, launch.device, launch.world_size)
     found.append(finding)
+    if launch.rendezvous != "rank0" and not is_connect(spark):
+        found.append(descriptors(launch.world_size))
     if found[0].status == "failure":
         text = "not looked at: the job that does would be refused"
         hint = "turn dynamic allocation off, and check again"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
+import resource
 import socket
 import sys
 import time
@@ -20,7 +22,7 @@ from sparktorch.spark.launch.gpus import AMOUNT, gpu_profile
 from sparktorch.spark.session import is_local, running_tasks, setting, slots, switched_on
 
 __all__ = [
-    *("check_cluster", "check_result_size", "dynamic_allocation", "enough_slots"),
+    *("check_cluster", "check_result_size", "descriptors", "dynamic_allocation", "enough_slots"),
     *("gpus", "settled_slots", "speculation"),
 ]
 
@@ -87,6 +89,20 @@ def _must_be_off(spark: SparkSession, name: str, what: str, why: str, instead: s
         setting=name,
         value="false",
         hint=f"start the session with {instead}",
+    )
+
+
+def descriptors(world_size: int) -> Finding:
+    """Checks that the driver may open the connections of its store to all ranks, two for each."""
+    most, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], len(os.listdir("/dev/fd")) + 2 * world_size
+    if most in (resource.RLIM_INFINITY, -1) or needed <= most:
+        return Finding(check="descriptors", status="ok", found="the driver may open a connection for every rank")
+    return Finding(
+        check="descriptors",
+        status="failure",
+        found=f"numWorkers={world_size} takes {needed:,} open files of the driver, and its limit is {most:,}",
+        where={"param": "numWorkers"},
+        hint=f"raise the limit before the driver starts: ulimit -n {2 * needed}",
     )
 
 

@@ -166,6 +166,15 @@ def test_a_session_that_was_stopped_is_told_where_pyspark_fails_once_more() -> N
         assert "the Spark session was stopped during the fit" in str(RootCause(watch(server, 2)).of(again))
 
 
+@pytest.mark.parametrize("who", ["part of cancelled job group mine", "as part of cancellation of all jobs"])
+def test_a_job_that_somebody_cancelled_is_told_so_with_what_spark_says(who: str) -> None:
+    message = f"[SPARK_JOB_CANCELLED] Job 4 cancelled {who} SQLSTATE: XXKDA\n\tat org.apache.spark.scheduler"
+    with control_server() as server:
+        found = RootCause(watch(server, 2)).of(RuntimeError(message))
+    assert found.what == f"the fit's Spark job was cancelled: {who}"
+    assert not found.trace
+
+
 @pytest.mark.parametrize("before", ["", "pyarrow.lib.ArrowInvalid: no schema\n\nDuring it, another one occurred:\n"])
 def test_rows_that_broke_off_are_told_so_where_nothing_else_is_known(before: str) -> None:
     raised = (

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -12,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from pyspark import BarrierTaskContext, TaskContext
 from pyspark.ml import Pipeline
 from pyspark.ml.evaluation import (
     BinaryClassificationEvaluator,
@@ -27,11 +30,18 @@ from pyspark.sql import functions as F
 
 from sparktorch import TorchClassifier, TorchCrossValidator, TorchRegressor
 from sparktorch.errors import ColumnError, ConfigError
+from sparktorch.ml.tuning.metrics import weight_of
+from sparktorch.spark.compat import frame_of_rows
 from tests.spark.modules import MLP
 
 # Spark's own CrossValidator leaves its thread pool to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
 
+CONFUSION = (
+    *("f1", "accuracy", "weightedPrecision", "weightedRecall", "weightedTruePositiveRate", "hammingLoss"),
+    *("weightedFalsePositiveRate", "weightedFMeasure", "truePositiveRateByLabel", "falsePositiveRateByLabel"),
+    *("precisionByLabel", "recallByLabel", "fMeasureByLabel"),
+)
 GIVEN: dict[str, Any] = {"module": MLP, "numWorkers": 2, "batchSize": 64, "epochs": 2, "progress": False, "seed": 3}
 
 
@@ -134,6 +144,65 @@ def test_the_users_folds_are_taken(rows: DataFrame) -> None:
     given: dict[str, Any] = {"foldCol": "fold", "numFolds": 3, "estimatorParamMaps": rates(estimator, 0.01)}
     both = [search(kind, estimator, evaluator, **given).fit(rows) for kind in (TorchCrossValidator, CrossValidator)]
     np.testing.assert_allclose(both[0].avgMetrics, both[1].avgMetrics, rtol=0, atol=1e-6)
+
+
+@pytest.mark.usefixtures("one_pass")
+def test_a_confusion_matrix_travels_in_place_of_rows(rows: DataFrame, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables: list[pa.Table] = []
+
+    def noted(spark: Any, table: pa.Table) -> DataFrame:
+        tables.append(table)
+        return frame_of_rows(spark, table)
+
+    monkeypatch.setattr("sparktorch.ml.tuning.metrics.frame_of_rows", noted)
+    evaluator = MulticlassClassificationEvaluator(metricName="accuracy")
+    found = search(TorchCrossValidator, classifier(), evaluator).fit(rows)
+    assert found.avgMetrics == search(CrossValidator, classifier(), evaluator).fit(rows).avgMetrics
+    assert {len(table.column_names) for table in tables} == {3}  # label, prediction, weight
+    assert max(table.num_rows for table in tables) <= 2 * 3 * 3
+
+
+def test_all_metrics_of_a_confusion_matrix_are_those_of_the_rows(rows: DataFrame) -> None:
+    table = rows.selectExpr("label", "double((label + hash(target) % 2 + 3) % 3) prediction", "double(weight) weight")
+    counted = table.groupBy("label", "prediction").agg(F.sum("weight").alias("weight"))
+    for name in CONFUSION:
+        evaluator = MulticlassClassificationEvaluator(metricName=name, weightCol="weight")  # type: ignore[arg-type]
+        assert weight_of(evaluator, ("label", "weight")) == "weight"
+        assert evaluator.evaluate(counted) == pytest.approx(evaluator.evaluate(table), rel=1e-12), name
+
+
+def test_scores_beyond_a_limit_go_the_ordinary_way(
+    rows: DataFrame, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluator = RegressionEvaluator(labelCol="target")
+    for limit in (1000, 8192):  # met by the rows, of 500 a fold, and by their scores in a rank
+        monkeypatch.setattr("sparktorch.ml.tuning.folded_rows.MOST_BYTES", limit)
+        with caplog.at_level(logging.INFO, logger="sparktorch"):
+            found = search(TorchCrossValidator, regressor(), evaluator).fit(rows)
+        assert "one by one: the scores of a fold take more than" in caplog.text
+        assert len(found.avgMetrics) == 2
+
+
+class DiesScoring(MLP):
+    """Kills a rank the first time that it scores."""
+
+    def __init__(self, marks: str) -> None:
+        super().__init__(outputs=1)
+        self.marks = marks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training and isinstance(TaskContext.get(), BarrierTaskContext) and not Path(self.marks).exists():
+            Path(self.marks).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(x)
+
+
+@pytest.mark.usefixtures("one_pass")
+def test_a_rank_that_is_lost_while_it_scores_is_restarted(rows: DataFrame, tmp_path: Path) -> None:
+    ours = regressor(module=DiesScoring, moduleParams={"marks": str(tmp_path / "died")}, maxRestarts=1)
+    found = search(TorchCrossValidator, ours, RegressionEvaluator(labelCol="target")).fit(rows)
+    assert (tmp_path / "died").exists()
+    assert len(found.avgMetrics) == 2
 
 
 def test_folds_that_are_none_are_refused(rows: DataFrame) -> None:

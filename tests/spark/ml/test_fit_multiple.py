@@ -5,16 +5,18 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pyspark.ml.evaluation import RegressionEvaluator
 from pyspark.ml.tuning import CrossValidator, TrainValidationSplit
 from pyspark.sql import DataFrame, SparkSession
 
 from sparktorch import TorchRegressor
-from sparktorch.errors import ColumnError, ConfigError, ModuleError
+from sparktorch.errors import ColumnError, ConfigError, ModuleError, SparkTorchError
 from tests.spark.ml.test_prepare import ROWS, regressor, same
 from tests.support.faults import Fault
 from tests.support.waiting import until
@@ -138,6 +140,42 @@ def test_models_that_nobody_can_take_are_not_trained(spark: SparkSession, frame:
     del models
     gc.collect()
     assert within(30, lambda: spark.range(3).count()) == 3
+
+
+def slow_to_build(marks: Path) -> torch.nn.Module:
+    if not (marks / "building").exists():  # on the driver, before the job
+        (marks / "building").touch()
+        until(lambda: (marks / "cancelled").exists(), seconds=60, what="the fits are cancelled")
+    return torch.nn.Linear(5, 1)
+
+
+def test_a_fit_that_is_cancelled_while_its_rows_are_prepared_does_not_train(
+    spark: SparkSession, frame: DataFrame, tmp_path: Path
+) -> None:
+    slow = Fault("slow", tmp_path / "marks", seconds=0.5)
+    estimator = regressor(numWorkers=3, module=partial(slow_to_build, tmp_path), moduleParams={}, callbacks=[slow])
+    models = estimator.fitMultiple(frame, [{estimator.epochs: 8}])
+    training = models._work._futures[0]
+    models._work.begin()
+    until(lambda: (tmp_path / "building").exists(), seconds=30, what="the first row is tried")
+    models._work.cancel()  # what an interrupt of `next` calls, and the end of the iterator
+    (tmp_path / "cancelled").touch()
+    assert isinstance(training.exception(30), SparkTorchError)
+    assert within(10, lambda: spark.range(3).count()) == 3
+
+
+def test_models_that_nobody_takes_fill_no_more_than_a_limit(
+    frame: DataFrame, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sparktorch.ml.fit.multiple._MOST_BYTES", 1)
+    estimator = regressor(numWorkers=3)  # all slots, which scoring needs, too
+    marks = [tmp_path / str(number) for number in range(3)]
+    models = estimator.fitMultiple(frame, [{estimator.callbacks: [Fault("slow", one, seconds=0.0)]} for one in marks])
+    _, first = next(models)
+    until(lambda: (marks[1] / "pids").exists(), seconds=30, what="the second one is trained")
+    assert within(30, lambda: first.transform(frame).toPandas())["prediction"].notna().all()
+    assert not (marks[2] / "pids").exists()
+    assert len(list(models)) == 2
 
 
 @pytest.mark.parametrize("parallelism", [1, 3])

@@ -12,7 +12,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from sparktorch import TorchClassifier, TorchRegressor
-from sparktorch.errors import ConfigError, ModuleError, RankLostError, RankStalledError
+from sparktorch.errors import ColumnError, ConfigError, ModuleError, RankLostError, RankStalledError
 from sparktorch.ml.model import TorchModelBase
 from tests.spark.modules import Dies
 from tests.support.faults import Fault
@@ -170,6 +170,15 @@ def test_a_fit_that_is_refused_leaves_the_idle_time_running(frame: DataFrame) ->
         estimator.fit(prepared)
         with pytest.raises(ConfigError, match="learningRate"):
             estimator.fit(prepared, {estimator.learningRate: -1.0})
+        until(lambda: repr(prepared) == "PreparedData(no slots held)", seconds=20, what="the slots are free")
+
+
+def test_a_fit_that_is_refused_after_its_first_row_leaves_the_idle_time_running(frame: DataFrame) -> None:
+    estimator = regressor()
+    with estimator.prepare(frame, idleTimeout=1.0) as prepared:
+        estimator.fit(prepared)
+        with pytest.raises(ColumnError, match="weight"):
+            estimator.fit(prepared, {estimator.predictionCol: "weight"})
         until(lambda: repr(prepared) == "PreparedData(no slots held)", seconds=20, what="the slots are free")
 
 

@@ -49,3 +49,11 @@ def test_slots_are_waited_for_as_long_as_the_settings_and_the_age_of_the_session
     begun = clock.now
     assert preflight.settled_slots(spark, 3, None) == 2
     assert clock.now - begun == pytest.approx(seconds, abs=0.2)
+
+
+def test_more_ranks_than_the_driver_may_have_connections_to_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight.resource, "getrlimit", lambda _: (1024, 4096))
+    assert preflight.descriptors(2).status == "ok"
+    found = preflight.descriptors(512)
+    assert found.status == "failure"
+    assert "its limit is 1,024" in found.found

@@ -1,0 +1,38 @@
+"""The scorers that a process keeps."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+from torch import nn
+
+from sparktorch.spark import scoring_udf
+from sparktorch.spark.scoring_udf import Scoring
+from tests.unit.model.test_trained_module import trained
+
+
+class Cyclic(nn.Linear):
+    """Refers to itself, and is told of."""
+
+    alive: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def __init__(self) -> None:
+        super().__init__(5, 1)
+        self.itself = [self]
+        self.alive.add(self)
+
+
+def test_scorers_that_leave_the_cache_are_freed_also_where_modules_are_in_cycles() -> None:
+    try:
+        model = trained(Cyclic)
+        for key in range(8):
+            sent: Any = SimpleNamespace(key=str(key), load=lambda: model)
+            scoring_udf._scorer(sent, Scoring(device="cpu"), local=True)
+        assert len(scoring_udf._scorers) == scoring_udf._KEPT_SCORERS
+        assert len(Cyclic.alive) <= scoring_udf._KEPT_SCORERS + 1  # and the one that was trained
+    finally:
+        scoring_udf._scorers.clear()
+        gc.unfreeze()
