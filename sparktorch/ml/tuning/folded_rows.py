@@ -159,6 +159,5 @@ class FoldedRows(PreparedData):
                 raise ValueError(f"The {'training' if rows else 'validation'} data at fold {fold} is empty.")
             if not rows:
                 raise NotInOnePass(f"fold {fold} is empty")
-        by_place = read_with.by_key and read_with.max_imbalance is None
-        if by_place or any(fact["uneven_folds"] for fact in facts):
+        if read_with.by_place or any(fact["uneven_folds"] for fact in facts):
             raise NotInOnePass("equal rows are split by their position")
