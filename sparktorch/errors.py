@@ -5,10 +5,10 @@ from __future__ import annotations
 import difflib
 import json
 import linecache
-import re
 import sysconfig
 import traceback
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 __all__ = [
@@ -201,5 +201,7 @@ def told(failure: SparkTorchError) -> str:
 
 def failure_in(message: str) -> SparkTorchError | None:
     """Returns the failure that a rank wrote into its exception, if Spark's message contains it."""
-    marked = re.search(re.escape(_FAILURE_MARK) + r"(\{.*\})", message)
-    return SparkTorchError.from_dict(json.loads(marked[1])) if marked else None
+    for rest in message.split(_FAILURE_MARK)[1:]:
+        with suppress(ValueError):  # Spark cuts long messages off
+            return SparkTorchError.from_dict(json.JSONDecoder().raw_decode(rest)[0])
+    return None

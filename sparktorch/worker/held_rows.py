@@ -28,7 +28,8 @@ from sparktorch.data.storage import InMemory, OnDisk, RowStorage, WithinBudget, 
 from sparktorch.distributed.client import Client
 from sparktorch.distributed.os_memory import forget_peaks, peaks
 from sparktorch.distributed.process_group import process_group
-from sparktorch.train.checkpoint.checkpointer import Checkpointer
+from sparktorch.train.checkpoint.checkpointer import Checkpointer, unfinished
+from sparktorch.train.checkpoint.store import CheckpointStore
 from sparktorch.train.loop import Outcome, train
 from sparktorch.train.strategies.registry import strategy_for
 from sparktorch.worker.job import GroupJob, RankResult, RowsJob, TrainJob
@@ -36,12 +37,15 @@ from sparktorch.worker.placement import place
 
 __all__ = ["HeldRows", "RowsGroup", "find_checkpoint"]
 
+_SPLIT, _PLACE = "rows", "split by their position"  # what checkpoints say of rows that are
+
 
 class HeldRows:
     """The rows of one rank, read and checked, and known to the other ranks.
 
     Attributes:
-        imbalanced: Whether the ranks have too different numbers of rows to train.
+        imbalanced: Whether the rows are to be split by position: the ranks have too different numbers of them, or those
+            of the training that goes on were.
         rows: Number of this rank's training rows.
         world: This rank's place, with its device.
     """
@@ -69,14 +73,17 @@ class HeldRows:
         try:
             clock.lap("load")
             client.enter("waiting for the other ranks")
-            self._peers = _meet(shard, world, client)
+            kept = _by_place(job.checkpoint, client) if world.is_main else None
+            self._peers = _meet(shard, world, client, kept)
             clock.lap("wait")
             self._seconds = clock.laps
             self.world = world = _on_one_kind(world, self._peers, client)
             counts = [peer["rows"] for peer in self._peers]
             self.rows = shard.rows
             self._max_imbalance = job.max_imbalance
-            self.imbalanced = job.max_imbalance is not None and _imbalanced(counts, job.max_imbalance)
+            self._by_place, kept = job.by_place, self._peers[0]["by_place"]
+            uneven = job.max_imbalance is not None and _imbalanced(counts, job.max_imbalance)
+            self.imbalanced = uneven if kept is None else kept != job.by_place
             if not self.imbalanced:
                 select(world.device)
                 if not is_host(world.device):
@@ -133,7 +140,8 @@ class HeldRows:
         if strategy.own_batches:  # the rank whose epochs count is only known at the end
             client.publish(progress=world.is_main, epochs=False)
         fingerprint = f"{sum(peer['fingerprint'] for peer in peers) % 2**64:016x}"
-        checkpointer = find_checkpoint(job.checkpoint, {"data": fingerprint}, world, client)
+        known = {"data": fingerprint} | ({_SPLIT: _PLACE} if self._by_place else {})
+        checkpointer = find_checkpoint(job.checkpoint, known, world, client)
         limit = timedelta(seconds=job.collective_seconds)
         lone = job.needs_group or strategy.needs_group(options)
         opened = process_group(team, client.store, timeout=limit, lone=lone, report=client.fail)
@@ -273,7 +281,15 @@ def _row_storage(storage: StorageConfig, world: World) -> RowStorage:
     return OnDisk(directory) if storage.kind == "disk" else WithinBudget(storage.budget * 10**6, directory)
 
 
-def _meet(shard: Shard, world: World, client: Client) -> list[dict[str, Any]]:
+def _by_place(config: CheckpointConfig | None, client: Client) -> bool | None:
+    """Returns whether the training that goes on has split its rows by position; `None` if none goes on."""
+    if config is None:
+        return None
+    found = unfinished(CheckpointStore(config.directory, moved=client.moved), config)
+    return None if found is None else found.job.get(_SPLIT) == _PLACE
+
+
+def _meet(shard: Shard, world: World, client: Client, by_place: bool | None) -> list[dict[str, Any]]:
     """Waits until all ranks have read their rows; returns facts about each rank's rows, in rank order."""
     return client.agree(
         "shard",
@@ -284,6 +300,7 @@ def _meet(shard: Shard, world: World, client: Client) -> list[dict[str, Any]]:
             "folds": {} if shard.folds is None else {str(fold): of for fold, of in shard.folds.counts.items()},
             "device": world.device,
             "host": world.host,
+            "by_place": by_place,
         },
     )
 

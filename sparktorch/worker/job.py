@@ -25,7 +25,9 @@ class RowsJob:
         placeholder: The placeholder row of a rank without rows.
         by_key: Whether training orders rows by their row keys.
         by_length: Whether the rows of a step are sorted by the length of the first ragged input.
+        by_place: Whether row keys differ between equal rows.
         max_imbalance: Largest share by which a rank's rows may exceed the mean.
+        checkpoint: Where there may be a training to go on with; `None` for none.
     """
 
     columns: Columns
@@ -33,7 +35,9 @@ class RowsJob:
     placeholder: pa.RecordBatch | None
     by_key: bool
     by_length: bool
+    by_place: bool
     max_imbalance: float | None
+    checkpoint: CheckpointConfig | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +54,7 @@ class GroupJob:
         placeholder: One row of the training set, the placeholder row of ranks without rows.
         storage: Where a rank keeps its rows.
         by_key: Whether training orders rows by their row keys; otherwise by their position in the partitions.
+        by_place: Whether the row's position in the source is mixed into its key, so that equal rows have other keys.
         collective_seconds: Seconds that a rank waits for the others in a collective.
     """
 
@@ -62,6 +67,7 @@ class GroupJob:
     placeholder: pa.RecordBatch | None = None
     storage: StorageConfig = field(default_factory=StorageConfig)
     by_key: bool = True
+    by_place: bool = False
     collective_seconds: float = 1800.0
 
     @property
@@ -74,7 +80,9 @@ class GroupJob:
             placeholder=self.placeholder,
             by_key=self.by_key,
             by_length=config.micro_batch_size is not None or config.accumulation_steps > 1,
+            by_place=self.by_place,
             max_imbalance=self.max_imbalance,
+            checkpoint=self.checkpoint,
         )
 
 

@@ -180,6 +180,26 @@ def test_a_restart_goes_on_with_the_workers_that_are_left(
     torch.testing.assert_close(weights(model), calm, atol=1e-5, rtol=0)
 
 
+@pytest.fixture(scope="module")
+def crowded(frame: DataFrame, tmp_path_factory: pytest.TempPathFactory) -> tuple[DataFrame, dict[str, torch.Tensor]]:
+    """Rows of which most are equal, so that two workers split them by their position; weights of an undisturbed fit."""
+    again = frame.limit(1).selectExpr("features", "label", "explode(array_repeat(false, 1000))")
+    rows = frame.union(again)
+    return rows, weights(regressor(tmp_path_factory.mktemp("crowded"), epochs=1).fit(rows))
+
+
+@pytest.mark.usefixtures("one_executor_from_now_on")
+def test_a_restart_with_fewer_workers_splits_many_equal_rows_as_before(
+    crowded: tuple[DataFrame, dict[str, torch.Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sparktorch.ml.fit.attempts._COMEBACK_SECONDS", 1.0)
+    rows, expected = crowded
+    fault = Fault("kill executor", tmp_path / "marks", step=13)
+    model = regressor(tmp_path, fault, epochs=1, maxRestarts=1, minWorkers=1).fit(rows)
+    assert model.summary.numWorkers == 1
+    torch.testing.assert_close(weights(model), expected, atol=1e-5, rtol=0)
+
+
 @pytest.fixture
 def little_memory() -> Iterator[Path]:
     """The control group of processes that may have no more than 64 MiB."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import divided
+from benchmarks import common, divided
 from benchmarks.common import ROOT
 from benchmarks.ring import Gradient, Link, Work, all_reduce, buckets, efficiency, evenly, step
 
@@ -132,3 +133,14 @@ def test_the_documentation_shows_what_the_plan_predicts_of_published_figures() -
     errors = [figure.error for figure in found]
     said = f"it errs by {min(errors):.0%} to +{max(errors):.0%}".replace("%", " %")
     assert said in (ROOT / "docs" / "training.md").read_text()
+
+
+def test_a_sample_whose_process_aborts_at_its_end_is_measured_again_and_counted(tmp_path: Path) -> None:
+    aborts = "echo 'terminate called without an active exception' >&2; exit 1"
+    script = f"if [ -e {tmp_path}/done ]; then echo measured; else touch {tmp_path}/done; {aborts}; fi"
+    before = len(common._repeated)
+    assert common.run_process(["sh", "-c", script])[1] == "measured\n"
+    assert len(common._repeated) == before + 1
+    with pytest.raises(RuntimeError, match="failed with 3"):
+        common.run_process(["sh", "-c", "exit 3"])
+    assert len(common._repeated) == before + 1

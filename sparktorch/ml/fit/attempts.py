@@ -165,6 +165,8 @@ def one_job(frame: Frame, job: TrainJob, request: Request, report: FitReport) ->
 def partitioned(frame: Frame, job: J, request: JobRequest, start: Callable[[DataFrame, J], Results]) -> Results:
     """Starts a job on the rows, one partition per rank. If equal rows make the ranks too uneven, splits by position.
 
+    A training that goes on is split as it was when it began: the ranks read that from its checkpoint.
+
     Args:
         frame: The encoded rows.
         job: What the ranks do.
@@ -191,6 +193,6 @@ def partitioned(frame: Frame, job: J, request: JobRequest, start: Callable[[Data
     results = start(data, job)
     if results[0][0].get("imbalanced"):
         data = split(frame.data, ranks, by_place=True, in_order=in_order)
-        job = replace(job, max_imbalance=None)
+        job = replace(job, by_place=True, max_imbalance=None)
         results = start(data, job)
     return results

@@ -196,8 +196,7 @@ class FoldedRows(PreparedData):
             if not rows:
                 raise NotInOnePass(f"fold {fold} is empty")
         self._check_size(max(sizes.values(), default=0))
-        by_place = read_with.by_key and read_with.max_imbalance is None
-        if by_place or any(fact["uneven_folds"] for fact in facts):
+        if read_with.by_place or any(fact["uneven_folds"] for fact in facts):
             raise NotInOnePass("equal rows are split by their position")
 
     def _check_size(self, rows: int) -> None:

@@ -18,7 +18,7 @@ from sparktorch.train.checkpoint.directory import cannot_write
 from sparktorch.train.checkpoint.lease import Lease
 from sparktorch.train.checkpoint.store import CheckpointStore, Manifest, Share
 
-__all__ = ["Checkpointer", "Position"]
+__all__ = ["Checkpointer", "Position", "unfinished"]
 
 _LEAVING_SECONDS = 5.0  # for a lease that is being renewed
 _LOOK_SECONDS = 1.0
@@ -324,12 +324,20 @@ class Checkpointer:
             self._client.warn(f"the claim on {self._config.directory} could not be renewed: {error}")
 
 
+def unfinished(store: CheckpointStore, config: CheckpointConfig) -> Manifest | None:
+    """Returns the latest manifest of the training that a fit finds there and goes on with; `None` if there is none."""
+    if store.finished and not store.finished_by(config.owner):
+        return None
+    return next(iter(store.manifests()), None)
+
+
 def _check_same(saved: dict[str, Any], job: dict[str, Any], directory: str) -> None:
     names = sorted(name for name in saved.keys() | job.keys() if saved.get(name) != job.get(name))
     if names:
+        read = "; numbers that rows get as they are read (idCol) depend on the partitions: write them into the table"
         differences = "; ".join(f"{name}: {saved.get(name)!r} there, {job.get(name)!r} here" for name in names)
         raise PersistenceError(
             f"{directory} holds the unfinished training of another configuration ({differences})",
-            hint="go on with the same configuration, or set another checkpointDir",
+            hint=f"go on with the same configuration, or set another checkpointDir{read if 'data' in names else ''}",
             param="checkpointDir",
         )

@@ -11,7 +11,7 @@ import torch
 from pyspark.sql import Row
 
 from sparktorch.distributed.addresses import address_towards, host_of
-from sparktorch.errors import ClusterError, ColumnError, failure_in
+from sparktorch.errors import ClusterError, ColumnError, failure_in, told
 from sparktorch.spark.launch.gpus import choose_device, device_index
 from sparktorch.spark.launch.rank_task import RESULT_SCHEMA, _chunks, assemble
 from sparktorch.worker import RankResult
@@ -108,3 +108,10 @@ def test_a_failure_is_found_in_the_message_of_a_spark_job() -> None:
     assert type(found) is ColumnError
     assert found.to_dict() == error.to_dict()
     assert failure_in("Job aborted due to stage failure: {}") is None
+
+
+@pytest.mark.parametrize("around", ["\nfailed: {'rows': 3} of {}", " {", "\nsparktorch-failure:{cut off"])
+def test_a_failure_is_found_in_a_message_with_other_braces(around: str) -> None:
+    failure = ColumnError("a { in it, and }", column="x")
+    assert str(failure_in(f"Job {{1}} aborted: {told(failure)}{around}")) == str(failure)
+    assert str(failure_in(f"{around} {told(failure)} }}")) == str(failure)
