@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable
 from functools import partial
@@ -49,6 +50,7 @@ class MLflowListener:
         self._target = target
         self._autologs = autologs
         self._environment = facts.environment(fit)
+        self._renamed: set[str] = set()
         self._system = SystemMetrics(target.known_run, self._log)
         self._outbox = Outbox(self._connect, target.open)
         if target.own:
@@ -133,7 +135,15 @@ class MLflowListener:
 
     def _log(self, values: dict[str, float], step: int) -> None:
         now = _milliseconds()
-        self._outbox.metrics(Sample(name, value, now, step) for name, value in values.items())
+        self._outbox.metrics(Sample(self._named(name), value, now, step) for name, value in values.items())
+
+    def _named(self, name: str) -> str:
+        """Returns the name of a metric with the characters that MLflow takes."""
+        taken = re.sub(r"[^/\w.\- :]", "_", name)
+        if taken != name and name not in self._renamed:
+            self._renamed.add(name)
+            _LOG.warning("the metric %r is %r in MLflow, which takes no other characters", name, taken)
+        return taken
 
     def _tag(self, tags: dict[str, Any]) -> None:
         for name, value in tags.items():
