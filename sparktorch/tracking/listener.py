@@ -105,6 +105,7 @@ class MLflowListener:
             matrix = partial(figures.confusion_matrix, summary.confusionMatrix, getattr(model, "labels", ()))
             send(lambda client, run: client.log_figure(run, matrix(), "figures/confusion_matrix.png"))
         if autologs is not None and autologs.log_models and not self._target.elsewhere:
+            model._mlflow_logged = True  # type: ignore[attr-defined]  # it names the folder of its weights
             send(partial(_log_model, model, autologs.registered_model_name))
         self._environment["hosts"] = [rank["host"] for rank in summary.ranks]
         self._environment["devices"] = [rank["device"] for rank in summary.ranks]
