@@ -11,6 +11,8 @@ import traceback
 from collections.abc import Iterable
 from typing import Any
 
+from sparktorch.base.redact import redacted
+
 __all__ = [
     "JVM_MEMORY_HINT",
     "SHIP_HINT",
@@ -66,7 +68,7 @@ class SparkTorchError(Exception):
             text += f"\n  -> {self.hint}"
         if self.trace:
             text += f"\n\n{self.trace.rstrip()}"
-        return text
+        return redacted(text)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restore, (self.to_dict(),)
