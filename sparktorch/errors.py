@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
+from sparktorch.base.redact import redacted
+
 __all__ = [
     "JVM_MEMORY_HINT",
     "SHIP_HINT",
@@ -67,7 +69,7 @@ class SparkTorchError(Exception):
             text += f"\n  -> {self.hint}"
         if self.trace:
             text += f"\n\n{self.trace.rstrip()}"
-        return text
+        return redacted(text)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restore, (self.to_dict(),)

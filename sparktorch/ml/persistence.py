@@ -175,13 +175,14 @@ def write_local(model: Any, directory: Path, *, allow_pickle: bool) -> None:
     (directory / "model.json").write_text(json.dumps(form, indent=1))
 
 
-def read_local(directory: Path, *, allow_pickle: bool, cls: type[Any] | None = None) -> Any:
+def read_local(directory: Path, *, allow_pickle: bool, cls: type[Any] | None = None, code: Path | None = None) -> Any:
     """Reads a model that `write_local` wrote.
 
     Args:
         directory: The directory of the model.
         allow_pickle: Whether pickled code may be run.
         cls: The expected class; `None` for the saved one.
+        code: As for `TrainedModule.load`.
 
     Raises:
         PersistenceError: The model is not one of sparktorch, has a newer format, or is pickled.
@@ -195,7 +196,7 @@ def read_local(directory: Path, *, allow_pickle: bool, cls: type[Any] | None = N
     model._set(**form["params"])
     course = TrainingSummary(**form["summary"]) if form["summary"] else None
     return model._with(  # type: ignore[attr-defined]  # what all models share
-        TrainedModule.load(directory, allow_pickle=allow_pickle), course
+        TrainedModule.load(directory, allow_pickle=allow_pickle, code=code), course
     )
 
 

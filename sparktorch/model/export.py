@@ -16,6 +16,7 @@ import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
+from threading import RLock
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ __all__ = ["ExportError", "Program", "check_archive", "example_inputs", "export_
 
 Inputs = Sequence[TensorSpec] | Sequence[ArgumentSpec]
 
+_lock = RLock()  # torch.export changes state of the process
 _EXAMPLE_ROWS = 3
 _EXAMPLE_LONGEST = 5
 _OPERATORS = r"torch\.ops\.(aten|prims)\.\w+\.\w+|_operator\.(getitem|add|sub|mul|neg|floordiv|mod|eq|ne|lt|le|gt|ge)"
@@ -154,9 +156,9 @@ def _any_rows(inputs: Inputs) -> tuple[Any, ...]:
 
 @contextmanager
 def _quiet_export() -> Iterator[None]:
-    """Raises every failure of an export as `ExportError`, and suppresses torch's printed reports."""
+    """Lets one thread export at a time; raises failures as `ExportError`, and suppresses torch's printed reports."""
     try:
-        with quiet("torch"), redirect_stderr(io.StringIO()), torch.no_grad():
+        with _lock, quiet("torch"), redirect_stderr(io.StringIO()), torch.no_grad():
             yield
     except Exception as error:  # torch.export raises whatever its passes raise
         raise ExportError(str(error).strip().partition("\n")[0]) from error

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from sparktorch.data.columns import TensorSpec
 from sparktorch.data.preprocess import Function, check_signature
 from sparktorch.data.pretrained import FromFolder
 from sparktorch.errors import PersistenceError, SparkTorchError
+from sparktorch.model.bundled_code import check_modules, fingerprints
 from sparktorch.model.export import ExportError, Program, check_archive, export_program
 from sparktorch.train.lightning import recipe_type
 from sparktorch.train.recipe.dry_run import ArgumentSpec, OutputSpec
@@ -69,6 +70,7 @@ class TrainedModule:
         returned: Names under which `preprocess` returns them, in the order of `arguments`.
         labels: Names of the classes; `()` if unknown.
         seed: The seed with which the training called the class or factory, which may draw more than the weights.
+        code: The modules that were saved with the model, as from `fingerprints`; it is built with no others.
     """
 
     source: ModuleSource | Program
@@ -82,6 +84,7 @@ class TrainedModule:
     returned: tuple[str, ...] | None = None
     labels: tuple[str, ...] = ()
     seed: int = 0
+    code: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def takes(self) -> tuple[TensorSpec, ...] | tuple[ArgumentSpec, ...]:
@@ -92,7 +95,18 @@ class TrainedModule:
         """Returns the module with its trained weights, or with `state`, in evaluation mode, on the CPU.
 
         Weights in a folder are mapped into memory, which the processes of a host share until they change it.
+
+        Raises:
+            PersistenceError: This process has imported another version of the model's `code`.
         """
+        check_modules(self.code)
+        try:
+            return self._built(state)
+        finally:
+            check_modules(self.code)  # of what was imported meanwhile
+
+    def _built(self, state: Mapping[str, torch.Tensor] | None) -> nn.Module:
+        """Returns the module, of whichever code its import path leads to."""
         if isinstance(self.weights, WeightsFolder):
             assert state is None, "weights in a folder are mapped"
             return self._recipe(initial=self.weights).build_module(self.seed).eval()
@@ -196,13 +210,18 @@ class TrainedModule:
         return {"pickle": _PREPROCESS}
 
     @classmethod
-    def load(cls, directory: Path, *, allow_pickle: bool = False) -> TrainedModule:
+    def load(cls, directory: Path, *, allow_pickle: bool = False, code: Path | None = None) -> TrainedModule:
         """Reads a module from a directory that `save` wrote.
 
+        Args:
+            directory: The directory.
+            allow_pickle: Whether pickled code may be run.
+            code: The folder of the modules that were saved with it, if any.
+
         Raises:
-            PersistenceError: The directory holds no module, or one of a newer format. Or `allow_pickle` is not set, and
-                loading could run arbitrary code: pickled code, a factory that is no `nn.Module` class, or a graph with
-                other operators than torch's own.
+            PersistenceError: The directory holds no module, or one of a newer format; or this process has imported
+                another version of its code. Or `allow_pickle` is not set, and loading could run arbitrary code:
+                pickled code, a factory that is no `nn.Module` class, or a graph with other operators than torch's own.
         """
         try:
             form = json.loads((directory / "module.json").read_text())
@@ -213,6 +232,11 @@ class TrainedModule:
                 f"the model was saved in format {form['format']}, this version reads up to {FORMAT_VERSION}",
                 hint="upgrade sparktorch-estimator",
             )
+        parts = [part for part in (form["module"], form.get("preprocess")) if part]
+        named = [part["path"].partition(":")[0] for part in parts if "path" in part]
+        pickled = any("pickle" in part for part in parts)
+        kept = {} if code is None else fingerprints(code, None if pickled else named)
+        check_modules(kept)
         source, params = _load_code(directory, form["module"], allow_pickle)
         return cls(
             source=source,
@@ -226,6 +250,7 @@ class TrainedModule:
             returned=tuple(form["returned"]) if "returned" in form else None,
             labels=tuple(form.get("labels", ())),
             seed=form.get("seed", 0),
+            code=kept,
         )
 
     @property

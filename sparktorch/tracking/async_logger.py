@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import atexit
 import logging
+import re
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
-from itertools import chain, repeat, takewhile
+from itertools import chain, islice, repeat, takewhile
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
@@ -20,9 +20,11 @@ __all__ = ["Outbox", "Sample", "Send"]
 
 _LOG = logging.getLogger(__name__)
 _PACE_SECONDS = 1.0  # pause between two batches of metrics
-_CLOSE_SECONDS = 10.0
+_CLOSE_SECONDS = 10.0  # without a delivery, after which the server is asked whether it is there
+_MOST_IDLE = 60  # such waits in a row
 _PROBE_SECONDS = 5.0
 _MOST_METRICS = 1000  # per request, MLflow's limit
+_MOST_WAITING = 100_000  # values of metrics
 _MOST_REFUSALS = 10  # of one request, by a reachable server, before it is dropped
 
 Send = Callable[["MlflowClient", str], object]
@@ -43,8 +45,8 @@ class Sample(NamedTuple):
 class Outbox:
     """Queues log entries without blocking; a thread sends them in order and retries.
 
-    While MLflow is unreachable, entries stay queued; queued metrics are sent in batches. An entry that
-    MLflow rejects permanently is dropped with a warning.
+    While MLflow is unreachable, entries stay queued, of the metrics the latest; queued metrics are sent in batches.
+    An entry that MLflow rejects permanently is dropped with a warning; of a batch, only the metrics of that name.
     """
 
     def __init__(self, connect: Callable[[], MlflowClient], open_run: Callable[[MlflowClient], str | None]) -> None:
@@ -59,6 +61,9 @@ class Outbox:
         self._open_run = open_run
         self._uri = "its tracking URI"
         self._queue: deque[Send | Sample] = deque()
+        self._waiting = 0  # values of metrics in the queue
+        self._leaving = 0  # entries that have left the queue and are not delivered yet
+        self._refused: set[str] = set()  # names of metrics
         self._changed = threading.Condition()
         self._urged = threading.Event()
         self._closing = False
@@ -75,7 +80,7 @@ class Outbox:
 
     def metrics(self, samples: Iterable[Sample]) -> None:
         """Queues values of metrics."""
-        self._put(samples)
+        self._put(sample for sample in samples if sample.name not in self._refused)
 
     def close(self, seconds: float = _CLOSE_SECONDS) -> bool:
         """Closes the queue, and waits until all is sent or MLflow turns out to be unreachable.
@@ -83,7 +88,7 @@ class Outbox:
         The thread goes on sending the rest in the background.
 
         Args:
-            seconds: The longest wait.
+            seconds: How long to wait for a delivery, before the server is asked whether it is there.
 
         Returns:
             Whether all entries have been sent.
@@ -93,14 +98,25 @@ class Outbox:
             self._closing = True
             self._changed.notify_all()
             self._urged.set()
-            # One failure may be transient; the next attempt follows within a second.
-            self._changed.wait_for(
-                lambda: self._done or (self._attempts > tried and self._failures > 1), timeout=seconds
-            )
-            return self._done
+        idle = 0
+        while idle < _MOST_IDLE:
+            with self._changed:
+                before = self._attempts
+                # One failure may be transient; the next attempt follows within a second.
+                known = self._changed.wait_for(
+                    lambda: self._done or (self._attempts > tried and self._failures > 1), timeout=seconds
+                )
+                idle = 0 if self._attempts > before else idle + 1
+            if known:
+                break
+            try:
+                _probe(self._uri)
+            except Exception:
+                break
+        return self._done
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return len(self._queue) + self._leaving
 
     @property
     def uri(self) -> str:
@@ -109,8 +125,13 @@ class Outbox:
 
     def _put(self, items: Iterable[Send | Sample]) -> None:
         with self._changed:
-            if not self._done:
-                self._queue.extend(items)
+            for item in () if self._done else items:
+                self._queue.append(item)
+                self._waiting += isinstance(item, Sample)
+                if self._waiting > _MOST_WAITING:
+                    del self._queue[next(i for i, waiting in enumerate(self._queue) if isinstance(waiting, Sample))]
+                    self._waiting -= 1
+                    self._warn("of the metrics that wait for MLflow at %s, only the latest %d are kept", _MOST_WAITING)
             self._changed.notify_all()
 
     def _work(self) -> None:
@@ -119,20 +140,17 @@ class Outbox:
             self._uri = client.tracking_uri
             self.run_id = self._deliver(partial(self._open_run, client))
             while self.run_id is not None and (taken := self._take()):
-                try:
-                    self._deliver(partial(_send, taken, client, self.run_id))
-                except Exception as error:
-                    self._warn("MLflow at %s refused a part of what this fit logs (%s: %s)", error, of=str(error))
+                self._hand_over(taken, client, self.run_id)
                 with self._changed:
-                    for _ in taken:
-                        self._queue.popleft()
+                    self._leaving = 0
                     if isinstance(taken[0], Sample):
                         self._changed.wait_for(lambda: self._closing, timeout=_PACE_SECONDS)
         except Exception as error:
-            self._warn("this fit is not logged to MLflow at %s (%s: %s)", error)
+            self._warn("this fit is not logged to MLflow at %s (%s: %s)", type(error).__name__, error)
         finally:
             with self._changed:
                 self._queue.clear()
+                self._leaving = 0
                 self._done = True
                 self._changed.notify_all()
             _open.discard(self)
@@ -141,8 +159,32 @@ class Outbox:
         """Waits for the next request: one call, or all queued metrics; empty when the queue is closed and empty."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closing)
-            metrics = list(takewhile(lambda item: isinstance(item, Sample), self._queue))
-            return metrics[:_MOST_METRICS] or list(self._queue)[:1]
+            metrics = takewhile(lambda item: isinstance(item, Sample), self._queue)
+            taken = list(islice(metrics, _MOST_METRICS))
+            self._waiting -= len(taken)
+            taken = taken or list(islice(self._queue, 1))
+            for _ in taken:
+                self._queue.popleft()
+            self._leaving = len(taken)
+            return taken
+
+    def _hand_over(self, items: list[Send | Sample], client: MlflowClient, run_id: str) -> None:
+        """Delivers a request; if MLflow refuses it, the metrics of each name by themselves."""
+        try:
+            self._deliver(partial(_send, items, client, run_id))
+        except Exception as error:
+            by_name: dict[str, list[Send | Sample]] = {}
+            for item in items:
+                if isinstance(item, Sample):
+                    by_name.setdefault(item.name, []).append(item)
+            if not _may_pass(error):
+                if len(by_name) > 1:
+                    for own in by_name.values():
+                        self._hand_over(own, client, run_id)
+                    return
+                self._refused.update(by_name)
+            message = "MLflow at %s refused a part of what this fit logs (%s: %s)"
+            self._warn(message, type(error).__name__, error, of=str(error))
 
     def _deliver(self, send: Callable[[], T]) -> T:
         """Retries until success; raises errors that a retry does not fix."""
@@ -158,7 +200,8 @@ class Outbox:
                 if not _may_pass(error) or refusals == _MOST_REFUSALS:
                     raise
                 self._tried(failed=True)
-                self._warn("MLflow at %s cannot be reached (%s: %s): the fit goes on, its log follows later", error)
+                message = "MLflow at %s cannot be reached (%s: %s): the fit goes on, its log follows later"
+                self._warn(message, type(error).__name__, error)
                 self._urged.wait(pause)
                 self._urged.clear()
             else:
@@ -172,11 +215,11 @@ class Outbox:
             self._failures = self._failures + 1 if failed else 0
             self._changed.notify_all()
 
-    def _warn(self, message: str, error: Exception, *, of: str = "") -> None:
+    def _warn(self, message: str, *parts: object, of: str = "") -> None:
         """Logs a warning once per message and `of`, which distinguishes errors with the same message."""
         if (message, of) not in self._warned:
             self._warned.add((message, of))
-            _LOG.warning(message, self._uri, type(error).__name__, error)
+            _LOG.warning(message, self._uri, *parts)
 
 
 def _send(items: list[Send | Sample], client: MlflowClient, run_id: str) -> None:
@@ -202,8 +245,13 @@ def _may_pass(error: Exception) -> bool:
     import requests
     from mlflow.exceptions import MlflowException
 
+    answer = getattr(error, "response", None)  # of artifacts
+    status: int | None = getattr(answer, "status_code", None)
     if isinstance(error, MlflowException):
-        status: int = error.get_http_status_code()
+        # MLflow counts what it has no code for as an internal error.
+        told = re.search(r"failed with error code (\d{3}) != ", str(error))
+        status = int(told[1]) if told else error.get_http_status_code()
+    if status is not None:
         return status >= 500 or status in (408, 429)
     return isinstance(error, requests.RequestException | ConnectionError | TimeoutError)
 
@@ -211,7 +259,8 @@ def _may_pass(error: Exception) -> bool:
 @atexit.register
 def _last_attempt() -> None:
     """Tries once more to send queued entries when the interpreter exits."""
-    deadline = time.monotonic() + _CLOSE_SECONDS
+    away: set[str] = set()
     for outbox in list(_open):
-        if not outbox.close(max(0.0, deadline - time.monotonic())):
+        if outbox.uri in away or not outbox.close():
+            away.add(outbox.uri)
             _LOG.warning("%d entries of a fit's log have not reached MLflow at %s", len(outbox), outbox.uri)

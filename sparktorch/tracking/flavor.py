@@ -217,7 +217,8 @@ def load_model(model_uri: str, *, allow_pickle: bool = False) -> Any:
         allow_pickle: Whether pickled code may be run; only for models you trust.
 
     Raises:
-        PersistenceError: The model is of another flavour, or holds pickled code.
+        PersistenceError: The model is of another flavour, or holds pickled code, or this process has imported another
+            version of its code.
     """
     from mlflow.models import Model
     from mlflow.tracking.artifact_utils import _download_artifact_from_uri
@@ -231,9 +232,11 @@ def load_model(model_uri: str, *, allow_pickle: bool = False) -> Any:
     if conf is None:
         raise PersistenceError(f"{model_uri} was not logged by sparktorch", hint="try mlflow.pyfunc.load_model")
     _add_code_from_conf_to_system_path(str(local), conf)
-    if conf.get("code"):
-        add_code(local / conf["code"])
-    return read_local(local / conf["data"], allow_pickle=allow_pickle)
+    code = local / conf["code"] if conf.get("code") else None
+    model = read_local(local / conf["data"], allow_pickle=allow_pickle, code=code)
+    if code is not None:
+        add_code(code)
+    return model
 
 
 @contextmanager

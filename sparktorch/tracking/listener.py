@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable
 from functools import partial
@@ -49,6 +50,7 @@ class MLflowListener:
         self._target = target
         self._autologs = autologs
         self._environment = facts.environment(fit)
+        self._renamed: set[str] = set()
         self._system = SystemMetrics(target.known_run, self._log)
         self._outbox = Outbox(self._connect, target.open)
         if target.own:
@@ -103,6 +105,7 @@ class MLflowListener:
             matrix = partial(figures.confusion_matrix, summary.confusionMatrix, getattr(model, "labels", ()))
             send(lambda client, run: client.log_figure(run, matrix(), "figures/confusion_matrix.png"))
         if autologs is not None and autologs.log_models and not self._target.elsewhere:
+            model._mlflow_logged = True  # type: ignore[attr-defined]  # it names the folder of its weights
             send(partial(_log_model, model, autologs.registered_model_name))
         self._environment["hosts"] = [rank["host"] for rank in summary.ranks]
         self._environment["devices"] = [rank["device"] for rank in summary.ranks]
@@ -133,7 +136,15 @@ class MLflowListener:
 
     def _log(self, values: dict[str, float], step: int) -> None:
         now = _milliseconds()
-        self._outbox.metrics(Sample(name, value, now, step) for name, value in values.items())
+        self._outbox.metrics(Sample(self._named(name), value, now, step) for name, value in values.items())
+
+    def _named(self, name: str) -> str:
+        """Returns the name of a metric with the characters that MLflow takes."""
+        taken = re.sub(r"[^/\w.\- :]", "_", name)
+        if taken != name and name not in self._renamed:
+            self._renamed.add(name)
+            _LOG.warning("the metric %r is %r in MLflow, which takes no other characters", name, taken)
+        return taken
 
     def _tag(self, tags: dict[str, Any]) -> None:
         for name, value in tags.items():

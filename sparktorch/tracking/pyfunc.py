@@ -46,7 +46,8 @@ def _load_pyfunc(path: str, model_config: Mapping[str, Any] | None = None) -> Py
         )
     # This is on by default in MLflow; sparktorch requires it to be set explicitly.
     allowed = MLFLOW_ALLOW_PICKLE_DESERIALIZATION.is_set() and bool(MLFLOW_ALLOW_PICKLE_DESERIALIZATION.get())
-    return PyFuncModel(TrainedModule.load(directory, allow_pickle=allowed), settings, device)
+    code = directory.parent / "code"  # where MLflow keeps it
+    return PyFuncModel(TrainedModule.load(directory, allow_pickle=allowed, code=code), settings, device)
 
 
 class PyFuncModel:

@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 import sparktorch
+from sparktorch.base.redact import redacted, shown
 from sparktorch.spark.session import java_version, setting
 from sparktorch.tracking.signature import column_type
 
@@ -27,8 +28,11 @@ _PACKAGES = ("torch", "pyspark", "pyarrow", "numpy", "mlflow")
 
 def params(estimator: Params) -> dict[str, str]:
     """Returns the Params that are set or have a default, as readable text."""
-    values = {param.name: _shown(value)[:_LONGEST] for param, value in estimator.extractParamMap().items()}
-    return dict(sorted(values.items()))
+    values = {param.name: value for param, value in estimator.extractParamMap().items()}
+    return {
+        name: (redacted(value) if isinstance(value, str) else shown(value))[:_LONGEST]
+        for name, value in sorted(values.items())
+    }
 
 
 def environment(fit: Fit) -> dict[str, Any]:
@@ -73,9 +77,3 @@ def _version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:  # e.g. with mlflow-skinny
         return None
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, type) or callable(value):
-        return getattr(value, "__qualname__", None) or type(value).__qualname__
-    return str(value)

@@ -17,8 +17,8 @@ _LOG = logging.getLogger(__name__)
 
 
 def discard(model: TorchModelBase) -> None:
-    """Deletes a model's folder, if it was fitted with `modelDir`; what MLflow may have logged keeps its own."""
-    if not isinstance(model.trained.weights, WeightsFolder) or hasattr(model, "_mlflow_run_id"):
+    """Deletes a model's folder, if it was fitted with `modelDir`; what MLflow logs keeps its own."""
+    if not isinstance(model.trained.weights, WeightsFolder) or hasattr(model, "_mlflow_logged"):
         return
     try:
         model.deleteWeights()

@@ -27,12 +27,11 @@ class Model:
         TorchModelBase.deleteWeights(self)  # type: ignore[arg-type]
 
 
-def test_a_folder_is_deleted_unless_mlflow_may_have_logged_its_model(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_is_deleted_unless_mlflow_logs_its_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     written = ModelFolder(str(tmp_path / "model"), World()).write({"x": torch.ones(2)})
     logged, plain, gone = Model(written), Model(written), Model(WeightsFolder(str(tmp_path / "gone"), "gone"))
-    logged._mlflow_run_id = "1"  # type: ignore[attr-defined]
+    logged._mlflow_logged = True  # type: ignore[attr-defined]
+    plain._mlflow_run_id = "1"  # type: ignore[attr-defined]  # its metrics are logged, and not the model
     discard(logged)  # type: ignore[arg-type]
     assert written["x"].tolist() == [1.0, 1.0]
     discard(plain)  # type: ignore[arg-type]

@@ -7,15 +7,21 @@ import logging
 import subprocess
 import sys
 import threading
+import time
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast, get_args
 
 import pytest
+import requests
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
+from mlflow.utils.request_utils import augmented_raise_for_status
+from mlflow.utils.rest_utils import verify_rest_response
+from mlflow.utils.validation import _validate_metric
 
 from sparktorch.data.columns import Columns, DType, TensorSpec
+from sparktorch.tracking import async_logger
 from sparktorch.tracking import run_metadata as facts
 from sparktorch.tracking.async_logger import Outbox, Sample
 from sparktorch.tracking.runs import Target
@@ -78,6 +84,102 @@ def test_what_mlflow_refuses_is_warned_about_and_left_out(caplog: pytest.LogCapt
     warnings = [record.getMessage() for record in caplog.records]
     assert all(text.startswith("MLflow at memory refused a part of what this fit logs") for text in warnings)
     assert ["epochs" in text for text in warnings] == [True, False]  # each refusal, and the same one once
+
+
+def test_a_metric_that_mlflow_refuses_takes_no_other_with_it(caplog: pytest.LogCaptureFixture) -> None:
+    heard: list[str] = []
+
+    class Strict(Client):
+        def log_batch(self, run_id: str, metrics: list[Any]) -> None:
+            for metric in metrics:
+                _validate_metric(metric.key, metric.value, metric.timestamp, metric.step)
+            heard.extend(metric.key for metric in metrics)
+
+    with caplog.at_level(logging.WARNING):
+        box = outbox(Strict())
+        for step in range(3):
+            box.metrics(Sample(name, 0.5, 0, step) for name in ("loss", "top@5", "val_loss"))
+        until(lambda: len(heard) == 6, seconds=5, what="the others are logged")
+        box.metrics([Sample("top@5", 0.5, 0, 3)])
+        assert box.close()
+    assert sorted(set(heard)) == ["loss", "val_loss"]
+    assert ["top@5" in record.getMessage() for record in caplog.records] == [True]
+
+
+@pytest.mark.parametrize(("status", "attempts"), [(403, 1), (404, 1), (413, 1), (409, 1), (429, 3), (408, 3), (503, 3)])
+def test_an_answer_that_would_repeat_is_not_asked_for_again(
+    status: int, attempts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(async_logger, "_MOST_REFUSALS", 3)
+    answer = requests.Response()
+    answer.status_code, answer._content, tried = status, b"<html>", list[str]()
+
+    def of_artifacts(client: Any, run_id: str) -> None:
+        tried.append("artifacts")
+        augmented_raise_for_status(answer)
+
+    def of_tracking(client: Any, run_id: str) -> None:
+        tried.append("tracking")
+        verify_rest_response(answer, "/api/2.0/mlflow/runs/log-batch")
+
+    client = Client()
+    box = outbox(client)
+    box._urged.wait = lambda seconds: None  # type: ignore[method-assign, assignment]
+    for request in (of_artifacts, of_tracking):
+        box.send(request)
+    box.send(lambda found, run: found.set_tag(run, "ended", ""))
+    while not box.close():
+        pass
+    assert tried == ["artifacts"] * attempts + ["tracking"] * attempts
+    assert client.heard == ["ended"]
+
+
+def test_a_fit_waits_for_a_slow_mlflow_while_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    client, probed = Client(), list[str]()
+    box = outbox(client)
+
+    def slow(found: Any, run_id: str) -> None:
+        time.sleep(0.15)
+        found.set_tag(run_id, "sent", "")
+
+    for _ in range(4):
+        box.send(slow)
+    assert box.close(seconds=0.05)
+    assert client.heard == ["sent"] * 4
+    until(lambda: box not in async_logger._open, seconds=5, what="the thread has ended")
+    hung, probe = threading.Event(), async_logger._probe
+    box = outbox(client)
+    box.send(lambda found, run: hung.wait())
+    until(lambda: len(box) == 1 and not box._queue, seconds=5, what="the request is on its way")
+
+    def gone(uri: str) -> None:
+        probed.append(uri)
+        raise ConnectionError
+
+    monkeypatch.setattr(async_logger, "_probe", gone)
+    assert not box.close(seconds=0.05)
+    assert probed == ["memory"]
+    monkeypatch.setattr(async_logger, "_probe", probe)
+    hung.set()
+    assert box.close()
+
+
+def test_the_queue_of_an_outage_keeps_what_is_no_metric_and_the_latest_metrics(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(async_logger, "_MOST_WAITING", 10)
+    client, back = Client(), threading.Event()
+    box = Outbox(lambda: cast(Any, client), lambda _: back.wait() and "run")
+    box.send(lambda found, run: found.set_tag(run, "Params", ""))
+    for value in samples(25):
+        box.metrics([value])
+    box.send(lambda found, run: found.set_tag(run, "ended", ""))
+    assert len(box) == 12
+    back.set()
+    assert box.close()
+    assert client.heard == ["Params", list(range(15, 25)), "ended"]
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "only the latest 10 are kept" in warning
 
 
 def test_a_fit_that_is_over_before_mlflow_is_there_measures_nothing_and_leaves_no_thread() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import pickle
 import sys
 import zipfile
 from collections.abc import Iterator
@@ -85,8 +86,13 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         return importlib.import_module("users_net").Net
 
     yield load
-    for name in [name for name in sys.modules if name.partition(".")[0] == "users_net"]:
-        del sys.modules[name]
+    forget_net()
+
+
+def forget_net() -> dict[str, Any]:
+    """Removes `users_net` from the modules of this process, and returns it."""
+    names = [name for name in sys.modules if name.partition(".")[0] == "users_net"]
+    return {name: sys.modules.pop(name) for name in names}
 
 
 @pytest.mark.parametrize("place", ["lib64/python3/site-packages", "usr/lib/python3/dist-packages"])
@@ -119,6 +125,37 @@ def test_a_model_is_not_saved_into_the_code_that_it_keeps_a_copy_of(importable: 
     assert [path.name for path in package.iterdir() if path.name != "__pycache__"] == ["__init__.py"]
     flavor.save_model(model, str(tmp_path / "model"), pytorch=False)
     assert (tmp_path / "model" / "code" / "users_net" / "__init__.py").read_text() == NET
+
+
+def test_a_model_runs_its_own_version_of_its_code_or_is_refused(importable: Any, tmp_path: Path) -> None:
+    paths = [str(tmp_path / f"model{number}") for number in (1, 2)]
+    for number, path in enumerate(paths, 1):
+        package = tmp_path / str(number) / "users_net"
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text("from .net import Net")
+        (package / "net.py").write_text(f"from users_net import layer\n{NET}    forward = layer.forward")
+        (package / "layer.py").write_text(f"def forward(self, x):\n    return x[:, :3] * 0 + {number}")
+        (package / "beside.py").write_text("")
+        flavor.save_model(model_of(importable(package.parent)), path, pytorch=False)
+        forget_net()
+        sys.path.remove(str(package.parent))
+    x, first = torch.zeros(1, 5), flavor.load_model(paths[0])
+    assert first.module(x)[0, 0] == 1
+    for load in (flavor.load_model, mlflow.pyfunc.load_model):
+        with pytest.raises(
+            PersistenceError, match=r"(?s)its module 'users_net.*/model1/code/.*in an application of its own"
+        ):
+            load(paths[1])
+    importlib.import_module("users_net.beside").__spec__.loader = None  # another one, which the model does not use
+    assert flavor.load_model(paths[0]).module(x)[0, 0] == 1
+    older = forget_net()
+    second = flavor.load_model(paths[1])
+    assert second.module(x)[0, 0] == 2
+    sent = pickle.dumps(second.trained)
+    forget_net()
+    sys.modules.update(older)  # as in a Python worker that has scored with the first
+    with pytest.raises(PersistenceError, match="'users_net"):
+        pickle.loads(sent).build()
 
 
 def test_the_environment_is_the_one_that_was_asked_for(tmp_path: Path) -> None:

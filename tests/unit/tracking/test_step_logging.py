@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, cast
 
+import pytest
+
 from sparktorch.tracking.async_logger import Sample
 from sparktorch.tracking.figures import loss_curve
 from sparktorch.tracking.listener import MLflowListener
@@ -31,6 +33,15 @@ def test_validations_are_logged_at_their_steps_and_epochs_at_their_numbers() -> 
         ("loss", 0.75, 2),
         ("val_loss", 0.25, 2),
     }
+
+
+def test_a_metric_has_a_name_that_mlflow_takes_and_one_warning_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    listener, box = object.__new__(MLflowListener), Box()
+    listener._outbox, listener._renamed = cast(Any, box), set()
+    for epoch in (1, 2):
+        listener.epoch({"epoch": epoch, "loss": 0.75, "top@5": 0.5})
+    assert box.sent == {("loss", 0.75, 1), ("loss", 0.75, 2), ("top_5", 0.5, 1), ("top_5", 0.5, 2)}
+    assert ["'top@5' is 'top_5' in MLflow" in record.getMessage() for record in caplog.records] == [True]
 
 
 def test_the_curve_of_the_validation_shows_the_epochs_that_had_one() -> None:

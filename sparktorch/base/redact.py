@@ -1,0 +1,43 @@
+"""Values as text for messages and logs, without secrets."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+__all__ = ["redacted", "shown"]
+
+_PASSWORD = re.compile(r"(://[^\s/:@]*:)[^\s/]+@")
+_SECRET = re.compile(
+    r"(token|secret|passw(or)?d|pwd|api_?key|access_?key|secret_?key|private_?key|credentials?)$", re.IGNORECASE
+)
+
+
+def redacted(text: str) -> str:
+    """Returns a text with `***` for the passwords of URLs in it."""
+    return _PASSWORD.sub(r"\1***@", text)
+
+
+def shown(value: Any, name: object = "") -> str:
+    """Returns a value as text: classes and functions by name, no addresses, and `***` for secrets.
+
+    Args:
+        value: The value.
+        name: Its name; text under the name of a secret, such as "hf_token", is one.
+    """
+    if isinstance(value, str | bytes) and _SECRET.search(str(name)):
+        return "'***'"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key!r}: {shown(item, key)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(shown, value))}]"
+    if type(value) is tuple:
+        return f"({', '.join(map(shown, value))}{',' * (len(value) == 1)})"
+    if isinstance(value, partial):
+        named = (f"{key}={shown(item, key)}" for key, item in value.keywords.items())
+        return f"{shown(value.func)}({', '.join([*map(shown, value.args), *named])})"
+    if callable(value) or type(value).__repr__ is object.__repr__:
+        return getattr(value, "__qualname__", None) or type(value).__qualname__
+    return redacted(re.sub(r" at 0x[0-9a-f]+", "", repr(value)))

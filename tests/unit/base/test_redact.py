@@ -1,0 +1,59 @@
+"""What messages and MLflow show of values."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from sparktorch import TorchRegressor
+from sparktorch.base.redact import shown
+from sparktorch.errors import ConfigError
+from sparktorch.tracking.run_metadata import params
+from sparktorch.train.callbacks import Callback
+
+
+class Plain(Callback):
+    """Has no repr of its own."""
+
+
+class Patient(Callback):
+    """Has one."""
+
+    def __repr__(self) -> str:
+        return "Patient(epochs=3)"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (
+            {"hf_token": "abc", "apiKey": "abc", "db": {"password": "abc"}},
+            "{'hf_token': '***', 'apiKey': '***', 'db': {'password': '***'}}",
+        ),
+        (
+            {"max_tokens": 3, "tokenizer": "bert", "eos_token": 7},
+            "{'max_tokens': 3, 'tokenizer': 'bert', 'eos_token': 7}",
+        ),
+        (["postgresql://me:s3@cret@host/db", (1,)], "['postgresql://me:***@host/db', (1,)]"),
+        ([Plain(), Patient()], "[Plain, Patient(epochs=3)]"),
+        (partial(torch.optim.SGD, lr=0.1), "SGD(lr=0.1)"),
+        ({"act": torch.nn.ReLU()}, "{'act': ReLU}"),
+        ([object.__init__, torch.nn.Linear], "[object.__init__, Linear]"),
+        (1e-3, "0.001"),
+    ],
+)
+def test_a_value_is_shown_without_secrets_and_addresses(value: Any, text: str) -> None:
+    assert shown(value) == text
+
+
+def test_mlflow_and_messages_show_no_secrets() -> None:
+    estimator = TorchRegressor(module="torch.nn:Linear", moduleParams={"token": "abc"}, checkpointDir="s3://a:b@host/c")
+    found = params(estimator)
+    assert (found["module"], found["moduleParams"], found["checkpointDir"]) == (
+        *("torch.nn:Linear", "{'token': '***'}"),
+        "s3://a:***@host/c",
+    )
+    assert "s3cret" not in str(ConfigError("'mysql://me:s3cret@db/x' cannot be opened", hint="x"))
