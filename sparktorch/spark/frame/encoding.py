@@ -68,15 +68,15 @@ def plan_inputs(columns: ColumnNames, names: Sequence[str], options: InputOption
         ConfigError: An option does not fit its column's type.
     """
     options.check_names(names)
-    scalars = [name for name in names if isinstance(columns.type_of(name), NUMERIC)] if options.assemble else []
+    numbers = (at for at, name in enumerate(names) if options.assemble and isinstance(columns.type_of(name), NUMERIC))
+    places = tuple(numbers)
     specs: list[TensorSpec] = []
-    for name in names:
+    for at, name in enumerate(names):
         wire = input_name(len(specs))
-        if name not in scalars:
+        if at not in places:
             specs.append(_spec(columns, name, wire, options))
-        elif name == scalars[0]:
-            places = tuple(place for place, known in enumerate(names) if known in scalars)
-            specs.append(replace(_packed(columns, scalars, wire, options), places=places))
+        elif at == places[0]:
+            specs.append(replace(_packed(columns, [names[place] for place in places], wire, options), places=places))
     return specs
 
 
