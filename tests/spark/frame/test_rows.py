@@ -156,6 +156,12 @@ def test_the_first_row_is_none_that_is_dropped_for_what_its_bytes_or_fields_hold
     assert frame.sample.column("x1")[0].as_py() == {"v": 2.0}
 
 
+def test_wide_tables_are_checked_without_overflowing_the_stack_of_the_jvm(spark: SparkSession) -> None:
+    names = [f"i{place}" for place in range(400)]
+    data = spark.range(1, 3).coalesce(1).select(*[F.col("id").alias(name) for name in names], F.lit(0.5).alias("f"))
+    assert framed(data, *names, "f", assemble=True).data.first()["x0"] == [1.0] * 400 + [0.5]
+
+
 def test_ids_that_packing_with_floats_would_merge_are_refused_by_name(spark: SparkSession) -> None:
     data = spark.sql("select explode(array(16777216L, 16777217L)) as id, 0.5D as f").coalesce(1)
     found = framed(data.limit(1), "id", "f", assemble=True)
