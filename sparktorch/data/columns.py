@@ -285,4 +285,4 @@ def name_parts(name: str) -> list[str]:
 def plain_names(names: Sequence[str]) -> list[str]:
     """Returns column names without the backticks that only Spark needs; as they are where two would be the same."""
     plain = [".".join(name_parts(name)) for name in names]
-    return plain if len(set(plain)) == len(plain) else list(names)
+    return plain if len(set(plain)) == len(set(names)) else list(names)

@@ -23,7 +23,7 @@ from sparktorch.data.columns import TensorSpec
 from sparktorch.model.scorer import Scorer, first_batch_size
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.compat import arrow_udf, to_vector
-from sparktorch.spark.frame.nested import unfit
+from sparktorch.spark.frame.nested import any_of, unfit
 from sparktorch.spark.launch.gpus import choose_device
 from sparktorch.spark.session import is_local, switched_on
 from sparktorch.spark.shipping import Sent, send
@@ -152,10 +152,8 @@ def without_invalid(dataset: DataFrame, columns: Sequence[Column], specs: Sequen
         specs: Specs of the inputs.
     """
     kinds = [field.dataType for field in dataset.select(*columns).schema]
-    for column, kind, spec in zip(columns, kinds, specs, strict=True):
-        if spec.fill is None:
-            dataset = dataset.where(~unfit(spec, kind, column))
-    return dataset
+    found = [unfit(spec, kind, c) for c, kind, spec in zip(columns, kinds, specs, strict=True) if spec.fill is None]
+    return dataset.where(~any_of(found)) if found else dataset
 
 
 def found_in_python(specs: Sequence[TensorSpec]) -> bool:

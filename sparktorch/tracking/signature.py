@@ -58,8 +58,8 @@ def zeros_for(model: TorchModelBase) -> pd.DataFrame:
 
 def _columns_of(model: TorchModelBase) -> list[tuple[str, TensorSpec]]:
     """Returns the name of each input column in a pandas frame, and the spec that it belongs to."""
-    found = [(name, spec) for spec in model._inputs() for name in spec.sources or (spec.column,)]
-    return list(zip(plain_names([name for name, _ in found]), (spec for _, spec in found), strict=True))
+    found = {name: spec for spec in model._inputs() for name in spec.sources or (spec.column,)}
+    return list(zip(plain_names(list(found)), found.values(), strict=True))
 
 
 def column_type(spec: TensorSpec) -> Any:

@@ -43,7 +43,7 @@ class RowFilter:
     def __init__(self, columns: Columns) -> None:
         """Sets the columns; their `drop_nulls` says whether `close` raises for unfit rows."""
         self._columns = columns
-        self._found: dict[tuple[str, str], tuple[int, list[int]]] = {}
+        self._found: dict[tuple[str, str, str], tuple[int, list[int]]] = {}
         self._through: npt.NDArray[np.intp] | None = None  # rows kept of the last batch; `None`: all
         self.dropped = 0
 
@@ -58,11 +58,11 @@ class RowFilter:
         for spec in self._columns.tensors:
             for what, mask in _unfit(batch.column(spec.name), spec):
                 for name, rows in _by_source(batch.column(spec.name), spec, what, np.flatnonzero(mask)):
-                    self._note(name, what, rows + first_row)
+                    self._note(spec.name, name, what, rows + first_row)
                 unfit = mask if unfit is None else unfit | mask
         if self._columns.validation and batch.column(VALIDATION).null_count:
             mask = batch.column(VALIDATION).is_null().to_numpy(zero_copy_only=False)
-            self._note(self._columns.validation, "null", np.flatnonzero(mask) + first_row)
+            self._note(VALIDATION, self._columns.validation, "null", np.flatnonzero(mask) + first_row)
             unfit = mask if unfit is None else unfit | mask
         self._through = None if unfit is None else np.flatnonzero(~unfit)
         if unfit is None:
@@ -90,7 +90,7 @@ class RowFilter:
         """
         if self._columns.drop_nulls or not self._found:
             return
-        (column, what), (count, rows) = next(iter(self._found.items()))
+        (_, column, what), (count, rows) = next(iter(self._found.items()))
         said = f"column {column!r} has {count} rows with null values"
         if what != "null":
             said = f"{count} rows of column {column!r} are {what}"
@@ -115,9 +115,10 @@ class RowFilter:
             return hint
         return f"{hint}; beyond {np.finfo(spec.dtype).max:.2g} a number is infinite as {spec.dtype}"
 
-    def _note(self, column: str, what: str, rows: npt.NDArray[np.intp]) -> None:
-        count, first = self._found.get((column, what), (0, []))
-        self._found[column, what] = count + len(rows), (first + rows[:_SHOWN_ROWS].tolist())[:_SHOWN_ROWS]
+    def _note(self, wire: str, column: str, what: str, rows: npt.NDArray[np.intp]) -> None:
+        """Counts a column's unfit rows, by its encoded name, too: the user may name a column twice."""
+        count, first = self._found.get((wire, column, what), (0, []))
+        self._found[wire, column, what] = count + len(rows), (first + rows[:_SHOWN_ROWS].tolist())[:_SHOWN_ROWS]
 
 
 def _unfit(column: pa.Array, spec: TensorSpec) -> Iterator[tuple[str, Mask]]:
@@ -143,7 +144,7 @@ def _by_source(
     values = column.take(pa.array(rows)).flatten()
     marks = _nulls(values) if what == "null" else _infinite(values, nan=spec.fill is None)
     assert marks is not None
-    for name, bad in zip(spec.sources, marks.reshape(-1, len(spec.sources)).T, strict=True):
+    for name, bad in dict(zip(spec.sources, marks.reshape(-1, len(spec.sources)).T, strict=True)).items():
         if bad.any():
             yield name, rows[bad]
 

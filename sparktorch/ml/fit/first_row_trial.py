@@ -82,8 +82,10 @@ def first_inputs(frame: Frame) -> tuple[Frame, dict[str, torch.Tensor]]:
         inputs = {f"preprocess, {name!r}": tensor for name, tensor in made.items()}
         frame = replace(frame, columns=replace(frame.columns, preprocess=preprocess.returning(made)))
     for spec, arguments in zip(frame.columns.inputs, taken if preprocess is None else (), strict=False):
-        names = (f"column {spec.column!r}", f"where column {spec.column!r} has elements")
-        inputs |= dict(zip(names, arguments, strict=False))
+        shown = f"column {spec.column!r}"
+        if shown in inputs:  # the same column once more
+            shown = f"input {spec.name[1:]}, {shown}"
+        inputs |= dict(zip((shown, f"where {shown} has elements"), arguments, strict=False))
     return frame, inputs
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -55,6 +56,7 @@ _LAYOUTS: dict[str, tuple[Layout, ...]] = {
 _IMAGE_FIELDS = ("height", "width", "nChannels", "data")
 _FILE_FIELDS = ("path", "modificationTime", "length", "content")
 _CHANNELS = (1, 3, 4)
+_NAME = "%column%"  # stands for the name that Spark finds
 _FLOAT_EXACT = 1 << 24  # float32 holds every whole number up to here
 # Types passed unchanged to `preprocess`, besides numbers, lists and structs.
 _PLAIN = (T.StringType, T.BinaryType, T.DateType, T.TimestampType, T.TimestampNTZType)
@@ -68,15 +70,15 @@ def plan_inputs(columns: ColumnNames, names: Sequence[str], options: InputOption
         ConfigError: An option does not fit its column's type.
     """
     options.check_names(names)
-    scalars = [name for name in names if isinstance(columns.type_of(name), NUMERIC)] if options.assemble else []
+    numbers = (at for at, name in enumerate(names) if options.assemble and isinstance(columns.type_of(name), NUMERIC))
+    places = tuple(numbers)
     specs: list[TensorSpec] = []
-    for name in names:
+    for at, name in enumerate(names):
         wire = input_name(len(specs))
-        if name not in scalars:
+        if at not in places:
             specs.append(_spec(columns, name, wire, options))
-        elif name == scalars[0]:
-            places = tuple(place for place, known in enumerate(names) if known in scalars)
-            specs.append(replace(_packed(columns, scalars, wire, options), places=places))
+        elif at == places[0]:
+            specs.append(replace(_packed(columns, [names[place] for place in places], wire, options), places=places))
     return specs
 
 
@@ -257,16 +259,21 @@ def exact(columns: ColumnNames, spec: TensorSpec, wire: Column) -> Column:
     wide = [name for name in spec.sources if _is_wide(columns.type_of(name))]
     if spec.dtype != "float32" or not wide:
         return wire
-    for name in wide:
-        column = columns.column(name)
-        error = ColumnError(
-            f"column {name!r} holds whole numbers beyond 2^24, which are packed as float32 and would be rounded: "
-            "different ones would become the same",
-            hint=f"leave identifiers out of the inputs; where rounding is fine, cast(`{name}` as double)",
-            column=name,
-        )
-        wire = F.when(F.abs(column.cast("double")) > _FLOAT_EXACT, F.raise_error(F.lit(told(error)))).otherwise(wire)
-    return wire.alias(spec.name)
+    # One flat expression: nested, one `when` a column overflows the JVM's stack at 300 columns.
+    found = F.coalesce(
+        *[
+            F.when(F.abs(columns.column(name).cast("double")) > _FLOAT_EXACT, F.lit(json.dumps(name)[1:-1]))
+            for name in wide
+        ]
+    )
+    error = ColumnError(
+        f"column '{_NAME}' holds whole numbers beyond 2^24, which are packed as float32 and would be rounded: "
+        "different ones would become the same",
+        hint=f"leave identifiers out of the inputs; where rounding is fine, cast(`{_NAME}` as double)",
+        column=_NAME,
+    )
+    refused = F.raise_error(F.replace(F.lit(told(error)), F.lit(_NAME), found))
+    return F.when(found.isNull(), wire).otherwise(refused).alias(spec.name)
 
 
 def _is_wide(kind: T.DataType) -> bool:

@@ -23,7 +23,7 @@ from sparktorch.data.convert.sql_types import arrow_type
 from sparktorch.data.fields.images import image_size
 from sparktorch.errors import ColumnError, failure_in
 from sparktorch.spark.frame.encoding import kept_as
-from sparktorch.spark.frame.nested import unfit
+from sparktorch.spark.frame.nested import any_of, unfit
 
 __all__ = ["first_row", "measured"]
 
@@ -48,7 +48,7 @@ def first_row(data: DataFrame, columns: Columns, *, filled: bool) -> pa.RecordBa
         condition = _unfit(spec, schema[spec.name].dataType, drop=drop)
         if condition is not None:
             conditions.append(condition)
-    rows = data.where(~reduce(or_, conditions)) if conditions else data
+    rows = data.where(~any_of(conditions)) if conditions else data
     for count in _LOOKED_AT:
         found = _head(rows, count, schema)
         # Bytes, which Spark cannot check, may still hold NaN or infinity.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import or_
 
@@ -13,8 +13,9 @@ from pyspark.sql import types as T
 
 from sparktorch.data.columns import TensorSpec
 
-__all__ = ["hashed", "unfit"]
+__all__ = ["any_of", "hashed", "unfit"]
 
+_CHAINED = 50  # conditions that Spark's optimizer still walks one within another
 Within = Callable[[Column], list[Column]]
 
 
@@ -61,7 +62,12 @@ def unfit(spec: TensorSpec, kind: T.DataType, column: Column | None = None) -> C
             return [value.isNull()]
         return [value.isNull(), F.isnan(value), F.abs(value) == math.inf]
 
-    return reduce(or_, _within(column, kind, bad, _any))
+    return any_of(_within(column, kind, bad, _any))
+
+
+def any_of(conditions: Sequence[Column]) -> Column:
+    """Returns a condition that is true if one of them is; none is null. Flat: a chain of `or` overflows the stack."""
+    return F.array_contains(F.array(*conditions), True) if len(conditions) > _CHAINED else reduce(or_, conditions)
 
 
 def _within(
@@ -96,4 +102,4 @@ def _structs(lists: Column, within: Within) -> Column:
 
 
 def _any(lists: Column, within: Within) -> Column:
-    return F.exists(lists, lambda element: reduce(or_, within(element)))
+    return F.exists(lists, lambda element: any_of(within(element)))

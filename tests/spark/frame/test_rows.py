@@ -14,6 +14,7 @@ from sparktorch.data.columns import InputOptions
 from sparktorch.errors import ColumnError
 from sparktorch.spark.frame.encoding import input_columns
 from sparktorch.spark.frame.prepare import Frame, prepare
+from sparktorch.spark.scoring_udf import without_invalid
 from tests.support.sessions import settings
 
 IMAGE = "named_struct('height', 1, 'width', 1, 'nChannels', 1, 'data', binary('a'))"
@@ -154,6 +155,14 @@ def test_the_first_row_is_none_that_is_dropped_for_what_its_bytes_or_fields_hold
     assert framed(data, "x", drop=True, **raw).sample.column("x0")[0].as_py() == b"\x00\x00\x80\x3f"
     frame = framed(data, "x", "s", drop=True, as_they_are=True, **raw)
     assert frame.sample.column("x1")[0].as_py() == {"v": 2.0}
+
+
+def test_wide_tables_are_checked_without_overflowing_the_stack_of_the_jvm(spark: SparkSession) -> None:
+    names = [f"i{place}" for place in range(400)]
+    data = spark.range(1, 3).coalesce(1).select(*[F.col("id").alias(name) for name in names], F.lit(0.5).alias("f"))
+    assert framed(data, *names, "f", assemble=True).data.first()["x0"] == [1.0] * 400 + [0.5]
+    inputs = framed(data, *names, drop=True).columns.inputs
+    assert without_invalid(data, input_columns(data, inputs), inputs).head()["i0"] == 1
 
 
 def test_ids_that_packing_with_floats_would_merge_are_refused_by_name(spark: SparkSession) -> None:

@@ -49,3 +49,4 @@ def test_packed_columns_are_found_between_others_among_the_columns_of_the_user()
 def test_names_lose_their_backticks_unless_two_would_be_the_same() -> None:
     assert plain_names(["`a.b`", "`my``col`", "c.`d.e`", "f g"]) == ["a.b", "my`col", "c.d.e", "f g"]
     assert plain_names(["`a.b`", "a.b"]) == ["`a.b`", "a.b"]
+    assert plain_names(["`a.b`", "c", "`a.b`"]) == ["a.b", "c", "a.b"]  # the same column twice

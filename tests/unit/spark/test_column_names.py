@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import pyarrow as pa
 import pytest
 from pyspark.ml.linalg import VectorUDT
 from pyspark.sql import types as T
 
+from sparktorch.data.columns import Columns, InputOptions
 from sparktorch.errors import ColumnError
+from sparktorch.ml.fit.first_row_trial import first_inputs
 from sparktorch.spark.column_names import ColumnNames
+from sparktorch.spark.frame.encoding import plan_inputs
+from sparktorch.spark.frame.prepare import Frame
 
 _INNER = T.StructType().add("b", T.StringType()).add("c.d", T.StructType().add("Deep", T.FloatType()))
 SCHEMA = (
@@ -83,3 +88,13 @@ def test_whether_case_counts_is_asked_only_where_it_matters() -> None:
     assert found.type_of("id").simpleString() == "bigint"
     with pytest.raises(ColumnError, match="2 columns"):
         found.type_of("twice")
+
+
+def test_a_column_named_twice_is_two_inputs_and_two_places_of_a_packed_one() -> None:
+    packed, vector = plan_inputs(names(), ["id", "rows.x", "id"], InputOptions(assemble=True))
+    assert (packed.sources, packed.places, packed.shape, vector.column) == (("id", "id"), (0, 2), (2,), "rows.x")
+    specs = plan_inputs(names(), ["id", "id", "id"], InputOptions())
+    sample = pa.record_batch([pa.array([place]) for place in range(3)], [spec.name for spec in specs])
+    _, inputs = first_inputs(Frame(None, Columns(inputs=tuple(specs)), sample))  # type: ignore[arg-type]
+    assert list(inputs) == ["column 'id'", "input 1, column 'id'", "input 2, column 'id'"]
+    assert [tensor.tolist() for tensor in inputs.values()] == [[0, 0], [1, 1], [2, 2]]
