@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 from sparktorch.errors import ConfigError, nearest
 
 __all__ = [
+    "INITIAL_WEIGHTS",
     "CheckpointConfig",
     "Device",
     "Invalid",
@@ -26,6 +27,8 @@ Task = Literal["classification", "regression", "generic"]
 Device = str  # "auto", "cpu", or a type of accelerator, such as "cuda"
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Invalid = Literal["error", "keep", "skip"]
+
+INITIAL_WEIGHTS = "initialWeights"  # in `CheckpointConfig.job`: a training may resume with others, as it has its own
 
 _PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 _TASKS = ("classification", "regression", "generic")

@@ -14,6 +14,7 @@ from sparktorch.base.config import CheckpointConfig, StorageConfig, Task, TrainC
 from sparktorch.distributed.monitor import Timeouts
 from sparktorch.errors import ConfigError
 from sparktorch.ml.fit.checks import check_job, check_model_folder, check_params, check_restarts
+from sparktorch.ml.fit.identity import described
 from sparktorch.ml.fit.inputs import input_names, input_options, preprocess_of
 from sparktorch.ml.fit.lightning import brings_its_training, lightning_recipe
 from sparktorch.ml.fit.values import Values
@@ -25,6 +26,7 @@ from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.launch.barrier_job import Launch
 from sparktorch.train.checkpoint.store import CheckpointStore
 from sparktorch.train.recipe.huggingface import MODEL_LOSS
+from sparktorch.train.recipe.lookup import name_of
 from sparktorch.train.recipe.pretrained import opened
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.registry import check_loop, check_strategy, check_workers
@@ -110,7 +112,8 @@ def translate_run(params: RunParams, function: Any) -> JobRequest:
     """
     p = Values(params)
     check_job(params, p)
-    request = JobRequest(**_job(params, p, "generic", {spec.name: spec for spec in RUN}, function=_described(function)))
+    named = repr(function) if isinstance(function, str) else name_of(function)  # its code decides itself what resumes
+    request = JobRequest(**_job(params, p, "generic", {spec.name: spec for spec in RUN}, function=named))
     check_loop(request.config)
     check_workers(request.config, p["numWorkers"])
     check_restarts(p, request.config)
@@ -171,18 +174,10 @@ def _checkpoint(p: Values, table: Mapping[str, ParamSpec], known: Mapping[str, s
 def _identity(p: Values, table: Mapping[str, ParamSpec]) -> dict[str, str]:
     """Returns the values that must be equal to resume from a checkpoint."""
     values = {name: p[name] for name, spec in table.items() if spec.compared} | {"shuffleBlock": _shuffle_block(p)}
-    return {name: _described(value) for name, value in values.items()}
-
-
-def _described(value: Any) -> str:
-    """Returns the same text for the same value in every process."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_described(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_described, value)) + "]"
-    if isinstance(value, str | int | float | bool | None):
-        return repr(value)
-    return str(getattr(value, "__qualname__", type(value).__qualname__))
+    trained = getattr(p["module"], "trained", None)
+    if isinstance(trained, TrainedModule):  # the model's uid is another in every process
+        values["module"] = trained
+    return described(values)
 
 
 def _shuffle_block(p: Values) -> int:

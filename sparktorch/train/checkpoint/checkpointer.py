@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import secrets
 import threading
 import time
@@ -10,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from sparktorch.base.config import CheckpointConfig
+from sparktorch.base.config import INITIAL_WEIGHTS, CheckpointConfig
 from sparktorch.base.world import World
 from sparktorch.distributed.client import Client
 from sparktorch.errors import PersistenceError, SparkTorchError
@@ -20,6 +21,7 @@ from sparktorch.train.checkpoint.store import CheckpointStore, Manifest, Share
 
 __all__ = ["Checkpointer", "Position", "unfinished"]
 
+_CONTENTS = re.compile(r" \((sha256|module) [^()]+\)")  # which checkpoints of version 0.1 do not have
 _LEAVING_SECONDS = 5.0  # for a lease that is being renewed
 _LOOK_SECONDS = 1.0
 _COLLECTING_SECONDS = 60.0  # in which waiting for the others' shares is progress; a rank may never have saved one
@@ -140,6 +142,12 @@ class Checkpointer:
             self._attempts = {attempt}
             return found
         _check_same(manifest.job, self._job, self._config.directory)
+        begun = manifest.job.get(INITIAL_WEIGHTS)
+        if begun is not None and begun != self._job.get(INITIAL_WEIGHTS):
+            self._client.warn(
+                f"module has other initial weights than the training in {self._config.directory} began with, which "
+                "goes on with its own; to train from these, set another checkpointDir"
+            )
         self._kept = {other.step: other.loss for other in store.manifests() if other.step <= manifest.step}
         store.keep(set(self._kept))
         self._attempts = {attempt, *store.attempts()}
@@ -332,7 +340,12 @@ def unfinished(store: CheckpointStore, config: CheckpointConfig) -> Manifest | N
 
 
 def _check_same(saved: dict[str, Any], job: dict[str, Any], directory: str) -> None:
-    names = sorted(name for name in saved.keys() | job.keys() if saved.get(name) != job.get(name))
+    by_name = {name: _CONTENTS.sub("", text) if isinstance(text, str) else text for name, text in job.items()}
+    names = sorted(
+        name
+        for name in (saved.keys() | job.keys()) - {INITIAL_WEIGHTS}
+        if saved.get(name) not in (job.get(name), by_name.get(name))
+    )
     if names:
         read = "; numbers that rows get as they are read (idCol) depend on the partitions: write them into the table"
         differences = "; ".join(f"{name}: {saved.get(name)!r} there, {job.get(name)!r} here" for name in names)

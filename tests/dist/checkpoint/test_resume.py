@@ -315,6 +315,20 @@ def test_rows_or_settings_of_another_training_are_refused(tmp_path: Path) -> Non
         train_on([TABLE.take(slice(0, 200)).batches(), []], job)  # type: ignore[arg-type]
 
 
+def test_a_training_goes_on_from_before_contents_were_told_and_says_that_initial_weights_differ(tmp_path: Path) -> None:
+    def job(loss: str, weights: str, callback: Callback | None = None) -> TrainJob:
+        made = job_for(tmp_path, callback)
+        assert made.checkpoint is not None
+        return replace(made, checkpoint=replace(made.checkpoint, job={"loss": loss, "initialWeights": weights}))
+
+    killed(job("[<lambda>]", "those", Counts(tmp_path, rank=0, step=6)), 2)
+    with control_server() as server:
+        ended = run_ranks(server, parts(2), job("[<lambda> (sha256 0123456789abcdef)]", "these"))
+        warnings = [warning["text"] for warning in server.new_warnings(2)]
+    assert all(rank.result is not None for rank in ended)
+    assert [text for text in warnings if "other initial weights" in text]
+
+
 def test_two_fits_cannot_write_into_one_directory(tmp_path: Path) -> None:
     job = job_for(tmp_path)
     assert job.checkpoint is not None

@@ -1,0 +1,144 @@
+"""Texts of Params that are the same in every process and differ where the values do: a training is known by them."""
+
+from __future__ import annotations
+
+import copyreg
+import dis
+import hashlib
+from collections.abc import Mapping
+from dataclasses import replace
+from types import CellType, CodeType, FunctionType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from sparktorch.base.config import INITIAL_WEIGHTS
+from sparktorch.base.imports import import_path
+from sparktorch.model.trained_module import TrainedModule
+
+__all__ = ["described"]
+
+_CHECKPOINTED = ("module", "moduleParams")
+_OF_TORCH = vars(nn.Module())
+
+
+def described(values: Mapping[str, Any]) -> dict[str, str]:
+    """Returns a text for each value: literal, by name if it can be imported, else by a digest of its contents.
+
+    A script may draw the weights of its module anew each time it runs, and a checkpoint has them: their digest stands
+    apart, under `INITIAL_WEIGHTS`.
+    """
+    weights: list[str] = []
+    found = {name: _Contents(weights if name in _CHECKPOINTED else None).of(value) for name, value in values.items()}
+    return {**found, **({INITIAL_WEIGHTS: _digest("".join(weights).encode())} if weights else {})}
+
+
+class _Contents:
+    """Describes a value; digests of a module's weights go into `weights`, or count like all else without it."""
+
+    def __init__(self, weights: list[str] | None) -> None:
+        self._weights = weights
+        self._seen: dict[int, tuple[Any, str]] = {}  # holds the values, so that no other one gets their ids
+
+    def of(self, value: Any) -> str:
+        """Returns the text of a value."""
+        if isinstance(value, Mapping):
+            return "{" + ", ".join(f"{key}: {self.of(item)}" for key, item in value.items()) + "}"
+        if isinstance(value, list | tuple):
+            return "[" + ", ".join(map(self.of, value)) + "]"
+        if isinstance(value, str | int | float | bool | None):
+            return repr(value)
+        if id(value) not in self._seen:
+            name = str(getattr(value, "__qualname__", type(value).__qualname__))
+            self._seen[id(value)] = value, name  # for a value that holds itself
+            if import_path(value) is not None:
+                text = f"{name} (module {value.__module__})"
+            else:
+                contents = self._contents(value)
+                text = name if contents is None else f"{name} (sha256 {_digest(self.of(contents).encode())[:16]})"
+            self._seen[id(value)] = value, text
+        return self._seen[id(value)][1]
+
+    def _contents(self, value: Any) -> Any:
+        """Returns what a value consists of; `None` if it cannot be looked into."""
+        match value:
+            case bytes() | bytearray():
+                return _digest(value)
+            case torch.Tensor():
+                return _tensor(value)
+            case np.ndarray() if not value.dtype.hasobject:
+                return [value.dtype.str, value.shape, _digest(value.tobytes())]
+            case TrainedModule() if value.weights:
+                return [replace(value, weights=b""), self._weight(value.weights)]
+            case nn.Module():
+                return self._module(value)
+            case set() | frozenset():
+                return sorted(map(self.of, value))
+        return _code(value)
+
+    def _module(self, module: nn.Module) -> Any:
+        passing = module._non_persistent_buffers_set
+        own = {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
+        kept = {n: t for n, t in module._buffers.items() if n not in passing} | module._parameters
+        shapes = {n: t if t is None else [str(t.dtype), t.shape, t.requires_grad] for n, t in kept.items()}
+        weights = {n: t if t is None else self._weight(t) for n, t in kept.items()}
+        return [type(module), own, shapes, weights, {n: module._buffers[n] for n in sorted(passing)}, module._modules]
+
+    def _weight(self, value: Any) -> Any:
+        """Returns a weight, or notes it as one that a checkpoint has."""
+        if self._weights is None:
+            return value
+        self._weights.append(self.of(value))
+        return None
+
+
+def _code(value: Any) -> Any:
+    """Returns what functions and classes consist of, and what pickle takes of all else."""
+    match value:
+        case FunctionType():
+            code, there = value.__code__, value.__globals__
+            used = {name: there[name] for name in _globals(code) if name in there}
+            return [code, value.__defaults__, value.__kwdefaults__, value.__closure__, used]
+        case CellType():
+            return None if value == CellType() else [value.cell_contents]
+        case CodeType():  # without file and lines, which may move
+            return [value.co_code, value.co_consts, value.co_names, value.co_varnames]
+        case type():
+            members = {n: m for n, m in vars(value).items() if n[:2] != "__" or isinstance(m, FunctionType)}
+            return [value.__bases__, members]
+        case staticmethod() | classmethod():
+            return [value.__func__]
+        case property():
+            return [value.fget, value.fset, value.fdel]
+        case ModuleType():
+            return value.__name__
+    return _reduced(value)
+
+
+def _tensor(tensor: torch.Tensor) -> Any:
+    whole = tensor.detach() if tensor.layout == torch.strided else tensor.detach().to_dense()
+    raw = b"" if tensor.is_meta else whole.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return [str(tensor.dtype), str(tensor.layout), tensor.shape, _digest(raw)]
+
+
+def _globals(code: CodeType) -> list[str]:
+    """Returns the names that code looks up among the globals, and so do the functions within it."""
+    names = [one.argval for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"]
+    within = [name for one in code.co_consts if isinstance(one, CodeType) for name in _globals(one)]
+    return sorted({*names, *within})
+
+
+def _reduced(value: Any) -> Any:
+    """Returns what pickle would take an object apart into."""
+    try:
+        reduce = copyreg.dispatch_table.get(type(value))
+        parts = value.__reduce_ex__(4) if reduce is None else reduce(value)
+    except Exception:  # it holds a lock, a file, or code of its own; many kinds of errors
+        return None
+    return parts if isinstance(parts, str) else [*parts[:3], *([*items] for items in parts[3:5] if items is not None)]
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(content).hexdigest()
