@@ -38,6 +38,7 @@ def shown(value: Any, name: object = "") -> str:
     if isinstance(value, partial):
         named = (f"{key}={shown(item, key)}" for key, item in value.keywords.items())
         return f"{shown(value.func)}({', '.join([*map(shown, value.args), *named])})"
-    if callable(value) or type(value).__repr__ is object.__repr__:
+    shows: object = type(value).__repr__
+    if callable(value) or shows is object.__repr__:
         return getattr(value, "__qualname__", None) or type(value).__qualname__
     return redacted(re.sub(r" at 0x[0-9a-f]+", "", repr(value)))
