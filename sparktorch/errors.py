@@ -5,13 +5,12 @@ from __future__ import annotations
 import difflib
 import json
 import linecache
+import re
 import sysconfig
 import traceback
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
-
-from sparktorch.base.redact import redacted
 
 __all__ = [
     "JVM_MEMORY_HINT",
@@ -30,9 +29,11 @@ __all__ = [
     "failure_in",
     "line_of_user",
     "nearest",
+    "redacted",
     "told",
 ]
 
+_PASSWORD = re.compile(r"(://[^\s/:@]*:)[^\s/]+@")
 _STANDARD = f"{sysconfig.get_path('stdlib')}/"
 
 SHIP_HINT = (
@@ -194,6 +195,11 @@ def nearest(name: str, valid: Iterable[str], otherwise: str = "") -> str:
         return otherwise or listed
     question = f"did you mean {by_lower[close[0]]!r}?"
     return question if len(names) > _FEW else f"{question} {listed}"
+
+
+def redacted(text: str) -> str:
+    """Returns a text with `***` for the passwords of URLs in it."""
+    return _PASSWORD.sub(r"\1***@", text)
 
 
 def told(failure: SparkTorchError) -> str:

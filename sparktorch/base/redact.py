@@ -7,17 +7,13 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-__all__ = ["redacted", "shown"]
+from sparktorch.errors import redacted
 
-_PASSWORD = re.compile(r"(://[^\s/:@]*:)[^\s/]+@")
+__all__ = ["shown"]
+
 _SECRET = re.compile(
     r"(token|secret|passw(or)?d|pwd|api_?key|access_?key|secret_?key|private_?key|credentials?)$", re.IGNORECASE
 )
-
-
-def redacted(text: str) -> str:
-    """Returns a text with `***` for the passwords of URLs in it."""
-    return _PASSWORD.sub(r"\1***@", text)
 
 
 def shown(value: Any, name: object = "") -> str:

@@ -8,7 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 import sparktorch
-from sparktorch.base.redact import redacted, shown
+from sparktorch.base.redact import shown
+from sparktorch.errors import redacted
 from sparktorch.spark.session import java_version, setting
 from sparktorch.tracking.signature import column_type
 
