@@ -27,6 +27,7 @@ from sparktorch.train.dtensor import local, unviewed, whole
 from sparktorch.train.recipe.huggingface import without_caches
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.base import Strategy
+from sparktorch.train.strategies.reduce_scatter import SameParameters
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -171,16 +172,19 @@ class Zero3(Strategy[S]):
         )
         if is_host(self._device):
             self._spare_memory(module, parts, policy)
+        names = {part: name for name, part in module.named_modules()}
         for part in [*parts, module]:
             self.materialise(part)
             part.register_forward_hook(unviewed, with_kwargs=True)  # before FSDP's, which gathers in backward
-            fully_shard(
+            alike: Any = SameParameters(names[part], part)
+            sharded = fully_shard(
                 part,
                 mesh=self.mesh,
                 reshard_after_forward=self._reshard_after_forward and not self.runs_passes,
                 mp_policy=policy,
                 offload_policy=CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy(),
             )
+            sharded.set_custom_reduce_scatter(alike)
         return module
 
     def _spare_memory(self, module: nn.Module, parts: Sequence[nn.Module], policy: MixedPrecisionPolicy) -> None:

@@ -186,6 +186,13 @@ def test_ranks_that_do_not_search_say_so_where_no_row_of_a_step_uses_a_layer() -
         train_on([part.batches() for part in TABLE.parts(3)], job, seconds=60)
 
 
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_a_layer_that_some_steps_or_ranks_use_is_named_where_parameters_are_sharded(strategy: str) -> None:
+    job = job_for(recipe={"module": Branched}, strategy=strategy, accumulation_steps=1)
+    with pytest.raises(ModuleError, match="parameters of 'extra' got gradients in some steps or ranks only"):
+        train_on([part.batches() for part in TABLE.parts(3)], job, seconds=60)
+
+
 @pytest.mark.parametrize("searches", [False, True])
 def test_a_table_with_sparse_gradients_that_few_rows_use_trains_as_in_one_process(searches: bool) -> None:
     optimizer: dict[str, Any] = {"optimizer": "SGD", "learning_rate": 0.05, "optimizer_params": {}}

@@ -1,0 +1,78 @@
+"""The reduce-scatter of gradients, which refuses a step in which ranks have gradients of different parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from sparktorch.errors import ModuleError
+
+__all__ = ["SameParameters"]
+
+# Its name since torch 2.13, which warns of the other one.
+_REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class SameParameters:
+    """A unit's `torch.distributed.fsdp` communication; ranks that reduced different sizes would crash or hang.
+
+    The number of elements tells whether a rank has gradients of other parameters than in its first step, in which the
+    ranks compare them.
+    """
+
+    def __init__(self, name: str, unit: nn.Module) -> None:
+        """Takes a unit before its parameters are sharded, and its name, empty for the whole module."""
+        self._name, self._unit = name, unit
+        self._sizes = {each: parameter.shape for each, parameter in unit.named_parameters()}
+        self._known: dict[tuple[bool, ...], int] = {}
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Returns a tensor for the communication."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        """Reduces and scatters the gradients of the unit.
+
+        Raises:
+            ModuleError: This rank, or in the first step another one, has gradients of other parameters.
+        """
+        count = input_tensor.numel()
+        trained = tuple(parameter.requires_grad for parameter in self._unit.parameters())
+        if trained not in self._known:
+            ends = torch.tensor([count, -count], device=input_tensor.device)
+            dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
+            most, least = int(ends[0]), -int(ends[1])
+            self._known[trained] = most
+            if least < most:
+                raise self._refused(most - least, group.size())
+        elif count != self._known[trained]:
+            raise self._refused(abs(self._known[trained] - count), group.size())
+        return _REDUCE_SCATTER(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+
+    def _refused(self, missing: int, ranks: int) -> ModuleError:
+        """Returns an error that names the parameter or the part which has that many elements, if there is one."""
+        padded = {name: -(-shape[0] // ranks) * ranks * shape[1:].numel() for name, shape in self._sizes.items()}
+        parts = {
+            name: [p for p in padded if p.startswith(f"{name}.")] for name, _ in self._unit.named_modules() if name
+        }
+        fits = [
+            *(f"parameter {name!r}" for name in padded if padded[name] == missing),
+            *(f"parameters of {name!r}" for name, own in parts.items() if sum(padded[p] for p in own) == missing),
+        ]
+        what = fits[0] if fits else f"parameters of {self._name or type(self._unit).__name__!r}"
+        return ModuleError(
+            f"{what} got gradients in some steps or ranks only, which strategies that shard parameters cannot train",
+            hint="use strategy='ddp' or 'zero1'; or let every row use them, with a factor of 0 where they do not count",
+            param="strategy",
+        )
