@@ -17,6 +17,7 @@ from sparktorch import TorchClassifier, TorchRegressionModel, TorchRegressor
 from sparktorch.errors import ConfigError, ModuleError
 from tests.spark.modules import MLP
 from tests.support.callbacks import Determinism
+from tests.support.nets import Branched
 
 ROWS = 240
 
@@ -100,6 +101,24 @@ def test_two_workers_train_what_one_does(params: dict[str, Any], rows: DataFrame
     assert scores == pytest.approx(
         [row["prediction"] for row in alone.transform(rows).select("prediction").limit(5).collect()], abs=1e-4
     )
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_a_layer_that_few_rows_use_trains_as_on_one_worker_where_the_first_row_uses_it(
+    checkpoints: bool, spark: SparkSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    draw = np.random.default_rng(5)
+    x = draw.normal(size=(60, 5)).astype(np.float32)
+    x[:, 0] = np.where(np.arange(60) % 12 == 0, 2.0, -1.0)
+    pd.DataFrame({"features": list(x), "target": x.sum(1)}).to_parquet(tmp_path / "rows.parquet")
+    rows = spark.read.parquet(str(tmp_path / "rows.parquet"))
+    few = partial(
+        TorchRegressor, module=Branched, labelCol="target", batchSize=4, epochs=2, learningRate=0.01, progress=False
+    )
+    params = {"checkpointDir": str(tmp_path / "checkpoints"), "checkpointInterval": 1} if checkpoints else {}
+    model = few(numWorkers=2, **params).fit(rows)
+    assert difference(model, few().fit(rows)) < 1e-5
+    assert "'extra.weight' got no gradient in a step" in caplog.text
 
 
 def test_a_compiled_module_trains_the_same(rows: DataFrame, alone: TorchRegressionModel) -> None:
