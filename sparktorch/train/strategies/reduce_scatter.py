@@ -25,9 +25,22 @@ class SameParameters:
     """
 
     def __init__(self, name: str, unit: nn.Module) -> None:
-        """Takes a unit before its parameters are sharded, and its name, empty for the whole module."""
-        self._name, self._unit = name, unit
-        self._sizes = {each: parameter.shape for each, parameter in unit.named_parameters()}
+        """Takes a unit before it is sharded, and after those within it; its name is empty for the whole module."""
+        from torch.distributed.fsdp import FSDPModule  # slow to import
+
+        self._name = name or type(unit).__name__
+        within = {
+            each
+            for part in unit.modules()
+            if part is not unit and isinstance(part, FSDPModule)
+            for each in part.modules()
+        }
+        self._parts = {prefix: part for prefix, part in unit.named_modules() if part not in within}
+        self._sizes = {
+            f"{prefix}.{each}".lstrip("."): parameter.shape
+            for prefix, part in self._parts.items()
+            for each, parameter in part.named_parameters(recurse=False)
+        }
         self._known: dict[tuple[bool, ...], int] = {}
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -48,7 +61,8 @@ class SameParameters:
             ModuleError: This rank, or in the first step another one, has gradients of other parameters.
         """
         count = input_tensor.numel()
-        trained = tuple(parameter.requires_grad for parameter in self._unit.parameters())
+        own = (parameter for part in self._parts.values() for parameter in part._parameters.values())
+        trained = tuple(parameter is not None and parameter.requires_grad for parameter in own)
         if trained not in self._known:
             ends = torch.tensor([count, -count], device=input_tensor.device)
             dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
@@ -63,14 +77,12 @@ class SameParameters:
     def _refused(self, missing: int, ranks: int) -> ModuleError:
         """Returns an error that names the parameter or the part which has that many elements, if there is one."""
         padded = {name: -(-shape[0] // ranks) * ranks * shape[1:].numel() for name, shape in self._sizes.items()}
-        parts = {
-            name: [p for p in padded if p.startswith(f"{name}.")] for name, _ in self._unit.named_modules() if name
-        }
+        parts = {name: [p for p in padded if p.startswith(f"{name}.")] for name in self._parts if name}
         fits = [
             *(f"parameter {name!r}" for name in padded if padded[name] == missing),
             *(f"parameters of {name!r}" for name, own in parts.items() if sum(padded[p] for p in own) == missing),
         ]
-        what = fits[0] if fits else f"parameters of {self._name or type(self._unit).__name__!r}"
+        what = fits[0] if fits else f"parameters of {self._name!r}"
         return ModuleError(
             f"{what} got gradients in some steps or ranks only, which strategies that shard parameters cannot train",
             hint="use strategy='ddp' or 'zero1'; or let every row use them, with a factor of 0 where they do not count",
