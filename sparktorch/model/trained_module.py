@@ -30,7 +30,7 @@ from sparktorch.data.columns import TensorSpec
 from sparktorch.data.preprocess import Function, check_signature
 from sparktorch.data.pretrained import FromFolder
 from sparktorch.errors import PersistenceError, SparkTorchError
-from sparktorch.model.bundled_code import check_modules, fingerprints
+from sparktorch.model.bundled_code import check_code, fingerprints
 from sparktorch.model.export import ExportError, Program, check_archive, export_program
 from sparktorch.train.lightning import recipe_type
 from sparktorch.train.recipe.dry_run import ArgumentSpec, OutputSpec
@@ -70,7 +70,7 @@ class TrainedModule:
         returned: Names under which `preprocess` returns them, in the order of `arguments`.
         labels: Names of the classes; `()` if unknown.
         seed: The seed with which the training called the class or factory, which may draw more than the weights.
-        code: The modules that were saved with the model, as from `fingerprints`; it is built with no others.
+        code: The files that were saved with the model, as from `fingerprints`; its classes come from no others.
     """
 
     source: ModuleSource | Program
@@ -97,13 +97,17 @@ class TrainedModule:
         Weights in a folder are mapped into memory, which the processes of a host share until they change it.
 
         Raises:
-            PersistenceError: This process has imported another version of the model's `code`.
+            PersistenceError: This process has imported one of its classes from another version of the model's `code`.
         """
-        check_modules(self.code)
-        try:
-            return self._built(state)
-        finally:
-            check_modules(self.code)  # of what was imported meanwhile
+        self._check_code()
+        module = self._built(state)
+        check_code(self.code, map(type, module.modules()))
+        return module
+
+    def _check_code(self) -> None:
+        """Checks the module's class or factory, and `preprocess`."""
+        source = load_object(self.source) if self.code and isinstance(self.source, str) else self.source
+        check_code(self.code, (source, self.preprocess))
 
     def _built(self, state: Mapping[str, torch.Tensor] | None) -> nn.Module:
         """Returns the module, of whichever code its import path leads to."""
@@ -220,7 +224,7 @@ class TrainedModule:
 
         Raises:
             PersistenceError: The directory holds no module, or one of a newer format; or this process has imported
-                another version of its code. Or `allow_pickle` is not set, and loading could run arbitrary code:
+                another version of its class. Or `allow_pickle` is not set, and loading could run arbitrary code:
                 pickled code, a factory that is no `nn.Module` class, or a graph with other operators than torch's own.
         """
         try:
@@ -232,13 +236,8 @@ class TrainedModule:
                 f"the model was saved in format {form['format']}, this version reads up to {FORMAT_VERSION}",
                 hint="upgrade sparktorch-estimator",
             )
-        parts = [part for part in (form["module"], form.get("preprocess")) if part]
-        named = [part["path"].partition(":")[0] for part in parts if "path" in part]
-        pickled = any("pickle" in part for part in parts)
-        kept = {} if code is None else fingerprints(code, None if pickled else named)
-        check_modules(kept)
         source, params = _load_code(directory, form["module"], allow_pickle)
-        return cls(
+        found = cls(
             source=source,
             params=params,
             weights=WeightsFolder(**form["weights"]) if "weights" in form else (directory / _WEIGHTS).read_bytes(),
@@ -250,8 +249,10 @@ class TrainedModule:
             returned=tuple(form["returned"]) if "returned" in form else None,
             labels=tuple(form.get("labels", ())),
             seed=form.get("seed", 0),
-            code=kept,
+            code={} if code is None else fingerprints(code),
         )
+        found._check_code()
+        return found
 
     @property
     def _path(self) -> str | None:

@@ -7,6 +7,7 @@ import json
 import pickle
 import zipfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,16 @@ def test_what_cannot_be_captured_says_why_and_prints_nothing(capfd: pytest.Captu
     out, err = capfd.readouterr()
     assert not out
     assert not err
+
+
+def test_threads_may_export_at_once() -> None:
+    modules = [Picture().eval(), nn.Sequential(nn.Linear(16, 8), nn.LayerNorm(8), nn.GELU()).eval()]
+    x = torch.randn(2, 16)
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(3):
+            exports = [threads.submit(exported, module, FEATURES) for module in modules]
+            for module, export in zip(modules, exports, strict=True):
+                torch.testing.assert_close(export.result()[1](x), module(x))
 
 
 def rewritten(archive: bytes, change: Callable[[str, bytes], bytes]) -> bytes:

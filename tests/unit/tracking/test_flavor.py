@@ -50,6 +50,25 @@ class Net(nn.Linear):
     def __init__(self):
         super().__init__(5, 3)
 """
+LAYER = """
+from torch import nn
+
+class Layer(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * 0 + {}
+"""
+USING_LAYER = """
+from torch import nn
+from users_net.layer import Layer
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = Layer(5, 3)
+
+    def forward(self, x):
+        return self.layer(x) + {}
+"""
 
 
 class Square(nn.Linear):
@@ -127,34 +146,31 @@ def test_a_model_is_not_saved_into_the_code_that_it_keeps_a_copy_of(importable: 
     assert (tmp_path / "model" / "code" / "users_net" / "__init__.py").read_text() == NET
 
 
-def test_a_model_runs_its_own_version_of_its_code_or_is_refused(importable: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("changed", ["net", "layer"])
+def test_a_model_runs_its_own_version_of_its_code_or_is_refused(importable: Any, tmp_path: Path, changed: str) -> None:
     paths = [str(tmp_path / f"model{number}") for number in (1, 2)]
     for number, path in enumerate(paths, 1):
         package = tmp_path / str(number) / "users_net"
         package.mkdir(parents=True)
-        (package / "__init__.py").write_text("from .net import Net")
-        (package / "net.py").write_text(f"from users_net import layer\n{NET}    forward = layer.forward")
-        (package / "layer.py").write_text(f"def forward(self, x):\n    return x[:, :3] * 0 + {number}")
-        (package / "beside.py").write_text("")
+        (package / "__init__.py").write_text(f"from .net import Net  # {number}")  # holds no class of the model
+        (package / "layer.py").write_text(LAYER.format(number if changed == "layer" else 0))
+        (package / "net.py").write_text(USING_LAYER.format(number if changed == "net" else 0))
         flavor.save_model(model_of(importable(package.parent)), path, pytorch=False)
         forget_net()
         sys.path.remove(str(package.parent))
     x, first = torch.zeros(1, 5), flavor.load_model(paths[0])
     assert first.module(x)[0, 0] == 1
-    for load in (flavor.load_model, mlflow.pyfunc.load_model):
-        with pytest.raises(
-            PersistenceError, match=r"(?s)its module 'users_net.*/model1/code/.*in an application of its own"
-        ):
+    refused = rf"(?s)its module 'users_net.{changed}'.*/model1/code/.*in an application of its own"
+    for load in (lambda path: flavor.load_model(path).module, mlflow.pyfunc.load_model):
+        with pytest.raises(PersistenceError, match=refused):
             load(paths[1])
-    importlib.import_module("users_net.beside").__spec__.loader = None  # another one, which the model does not use
-    assert flavor.load_model(paths[0]).module(x)[0, 0] == 1
     older = forget_net()
     second = flavor.load_model(paths[1])
     assert second.module(x)[0, 0] == 2
     sent = pickle.dumps(second.trained)
     forget_net()
     sys.modules.update(older)  # as in a Python worker that has scored with the first
-    with pytest.raises(PersistenceError, match="'users_net"):
+    with pytest.raises(PersistenceError, match=refused):
         pickle.loads(sent).build()
 
 
