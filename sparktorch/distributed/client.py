@@ -197,7 +197,8 @@ class Client:
         """Returns a client of the same store for a task of a pool, under a token of its own."""
         assert isinstance(self.store, SealedStore)
         token = self.store.token_of(order.number)
-        return Client(partial(self._open_store, token=token), self._world, console=LogCapture(self._console.level))
+        open_store, console = partial(self._open_store, token=token), LogCapture(self._console.level)
+        return Client(open_store, self._world, console=console, patience=self._patience)
 
     def await_verdicts(self) -> None:
         """Makes `told_to_stop` wait for the driver's verdict on each epoch."""

@@ -70,7 +70,9 @@ class Heart:
             silent = silent + _BEAT_SECONDS if self._heard == heard else 0.0
             heard = self._heard
         if not stop.wait(_LEAVING_SECONDS):
-            print(f"rank {self._rank} ends: its driver has gone, or has given up the fit", file=sys.stderr, flush=True)
+            silence = f"has not been heard of for driverTimeout ({self._patience:g} s)"
+            why = silence if silent >= self._patience else "has gone, or has given up the fit"
+            print(f"rank {self._rank} ends: its driver {why}", file=sys.stderr, flush=True)
             os._exit(1)
 
     def _beat(self, stop: threading.Event) -> None:

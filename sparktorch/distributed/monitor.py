@@ -39,15 +39,17 @@ class Observer(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Timeouts:
-    """How long the driver waits for ranks.
+    """How long the driver and the ranks wait for each other.
 
     Attributes:
         start: Seconds that a job may wait for slots.
         stall: Seconds that a rank may make no progress, or may start after the first one.
+        driver: Seconds without a heartbeat from the driver after which a rank ends its process.
     """
 
     start: float = 3600.0
     stall: float = 600.0
+    driver: float = 30.0
 
 
 class Monitor:

@@ -70,6 +70,7 @@ def check_job(params: Any, p: Values) -> None:
     at_least("maxRestarts", p["maxRestarts"], 0)
     above("startTimeout", p["startTimeout"], 0)
     above("stallTimeout", p["stallTimeout"], 0)
+    above("driverTimeout", p["driverTimeout"], 0)
     one_of("logLevel", p["logLevel"], _LOG_LEVELS)
     one_of("rendezvous", p["rendezvous"], ("auto", "driver", "rank0"))
     one_of("preflight", p["preflight"], ("basic", "full"))

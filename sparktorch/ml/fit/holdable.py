@@ -39,6 +39,7 @@ def rows_of(request: Request) -> dict[str, Any]:
         "rendezvous": launch.rendezvous,
         "startTimeout": launch.patience.start,
         "stallTimeout": launch.patience.stall,
+        "driverTimeout": launch.patience.driver,
         "logLevel": launch.log_level,
         "microBatchSize or accumulationSteps": config.micro_batch_size is not None or config.accumulation_steps > 1,
     }

@@ -285,6 +285,10 @@ class EstimatorParams(HasFeaturesCol, HasInputCols, HasLabelCol, HasPredictionCo
     def getStallTimeout(self) -> float: ...
     def setStallTimeout(self, value: float) -> Self:
         """Sets the value of `stallTimeout`: seconds that a worker may stand still, or start after the first one, before the fit ends with its name, its place and its Python stack (> 0)."""
+    driverTimeout: Param[float]
+    def getDriverTimeout(self) -> float: ...
+    def setDriverTimeout(self, value: float) -> Self:
+        """Sets the value of `driverTimeout`: seconds without a sign of life from the driver after which a worker ends by itself (> 0)."""
     logLevel: Param[str]
     def getLogLevel(self) -> str: ...
     def setLogLevel(self, value: str) -> Self:
@@ -428,6 +432,7 @@ class GenericParams(EstimatorParams, HasOutputCols):
         minWorkers: int | None = None,
         startTimeout: float = 3600.0,
         stallTimeout: float = 600.0,
+        driverTimeout: float = 30.0,
         logLevel: str = "WARNING",
         handleInvalid: str = "error",
         predictBatchSize: int | str = 2048,
@@ -514,6 +519,7 @@ class GenericParams(EstimatorParams, HasOutputCols):
             minWorkers: The fewest workers that a restart goes on with, where the cluster has no slots for all of them any more (> 0).
             startTimeout: Seconds that a fit waits for executors that are to come, and for slots which other jobs hold (> 0).
             stallTimeout: Seconds that a worker may stand still, or start after the first one, before the fit ends with its name, its place and its Python stack (> 0).
+            driverTimeout: Seconds without a sign of life from the driver after which a worker ends by itself (> 0).
             logLevel: From which level on the driver shows what workers log; what they print counts as 'INFO'.
             handleInvalid: What transform does with a row whose inputs are null or hold a null: 'error', 'keep' it with null results, or 'skip' it, as one that holds NaN or infinity.
             predictBatchSize: The most rows that go through the module at a time when scoring (> 0); 'auto' begins with 2048, and halves them where the device has no memory for them.
@@ -612,6 +618,7 @@ class ClassifierParams(EstimatorParams, HasProbabilityCol, HasRawPredictionCol, 
         minWorkers: int | None = None,
         startTimeout: float = 3600.0,
         stallTimeout: float = 600.0,
+        driverTimeout: float = 30.0,
         logLevel: str = "WARNING",
         handleInvalid: str = "error",
         predictBatchSize: int | str = 2048,
@@ -700,6 +707,7 @@ class ClassifierParams(EstimatorParams, HasProbabilityCol, HasRawPredictionCol, 
             minWorkers: The fewest workers that a restart goes on with, where the cluster has no slots for all of them any more (> 0).
             startTimeout: Seconds that a fit waits for executors that are to come, and for slots which other jobs hold (> 0).
             stallTimeout: Seconds that a worker may stand still, or start after the first one, before the fit ends with its name, its place and its Python stack (> 0).
+            driverTimeout: Seconds without a sign of life from the driver after which a worker ends by itself (> 0).
             logLevel: From which level on the driver shows what workers log; what they print counts as 'INFO'.
             handleInvalid: What transform does with a row whose inputs are null or hold a null: 'error', 'keep' it with null results, or 'skip' it, as one that holds NaN or infinity.
             predictBatchSize: The most rows that go through the module at a time when scoring (> 0); 'auto' begins with 2048, and halves them where the device has no memory for them.
@@ -799,6 +807,7 @@ class RegressorParams(EstimatorParams):
         minWorkers: int | None = None,
         startTimeout: float = 3600.0,
         stallTimeout: float = 600.0,
+        driverTimeout: float = 30.0,
         logLevel: str = "WARNING",
         handleInvalid: str = "error",
         predictBatchSize: int | str = 2048,
@@ -884,6 +893,7 @@ class RegressorParams(EstimatorParams):
             minWorkers: The fewest workers that a restart goes on with, where the cluster has no slots for all of them any more (> 0).
             startTimeout: Seconds that a fit waits for executors that are to come, and for slots which other jobs hold (> 0).
             stallTimeout: Seconds that a worker may stand still, or start after the first one, before the fit ends with its name, its place and its Python stack (> 0).
+            driverTimeout: Seconds without a sign of life from the driver after which a worker ends by itself (> 0).
             logLevel: From which level on the driver shows what workers log; what they print counts as 'INFO'.
             handleInvalid: What transform does with a row whose inputs are null or hold a null: 'error', 'keep' it with null results, or 'skip' it, as one that holds NaN or infinity.
             predictBatchSize: The most rows that go through the module at a time when scoring (> 0); 'auto' begins with 2048, and halves them where the device has no memory for them.
@@ -1003,6 +1013,7 @@ class TextClassifierParams(ClassifierParams):
         minWorkers: int | None = None,
         startTimeout: float = 3600.0,
         stallTimeout: float = 600.0,
+        driverTimeout: float = 30.0,
         logLevel: str = "WARNING",
         handleInvalid: str = "error",
         predictBatchSize: int | str = 2048,
@@ -1083,6 +1094,7 @@ class TextClassifierParams(ClassifierParams):
             minWorkers: The fewest workers that a restart goes on with, where the cluster has no slots for all of them any more (> 0).
             startTimeout: Seconds that a fit waits for executors that are to come, and for slots which other jobs hold (> 0).
             stallTimeout: Seconds that a worker may stand still, or start after the first one, before the fit ends with its name, its place and its Python stack (> 0).
+            driverTimeout: Seconds without a sign of life from the driver after which a worker ends by itself (> 0).
             logLevel: From which level on the driver shows what workers log; what they print counts as 'INFO'.
             handleInvalid: What transform does with a row whose inputs are null or hold a null: 'error', 'keep' it with null results, or 'skip' it, as one that holds NaN or infinity.
             predictBatchSize: The most rows that go through the module at a time when scoring (> 0); 'auto' begins with 2048, and halves them where the device has no memory for them.
@@ -1182,6 +1194,7 @@ class ImageClassifierParams(ClassifierParams):
         minWorkers: int | None = None,
         startTimeout: float = 3600.0,
         stallTimeout: float = 600.0,
+        driverTimeout: float = 30.0,
         logLevel: str = "WARNING",
         handleInvalid: str = "error",
         predictBatchSize: int | str = 2048,
@@ -1261,6 +1274,7 @@ class ImageClassifierParams(ClassifierParams):
             minWorkers: The fewest workers that a restart goes on with, where the cluster has no slots for all of them any more (> 0).
             startTimeout: Seconds that a fit waits for executors that are to come, and for slots which other jobs hold (> 0).
             stallTimeout: Seconds that a worker may stand still, or start after the first one, before the fit ends with its name, its place and its Python stack (> 0).
+            driverTimeout: Seconds without a sign of life from the driver after which a worker ends by itself (> 0).
             logLevel: From which level on the driver shows what workers log; what they print counts as 'INFO'.
             handleInvalid: What transform does with a row whose inputs are null or hold a null: 'error', 'keep' it with null results, or 'skip' it, as one that holds NaN or infinity.
             predictBatchSize: The most rows that go through the module at a time when scoring (> 0); 'auto' begins with 2048, and halves them where the device has no memory for them.
@@ -1351,6 +1365,7 @@ class RunParams(HasFeaturesCol, HasInputCols, HasLabelCol, HasWeightCol, HasVali
         minWorkers: int | None = None,
         startTimeout: float = 3600.0,
         stallTimeout: float = 600.0,
+        driverTimeout: float = 30.0,
         logLevel: str = "WARNING",
         progress: bool = True,
         mlflowExperiment: str | None = None,
@@ -1395,6 +1410,7 @@ class RunParams(HasFeaturesCol, HasInputCols, HasLabelCol, HasWeightCol, HasVali
             minWorkers: The fewest workers that a restart goes on with, where the cluster has no slots for all of them any more (> 0).
             startTimeout: Seconds that a fit waits for executors that are to come, and for slots which other jobs hold (> 0).
             stallTimeout: Seconds that a worker may stand still, or start after the first one, before the fit ends with its name, its place and its Python stack (> 0).
+            driverTimeout: Seconds without a sign of life from the driver after which a worker ends by itself (> 0).
             logLevel: From which level on the driver shows what workers log; what they print counts as 'INFO'.
             progress: Whether fit shows a progress bar on the driver.
             mlflowExperiment: Name of the MLflow experiment, made if it is missing, in which each fit starts a run of its own, nested where a run is active.
@@ -1532,6 +1548,10 @@ class RunParams(HasFeaturesCol, HasInputCols, HasLabelCol, HasWeightCol, HasVali
     def getStallTimeout(self) -> float: ...
     def setStallTimeout(self, value: float) -> Self:
         """Sets the value of `stallTimeout`: seconds that a worker may stand still, or start after the first one, before the fit ends with its name, its place and its Python stack (> 0)."""
+    driverTimeout: Param[float]
+    def getDriverTimeout(self) -> float: ...
+    def setDriverTimeout(self, value: float) -> Self:
+        """Sets the value of `driverTimeout`: seconds without a sign of life from the driver after which a worker ends by itself (> 0)."""
     logLevel: Param[str]
     def getLogLevel(self) -> str: ...
     def setLogLevel(self, value: str) -> Self:

@@ -330,6 +330,9 @@ PATIENCE = (
     P("stallTimeout", "float", 600.0,
       "seconds that a worker may stand still, or start after the first one, before the fit ends with its name, "
       "its place and its Python stack (> 0)", field="patience.stall", compared=False),
+    P("driverTimeout", "float", 30.0,
+      "seconds without a sign of life from the driver after which a worker ends by itself (> 0)",
+      field="patience.driver", compared=False),
     P("logLevel", "str", "WARNING",
       "from which level on the driver shows what workers log; what they print counts as 'INFO'", compared=False),
 )

@@ -42,7 +42,7 @@ class Launch:
         rendezvous: Host of the store: the driver, rank 0, or "auto": the driver if executors can reach it, otherwise
             rank 0.
         profile: Resource profile of the tasks, `None` for the session's default.
-        patience: Timeouts of the driver for ranks.
+        patience: How long the driver and the ranks wait for each other.
         log_level: Lowest level at which the driver shows the ranks' logs and output.
         tag: Spark job tag, a new one in each attempt.
     """
@@ -149,7 +149,10 @@ def plan(data: DataFrame | RDD[Any], body: Body, launch: Launch, rendezvous: Ren
     except ShippingError as error:
         raise unshippable(error) from error.__cause__
     streamed = not isinstance(data, RDD)
-    task = pickle.dumps(RankTask(launch.world_size, launch.device, rendezvous, launch.log_level, streamed=streamed))
+    console, patience = launch.log_level, launch.patience.driver
+    task = pickle.dumps(
+        RankTask(launch.world_size, launch.device, rendezvous, console, patience=patience, streamed=streamed)
+    )
 
     def run(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         import gc

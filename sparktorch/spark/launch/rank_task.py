@@ -58,7 +58,14 @@ class RankTask:
     """One barrier task: determines its rank, connects to the store, runs the body, and returns or reports a failure."""
 
     def __init__(
-        self, world_size: int, device: Device, rendezvous: Rendezvous | None, log_level: int, *, streamed: bool
+        self,
+        world_size: int,
+        device: Device,
+        rendezvous: Rendezvous | None,
+        log_level: int,
+        *,
+        patience: float,
+        streamed: bool,
     ) -> None:
         """Sets what all ranks share.
 
@@ -67,12 +74,14 @@ class RankTask:
             device: The devices of the ranks.
             rendezvous: The store where ranks meet; without one, rank 0 hosts it.
             log_level: Which records of the ranks' logs the driver gets.
+            patience: Seconds without a heartbeat from the driver after which a rank ends its process.
             streamed: Whether Spark's JVM sends the rows as an Arrow stream; elements of an RDD come from Python.
         """
         self._world_size = world_size
         self._device = device
         self._rendezvous = rendezvous
         self._log_level = log_level
+        self._patience = patience
         self._streamed = streamed
 
     def __call__(self, batches: Iterator[pa.RecordBatch], sent: Sent) -> Iterator[pa.RecordBatch]:
@@ -92,7 +101,7 @@ class RankTask:
         _reach(rendezvous, world)
         world = replace(world, address=address_towards(rendezvous.host))
         open_store = partial(connect, rendezvous.host, rendezvous.port, token=rendezvous.prefix)
-        client = Client(open_store, world, console=LogCapture(self._log_level))
+        client = Client(open_store, world, console=LogCapture(self._log_level), patience=self._patience)
         opened = time.perf_counter() - started
         with client.beating():
             try:

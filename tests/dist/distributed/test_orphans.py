@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
+from contextlib import closing
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 import pytest
 
@@ -25,23 +28,27 @@ PATIENCE = 3.0
 def drive(pipe: Connection) -> None:
     server = ControlServer(HOST, HOST)
     pipe.send(server.rendezvous)
-    time.sleep(600)
+    with closing(server.another()):
+        server.send(b"a task")
+        time.sleep(600)
 
 
-def hang(rendezvous: Rendezvous, pipe: Connection) -> None:
-    opened = partial(connect, rendezvous.host, rendezvous.port, rendezvous.prefix)
-    with Client(opened, World(), patience=PATIENCE).beating():
+def hang(rendezvous: Rendezvous, pipe: Connection, said: Path) -> None:
+    opened = partial(connect, rendezvous.host, rendezvous.port, token=rendezvous.prefix)
+    client = Client(opened, World(), patience=PATIENCE)
+    sys.stderr = said.open("w")
+    with client.joined(next(client.orders())).beating():
         pipe.send("beating")
         time.sleep(600)
 
 
 @pytest.fixture
-def driver_and_rank() -> tuple[BaseProcess, BaseProcess]:
-    """A driver and a rank that hangs in user code, in processes of their own."""
+def driver_and_rank(tmp_path: Path) -> tuple[BaseProcess, BaseProcess]:
+    """A driver and a rank of a pool that hangs in a task, in processes of their own."""
     ours, theirs = SPAWN.Pipe()
     driver = SPAWN.Process(target=drive, args=(theirs,), daemon=True)
     driver.start()
-    rank = SPAWN.Process(target=hang, args=(ours.recv(), theirs), daemon=True)
+    rank = SPAWN.Process(target=hang, args=(ours.recv(), theirs, tmp_path / "said"), daemon=True)
     rank.start()
     assert ours.recv() == "beating"
     return driver, rank
@@ -49,14 +56,15 @@ def driver_and_rank() -> tuple[BaseProcess, BaseProcess]:
 
 @pytest.mark.parametrize(("how", "calm"), [(signal.SIGKILL, 0.0), (signal.SIGSTOP, 2 * PATIENCE)])
 def test_a_rank_ends_where_its_driver_is_dead_or_stands_still(
-    how: signal.Signals, calm: float, driver_and_rank: tuple[BaseProcess, BaseProcess]
+    how: signal.Signals, calm: float, driver_and_rank: tuple[BaseProcess, BaseProcess], tmp_path: Path
 ) -> None:
     driver, rank = driver_and_rank
     rank.join(calm)
     assert rank.is_alive(), "as long as the driver lives"
     assert driver.pid is not None
     os.kill(driver.pid, how)
-    rank.join(10 * PATIENCE)
+    rank.join(5 * PATIENCE)
     assert rank.exitcode == 1
+    assert "not been heard of for driverTimeout (3 s)" in (tmp_path / "said").read_text()
     driver.kill()
     driver.join()

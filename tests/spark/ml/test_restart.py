@@ -15,6 +15,7 @@ from pyspark.sql import DataFrame, SparkSession
 from sparktorch import TorchRegressor
 from sparktorch.errors import ConfigError, PersistenceError, RankError, RankLostError
 from tests.spark.modules import Dies, Raises
+from tests.support.faults import Fault
 from tests.support.nets import Score
 
 
@@ -69,6 +70,15 @@ def test_restarts_come_to_an_end(frame: DataFrame, tmp_path: Path) -> None:
     with pytest.raises(RankLostError, match="rank 0 died"):
         regressor(tmp_path, callbacks=[killer], maxRestarts=1).fit(frame)
     assert (tmp_path / "killed").read_text() == "xx"
+
+
+def test_ranks_wait_for_a_silent_driver_as_long_as_they_are_told(
+    frame: DataFrame, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sparktorch.distributed.server._BEAT_SECONDS", 600.0)  # after the first heartbeat
+    slow = Fault("slow", tmp_path / "marks", seconds=0.5)  # 15 s and more
+    with pytest.raises(RankLostError, match="died while training"):
+        regressor(tmp_path, driverTimeout=1.0, callbacks=[slow]).fit(frame)
 
 
 def test_the_next_fit_goes_on_with_an_unfinished_training_and_no_other(frame: DataFrame, tmp_path: Path) -> None:
