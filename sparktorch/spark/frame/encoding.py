@@ -19,7 +19,7 @@ from sparktorch.data.convert.sql_types import NUMBERS
 from sparktorch.errors import ColumnError, ConfigError, told
 from sparktorch.spark.column_names import ColumnNames, quoted_name
 from sparktorch.spark.compat import for_pandas
-from sparktorch.spark.frame.refusals import no_tensor
+from sparktorch.spark.frame.refusals import as_numbers, no_tensor
 
 __all__ = [
     "NUMERIC",
@@ -269,7 +269,7 @@ def exact(columns: ColumnNames, spec: TensorSpec, wire: Column) -> Column:
     error = ColumnError(
         f"column '{_NAME}' holds whole numbers beyond 2^24, which are packed as float32 and would be rounded: "
         "different ones would become the same",
-        hint=f"leave identifiers out of the inputs; where rounding is fine, cast(`{_NAME}` as double)",
+        hint="leave identifiers out of the inputs; where rounding is fine, cast it to double",
         column=_NAME,
     )
     refused = F.raise_error(F.replace(F.lit(told(error)), F.lit(_NAME), found))
@@ -360,18 +360,19 @@ def input_columns(dataset: DataFrame, specs: Sequence[TensorSpec]) -> list[Colum
             if not _fits(kind, spec):
                 raise ColumnError(
                     f"column {name!r} is {kind.simpleString()}, but the model was fitted on {spec.describe()}",
-                    hint=_as_numbers(columns, name) if spec.kind in ("number", "vector") else "",
+                    hint=as_numbers(kind, columns.sql(name), source) if (source := _source(spec)) else "",
                     column=name,
                 )
     sent = [(spec, column_of(columns, spec)) for spec in specs]
     return [for_pandas(column, columns.type_of(spec.column)) if spec.kind == "any" else column for spec, column in sent]
 
 
-def _as_numbers(columns: ColumnNames, name: str) -> str:
-    """Returns the hint for text in place of numbers."""
-    element, depth = _element(columns.type_of(name))
-    text = isinstance(element, T.StringType)
-    return f"numbers as text: cast({columns.sql(name)} as {_listed('float64', depth)})" if text else ""
+def _source(spec: TensorSpec) -> str | None:
+    """Returns the SQL type of numbers that holds every number of an input; `None` if it takes no numbers."""
+    if spec.kind == "any":
+        return spec.sql if spec.sql in NUMBERS else None
+    usual = "double" if spec.kind in ("number", "vector") else None
+    return _SQL_TYPES[spec.dtype] if usual and np.dtype(spec.dtype).kind == "i" else usual
 
 
 def _fits(kind: T.DataType, spec: TensorSpec) -> bool:

@@ -9,7 +9,7 @@ from pyspark.sql import types as T
 from sparktorch.errors import ColumnError
 from sparktorch.spark.column_names import quoted_name
 
-__all__ = ["no_boolean", "no_label", "no_number", "no_tensor"]
+__all__ = ["as_numbers", "no_boolean", "no_label", "no_number", "no_tensor"]
 
 _PREPROCESS = "give a preprocess that makes tensors of it"
 _TIME = (
@@ -20,8 +20,8 @@ _TIME = (
 _INSTEAD: tuple[tuple[type[T.DataType], str], ...] = (
     (
         T.StringType,
-        "numbers as text, as a CSV file read without its schema has them: cast({0} as double); categories: index them "
-        "with StringIndexer; text: " + _PREPROCESS,
+        "numbers as text, as a CSV file read without its schema has them: cast({0} as double), or as bigint, which "
+        "keeps all digits; categories: index them with StringIndexer; text: " + _PREPROCESS,
     ),
     (
         T.DateType,
@@ -49,9 +49,8 @@ def no_tensor(kind: T.DataType, name: str) -> ColumnError:
         element, depth = element.elementType, depth + 1
     if isinstance(kind, T.BinaryType):
         hint = f"set inputLayouts={{{name!r}: 'image'}} for JPEG or PNG, or 'raw' and inputDtypes for tensors"
-    elif isinstance(element, T.StringType) and depth:
-        target = "array<" * depth + "double" + ">" * depth
-        hint = f"numbers as text: cast({sql} as {target}); words or categories: {_PREPROCESS}"
+    elif depth and (cast := as_numbers(kind, sql)):
+        hint = f"{cast}; words or categories: {_PREPROCESS}"
     elif depth:
         hint = f"{_PREPROCESS}, or take a number of each element, transform({sql}, x -> ...)"
     elif isinstance(kind, T.UserDefinedType) and kind.module() == "pyspark.mllib.linalg":
@@ -63,6 +62,19 @@ def no_tensor(kind: T.DataType, name: str) -> ColumnError:
     )
 
 
+def as_numbers(kind: T.DataType, sql: str, dtype: str = "double") -> str:
+    """Returns the hint for numbers as text, or lists of them; empty for other types.
+
+    Args:
+        kind: Type of the column.
+        sql: The column in SQL.
+        dtype: SQL type of the numbers.
+    """
+    while isinstance(kind, T.ArrayType):
+        kind, dtype = kind.elementType, f"array<{dtype}>"
+    return f"numbers as text: cast({sql} as {dtype})" if isinstance(kind, T.StringType) else ""
+
+
 def no_label(kind: T.DataType, name: str, *, classes: bool) -> ColumnError:
     """Returns the error for a label that is not a number or, unless `classes`, an array of numbers."""
     if classes:
@@ -70,24 +82,24 @@ def no_label(kind: T.DataType, name: str, *, classes: bool) -> ColumnError:
         if isinstance(kind, T.StringType):
             indexed = f"{name}_index"
             hint = (
-                f"numbers of classes as text: cast({_sql(name)} as int); names: "
+                f"numbers of classes as text: cast({_sql(name)} as double); names: "
                 f"StringIndexer(inputCol={name!r}, outputCol={indexed!r}).fit(df).transform(df), then "
                 f"labelCol={indexed!r}; IndexToString turns predictions back"
             )
         elif isinstance(kind, T.ArrayType | T.UserDefinedType):
             hint += "; TorchEstimator trains on several labels in a row"
         return ColumnError(f"column {name!r} must be a number, but is {kind.simpleString()}", hint=hint, column=name)
-    hint = f"cast it: cast({_sql(name)} as double)" if isinstance(kind, T.StringType) else ""
+    hint = as_numbers(kind, _sql(name))
     return ColumnError(
         f"column {name!r} must be a number or an array of numbers, but is {kind.simpleString()}",
-        hint=hint or "make a number of it before fit",
+        hint=f"{hint}, or as bigint for classes" if hint else "make a number of it before fit",
         column=name,
     )
 
 
 def no_number(kind: T.DataType, name: str) -> ColumnError:
     """Returns the error for a column that must be a number."""
-    hint = f"cast it: cast({_sql(name)} as double)" if isinstance(kind, T.StringType) else ""
+    hint = "" if isinstance(kind, T.ArrayType) else as_numbers(kind, _sql(name))
     return ColumnError(f"column {name!r} must be a number, but is {kind.simpleString()}", hint=hint, column=name)
 
 

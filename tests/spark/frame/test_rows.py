@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -27,11 +28,12 @@ def framed(data: DataFrame, *inputs: str, **options: Any) -> Frame:
 @pytest.mark.parametrize(
     ("column", "as_what", "says"),
     [
-        ("'cat'", "label", ["cast(x as int)", "StringIndexer(inputCol='x', outputCol='x_index').fit(df)"]),
+        ("'cat'", "label", ["cast(x as double)", "StringIndexer(inputCol='x', outputCol='x_index').fit(df)"]),
         ("'1.5'", "target", ["cast(x as double)"]),
         ("1", "validation", ["must be boolean, but is int", "cast(x as boolean)"]),
         ("'1'", "weight", ["must be a number, but is string", "cast(x as double)"]),
-        ("'1.5'", "input", ["as a CSV file", "cast(x as double)", "StringIndexer", "preprocess"]),
+        ("'1.5'", "input", ["as a CSV file", "cast(x as double), or as bigint", "StringIndexer", "preprocess"]),
+        ("array('1')", "target", ["cast(x as array<double>)"]),
         ("array('1')", "input", ["cast(x as array<double>)", "preprocess"]),
         ("array(current_date())", "input", ["preprocess", "transform(x, x -> ...)"]),
         ("current_date()", "input", ["datediff(x, earlier)", "preprocess"]),
@@ -137,6 +139,18 @@ def test_what_an_integer_dtype_cannot_hold_is_for_the_null_policy(spark: SparkSe
         assert [row["x1"]["values"] for row in rows] == [[-(2**63), None, x] for x in (None, 3_000_000_000, 7)]
 
 
+@pytest.mark.parametrize("options", [{}, {"assemble": True}, {"as_they_are": True}])
+def test_text_in_place_of_whole_numbers_is_cast_to_their_own_type(spark: SparkSession, options: dict[str, Any]) -> None:
+    data = spark.sql("select 9007199254740993L as x")
+    inputs = framed(data, "x", **options).columns.inputs
+    text = data.selectExpr("string(x) as x")
+    with pytest.raises(ColumnError) as caught:
+        input_columns(text, inputs)
+    (cast,) = re.findall(r"cast\(.*\)", str(caught.value.hint))
+    (value,) = text.selectExpr(f"{cast} as x").select(*input_columns(data, inputs)).first()
+    assert value in (9007199254740993, [9007199254740993])
+
+
 def test_a_timestamp_among_the_columns_of_a_callable_is_shown_as_ranks_get_it(spark: SparkSession) -> None:
     nested = "named_struct('u', array(timestamp_seconds(1))) s"
     data = spark.sql(f"select timestamp_seconds(86400.5) t, {nested}, timestamp_ntz'2024-01-02 03:04:05' n")
@@ -173,7 +187,7 @@ def test_ids_that_packing_with_floats_would_merge_are_refused_by_name(spark: Spa
         framed(data.where("id > 16777216"), "id", "f", assemble=True)
     with pytest.raises(ColumnError, match="column 'id' holds whole numbers beyond 2\\^24"):
         framed(data.selectExpr("cast(id as decimal(20)) + 1 as id", "f"), "id", "f", assemble=True)
-    assert "cast(`id` as double)" in caught.value.hint
+    assert "cast it to double" in caught.value.hint
     assert framed(data.selectExpr("double(id) id", "f"), "id", "f", assemble=True).data.collect()
     labelled = prepare(
         data.where("id > 16777216"), "regression", inputs=["f"], label=["id", "f"], options=InputOptions()
