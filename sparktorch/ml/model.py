@@ -120,7 +120,7 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
         inputs = self._inputs()
         with naming_params(self, fits=False):
             columns = input_columns(dataset, inputs)
-        scored = f"__{self.uid}"
+        scored = f"__{self.uid}".replace(".", "_")  # a dot would name a field
         udf = scoring_udf(dataset.sparkSession, self.trained, fields, self._scoring(), stream=dataset.isStreaming)
         results = [
             result_column(F.col(scored), f, fields[f]).alias(name, metadata=self._attribute(f, fields[f]))

@@ -23,6 +23,7 @@ import pyarrow as pa
 from pyspark.ml import Model
 from pyspark.ml.param import Params
 from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReader, MLWriter
+from pyspark.ml.wrapper import JavaWrapper
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
@@ -32,7 +33,7 @@ from sparktorch.ml.params.mixins import ModelParams
 from sparktorch.ml.summary import TrainingSummary
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.compat import frame_of, ml_session
-from sparktorch.spark.session import switched_on
+from sparktorch.spark.session import is_connect, switched_on
 from sparktorch.train.recipe.huggingface import is_config
 
 if TYPE_CHECKING:
@@ -69,7 +70,23 @@ class _Writer(MLWriter):
         return str(asked).lower() == "true" if asked else switched_on(self.sparkSession, _FOR_ALL)
 
     def save(self, path: str) -> None:
-        """Saves to a path that Spark can write; fails if it exists, unless `overwrite()` was called."""
+        """Saves to a path that Spark can write; fails if it exists, unless `overwrite()` was called, which deletes it.
+
+        Raises:
+            PersistenceError: The path exists. On Connect, whose client reaches no file system, Spark's own exception
+                says so, for `data` and `metadata` under the path.
+        """
+        spark = self.sparkSession
+        if not is_connect(spark):
+            files = JavaWrapper(JavaWrapper._new_java_obj("org.apache.spark.ml.util.FileSystemOverwrite"))
+            try:
+                files._call_java("handleOverwrite", path, self.shouldOverwrite, spark._jsparkSession)
+            except Exception as error:
+                if "already exists" not in str(error):
+                    raise
+                raise PersistenceError(
+                    f"{path} already exists", hint=".write().overwrite().save(path) deletes what is there"
+                ) from error
         self.saveImpl(path)
 
     def _write_metadata(self, path: str, values: dict[str, Any], extra: dict[str, Any]) -> None:
@@ -170,6 +187,7 @@ def write_local(model: Any, directory: Path, *, allow_pickle: bool) -> None:
         "class": f"{type(model).__module__}:{type(model).__qualname__}",
         "uid": model.uid,
         "params": {param.name: value for param, value in model._paramMap.items()},
+        "defaults": {param.name: value for param, value in model._defaultParamMap.items() if _is_json(value)},
         "summary": model.summary.to_dict() if model.hasSummary else None,
     }
     (directory / "model.json").write_text(json.dumps(form, indent=1))
@@ -193,6 +211,7 @@ def read_local(directory: Path, *, allow_pickle: bool, cls: type[Any] | None = N
         raise PersistenceError(f"{form['class']} is no model of sparktorch")
     model = cls()
     model._resetUid(form["uid"])
+    model._setDefault(**form.get("defaults", {}))
     model._set(**form["params"])
     course = TrainingSummary(**form["summary"]) if form["summary"] else None
     return model._with(  # type: ignore[attr-defined]  # what all models share
@@ -208,8 +227,8 @@ class ModelWriter(_Writer):
         with tempfile.TemporaryDirectory() as temporary:
             write_local(self._instance, Path(temporary), allow_pickle=self._allow_pickle)
             values = {param.name: value for param, value in self._instance._paramMap.items()}
-            self._write_metadata(path, values, {})
             self._write_files(path, Path(temporary))
+            self._write_metadata(path, values, {})  # last: nothing loads without
 
 
 class ModelReader(_Reader[R]):
@@ -242,6 +261,8 @@ class EstimatorWriter(_Writer):
         for param, value in self._instance._paramMap.items():
             if _is_json(value):
                 values[param.name] = value
+            elif _is_json(marked := _tuples_marked(value)):
+                values[param.name] = {"$tuples": marked}
             elif (target := import_path(value)) is not None:
                 values[param.name] = {"$import": target}
             elif is_config(value) and (target := import_path(type(value))) is not None:
@@ -256,11 +277,11 @@ class EstimatorWriter(_Writer):
                 f"for the stages of a pipeline, with spark.conf.set({_FOR_ALL!r}, 'true')",
                 param=name,
             )
-        self._write_metadata(path, values, {"pickled": sorted(pickled)})
         if pickled:
             with tempfile.TemporaryDirectory() as temporary:
                 (Path(temporary) / _PICKLED).write_bytes(cloudpickle.dumps(pickled))
                 self._write_files(path, Path(temporary))
+        self._write_metadata(path, values, {"pickled": sorted(pickled)})
 
 
 class EstimatorReader(_Reader[R]):
@@ -278,6 +299,8 @@ class EstimatorReader(_Reader[R]):
         for name, value in metadata["paramMap"].items():
             if isinstance(value, dict) and value.keys() == {"$import"}:
                 metadata["paramMap"][name] = load_object(value["$import"])
+            elif isinstance(value, dict) and value.keys() == {"$tuples"}:
+                metadata["paramMap"][name] = _tuples_made(value["$tuples"])
             elif isinstance(value, dict) and value.keys() == {"$config", "values"}:
                 metadata["paramMap"][name] = _config(value["$config"], value["values"])
         DefaultParamsReader.getAndSetParams(instance, metadata)
@@ -298,11 +321,31 @@ class EstimatorReader(_Reader[R]):
 
 
 def _is_json(value: Any) -> bool:
-    """Whether JSON gives the very value back: of tuples it makes lists."""
+    """Whether JSON gives the very value back: of tuples it makes lists, and NaN equals nothing."""
     try:
-        return bool(json.loads(json.dumps(value)) == value)
+        return repr(json.loads(json.dumps(value))) == repr(value)
     except (TypeError, ValueError):
         return False
+
+
+def _tuples_marked(value: Any) -> Any:
+    """Returns a value with `{"$tuple": [...]}` for the tuples in it."""
+    if type(value) is dict:
+        return {key: _tuples_marked(item) for key, item in value.items()}
+    if type(value) is list:
+        return [_tuples_marked(item) for item in value]
+    return {"$tuple": [_tuples_marked(item) for item in value]} if type(value) is tuple else value
+
+
+def _tuples_made(value: Any) -> Any:
+    """Returns what was given to `_tuples_marked`."""
+    if isinstance(value, list):
+        return [_tuples_made(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"$tuple"}:
+        return tuple(_tuples_made(item) for item in value["$tuple"])
+    return {key: _tuples_made(item) for key, item in value.items()}
 
 
 def _config(path: str, values: dict[str, Any]) -> Any:

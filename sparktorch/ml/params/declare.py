@@ -7,6 +7,7 @@ import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from pyspark.ml.param import Param, Params, TypeConverters
@@ -125,7 +126,11 @@ def optional(spec: ParamSpec) -> str:
 
 
 def own(value: Any) -> Any:
-    """Returns a copy of a list or dict, so that changing a default affects no other instance."""
+    """Returns a copy of a list or dict and those within it, so that changing one affects no other instance."""
+    if type(value) is dict:
+        return {key: own(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(own, value))
     return copy.copy(value) if isinstance(value, _MUTABLE) else value
 
 
@@ -155,7 +160,7 @@ def _named(function: Any, name: str, doc: str) -> Any:
 def _to_dict(value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise TypeError(f"expected a dict, got {type(value).__name__}")
-    return dict(value)
+    return dict(own(value))
 
 
 def _to_dicts(value: Any) -> list[dict[str, Any]]:
@@ -164,13 +169,10 @@ def _to_dicts(value: Any) -> list[dict[str, Any]]:
     return [_to_dict(item) for item in value]
 
 
-def _by_column(convert: Callable[[Any], Any]) -> Callable[[Any], dict[str, Any]]:
-    def converter(value: Any) -> dict[str, Any]:
-        if not isinstance(value, Mapping):
-            raise TypeError(f"expected a dict by column name, got {type(value).__name__}")
-        return {str(name): convert(item) for name, item in value.items()}
-
-    return converter
+def _by_column(convert: Callable[[Any], Any], value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"expected a dict by column name, got {type(value).__name__}")
+    return {str(name): convert(item) for name, item in value.items()}
 
 
 def _to_int_or_str(value: Any) -> int | str:
@@ -180,10 +182,10 @@ def _to_int_or_str(value: Any) -> int | str:
 _CONVERTERS: dict[str, Callable[[Any], Any]] = {
     "bool": TypeConverters.toBoolean,
     "dict[str, Any]": _to_dict,
-    "dict[str, float]": _by_column(TypeConverters.toFloat),
-    "dict[str, int]": _by_column(TypeConverters.toInt),
-    "dict[str, list[int]]": _by_column(TypeConverters.toListInt),
-    "dict[str, str]": _by_column(TypeConverters.toString),
+    "dict[str, float]": partial(_by_column, TypeConverters.toFloat),
+    "dict[str, int]": partial(_by_column, TypeConverters.toInt),
+    "dict[str, list[int]]": partial(_by_column, TypeConverters.toListInt),
+    "dict[str, str]": partial(_by_column, TypeConverters.toString),
     "float": TypeConverters.toFloat,
     "int": TypeConverters.toInt,
     "int | str": _to_int_or_str,

@@ -106,7 +106,7 @@ class TorchCrossValidator(CrossValidator):
         self, estimators: Sequence[Any], maps: Sequence[ParamMap], dataset: DataFrame, carried: Sequence[str]
     ) -> CrossValidatorModel:
         evaluator, folds, column = self.getEvaluator(), self.getNumFolds(), self.getFoldCol()
-        name = f"{self.uid}_fold"
+        name = f"{self.uid}_fold".replace(".", "_")
         data = with_folds(dataset, name, folds=folds, seed=self.getSeed(), column=column)
         models: list[list[Any]] = [[None] * len(maps) for _ in range(folds)]
         drawn, count, weight = not column, folds * len(maps) + 1, weight_of(evaluator, carried)

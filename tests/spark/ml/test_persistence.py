@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def test_what_lies_on_disk_is_spark_metadata_and_safetensors_and_is_not_replaced
     assert metadata["class"] == "sparktorch.ml.regression.TorchRegressionModel"
     files = {row["name"] for row in frame.sparkSession.read.parquet(str(tmp_path / "model" / "data")).collect()}
     assert files == {"model.json", "module.json", "weights.safetensors"}
-    with pytest.raises(Exception, match="PATH_ALREADY_EXISTS"):
+    with pytest.raises(PersistenceError, match="model already exists"):
         model.save(str(tmp_path / "model"))
 
 
@@ -173,6 +174,35 @@ def test_a_model_is_written_and_read_in_batches(
     row = frame.first()
     assert row is not None
     assert loaded.predict(row) == model.predict(row)
+
+
+def test_a_path_that_exists_is_kept_unless_it_is_to_be_overwritten_and_deleted_then(
+    frame: DataFrame, tmp_path: Path
+) -> None:
+    estimator = TorchRegressor(module=MLP, labelCol="target")
+    path = tmp_path / "mine"
+    path.mkdir()
+    (path / "notes.txt").write_text("mine")
+    with pytest.raises(PersistenceError, match="mine already exists"):
+        estimator.save(str(path))
+    assert (path / "notes.txt").exists()
+    estimator.write().overwrite().save(str(path))
+    assert sorted(each.name for each in path.iterdir()) == ["metadata"]
+
+
+def test_tuples_nan_and_defaults_come_back_without_pickles(frame: DataFrame, tmp_path: Path) -> None:
+    params = {"moduleParams": {"kernel_size": (3, 3), "sizes": [(1, (2,))]}, "fillValue": math.nan}
+    estimator = TorchRegressor(module=MLP, labelCol="target", **params)
+    estimator._setDefault(predictionCol="p")
+    estimator.save(str(tmp_path / "estimator"))
+    loaded = TorchRegressor.load(str(tmp_path / "estimator"))
+    assert loaded.getModuleParams() == params["moduleParams"]
+    assert math.isnan(loaded.getFillValue())
+    assert loaded.getPredictionCol() == "p"
+    model = TorchRegressor(module=MLP, labelCol="target", **QUICK).fit(frame)
+    model._setDefault(predictionCol="p")
+    model.save(str(tmp_path / "model"))
+    assert TorchRegressionModel.load(str(tmp_path / "model")).getPredictionCol() == "p"
 
 
 def test_fitting_goes_on_from_a_loaded_model(frame: DataFrame, tmp_path: Path) -> None:

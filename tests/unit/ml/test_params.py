@@ -409,6 +409,25 @@ def test_what_is_appended_to_a_default_is_no_other_estimators() -> None:
         assert other.getModuleParams() == {}
 
 
+def test_a_copy_has_its_own_nested_dicts_and_lists() -> None:
+    given = {"sizes": {"hidden": [8]}}
+    one = TorchRegressor(moduleParams=given)
+    copied = one.copy()
+    given["sizes"]["hidden"].append(1)
+    one.getModuleParams()["sizes"]["hidden"].append(2)
+    assert (copied.getModuleParams(), one.getModuleParams()["sizes"]) == (
+        {"sizes": {"hidden": [8]}},
+        {"hidden": [8, 2]},
+    )
+
+
+@pytest.mark.parametrize("kind", [*ESTIMATORS, *MODELS])
+def test_an_instance_can_be_pickled(kind: Any) -> None:
+    one = kind()
+    again = pickle.loads(pickle.dumps(one))
+    assert (again.uid, again.extractParamMap()) == (one.uid, one.extractParamMap())
+
+
 def test_a_constructor_takes_known_names_alone_and_says_which_is_wrong() -> None:
     with pytest.raises(TypeError, match=r"^TorchClassifier\(\) takes keyword arguments only$"):
         TorchClassifier(Mlp)  # type: ignore[misc]
