@@ -58,7 +58,7 @@ def run_on_partition(
 def run_function(batches: Iterable[pa.RecordBatch], *, world: World, job: FunctionJob, client: Client) -> RankResult:
     """Runs a user's function in one rank, without rows; takes and raises what `run_on_partition` does."""
     with leaving_none_of(world.device), _ready(batches, world):
-        checkpointer = find_checkpoint(job.checkpoint, {}, world, client)
+        checkpointer = find_checkpoint(job, {}, world, client)
         with checkpointer or nullcontext(), _group(world, job, client):
             context = RunContext(world, client, job.config, group=None, checkpointer=checkpointer)
             return _called(job, context, client)

@@ -141,7 +141,7 @@ class HeldRows:
             client.publish(progress=world.is_main, epochs=False)
         fingerprint = f"{sum(peer['fingerprint'] for peer in peers) % 2**64:016x}"
         known = {"data": fingerprint} | ({_SPLIT: _PLACE} if self._by_place else {})
-        checkpointer = find_checkpoint(job.checkpoint, known, world, client)
+        checkpointer = find_checkpoint(job, known, world, client)
         limit = timedelta(seconds=job.collective_seconds)
         lone = job.needs_group or strategy.needs_group(options)
         opened = process_group(team, client.store, timeout=limit, lone=lone, report=client.fail)
@@ -243,21 +243,20 @@ class RowsGroup:
     seconds: dict[str, float]
 
 
-def find_checkpoint(
-    config: CheckpointConfig | None, known: Mapping[str, Any], world: World, client: Client
-) -> Checkpointer | None:
+def find_checkpoint(job: GroupJob, known: Mapping[str, Any], world: World, client: Client) -> Checkpointer | None:
     """Returns the checkpointer of a job, which knows the checkpoint to resume from; `None` without checkpoints.
 
     Args:
-        config: Where and how often to save.
-        known: What identifies the training besides the configuration's `job`.
+        job: Says where and how often to save.
+        known: What identifies the training besides the `job` of its checkpoint configuration.
         world: This rank's place.
         client: Connects the rank to the driver and to the other ranks.
     """
+    config = job.checkpoint
     if config is None:
         return None
     client.enter("looking for a checkpoint")
-    return Checkpointer(config, {**config.job, **known}, world, client)
+    return Checkpointer(config, {**config.job, **known}, world, client, fixed=job.fixed_epochs)
 
 
 def _read(batches: Iterable[pa.RecordBatch], world: World, job: RowsJob, client: Client) -> Shard:
@@ -285,7 +284,7 @@ def _by_place(config: CheckpointConfig | None, client: Client) -> bool | None:
     """Returns whether the training that goes on has split its rows by position; `None` if none goes on."""
     if config is None:
         return None
-    found = unfinished(CheckpointStore(config.directory, moved=client.moved), config)
+    found = unfinished(CheckpointStore(config.directory, moved=client.moved), config.owner, config.job)
     return None if found is None else found.job.get(_SPLIT) == _PLACE
 
 

@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from sparktorch.base.config import CheckpointConfig, StorageConfig, TrainConfig
 from sparktorch.data.columns import Columns
+from sparktorch.train.recipe.lr_schedule import fixed_epochs
 from sparktorch.train.recipe.recipe import Recipe
 
 __all__ = ["FunctionJob", "GroupJob", "RankResult", "RowsJob", "TrainJob"]
@@ -71,6 +72,11 @@ class GroupJob:
     collective_seconds: float = 1800.0
 
     @property
+    def fixed_epochs(self) -> str:
+        """Why its training cannot go on with another number of epochs; empty if it can."""
+        return "what a function does may depend on it"
+
+    @property
     def rows(self) -> RowsJob:
         """How the rank reads its rows."""
         config = self.config
@@ -95,6 +101,11 @@ class TrainJob(GroupJob):
     """
 
     recipe: Recipe
+
+    @property
+    def fixed_epochs(self) -> str:
+        """Why its training cannot go on with another number of epochs; empty if it can."""
+        return fixed_epochs(self.recipe)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ import re
 import secrets
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -62,28 +63,30 @@ class Checkpointer:
         world: World,
         client: Client,
         *,
+        fixed: str = "",
         claim_seconds: float = 10.0,
         seen_seconds: float = 5.0,
     ) -> None:
         """Finds the checkpoint to resume from, with the directory's lease held by rank 0; every rank calls it.
 
-        Checkpoints of another fit's finished training are removed.
+        Checkpoints of another fit's finished training are removed, unless this one is to train it for more epochs.
 
         Args:
             config: Where and how often to save.
             job: Settings that identify the training.
             world: This rank's place.
             client: Sends the ranks' reports of what they have written.
+            fixed: Why a training cannot go on with another number of epochs; empty if it can.
             claim_seconds: Seconds between renewals of the lease.
             seen_seconds: Seconds until a network file system shows what another host has written.
 
         Raises:
-            PersistenceError: Another fit writes there, the checkpoints belong to another training, or the directory
-                cannot be written or is not the same on this rank's host as on rank 0's.
+            PersistenceError: Another fit writes there, the checkpoints belong to another training or cannot go on to
+                these epochs, or the directory cannot be written or is not the same on this rank's host as on rank 0's.
             ClusterError: The directory cannot be reached.
         """
         self._config, self._job, self._world, self._client = config, job, world, client
-        self._claim_seconds, self._seen_seconds = claim_seconds, seen_seconds
+        self._fixed, self._claim_seconds, self._seen_seconds = fixed, claim_seconds, seen_seconds
         self._kept: dict[int, float | None] = {}  # in rank 0: losses of complete checkpoints by step
         self.seconds = dict.fromkeys(("checkpoint_copy", "checkpoint_wait", "checkpoint_write"), 0.0)
         self._failing = False
@@ -129,8 +132,10 @@ class Checkpointer:
             reason, hint = cannot_write(self._config.directory, error)
             raise PersistenceError(f"checkpointDir {reason}", hint=hint, param="checkpointDir") from error
         self._claims.start()  # reading all checkpoints may take longer than a lease lasts
-        if store.finished_by(self._config.owner):
-            store.reopen()  # the training had finished, but a rank was lost before it returned its result
+        going_on = unfinished(store, self._config.owner, self._job)
+        if going_on is not None:  # checked first: a refused fit leaves the directory as it is
+            _check_same(going_on, self._job, self._config.directory, self._fixed)
+            store.reopen()  # it may have finished with fewer epochs, or a rank was lost before it returned its result
         elif store.finished:
             store.clear()
         manifest, problems = store.usable()
@@ -141,7 +146,6 @@ class Checkpointer:
             store.keep(set())
             self._attempts = {attempt}
             return found
-        _check_same(manifest.job, self._job, self._config.directory)
         begun = manifest.job.get(INITIAL_WEIGHTS)
         if begun is not None and begun != self._job.get(INITIAL_WEIGHTS):
             self._client.warn(
@@ -332,21 +336,44 @@ class Checkpointer:
             self._client.warn(f"the claim on {self._config.directory} could not be renewed: {error}")
 
 
-def unfinished(store: CheckpointStore, config: CheckpointConfig) -> Manifest | None:
-    """Returns the latest manifest of the training that a fit finds there and goes on with; `None` if there is none."""
-    if store.finished and not store.finished_by(config.owner):
-        return None
-    return next(iter(store.manifests()), None)
+def unfinished(store: CheckpointStore, owner: str, job: Mapping[str, Any]) -> Manifest | None:
+    """Returns the latest manifest of the training that a fit finds there and goes on with; `None` if there is none.
+
+    A finished training is one if it was this owner's, or of the same job but for its number of epochs.
+    """
+    latest = next(iter(store.manifests()), None)
+    if latest is None or not store.finished or store.finished_by(owner):
+        return latest
+    return latest if _differing(latest.job, {**latest.job, **job}) == ["epochs"] else None
 
 
-def _check_same(saved: dict[str, Any], job: dict[str, Any], directory: str) -> None:
+def _differing(saved: Mapping[str, Any], job: Mapping[str, Any]) -> list[str]:
+    """Returns the names of the settings in which a job is another than that of a checkpoint."""
     by_name = {name: _CONTENTS.sub("", text) if isinstance(text, str) else text for name, text in job.items()}
-    names = sorted(
+    return sorted(
         name
         for name in (saved.keys() | job.keys()) - {INITIAL_WEIGHTS}
         if saved.get(name) not in (job.get(name), by_name.get(name))
     )
-    if names:
+
+
+def _check_same(manifest: Manifest, job: Mapping[str, Any], directory: str, fixed: str) -> None:
+    """Raises if a checkpoint is that of another training, or cannot go on to the job's number of epochs."""
+    saved = manifest.job
+    names = _differing(saved, job)
+    if names == ["epochs"]:
+        here = f"epochs is {job['epochs']}, and {directory} holds a training"
+        if fixed:
+            raise PersistenceError(
+                f"{here} of {saved.get('epochs')} epochs that cannot go on with another number: {fixed}",
+                hint="keep epochs as they were, or set another checkpointDir",
+                param="epochs",
+            )
+        if int(job["epochs"]) <= manifest.epoch:
+            raise PersistenceError(
+                f"{here} that has done {manifest.epoch}", hint="set more, or another checkpointDir", param="epochs"
+            )
+    elif names:
         read = "; numbers that rows get as they are read (idCol) depend on the partitions: write them into the table"
         differences = "; ".join(f"{name}: {saved.get(name)!r} there, {job.get(name)!r} here" for name in names)
         raise PersistenceError(

@@ -9,9 +9,10 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from sparktorch.base.config import TrainConfig
+from sparktorch.train.recipe.lookup import name_of
 from sparktorch.train.recipe.recipe import Recipe
 
-__all__ = ["Schedule"]
+__all__ = ["Schedule", "fixed_epochs"]
 
 _WARMUP_EPOCHS = 5  # Goyal et al. 2017, section 2.2
 _KERNELS = ("foreach", "fused")  # options of optimizers that follow from how parameters are divided now
@@ -108,3 +109,17 @@ class Schedule:
             self._scheduler.load_state_dict(state["scheduler"])
         for group, values in zip(self._groups, state["groups"], strict=True):
             group.update({name: value for name, value in values.items() if name not in _KERNELS})
+
+
+def fixed_epochs(recipe: Recipe) -> str:
+    """Returns why a training cannot go on with another number of epochs; empty if it can."""
+    if recipe.steps_itself:
+        return "a LightningModule may read self.trainer.max_epochs"
+    if recipe.scheduler is None:
+        return ""
+    factory, options = recipe.scheduler_call(1)
+    filled = ", ".join(sorted(options.keys() - recipe.scheduler_params.keys()))
+    return filled and (
+        f"scheduler {name_of(factory)} gets {filled} from epochs (it need not if schedulerParams have {filled} from "
+        "the beginning)"
+    )

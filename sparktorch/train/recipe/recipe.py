@@ -323,7 +323,7 @@ class Recipe:
         """
         if self.scheduler is None:
             return None
-        factory, options = self._scheduler_call(steps)
+        factory, options = self.scheduler_call(steps)
         try:
             return factory(optimizer, **options)
         except (TypeError, ValueError) as error:
@@ -337,13 +337,13 @@ class Recipe:
         """
         if self.scheduler is None:
             return
-        factory, options = self._scheduler_call(1)
+        factory, options = self.scheduler_call(1)
         try:
             inspect.signature(factory).bind(None, **options)
         except TypeError as error:
             raise self._wrong_scheduler(factory, error) from error
 
-    def _scheduler_call(self, steps: int) -> tuple[Any, dict[str, Any]]:
+    def scheduler_call(self, steps: int) -> tuple[Any, dict[str, Any]]:
         """Returns the scheduler's factory and its options."""
         found = look_up(self.scheduler, lr_scheduler, lr_scheduler.LRScheduler, "scheduler")
         options = dict(self.scheduler_params)

@@ -21,7 +21,7 @@ from sparktorch.train.checkpoint.store import CheckpointStore
 from sparktorch.worker import TrainJob
 from tests.support.nets import Damped, Drifting, Lookup, Noisy, Spare, Tower
 from tests.support.ranks import control_server, load_state, run_ranks, train_on
-from tests.support.resume import EPOCHS, STEPS, TABLE, Counts, job_for, killed, parts, timeless
+from tests.support.resume import EPOCHS, STEPS, TABLE, Counts, OwnSteps, job_for, killed, parts, timeless
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp", "strategy_params": {"bucket_cap_mb": 0.0002}},  # several buckets
@@ -302,6 +302,48 @@ def test_a_training_that_has_ended_is_not_gone_on_with(tmp_path: Path) -> None:
     assert all(torch.equal(first[name], again[name]) for name in first)
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert [name[:14] for name in names] == ["finished.json", f"step-{STEPS - 1:09d}", f"step-{STEPS:09d}"]
+
+
+def lasting(epochs: int, folder: Path, callback: Callback | None = None, **recipe: Any) -> TrainJob:
+    """A training at a constant rate, unless the recipe says otherwise, that is known by its number of epochs."""
+    made = job_for(folder, callback, epochs=epochs)
+    assert made.checkpoint is not None
+    constant: dict[str, Any] = {"scheduler": None, "scheduler_params": {}, **recipe}
+    checkpoint = replace(made.checkpoint, job={"epochs": repr(epochs)})
+    return replace(made, recipe=replace(made.recipe, **constant), checkpoint=checkpoint)
+
+
+def of_another_fit(job: TrainJob) -> TrainJob:
+    assert job.checkpoint is not None
+    return replace(job, checkpoint=replace(job.checkpoint, owner="another fit"))
+
+
+def test_more_epochs_go_on_with_a_training_finished_or_not_and_end_as_all_of_them_at_once(tmp_path: Path) -> None:
+    for name in ("calm", "cut", "ended"):
+        (tmp_path / name).mkdir()
+    expected, wanted = train_on(parts(2), lasting(4, tmp_path / "calm"))
+    killed(lasting(2, tmp_path / "cut", Counts(tmp_path, rank=1, step=STEPS + 3)), 2)
+    train_on(parts(2), lasting(2, tmp_path / "ended"))
+    steps = OwnSteps(tmp_path / "ended")
+    for job in (lasting(4, tmp_path / "cut"), of_another_fit(lasting(4, tmp_path / "ended", steps))):
+        found, metas = train_on(parts(2), job)
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        assert timeless(metas[0]["history"]) == timeless(wanted[0]["history"])
+    assert (tmp_path / "ended" / "steps-0").read_text() == str(2 * STEPS)
+
+
+def test_epochs_that_a_training_cannot_go_on_to_are_refused_and_leave_it_as_it_is(tmp_path: Path) -> None:
+    for name, recipe in (("constant", {}), ("by_epochs", {"scheduler": "CosineAnnealingLR"})):
+        (tmp_path / name).mkdir()
+        train_on(parts(2), lasting(2, tmp_path / name, **recipe))
+    with pytest.raises(PersistenceError, match=r"epochs is 1, and .* holds a training that has done 2"):
+        train_on(parts(2), of_another_fit(lasting(1, tmp_path / "constant")))
+    longer = of_another_fit(lasting(3, tmp_path / "by_epochs", scheduler="CosineAnnealingLR"))
+    with pytest.raises(PersistenceError, match=r"of 2 epochs that cannot .* CosineAnnealingLR gets T_max from epochs"):
+        train_on(parts(2), longer)
+    for name in ("constant", "by_epochs"):
+        store = CheckpointStore(str(tmp_path / name / "checkpoints"))
+        assert (store.finished, store.steps()[0]) == (True, 2 * STEPS)
 
 
 def test_rows_or_settings_of_another_training_are_refused(tmp_path: Path) -> None:
