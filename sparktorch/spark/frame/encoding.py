@@ -72,10 +72,11 @@ def plan_inputs(columns: ColumnNames, names: Sequence[str], options: InputOption
     options.check_names(names)
     numbers = (at for at, name in enumerate(names) if options.assemble and isinstance(columns.type_of(name), NUMERIC))
     places = tuple(numbers)
+    packed = set(places)
     specs: list[TensorSpec] = []
     for at, name in enumerate(names):
         wire = input_name(len(specs))
-        if at not in places:
+        if at not in packed:
             specs.append(_spec(columns, name, wire, options))
         elif at == places[0]:
             specs.append(replace(_packed(columns, [names[place] for place in places], wire, options), places=places))
