@@ -342,7 +342,9 @@ def check_labels(values: npt.NDArray[Any], columns: Columns) -> npt.NDArray[Any]
             f"{int(bad.sum())} labels in column {spec.column!r} are not classes 0 ... "
             f"{columns.classes - 1}, for example {values[bad][0]:g}",
             hint=f"the module returns {columns.classes} scores a row: index the labels with "
-            "StringIndexer, or give the module as many outputs as there are classes (numLabels, if it is a folder)",
+            "StringIndexer, or give the module as many outputs as there are classes (numLabels, if it is a folder)"
+            + f"; handleInvalid='keep' gives unseen labels {columns.classes}: use 'skip'"
+            * bool(values.max() == columns.classes),
             column=spec.column,
         )
     values = values.astype(np.int64)

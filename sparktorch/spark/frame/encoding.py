@@ -72,10 +72,11 @@ def plan_inputs(columns: ColumnNames, names: Sequence[str], options: InputOption
     options.check_names(names)
     numbers = (at for at, name in enumerate(names) if options.assemble and isinstance(columns.type_of(name), NUMERIC))
     places = tuple(numbers)
+    packed = set(places)
     specs: list[TensorSpec] = []
     for at, name in enumerate(names):
         wire = input_name(len(specs))
-        if at not in places:
+        if at not in packed:
             specs.append(_spec(columns, name, wire, options))
         elif at == places[0]:
             specs.append(replace(_packed(columns, [names[place] for place in places], wire, options), places=places))
@@ -259,13 +260,11 @@ def exact(columns: ColumnNames, spec: TensorSpec, wire: Column) -> Column:
     wide = [name for name in spec.sources if _is_wide(columns.type_of(name))]
     if spec.dtype != "float32" or not wide:
         return wire
-    # One flat expression: nested, one `when` a column overflows the JVM's stack at 300 columns.
-    found = F.coalesce(
-        *[
-            F.when(F.abs(columns.column(name).cast("double")) > _FLOAT_EXACT, F.lit(json.dumps(name)[1:-1]))
-            for name in wide
-        ]
-    )
+    # Flat: nested, one `when` a column overflows the JVM's stack at 300 columns. The names are one literal.
+    sizes = [F.abs(columns.column(name).cast("double")) for name in wide]
+    most = F.greatest(F.lit(0.0), *sizes)
+    known = F.from_json(F.lit(json.dumps([json.dumps(name)[1:-1] for name in wide])), "array<string>")
+    found = F.element_at(known, F.array_position(F.array(*sizes), most).cast("int"))
     error = ColumnError(
         f"column '{_NAME}' holds whole numbers beyond 2^24, which are packed as float32 and would be rounded: "
         "different ones would become the same",
@@ -273,7 +272,7 @@ def exact(columns: ColumnNames, spec: TensorSpec, wire: Column) -> Column:
         column=_NAME,
     )
     refused = F.raise_error(F.replace(F.lit(told(error)), F.lit(_NAME), found))
-    return F.when(found.isNull(), wire).otherwise(refused).alias(spec.name)
+    return F.when(most <= _FLOAT_EXACT, wire).otherwise(refused).alias(spec.name)
 
 
 def _is_wide(kind: T.DataType) -> bool:

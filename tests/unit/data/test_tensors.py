@@ -146,6 +146,7 @@ def test_labels_that_are_no_classes_are_refused_with_an_example(label: float, sh
     assert caught.value.what == f"1 labels in column 'kind' are not classes 0 ... 2, for example {shown}"
     assert caught.value.where == {"column": "kind"}
     assert "StringIndexer" in caught.value.hint
+    assert ("use 'skip'" in caught.value.hint) == (label == 3)  # as StringIndexer keeps labels that it has not seen
 
 
 @pytest.mark.parametrize(
