@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,8 @@ class TrainedModule:
         returned: Names under which `preprocess` returns them, in the order of `arguments`.
         labels: Names of the classes; `()` if unknown.
         seed: The seed with which the training called the class or factory, which may draw more than the weights.
-        code: The files that were saved with the model, as from `fingerprints`; its classes come from no others.
+        code: The files that were saved with the model, as from `fingerprints`; its classes come from no others. `None`
+            without such files.
     """
 
     source: ModuleSource | Program
@@ -84,7 +85,7 @@ class TrainedModule:
     returned: tuple[str, ...] | None = None
     labels: tuple[str, ...] = ()
     seed: int = 0
-    code: Mapping[str, str] = field(default_factory=dict)
+    code: Mapping[str, str] | None = None
 
     @property
     def takes(self) -> tuple[TensorSpec, ...] | tuple[ArgumentSpec, ...]:
@@ -101,13 +102,13 @@ class TrainedModule:
         """
         self._check_code()
         module = self._built(state)
-        check_code(self.code, map(type, module.modules()))
+        check_code(self.code or {}, map(type, module.modules()))
         return module
 
     def _check_code(self) -> None:
         """Checks the module's class or factory, and `preprocess`."""
         source = load_object(self.source) if self.code and isinstance(self.source, str) else self.source
-        check_code(self.code, (source, self.preprocess))
+        check_code(self.code or {}, (source, self.preprocess))
 
     def _built(self, state: Mapping[str, torch.Tensor] | None) -> nn.Module:
         """Returns the module, of whichever code its import path leads to."""
@@ -249,7 +250,7 @@ class TrainedModule:
             returned=tuple(form["returned"]) if "returned" in form else None,
             labels=tuple(form.get("labels", ())),
             seed=form.get("seed", 0),
-            code={} if code is None else fingerprints(code),
+            code=None if code is None else fingerprints(code),
         )
         found._check_code()
         return found

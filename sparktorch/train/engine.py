@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -197,9 +198,14 @@ class Engine:
             buffers = [buffer.clone() for buffer in self.module.buffers()]
             state = self.strategy.own_state()
             for _ in range(self.strategy.warm_up_passes):
-                loss, _ = self.losses_of(self.module, batch)
-                (loss * 0).backward()  # type: ignore[no-untyped-call]
-                self.strategy.after_backward(self.module, rows=False)
+                apart = self.strategy.reduces_apart(rows=True)
+                with self.strategy.no_sync(self.module) if apart else nullcontext():
+                    loss, _ = self.losses_of(self.module, batch)
+                    (loss * 0).backward()  # type: ignore[no-untyped-call]
+                if apart:
+                    self.strategy.reduce(self.module, rows=False)
+                else:
+                    self.strategy.after_backward(self.module, rows=False)
                 self.optimizer.zero_grad()
             self.strategy.load_own_state(state)
             self._restore(buffers)
@@ -338,9 +344,12 @@ class Engine:
         scaled = self.scaler.scale(loss * scale)
         if batch.rows or not self.strategy.reduces_apart(rows=False):
             scaled.backward()  # type: ignore[no-untyped-call]
-        else:  # computes gradients, for a module's own collectives, and keeps none: no row may use what placeholders do
+        elif self.strategy.searches:  # DDP counts a parameter as used once its gradient is accumulated
             trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
             torch.autograd.grad(scaled, trained, allow_unused=True)
+        else:  # computes gradients, for a module's own collectives, and keeps none: no row may use what placeholders do
+            scaled.backward()  # type: ignore[no-untyped-call]
+            self.module.zero_grad()
         return loss.detach(), metrics
 
     def _take_step(self) -> None:

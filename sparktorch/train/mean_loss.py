@@ -21,6 +21,7 @@ from sparktorch.train.recipe.task import align, autocast, rows_of
 __all__ = ["check_loss"]
 
 _ROWS, _TOGETHER = 64, 8  # of a rank, and of a forward pass
+_NUMBERS = (int, float, str, type(None))  # that a module counts in its passes
 _STEPS = 64  # in which a rank looks for most rows
 
 
@@ -56,6 +57,8 @@ def check_loss(engine: Engine, config: TrainConfig, world: World, dataset: RankD
     evaluating = engine.strategy.evaluating(engine.module)
     with untouched_generators(torch.device(world.device)), engine.own.rehearsal(), evaluating as module, eager:
         buffers = [buffer.clone() for buffer in module.buffers()]
+        stateful = [vars(each) for each in (*module.modules(), *([step] if step else [])) if hasattr(each, "__dict__")]
+        numbers = [{name: value for name, value in of.items() if isinstance(value, _NUMBERS)} for of in stateful]
         engine.module.eval()
         while group < groups:
             first = group * size % batch.rows
@@ -71,6 +74,8 @@ def check_loss(engine: Engine, config: TrainConfig, world: World, dataset: RankD
             group += 1
         for buffer, before in zip(module.buffers(), buffers, strict=True):
             buffer.copy_(before)
+        for of, counted in zip(stateful, numbers, strict=True):
+            of.update(counted)
     engine.training_mode()
 
 

@@ -37,7 +37,7 @@ from sparktorch.worker.placement import place
 
 __all__ = ["HeldRows", "RowsGroup", "find_checkpoint"]
 
-_SPLIT, _PLACE = "rows", "split by their position"  # what checkpoints say of rows that are
+_SPLIT, _PLACE, _KEYS = "rows", "split by their position", "split by their keys"  # what checkpoints say of them
 
 
 class HeldRows:
@@ -140,7 +140,7 @@ class HeldRows:
         if strategy.own_batches:  # the rank whose epochs count is only known at the end
             client.publish(progress=world.is_main, epochs=False)
         fingerprint = f"{sum(peer['fingerprint'] for peer in peers) % 2**64:016x}"
-        known = {"data": fingerprint} | ({_SPLIT: _PLACE} if self._by_place else {})
+        known = {"data": fingerprint, _SPLIT: _PLACE if self._by_place else _KEYS}
         checkpointer = find_checkpoint(job, known, world, client)
         limit = timedelta(seconds=job.collective_seconds)
         lone = job.needs_group or strategy.needs_group(options)
@@ -285,7 +285,7 @@ def _by_place(config: CheckpointConfig | None, client: Client) -> bool | None:
     if config is None:
         return None
     found = unfinished(CheckpointStore(config.directory, moved=client.moved), config.owner, config.job)
-    return None if found is None else found.job.get(_SPLIT) == _PLACE
+    return None if found is None or _SPLIT not in found.job else found.job[_SPLIT] == _PLACE
 
 
 def _meet(shard: Shard, world: World, client: Client, by_place: bool | None) -> list[dict[str, Any]]:

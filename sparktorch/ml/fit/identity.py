@@ -21,7 +21,7 @@ from sparktorch.model.trained_module import TrainedModule
 __all__ = ["described"]
 
 _CHECKPOINTED = ("module", "moduleParams")
-_OF_TORCH = vars(nn.Module())
+_SKIPPED = {*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"}  # torch's; recurrent layers list parameters again
 
 
 def described(values: Mapping[str, Any]) -> dict[str, str]:
@@ -80,8 +80,8 @@ class _Contents:
 
     def _module(self, module: nn.Module) -> Any:
         passing = module._non_persistent_buffers_set
-        own = {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
-        kept = {n: t for n, t in module._buffers.items() if n not in passing} | module._parameters
+        own = {name: value for name, value in vars(module).items() if name not in _SKIPPED}
+        kept = {n: t for n, t in module._buffers.items() if n not in passing} | dict(module._parameters.items())
         shapes = {n: t if t is None else [str(t.dtype), t.shape, t.requires_grad] for n, t in kept.items()}
         weights = {n: t if t is None else self._weight(t) for n, t in kept.items()}
         return [type(module), own, shapes, weights, {n: module._buffers[n] for n in sorted(passing)}, module._modules]

@@ -352,7 +352,7 @@ def _differing(saved: Mapping[str, Any], job: Mapping[str, Any]) -> list[str]:
     by_name = {name: _CONTENTS.sub("", text) if isinstance(text, str) else text for name, text in job.items()}
     return sorted(
         name
-        for name in (saved.keys() | job.keys()) - {INITIAL_WEIGHTS}
+        for name in (saved.keys() | job.keys()) - {INITIAL_WEIGHTS, *({"rows"} - saved.keys())}  # not in 0.1.0
         if saved.get(name) not in (job.get(name), by_name.get(name))
     )
 

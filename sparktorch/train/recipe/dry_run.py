@@ -309,8 +309,8 @@ def _try_loss(
     elif label is not None and not label.is_floating_point() and getattr(output, "shape", None) == label.shape:
         hint += "; losses of numbers, such as BCEWithLogitsLoss, take labels that are cast as float or array<float>"
 
-    def of_rows(rows: int) -> Any:
-        return loss.per_row(*align(task, rows_of(output, 0, rows), None if label is None else label[:rows]))
+    def of_rows(start: int, end: int) -> Any:
+        return loss.per_row(*align(task, rows_of(output, start, end), None if label is None else label[start:end]))
 
     with _refusing(f"loss {loss.name}", "loss", hint):
         _check_rows(of_rows, f"loss {loss.name}", "loss", hint, values=values)
@@ -320,18 +320,18 @@ def _try_loss(
 def _try_step(step: TrainingStep, module: nn.Module, whole: Batch, *, values: bool) -> None:
     """Runs a training step forward and backward on a few rows, and forward on the first one and two."""
 
-    def batch(rows: int) -> Batch:
-        first = [None if tensor is None else tensor[:rows] for tensor in (whole.label, whole.weight)]
-        inputs = tuple(cut(tensor, 0, rows) for tensor in whole.inputs)
-        return replace(whole, inputs=inputs, label=first[0], weight=first[1], rows=rows, loss_weight=first[1])
+    def batch(start: int, end: int) -> Batch:
+        label, weight = (None if tensor is None else tensor[start:end] for tensor in (whole.label, whole.weight))
+        inputs = tuple(cut(tensor, start, end) for tensor in whole.inputs)
+        return replace(whole, inputs=inputs, label=label, weight=weight, rows=end - start, loss_weight=weight)
 
     arrives = ", ".join(_describe(tensor) for tensor in whole.inputs)
     got = "" if whole.label is None else f" and label {_describe(whole.label)}"
     hint = step.hint or "it is called with the module and a batch"
     hint = f"{hint}; inputs ({arrives}){got}"
     with _refusing(step.what, step.param, hint):
-        _check_rows(lambda rows: step.per_row(module, batch(rows))[0], step.what, step.param, hint, values=values)
-        step(module, batch(whole.rows))[0].backward()  # type: ignore[no-untyped-call]
+        _check_rows(lambda *span: step.per_row(module, batch(*span))[0], step.what, step.param, hint, values=values)
+        step(module, batch(0, whole.rows))[0].backward()  # type: ignore[no-untyped-call]
 
 
 @contextmanager
@@ -345,13 +345,13 @@ def _refusing(what: str, param: str, hint: str) -> Iterator[None]:
         raise ModuleError(f"{what} failed on the first row: {error}", hint=hint, param=param) from error
 
 
-def _check_rows(per_row: Callable[[int], Any], what: str, param: str, hint: str, *, values: bool) -> None:
+def _check_rows(per_row: Callable[[int, int], Any], what: str, param: str, hint: str, *, values: bool) -> None:
     """Refuses a loss that pairs every row with every other by broadcasting `(rows, 1)` with `(rows,)`, and a sum."""
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("error", message="Using a target size")  # how torch's own losses report it
-        losses = [per_row(rows) for rows in (1, 2)]
+        losses = [per_row(0, rows) for rows in (1, 2)]
         if values:
-            check_mean([losses[1], per_row(2), losses[0]], (2,), what=what, param=param)
+            check_mean([losses[1], per_row(0, 2), losses[0], per_row(1, 2)], (1, 1), what=what, param=param)
     if all(isinstance(loss, torch.Tensor) for loss in losses) and losses[0].shape[1:] != losses[1].shape[1:]:
         raise ModuleError(
             f"{what} pairs every row with every other: its shape grows with the square of the rows",

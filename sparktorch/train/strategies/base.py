@@ -148,6 +148,7 @@ class Strategy(ABC, Generic[O]):
         assert group is not None
         return mesh_of_training([group], self._device.type, torch.arange(self._world.world_size), [_DATA])
 
+    searches = False  # whether the ranks find out in each step which parameters none of them has used
     in_users_loop = False  # whether a user's code has the parameters, their gradients and the optimizer
 
     @property

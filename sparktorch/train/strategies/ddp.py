@@ -81,7 +81,7 @@ class DDP(Strategy[DDPOptions]):
         """Takes the configuration, the rank's world, and the options."""
         super().__init__(config, world, options)
         asked = options.find_unused_parameters
-        self._searches = config.unused_parameters if asked is None else asked
+        self.searches = config.unused_parameters if asked is None else asked
         self._trained: dict[nn.Parameter, str] = {}
         self._sparse: set[nn.Parameter] = set()
         self._before: dict[nn.Parameter, tuple[torch.Tensor, int]] = {}  # gradients, and their versions
@@ -110,7 +110,7 @@ class DDP(Strategy[DDPOptions]):
         self._trained = {p: name for name, p in module.named_parameters() if p.requires_grad}
         makers = [part for part in module.modules() if makes_sparse_gradients(part)]
         self._sparse = {p for part in makers for p in part.parameters(recurse=False)}
-        self._searches = self._searches or bool(self._sparse)  # few rows look up a table
+        self.searches = self.searches or bool(self._sparse)  # few rows look up a table
         wrapped = DistributedDataParallel(
             module,
             device_ids=None if index is None else [index],
@@ -118,7 +118,7 @@ class DDP(Strategy[DDPOptions]):
             gradient_as_bucket_view=options.gradient_as_bucket_view,
             static_graph=options.static_graph,
             **_without_buffers(options),  # type: ignore[arg-type]
-            find_unused_parameters=self._searches,
+            find_unused_parameters=self.searches,
         )
         if options.comm_hook == "powerSGD":
             from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
@@ -195,12 +195,13 @@ class DDP(Strategy[DDPOptions]):
             return
         with module.no_sync():
             yield
-        if not self.in_users_loop:  # what the last pass of a step does not reach still has the gradients of these
+        # What the last pass of a step does not reach still has the gradients of those before.
+        if not (self.in_users_loop or self.searches or self._options.static_graph):
             self._before = {p: (p.grad, p.grad._version) for p in self._trained if p.grad is not None}
 
     def reduces_apart(self, *, rows: bool) -> bool:
         """Whether `reduce` is to follow the passes: without rows, and where DDP would miss a sparse gradient."""
-        return not self.alone and (not rows or bool(self._sparse))
+        return not self.alone and (bool(self._sparse) or not (rows or self._options.static_graph))
 
     def within_forward(self, module: nn.Module, function: Callable[[], Any]) -> Any:
         """Calls the function in place of the module's forward pass, so that DDP prepares to reduce its gradients."""
@@ -224,7 +225,7 @@ class DDP(Strategy[DDPOptions]):
 
     def after_backward(self, module: nn.Module, *, rows: bool) -> None:
         """Ends the reduction, where the last pass has not reached all parameters: the other ranks wait for them."""
-        if not isinstance(module, DistributedDataParallel) or self._searches or self._options.static_graph:
+        if not isinstance(module, DistributedDataParallel) or self.searches or self._options.static_graph:
             return
         before, self._before = self._before, {}
         unreached = [p for p in self._trained if p.grad is None or (p in before and _same(p.grad, *before[p]))]
@@ -256,7 +257,7 @@ class DDP(Strategy[DDPOptions]):
                 continue
             if gradient.is_sparse:  # its indices tell
                 parameter.grad = gradient if gradient._nnz() else None
-            elif rows and not self._searches and not gradient.any():
+            elif rows and not self.searches and not gradient.any():
                 raise UnusedParameterError(
                     f"parameter {self._trained[parameter]!r} got no gradient in a step",
                     hint="set strategyParams={'find_unused_parameters': True}",
