@@ -346,6 +346,18 @@ class Branched(Score):
         return found.masked_scatter(few, found[few] + more)
 
 
+class Routed(Score):
+    """Has two experts of one size, of which each rank's rows use one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(5, 1) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = super().forward(x) + self.experts[dist.get_rank() % 2](x).squeeze(-1)
+        return found
+
+
 class Fourier(nn.Module):
     """Draws random frequencies that no state dict has."""
 

@@ -27,7 +27,7 @@ from sparktorch.train.dtensor import local, unviewed, whole
 from sparktorch.train.recipe.huggingface import without_caches
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.base import Strategy
-from sparktorch.train.strategies.reduce_scatter import SameParameters
+from sparktorch.train.strategies.reduce_scatter import SameCalls, SameParameters
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -83,6 +83,7 @@ class Zero3(Strategy[S]):
     collective_forward = True
     divides_parameters = True
     _reshard_after_forward = True
+    _calls: SameCalls | None = None  # of units, unless the loop is a user's
     _bytes = 0  # of the parameters that have been wrapped, as wide as they are gathered or reduced
 
     @classmethod
@@ -173,10 +174,13 @@ class Zero3(Strategy[S]):
         if is_host(self._device):
             self._spare_memory(module, parts, policy)
         names = {part: name for name, part in module.named_modules()}
+        self._calls = None if self.in_users_loop or self.runs_passes else SameCalls()
         for part in [*parts, module]:
             self.materialise(part)
             part.register_forward_hook(unviewed, with_kwargs=True)  # before FSDP's, which gathers in backward
             alike: Any = SameParameters(names[part], part)
+            if self._calls is not None:
+                self._calls.add(names[part], part)
             sharded = fully_shard(
                 part,
                 mesh=self.mesh,
@@ -226,6 +230,12 @@ class Zero3(Strategy[S]):
             yield
         finally:
             root.set_requires_gradient_sync(True)
+
+    def after_backward(self, module: nn.Module, *, rows: bool) -> None:
+        """Refuses a step in which ranks have called different units."""
+        if self._calls is not None:
+            groups = [self.mesh.get_group(axis) for axis in range(self.mesh.ndim) if self.mesh.size(axis) > 1]
+            self._calls.check(groups, self._device)
 
     def gradient_norm(self, module: nn.Module) -> torch.Tensor:
         """Returns the norm of the whole model's gradients, reduced on the device even with `cpu_offload`."""

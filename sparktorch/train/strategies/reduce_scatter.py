@@ -1,8 +1,9 @@
-"""The reduce-scatter of gradients, which refuses a step in which ranks have gradients of different parameters."""
+"""Checks that ranks which shard parameters use the same ones: other sizes crash, equal sizes would mix gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ from torch import nn
 
 from sparktorch.errors import ModuleError
 
-__all__ = ["SameParameters"]
+__all__ = ["SameCalls", "SameParameters"]
 
+_HINT = "use strategy='ddp' or 'zero1'; or let every row use them, with a factor of 0 where they do not count"
 # Its name since torch 2.13, which warns of the other one.
 _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -85,6 +87,46 @@ class SameParameters:
         what = fits[0] if fits else f"parameters of {self._name!r}"
         return ModuleError(
             f"{what} got gradients in some steps or ranks only, which strategies that shard parameters cannot train",
-            hint="use strategy='ddp' or 'zero1'; or let every row use them, with a factor of 0 where they do not count",
+            hint=_HINT,
             param="strategy",
         )
+
+
+class SameCalls:
+    """Compares which units ranks have called in a step, where that is new to them: each call gathers parameters."""
+
+    def __init__(self) -> None:
+        """Knows no units yet."""
+        self._names: list[str] = []
+        self._step: list[int] = []
+        self._known: set[int] = set()
+
+    def add(self, name: str, unit: nn.Module) -> None:
+        """Notes the calls of a unit in training from now on."""
+        unit.register_forward_pre_hook(partial(self._note, len(self._names)))
+        self._names.append(name or type(unit).__name__)
+
+    def _note(self, number: int, *_: Any) -> None:
+        if torch.is_grad_enabled():
+            self._step.append(number)
+
+    def check(self, groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
+        """Ends a step. A collective of ranks to which its calls are new.
+
+        Raises:
+            ModuleError: Another rank has called other units, or in another order.
+        """
+        called, step = set(self._step), hash(tuple(self._step))
+        self._step.clear()
+        if step in self._known:
+            return
+        self._known.add(step)
+        for group in groups:
+            ends = torch.tensor([step, -step], device=device)
+            dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
+            if int(ends[0]) != -int(ends[1]):
+                missing = [name for number, name in enumerate(self._names) if number not in called]
+                without = f": this one has not called {missing[0]!r}" if missing else ""
+                raise ModuleError(
+                    f"ranks have called different parts of the module in a step{without}", hint=_HINT, param="strategy"
+                )

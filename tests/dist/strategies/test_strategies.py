@@ -30,7 +30,7 @@ from sparktorch.train.strategies.fsdp import ShardingOptions, Zero3, units
 from sparktorch.train.strategies.registry import check_module, check_strategy
 from sparktorch.worker import TrainJob
 from tests.support.frames import Table
-from tests.support.nets import Branched, Parted, Rotated, Score, Tower
+from tests.support.nets import Branched, Parted, Rotated, Routed, Score, Tower
 from tests.support.ranks import train_on
 
 ROWS, BATCH, EPOCHS, SEED = 403, 32, 2, 5
@@ -191,6 +191,13 @@ def test_a_layer_that_some_steps_or_ranks_use_is_named_where_parameters_are_shar
     job = job_for(recipe={"module": Branched}, strategy=strategy, accumulation_steps=1)
     with pytest.raises(ModuleError, match="parameters of 'extra' got gradients in some steps or ranks only"):
         train_on([part.batches() for part in TABLE.parts(3)], job, seconds=60)
+
+
+def test_experts_of_one_size_that_ranks_call_apart_are_named_where_parameters_are_sharded() -> None:
+    params = {"strategy": "zero3", "strategy_params": {"min_parameters": 6}}
+    job = job_for(recipe={"module": Routed}, accumulation_steps=1, batch_size=2, **params)
+    with pytest.raises(ModuleError, match=r"different parts of the module in a step: this one has not called 'experts"):
+        train_on([part.batches() for part in TABLE.parts(2)], job, seconds=60)
 
 
 @pytest.mark.parametrize("searches", [False, True])
