@@ -77,6 +77,8 @@ class DataSection:
 
     def split(self, data: DataFrame) -> tuple[DataFrame, DataFrame]:
         """Splits the rows by their contents; returns those to train on and those held out."""
+        if not self.holdout:  # columns that cannot be hashed, such as maps, may stay
+            return data, data.limit(0)
         bucket = F.pmod(F.xxhash64(*map(quoted, data.columns)), F.lit(_BUCKETS))
         held_out = bucket < F.lit(int(self.holdout * _BUCKETS))
         return data.where(~held_out), data.where(held_out)

@@ -72,7 +72,9 @@ class TorchClassificationModel(TorchModelBase, ClassificationModelParams):
                 is not a class of the model.
         """
         columns = (self.rawPredictionCol, self.probabilityCol, self.predictionCol)
-        unnamed = {param: f"{self.uid}_{param.name}" for param in columns if not self.getOrDefault(param)}
+        unnamed = {
+            param: f"{self.uid}_{param.name}".replace(".", "_") for param in columns if not self.getOrDefault(param)
+        }
         named, dataset = self.copy(unnamed) if unnamed else self, dataframe_of(dataset, "evaluate")
         return evaluate_classifier(named, named.transform, dataset, classes=self.numClasses)
 

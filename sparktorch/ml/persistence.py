@@ -28,6 +28,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
 from sparktorch.base.imports import import_path, load_object
+from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.errors import PersistenceError
 from sparktorch.ml.params.mixins import ModelParams
 from sparktorch.ml.summary import TrainingSummary
@@ -73,10 +74,13 @@ class _Writer(MLWriter):
         """Saves to a path that Spark can write; fails if it exists, unless `overwrite()` was called, which deletes it.
 
         Raises:
-            PersistenceError: The path exists. On Connect, whose client reaches no file system, Spark's own exception
-                says so, for `data` and `metadata` under the path.
+            PersistenceError: The path exists, or holds the model's weights. On Connect, whose client reaches no file
+                system, Spark's own exception says so, for `data` and `metadata` under the path.
         """
         spark = self.sparkSession
+        weights = getattr(getattr(self._instance, "trained", None), "weights", None)
+        if isinstance(weights, WeightsFolder) and Path(weights.path).is_relative_to(_local(path)):
+            raise PersistenceError(f"{path} holds the model's own weights, in {weights.path}", hint="save it elsewhere")
         if not is_connect(spark):
             files = JavaWrapper(JavaWrapper._new_java_obj("org.apache.spark.ml.util.FileSystemOverwrite"))
             try:
@@ -318,6 +322,10 @@ class EstimatorReader(_Reader[R]):
             instance._set(**pickled)
         loaded: R = instance
         return loaded
+
+
+def _local(path: str) -> str:
+    return path.removeprefix("file://").removeprefix("file:")
 
 
 def _is_json(value: Any) -> bool:

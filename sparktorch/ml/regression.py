@@ -48,7 +48,7 @@ class TorchRegressionModel(TorchModelBase, RegressionModelParams):
                 "evaluate compares one value a row, and the model predicts several",
                 hint="give Spark's RegressionEvaluator one at a time, prediction[0], prediction[1], ...",
             )
-        unnamed = {self.predictionCol: f"{self.uid}_prediction"}
+        unnamed = {self.predictionCol: f"{self.uid}_prediction".replace(".", "_")}
         named = self if self.getPredictionCol() else self.copy(unnamed)
         return evaluate_regressor(named, named.transform, dataframe_of(dataset, "evaluate"))
 

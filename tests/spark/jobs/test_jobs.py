@@ -13,7 +13,7 @@ from pyspark.ml.functions import vector_to_array
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
-from sparktorch.cli.job_file import read_job
+from sparktorch.cli.job_file import DataSection, read_job
 from sparktorch.errors import ConfigError
 from sparktorch.tracking import log_model
 from tests.support.mlflow import QUIET
@@ -56,6 +56,12 @@ def test_the_split_depends_on_contents_alone(spark: SparkSession) -> None:
     assert training.count() + held_out.count() == 1797
     assert 280 < held_out.count() < 440
     assert again.exceptAll(held_out).count() == 0
+
+
+def test_without_a_share_to_hold_out_columns_may_be_of_any_type(spark: SparkSession) -> None:
+    data = spark.range(3).selectExpr("id", "map('a', id) m")
+    training, held_out = DataSection(path="rows.parquet", holdout=0).split(data)
+    assert (training.count(), held_out.collect()) == (3, [])
 
 
 def test_a_mistyped_key_is_refused_by_name(tmp_path: Path) -> None:

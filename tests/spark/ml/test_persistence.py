@@ -63,6 +63,21 @@ def test_a_model_round_trips_bit_for_bit(frame: DataFrame, tmp_path: Path, estim
     assert sorted_rows(loaded.transform(frame)) == sorted_rows(model.transform(frame))
 
 
+def test_a_saved_model_has_the_defaults_of_its_estimator_and_a_uid_may_have_dots(
+    frame: DataFrame, tmp_path: Path
+) -> None:
+    estimator = TorchRegressor(module=MLP, labelCol="target", **QUICK)
+    estimator._setDefault(predictionCol="p")
+    estimator._resetUid("net.v1.2")
+    model = estimator.fit(frame)
+    model.save(str(tmp_path / "model"))
+    loaded = TorchRegressionModel.load(str(tmp_path / "model"))
+    assert (loaded.uid, loaded.isSet("predictionCol")) == ("net.v1.2", False)
+    scored = loaded.transform(frame)
+    assert "p" in scored.columns
+    assert sorted_rows(scored) == sorted_rows(model.transform(frame))
+
+
 def test_what_lies_on_disk_is_spark_metadata_and_safetensors_and_is_not_replaced_unasked(
     frame: DataFrame, tmp_path: Path
 ) -> None:
