@@ -174,7 +174,8 @@ class Zero3(Strategy[S]):
         if is_host(self._device):
             self._spare_memory(module, parts, policy)
         names = {part: name for name, part in module.named_modules()}
-        self._calls = None if self.in_users_loop or self.runs_passes else SameCalls()
+        apart = self.in_users_loop or self.runs_passes or not is_host(self._device)  # a step waits for no accelerator
+        self._calls = None if apart else SameCalls()
         for part in [*parts, module]:
             self.materialise(part)
             part.register_forward_hook(unviewed, with_kwargs=True)  # before FSDP's, which gathers in backward
