@@ -189,7 +189,8 @@ class Zero3(Strategy[S]):
                 mp_policy=policy,
                 offload_policy=CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy(),
             )
-            sharded.set_custom_reduce_scatter(alike)
+            if not self.in_users_loop:  # which may train two networks in turn
+                sharded.set_custom_reduce_scatter(alike)
         return module
 
     def _spare_memory(self, module: nn.Module, parts: Sequence[nn.Module], policy: MixedPrecisionPolicy) -> None:
@@ -236,7 +237,7 @@ class Zero3(Strategy[S]):
         """Refuses a step in which ranks have called different units."""
         if self._calls is not None:
             groups = [self.mesh.get_group(axis) for axis in range(self.mesh.ndim) if self.mesh.size(axis) > 1]
-            self._calls.check(groups, self._device)
+            self._calls.check(groups)
 
     def gradient_norm(self, module: nn.Module) -> torch.Tensor:
         """Returns the norm of the whole model's gradients, reduced on the device even with `cpu_offload`."""

@@ -113,7 +113,7 @@ class SameCalls:
         if torch.is_grad_enabled():
             self._step.append(number)
 
-    def check(self, groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
+    def check(self, groups: Iterable[dist.ProcessGroup]) -> None:
         """Ends a step. A collective of ranks to which its calls are new.
 
         Raises:
@@ -125,7 +125,7 @@ class SameCalls:
             return
         self._known.add(step)
         for group in groups:
-            ends = torch.tensor([step, -step], device=device)
+            ends = torch.tensor([step, -step])
             dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
             if int(ends[0]) != -int(ends[1]):
                 missing = [name for number, name in enumerate(self._names) if number not in called]
