@@ -275,7 +275,7 @@ class Engine:
         *first, last = self._split(batch, step)
         found = self._accumulate(first, scale)
         if self.strategy.reduces_apart(rows=batch.rows > 0):
-            with self.strategy.no_sync(self.module):
+            with self.strategy.no_sync(self.module, last=True):
                 found.append(self._backward(last, scale))
             self.strategy.reduce(self.module, rows=batch.rows > 0)
         else:

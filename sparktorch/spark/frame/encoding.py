@@ -264,7 +264,9 @@ def exact(columns: ColumnNames, spec: TensorSpec, wire: Column) -> Column:
     sizes = [F.abs(columns.column(name).cast("double")) for name in wide]
     most = F.greatest(F.lit(0.0), *sizes)
     known = F.from_json(F.lit(json.dumps([json.dumps(name)[1:-1] for name in wide])), "array<string>")
-    found = F.element_at(known, F.array_position(F.array(*sizes), most).cast("int"))
+    # Spark 3.5's array_position and array_contains take no column, so the names are filtered by position.
+    largest = F.array(*sizes)
+    found = F.element_at(F.filter(known, lambda _, place: F.get(largest, place) == most), 1)
     error = ColumnError(
         f"column '{_NAME}' holds whole numbers beyond 2^24, which are packed as float32 and would be rounded: "
         "different ones would become the same",

@@ -238,8 +238,13 @@ class Strategy(ABC, Generic[O]):
         """
         return function()
 
-    def no_sync(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Returns a context in which backward accumulates this rank's gradients without reducing them."""
+    def no_sync(self, module: nn.Module, *, last: bool = False) -> AbstractContextManager[None]:
+        """Returns a context in which backward accumulates this rank's gradients without reducing them.
+
+        Args:
+            module: The module that `prepare` returned.
+            last: Whether it is for the last pass of a step, as in `reduces_apart`.
+        """
         return nullcontext()
 
     def before_trial(self, module: nn.Module) -> None:
@@ -280,7 +285,7 @@ class Strategy(ABC, Generic[O]):
         """Returns the norm of the gradients of the whole model, a scalar tensor."""
         gradients: list[torch.Tensor] = [p.grad for p in module.parameters() if p.grad is not None]
         dense = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
-        return nn.utils.get_total_norm(dense)
+        return nn.utils.get_total_norm(dense) if dense else torch.zeros((), device=self._device)
 
     def before_step(self, module: nn.Module) -> None:
         """Is called when the gradients of a step are complete in this rank, before they are clipped."""

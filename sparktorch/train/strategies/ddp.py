@@ -7,7 +7,7 @@ Li et al. 2020, PyTorch Distributed: Experiences on Accelerating Data Parallel T
 # No `from __future__ import annotations`: torch inspects the annotations of communication hooks.
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -188,13 +188,15 @@ class DDP(Strategy[DDPOptions]):
         return module.module if isinstance(module, DistributedDataParallel) else module
 
     @contextmanager
-    def no_sync(self, module: nn.Module) -> Iterator[None]:
-        """Context without the all-reduce."""
+    def no_sync(self, module: nn.Module, *, last: bool = False) -> Iterator[None]:
+        """Context without the all-reduce; the last pass sends buffers as that of a rank that reduces in it does."""
         if not isinstance(module, DistributedDataParallel):
             yield
             return
-        with module.no_sync():
+        with module.no_sync(), _sending_buffers(module) if last else nullcontext():
             yield
+        if last:
+            module.require_forward_param_sync = False  # `reduce` calls DDP once more
         # What the last pass of a step does not reach still has the gradients of those before.
         if not (self.in_users_loop or self.searches or self._options.static_graph):
             self._before = {p: (p.grad, p.grad._version) for p in self._trained if p.grad is not None}
@@ -311,6 +313,17 @@ def _no_rows(table: nn.Parameter) -> torch.Tensor:
     index = torch.empty((1, 0), dtype=torch.int64, device=table.device)
     values = table.new_empty((0, *table.shape[1:]))
     return torch.sparse_coo_tensor(index, values, table.shape, check_invariants=False)
+
+
+@contextmanager
+def _sending_buffers(module: DistributedDataParallel) -> Iterator[None]:
+    """Context in which every forward pass but the first sends buffers, as one does whose gradients are reduced."""
+
+    def again(*_: Any) -> None:
+        module.require_forward_param_sync = True
+
+    with module.register_forward_hook(again):
+        yield
 
 
 def _same(gradient: torch.Tensor, before: torch.Tensor, version: int) -> bool:

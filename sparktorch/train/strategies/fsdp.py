@@ -221,7 +221,7 @@ class Zero3(Strategy[S]):
             vars(module).pop("forward", None)
 
     @contextmanager
-    def no_sync(self, module: nn.Module) -> Iterator[None]:
+    def no_sync(self, module: nn.Module, *, last: bool = False) -> Iterator[None]:
         """Context in which every rank accumulates unsharded gradients without reducing them."""
         if not self.wraps:
             yield

@@ -219,7 +219,7 @@ class PipelineMesh(Mesh):
             yield module
 
     @contextmanager
-    def no_sync(self, module: nn.Module) -> Iterator[None]:
+    def no_sync(self, module: nn.Module, *, last: bool = False) -> Iterator[None]:
         """Context that does nothing: a schedule reduces gradients at its end."""
         yield
 
