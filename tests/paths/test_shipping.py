@@ -8,7 +8,7 @@ from tests.paths.conftest import Walks
 
 pytestmark = pytest.mark.timeout(3000)  # waits for all the cells of a master
 
-SHIPPED = ("local-cluster", "connect")
+SHIPPED = ("local-cluster", pytest.param("connect", marks=pytest.mark.newest))
 
 
 @pytest.mark.parametrize("master", SHIPPED)

@@ -56,15 +56,15 @@ def expected(frame: DataFrame):  # type: ignore[no-untyped-def]
     return cache(lambda kind, weighted: plain_torch_loop(frame, kind, weighted))
 
 
+OTHERS = [(1, 4, "label", True), (2, 1, "label", True), (3, 4, "label", True), (3, 1, "target", True)]
+
+
 @pytest.mark.parametrize(
     ("workers", "partitions", "kind", "weighted"),
     [
-        (1, 4, "label", True),
-        (2, 1, "label", True),
         (2, 57, "target", True),
-        (3, 4, "label", True),
         (3, 57, "label", False),
-        (3, 1, "target", True),
+        *(pytest.param(*each, marks=pytest.mark.newest) for each in OTHERS),
     ],
 )
 def test_a_fit_equals_the_plain_loop(  # type: ignore[no-untyped-def]

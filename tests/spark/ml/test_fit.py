@@ -82,6 +82,7 @@ def test_the_module_is_plain_torch_and_agrees_with_transform(
     assert rows["prediction"].tolist() == scores.argmax(1).tolist()
 
 
+@pytest.mark.newest
 def test_one_score_a_row_is_a_two_class_problem(frame: DataFrame) -> None:
     two = frame.withColumn("label", (F.col("target") > 0).cast("int"))
     model = TorchClassifier(
@@ -94,6 +95,7 @@ def test_one_score_a_row_is_a_two_class_problem(frame: DataFrame) -> None:
     np.testing.assert_allclose(probability.sum(1), 1.0, atol=1e-9)
 
 
+@pytest.mark.newest
 def test_a_training_step_class_weights_frozen_parts_and_groups_work_together(digits: DataFrame) -> None:
     def step(module: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         scores = module(batch.inputs[0])
@@ -125,6 +127,7 @@ def test_a_training_step_class_weights_frozen_parts_and_groups_work_together(dig
         estimator.copy().setClassWeights([1.0, 2.0]).fit(digits)
 
 
+@pytest.mark.newest
 def test_schedule_clipping_precision_and_micro_batches_work_together(digits: DataFrame) -> None:
     model = TorchClassifier(
         module=DigitsCNN,
@@ -192,6 +195,7 @@ def named_loss(output: dict[str, torch.Tensor], label: torch.Tensor) -> torch.Te
     return (output["total"] - label) ** 2
 
 
+@pytest.mark.newest
 def test_the_general_estimator_takes_any_loss_and_names_several_outputs(pairs: DataFrame) -> None:
     model = TorchEstimator(
         module=TwoInputs,
@@ -242,6 +246,7 @@ def test_params_have_getters_setters_copies_and_explanations() -> None:
         assert callable(getattr(estimator, f"set{name}")), param.name
 
 
+@pytest.mark.newest
 def test_two_ranks_meet_at_rank_0_where_the_driver_cannot_be_reached(frame: DataFrame) -> None:
     estimator = TorchRegressor(module=MLP, labelCol="target", numWorkers=2, epochs=2, progress=False)
     usual = estimator.fit(frame).module.state_dict()

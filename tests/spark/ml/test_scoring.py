@@ -148,6 +148,7 @@ def test_params_out_of_range_are_refused_before_a_job(
         model.copy()._set(**params).transform(frame)
 
 
+@pytest.mark.newest
 def test_precision_and_compilation_change_the_scores_by_their_rounding_alone(
     frame: DataFrame, model: TorchClassificationModel
 ) -> None:
@@ -163,6 +164,7 @@ def test_precision_and_compilation_change_the_scores_by_their_rounding_alone(
     np.testing.assert_allclose(compiled, exact, atol=1e-5)
 
 
+@pytest.mark.newest
 def test_large_weights_score_alike(frame: DataFrame, model: TorchClassificationModel) -> None:
     wide = TorchClassifier(module=MLP, moduleParams={"outputs": 3, "hidden": 40_000}, progress=False).fit(frame)
     assert len(wide.trained.weights) > 1 << 20
@@ -376,6 +378,7 @@ def test_filters_reach_files_with_vectors(model: TorchClassificationModel, vecto
     assert len(scored.collect()) == 1
 
 
+@pytest.mark.newest
 def test_a_stream_is_scored_and_goes_on_where_it_stopped(
     spark: SparkSession, frame: DataFrame, model: TorchClassificationModel, tmp_path: Path
 ) -> None:
@@ -404,6 +407,7 @@ def test_a_stream_is_scored_and_goes_on_where_it_stopped(
     assert found == sorted_rows(model.transform(frame).select(columns))
 
 
+@pytest.mark.newest
 def test_another_column_can_be_scored(frame: DataFrame, model: TorchClassificationModel) -> None:
     renamed = frame.withColumnRenamed("features", "x")
     expected = sorted_rows(model.transform(frame).select("target", "prediction"))
@@ -411,6 +415,7 @@ def test_another_column_can_be_scored(frame: DataFrame, model: TorchClassificati
     assert sorted_rows(found.select("target", "prediction")) == expected
 
 
+@pytest.mark.newest
 def test_the_pandas_path_of_pyspark_4_0_scores_alike(
     frame: DataFrame, model: TorchClassificationModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
