@@ -94,7 +94,7 @@ class Engine:
         # refuses a single row in training, unless it is synchronised over the ranks.
         self.min_rows = 2 if has_batch_norm(plain) else 1
         self._presence: Presence | None = None
-        if config.sync_batch_norm and world.world_size > 1:
+        if config.sync_batch_norm:
             self._presence, self.min_rows = Presence(), 1
             synchronise(plain, self._presence, compiled=config.compile)
         together = self.strategy.collective_forward

@@ -347,14 +347,17 @@ class Branched(Score):
 
 
 class Routed(Score):
-    """Has two experts of one size, of which each rank's rows use one."""
+    """Has two experts of one size, of which each rank's rows use one, after some passes in training."""
 
-    def __init__(self) -> None:
+    def __init__(self, after: int = 0) -> None:
         super().__init__()
         self.experts = nn.ModuleList(nn.Linear(5, 1) for _ in range(2))
+        self.after = after
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = super().forward(x) + self.experts[dist.get_rank() % 2](x).squeeze(-1)
+        self.after -= torch.is_grad_enabled()
+        expert = dist.get_rank() % 2 if self.after < 0 else 0
+        found: torch.Tensor = super().forward(x) + self.experts[expert](x).squeeze(-1)
         return found
 
 

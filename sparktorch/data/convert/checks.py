@@ -343,8 +343,10 @@ def check_labels(values: npt.NDArray[Any], columns: Columns) -> npt.NDArray[Any]
             f"{columns.classes - 1}, for example {values[bad][0]:g}",
             hint=f"the module returns {columns.classes} scores a row: index the labels with "
             "StringIndexer, or give the module as many outputs as there are classes (numLabels, if it is a folder)"
-            + f"; handleInvalid='keep' gives unseen labels {columns.classes}: use 'skip'"
-            * bool(values.max() == columns.classes),
+            + f"; handleInvalid='keep' of StringIndexer gives unseen labels {columns.classes}: use 'skip'"
+            * bool(values.max() == columns.classes)
+            + "; leave rows out that have no class, or give them any and the weight 0 in weightCol"
+            * bool(values.min() < 0),
             column=spec.column,
         )
     values = values.astype(np.int64)

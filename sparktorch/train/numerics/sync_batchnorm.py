@@ -77,7 +77,8 @@ def _forward(norm: Any, presence: Presence, x: torch.Tensor) -> torch.Tensor:
     mean, count = sums[:-1] / sums[-1], sums[-1].detach()
     centred = wide - mean.view(shape)
     squares = _sum_over_ranks(real(centred).square().sum(axes))
-    _track(norm, mean.detach(), squares.detach() / (count - 1).clamp(min=1))
+    several = count > wide[0].numel() // wide.shape[1]  # rows, not values of one: see `Engine.step`
+    _track(norm, mean.detach(), squares.detach() / (count - 1).clamp(min=1), several)
     scale = torch.rsqrt(squares / count + norm.eps)
     if norm.affine:
         scale = scale * norm.weight
@@ -87,14 +88,15 @@ def _forward(norm: Any, presence: Presence, x: torch.Tensor) -> torch.Tensor:
     return normalised.to(x.dtype)
 
 
-def _track(norm: Any, mean: torch.Tensor, variance: torch.Tensor) -> None:
-    """Updates the running statistics by `momentum`; without one, to the mean over all batches."""
+def _track(norm: Any, mean: torch.Tensor, variance: torch.Tensor, counts: torch.Tensor) -> None:
+    """Updates the running statistics by `momentum`, or without one to the mean over all batches, if the rows count."""
     if not norm.track_running_stats or norm.running_mean is None:
         return
-    norm.num_batches_tracked.add_(1)
+    norm.num_batches_tracked.add_(counts)
     for running, found in (norm.running_mean, mean), (norm.running_var, variance):
-        share = norm.num_batches_tracked.to(running.dtype).reciprocal() if norm.momentum is None else norm.momentum
-        running.lerp_(found.to(running.dtype), share)
+        tracked = norm.num_batches_tracked.clamp(min=1).to(running.dtype)
+        share = tracked.reciprocal() if norm.momentum is None else torch.full_like(tracked, norm.momentum)
+        running.lerp_(found.to(running.dtype), share * counts)
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -118,5 +120,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def _sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    if not dist.is_initialized():  # one rank
+        return values
     summed: torch.Tensor = _SumOverRanks.apply(values)  # type: ignore[no-untyped-call]
     return summed

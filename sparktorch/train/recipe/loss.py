@@ -131,8 +131,9 @@ def check_mean(
         raise ModuleError(
             f"{what} is no mean over rows: it is {whole:.6g} for {sum(rows)} rows, and {mean:.6g} on average for parts "
             "of them, so it would change with the number of workers",
-            hint=f"{rowwise}, as torch's losses do with reduction='none'; rows with several labels are counted by "
-            "weightCol. A loss of all rows that a worker has at once, such as a contrastive one: loss.expand(rows)",
+            hint=f"{rowwise}, as torch's losses do with reduction='none'; in weightCol, rows with several labels have "
+            "the number of these, and rows that do not count 0. A loss of all rows that a worker has at once, such as a "
+            "contrastive one: loss.expand(rows)",
             param=param,
         )
 

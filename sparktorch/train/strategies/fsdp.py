@@ -174,14 +174,13 @@ class Zero3(Strategy[S]):
         if is_host(self._device):
             self._spare_memory(module, parts, policy)
         names = {part: name for name, part in module.named_modules()}
-        apart = self.in_users_loop or self.runs_passes or not is_host(self._device)  # a step waits for no accelerator
-        self._calls = None if apart else SameCalls()
+        groups = [self.mesh.get_group(axis) for axis in range(self.mesh.ndim) if self.mesh.size(axis) > 1]
+        if not (self.in_users_loop or self.runs_passes or self._config.compile):
+            self._calls = SameCalls(groups if is_host(self._device) else [])  # a step waits for no accelerator
         for part in [*parts, module]:
             self.materialise(part)
             part.register_forward_hook(unviewed, with_kwargs=True)  # before FSDP's, which gathers in backward
             alike: Any = SameParameters(names[part], part)
-            if self._calls is not None:
-                self._calls.add(names[part], part)
             sharded = fully_shard(
                 part,
                 mesh=self.mesh,
@@ -189,6 +188,8 @@ class Zero3(Strategy[S]):
                 mp_policy=policy,
                 offload_policy=CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy(),
             )
+            if self._calls is not None:
+                self._calls.add(names[part], part, root=part is module)
             if not self.in_users_loop:  # which may train two networks in turn
                 sharded.set_custom_reduce_scatter(alike)
         return module
@@ -234,10 +235,9 @@ class Zero3(Strategy[S]):
             root.set_requires_gradient_sync(True)
 
     def after_backward(self, module: nn.Module, *, rows: bool) -> None:
-        """Refuses a step in which ranks have called different units."""
+        """Ends the step for what compares calls."""
         if self._calls is not None:
-            groups = [self.mesh.get_group(axis) for axis in range(self.mesh.ndim) if self.mesh.size(axis) > 1]
-            self._calls.check(groups)
+            self._calls.end_step()
 
     def gradient_norm(self, module: nn.Module) -> torch.Tensor:
         """Returns the norm of the whole model's gradients, reduced on the device even with `cpu_offload`."""

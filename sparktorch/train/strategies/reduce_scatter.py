@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -80,14 +80,14 @@ class SameParameters:
         return _REDUCE_SCATTER(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
 
     def _refused(self, missing: int, ranks: int) -> ModuleError:
-        """Returns an error that names the parameter or the part which has that many elements, if there is one."""
+        """Returns an error that names the parameters and parts which have that many elements, if there are any."""
         padded = {name: -(-shape[0] // ranks) * ranks * shape[1:].numel() for name, shape in self._sizes.items()}
         parts = {name: [p for p in padded if p.startswith(f"{name}.")] for name in self._parts if name}
         fits = [
             *(f"parameter {name!r}" for name in padded if padded[name] == missing),
             *(f"parameters of {name!r}" for name, own in parts.items() if sum(padded[p] for p in own) == missing),
         ]
-        what = fits[0] if fits else f"parameters of {self._name!r}"
+        what = " or ".join(fits) if fits else f"parameters of {self._name!r}"
         return ModuleError(
             f"{what} got gradients in some steps or ranks only, which strategies that shard parameters cannot train",
             hint=_HINT,
@@ -96,40 +96,66 @@ class SameParameters:
 
 
 class SameCalls:
-    """Compares which units ranks have called in a step, where that is new to them: each call gathers parameters."""
+    """Every forward pass in training calls the units that one of the first step has called, in the same order.
 
-    def __init__(self) -> None:
-        """Knows no units yet."""
-        self._names: list[str] = []
-        self._step: list[int] = []
-        self._known: set[int] = set()
+    Each call gathers parameters, so ranks that call others would wait for each other, or mix units of one size. In the
+    first step, ranks compare each call before it gathers; from then on, each compares with what it knows.
+    """
 
-    def add(self, name: str, unit: nn.Module) -> None:
-        """Notes the calls of a unit in training from now on."""
-        unit.register_forward_pre_hook(partial(self._note, len(self._names)))
+    def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        """Takes the groups of ranks that share units, each along one dimension of a mesh; without any, none compare."""
+        self._groups, self._names = groups, list[str]()
+        self._calls: tuple[int, ...] | None = None  # of the forward pass that runs now
+        self._known: set[tuple[int, ...]] = set()  # how passes have begun; a last -1 is the end
+        self._first_step = True
+
+    def add(self, name: str, unit: nn.Module, *, root: bool) -> None:
+        """Compares the calls of a unit in training from now on, before hooks that it has."""
+        unit.register_forward_pre_hook(partial(self._call, len(self._names), root), prepend=True)
         self._names.append(name or type(unit).__name__)
+        if root:
+            unit.register_forward_hook(self._end)
 
-    def _note(self, number: int, *_: Any) -> None:
-        if torch.is_grad_enabled():
-            self._step.append(number)
+    def end_step(self) -> None:
+        """Ends a step; what later steps call must be known by then."""
+        self._first_step = False
 
-    def check(self, groups: Iterable[dist.ProcessGroup]) -> None:
-        """Ends a step. A collective of ranks to which its calls are new.
+    def _call(self, number: int, root: bool, *_: Any) -> None:
+        if root:
+            self._calls = () if torch.is_grad_enabled() else None
+        if self._calls is not None:  # not in backward, where activations may be computed again
+            self._calls = (*self._calls, number)
+            self._compare(self._calls)
+
+    def _end(self, *_: Any) -> None:
+        if self._calls is not None:
+            self._compare((*self._calls, -1))
+        self._calls = None
+
+    def _compare(self, calls: tuple[int, ...]) -> None:
+        """Compares the calls of a pass up to now.
 
         Raises:
-            ModuleError: Another rank has called other units, or in another order.
+            ModuleError: Another rank, or the first step, has called another unit.
         """
-        called, step = set(self._step), hash(tuple(self._step))
-        self._step.clear()
-        if step in self._known:
-            return
-        self._known.add(step)
-        for group in groups:
-            ends = torch.tensor([step, -step])
+        if not self._first_step and calls not in self._known:
+            expected = sorted({known[len(calls) - 1] for known in self._known if known[:-1] == calls[:-1]})
+            raise self._refused(calls[-1], expected, "the first step")
+        self._known.add(calls)
+        for group in self._groups if self._first_step else ():
+            ends = torch.tensor([calls[-1], -calls[-1]])
             dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
             if int(ends[0]) != -int(ends[1]):
-                missing = [name for number, name in enumerate(self._names) if number not in called]
-                without = f": this one has not called {missing[0]!r}" if missing else ""
-                raise ModuleError(
-                    f"ranks have called different parts of the module in a step{without}", hint=_HINT, param="strategy"
-                )
+                others = {int(ends[0]), -int(ends[1])} - {calls[-1]}
+                raise self._refused(calls[-1], sorted(others), "another rank")
+
+    def _refused(self, number: int, others: Sequence[int], whose: str) -> ModuleError:
+        """Returns an error that names a unit which some have called and others not."""
+        odd = max([number, *others])
+        return ModuleError(
+            f"a forward pass {'does not call' if number < odd else 'calls'} {self._names[odd]!r} where {whose} does"
+            f"{'' if number < odd else ' not'}, and strategies that shard parameters gather those of a part when it is "
+            "called",
+            hint=_HINT,
+            param="strategy",
+        )

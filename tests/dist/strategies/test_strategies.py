@@ -193,10 +193,11 @@ def test_a_layer_that_some_steps_or_ranks_use_is_named_where_parameters_are_shar
         train_on([part.batches() for part in TABLE.parts(3)], job, seconds=60)
 
 
-def test_experts_of_one_size_that_ranks_call_apart_are_named_where_parameters_are_sharded() -> None:
+@pytest.mark.parametrize("after", [0, 3], ids=["in the first step", "in a later step"])
+def test_experts_of_one_size_that_ranks_call_apart_are_named_where_parameters_are_sharded(after: int) -> None:
     params = {"strategy": "zero3", "strategy_params": {"min_parameters": 6}}
-    job = job_for(recipe={"module": Routed}, accumulation_steps=1, batch_size=2, **params)
-    with pytest.raises(ModuleError, match=r"different parts of the module in a step: this one has not called 'experts"):
+    job = job_for(recipe={"module": partial(Routed, after)}, accumulation_steps=1, batch_size=2, **params)
+    with pytest.raises(ModuleError, match=r"calls? 'experts\.\d' where (another rank|the first step) does"):
         train_on([part.batches() for part in TABLE.parts(2)], job, seconds=60)
 
 

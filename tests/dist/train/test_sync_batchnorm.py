@@ -74,6 +74,17 @@ def test_small_batches_leave_a_rank_without_rows_in_every_step() -> None:
     check(job, table, [part.batches() for part in table.parts(4)])
 
 
+@pytest.mark.parametrize("module", [NormalisedScore, NormalisedImages])
+def test_a_step_of_one_row_does_not_count_on_any_number_of_ranks(module: type[nn.Module]) -> None:
+    table = Table.random(7)
+    job = replace(
+        job_for(partial(module, far=0) if module is NormalisedScore else module, batch_size=3), columns=table.columns
+    )
+    alone, together = (train_on([part.batches() for part in table.parts(ranks)], job)[0] for ranks in (1, 3))
+    assert {int(value) for name, value in alone.items() if "num_batches" in name} == {6}  # two steps of each epoch
+    torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
+
+
 def test_without_it_each_rank_has_statistics_of_its_own() -> None:
     job = job_for(NormalisedScore, sync_batch_norm=False)
     state, _ = train_on([part.batches() for part in TABLE.parts(2)], job)
