@@ -132,7 +132,7 @@ def check_mean(
             f"{what} is no mean over rows: it is {whole:.6g} for {sum(rows)} rows, and {mean:.6g} on average for parts "
             "of them, so it would change with the number of workers",
             hint=f"{rowwise}, as torch's losses do with reduction='none'; in weightCol, rows with several labels have "
-            "the number of these, and rows that do not count 0. A loss of all rows that a worker has at once, such as a "
+            "the number of these, and rows that do not count 0. A loss of all rows of a worker at once, such as a "
             "contrastive one: loss.expand(rows)",
             param=param,
         )
