@@ -212,7 +212,7 @@ class CheckpointConfig:
         directory: A path or URL that every rank can write, on any file system that fsspec supports.
         interval: Epochs or steps from one checkpoint to the next.
         unit: Unit of `interval`, "epoch" or "step".
-        keep: Number of latest checkpoints to keep; the one with the best validation loss is kept in addition.
+        keep: Number of latest checkpoints to keep; the one of the best validation is kept in addition.
         owner: Identifies the fit; another fit cannot write into the directory at the same time.
         restart: Number of earlier starts of the fit.
         job: Settings that identify the training, by name; a training with other settings cannot resume from its

@@ -186,7 +186,7 @@ class Checkpointer:
         Args:
             position: How far the training is.
             share: This rank's share of the state; nobody else may change it.
-            loss: Loss of the last validation, `None` without one.
+            loss: What `TrainConfig.judged` says of the last validation, `None` without one.
 
         Raises:
             PersistenceError: Another fit, or a later attempt of this one, has taken over the lease.
