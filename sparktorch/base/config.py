@@ -20,6 +20,7 @@ __all__ = [
     "TrainConfig",
     "from_dict",
     "one_of",
+    "smaller_is_better",
     "to_dict",
 ]
 
@@ -30,6 +31,7 @@ Invalid = Literal["error", "keep", "skip"]
 
 INITIAL_WEIGHTS = "initialWeights"  # in `CheckpointConfig.job`: a training may resume with others, as it has its own
 
+_SMALLER_IS_BETTER = ("loss", "error", "mae", "mse", "rmse", "mape")
 _PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 _TASKS = ("classification", "regression", "generic")
 
@@ -65,8 +67,11 @@ class TrainConfig:
         validation_batch_size: Validation rows in a rank's forward pass; `None` takes about as many as training does, at
             most 4,096.
         validation_unit: Unit of `validation_interval`, "epoch" or "step".
-        patience: Validations in a row without a smaller loss after which training ends, with the
+        patience: Validations in a row without a better one after which training ends, with the
             weights of the best one; `None` trains all epochs and keeps the last weights.
+        best_metric: The metric of a validation by which one is better than another.
+        best_mode: Whether the smallest value is the best ("min") or the largest ("max"); "auto" goes by the name.
+        best_delta: A validation is better than the best so far by more than this.
         class_weights: Factors of the row weights, one per class, or "balanced"; `None` for none.
         ema_decay: Decay of an exponential moving average of the weights; validation and the result use the average.
         non_finite: Whether a NaN or infinite loss is an "error", or its step is left out ("skip").
@@ -103,6 +108,9 @@ class TrainConfig:
     validation_unit: Literal["epoch", "step"] = "epoch"
     validation_batch_size: int | None = None
     patience: int | None = None
+    best_metric: str = "val_loss"
+    best_mode: Literal["auto", "min", "max"] = "auto"
+    best_delta: float = 0.0
     class_weights: tuple[float, ...] | Literal["balanced"] | None = None
     ema_decay: float | None = None
     non_finite: Literal["error", "skip"] = "error"
@@ -122,6 +130,8 @@ class TrainConfig:
         one_of("schedulerInterval", self.schedule_interval, ("step", "epoch"))
         one_of("validationUnit", self.validation_unit, ("epoch", "step"))
         one_of("nonFiniteLoss", self.non_finite, ("error", "skip"))
+        one_of("earlyStoppingMode", self.best_mode, ("auto", "min", "max"))
+        at_least("earlyStoppingMinDelta", self.best_delta, 0)
         at_least("accumulationSteps", self.accumulation_steps, 1)
         at_least("validationInterval", self.validation_interval, 1)
         for name, value, least in (
@@ -150,6 +160,18 @@ class TrainConfig:
             raise ConfigError(
                 "accumulationSteps and microBatchSize are both set", hint="set one of them", param="microBatchSize"
             )
+
+    @property
+    def needs_metric(self) -> str | None:
+        """The metric that every validation must have, `None` where the training can do without."""
+        return self.best_metric if self.patience is not None or self.best_metric != "val_loss" else None
+
+    def judged(self, metrics: Mapping[str, Any]) -> float | None:
+        """Returns the metric of a validation that says how good it is, negated if larger is better; `None` without."""
+        if self.best_metric not in metrics:
+            return None
+        least = smaller_is_better(self.best_metric) if self.best_mode == "auto" else self.best_mode == "min"
+        return float(metrics[self.best_metric]) * (1 if least else -1)
 
     def _check_class_weights(self) -> None:
         weights = self.class_weights
@@ -190,7 +212,7 @@ class CheckpointConfig:
         directory: A path or URL that every rank can write, on any file system that fsspec supports.
         interval: Epochs or steps from one checkpoint to the next.
         unit: Unit of `interval`, "epoch" or "step".
-        keep: Number of latest checkpoints to keep; the one with the best validation loss is kept in addition.
+        keep: Number of latest checkpoints to keep; the one of the best validation is kept in addition.
         owner: Identifies the fit; another fit cannot write into the directory at the same time.
         restart: Number of earlier starts of the fit.
         job: Settings that identify the training, by name; a training with other settings cannot resume from its
@@ -274,6 +296,11 @@ def one_of(param: str, value: str, valid: tuple[str, ...]) -> None:
     """
     if value not in valid:
         raise ConfigError(f"{param} {value!r} is unknown", hint=nearest(str(value), valid), param=param)
+
+
+def smaller_is_better(metric: str) -> bool:
+    """Whether smaller values of a metric are better, by its name."""
+    return metric.lower().endswith(_SMALLER_IS_BETTER)
 
 
 def to_dict(config: Any) -> dict[str, Any]:

@@ -188,7 +188,7 @@ class _Run:
             self.validation = Validation(
                 dataset, engine, recipe, config, world, client, rows=validation_rows, classes=classes
             )
-        self.progress = Progress(steps, config.patience, torch.device(world.device))
+        self.progress = Progress(steps, config, torch.device(world.device))
         self._state = TrainingState(config, world, engine, self._weights.average, self.callbacks, self.progress)
         self._waited, self._seconds, self._next_progress = 0.0, 0.0, 0.0
         # Same initial weights everywhere; from here on, dropout and the like differ by rank.
@@ -316,7 +316,7 @@ class _Run:
         with self._weights.averaged(), self.engine.strategy.evaluating(self.engine.module) as module:
             metrics, counts = self.validation.run(module)
         progress.counters.validations.append({"step": self.context.step, **metrics})
-        if progress.best.offer(metrics.get("val_loss", math.nan), self._weights.copied):
+        if progress.best.offer(metrics, self._weights.copied):
             progress.confusion = counts
         self.callbacks.call("on_validation_end", dict(metrics))  # a copy, so that callbacks cannot change it
         progress.counters.validating += time.perf_counter() - started
@@ -375,7 +375,7 @@ class _Run:
         if self._checkpointer is None or not self._checkpointer.due(position):
             return
         self._look_back(now=True)
-        self._checkpointer.save(position, self._state.share(), self.progress.last_validation().get("val_loss"))
+        self._checkpointer.save(position, self._state.share(), self._config.judged(self.progress.last_validation()))
 
     def finish(self, epoch: int) -> Outcome:
         """Closes the checkpointer and returns the outcome; `epoch` is the number of trained epochs."""

@@ -6,7 +6,7 @@ import copy
 import importlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -22,7 +22,7 @@ from sparktorch.errors import ConfigError, nearest
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
-__all__ = ["Metrics", "quiet", "reduce_over_ranks", "try_metrics"]
+__all__ = ["Metrics", "has_metric", "quiet", "reduce_over_ranks", "try_metrics"]
 
 _HOMES = ("torchmetrics", "torchmetrics.classification", "torchmetrics.regression")
 _TAKEN = {"loss", "accuracy"}  # names that validation reports itself
@@ -92,6 +92,12 @@ class Metrics:
                             hint="keep sums, counts or lists with dist_reduce_fx='cat'",
                             param="metrics",
                         )
+
+
+def has_metric(name: str, task: Task, metrics: Iterable[str]) -> bool:
+    """Whether a validation computes this from the module's output, by its task or the named metrics."""
+    named = any(name == f"val_{metric}" or name.startswith(f"val_{metric}_") for metric in metrics)  # see `_numbers`
+    return named or (name == "val_accuracy" and task == "classification")
 
 
 def try_metrics(

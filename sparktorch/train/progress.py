@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from sparktorch.base.config import TrainConfig
 from sparktorch.base.devices import download
 from sparktorch.train.validation import Best
 
@@ -86,10 +87,10 @@ class Progress:
         ended: Whether training stops before its last epoch.
     """
 
-    def __init__(self, steps: int, patience: int | None, device: torch.device) -> None:
-        """Starts with empty counters; `steps` is the number of steps in an epoch, `patience` is passed to `Best`."""
+    def __init__(self, steps: int, config: TrainConfig, device: torch.device) -> None:
+        """Starts with empty counters; `steps` is the number of steps in an epoch, `config` is passed to `Best`."""
         self._steps, self._device = steps, device
-        self.best = Best(patience)
+        self.best = Best(config)
         self.history: list[dict[str, Any]] = []
         self.confusion: torch.Tensor | None = None
         self.validated_step = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from sparktorch.distributed.process_group import sum_over_ranks
+from sparktorch.errors import ConfigError
 from sparktorch.train.metrics import Metrics
 from sparktorch.train.recipe.loss import Means, mean_of
 from sparktorch.train.recipe.task import align, correct, predicted
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from sparktorch.train.engine import Engine
     from sparktorch.train.recipe.recipe import Recipe
 
-__all__ = ["Best", "Validation", "rows_at_a_time"]
+__all__ = ["Best", "Validation", "improvements", "rows_at_a_time"]
 
 _MOST_ROWS = 4096  # per forward pass by default: more rows are no faster
 _FEW_ROWS = 64  # with fewer rows, the overhead of a forward pass dominates
@@ -206,34 +207,44 @@ def rows_at_a_time(config: TrainConfig, ranks: int, micro_batch_size: int | None
 
 
 class Best:
-    """The weights with the smallest validation loss, and the number of validations since then.
+    """The weights of the best validation, and the number of validations since then.
 
     Attributes:
         state: These weights, `None` before the first validation. On ranks other than 0 it may be an empty dict.
     """
 
-    def __init__(self, patience: int | None) -> None:
-        """Takes the number of validations without a smaller loss that ends training; `None` keeps no weights."""
-        self._patience = patience
-        self._loss = math.inf
+    def __init__(self, config: TrainConfig) -> None:
+        """Takes what says which validation is the best; without patience, no weights are kept."""
+        self._config = config
+        self._loss = math.inf  # `TrainConfig.judged` of the best
         self._waited = 0
         self.state: dict[str, torch.Tensor] | None = None
 
     @property
     def out_of_patience(self) -> bool:
         """Whether training should end."""
-        return self._patience is not None and self._waited >= self._patience
+        return self._config.patience is not None and self._waited >= self._config.patience
 
-    def offer(self, loss: float, state: Callable[[], dict[str, torch.Tensor]]) -> bool:
+    def offer(self, metrics: Mapping[str, Any], state: Callable[[], dict[str, torch.Tensor]]) -> bool:
         """Returns whether training would return the current weights now: the best, or without patience the last.
 
         Args:
-            loss: Loss of the validation.
+            metrics: Metrics of the validation.
             state: Returns a copy of the weights; called in all ranks or in none.
+
+        Raises:
+            ConfigError: They lack the one that says which is the best.
         """
-        if self._patience is None:
+        loss = self._config.judged(metrics)
+        if loss is None and (name := self._config.needs_metric) is not None:
+            raise ConfigError(
+                f"earlyStoppingMetric is {name!r}, which the validation does not have",
+                hint=f"set one that it has: {', '.join(sorted(metrics))}",
+                param="earlyStoppingMetric",
+            )
+        if self._config.patience is None:
             return True
-        if not loss < self._loss:
+        if loss is None or not loss < self._loss - self._config.best_delta:
             self._waited += 1
             return False
         self._loss, self._waited = loss, 0
@@ -248,3 +259,14 @@ class Best:
         """Restores the counters, and the best weights if there was a validation."""
         self._loss, self._waited = state["loss"], state["waited"]
         self.state = weights if self._loss < math.inf else None
+
+
+def improvements(
+    history: Iterable[Mapping[str, Any]], config: TrainConfig
+) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """Yields the validations that were the best so far (all without patience), each with its epoch's record."""
+    best = Best(config)
+    for record in history:
+        for found in record.get("validations") or [record]:
+            if config.judged(found) is not None and best.offer(found, dict):
+                yield found, record

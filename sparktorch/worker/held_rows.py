@@ -32,6 +32,7 @@ from sparktorch.train.checkpoint.checkpointer import Checkpointer, unfinished
 from sparktorch.train.checkpoint.store import CheckpointStore
 from sparktorch.train.loop import Outcome, train
 from sparktorch.train.strategies.registry import strategy_for
+from sparktorch.train.validation import improvements
 from sparktorch.worker.job import GroupJob, RankResult, RowsJob, TrainJob
 from sparktorch.worker.placement import place
 
@@ -112,7 +113,8 @@ class HeldRows:
         best = 0
         if group.alone:
             meta["epochs"] = outcome.history
-            best = _best(client.agree("outcome", {"record": outcome.history[-1]}))
+            judged = [group.config.judged(found) for found, _ in improvements(outcome.history, group.config)]
+            best = _best(client.agree("outcome", {"loss": judged[-1] if judged else outcome.history[-1]["loss"]}))
         if self.world.rank != best:
             return RankResult(meta)
         meta |= {"history": outcome.history, "confusion": outcome.confusion}
@@ -256,7 +258,8 @@ def find_checkpoint(job: GroupJob, known: Mapping[str, Any], world: World, clien
     if config is None:
         return None
     client.enter("looking for a checkpoint")
-    return Checkpointer(config, {**config.job, **known}, world, client, fixed=job.fixed_epochs)
+    options: dict[str, Any] = {"fixed": job.fixed_epochs, "best_delta": job.config.best_delta}
+    return Checkpointer(config, {**config.job, **known}, world, client, **options)
 
 
 def _read(batches: Iterable[pa.RecordBatch], world: World, job: RowsJob, client: Client) -> Shard:
@@ -339,11 +342,10 @@ def _on_one_kind(world: World, peers: Sequence[Mapping[str, Any]], client: Clien
 
 
 def _best(outcomes: list[dict[str, Any]]) -> int:
-    """Returns the rank with the smallest validation loss or, without validation, training loss."""
+    """Returns the rank with the best validation of its weights or, without validation, the smallest training loss."""
 
     def loss(rank: int) -> float:
-        record = outcomes[rank]["record"]
-        value = float(record.get("val_loss", record["loss"]))
+        value = float(outcomes[rank]["loss"])
         return math.inf if math.isnan(value) else value
 
     return min(range(len(outcomes)), key=loss)

@@ -42,12 +42,13 @@ def place(
         )
     validation = job.columns.validation
     marked = [peer["validation"] for peer in peers]
-    if config.patience is not None and validation is not None and not (min(marked) if independent else sum(marked)):
+    early = "earlyStoppingMetric" if config.patience is None else "earlyStoppingPatience"
+    if config.needs_metric and validation is not None and not (min(marked) if independent else sum(marked)):
         raise ConfigError(
-            "earlyStoppingPatience looks at the loss of validation rows, and of the rows "
+            f"{early} looks at a metric of validation rows, and of the rows "
             f"{f'of rank {marked.index(0)}' if independent else 'that take part'} column {validation!r} marks none",
-            hint="it is to be true in some rows; or leave earlyStoppingPatience out",
-            param="earlyStoppingPatience",
+            hint=f"it is to be true in some rows; or leave {early} out",
+            param=early,
         )
     team, rows, first = world, sum(counts), sum(counts[: world.rank])
     if independent:

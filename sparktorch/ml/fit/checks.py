@@ -22,13 +22,14 @@ from sparktorch.ml.fit.values import Values
 from sparktorch.ml.params.mixins import EstimatorParams, ModelParams
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.train.callbacks import check_callback
-from sparktorch.train.recipe.huggingface import has_own_loss
+from sparktorch.train.metrics import has_metric
+from sparktorch.train.recipe.huggingface import MODEL_LOSS, has_own_loss
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.registry import resumable, strategy_for, strategy_type
 
 __all__ = [
-    *("check_job", "check_model_folder", "check_new_columns", "check_outputs", "check_param_names", "check_params"),
-    *("check_restarts", "check_scoring", "check_thresholds"),
+    *("check_best_metric", "check_job", "check_model_folder", "check_new_columns", "check_outputs"),
+    *("check_param_names", "check_params", "check_restarts", "check_scoring", "check_thresholds"),
 ]
 
 _OUTPUTS = ("rawPredictionCol", "probabilityCol", "predictionCol")
@@ -331,17 +332,36 @@ def _check_validation(p: Values) -> None:
             param="validationIndicatorCol",
         )
     validated = p["validationIndicatorCol"] is not None or folds
-    if p["earlyStoppingPatience"] is not None and not validated:
+    early = "earlyStoppingMetric" if p["earlyStoppingPatience"] is None else "earlyStoppingPatience"
+    if not validated and (p["earlyStoppingPatience"] is not None or p["earlyStoppingMetric"] != "val_loss"):
         raise ConfigError(
-            "earlyStoppingPatience looks at the loss of validation rows, and there are none",
+            f"{early} looks at a metric of validation rows, and there are none",
             hint="mark some with validationIndicatorCol",
-            param="earlyStoppingPatience",
+            param=early,
         )
     if p["metrics"] and not validated:
         raise ConfigError(
             "metrics are those of validation rows, and there are none",
             hint="mark some with validationIndicatorCol",
             param="metrics",
+        )
+
+
+def check_best_metric(config: TrainConfig, recipe: Recipe) -> None:
+    """Checks that validations will have the metric of early stopping, as far as that is known before one.
+
+    Raises:
+        ConfigError: They will not.
+    """
+    name = config.needs_metric
+    if name in (None, "val_loss") or has_metric(name, config.task, recipe.metrics) or recipe.steps_itself:
+        return
+    if recipe.training_step in (None, MODEL_LOSS) or not name.startswith("val_"):
+        known = ["val_loss", *(["val_accuracy"] if config.task == "classification" else [])]
+        raise ConfigError(
+            f"earlyStoppingMetric is {name!r}, which no validation of this fit has",
+            hint=nearest(name, [*known, *(f"val_{metric}" for metric in recipe.metrics)]),
+            param="earlyStoppingMetric",
         )
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from sparktorch.base.config import TrainConfig
 from sparktorch.errors import ConfigError
 from sparktorch.ml.fit.values import Values
 from sparktorch.ml.params.mixins import EstimatorParams
 from sparktorch.train.lightning import LightningRecipe, check_class, is_lightning, without_trainer
+from sparktorch.train.metrics import has_metric
 from sparktorch.train.strategies.registry import strategy_for
 
 __all__ = ["brings_its_training", "check_lightning", "lightning_recipe"]
@@ -67,13 +69,14 @@ def _validates(p: Values) -> bool:
     return p["validationIndicatorCol"] is not None or strategy.makes_validation(options)
 
 
-def lightning_recipe(p: Values, module: dict[str, Any], fields: dict[str, Any]) -> LightningRecipe:
+def lightning_recipe(p: Values, module: dict[str, Any], fields: dict[str, Any], config: TrainConfig) -> LightningRecipe:
     """Returns the recipe of a fit.
 
     Args:
         p: The Params.
         module: The fields of the recipe that the Param `module` gives.
         fields: Those that other Params give.
+        config: How it is trained.
     """
     return LightningRecipe(
         **{**module, "module": without_trainer(module["module"])},
@@ -83,5 +86,5 @@ def lightning_recipe(p: Values, module: dict[str, Any], fields: dict[str, Any]) 
         epochs=p["epochs"],
         accumulation=p["accumulationSteps"],
         validates=_validates(p),
-        needs_val_loss=p["earlyStoppingPatience"] is not None,
+        needs_metric=None if has_metric(config.best_metric, config.task, p["metrics"]) else config.needs_metric,
     )

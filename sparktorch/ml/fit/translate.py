@@ -13,7 +13,7 @@ from typing import Any, Literal
 from sparktorch.base.config import CheckpointConfig, StorageConfig, Task, TrainConfig
 from sparktorch.distributed.monitor import Timeouts
 from sparktorch.errors import ConfigError
-from sparktorch.ml.fit.checks import check_job, check_model_folder, check_params, check_restarts
+from sparktorch.ml.fit.checks import check_best_metric, check_job, check_model_folder, check_params, check_restarts
 from sparktorch.ml.fit.identity import described
 from sparktorch.ml.fit.inputs import input_names, input_options, preprocess_of
 from sparktorch.ml.fit.lightning import brings_its_training, lightning_recipe
@@ -31,7 +31,7 @@ from sparktorch.train.recipe.pretrained import opened
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.registry import check_loop, check_strategy, check_workers
 
-__all__ = ["JobRequest", "Request", "translate", "translate_run"]
+__all__ = ["JobRequest", "Request", "config_of", "translate", "translate_run"]
 
 _EVERY = {spec.name: spec for spec in (*GENERIC, *CLASSIFIER)}
 _SHUFFLE_BLOCK = 32  # for storage on disk
@@ -84,11 +84,9 @@ def translate(estimator: EstimatorParams, task: Task) -> Request:
     estimator = estimator.completed()  # type: ignore[attr-defined]  # what all estimators have
     p = Values(estimator)
     check_params(estimator, p)
-    request = Request(
-        recipe=_recipe(p),
-        dry_run=p["dryRun"],
-        **_job(estimator, p, task, _EVERY, **({} if p["modelDir"] is None else {"modelDir": "set"})),
-    )
+    job = _job(estimator, p, task, _EVERY, **({} if p["modelDir"] is None else {"modelDir": "set"}))
+    request = Request(recipe=_recipe(p, job["config"]), dry_run=p["dryRun"], **job)
+    check_best_metric(request.config, request.recipe)
     check_strategy(request.config, request.recipe)
     check_workers(request.config, p["numWorkers"])
     check_restarts(p, request.config)
@@ -96,6 +94,11 @@ def translate(estimator: EstimatorParams, task: Task) -> Request:
         return request
     check_model_folder(p, request.recipe)
     return replace(request, config=replace(request.config, model_folder=_new_folder(p["modelDir"])))
+
+
+def config_of(estimator: Any) -> TrainConfig:
+    """Returns how an estimator trains, unless its Params are refused."""
+    return _config(Values(estimator.completed()), estimator._task, _EVERY)
 
 
 def _new_folder(directory: str) -> str:
@@ -122,10 +125,9 @@ def translate_run(params: RunParams, function: Any) -> JobRequest:
 
 def _job(params: Any, p: Values, task: Task, table: Mapping[str, ParamSpec], **known: str) -> dict[str, Any]:
     """Returns the fields of a `JobRequest`; `known` identifies a training besides its Params."""
-    shaped: dict[str, Any] = {"shuffle_block": _shuffle_block(p), "class_weights": _class_weights(p["classWeights"])}
     patience, log_level = Timeouts(**_fields(p, "patience", table)), getattr(logging, p["logLevel"])
     return {
-        "config": TrainConfig(task=task, **shaped, **_fields(p, "config", table)),
+        "config": _config(p, task, table),
         "launch": Launch(patience=patience, log_level=log_level, **_fields(p, "launch", table)),
         "storage": StorageConfig(**_fields(p, "storage", table)),
         "checkpoint": _checkpoint(p, table, known),
@@ -143,6 +145,11 @@ def _job(params: Any, p: Values, task: Task, table: Mapping[str, ParamSpec], **k
         "max_restarts": p["maxRestarts"],
         "min_workers": p["minWorkers"],
     }
+
+
+def _config(p: Values, task: Task, table: Mapping[str, ParamSpec]) -> TrainConfig:
+    shaped: dict[str, Any] = {"shuffle_block": _shuffle_block(p), "class_weights": _class_weights(p["classWeights"])}
+    return TrainConfig(task=task, **shaped, **_fields(p, "config", table))
 
 
 def _fields(p: Values, configuration: str, table: Mapping[str, ParamSpec] = _EVERY) -> dict[str, Any]:
@@ -173,7 +180,11 @@ def _checkpoint(p: Values, table: Mapping[str, ParamSpec], known: Mapping[str, s
 
 def _identity(p: Values, table: Mapping[str, ParamSpec]) -> dict[str, str]:
     """Returns the values that must be equal to resume from a checkpoint."""
-    values = {name: p[name] for name, spec in table.items() if spec.compared} | {"shuffleBlock": _shuffle_block(p)}
+    values = {
+        name: p[name]
+        for name, spec in table.items()
+        if spec.compared is True or (spec.compared and p[name] != spec.default)
+    } | {"shuffleBlock": _shuffle_block(p)}
     trained = getattr(p["module"], "trained", None)
     if isinstance(trained, TrainedModule):  # the model's uid is another in every process
         values["module"] = trained
@@ -187,10 +198,10 @@ def _shuffle_block(p: Values) -> int:
     return 1 if p["storage"] == "memory" else _SHUFFLE_BLOCK
 
 
-def _recipe(p: Values) -> Recipe:
+def _recipe(p: Values, config: TrainConfig) -> Recipe:
     module, fields = _module(p), _fields(p, "recipe", _EVERY)
     if brings_its_training(p["module"]):
-        return lightning_recipe(p, module, fields)
+        return lightning_recipe(p, module, fields, config)
     return Recipe(**{**module, **fields, **_loss(p)})
 
 

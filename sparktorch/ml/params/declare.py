@@ -8,7 +8,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from pyspark.ml.param import Param, Params, TypeConverters
 
@@ -28,7 +28,8 @@ class ParamSpec:
         type: Annotation of its value; selects the converter.
         default: The default, or `None`.
         doc: The description.
-        compared: Whether resuming from a checkpoint requires the same value.
+        compared: Whether resuming from a checkpoint requires the same value. Checkpoints of versions without the Param
+            lack it: "unless default" leaves its default out of them.
         field: The configuration field that gets the value, such as "config.batch_size"; empty if
             `ml/fit/translate.py` reads the Param by name.
         shared: Spark's mixin that declares the Param, if there is one.
@@ -38,7 +39,7 @@ class ParamSpec:
     type: str
     default: Any
     doc: str
-    compared: bool
+    compared: bool | Literal["unless default"]
     field: str = ""
     shared: Any = None
 

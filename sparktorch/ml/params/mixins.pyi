@@ -194,7 +194,19 @@ class EstimatorParams(HasFeaturesCol, HasInputCols, HasLabelCol, HasPredictionCo
     earlyStoppingPatience: Param[int]
     def getEarlyStoppingPatience(self) -> int: ...
     def setEarlyStoppingPatience(self, value: int) -> Self:
-        """Sets the value of `earlyStoppingPatience`: validations in a row without a smaller val_loss after which training ends; the model has the weights of the best one (> 0)."""
+        """Sets the value of `earlyStoppingPatience`: validations in a row without a better one after which training ends; the model has the weights of the best (> 0)."""
+    earlyStoppingMetric: Param[str]
+    def getEarlyStoppingMetric(self) -> str: ...
+    def setEarlyStoppingMetric(self, value: str) -> Self:
+        """Sets the value of `earlyStoppingMetric`: the metric of a validation by which it is better than another."""
+    earlyStoppingMode: Param[str]
+    def getEarlyStoppingMode(self) -> str: ...
+    def setEarlyStoppingMode(self, value: str) -> Self:
+        """Sets the value of `earlyStoppingMode`: whether the best value of that metric is the smallest, 'min', or the largest, 'max'; 'auto' takes the smallest if the name ends in loss, error, mae, mse, rmse or mape."""
+    earlyStoppingMinDelta: Param[float]
+    def getEarlyStoppingMinDelta(self) -> float: ...
+    def setEarlyStoppingMinDelta(self, value: float) -> Self:
+        """Sets the value of `earlyStoppingMinDelta`: a validation is better only if by more than this (>= 0)."""
     callbacks: Param[list[Any]]
     def getCallbacks(self) -> list[Any]: ...
     def setCallbacks(self, value: list[Any]) -> Self:
@@ -409,6 +421,9 @@ class GenericParams(EstimatorParams, HasOutputCols):
         metrics: dict[str, Any] | None = None,
         validationBatchSize: int | None = None,
         earlyStoppingPatience: int | None = None,
+        earlyStoppingMetric: str = "val_loss",
+        earlyStoppingMode: str = "auto",
+        earlyStoppingMinDelta: float = 0.0,
         callbacks: list[Any] | None = None,
         split: str = "key",
         storage: str = "memory",
@@ -495,7 +510,10 @@ class GenericParams(EstimatorParams, HasOutputCols):
             validationUnit: What validationInterval counts: 'epoch' or 'step'.
             metrics: Further validation metrics by name: the name of a class in torchmetrics, {'name': ..., and its parameters}, a factory or an instance.
             validationBatchSize: Validation rows that a worker takes through the module at a time; without it, as many as training takes, and 4096 at most (> 0).
-            earlyStoppingPatience: Validations in a row without a smaller val_loss after which training ends; the model has the weights of the best one (> 0).
+            earlyStoppingPatience: Validations in a row without a better one after which training ends; the model has the weights of the best (> 0).
+            earlyStoppingMetric: The metric of a validation by which it is better than another.
+            earlyStoppingMode: Whether the best value of that metric is the smallest, 'min', or the largest, 'max'; 'auto' takes the smallest if the name ends in loss, error, mae, mse, rmse or mape.
+            earlyStoppingMinDelta: A validation is better only if by more than this (>= 0).
             callbacks: Callback instances, whose hooks run in the workers and on the driver.
             split: 'key' sends each row to a worker by its contents, and the training depends on nothing else; 'keep' makes a worker of each partition as it is, without a shuffle.
             storage: Where a worker keeps its rows: in 'memory', on 'disk' in Spark's local directories, or 'auto': in memory as far as memoryBudget goes, and else on disk.
@@ -595,6 +613,9 @@ class ClassifierParams(EstimatorParams, HasProbabilityCol, HasRawPredictionCol, 
         metrics: dict[str, Any] | None = None,
         validationBatchSize: int | None = None,
         earlyStoppingPatience: int | None = None,
+        earlyStoppingMetric: str = "val_loss",
+        earlyStoppingMode: str = "auto",
+        earlyStoppingMinDelta: float = 0.0,
         callbacks: list[Any] | None = None,
         split: str = "key",
         storage: str = "memory",
@@ -683,7 +704,10 @@ class ClassifierParams(EstimatorParams, HasProbabilityCol, HasRawPredictionCol, 
             validationUnit: What validationInterval counts: 'epoch' or 'step'.
             metrics: Further validation metrics by name: the name of a class in torchmetrics, {'name': ..., and its parameters}, a factory or an instance.
             validationBatchSize: Validation rows that a worker takes through the module at a time; without it, as many as training takes, and 4096 at most (> 0).
-            earlyStoppingPatience: Validations in a row without a smaller val_loss after which training ends; the model has the weights of the best one (> 0).
+            earlyStoppingPatience: Validations in a row without a better one after which training ends; the model has the weights of the best (> 0).
+            earlyStoppingMetric: The metric of a validation by which it is better than another.
+            earlyStoppingMode: Whether the best value of that metric is the smallest, 'min', or the largest, 'max'; 'auto' takes the smallest if the name ends in loss, error, mae, mse, rmse or mape.
+            earlyStoppingMinDelta: A validation is better only if by more than this (>= 0).
             callbacks: Callback instances, whose hooks run in the workers and on the driver.
             split: 'key' sends each row to a worker by its contents, and the training depends on nothing else; 'keep' makes a worker of each partition as it is, without a shuffle.
             storage: Where a worker keeps its rows: in 'memory', on 'disk' in Spark's local directories, or 'auto': in memory as far as memoryBudget goes, and else on disk.
@@ -784,6 +808,9 @@ class RegressorParams(EstimatorParams):
         metrics: dict[str, Any] | None = None,
         validationBatchSize: int | None = None,
         earlyStoppingPatience: int | None = None,
+        earlyStoppingMetric: str = "val_loss",
+        earlyStoppingMode: str = "auto",
+        earlyStoppingMinDelta: float = 0.0,
         callbacks: list[Any] | None = None,
         split: str = "key",
         storage: str = "memory",
@@ -869,7 +896,10 @@ class RegressorParams(EstimatorParams):
             validationUnit: What validationInterval counts: 'epoch' or 'step'.
             metrics: Further validation metrics by name: the name of a class in torchmetrics, {'name': ..., and its parameters}, a factory or an instance.
             validationBatchSize: Validation rows that a worker takes through the module at a time; without it, as many as training takes, and 4096 at most (> 0).
-            earlyStoppingPatience: Validations in a row without a smaller val_loss after which training ends; the model has the weights of the best one (> 0).
+            earlyStoppingPatience: Validations in a row without a better one after which training ends; the model has the weights of the best (> 0).
+            earlyStoppingMetric: The metric of a validation by which it is better than another.
+            earlyStoppingMode: Whether the best value of that metric is the smallest, 'min', or the largest, 'max'; 'auto' takes the smallest if the name ends in loss, error, mae, mse, rmse or mape.
+            earlyStoppingMinDelta: A validation is better only if by more than this (>= 0).
             callbacks: Callback instances, whose hooks run in the workers and on the driver.
             split: 'key' sends each row to a worker by its contents, and the training depends on nothing else; 'keep' makes a worker of each partition as it is, without a shuffle.
             storage: Where a worker keeps its rows: in 'memory', on 'disk' in Spark's local directories, or 'auto': in memory as far as memoryBudget goes, and else on disk.
@@ -990,6 +1020,9 @@ class TextClassifierParams(ClassifierParams):
         metrics: dict[str, Any] | None = None,
         validationBatchSize: int | None = None,
         earlyStoppingPatience: int | None = None,
+        earlyStoppingMetric: str = "val_loss",
+        earlyStoppingMode: str = "auto",
+        earlyStoppingMinDelta: float = 0.0,
         callbacks: list[Any] | None = None,
         split: str = "key",
         storage: str = "memory",
@@ -1070,7 +1103,10 @@ class TextClassifierParams(ClassifierParams):
             validationUnit: What validationInterval counts: 'epoch' or 'step'.
             metrics: Further validation metrics by name: the name of a class in torchmetrics, {'name': ..., and its parameters}, a factory or an instance.
             validationBatchSize: Validation rows that a worker takes through the module at a time; without it, as many as training takes, and 4096 at most (> 0).
-            earlyStoppingPatience: Validations in a row without a smaller val_loss after which training ends; the model has the weights of the best one (> 0).
+            earlyStoppingPatience: Validations in a row without a better one after which training ends; the model has the weights of the best (> 0).
+            earlyStoppingMetric: The metric of a validation by which it is better than another.
+            earlyStoppingMode: Whether the best value of that metric is the smallest, 'min', or the largest, 'max'; 'auto' takes the smallest if the name ends in loss, error, mae, mse, rmse or mape.
+            earlyStoppingMinDelta: A validation is better only if by more than this (>= 0).
             callbacks: Callback instances, whose hooks run in the workers and on the driver.
             split: 'key' sends each row to a worker by its contents, and the training depends on nothing else; 'keep' makes a worker of each partition as it is, without a shuffle.
             storage: Where a worker keeps its rows: in 'memory', on 'disk' in Spark's local directories, or 'auto': in memory as far as memoryBudget goes, and else on disk.
@@ -1171,6 +1207,9 @@ class ImageClassifierParams(ClassifierParams):
         metrics: dict[str, Any] | None = None,
         validationBatchSize: int | None = None,
         earlyStoppingPatience: int | None = None,
+        earlyStoppingMetric: str = "val_loss",
+        earlyStoppingMode: str = "auto",
+        earlyStoppingMinDelta: float = 0.0,
         callbacks: list[Any] | None = None,
         split: str = "key",
         storage: str = "memory",
@@ -1250,7 +1289,10 @@ class ImageClassifierParams(ClassifierParams):
             validationUnit: What validationInterval counts: 'epoch' or 'step'.
             metrics: Further validation metrics by name: the name of a class in torchmetrics, {'name': ..., and its parameters}, a factory or an instance.
             validationBatchSize: Validation rows that a worker takes through the module at a time; without it, as many as training takes, and 4096 at most (> 0).
-            earlyStoppingPatience: Validations in a row without a smaller val_loss after which training ends; the model has the weights of the best one (> 0).
+            earlyStoppingPatience: Validations in a row without a better one after which training ends; the model has the weights of the best (> 0).
+            earlyStoppingMetric: The metric of a validation by which it is better than another.
+            earlyStoppingMode: Whether the best value of that metric is the smallest, 'min', or the largest, 'max'; 'auto' takes the smallest if the name ends in loss, error, mae, mse, rmse or mape.
+            earlyStoppingMinDelta: A validation is better only if by more than this (>= 0).
             callbacks: Callback instances, whose hooks run in the workers and on the driver.
             split: 'key' sends each row to a worker by its contents, and the training depends on nothing else; 'keep' makes a worker of each partition as it is, without a shuffle.
             storage: Where a worker keeps its rows: in 'memory', on 'disk' in Spark's local directories, or 'auto': in memory as far as memoryBudget goes, and else on disk.

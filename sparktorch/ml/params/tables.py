@@ -240,8 +240,15 @@ EPOCHS = (
       "validation rows that a worker takes through the module at a time; without it, as many as training takes, "
       "and 4096 at most (> 0)", field="config.validation_batch_size", compared=False),
     P("earlyStoppingPatience", "int", None,
-      "validations in a row without a smaller val_loss after which training ends; the model has the weights of "
-      "the best one (> 0)", field="config.patience", compared=True),
+      "validations in a row without a better one after which training ends; the model has the weights of the best (> "
+      "0)", field="config.patience", compared=True),
+    P("earlyStoppingMetric", "str", "val_loss", "the metric of a validation by which it is better than another",
+      field="config.best_metric", compared="unless default"),
+    P("earlyStoppingMode", "str", "auto",
+      "whether the best value of that metric is the smallest, 'min', or the largest, 'max'; 'auto' takes the smallest "
+      "if the name ends in loss, error, mae, mse, rmse or mape", field="config.best_mode", compared="unless default"),
+    P("earlyStoppingMinDelta", "float", 0.0, "a validation is better only if by more than this (>= 0)",
+      field="config.best_delta", compared="unless default"),
     P("callbacks", "list[Any]", [], "Callback instances, whose hooks run in the workers and on the driver",
       field="recipe.callbacks", compared=False),
 )

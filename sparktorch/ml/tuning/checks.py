@@ -7,7 +7,7 @@ from typing import Any
 
 from pyspark.sql import SparkSession
 
-from sparktorch.base.config import above, at_least, one_of
+from sparktorch.base.config import above, at_least, one_of, smaller_is_better
 from sparktorch.base.optional import optuna
 from sparktorch.errors import ConfigError, SparkTorchError
 from sparktorch.ml.fit.holdable import rows_of
@@ -19,7 +19,6 @@ from sparktorch.spark.launch.gpus import gpu_profile
 
 __all__ = ["check_numbers", "direction_of", "groups_of", "open_study", "valid_one"]
 
-_SMALLER_IS_BETTER = ("loss", "error", "mae", "mse", "rmse", "mape")
 _METRIC = "sparktorch.metric"
 
 
@@ -48,7 +47,7 @@ def direction_of(metric: str, given: str | None) -> str:
     if given is not None:
         one_of("direction", given, ("minimize", "maximize"))
         return given
-    return "minimize" if metric.lower().endswith(_SMALLER_IS_BETTER) else "maximize"
+    return "minimize" if smaller_is_better(metric) else "maximize"
 
 
 def valid_one(base: Any, space: Space, metric: str) -> tuple[Any, Request]:

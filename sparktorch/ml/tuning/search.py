@@ -13,12 +13,15 @@ from typing import Any
 from pyspark.sql import SparkSession
 from tqdm.auto import tqdm
 
+from sparktorch.base.config import TrainConfig
 from sparktorch.base.optional import optuna
 from sparktorch.errors import ConfigError, SparkTorchError, nearest
 from sparktorch.ml.fit.prepared_data import PreparedData
+from sparktorch.ml.fit.translate import config_of
 from sparktorch.ml.tuning.discard import discard
 from sparktorch.ml.tuning.space import Space, applied
 from sparktorch.spark.compat import inheriting
+from sparktorch.train.validation import improvements
 
 __all__ = ["CAUSE", "EPOCHS", "Found", "Goal", "Search", "better", "value_of"]
 
@@ -230,7 +233,7 @@ class Search:
             model = unneeded = estimator._fit_on(group, verdicts)
             if verdicts.unknown is not None:
                 raise _unknown_metric(goal.metric, verdicts.unknown)
-            value = value_of(model.summary.history, goal.metric, best=estimator.isDefined("earlyStoppingPatience"))
+            value = value_of(model.summary.history, goal.metric, config_of(estimator))
             if not verdicts.pruned and (value is None or math.isnan(value)):
                 raise ConfigError(f"{goal.metric} is {'in no record of an epoch' if value is None else value}")
         except module.TrialPruned:
@@ -310,25 +313,18 @@ def better(one: Any, other: Any, *, minimize: bool) -> bool:
     return bool((one.value < other.value) == minimize)
 
 
-def value_of(history: list[dict[str, Any]], metric: str, *, best: bool) -> float | None:
+def value_of(history: list[dict[str, Any]], metric: str, config: TrainConfig) -> float | None:
     """Returns the metric of a model; `None` if no record has it.
 
     Args:
         history: The records of the epochs.
         metric: Its name.
-        best: Whether the model has the weights of the smallest val_loss and not the last ones, as with
-            `earlyStoppingPatience`.
+        config: How it was trained: with patience, the model has the weights of the best validation, not the last ones.
     """
     known = [record for record in history if metric in record]
-    if not best or not known:
-        return float(known[-1][metric]) if known else None
-    validations = [(found, record) for record in known for found in record.get("validations") or [record]]
-    smallest = min(validations, key=lambda pair: _or_last(pair[0].get("val_loss")))
-    return float(smallest[0].get(metric, smallest[1][metric]))
-
-
-def _or_last(loss: float | None) -> float:
-    return math.inf if loss is None or math.isnan(loss) else loss
+    if config.patience is not None:
+        known = [{**record, **found} for found, record in improvements(history, config) if metric in record] or known
+    return float(known[-1][metric]) if known else None
 
 
 def _described(error: Exception) -> str:

@@ -14,6 +14,7 @@ from pyspark.sql import DataFrame
 from sparktorch.errors import ConfigError
 from sparktorch.ml.estimator import TorchEstimatorBase
 from sparktorch.ml.fit.listeners import callers
+from sparktorch.ml.fit.translate import config_of
 from sparktorch.ml.tuning.checks import check_numbers, direction_of, groups_of, open_study, valid_one
 from sparktorch.ml.tuning.discard import discard
 from sparktorch.ml.tuning.search import Goal, Search, better, value_of
@@ -174,7 +175,7 @@ class TorchTuner(Estimator[TorchTunerModel]):
         model = estimator.fit(dataset)
         if found is not None:
             discard(found.model)  # only now: should the fit fail, it is the best that there is
-        value = value_of(model.summary.history, goal.metric, best=estimator.isDefined("earlyStoppingPatience"))
+        value = value_of(model.summary.history, goal.metric, config_of(estimator))
         if value != best.value:
             _LOG.warning(
                 "trial %d had %s %s, and now has %s: the estimator has other Params than then, or other rows",

@@ -64,6 +64,7 @@ class Checkpointer:
         client: Client,
         *,
         fixed: str = "",
+        best_delta: float = 0.0,
         claim_seconds: float = 10.0,
         seen_seconds: float = 5.0,
     ) -> None:
@@ -77,6 +78,7 @@ class Checkpointer:
             world: This rank's place.
             client: Sends the ranks' reports of what they have written.
             fixed: Why a training cannot go on with another number of epochs; empty if it can.
+            best_delta: A checkpoint is better than the best so far if its loss is smaller by more than this.
             claim_seconds: Seconds between renewals of the lease.
             seen_seconds: Seconds until a network file system shows what another host has written.
 
@@ -88,6 +90,7 @@ class Checkpointer:
         self._config, self._job, self._world, self._client = config, job, world, client
         self._fixed, self._claim_seconds, self._seen_seconds = fixed, claim_seconds, seen_seconds
         self._kept: dict[int, float | None] = {}  # in rank 0: losses of complete checkpoints by step
+        self._best_delta, self._best = best_delta, -1  # in rank 0: the step of the best of them
         self.seconds = dict.fromkeys(("checkpoint_copy", "checkpoint_wait", "checkpoint_write"), 0.0)
         self._failing = False
         self._step = -1  # of the last save
@@ -152,7 +155,9 @@ class Checkpointer:
                 f"module has other initial weights than the training in {self._config.directory} began with, which "
                 "goes on with its own; to train from these, set another checkpointDir"
             )
-        self._kept = {other.step: other.loss for other in store.manifests() if other.step <= manifest.step}
+        for other in sorted(store.manifests(), key=lambda other: other.step):
+            if other.step <= manifest.step:
+                self._keep(other.step, other.loss)
         store.keep(set(self._kept))
         self._attempts = {attempt, *store.attempts()}
         return {**found, "step": manifest.step, "written_by": manifest.attempt}
@@ -181,7 +186,7 @@ class Checkpointer:
         Args:
             position: How far the training is.
             share: This rank's share of the state; nobody else may change it.
-            loss: Loss of the last validation, `None` without one.
+            loss: What `TrainConfig.judged` says of the last validation, `None` without one.
 
         Raises:
             PersistenceError: Another fit, or a later attempt of this one, has taken over the lease.
@@ -291,16 +296,20 @@ class Checkpointer:
         except Exception as error:
             self._failed(position.step, error)
             return False
-        self._kept[position.step] = loss
+        self._keep(position.step, loss)
         self._failing = False
         return True
 
+    def _keep(self, step: int, loss: float | None) -> None:
+        """Notes a complete checkpoint, and whether it is the best so far."""
+        least = self._kept.get(self._best)
+        self._kept[step] = loss
+        if loss is not None and loss < (math.inf if least is None else least - self._best_delta):
+            self._best = step
+
     def _forget_old(self, step: int) -> None:
         """Removes old checkpoints after a new one is complete."""
-        kept = set(sorted(self._kept)[-self._config.keep :])
-        losses = {step: loss for step, loss in self._kept.items() if loss is not None and not math.isnan(loss)}
-        if losses:
-            kept.add(min(losses, key=lambda step: losses[step]))
+        kept = {*sorted(self._kept)[-self._config.keep :], self._best}
         self._kept = {step: loss for step, loss in self._kept.items() if step in kept}
         self._hold()
         self.store.keep(kept, before=step, attempts=self._attempts)

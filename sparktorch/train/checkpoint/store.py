@@ -103,7 +103,7 @@ class Manifest:
         step_in_epoch: Steps taken in that epoch.
         world_size: Number of ranks that wrote it.
         job: Settings that identify the training; a training with other settings may not resume from it.
-        loss: Loss of the last validation; `None` without one.
+        loss: What `TrainConfig.judged` says of the last validation; `None` without one.
         files: Size in bytes and SHA-256 of each file, by name.
         attempt: The attempt that wrote it.
         format: Version of the file format.

@@ -33,14 +33,14 @@ class LightningRecipe(Recipe):
         epochs: Number of epochs.
         accumulation: Number of micro-batches of a step.
         validates: Whether there are validation rows.
-        needs_val_loss: Whether something looks at "val_loss": early stopping.
+        needs_metric: The metric that its validations must give; `None` if nothing looks at one.
         stage: The argument of the module's `setup`.
     """
 
     epochs: int = 1
     accumulation: int = 1
     validates: bool = False
-    needs_val_loss: bool = False
+    needs_metric: str | None = None
     stage: str = "predict"
 
     def _make_module(self, seed: int, build: Callable[[Callable[[], nn.Module]], nn.Module] = called) -> nn.Module:
@@ -78,7 +78,7 @@ class LightningRecipe(Recipe):
             steps=steps,
             accumulation=self.accumulation,
             validates=self.validates,
-            needs_val_loss=self.needs_val_loss,
+            needs_metric=self.needs_metric,
         )
 
     def build_optimizer(self, module: nn.Module, whole: nn.Module | None = None) -> torch.optim.Optimizer:

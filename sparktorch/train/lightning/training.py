@@ -12,7 +12,7 @@ from torch import nn
 
 from sparktorch.base.batch import Batch
 from sparktorch.base.world import World
-from sparktorch.errors import ModuleError
+from sparktorch.errors import ModuleError, nearest
 from sparktorch.train.lightning.attributes import unchanged
 from sparktorch.train.lightning.logs import Logs, check_logged, number_of
 from sparktorch.train.lightning.metrics import Metrics
@@ -51,7 +51,7 @@ class LightningTraining(OwnTraining):
         steps: int,
         accumulation: int,
         validates: bool,
-        needs_val_loss: bool,
+        needs_metric: str | None,
     ) -> None:
         """Attaches the training to the module and to the LightningModules in it.
 
@@ -62,12 +62,12 @@ class LightningTraining(OwnTraining):
             steps: Number of steps in an epoch.
             accumulation: Number of micro-batches of a step.
             validates: Whether there are validation rows.
-            needs_val_loss: Whether they must give a "val_loss".
+            needs_metric: The metric that they must give; `None` if there is none.
         """
         self._module: Any = module
         self.sees_gradients = overrides(module, "on_before_optimizer_step")
         self.name, self._world = type(module).__qualname__, world
-        self._validates, self._needs_val_loss = validates, needs_val_loss
+        self._validates, self._needs_metric = validates, needs_metric
         self.trainer = TrainerView(world, epochs=epochs, steps=steps, accumulation=accumulation)
         lightning = parts(module)
         for part in lightning:
@@ -278,17 +278,7 @@ class LightningTraining(OwnTraining):
         self._hook("on_validation_epoch_end")
 
     def end_validation(self, metrics: Mapping[str, float]) -> None:
-        """Calls `on_validation_end`, and sets the module to training mode.
-
-        Raises:
-            ModuleError: There is no "val_loss", and early stopping looks at it.
-        """
-        if self._needs_val_loss and "val_loss" not in metrics:
-            raise ModuleError(
-                f"earlyStoppingPatience looks at 'val_loss', which {self.name} neither logs nor returns",
-                hint="log it in validation_step: self.log('val_loss', loss)",
-                param="earlyStoppingPatience",
-            )
+        """Calls `on_validation_end`, and sets the module to training mode."""
         self._publish(metrics)
         self._hook("on_validation_end")
         self._metrics.reset(self._logs.metrics)
@@ -321,7 +311,7 @@ class LightningTraining(OwnTraining):
         """Validates on the first row, if the training will validate.
 
         Raises:
-            ModuleError: The module fails, cannot weigh rows that have weights, or gives no "val_loss" to stop early by.
+            ModuleError: The module fails, cannot weigh rows that have weights, or lacks the metric to stop early by.
         """
         if not self._validates:
             return
@@ -332,8 +322,8 @@ class LightningTraining(OwnTraining):
                 self.begin_validation()
                 loss, _ = step.evaluate(self._module, batch)
                 self.end_validation_rows()
-                found = {} if loss is None else {"val_loss": float(loss)}
-                self.end_validation(found | logs.over_ranks(World()))
+                found = ({} if loss is None else {"val_loss": float(loss)}) | logs.over_ranks(World())
+                self.end_validation(found)
         except ModuleError:
             raise
         except Exception as error:
@@ -342,6 +332,13 @@ class LightningTraining(OwnTraining):
                 hint="it gets (*inputs, label), as training_step does",
                 param="module",
             ) from error
+        name = self._needs_metric
+        if name is not None and name not in found:
+            raise ModuleError(
+                f"earlyStoppingMetric is {name!r}, which {self.name} does not log",
+                hint=f"log it in validation_step; {nearest(name, found)}",
+                param="earlyStoppingMetric",
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Returns counters, metrics, what the module saves, and its plain attributes that the training has changed."""

@@ -94,6 +94,16 @@ def test_a_loss_that_is_nan_is_not_the_best(tmp_path: Path, line: Callable[[], M
     assert sorted(int(name.split("-")[1]) for name in names(tmp_path)) == [2, 4]
 
 
+def test_the_best_checkpoint_is_better_than_earlier_ones_by_more_than_the_delta(
+    tmp_path: Path, line: Callable[[], Moves]
+) -> None:
+    with Checkpointer(config(tmp_path, keep=1), {}, World(), line(), best_delta=0.25) as saver:
+        for step, loss in enumerate((1.0, 0.875, 0.75, 0.5, 0.375, 0.25), start=1):
+            saver.save(Position(step=step), SHARE, loss)
+            wait_for_saves()
+    assert sorted(int(name.split("-")[1]) for name in names(tmp_path)) == [4, 6]
+
+
 def test_only_checkpoints_of_attempts_that_are_named_are_removed(tmp_path: Path) -> None:
     for attempt in ("a1", "b2"):
         CheckpointStore(str(tmp_path), attempt).write_share(5, 0, SHARE)

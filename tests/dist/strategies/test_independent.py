@@ -26,18 +26,19 @@ JOB = TrainJob(
 )
 
 
-def test_each_rank_trains_its_own_rows_under_its_own_seed_and_the_best_comes_back() -> None:
+@pytest.mark.parametrize("more", [{}, {"patience": 1, "best_mode": "max"}])
+def test_each_rank_trains_its_own_rows_under_its_own_seed_and_the_best_comes_back(more: dict[str, Any]) -> None:
     parts = TABLE.parts(3)
     with control_server() as server:
-        ended = run_ranks(server, [part.batches() for part in parts], JOB)
+        ended = run_ranks(server, [part.batches() for part in parts], replace(JOB, config=replace(JOB.config, **more)))
     results = [rank.result for rank in ended if rank.result is not None]
     losses = []
     for rank, (part, result) in enumerate(zip(parts, results, strict=True)):
-        alone = replace(JOB, config=TrainConfig(**{**CONFIG, "seed": 5 + rank}))
+        alone = replace(JOB, config=TrainConfig(**{**CONFIG, **more, "seed": 5 + rank}))
         state, (meta,) = train_on([part.batches()], alone)
         own = result.meta["epochs"]
         assert [record["loss"] for record in own] == [record["loss"] for record in meta["history"]]
-        losses.append(own[-1]["val_loss"])
+        losses.append(-max(record["val_loss"] for record in own) if more else own[-1]["val_loss"])
         if result.payload:
             assert all(torch.equal(value, state[name]) for name, value in load_state(result).items())
     (best,) = [rank for rank, result in enumerate(results) if result.payload]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from sparktorch import Callback
 from sparktorch.base.batch import Batch
 from sparktorch.base.config import TrainConfig
+from sparktorch.errors import ConfigError
 from sparktorch.train.callbacks import FitContext
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.validation import rows_at_a_time
@@ -59,6 +62,11 @@ def plain(config: TrainConfig) -> tuple[list[float], list[tuple[float, float]], 
         trained.append((float(loss.detach()) * weight, weight))
         states.append({name: value.clone() for name, value in module.state_dict().items()})
     return validated, trained, states
+
+
+def squares(module: torch.nn.Module, batch: Batch) -> Any:
+    losses = (module(batch.inputs[0]) - batch.label) ** 2
+    return losses, {"square": losses.detach()}
 
 
 def with_config(**changes: Any) -> TrainJob:
@@ -112,6 +120,48 @@ def test_training_ends_within_an_epoch_and_its_loss_is_that_of_the_rows_it_train
     assert history[-1]["loss"] == pytest.approx(sum(sums) / sum(weights), abs=1e-5)
     assert history[-1]["validations"][-1]["step"] == end
     torch.testing.assert_close(state, states[best - 1], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("rule", [{}, {"best_mode": "max", "best_delta": 0.02}])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_training_ends_by_accuracy_with_the_weights_of_a_plain_loop(ranks: int, rule: dict[str, Any]) -> None:
+    table = Table.random(301, classes=3, validated=True)
+    config = TrainConfig(
+        task="classification", batch_size=32, epochs=30, patience=3, best_metric="val_accuracy", **rule
+    )
+    torch.manual_seed(config.seed)
+    module, held_out = Mlp(), validation_rows(table)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    losses, accuracies, states = [], [], []
+    for epoch, batches in groupby(global_batches(table, config), key=itemgetter(0)):
+        for _, part in batches:
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(module(part.x), part.y).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        with torch.no_grad():
+            output = module(held_out.x)
+        losses.append(float(torch.nn.functional.cross_entropy(output, held_out.y)))
+        accuracies.append(float((output.argmax(1) == held_out.y).double().mean()))
+        states.append({name: value.clone() for name, value in module.state_dict().items()})
+        best = 0
+        for number, accuracy in enumerate(accuracies):
+            best = number if accuracy > accuracies[best] + rule.get("best_delta", 0.0) else best
+        if epoch - best == 3:
+            break
+    assert len(states) < 30
+    assert best != losses.index(min(losses)), "by val_loss it would be another"
+    recipe = Recipe(module=Mlp, loss="CrossEntropyLoss", optimizer="SGD", learning_rate=0.1)
+    job = TrainJob(columns=table.columns, recipe=recipe, config=config, max_imbalance=None)
+    state, metas = train_on([part.batches() for part in table.parts(ranks)], job)
+    assert [record["val_accuracy"] for record in metas[0]["history"]] == pytest.approx(accuracies)
+    torch.testing.assert_close(state, states[best], atol=1e-5, rtol=0)
+
+
+def test_a_metric_that_a_training_step_does_not_give_is_an_error_at_the_first_validation() -> None:
+    job = with_config(best_metric="val_squre", validation_interval=2)
+    with pytest.raises(ConfigError, match="earlyStoppingMetric is 'val_squre'") as caught:
+        train(replace(job, recipe=replace(JOB.recipe, loss=None, training_step=squares)), 2)
+    assert (caught.value.where["epoch"], caught.value.hint) == (1, "set one that it has: val_loss, val_square")
 
 
 def test_a_stop_that_a_callback_asks_for_is_validated() -> None:

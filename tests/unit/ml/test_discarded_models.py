@@ -12,6 +12,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from sparktorch import TorchCrossValidator, TorchTuner
+from sparktorch.base.config import TrainConfig
 from sparktorch.ml.tuning import cross_validator, search, tuner
 from sparktorch.ml.tuning.search import Found, Goal, Search
 from tests.support.mlflow import QUIET
@@ -44,9 +45,6 @@ class Estimator(SimpleNamespace):
     def getOrDefault(self, name: str) -> Any:  # noqa: N802
         return None
 
-    def isDefined(self, name: str) -> bool:  # noqa: N802
-        return False
-
     def _fit_on(self, group: Group, verdicts: Any) -> Any:
         found = self.losses.pop(0)
         loss = found() if callable(found) else found
@@ -59,6 +57,8 @@ def discarded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
     monkeypatch.setattr(search, "applied", lambda estimator, values: estimator)
     monkeypatch.setattr(search, "inheriting", lambda spark, target: target)
+    for module in (search, tuner):
+        monkeypatch.setattr(module, "config_of", lambda estimator: TrainConfig())
     for module in (search, tuner, cross_validator):
         monkeypatch.setattr(module, "discard", found.append)
     return found
@@ -143,7 +143,7 @@ def test_the_best_of_this_run_stays_until_that_of_an_earlier_one_is_fitted_again
             raise ArithmeticError("planted")
         return SimpleNamespace(summary=SimpleNamespace(history=[{"loss": 1.0}]))
 
-    monkeypatch.setattr(tuner, "applied", lambda base, values: SimpleNamespace(fit=fit, isDefined=lambda name: False))
+    monkeypatch.setattr(tuner, "applied", lambda base, values: SimpleNamespace(fit=fit))
     study = optuna.create_study()
     for value in (1.0, 2.0):
         study.tell(study.ask(), value)

@@ -110,3 +110,11 @@ def filled(value: float, p: float = 0.0) -> nn.Module:
 def test_values_that_differ_describe_another_training(name: str, values: list[Any]) -> None:
     first, second = (job_of(**{name: value}) for value in values)
     assert {key for key in first if first[key] != second[key]} == {name}
+
+
+def test_what_stops_early_is_left_out_at_its_defaults_which_earlier_checkpoints_lack() -> None:
+    changed = {"earlyStoppingMetric": "val_mae", "earlyStoppingMode": "min", "earlyStoppingMinDelta": 0.5}
+    made: dict[str, Any] = {"metrics": {"mae": "MeanAbsoluteError"}, "validationIndicatorCol": "held_out"}
+    plain, other = job_of(**made), job_of(**made, **changed)
+    assert not changed.keys() & plain.keys()
+    assert other == plain | {name: repr(value) for name, value in changed.items()}

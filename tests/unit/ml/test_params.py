@@ -273,7 +273,28 @@ def test_what_is_asked_of_columns_is_checked_before_there_are_any(params: dict[s
         (
             {"earlyStoppingPatience": 2},
             "earlyStoppingPatience",
-            "earlyStoppingPatience looks at the loss of validation rows, and there are none",
+            "earlyStoppingPatience looks at a metric of validation rows, and there are none",
+        ),
+        (
+            {"earlyStoppingMetric": "val_mae"},
+            "earlyStoppingMetric",
+            "earlyStoppingMetric looks at a metric of validation rows, and there are none",
+        ),
+        (
+            {"earlyStoppingMetric": "val_accuracy", "validationIndicatorCol": "v", "metrics": {"r2": "R2Score"}},
+            "earlyStoppingMetric",
+            "earlyStoppingMetric is 'val_accuracy', which no validation of this fit has",
+        ),
+        (
+            {"earlyStoppingMetric": "loss", "validationIndicatorCol": "v", "earlyStoppingPatience": 1},
+            "earlyStoppingMetric",
+            "earlyStoppingMetric is 'loss', which no validation of this fit has",
+        ),
+        ({"earlyStoppingMode": "least"}, "earlyStoppingMode", "earlyStoppingMode 'least' is unknown"),
+        (
+            {"earlyStoppingMinDelta": -0.1},
+            "earlyStoppingMinDelta",
+            "earlyStoppingMinDelta must be at least 0, got -0.1",
         ),
         (
             {"strategy": "zero1", "optimizer": "tests.support.nets:mean_output_error"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ optuna = pytest.importorskip("optuna")
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution  # noqa: E402
 
 from sparktorch import TorchRegressor  # noqa: E402
+from sparktorch.base.config import TrainConfig  # noqa: E402
 from sparktorch.errors import ConfigError  # noqa: E402
 from sparktorch.ml.tuning.checks import direction_of  # noqa: E402
 from sparktorch.ml.tuning.search import value_of  # noqa: E402
@@ -115,11 +117,14 @@ def test_names_say_whether_smaller_is_better() -> None:
 
 def test_a_trial_counts_with_the_epoch_whose_weights_it_has() -> None:
     history = [{"val_loss": 2.0, "val_f1": 0.1}, {"val_loss": 1.0, "val_f1": 0.2}, {"val_loss": 3.0, "val_f1": 0.3}]
-    assert value_of(history, "val_f1", best=False) == 0.3
-    assert value_of(history, "val_f1", best=True) == 0.2
-    assert value_of([{"val_loss": float("nan"), "val_f1": 0.1}, *history], "val_f1", best=True) == 0.2
+    best = TrainConfig(patience=2)
+    assert value_of(history, "val_f1", TrainConfig()) == 0.3
+    assert value_of(history, "val_f1", best) == 0.2
+    assert value_of(history, "val_loss", replace(best, best_metric="val_f1")) == 3.0
+    assert value_of(history, "val_f1", replace(best, best_delta=1.0)) == 0.1
+    assert value_of([{"val_loss": float("nan"), "val_f1": 0.1}, *history], "val_f1", best) == 0.2
     within = [
         {"loss": 1.0, "val_loss": 3.0, "validations": [{"step": 1, "val_loss": 0.5}, {"step": 2, "val_loss": 3.0}]}
     ]
-    assert value_of(within, "val_loss", best=True) == 0.5
-    assert value_of(history, "val_auc", best=True) is None
+    assert value_of(within, "val_loss", best) == 0.5
+    assert value_of(history, "val_auc", best) is None

@@ -137,15 +137,17 @@ class PerRow(LitMinimal):
 
 
 def test_what_only_a_dry_run_shows_is_refused() -> None:
-    def tried(module: Any, **options: Any) -> None:
-        recipe = LightningRecipe(module=module, loss=None, validates=True, stage="fit")
+    def tried(module: Any, metric: str | None = None, **options: Any) -> None:
+        recipe = LightningRecipe(module=module, loss=None, validates=True, stage="fit", needs_metric=metric)
         dry_run(recipe, "generic", 0, {"x": torch.ones(2, 5)}, torch.ones(2), **options)
 
     with pytest.raises(ModuleError, match=r"setup\('fit'\) and setup\('predict'\) of Setup make another seen"):
         tried(Setup)
     with pytest.raises(ModuleError, match="validation_step of PerRow returns one number for the batch"):
         tried(PerRow, weighted=True)
-    tried(PerRow)
+    with pytest.raises(ModuleError, match=r"(?s)earlyStoppingMetric is 'val_los', which PerRow does not log.*val_loss"):
+        tried(PerRow, "val_los")
+    tried(PerRow, "val_loss")
 
 
 def test_parameters_that_a_hook_makes_trainable_are_refused() -> None:

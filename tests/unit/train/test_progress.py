@@ -8,21 +8,25 @@ from typing import Any
 import pytest
 import torch
 
+from sparktorch.base.config import TrainConfig
+from sparktorch.errors import ConfigError
 from sparktorch.train.progress import Progress
+from sparktorch.train.validation import Best, improvements
 
 STEPS = 6
 WEIGHTS = torch.tensor([4.0, 4.0, 4.0, 4.0, 4.0, 2.0], dtype=torch.float64)
 CPU = torch.device("cpu")
+PATIENT = TrainConfig(patience=3)
 
 
 def in_epoch(ranks: int, taken: int) -> list[Progress]:
     """The progress of ranks that have taken some steps of their second epoch, each over rows of its own."""
     found = []
     for rank in range(ranks):
-        progress = Progress(STEPS, 3, CPU)
+        progress = Progress(STEPS, PATIENT, CPU)
         progress.end_epoch({"epoch": 1, "loss": 0.5, "val_loss": 0.25})
-        progress.best.offer(0.25, lambda: {"x": torch.ones(2)})
-        progress.best.offer(0.75, dict)
+        progress.best.offer({"val_loss": 0.25}, lambda: {"x": torch.ones(2)})
+        progress.best.offer({"val_loss": 0.75}, dict)
         progress.confusion, progress.validated_step = torch.eye(2), STEPS
         counters = progress.counters
         counters.losses[:taken] = torch.arange(taken) + 10.0 * rank
@@ -35,7 +39,7 @@ def in_epoch(ranks: int, taken: int) -> list[Progress]:
 def resumed(before: list[Progress], ranks: int) -> list[Progress]:
     """The progress of other ranks that go on from there."""
     states = [progress.state() for progress in before]
-    found = [Progress(STEPS, 3, CPU) for _ in range(ranks)]
+    found = [Progress(STEPS, PATIENT, CPU) for _ in range(ranks)]
     for rank, progress in enumerate(found):
         progress.merge(states[0], states[rank::ranks], {"x": torch.ones(2)} if rank == 0 else {})
     return found
@@ -70,8 +74,8 @@ def test_every_rank_knows_what_all_knew(after: int) -> None:
         assert progress.last_validation()["val_loss"] == 0.25
         assert progress.best.state is not None, "although only rank 0 holds the weights"
         assert not progress.best.out_of_patience
-        progress.best.offer(0.5, dict)
-        progress.best.offer(math.nan, dict)
+        progress.best.offer({"val_loss": 0.5}, dict)
+        progress.best.offer({"val_loss": math.nan}, dict)
         assert progress.best.out_of_patience
 
 
@@ -88,4 +92,38 @@ def test_the_last_validation_is_that_of_this_epoch_where_there_is_one() -> None:
     assert progress.last_validation()["val_loss"] == 0.125
     progress.end_epoch({"epoch": 2, "loss": 0.25})
     assert "val_loss" not in progress.last_validation()
-    assert Progress(STEPS, None, CPU).last_validation() == {}
+    assert Progress(STEPS, TrainConfig(), CPU).last_validation() == {}
+
+
+@pytest.mark.parametrize(
+    ("rule", "values", "bests"),
+    [
+        ({}, [2.0, 3.0, math.nan, 1.0], [0, 3]),
+        ({"best_metric": "val_accuracy"}, [math.nan, 0.5, 0.25, math.nan, 0.75], [1, 4]),
+        ({"best_metric": "val_MAE"}, [0.5, 0.75, 0.25], [0, 2]),
+        ({"best_metric": "val_MAE", "best_mode": "max"}, [0.5, 0.75, 0.25], [0, 1]),
+        ({"best_metric": "val_accuracy", "best_mode": "min"}, [0.5, 0.75, 0.25], [0, 2]),
+        ({"best_delta": 0.25}, [2.0, 1.875, 1.75, 1.625], [0, 3]),
+        ({"best_metric": "val_f1", "best_delta": 0.25}, [-1.0, -0.875, -0.75, 0.0], [0, 3]),
+    ],
+)
+def test_the_best_validation_goes_by_metric_mode_and_delta_also_over_restarts(
+    rule: dict[str, Any], values: list[float], bests: list[int]
+) -> None:
+    config = TrainConfig(patience=9, **rule)
+    records = [{config.best_metric: value, "place": place} for place, value in enumerate(values)]
+    assert [found["place"] for found, _ in improvements(records, config)] == bests
+    best, offered = Best(config), []
+    for record in records:
+        offered.append(best.offer(record, lambda: {"x": torch.ones(2)}))
+        before, best = best, Best(config)
+        best.load_state_dict(before.state_dict(), before.state or {})
+    assert [place for place, was in enumerate(offered) if was] == bests
+
+
+def test_a_validation_without_the_metric_is_an_error_that_names_what_it_has() -> None:
+    metrics = {"val_loss": 1.0, "val_error": 2.0}
+    for config in (TrainConfig(best_metric="val_eror"), TrainConfig(patience=1, best_metric="val_eror")):
+        with pytest.raises(ConfigError, match=r"(?s)earlyStoppingMetric is 'val_eror'.*val_error, val_loss"):
+            Best(config).offer(metrics, dict)
+    assert Best(TrainConfig()).offer({}, dict), "which nothing looks at"
