@@ -171,7 +171,9 @@ def _arrow(values: Any, spec: TensorSpec, name: str) -> pa.Array:
 def _dense(row: Any) -> npt.NDArray[Any]:
     """Returns a row as one array; Arrow hands nested lists over as arrays of arrays."""
     array = np.asarray(row)
-    return np.stack([_dense(inner) for inner in array]) if array.dtype == object and array.ndim and array.size else array
+    return (
+        np.stack([_dense(inner) for inner in array]) if array.dtype == object and array.ndim and array.size else array
+    )
 
 
 def _numbers(values: npt.NDArray[Any], spec: TensorSpec) -> npt.NDArray[Any]:
