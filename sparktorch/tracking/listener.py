@@ -139,7 +139,7 @@ class MLflowListener:
         self._outbox.metrics(Sample(self._named(name), value, now, step) for name, value in values.items())
 
     def _named(self, name: str) -> str:
-        """Returns the name of a metric with the characters that MLflow takes, and one more "_" where it is another's."""
+        """Returns the name of a metric with the characters that MLflow takes, or with one more "_" if that is taken."""
         taken, known = re.sub(r"[^/\w.\- :]", "_", name), len(self._names)
         while self._names.setdefault(taken, name) != name:
             taken += "_"
