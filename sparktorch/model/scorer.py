@@ -28,7 +28,7 @@ from sparktorch.model.trained_module import TrainedModule
 from sparktorch.train.numerics.determinism import tf32_allowed
 from sparktorch.train.numerics.torch_errors import is_out_of_memory
 from sparktorch.train.recipe.huggingface import call
-from sparktorch.train.recipe.task import align, autocast, classes_in, prediction
+from sparktorch.train.recipe.task import align, autocast, check_rows, classes_in, prediction
 
 __all__ = ["Scorer", "first_batch_size"]
 
@@ -225,6 +225,8 @@ class Scorer:
     def _forward(self, inputs: tuple[torch.Tensor, ...]) -> dict[str, Array]:
         with self._autocast, tf32_allowed(False, self._device):
             output = prediction(call(self._module, inputs, self._names, self._plain))
+        if self._trained.task != "generic":
+            check_rows(output, len(inputs[0]))
         if self._trained.task == "classification":
             return _classify(output.cpu().double(), self._thresholds)
         if self._trained.task == "regression":

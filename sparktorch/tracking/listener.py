@@ -50,7 +50,7 @@ class MLflowListener:
         self._target = target
         self._autologs = autologs
         self._environment = facts.environment(fit)
-        self._renamed: set[str] = set()
+        self._names: dict[str, str] = {}  # of metrics in MLflow, and whose they are
         self._system = SystemMetrics(target.known_run, self._log)
         self._outbox = Outbox(self._connect, target.open)
         if target.own:
@@ -139,11 +139,14 @@ class MLflowListener:
         self._outbox.metrics(Sample(self._named(name), value, now, step) for name, value in values.items())
 
     def _named(self, name: str) -> str:
-        """Returns the name of a metric with the characters that MLflow takes."""
-        taken = re.sub(r"[^/\w.\- :]", "_", name)
-        if taken != name and name not in self._renamed:
-            self._renamed.add(name)
-            _LOG.warning("the metric %r is %r in MLflow, which takes no other characters", name, taken)
+        """Returns the name of a metric with the characters that MLflow takes, or with one more "_" if that is taken."""
+        taken, known = re.sub(r"[^/\w.\- :]", "_", name), len(self._names)
+        while self._names.setdefault(taken, name) != name:
+            taken += "_"
+        if taken != name and len(self._names) > known:
+            _LOG.warning(
+                "the metric %r is %r in MLflow, which takes no other characters and each name once", name, taken
+            )
         return taken
 
     def _tag(self, tags: dict[str, Any]) -> None:

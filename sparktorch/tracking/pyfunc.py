@@ -151,12 +151,12 @@ def _arrow(values: Any, spec: TensorSpec, name: str) -> pa.Array:
         return pa.array(list(values), pa.binary())
     try:
         if spec.ragged:
-            rows = [_numbers(np.asarray(row), spec) for row in values]
+            rows = [_numbers(_dense(row), spec) for row in values]
             elements = np.concatenate(rows or [np.empty((0, *spec.levels), spec.dtype)])
             ends = np.cumsum([0, *map(len, rows)], dtype=np.int32)
             return pa.ListArray.from_arrays(pa.array(ends), to_arrow(elements))
         nested = getattr(values, "dtype", None) == np.dtype(object)
-        stacked = np.stack(list(values)) if nested else np.asarray(values)
+        stacked = np.stack([_dense(row) for row in values]) if nested else np.asarray(values)
     except ValueError as error:
         raise ColumnError(f"the rows of column {name!r} have different shapes: {error}", column=name) from error
     shape = () if spec.sources else spec.shape
@@ -166,6 +166,14 @@ def _arrow(values: Any, spec: TensorSpec, name: str) -> pa.Array:
         )
     levels = () if spec.sources else spec.levels
     return to_arrow(_numbers(stacked, spec).reshape(len(stacked), *levels))
+
+
+def _dense(row: Any) -> npt.NDArray[Any]:
+    """Returns a row as one array; Arrow hands nested lists over as arrays of arrays."""
+    array = np.asarray(row)
+    return (
+        np.stack([_dense(inner) for inner in array]) if array.dtype == object and array.ndim and array.size else array
+    )
 
 
 def _numbers(values: npt.NDArray[Any], spec: TensorSpec) -> npt.NDArray[Any]:

@@ -24,8 +24,9 @@ __all__ = ["column_type", "signature_of", "zeros_for"]
 def signature_of(model: TorchModelBase, outputs: dict[str, str]) -> ModelSignature:
     """Returns inputs as named tensors and outputs as columns. MLflow makes tensors from columns, arrays and JSON.
 
-    Inputs are columns if an input is ragged, binary, nullable or for `preprocess`, because MLflow has no tensors for
-    these. Nullable columns have any type, because pandas turns integers beside a null into floats.
+    Inputs are columns if an input is ragged, binary, nullable, of nested lists or for `preprocess`, because MLflow has
+    no tensors for these. Nullable columns have any type, because pandas turns integers beside a null into floats; so
+    have nested lists, because MLflow's arrays of arrays take no ndarrays.
     """
     from mlflow import types
     from mlflow.models import ModelSignature
@@ -34,11 +35,13 @@ def signature_of(model: TorchModelBase, outputs: dict[str, str]) -> ModelSignatu
     fields, _ = model._fields()
     inputs: list[types.ColSpec | types.TensorSpec] = []
     required = model.getHandleInvalid() == "error"
-    as_columns = not required or any(spec.ragged or spec.kind in ("binary", "any") for spec in model.trained.inputs)
+    nested = any(len(spec.levels) > 1 and not (spec.sources or spec.ragged) for spec in model.trained.inputs)
+    unchecked = nested or not required
+    as_columns = unchecked or any(spec.ragged or spec.kind in ("binary", "any") for spec in model.trained.inputs)
     for name, spec in _columns_of(model):
         tensor = np.dtype(spec.dtype), (-1, *(() if spec.sources else spec.shape))
         inputs.append(
-            types.ColSpec(column_type(spec) if required else AnyType(), name, required)
+            types.ColSpec(AnyType() if unchecked else column_type(spec), name, required)
             if as_columns
             else types.TensorSpec(*tensor, name)
         )

@@ -82,8 +82,11 @@ class RowFilter:
             where["row"] = first_row + int(self._through[where["row"] - first_row])
         return ColumnError(error.what, hint=error.hint, **where)
 
-    def close(self) -> None:
+    def close(self, *, sample: bool = False) -> None:
         """Reports unfit rows, after the last batch.
+
+        Args:
+            sample: Whether the first row alone was looked at.
 
         Raises:
             ColumnError: Rows were unfit, and `drop_nulls` is not set; with column, count and first rows.
@@ -96,7 +99,9 @@ class RowFilter:
             said = f"{count} rows of column {column!r} are {what}"
         shown = ", ".join(map(str, rows)) + (", ..." if count > len(rows) else "")
         raise ColumnError(
-            f"{said}; in the order in which they arrived: {shown}",
+            f"the first row holds {what} values in column {column!r}, and others were not looked at yet"
+            if sample
+            else f"{said}; in the order in which they arrived: {shown}",
             hint=self._hint(column, what),
             column=column,
             row=rows[0],

@@ -73,7 +73,7 @@ def first_inputs(frame: Frame) -> tuple[Frame, dict[str, torch.Tensor]]:
     """
     screen = RowFilter(replace(frame.columns, drop_nulls=False))
     screen.rows_of(frame.sample, first_row=0)
-    screen.close()
+    screen.close(sample=True)
     preprocess = frame.columns.preprocess
     taken = [_twice(field_of(spec, InMemory()), frame.sample.column(spec.name)) for spec in frame.columns.inputs]
     inputs: dict[str, torch.Tensor] = {}

@@ -24,7 +24,7 @@ from sparktorch.train.recipe.hints import hints_for
 from sparktorch.train.recipe.huggingface import MODEL_LOSS, call, check_model_loss
 from sparktorch.train.recipe.loss import Loss, TrainingStep, check_mean
 from sparktorch.train.recipe.recipe import Recipe
-from sparktorch.train.recipe.task import align, classes_in, prediction, rows_of
+from sparktorch.train.recipe.task import align, check_rows, classes_in, prediction, rows_of
 
 __all__ = ["ArgumentSpec", "DryRunResult", "OutputSpec", "describe_outputs", "dry_run"]
 
@@ -393,12 +393,7 @@ def _check_classes(task: Task, output: Any, rows: int, loss: Loss | None) -> int
             "(rows, values); for anything else there is TorchEstimator",
             param="module",
         )
-    if len(output) != rows:
-        raise ModuleError(
-            f"forward returned {len(output)} rows for {rows} rows",
-            hint="return one row for each row of the input, in the same order",
-            param="module",
-        )
+    check_rows(output, rows)
     if task == "regression":
         return None
     if loss is not None and loss.takes_probabilities:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from sparktorch.base.config import Precision, Task
+from sparktorch.errors import ModuleError
 
-__all__ = ["align", "autocast", "classes_in", "correct", "predicted", "prediction", "rows_of"]
+__all__ = ["align", "autocast", "check_rows", "classes_in", "correct", "predicted", "prediction", "rows_of"]
 
 
 def align(task: Task, output: Any, label: torch.Tensor | None) -> tuple[Any, torch.Tensor | None]:
@@ -24,14 +25,34 @@ def align(task: Task, output: Any, label: torch.Tensor | None) -> tuple[Any, tor
         task: What the labels mean.
         output: What the module returned.
         label: int64 classes or float values of shape `(rows, ...)`.
+
+    Raises:
+        ModuleError: The output has no axis of rows.
     """
     if task == "generic" or label is None or not isinstance(output, torch.Tensor):
         return output, label
+    if output.dim() == 0:
+        check_rows(output, len(label))
     if output.dim() == label.dim() + 1 and output.shape[-1] == 1:
         output = output.squeeze(-1)
     if task == "classification" and output.dim() == label.dim():
         label = label.to(output.dtype)
     return output, label
+
+
+def check_rows(output: torch.Tensor, rows: int) -> None:
+    """Refuses an output that does not have one row per row of the input.
+
+    Raises:
+        ModuleError: It has not; the dry run does not see what depends on the rows of a batch.
+    """
+    if output.dim() == 0 or len(output) != rows:
+        raise ModuleError(
+            f"forward returned {f'{len(output)} rows' if output.dim() else 'a scalar'} for {rows} rows",
+            hint="return one row for each row of the input, in the same order; squeeze() drops the axis of rows, too, "
+            "where a batch has one row: squeeze(-1) does not",
+            param="module",
+        )
 
 
 def autocast(device: torch.device, precision: Precision) -> AbstractContextManager[Any]:

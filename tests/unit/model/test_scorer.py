@@ -13,6 +13,7 @@ from sparktorch.base.config import Task
 from sparktorch.base.state_dict import pack_state
 from sparktorch.data.columns import TensorSpec
 from sparktorch.data.convert.tensors import to_arrow
+from sparktorch.errors import ModuleError
 from sparktorch.model.scorer import Scorer
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.tracking.pyfunc import PyFuncModel
@@ -115,3 +116,16 @@ def test_where_no_row_can_be_scored_the_module_is_not_called(
     assert Cramped.calls == []
     assert [column.type for column in nulls] == types
     assert [column.null_count for column in nulls] == [2] * len(names)
+
+
+class Squeezing(Score):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).squeeze()
+
+
+@pytest.mark.parametrize("task", ["regression", "classification"])
+def test_a_module_whose_batch_of_one_row_loses_its_rows_is_told(trained: TrainedModule, task: Task) -> None:
+    scorer = Scorer(replace(trained, source=Squeezing, task=task), batch_size=10)
+    assert len(scorer.score_arrays([X[:2]])["prediction"]) == 2
+    with pytest.raises(ModuleError, match=r"forward returned a scalar for 1 rows(?s:.*)squeeze\(-1\)"):
+        scorer.score_arrays([X[:1]])

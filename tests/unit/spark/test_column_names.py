@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pyarrow as pa
 import pytest
 from pyspark.ml.linalg import VectorUDT
 from pyspark.sql import types as T
 
-from sparktorch.data.columns import Columns, InputOptions
+from sparktorch.data.columns import Columns, InputOptions, TensorSpec
 from sparktorch.errors import ColumnError
 from sparktorch.ml.fit.first_row_trial import first_inputs
 from sparktorch.spark.column_names import ColumnNames
@@ -98,3 +100,11 @@ def test_a_column_named_twice_is_two_inputs_and_two_places_of_a_packed_one() -> 
     _, inputs = first_inputs(Frame(None, Columns(inputs=tuple(specs)), sample))  # type: ignore[arg-type]
     assert list(inputs) == ["column 'id'", "input 1, column 'id'", "input 2, column 'id'"]
     assert [tensor.tolist() for tensor in inputs.values()] == [[0, 0], [1, 1], [2, 2]]
+
+
+@pytest.mark.parametrize(("value", "what"), [(None, "null"), (math.nan, "NaN or infinite")])
+def test_a_first_row_that_cannot_be_trained_on_is_told_as_the_first_row(value: float | None, what: str) -> None:
+    columns = Columns(inputs=(TensorSpec(name="x0", column="a", dtype="float32"),))
+    frame = Frame(None, columns, pa.record_batch([pa.array([value], pa.float32())], ["x0"]))  # type: ignore[arg-type]
+    with pytest.raises(ColumnError, match=f"^the first row holds {what} values in column 'a', and others were not"):
+        first_inputs(frame)

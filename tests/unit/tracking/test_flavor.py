@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 import torch
 import yaml
@@ -286,6 +287,34 @@ def test_a_pyfunc_that_answers_null_takes_all_that_mlflow_makes_columns_of(tmp_p
         assert pyfunc.predict(given)["prediction"].tolist() == expected
     within = infer_and_parse_data({"inputs": {"features": [whole[0], [None, *whole[1][1:]]]}}, schema)
     assert pyfunc.predict(within)["prediction"].isna().tolist() == [False, True]
+
+
+def test_nested_lists_are_taken_as_pandas_arrow_json_and_numpy_hand_them_over(tmp_path: Path) -> None:
+    from mlflow.pyfunc.scoring_server import infer_and_parse_data
+
+    model = model_of(Square)
+    model._trained = replace(
+        model.trained, inputs=(TensorSpec(name="x0", column="features", dtype="float32", shape=(2, 2)),)
+    )
+    flavor.save_model(model, str(tmp_path / "model"), pytorch=False)
+    pyfunc = mlflow.pyfunc.load_model(str(tmp_path / "model"))
+    rows = np.random.default_rng(1).normal(size=(3, 2, 2))
+    expected = model.module(torch.from_numpy(rows).float()).argmax(1).double().tolist()
+    lists, schema = rows.tolist(), pyfunc.metadata.get_input_schema()
+    for given in (
+        pd.DataFrame({"features": lists}),
+        pd.DataFrame({"features": list(rows)}),
+        pa.table({"features": lists}).to_pandas(),  # arrays of arrays, as from files and in a UDF of Spark
+        {"features": rows},
+        {"features": rows.astype(np.float32)},
+        infer_and_parse_data({"inputs": {"features": lists}}, schema),
+        infer_and_parse_data({"inputs": lists}, schema),
+        infer_and_parse_data({"instances": [{"features": row} for row in lists]}, schema),
+        infer_and_parse_data({"dataframe_records": [{"features": row} for row in lists]}, schema),
+    ):
+        assert pyfunc.predict(given)["prediction"].tolist() == expected
+    with pytest.raises(ColumnError, match=r"shape \(2, 3\), the model takes \(2, 2\)"):
+        pyfunc.predict({"features": np.zeros((3, 2, 3))})
 
 
 def embedding() -> tuple[nn.Embedding, TrainedModule]:

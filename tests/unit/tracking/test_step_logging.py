@@ -24,7 +24,7 @@ class Box:
 
 def test_validations_are_logged_at_their_steps_and_epochs_at_their_numbers() -> None:
     listener, box = object.__new__(MLflowListener), Box()
-    listener._outbox = cast(Any, box)
+    listener._outbox, listener._names = cast(Any, box), {}
     validations = [{"step": 12, "val_loss": 0.5}, {"step": 14, "val_loss": 0.25}]
     listener.epoch({"epoch": 2, "loss": 0.75, "val_loss": 0.25, "steps": 7, "validations": validations})
     assert box.sent == {
@@ -35,13 +35,17 @@ def test_validations_are_logged_at_their_steps_and_epochs_at_their_numbers() -> 
     }
 
 
-def test_a_metric_has_a_name_that_mlflow_takes_and_one_warning_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_metric_has_a_name_of_its_own_that_mlflow_takes_and_one_warning_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     listener, box = object.__new__(MLflowListener), Box()
-    listener._outbox, listener._renamed = cast(Any, box), set()
+    listener._outbox, listener._names = cast(Any, box), {}
     for epoch in (1, 2):
-        listener.epoch({"epoch": epoch, "loss": 0.75, "top@5": 0.5})
-    assert box.sent == {("loss", 0.75, 1), ("loss", 0.75, 2), ("top_5", 0.5, 1), ("top_5", 0.5, 2)}
-    assert ["'top@5' is 'top_5' in MLflow" in record.getMessage() for record in caplog.records] == [True]
+        listener.epoch({"epoch": epoch, "loss": 0.75, "top@5": 0.5, "top#5": 0.25})
+    values = {"loss": 0.75, "top_5": 0.5, "top_5_": 0.25}
+    assert box.sent == {(name, value, epoch) for name, value in values.items() for epoch in (1, 2)}
+    told = [record.getMessage().split(", which")[0] for record in caplog.records]
+    assert told == ["the metric 'top@5' is 'top_5' in MLflow", "the metric 'top#5' is 'top_5_' in MLflow"]
 
 
 def test_the_curve_of_the_validation_shows_the_epochs_that_had_one() -> None:
