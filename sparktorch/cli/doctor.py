@@ -15,8 +15,8 @@ import pyspark
 import sparktorch
 from sparktorch.cli.session import NoSessionError, add_session_arguments, count, session
 from sparktorch.cli.table import print_table
-from sparktorch.spark.checks.check_result import worst
 from sparktorch.spark.checks.doctor import check_all
+from sparktorch.spark.checks.findings import worst
 from sparktorch.spark.launch.barrier_job import Launch
 from sparktorch.spark.session import setting
 

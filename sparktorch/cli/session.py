@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from pyspark.sql import SparkSession
 
-from sparktorch.spark.checks.check_result import Finding
+from sparktorch.spark.checks.findings import Finding
 from sparktorch.spark.session import is_connect
 
 __all__ = ["NoSessionError", "add_session_arguments", "count", "figure", "session"]

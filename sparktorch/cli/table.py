@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import IO, Any
 
-from sparktorch.spark.checks.check_result import Finding, worst
+from sparktorch.spark.checks.findings import Finding, worst
 
 __all__ = ["print_table"]
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -14,32 +14,17 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 
 from sparktorch.base.devices import is_host
 from sparktorch.base.world import World
-from sparktorch.distributed.values import (
-    OPERATIONS,
-    Reduction,
-    as_bytes,
-    as_tensor,
-    check_operation,
-    like,
-    operation_of,
-    reducible,
-)
 
 __all__ = ["Collectives", "Reduction"]
 
+Reduction = Literal["sum", "mean", "product", "min", "max"]
 V = TypeVar("V")
 
-_LONG = timedelta(days=365)  # ranks may end hours after each other
-
-_NAMES = ("barrier", "all_reduce", "all_gather", "broadcast", "reduce_scatter", "scatter", "gather")
-_POINTS = ("loader", "wrap", "state_dict", "return")  # of a function, that all ranks reach together
-_KINDS = ("nothing", "tensor", "array", "number")
-_DTYPES: tuple[torch.dtype, ...] = (
-    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16),
-    *(torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128),
-    *(torch.uint16, torch.uint32, torch.uint64),
-)
-_MOST_AXES = 8
+_REDUCIBLE = {  # by all backends
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8),
+    *(torch.uint8, torch.complex64, torch.complex128),
+}
+_CALL_BYTES = 512  # torch's longest shapes take less than half
 
 
 class Collectives:
@@ -63,7 +48,7 @@ class Collectives:
 
     def barrier(self) -> None:
         """Waits until every rank has called it."""
-        self._headers("barrier", None)
+        self._compare("barrier")
 
     def all_reduce(self, value: V, op: Reduction = "sum") -> V:
         """Returns the element-wise sum, mean, product, minimum or maximum of all ranks' values, on every rank.
@@ -72,14 +57,7 @@ class Collectives:
             value: Of the same dtype and shape on every rank.
             op: The operation; "mean" is for floating-point values, and booleans have "min" and "max" only.
         """
-        operation = operation_of(op)
-        tensor = as_tensor(value)
-        check_operation(op, tensor)
-        self._check_equal(self._headers("all_reduce", value, code=list(OPERATIONS).index(op)))
-        wide = reducible(tensor, op)
-        if self.world_size > 1:
-            dist.all_reduce(wide, operation)
-        return like(value, self._mean(wide, op).to(tensor.dtype))
+        return self._reduced("all_reduce", value, op)
 
     def reduce_scatter(self, value: V, op: Reduction = "sum") -> V:
         """Returns this rank's part of the `all_reduce` of a value, which is split along its first axis.
@@ -88,37 +66,18 @@ class Collectives:
             value: Of the same dtype and shape on every rank; its first axis is a multiple of the number of ranks.
             op: As in `all_reduce`.
         """
-        operation = operation_of(op)
-        tensor = as_tensor(value)
-        check_operation(op, tensor)
-        self._check_equal(self._headers("reduce_scatter", value, code=list(OPERATIONS).index(op)))
-        if not tensor.dim() or len(tensor) % self.world_size:
-            raise ValueError(
-                f"reduce_scatter got shape {tuple(tensor.shape)}, whose first axis {self.world_size} ranks cannot share"
-            )
-        wide = reducible(tensor, op)
-        part = wide[: len(wide) // self.world_size].clone()
-        if self.world_size > 1:
-            scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-            scatter(part, wide, operation)
-        return like(value, self._mean(part, op).to(tensor.dtype))
+        return self._reduced("reduce_scatter", value, op)
 
     def all_gather(self, value: V) -> list[V]:
         """Returns the values of all ranks, in rank order, on every rank; their shapes and dtypes may differ."""
-        headers = self._headers("all_gather", value)
-        if self.world_size == 1:
-            return [like(value, as_tensor(value).clone())]
-        if len({header.layout for header in headers}) == 1:
-            own = as_bytes(as_tensor(value))
-            parts = [torch.empty_like(own) for _ in headers]
-            dist.all_gather(parts, own)
-            return [self._value(part, header) for part, header in zip(parts, headers, strict=True)]
-        found = []
-        for source, header in enumerate(headers):
-            part = as_bytes(as_tensor(value)) if source == self.rank else self._room(header)
-            dist.broadcast(part, source)
-            found.append(self._value(part, header))
-        return found
+        calls = self._compare("all_gather", value)
+        parts = [self._room(call, value if rank == self.rank else None) for rank, call in enumerate(calls)]
+        if len({call.layout for call in calls}) > 1:
+            for source, part in enumerate(parts):
+                dist.broadcast(_bytes(part), source)
+        elif self.world_size > 1:
+            dist.all_gather(list(map(_bytes, parts)), _bytes(_tensor(value)))
+        return [call.value(part) for call, part in zip(calls, parts, strict=True)]
 
     def broadcast(self, value: V | None = None, source: int = 0) -> V:
         """Returns the value of one rank, on every rank.
@@ -127,14 +86,14 @@ class Collectives:
             value: The value; the other ranks may leave it out.
             source: The rank that has it.
         """
-        self._check_rank(source)
-        header = self._headers("broadcast", value if self.rank == source else None, code=source, whole=False)[source]
-        if header.kind == "nothing":
+        own = value if self.rank == source else None
+        call = self._compare(f"broadcast({self._of(source)})", *([] if own is None else [own]))[source]
+        if call.kind == "nothing":
             raise ValueError(f"broadcast got no value in its source, rank {source}")
-        part = as_bytes(as_tensor(value)).clone() if self.rank == source else self._room(header)
+        part = self._room(call, own)
         if self.world_size > 1:
-            dist.broadcast(part, source)
-        found: V = self._value(part, header)
+            dist.broadcast(_bytes(part), source)
+        found: V = call.value(part)
         return found
 
     def scatter(self, values: Sequence[V] | None = None, source: int = 0) -> V:
@@ -144,26 +103,23 @@ class Collectives:
             values: One value per rank, of any shapes and dtypes; the other ranks may leave them out.
             source: The rank that has them.
         """
-        self._check_rank(source)
-        failed = None
-        if self.rank == source and (values is None or len(values) != self.world_size):
-            given = "no values" if values is None else f"{len(values)} values"
-            failed = ValueError(f"scatter got {given} in its source, rank {source}, for {self.world_size} ranks")
-        self._headers("scatter", None, code=source, failed=failed)
-        if self.rank != source:
-            fields = torch.zeros(_Header.SIZE, dtype=torch.int64)
-            dist.recv(fields, source)
-            header = _Header.from_fields(fields)
-            part = self._room(header)
-            dist.recv(part, source)
-            received: V = self._value(part, header)
-            return received
-        assert values is not None
-        for rank, value in enumerate(values):
+        own, failed = (values or ()) if self.rank == source else (), None
+        if self.rank == source and len(own) != self.world_size:
+            failed = f"scatter got {len(own)} values in its source, rank {source}, for {self.world_size} ranks"
+        self._compare(f"scatter({self._of(source)})", *own, failed=failed)
+        for rank, value in enumerate(own):
             if rank != source:
-                dist.send(_Header.of("scatter", value).fields(), rank)
-                dist.send(as_bytes(as_tensor(value)), rank)
-        return like(values[source], as_tensor(values[source]).clone())
+                dist.send(_Call.of("scatter", value).packed(), rank)
+                dist.send(_bytes(_tensor(value)), rank)
+        if self.rank == source:
+            call = _Call.of("scatter", own[source])
+            part = self._room(call, own[source])
+        else:
+            dist.recv(packed := torch.empty(_CALL_BYTES, dtype=torch.uint8), source)
+            part = self._room(call := _Call.unpacked(packed))
+            dist.recv(_bytes(part), source)
+        found: V = call.value(part)
+        return found
 
     def gather(self, value: V, target: int = 0) -> list[V] | None:
         """Returns the values of all ranks, in rank order, in one rank; `None` in the others.
@@ -172,172 +128,158 @@ class Collectives:
             value: This rank's value; shapes and dtypes may differ between ranks.
             target: The rank that gets them.
         """
-        self._check_rank(target)
-        headers = self._headers("gather", value, code=target)
-        own = as_tensor(value)
+        calls = self._compare(f"gather({self._of(target)})", value)
         if self.rank != target:
-            dist.send(as_bytes(own), target)
+            dist.send(_bytes(_tensor(value)), target)
             return None
-        found: list[V] = []
-        for rank, header in enumerate(headers):
-            part = as_bytes(own).clone() if rank == target else self._room(header)
+        parts = [self._room(call, value if rank == target else None) for rank, call in enumerate(calls)]
+        for rank, part in enumerate(parts):
             if rank != target:
-                dist.recv(part, rank)
-            found.append(self._value(part, header))
-        return found
+                dist.recv(_bytes(part), rank)
+        return [call.value(part) for call, part in zip(calls, parts, strict=True)]
 
-    def _mean(self, total: torch.Tensor, op: Reduction) -> torch.Tensor:
-        return total / self.world_size if op == "mean" else total
-
-    def _check_rank(self, rank: int) -> None:
+    def _of(self, rank: int) -> str:
         if not 0 <= rank < self.world_size:
             raise ValueError(f"there is no rank {rank}: they are 0 to {self.world_size - 1}")
+        return f"rank {rank}"
 
-    def _headers(
-        self, name: str, value: Any, *, code: int = 0, whole: bool = True, failed: Exception | None = None
-    ) -> list[_Header]:
-        """Exchanges what the ranks call a collective with; raises if they call different ones, or one cannot go on.
+    def _compare(
+        self, name: str, *values: Any, failed: str | None = None, wait: timedelta | None = None
+    ) -> list[_Call]:
+        """Exchanges what the ranks call a collective with; raises if it is another one, or if one cannot go on.
 
         Args:
-            name: The collective.
-            value: This rank's value, or `None`.
-            code: The operation, or the rank that the collective is from or to.
-            whole: Whether every rank needs a value.
+            name: The collective, and what has to be equal besides.
+            values: This rank's values; the first one is described to the others.
             failed: Why this rank cannot go on.
+            wait: How long the other ranks may take, `None` for as long as in other collectives.
         """
+        error: Exception | None = None if failed is None else ValueError(failed)
         try:
-            own = _Header.of(name, value, code)
-        except (TypeError, ValueError) as error:
-            own, failed = _Header(name, "nothing"), error
-        if failed is not None:
-            own.code = -1
-        headers = [own]
+            own = ([] if error else [_Call.of(name, value) for value in values]) or [_Call(name, "nothing")]
+        except TypeError as raised:
+            error = raised
+        calls = [own[0] if error is None else _Call(name, "failed")]
         if self.world_size > 1:
-            fields = own.fields()
-            parts = [torch.empty_like(fields) for _ in range(self.world_size)]
-            _gathered(parts, fields, wait=_LONG if name == "return" else None)
-            headers = [_Header.from_fields(part) for part in parts]
-        if failed is not None:
-            raise failed
-        stopped = [rank for rank, header in enumerate(headers) if header.code == -1]
-        if stopped:
-            raise dist.DistError(f"{name}: rank {stopped[0]} cannot go on")  # that rank reports the cause
-        calls = {(header.name, header.code) for header in headers}
-        if len(calls) > 1:
-            raise ValueError(f"the ranks are not at the same point: {_listed(h.call for h in headers)}")
-        if whole and value is not None and any(header.kind == "nothing" for header in headers):
-            raise ValueError(f"{name} got no value in some ranks")
-        return headers
+            calls = _exchanged(calls[0], self.world_size, wait)
+        if error is not None:
+            raise error
+        for rank, call in enumerate(calls):
+            if call.kind == "failed":  # that rank reports the cause
+                raise dist.DistError(f"{name.partition('(')[0]}: rank {rank} cannot go on")
+        if len({call.name for call in calls}) > 1:
+            raise ValueError(f"the ranks are not at the same point: {_listed(call.name for call in calls)}")
+        return calls
 
-    def _check_equal(self, headers: list[_Header]) -> None:
-        if len({header.layout for header in headers}) > 1:
-            what = f"{headers[0].name} needs equal dtypes and shapes"
-            raise ValueError(f"{what}: {_listed(header.described for header in headers)}")
+    def _room(self, call: _Call, value: Any = None) -> torch.Tensor:
+        """Returns a copy of this rank's own value, or an empty tensor for the value of another rank."""
+        if value is not None:
+            return _tensor(value).clone()
+        return torch.empty(
+            call.shape, dtype=getattr(torch, call.dtype), device="cpu" if call.host else self._world.device
+        )
 
-    def _room(self, header: _Header) -> torch.Tensor:
-        """Returns an empty buffer for a value of another rank, on the device it arrives at."""
-        device = "cpu" if header.on_host else self._world.device
-        return torch.empty(header.bytes, dtype=torch.uint8, device=device)
+    def _reduced(self, name: str, value: V, op: Reduction) -> V:
+        if op not in get_args(Reduction):
+            raise ValueError(f"op must be one of {get_args(Reduction)}, got {op!r}")
+        operation = getattr(dist.ReduceOp, "SUM" if op == "mean" else op.upper())
+        tensor, size = _tensor(value), self.world_size
+        whole = not (tensor.is_floating_point() or tensor.is_complex())
+        if op == "mean" and whole:
+            raise TypeError(f"op='mean' is for floating-point values, got {tensor.dtype}")
+        if tensor.dtype is torch.bool and op not in ("min", "max"):
+            raise TypeError(f"op={op!r} is for numbers, got torch.bool: take 'max' for any, 'min' for all, or int64")
+        calls = self._compare(f"{name}({op})", value)
+        if len({call.layout for call in calls}) > 1:
+            raise ValueError(f"{name} needs equal dtypes and shapes: {_listed(map(str, calls))}")
+        if tensor.dtype not in _REDUCIBLE or (op == "mean" and tensor.dtype.itemsize < 4):  # its sum would overflow
+            total = tensor.to(torch.int64 if whole else torch.float32)
+        else:
+            total = tensor.clone()
+        if name == "all_reduce" and size > 1:
+            dist.all_reduce(total, operation)
+        elif name == "reduce_scatter":
+            if not total.dim() or len(total) % size:
+                raise ValueError(f"{name} got shape {tuple(total.shape)}, whose first axis {size} ranks cannot share")
+            wide, total = total, total[: len(total) // size].clone()
+            if size > 1:
+                scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+                scatter(total, wide, operation)
+        found: V = calls[self.rank].value((total / size if op == "mean" else total).to(tensor.dtype))
+        return found
 
-    def _value(self, content: torch.Tensor, header: _Header) -> Any:
-        tensor = content.view(header.dtype).reshape(header.shape)
-        if header.kind == "tensor":
-            return tensor
-        return tensor.numpy() if header.kind == "array" else tensor.item()
 
-
-@dataclass
-class _Header:
-    """What a rank calls a collective with.
-
-    Attributes:
-        name: The collective.
-        kind: Kind of the value, one of `_KINDS`.
-        dtype: Its dtype.
-        shape: Its shape.
-        on_host: Whether it is on the CPU.
-        code: The operation, or the rank that the collective is from or to; -1 if this rank cannot go on.
-    """
+class _Call(NamedTuple):
+    """What a rank calls a collective with: its name, and kind, dtype, shape and place of the value."""
 
     name: str
     kind: str
-    dtype: torch.dtype = torch.uint8
+    dtype: str = "uint8"
     shape: tuple[int, ...] = ()
-    on_host: bool = True
-    code: int = 0
-
-    SIZE = 6 + _MOST_AXES
+    host: bool = True
 
     @classmethod
-    def of(cls, name: str, value: Any, code: int = 0) -> _Header:
-        if value is None:
-            return cls(name, "nothing", code=code)
-        tensor = as_tensor(value)
-        if tensor.dim() > _MOST_AXES:
-            raise ValueError(f"{name} got a value with {tensor.dim()} axes; at most {_MOST_AXES} can be sent")
-        if tensor.dtype not in _DTYPES:
-            raise TypeError(f"{name} got {tensor.dtype}, which cannot be sent")
+    def of(cls, name: str, value: Any) -> _Call:
+        tensor = _tensor(value)
         kind = "tensor" if isinstance(value, torch.Tensor) else "array" if isinstance(value, np.ndarray) else "number"
-        return cls(name, kind, tensor.dtype, tuple(tensor.shape), is_host(tensor.device), code)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return cls(name, kind, dtype, tuple(tensor.shape), is_host(tensor.device))
+
+    def packed(self) -> torch.Tensor:
+        """Returns it as bytes, as many for each call: one collective exchanges them, and nothing is unpickled."""
+        return torch.frombuffer(bytearray(json.dumps(self).encode().ljust(_CALL_BYTES)), dtype=torch.uint8)
+
+    @classmethod
+    def unpacked(cls, content: torch.Tensor) -> _Call:
+        name, kind, dtype, shape, host = json.loads(content.numpy().tobytes())
+        return cls(name, kind, dtype, tuple(shape), host)
 
     @property
     def layout(self) -> tuple[Any, ...]:
-        """What has to be equal for element-wise operations."""
-        return self.kind == "nothing", self.dtype, self.shape, self.on_host
+        return self.dtype, self.shape, self.host
 
-    @property
-    def call(self) -> str:
-        if self.name in _POINTS:
-            return f"{self.name} after {self.code} saves"
-        of = "" if self.name in ("all_gather", "barrier") else f"({self._code})"
-        return f"{self.name}{of}"
+    def value(self, tensor: torch.Tensor) -> Any:
+        """Returns a tensor as a value of this kind."""
+        return tensor if self.kind == "tensor" else tensor.numpy() if self.kind == "array" else tensor.item()
 
-    @property
-    def _code(self) -> str:
-        return list(OPERATIONS)[self.code] if "reduce" in self.name else f"rank {self.code}"
-
-    @property
-    def described(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
-        return f"{dtype} of shape {self.shape}{'' if self.on_host else ' on a device'}"
-
-    @property
-    def bytes(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
-
-    def fields(self) -> torch.Tensor:
-        """Returns the header as int64 of shape `(SIZE,)`."""
-        codes = [
-            (_NAMES + _POINTS).index(self.name),
-            _KINDS.index(self.kind),
-            _DTYPES.index(self.dtype),
-            len(self.shape),
-        ]
-        shape = [*self.shape, *[0] * (_MOST_AXES - len(self.shape))]
-        return torch.tensor([*codes, int(self.on_host), self.code, *shape])
-
-    @classmethod
-    def from_fields(cls, fields: torch.Tensor) -> _Header:
-        name, kind, dtype, axes, on_host, code, *shape = fields.tolist()
-        return cls((_NAMES + _POINTS)[name], _KINDS[kind], _DTYPES[dtype], tuple(shape[:axes]), bool(on_host), code)
+    def __str__(self) -> str:
+        return f"{self.dtype} of shape {self.shape}{'' if self.host else ' on a device'}"
 
 
-def _gathered(parts: list[torch.Tensor], own: torch.Tensor, *, wait: timedelta | None) -> None:
-    """Gathers as `dist.all_gather` does, which has no argument for how long it may take."""
-    if wait is None:
-        dist.all_gather(parts, own)
-        return
-    options = AllgatherOptions()
-    options.timeout = wait
-    group = dist.group.WORLD
+def _exchanged(own: _Call, ranks: int, wait: timedelta | None) -> list[_Call]:
+    """Gathers the ranks' calls; `dist.all_gather` has no argument for how long it may take."""
+    packed = own.packed()
+    parts = [torch.empty_like(packed) for _ in range(ranks)]
+    options, group = AllgatherOptions(), dist.group.WORLD
     assert group is not None
-    group.allgather([parts], [own], options).wait()
+    if wait is not None:
+        options.timeout = wait
+    group.allgather([parts], [packed], options).wait()
+    return [_Call.unpacked(part) for part in parts]
 
 
-def _listed(descriptions: Any) -> str:
+def _tensor(value: Any) -> torch.Tensor:
+    """Returns a value as a detached, contiguous tensor, which may share its memory."""
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided or hasattr(value, "to_local"):
+            raise TypeError("collectives take dense tensors, neither sparse, jagged nor sharded ones")
+        return value.detach().resolve_conj().resolve_neg().contiguous()
+    if isinstance(value, np.ndarray):
+        native = np.require(value, value.dtype.newbyteorder("="), ["C", "W"])  # a copy only where it must be
+        return torch.from_numpy(native.reshape(value.shape))
+    if isinstance(value, bool | int | float | complex | np.generic):
+        return torch.from_numpy(np.asarray(value.item() if isinstance(value, np.generic) else value))
+    raise TypeError(f"collectives take tensors, NumPy arrays and numbers, got {type(value).__name__}")
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the memory of a contiguous tensor."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _listed(descriptions: Iterable[str]) -> str:
     """Returns one description per rank, as text; ranks with equal ones are named together."""
-    found: dict[str, list[int]] = {}
+    found: dict[str, list[str]] = {}
     for rank, description in enumerate(descriptions):
-        found.setdefault(description, []).append(rank)
-    ranks = {text: f"rank{'s' * (len(of) > 1)} {', '.join(map(str, of[:8]))}" for text, of in found.items()}
-    return "; ".join(f"{text} in {ranks[text]}" for text in found)
+        found.setdefault(description, []).append(str(rank))
+    return "; ".join(f"{text} in rank{'s' * (len(of) > 1)} {', '.join(of[:8])}" for text, of in found.items())

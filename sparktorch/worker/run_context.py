@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, closing
+from datetime import timedelta
 from typing import Any, overload
 
 import torch
@@ -36,6 +37,7 @@ __all__ = ["RunContext"]
 
 _PROGRESS_SECONDS = 0.2
 _SAVE_SECONDS = 2.0
+_LONG = timedelta(days=365)  # ranks may return hours after each other
 _RECORD = {"epoch", "steps", "validations"}
 _METRIC = re.compile(r"[/\w.\- :]+")  # what MLflow takes
 
@@ -310,7 +312,7 @@ class RunContext(Collectives):
     def _together(self, name: str) -> None:
         """Checks that all ranks are at the same point; they are also to have called `save` equally often."""
         if self.world_size > 1 and dist.is_initialized():
-            self._headers(name, None, code=self._saves)
+            self._compare(f"{name} after {self._saves} saves", wait=_LONG if name == "return" else None)
 
     def _rows_group(self) -> RowsGroup:
         if self._group is None:

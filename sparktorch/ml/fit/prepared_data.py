@@ -21,8 +21,8 @@ from sparktorch.ml.fit.holdable import check_holdable, rows_of
 from sparktorch.ml.fit.listeners import FitReport
 from sparktorch.ml.fit.translate import JobRequest, Request, translate
 from sparktorch.ml.params.mixins import EstimatorParams
-from sparktorch.spark.checks.check_result import refuse
 from sparktorch.spark.checks.doctor import check_executors
+from sparktorch.spark.checks.findings import refuse
 from sparktorch.spark.checks.preflight import check_cluster, check_result_size
 from sparktorch.spark.frame.prepare import Frame, prepare
 from sparktorch.spark.launch.gpus import gpu_profile, on_cpus

@@ -13,7 +13,7 @@ from sparktorch.errors import ConfigError, SparkTorchError
 from sparktorch.ml.fit.holdable import rows_of
 from sparktorch.ml.fit.translate import Request, translate
 from sparktorch.ml.tuning.space import Space, applied
-from sparktorch.spark.checks.check_result import refuse
+from sparktorch.spark.checks.findings import refuse
 from sparktorch.spark.checks.preflight import enough_slots
 from sparktorch.spark.launch.gpus import gpu_profile
 

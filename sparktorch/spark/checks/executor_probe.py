@@ -7,6 +7,7 @@ other packages where they are used. Facts that cannot be found out are reported 
 
 from __future__ import annotations
 
+import concurrent.futures
 import hashlib
 import importlib
 import importlib.metadata
@@ -28,17 +29,8 @@ from typing import Any
 from sparktorch.distributed.addresses import address_towards, host_of
 
 __all__ = [
-    "ANSWER_SCHEMA",
-    "WriteTrial",
-    "answer",
-    "digest_of",
-    "failure_to_reach",
-    "greeting",
-    "package",
-    "packages",
-    "problem",
-    "resolved",
-    "within",
+    *("ANSWER_SCHEMA", "WriteTrial", "answer", "digest_of", "failure_to_reach", "greeting", "package", "packages"),
+    *("problem", "resolved", "within"),
 ]
 
 ANSWER_SCHEMA = "answer string"
@@ -55,7 +47,7 @@ def answer(
     driver: tuple[str, int] | None,
     checkpoint_dir: str | None,
     names: Sequence[str],
-    cuda: bool,
+    gpus: bool,
     meet: bool,
 ) -> Iterator[Any]:
     """Yields a record batch of one row: the executor report of this task, as JSON.
@@ -66,7 +58,7 @@ def answer(
         driver: Host and port at which executors reach the driver; `None` if rank 0 hosts the store.
         checkpoint_dir: Directory to write to, `None` for none.
         names: Host names to resolve, besides this host's own.
-        cuda: Whether to ask torch for GPUs.
+        gpus: Whether to ask torch for GPUs.
         meet: Whether to check the other tasks' sockets and files, too; adds two barriers of about one second each.
     """
     import pyarrow as pa
@@ -75,31 +67,29 @@ def answer(
     for _ in batches:  # Spark does not reuse a worker that leaves input unread
         pass
     context: Any = BarrierTaskContext.get()
-    rank = context.partitionId()
-    executors = [info.address for info in context.getTaskInfos()]
-    host = host_of(executors[rank])
-    gpus = context.resources().get("gpu")
+    rank, own = context.partitionId(), socket.gethostname()
+    executor = context.getTaskInfos()[rank].address
+    given = context.resources().get("gpu")
+    local = [path for path in os.environ.get("SPARK_LOCAL_DIRS", "").split(",") if path]
     facts: dict[str, Any] = {
         "rank": rank,
-        "host": host,
-        "executor": executors[rank],
+        "host": host_of(executor),  # as Spark names it
+        "executor": executor,
         "python": platform.python_version(),
         "executable": sys.executable,
         "packages": packages(),
-        "hostname": socket.gethostname(),
-        "names": resolved({*names, socket.gethostname()}),
+        "hostname": own,
+        "names": resolved({*names, own}),  # addresses by name
         "driver": failure_to_reach(*driver, token) if driver else None,
         "shared_memory": _free("/dev/shm"),
-        "disks": {path: _free(path) for path in _local_directories()},
-        "gpus": gpus.addresses if gpus else [],
-        "cuda_visible_devices": _visible(),
-        "cuda": _devices() if cuda else None,
-        "gpu_uuids": _gpu_uuids() if cuda else [],
+        "disks": {path: _free(path) for path in [*local, tempfile.gettempdir()]},
+        "gpus": given.addresses if given else [],  # by Spark
+        **(_gpus() if gpus else {"cuda": None, "cuda_visible_devices": None, "gpu_uuids": []}),
     }
     trial = WriteTrial(checkpoint_dir, f".sparktorch-doctor-{token}", rank) if checkpoint_dir else None
     facts["checkpoint"] = problem(trial.write) if trial else None
     try:
-        facts.update(_met(context, host, token, driver, trial) if meet else {"peers": None, "files": None})
+        facts.update(_met(context, facts["host"], token, driver, trial) if meet else {"peers": None, "files": None})
     finally:
         if trial:
             problem(trial.remove)
@@ -107,7 +97,7 @@ def answer(
 
 
 def packages() -> dict[str, dict[str, str]]:
-    """Returns the result of `package` for each package that ranks use; for sparktorch also `code`, a digest."""
+    """Returns what `package` does, for each package that ranks use; for sparktorch also `code`, a digest."""
     found = {name: package(name) for name in _IMPORTED}
     with suppress(importlib.metadata.PackageNotFoundError):  # importing it takes half a second
         found["pandas"] = {"version": importlib.metadata.version("pandas")}
@@ -145,22 +135,27 @@ def within(seconds: float, call: Callable[[], Any]) -> Any:
     Raises:
         TimeoutError: The call took longer than `seconds`; it goes on in its thread.
     """
-    outcome: dict[str, Any] = {}
+    outcome = concurrent.futures.Future[Any]()
 
     def run() -> None:
         try:
-            outcome["value"] = call()
-        except Exception as error:  # raised again below
-            outcome["error"] = error
+            outcome.set_result(call())
+        except Exception as error:
+            outcome.set_exception(error)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
+    threading.Thread(target=run, daemon=True).start()
+    if not concurrent.futures.wait([outcome], seconds).done:
         raise TimeoutError(f"no answer within {seconds:.0f} s")
-    if "error" in outcome:
-        raise outcome["error"]
-    return outcome["value"]
+    return outcome.result()
+
+
+def problem(call: Callable[[], Any]) -> str | None:
+    """Runs a call to a file system; returns why it fails, or `None` if it does not."""
+    try:
+        within(_STORAGE_SECONDS, call)
+    except Exception as error:  # a file system may raise anything
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def resolved(names: Iterable[str]) -> dict[str, str]:
@@ -184,13 +179,11 @@ def greeting(bind: str, token: str) -> Iterator[int]:
     with socket.create_server(address[:2], family=family, backlog=1024) as listener:
 
         def greet() -> None:
-            while True:
-                try:
+            with suppress(OSError):  # the listener was closed
+                while True:
                     line, _ = listener.accept()
-                except OSError:  # the listener was closed
-                    return
-                with line, suppress(OSError):
-                    line.sendall(token.encode())
+                    with line, suppress(OSError):
+                        line.sendall(token.encode())
 
         thread = threading.Thread(target=greet, name="sparktorch-doctor", daemon=True)
         thread.start()
@@ -218,52 +211,18 @@ def _free(path: str) -> int | None:
     return None
 
 
-def _local_directories() -> list[str]:
-    """Returns the executor's directories for shuffled rows and temporary files."""
-    directories = [path for path in os.environ.get("SPARK_LOCAL_DIRS", "").split(",") if path]
-    return list(dict.fromkeys([*directories, tempfile.gettempdir()]))
+def _gpus() -> dict[str, Any]:
+    """Returns what a rank would see of the machine's accelerators, and their UUIDs in the order of `nvidia-smi`."""
+    found: dict[str, Any] = {"cuda": None, "cuda_visible_devices": None, "gpu_uuids": []}
+    with suppress(Exception):  # without torch or this package, that is what is reported
+        from sparktorch.base.devices import accelerator, device_count, visible_devices
 
-
-def _visible() -> str | None:
-    """Returns the value of the variable that hides accelerators, as in `base.devices.visible_devices`."""
-    names = ["CUDA_VISIBLE_DEVICES"]
-    with suppress(Exception):
-        import torch
-
-        found = torch.accelerator.current_accelerator()
-        if found is not None and found.type == "xpu":
-            names = ["ZE_AFFINITY_MASK"]
-        elif torch.version.hip is not None:
-            names = ["HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"]
-    return next((os.environ[name] for name in names if name in os.environ), None)
-
-
-def _devices() -> int | None:
-    """Returns the number of accelerators that torch sees; `None` if torch cannot say."""
-    with suppress(Exception):
-        import torch
-
-        found = torch.accelerator.current_accelerator()
-        return 0 if found is None or found.type == "mps" else torch.accelerator.device_count()
-    return None
-
-
-def _gpu_uuids() -> list[str]:
-    """Returns the UUIDs of this machine's GPUs, in the order of `nvidia-smi`."""
+        found["cuda"], found["cuda_visible_devices"] = device_count(), visible_devices(accelerator() or "cuda")
     with suppress(OSError, subprocess.SubprocessError):
         command = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
         listed = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True)
-        return listed.stdout.split()
-    return []
-
-
-def problem(call: Callable[[], Any]) -> str | None:
-    """Runs a call to a file system; returns why it fails, or `None` if it does not."""
-    try:
-        within(_STORAGE_SECONDS, call)
-    except Exception as error:  # a file system may raise anything
-        return f"{type(error).__name__}: {error}"
-    return None
+        found["gpu_uuids"] = listed.stdout.split()
+    return found
 
 
 class WriteTrial:
@@ -271,9 +230,7 @@ class WriteTrial:
 
     def __init__(self, url: str, name: str, rank: int) -> None:
         """Sets the checkpoint directory, the prefix of the file name and the rank; writes nothing."""
-        self._url = url
-        self._name = name
-        self._rank = rank
+        self._url, self._name, self._rank = url, name, rank
         self._fs: Any = None
         self._root = ""
 
@@ -327,8 +284,7 @@ def _met(
         except OSError as error:
             failed[f"its own address {bind}"] = str(error)
         places = [json.loads(offer) for offer in context.allGather(json.dumps([bind, port]))]
-        wanted = {(rank + 1) % len(places), 0 if driver is None else rank} - {rank}
-        for peer in sorted(wanted):
+        for peer in sorted({(rank + 1) % len(places), 0 if driver is None else rank} - {rank}):
             address, number = places[peer]
             failure = failure_to_reach(address, number, token) if number else None  # otherwise that task reports it
             if failure is not None:

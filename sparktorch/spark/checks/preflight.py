@@ -17,14 +17,11 @@ from pyspark.sql import SparkSession
 
 from sparktorch.base.config import Device
 from sparktorch.errors import ClusterError
-from sparktorch.spark.checks.check_result import Finding, refuse
+from sparktorch.spark.checks.findings import Finding, found, ok, refuse
 from sparktorch.spark.launch.gpus import AMOUNT, gpu_profile
 from sparktorch.spark.session import is_local, running_tasks, setting, slots, switched_on
 
-__all__ = [
-    *("check_cluster", "check_result_size", "descriptors", "dynamic_allocation", "enough_slots"),
-    *("gpus", "settled_slots", "speculation"),
-]
+__all__ = ["check_cluster", "check_result_size", "descriptors", "enough_slots", "gpus", "settled_slots", "switches"]
 
 _SETTLE_SECONDS = 2.0
 _STARTING_SECONDS = 60.0  # wait for the first executors, if no setting says how many there will be
@@ -32,6 +29,16 @@ _PROMISED_SECONDS = 600.0  # as long as Spark waits for the slots of a barrier j
 _WARN_SECONDS = 5.0
 
 _LOG = logging.getLogger(__name__)
+
+# What has to be off: setting, why, what else to set.
+_OFF = {
+    "dynamic allocation": (
+        "spark.dynamicAllocation.enabled",
+        "Spark runs no barrier job under it",
+        " and a fixed spark.executor.instances",
+    ),
+    "speculation": ("spark.speculation", "Spark would start second copies of slow ranks", ""),
+}
 
 
 def check_cluster(
@@ -50,60 +57,31 @@ def check_cluster(
     Raises:
         ClusterError: A check failed; with the setting to change.
     """
-    refuse([dynamic_allocation(spark), speculation(spark)])
+    refuse(switches(spark))
     refuse([enough_slots(spark, world_size, profile, longest=longest)[0]])
 
 
-def dynamic_allocation(spark: SparkSession) -> Finding:
-    """Checks that dynamic allocation is off."""
-    return _must_be_off(
-        spark,
-        "spark.dynamicAllocation.enabled",
-        "dynamic allocation",
-        "Spark runs no barrier job under it",
-        "spark.dynamicAllocation.enabled=false and a fixed spark.executor.instances",
-    )
-
-
-def speculation(spark: SparkSession) -> Finding:
-    """Checks that speculation is off."""
-    return _must_be_off(
-        spark,
-        "spark.speculation",
-        "speculation",
-        "Spark would start second copies of slow ranks",
-        "spark.speculation=false",
-    )
-
-
-def _must_be_off(spark: SparkSession, name: str, what: str, why: str, instead: str) -> Finding:
-    check = what.replace(" ", "-")
-    if not switched_on(spark, name):
-        return Finding(check=check, status="ok", found=f"{what} is off")
-    if is_local(spark):
-        return Finding(check=check, status="ok", found=f"{what} is on, and Spark has none in local mode")
-    return Finding(
-        check=check,
-        status="failure",
-        found=f"{what} is on: {why}",
-        setting=name,
-        value="false",
-        hint=f"start the session with {instead}",
-    )
+def switches(spark: SparkSession) -> list[Finding]:
+    """Checks that dynamic allocation, the first, and speculation are off."""
+    findings = []
+    for what, (name, why, more) in _OFF.items():
+        check = what.replace(" ", "-")
+        if not switched_on(spark, name):
+            findings.append(ok(check, f"{what} is off"))
+        elif is_local(spark):
+            findings.append(ok(check, f"{what} is on, and Spark has none in local mode"))
+        else:
+            findings.append(found(check, "failure", f"{what} is on: {why}", {}, "switch", name=name, more=more))
+    return findings
 
 
 def descriptors(world_size: int) -> Finding:
     """Checks that the driver may open the connections of its store to all ranks, two for each."""
     most, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], len(os.listdir("/dev/fd")) + 2 * world_size
     if most in (resource.RLIM_INFINITY, -1) or needed <= most:
-        return Finding(check="descriptors", status="ok", found="the driver may open a connection for every rank")
-    return Finding(
-        check="descriptors",
-        status="failure",
-        found=f"numWorkers={world_size} takes {needed:,} open files of the driver, and its limit is {most:,}",
-        where={"param": "numWorkers"},
-        hint=f"raise the limit before the driver starts: ulimit -n {2 * needed}",
-    )
+        return ok("descriptors", "the driver may open a connection for every rank")
+    text = f"numWorkers={world_size} takes {needed:,} open files of the driver, and its limit is {most:,}"
+    return found("descriptors", "failure", text, {"param": "numWorkers"}, "descriptors", limit=2 * needed)
 
 
 def gpus(spark: SparkSession, device: Device, world_size: int) -> tuple[ResourceProfile | None, Finding]:
@@ -111,19 +89,13 @@ def gpus(spark: SparkSession, device: Device, world_size: int) -> tuple[Resource
     try:
         profile = gpu_profile(spark, device, world_size)
     except ClusterError as error:
-        name = "device" if is_local(spark) else AMOUNT
-        value = "cpu" if is_local(spark) else "1"
-        return None, Finding(
-            check="gpus", status="failure", found=error.what, setting=name, value=value, hint=error.hint
-        )
+        name, value = ("device", "cpu") if is_local(spark) else (AMOUNT, "1")
+        return None, found("gpus", "failure", error.what, {}, "gpus", name=name, value=value, hint=error.hint)
     given = float(setting(spark, AMOUNT, "0"))
-    if device == "cpu":
-        found = "not asked for"
-    elif is_local(spark):
-        found = "local mode: ranks take those of this machine, if there are enough"
-    else:
-        found = f"{given:g} an executor, one a rank" if given >= 1 else "the executors were given none"
-    return profile, Finding(check="gpus", status="ok", found=found)
+    text = f"{given:g} an executor, one a rank" if given >= 1 else "the executors were given none"
+    if is_local(spark):
+        text = "local mode: ranks take those of this machine, if there are enough"
+    return profile, ok("gpus", "not asked for" if device == "cpu" else text)
 
 
 def enough_slots(
@@ -146,42 +118,30 @@ def enough_slots(
     Returns:
         The finding, and the number of slots, `None` if unknown.
     """
-    found = settled_slots(spark, world_size, profile, longest=longest)
-    if all_of_them and found is not None and found >= world_size:
-        found = settled_slots(spark, sys.maxsize, profile, settle=_SETTLE_SECONDS)
-    if found is None:
+    there = settled_slots(spark, world_size, profile, longest=longest)
+    if all_of_them and there is not None and there >= world_size:
+        there = settled_slots(spark, sys.maxsize, profile, settle=_SETTLE_SECONDS)
+    if there is None:
         text = "behind this server they cannot be counted; Spark itself refuses too many ranks, after ten minutes"
-        return Finding(check="slots", status="ok", found=text), None
-    if found >= world_size:
-        return Finding(check="slots", status="ok", found=f"{found}, of which {world_size} are needed"), found
-    if not found and not is_local(spark):
-        return _no_executor(spark, world_size), found
-    name, value = _more_slots(spark, world_size)
-    finding = Finding(
-        check="slots",
-        status="failure",
-        found=f"numWorkers={world_size}, but the cluster has {found} slots",
-        where={"param": "numWorkers"},
-        setting=name,
-        value=value,
-        hint=f"set numWorkers={found or 1} or less, or start the session with more: "
-        "spark.executor.instances x spark.executor.cores / spark.task.cpus"
-        f"{' (and spark.executor.resource.gpu.amount: one GPU a worker)' if profile is not None else ''} "
-        f"(master {setting(spark, 'spark.master', 'unknown')!r})",
-    )
-    return finding, found
-
-
-def _no_executor(spark: SparkSession, world_size: int) -> Finding:
-    return Finding(
-        check="slots",
-        status="failure",
-        found=f"numWorkers={world_size}, but no executor has come to this session",
-        where={"param": "numWorkers"},
-        setting="spark.driver.host",
-        value="an address that executors reach",
-        hint=_why_no_executor(spark),
-    )
+        return ok("slots", text), None
+    if there >= world_size:
+        return ok("slots", f"{there}, of which {world_size} are needed"), there
+    where = {"param": "numWorkers"}
+    if not there and not is_local(spark):
+        text = f"numWorkers={world_size}, but no executor has come to this session"
+        return found("slots", "failure", text, where, "no executor", hint=_why_no_executor(spark)), there
+    cpus = int(setting(spark, "spark.task.cpus", "1"))
+    name, value = "spark.master", f"local[{world_size * cpus}]"
+    if not is_local(spark):
+        each = max(1, int(setting(spark, "spark.executor.cores", "1")) // cpus)
+        name, value = "spark.executor.instances", str(-(-world_size // each))
+    words = {
+        "fits": there or 1,
+        "gpus": "" if profile is None else f" (and {AMOUNT}: one GPU a worker)",
+        "master": setting(spark, "spark.master", "unknown"),
+    }
+    text = f"numWorkers={world_size}, but the cluster has {there} slots"
+    return found("slots", "failure", text, where, "slots", name=name, value=value, **words), there
 
 
 def _why_no_executor(spark: SparkSession) -> str:
@@ -191,18 +151,9 @@ def _why_no_executor(spark: SparkSession) -> str:
         bind = f"{bind} ({socket.gethostbyname(bind)} on this machine)"
     return (
         f"do other applications hold what {setting(spark, 'spark.master', 'the cluster')} has, or do executors not "
-        f"reach the driver at spark.driver.host={host}, where it listens on {bind}? Their logs tell. The address is "
-        "set with spark.driver.host, and where it listens with spark.driver.bindAddress"
+        f"reach the driver at spark.driver.host={host}, where it listens on {bind} (spark.driver.bindAddress)? Their "
+        "logs tell"
     )
-
-
-def _more_slots(spark: SparkSession, wanted: int) -> tuple[str, str]:
-    """Returns the setting that provides enough slots, and its value."""
-    cpus = int(setting(spark, "spark.task.cpus", "1"))
-    if is_local(spark):
-        return "spark.master", f"local[{wanted * cpus}]"
-    per_executor = int(setting(spark, "spark.executor.cores", "1")) // cpus
-    return "spark.executor.instances", str(-(-wanted // max(1, per_executor)))
 
 
 def check_result_size(spark: SparkSession, model_bytes: int) -> None:
@@ -248,41 +199,42 @@ def settled_slots(
         lost: Tags of jobs that have ended. Their tasks may still hold slots, if a host is cut off or a process is
             stopped, until Spark gives up the executor; such slots do not count.
     """
-    java_profile = None
-    if profile is not None and profile._java_resource_profile is not None:
-        java_profile = profile._java_resource_profile
+    java_profile = None if profile is None else profile._java_resource_profile
 
     def free() -> int | None:
         count = slots(spark, java_profile)
         return None if count is None else count - sum(running_tasks(spark, tag) or 0 for tag in lost)
 
-    found = free()
-    if found is None or is_local(spark):
-        return found
+    there = free()
+    if there is None or is_local(spark):
+        return there
     begun = grown = time.monotonic()
     warn_at = begun + _WARN_SECONDS
     promised = _promised_slots(spark, wanted, gpu_each=profile is not None)
-    while found < wanted:
-        now = time.monotonic()
+    while there < wanted and (now := time.monotonic()) < begun + longest:
         waited = now - grown
-        patience = settle if settle is not None and found > 0 else _patience(spark, wanted, found, promised, waited)
-        if waited >= patience or now >= begun + longest:
+        if waited >= (
+            settle if settle is not None and there > 0 else _patience(spark, wanted, there, promised, waited)
+        ):
             break
         if now > warn_at:
             warn_at = now + _PROMISED_SECONDS
-            _warn_of_waiting(spark, found, wanted)
+            if there > 0:
+                _LOG.warning("the cluster has %d of %d slots: waiting for more executors", there, wanted)
+            else:
+                _LOG.warning("no executor has come yet: %s", _why_no_executor(spark))
         time.sleep(0.1)
-        before, found = found, free() or 0
-        if found > before:
+        before, there = there, free() or 0
+        if there > before:
             grown = time.monotonic()
-    return found
+    return there
 
 
-def _patience(spark: SparkSession, wanted: int, found: int, promised: int | None, waited: float) -> float:
+def _patience(spark: SparkSession, wanted: int, there: int, promised: int | None, waited: float) -> float:
     """Returns for how many seconds after the last new slot, which came `waited` seconds ago, more are expected."""
     if promised is not None and promised >= wanted:
         return _PROMISED_SECONDS
-    if found <= 0:
+    if there <= 0:
         return _STARTING_SECONDS
     if promised is not None:
         return _SETTLE_SECONDS
@@ -291,13 +243,7 @@ def _patience(spark: SparkSession, wanted: int, found: int, promised: int | None
 
 
 def _promised_slots(spark: SparkSession, wanted: int, *, gpu_each: bool) -> int | None:
-    """Returns the number of slots that the session's settings request; `None` if they do not say.
-
-    Args:
-        spark: The session.
-        wanted: Number of slots that is enough.
-        gpu_each: Whether each task gets a GPU of its own.
-    """
+    """Returns how many slots the session's settings ask for; `None` if they do not say."""
     master, cpus = setting(spark, "spark.master"), int(setting(spark, "spark.task.cpus", "1"))
     local = re.fullmatch(r"local-cluster\[\s*(\d+)\s*,\s*(\d+)\s*,.*\]", master)
     if master.startswith("spark:"):  # Standalone: all free cores, up to spark.cores.max
@@ -311,10 +257,3 @@ def _promised_slots(spark: SparkSession, wanted: int, *, gpu_each: bool) -> int 
     if gpus_a_task:
         each = min(each, int(float(setting(spark, AMOUNT, "0")) / gpus_a_task))
     return int(executors) * each
-
-
-def _warn_of_waiting(spark: SparkSession, found: int, wanted: int) -> None:
-    if found > 0:
-        _LOG.warning("the cluster has %d of %d slots: waiting for more executors", found, wanted)
-    else:
-        _LOG.warning("no executor has come yet: %s", _why_no_executor(spark))

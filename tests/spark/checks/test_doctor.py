@@ -17,8 +17,8 @@ from pyspark.sql import DataFrame, SparkSession
 import sparktorch
 from sparktorch import TorchRegressor
 from sparktorch.errors import ClusterError
-from sparktorch.spark.checks.check_result import Finding
 from sparktorch.spark.checks.doctor import check_all, check_executors
+from sparktorch.spark.checks.findings import Finding
 from sparktorch.spark.launch.barrier_job import Launch
 from tests.support.nets import Score
 from tests.support.programs import ROOT

@@ -13,7 +13,7 @@ from pyspark.errors import AnalysisException
 
 from sparktorch.cli.main import main
 from sparktorch.cli.table import print_table
-from sparktorch.spark.checks.check_result import Finding
+from sparktorch.spark.checks.findings import Finding
 from sparktorch.train.needs import Need, Plan
 from tests.support.proxy import free_port
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from sparktorch.spark.checks.check_result import Finding
-from sparktorch.spark.checks.diagnose import FLOORS, diagnose
-from sparktorch.spark.checks.executor_report import ExecutorReport, Expected
+from sparktorch.spark.checks.diagnose import FLOORS, ExecutorReport, Expected, diagnose
+from sparktorch.spark.checks.findings import Finding
 from tests.support.programs import ROOT
 
 PACKAGES = {

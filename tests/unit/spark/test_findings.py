@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from sparktorch.errors import ClusterError
-from sparktorch.spark.checks.check_result import Finding, refuse, worst
+from sparktorch.spark.checks.findings import Finding, refuse, worst
 
 FINE = Finding(check="slots", status="ok", found="4 slots")
 DOUBTFUL = Finding(
