@@ -26,11 +26,7 @@ _VECTOR = pa.struct({"size": pa.int32(), "indices": pa.list_(pa.int32()), "value
 
 
 class Net(nn.Module):
-    """Takes what a kind of column becomes, by its name, and returns one smooth number a row.
-
-    Attributes:
-        seen: The devices that it was called on in this process.
-    """
+    """Takes what a kind of column becomes, by its name, and returns one smooth number a row."""
 
     seen: ClassVar[set[str]] = set()
 

@@ -16,7 +16,7 @@ from sparktorch.worker import TrainJob
 from tests.device.jobs import DEVICE, close, job_of, trained, waits_in_steps, within
 from tests.support.frames import Table
 from tests.support.nets import Mlp
-from tests.support.ranks import train_on
+from tests.support.ranks import train_job, train_on
 
 
 class Normed(nn.Module):
@@ -154,11 +154,10 @@ def test_a_validation_waits_as_often_however_many_batches_it_has() -> None:
     table = Table.random(300, classes=3, validated=True, weighted=True)
 
     def waits(**config: Any) -> list[list[str]]:
-        job = TrainJob(
-            columns=table.columns,
-            recipe=Recipe(module=Mlp, loss="CrossEntropyLoss"),
-            config=TrainConfig(task="classification", batch_size=50, epochs=2, patience=5, **config),
-            max_imbalance=None,
+        job = train_job(
+            table,
+            Recipe(module=Mlp, loss="CrossEntropyLoss"),
+            TrainConfig(task="classification", batch_size=50, epochs=2, patience=5, **config),
         )
         _, metas = train_on([part.batches() for part in table.parts(2)], job, device=DEVICE)
         return [[wait for wait in meta["waits"] if within(wait, "validate")] for meta in metas]
@@ -172,11 +171,10 @@ def test_a_validation_waits_as_often_however_many_batches_it_has() -> None:
 @pytest.mark.parametrize("empty", [False, True])
 def test_classes_are_weighed_and_a_rank_without_rows_stands_in(empty: bool) -> None:
     table = Table.random(200, classes=3, weighted=True)
-    job = TrainJob(
-        columns=table.columns,
-        recipe=Recipe(module=Mlp, loss="CrossEntropyLoss"),
-        config=TrainConfig(task="classification", batch_size=30, epochs=2, class_weights="balanced"),
-        max_imbalance=None,
+    job = train_job(
+        table,
+        Recipe(module=Mlp, loss="CrossEntropyLoss"),
+        TrainConfig(task="classification", batch_size=30, epochs=2, class_weights="balanced"),
     )
     expected, _ = train_on([table.batches()], job, device="cpu")
     parts = [table.batches(), []] if empty else [part.batches() for part in table.parts(2)]

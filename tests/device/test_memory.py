@@ -8,12 +8,11 @@ import torch
 from sparktorch.base.config import StorageConfig, TrainConfig
 from sparktorch.errors import ClusterError
 from sparktorch.train.recipe.recipe import Recipe
-from sparktorch.worker import TrainJob
 from tests.device.jobs import DEVICE, close, job_of, trained, waits_in_steps
 from tests.device.kinds import KINDS, Net
 from tests.support.frames import Table
 from tests.support.nets import Score
-from tests.support.ranks import control_server, run_ranks, train_on
+from tests.support.ranks import control_server, run_ranks, train_job, train_on
 
 pytestmark = pytest.mark.skipif(DEVICE != "sim", reason="the memory of a real device cannot be limited")
 
@@ -53,12 +52,11 @@ def test_ranks_on_different_kinds_of_devices_all_train_on_the_cpu() -> None:
 
 def test_rows_from_disk_come_to_the_device_a_few_batches_at_a_time() -> None:
     table = Table.random(4_000)
-    job = TrainJob(
-        columns=table.columns,
-        recipe=Recipe(module=Score, loss="MSELoss", optimizer="SGD"),
-        config=TrainConfig(task="regression", batch_size=40, shuffle_block=100),
-        max_imbalance=None,
-        storage=StorageConfig(kind="disk", budget=64),  # room for all of them on the host
+    job = train_job(
+        table,
+        Recipe(module=Score, loss="MSELoss", optimizer="SGD"),
+        TrainConfig(task="regression", batch_size=40, shuffle_block=100),
+        storage=StorageConfig(kind="disk", budget=64),
     )
     _, (meta,) = train_on([table.batches()], job, device=DEVICE)
     a_batch = 40 * (5 + 1) * 4

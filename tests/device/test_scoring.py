@@ -19,7 +19,6 @@ from tests.support.ranks import in_group
 
 
 def _scored(world: World, kind: str) -> list[Any]:
-    """Returns predictions on the CPU and on the device."""
     torch.manual_seed(2)
     columns = KINDS[kind].columns(validated=False, weighted=False)
     preprocess = columns.preprocess
@@ -58,7 +57,6 @@ class Wide(Net):
 
 
 def _scored_in_little(world: World) -> list[Any]:
-    """Returns predictions on the CPU and on the device, where there is memory for some rows only."""
     from tests.support import simulated
 
     simulated.MEMORY = 10 << 20

@@ -23,7 +23,6 @@ def tensor(step: int) -> torch.Tensor:
 
 
 def save(folder: str, first: int, done: Connection) -> None:
-    """Writes one checkpoint after another, and tells of each when it is written."""
     torch.set_num_threads(1)
     store = CheckpointStore(folder, "a1")
     for step in range(first, first + 10_000):

@@ -23,7 +23,6 @@ STRATEGIES = ["zero3", "mesh"]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """What came out of each strategy, and of ranks that return the whole model, in processes with a group each."""
     folder = tmp_path_factory.mktemp("larger")
     with ExitStack() as stack:
         try:

@@ -11,11 +11,10 @@ import torch
 
 from sparktorch.base.config import TrainConfig
 from sparktorch.train.recipe.recipe import Recipe
-from sparktorch.worker import TrainJob
 from tests.support.frames import Table
 from tests.support.nets import Score
 from tests.support.proxy import Proxy
-from tests.support.ranks import control_server, load_state, run_ranks, train_on
+from tests.support.ranks import control_server, load_state, run_ranks, train_job, train_on
 from tests.support.waiting import until
 
 DELAY_SECONDS = 0.02
@@ -26,7 +25,7 @@ def test_a_slow_line_to_the_driver_that_stands_still_for_seconds_changes_nothing
     table = Table.random(200, weighted=True)
     parts = [part.batches() for part in table.parts(2)]
     config = TrainConfig(task="regression", batch_size=32, epochs=2)
-    job = TrainJob(columns=table.columns, recipe=Recipe(module=Score), config=config, max_imbalance=None)
+    job = train_job(table, Recipe(module=Score), config)
     calm, _ = train_on(parts, job)
     with control_server() as server, closing(Proxy(server.rendezvous.port, delay=DELAY_SECONDS)) as proxy:
         proxy.set("pass")

@@ -36,13 +36,11 @@ class Fits:
         self._count = 0
 
     def begin(self, **params: Any) -> None:
-        """Asks for a fit; see `end`."""
         self._count += 1
         self._log_begin = len(self.cluster.log("driver"))
         self.cluster.ask(weights=str(self._weights), **params)
 
     def begin_up_to(self, step: int, **params: Any) -> Path:
-        """Asks for a fit and waits until both ranks have taken a step; they go on once the path returned exists."""
         folder = self.cluster.directory / f"gate-{self._count}"
         folder.mkdir()
         self.begin(gate=[str(folder), step], stallTimeout=STALL_SECONDS, **params)
@@ -54,13 +52,11 @@ class Fits:
         return folder / "open"
 
     def end(self) -> tuple[dict[str, Any], np.ndarray[Any, Any]]:
-        """Waits for the fit; returns what it says, and the weights."""
         answer = self.cluster.answer()
         assert "message" not in answer, answer["message"]
         return answer, np.load(self._weights)
 
     def restart(self) -> str:
-        """Waits for the first restart of the fit, and returns what the driver warned of by then."""
         self.cluster.wait_for("driver", "(restart 1 of )", start=self._log_begin)
         return self.cluster.log("driver")[self._log_begin :]
 
@@ -81,7 +77,6 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
 
 @pytest.fixture(scope="module")
 def at_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    """A fit on local[2] that has begun, and where it leaves its weights."""
     directory = tmp_path_factory.mktemp("local")
     path = directory / "weights.npy"
     program = (sys.executable, "-m", "tests.faults.programs.across_hosts", "local[2]", "{}")
@@ -104,7 +99,6 @@ def fits(hosts: Network, at_home: object, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def calm(at_home: tuple[subprocess.Popen[str], Path]) -> np.ndarray[Any, Any]:
-    """The weights on local[2]."""
     process, path = at_home
     assert process.wait(120) == 0
     weights: np.ndarray[Any, Any] = np.load(path)
@@ -176,7 +170,6 @@ def test_a_host_cut_off_from_all_others_is_named_and_the_fit_goes_on_without_it(
 
 @pytest.fixture
 def few_ports(hosts: Network) -> Iterator[Host]:
-    """A host that has 100 ports to give away."""
     host, ports = hosts["one"], "/proc/sys/net/ipv4/ip_local_port_range"
     before = host.run("cat", ports)
     host.run("sh", "-c", f"echo 40000 40099 > {ports}")

@@ -39,7 +39,6 @@ def fit(spark: SparkSession, module: type[nn.Module]) -> None:
 
 
 def used() -> int:
-    """Returns the memory in use of all devices, in MiB, as the driver's own tool says."""
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     return sum(map(int, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()))
 

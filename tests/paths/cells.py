@@ -87,11 +87,7 @@ def pairs(cell: Cell) -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:
 
 
 def cover() -> list[Cell]:
-    """Returns what has failed before, and then, again and again, the cell with the most pairs that are missing.
-
-    Of equals, the one nearest to the start of each list: a local session answers in a fraction of the time. An
-    aggregation of a stream, which writes 200 state stores with the settings that users have, counts a pair less.
-    """
+    """Returns what has failed before, and then, again and again, the cell with the most pairs that are missing."""
     known = list(dict.fromkeys(KNOWN))
     rest = every()
     missing = {pair for cell in rest for pair in pairs(cell)} - {pair for cell in known for pair in pairs(cell)}

@@ -10,7 +10,6 @@ from tests.support.programs import connect_port, run_python
 
 
 def on(master: str, directory: Path, *requests: str, **settings: str) -> dict[str, Any]:
-    """Carries out requests in one session on the master, `_` in its settings' names for `.`; returns their results."""
     names = json.dumps({name.replace("_", "."): value for name, value in settings.items()})
     out = run_python(directory, "-m", "tests.paths.programs.on_master", master, str(directory), names, *requests)
     results: dict[str, Any] = json.loads(out.splitlines()[-1])

@@ -23,7 +23,6 @@ def read_by_petastorm(folder: Path) -> list[dict[str, Any]]:
 
 
 def plain(value: Any) -> Any:
-    """Returns what Spark gives for a value of petastorm's."""
     if isinstance(value, np.datetime64):
         return value.astype("datetime64[D]").astype(datetime.date)
     if isinstance(value, np.floating) and np.isnan(value):  # what a null becomes on its way through pandas

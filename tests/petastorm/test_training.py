@@ -31,13 +31,11 @@ BATCH, EPOCHS, SEED, RATE, RANKS = 64, 2, 11, 0.01, 2
 
 @pytest.fixture(scope="module")
 def prepared(frame: DataFrame) -> Frame:
-    """The training columns with their key, as a fit would send them to its ranks."""
     return prepare(frame, "regression", inputs=["features"], label="target", weight="weight")
 
 
 @pytest.fixture(scope="module")
 def fitted(frame: DataFrame) -> dict[str, torch.Tensor]:
-    """The weights of a fit on the DataFrame."""
     model = TorchRegressor(
         module=MLP,
         labelCol="target",
@@ -67,7 +65,6 @@ def converter(
 
 
 def on_the_wire(columns: Columns) -> Columns:
-    """Returns the same columns under the names that they have in the data set: those of the wire."""
     form = {spec.column: spec.name for spec in columns.tensors}
     rename = lambda spec: type(spec).from_dict({**spec.to_dict(), "column": form[spec.column]})  # noqa: E731
     assert columns.label is not None
@@ -78,7 +75,6 @@ def on_the_wire(columns: Columns) -> Columns:
 
 
 def trained(reader: Iterable[Any], prepared: Frame) -> dict[str, torch.Tensor]:
-    """Trains in two ranks on the batches of a reader, each on those of its keys."""
     columns = on_the_wire(prepared.columns)
     whole = pa.Table.from_batches(list(reader_batches(reader, columns, key="k"))).combine_chunks()
     rank = rank_of_key(whole["k"].to_numpy(), RANKS)

@@ -20,11 +20,7 @@ _ROOTS = (
 
 @contextmanager
 def limited_memory(mebibytes: int) -> Iterator[Path]:
-    """Makes a control group, which a process enters by writing its id into `cgroup.procs`; gone after the block.
-
-    Raises:
-        OSError: This process may not.
-    """
+    """Makes a control group, which a process enters by writing its id into `cgroup.procs`; gone after the block."""
     group = _made(mebibytes << 20)
     try:
         yield group

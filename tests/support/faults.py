@@ -25,12 +25,10 @@ Phase = Literal["starting", "rendezvous", "training", "validating", "saving", "f
 
 
 class Fault(Callback):
-    """Does something to one rank, once, in a phase of its life.
+    """Does something to one rank, once, in a phase of its life; every rank leaves its process id in `marks`.
 
     "starting" is where the rank unpickles its work, "rendezvous" where it opens the process group, and "finishing"
     where its weights are taken, once the last checkpoint is written. Training and saving, it waits for a step.
-
-    Every rank writes its process id into a folder, and the faulty one a mark when it happened.
     """
 
     ranks = "all"
@@ -47,17 +45,6 @@ class Fault(Callback):
         seconds: float = 0.05,
         group: Path | None = None,
     ) -> None:
-        """Plants the fault.
-
-        Args:
-            deed: What happens.
-            marks: The folder.
-            rank: The faulty one.
-            at: When it happens.
-            step: After which one; "slow" is every one.
-            seconds: How slow.
-            group: The control group in which memory is filled.
-        """
         self._deed, self._marks, self._rank, self._at, self._step = deed, marks, rank, at, step
         self._seconds, self._group = seconds, group
         self._saves = False

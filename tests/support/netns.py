@@ -19,8 +19,7 @@ _TOOLS = ("ip", "bridge", "tc", "unshare", "nsenter")
 class Host:
     """A host: an address, a name that resolves to 127.0.1.1 on it as Debian has it, and its own processes.
 
-    It lives as long as the `cat` that is its first process, and that as long as the pipe to it. So
-    all that runs on it ends with this process, however this process ends.
+    It lives as long as the `cat` that is its first process, and that as long as the pipe to it: all ends with us.
     """
 
     def __init__(self, name: str, address: str) -> None:
@@ -125,15 +124,7 @@ class Network:
 
 @contextmanager
 def network(*names: str, directory: Path) -> Iterator[Network]:
-    """Makes hosts with these names on one switch; they end, with all that runs on them, with the block.
-
-    Args:
-        names: Of the hosts.
-        directory: Keeps their `/etc/hosts`.
-
-    Raises:
-        OSError: This process may not, or lacks a program; says which.
-    """
+    """Makes hosts with these names on one switch; they end, with all that runs on them, with the block."""
     lacking = [tool for tool in _TOOLS if shutil.which(tool) is None]
     if lacking:
         raise OSError(f"there is no {', '.join(lacking)} (Debian: iproute2, util-linux)")

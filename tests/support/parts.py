@@ -55,10 +55,7 @@ class Marked(Score):
 
 
 class NormalisedScore(nn.Module):
-    """Normalises its input and its hidden layer, the one cumulatively and the other by momentum.
-
-    Far from zero, sums of squares would lose the variance.
-    """
+    """Normalises its input and its hidden layer, far from zero, where sums of squares would lose the variance."""
 
     def __init__(self, far: float = 300) -> None:
         super().__init__()

@@ -39,14 +39,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def run_python(directory: Path, *arguments: str, seconds: float = 180, path: str = "") -> str:
-    """Runs Python in `directory` and returns what it printed; shows the end of its errors if it fails.
-
-    Args:
-        directory: Where it runs.
-        arguments: Python's.
-        seconds: After which it is killed.
-        path: A folder that is added to Python's path.
-    """
+    """Runs Python in `directory` and returns what it printed; shows the end of its errors if it fails."""
     env = environment(PYTHONPATH=os.pathsep.join(filter(None, (str(ROOT), path))))
     done = subprocess.run(
         [sys.executable, *arguments],

@@ -23,20 +23,9 @@ def free_port() -> int:
 
 
 class Proxy:
-    """Stands in front of a local port.
-
-    `refuse`: nobody listens. `stall`: connections are taken, and nothing is ever answered.
-    `pass`: everything goes through, `delay` seconds late, unless it is held: then connections stand, and
-    nothing goes through, as across a network that has been cut.
-    """
+    """Stands in front of a port: nobody listens ("refuse"), nothing is answered ("stall"), or all passes, late."""
 
     def __init__(self, target: int, *, delay: float = 0.0) -> None:
-        """Refuses at first.
-
-        Args:
-            target: The port of the server.
-            delay: Seconds that whatever arrives is on its way, in each direction.
-        """
         self.port = free_port()
         self.taken = 0  # connections
         self._target, self._delay = target, delay

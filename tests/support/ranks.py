@@ -25,6 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from sparktorch.base.config import TrainConfig
 from sparktorch.base.state_dict import unpack_state, unpacked_weights
 from sparktorch.base.world import World
 from sparktorch.distributed.client import Client
@@ -34,7 +35,9 @@ from sparktorch.distributed.root_cause import RootCause
 from sparktorch.distributed.server import ControlServer
 from sparktorch.distributed.store import Rendezvous, connect
 from sparktorch.errors import SparkTorchError
+from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker import FunctionJob, GroupJob, RankResult, TrainJob, run_on_partition, train_partition
+from tests.support.frames import Table
 
 __all__ = [
     "DEVICE",
@@ -48,6 +51,7 @@ __all__ = [
     "preload",
     "run_on",
     "run_ranks",
+    "train_job",
     "train_on",
     "watch",
 ]
@@ -72,14 +76,7 @@ def preload(module: str) -> None:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a rank ended.
-
-    Attributes:
-        result: What it handed back, `None` where it failed.
-        error: The type's name of the exception that it left with, empty where it did not.
-        exitcode: Of its process.
-        left: Bytes that it has left on its device.
-    """
+    """How a rank ended."""
 
     result: RankResult | None
     error: str
@@ -154,17 +151,6 @@ def run_ranks(
     """Runs a training, or a function, in one process per partition and returns how each one ended, by rank.
 
     On an accelerator, `meta["waits"]` lists what each rank waited for, as `simulated.synchronisations` does.
-
-    Args:
-        server: Where they meet.
-        partitions: The record batches of each.
-        job: What they train or run.
-        seconds: After which they are killed.
-        environment: Variables that are set in their processes.
-        device: The type of their devices, one each, or the device of each.
-
-    Raises:
-        TimeoutError: A rank was still running after `seconds`; all of them have been killed.
     """
     size = len(partitions)
     if device == "cuda" and size > torch.cuda.device_count():
@@ -191,6 +177,11 @@ def run_ranks(
         Ended(result, error, process.exitcode, left)
         for (result, error, left), (process, _) in zip(messages, ranks, strict=True)
     ]
+
+
+def train_job(table: Table, recipe: Recipe, config: TrainConfig, **more: Any) -> TrainJob:
+    """Returns a training on a table's columns, however unequal the ranks' shares are."""
+    return TrainJob(columns=table.columns, recipe=recipe, config=config, max_imbalance=None, **more)
 
 
 def train_on(

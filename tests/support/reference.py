@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,24 +13,23 @@ from sparktorch.data.columns import LABEL, VALIDATION, WEIGHT
 from sparktorch.data.sampling.plan import SamplingPlan
 from tests.support.frames import Table
 
-__all__ = ["Part", "global_batches", "split_rows", "validation_rows"]
+__all__ = ["Part", "epoch_batches", "global_batches", "split_rows", "tensors", "validation_rows"]
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """Some rows as tensors; weights are ones where there are none."""
 
     x: torch.Tensor
     y: torch.Tensor
     w: torch.Tensor
 
-    @classmethod
-    def of(cls, table: Table) -> Part:
-        """Takes a table's only input, its label and its weights; labels of classes become int64."""
-        label = torch.from_numpy(table.arrays[LABEL])
-        weight = table.arrays.get(WEIGHT, np.ones(len(table), np.float32))
-        whole = label.long() if table.columns.classes else label.float()
-        return cls(torch.from_numpy(table.arrays["x0"]), whole, torch.from_numpy(weight))
+
+def tensors(table: Table) -> Part:
+    """Returns a table's only input, its label and its weights; labels of classes become int64."""
+    label = torch.from_numpy(table.arrays[LABEL])
+    weight = table.arrays.get(WEIGHT, np.ones(len(table), np.float32))
+    whole = label.long() if table.columns.classes else label.float()
+    return Part(torch.from_numpy(table.arrays["x0"]), whole, torch.from_numpy(weight))
 
 
 def split_rows(table: Table) -> tuple[Table, Table]:
@@ -41,14 +40,20 @@ def split_rows(table: Table) -> tuple[Table, Table]:
 
 def validation_rows(table: Table) -> Part:
     """Returns the validation rows."""
-    return Part.of(split_rows(table)[1])
+    return tensors(split_rows(table)[1])
+
+
+def epoch_batches(table: Table, config: TrainConfig, epoch: int) -> Iterator[Table]:
+    """Yields the rows of every step of an epoch."""
+    rows, _ = split_rows(table)
+    plan = SamplingPlan(rows=len(rows), batch_size=config.batch_size, seed=config.seed, shuffle=config.shuffle)
+    steps = plan.steps_of(0, len(rows), epoch)
+    for step in range(plan.steps):
+        yield rows.take(steps == step)
 
 
 def global_batches(table: Table, config: TrainConfig) -> Iterator[tuple[int, Part]]:
     """Yields the number of the epoch, from 0, and the rows of every batch of a training."""
-    rows, _ = split_rows(table)
-    plan = SamplingPlan(rows=len(rows), batch_size=config.batch_size, seed=config.seed, shuffle=config.shuffle)
     for epoch in range(config.epochs):
-        steps = plan.steps_of(0, len(rows), epoch)
-        for step in range(plan.steps):
-            yield epoch, Part.of(rows.take(steps == step))
+        for rows in epoch_batches(table, config, epoch):
+            yield epoch, tensors(rows)

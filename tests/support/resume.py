@@ -15,7 +15,7 @@ from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker import TrainJob
 from tests.support.frames import Table
 from tests.support.nets import Noisy
-from tests.support.ranks import control_server, run_ranks
+from tests.support.ranks import control_server, run_ranks, train_job
 
 __all__ = ["EPOCHS", "STEPS", "TABLE", "Counts", "OwnSteps", "job_for", "killed", "parts", "timeless"]
 
@@ -75,9 +75,9 @@ def job_for(
         "ema_decay": 0.9,
         **config,
     }
-    return TrainJob(
-        columns=TABLE.columns,
-        recipe=Recipe(
+    return train_job(
+        TABLE,
+        Recipe(
             module=module,
             optimizer_params={"weight_decay": 0.05},
             learning_rate=1e-2,
@@ -85,9 +85,8 @@ def job_for(
             scheduler_params={"max_lr": 1e-2, "cycle_momentum": False},  # zero1 knows of no momentum
             callbacks=[callback] if callback else [],
         ),
-        config=TrainConfig(task="regression", **values),
+        TrainConfig(task="regression", **values),
         checkpoint=CheckpointConfig(directory=f"{folder}/checkpoints", unit="step", interval=interval, owner=owner),
-        max_imbalance=None,
     )
 
 

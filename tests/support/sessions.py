@@ -24,13 +24,7 @@ _REFUSES_CORE = "spark.sql.legacy.setCommandRejectsSparkCoreConfs"
 
 @contextmanager
 def spark_session(master: str, warehouse: Path, **settings: str) -> Iterator[SparkSession]:
-    """Starts a session, and stops it at the end of the block.
-
-    Args:
-        master: Where it runs.
-        warehouse: An empty directory.
-        settings: More of Spark's settings, `_` in their names for `.`.
-    """
+    """Starts a session, and stops it at the end of the block."""
     os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
     os.environ.setdefault("SPARK_HOME", str(SPARK_HOME))
     os.environ["PYSPARK_PYTHON"] = sys.executable

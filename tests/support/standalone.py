@@ -27,12 +27,6 @@ class Cluster:
     """A master and a driver on one host, workers on the others."""
 
     def __init__(self, hosts: Network, directory: Path) -> None:
-        """Starts nothing yet.
-
-        Args:
-            hosts: On which it is to run.
-            directory: Of its logs and files; all hosts share it.
-        """
         self.hosts, self.directory = hosts, directory
         self.url = ""
         self._driver: subprocess.Popen[bytes] | None = None
@@ -55,12 +49,7 @@ class Cluster:
         self.wait_for(host, _REGISTERED)
 
     def start_driver(self, host: str, **settings: str) -> None:
-        """Starts a driver; see `ask`.
-
-        Args:
-            host: Where.
-            settings: Of Spark, `_` in place of `.` in their names.
-        """
+        """Starts a driver; see `ask`."""
         names = json.dumps({name.replace("_", "."): value for name, value in settings.items()})
         program = (sys.executable, "-m", "tests.faults.programs.across_hosts", self.url, names)
         with (self.directory / "driver.log").open("wb") as log:
@@ -134,15 +123,7 @@ def on_loopback(directory: Path, env: Mapping[str, str]) -> Iterator[str]:
 def standalone(
     hosts: Network, directory: Path, *, driver: str, workers: tuple[str, ...], **settings: str
 ) -> Iterator[Cluster]:
-    """Runs a cluster with a driver; all of it ends with the network.
-
-    Args:
-        hosts: On which it is to run.
-        directory: Of its logs and files.
-        driver: Host of the master and of the driver.
-        workers: Hosts with a worker of one core each.
-        settings: Of the driver's session, `_` in place of `.` in their names.
-    """
+    """Runs a cluster with a driver; all of it ends with the network."""
     cluster = Cluster(hosts, directory)
     cluster.start_master(driver)
     for host in workers:

@@ -21,23 +21,14 @@ _INHERITED = ("HOME", "JAVA_HOME", "LANG", "LD_LIBRARY_PATH", "TMPDIR")
 
 @dataclass(frozen=True)
 class Pythons:
-    """Two interpreters that share what is installed here.
-
-    Attributes:
-        driver: Has the package.
-        executor: Has torch and all else, and not the package.
-    """
+    """Two interpreters that share what is installed here."""
 
     driver: Path
     executor: Path
 
 
 def pythons(folder: Path) -> Pythons:
-    """Makes two virtual environments over the packages of this one.
-
-    A line of a `.pth` file names their folder, so that the `.pth` files in there, the one of an
-    editable install among them, are not read.
-    """
+    """Makes two virtual environments over the packages of this one."""
     site = sysconfig.get_paths()["purelib"]
     found = {}
     for name, paths in (("driver", [site, str(ROOT)]), ("executor", [site])):
@@ -60,11 +51,7 @@ def package_zip(folder: Path) -> Path:
 
 
 def shell(python: Path | None = None, **more: str) -> dict[str, str]:
-    """The environment of a shell on loopback in which one Python is active, and nothing of this test's own.
-
-    But for classes that JVMs map: with them a JVM starts sooner, and does nothing else in another way; on the older
-    stack, JVMs compile less, too.
-    """
+    """The environment of a shell on loopback in which one Python is active, and nothing of this test's own."""
     path = os.pathsep.join([*([str(python.parent)] if python else []), os.defpath, os.environ.get("PATH", "")])
     kept = {name: os.environ[name] for name in _INHERITED if name in os.environ}
     own = {"SPARK_LOCAL_IP": "127.0.0.1", "MLFLOW_DISABLE_TELEMETRY": "true", "JAVA_TOOL_OPTIONS": _JVM}

@@ -12,13 +12,7 @@ T = TypeVar("T")
 
 
 def until(condition: Callable[[], T], *, seconds: float, what: str | Callable[[], str]) -> T:
-    """Waits until a condition is true, and returns what it came to.
-
-    Args:
-        condition: Asked again and again.
-        seconds: After which it is an error.
-        what: Is to come true; or what says it then, where that is in a log.
-    """
+    """Waits until a condition is true, and returns what it came to."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):
         if time.monotonic() > deadline:

@@ -15,12 +15,7 @@ class Witness:
     """Rows that are counted whenever they are read."""
 
     def __init__(self, rows: DataFrame, file: Path) -> None:
-        """Puts the counting stage on top of some rows.
-
-        Args:
-            rows: The rows.
-            file: Where each batch is written down.
-        """
+        """Puts the counting stage on top of some rows."""
         self._file, path = file, str(file)
 
         def seen(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

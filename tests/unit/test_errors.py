@@ -8,7 +8,7 @@ import pickle
 import pytest
 
 from sparktorch import errors
-from sparktorch.errors import ColumnError, ConfigError, RankError, SparkTorchError, nearest
+from sparktorch.errors import ColumnError, RankError, SparkTorchError, nearest
 
 KINDS = [getattr(errors, name) for name in errors.__all__ if name.endswith("Error") and name != "SparkTorchError"]
 
@@ -39,17 +39,6 @@ def test_more_of_the_place_can_be_told_and_what_is_known_stays() -> None:
     assert told.where == {"rank": 1, "host": "a", "column": "age"}
     assert told.hint == "mend it"
     assert error.where == {"column": "age", "rank": 1}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_callers_that_know_only_the_builtin_kinds_can_catch_them(kind: type[SparkTorchError]) -> None:
-    assert issubclass(kind, SparkTorchError)
-    assert issubclass(kind, ValueError | RuntimeError)
-
-
-def test_an_error_of_an_unknown_kind_is_one_of_a_rank() -> None:
-    form = {**ConfigError("it broke").to_dict(), "kind": "FromALaterVersion"}
-    assert type(SparkTorchError.from_dict(form)) is RankError
 
 
 @pytest.mark.parametrize(

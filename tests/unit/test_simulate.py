@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,7 +12,7 @@ from hypothesis import strategies as st
 
 from benchmarks import common, divided
 from benchmarks.common import ROOT
-from benchmarks.ring import Gradient, Link, Work, all_reduce, buckets, efficiency, evenly, step
+from benchmarks.ring import Gradient, Link, Work, all_reduce, buckets, evenly, step
 
 LINK = Link(bandwidth=1e9, latency=1e-5)
 WORK = Work(0.05, 0.10, 0.01, evenly(100e6, 10e6, 0.10))
@@ -35,32 +32,11 @@ works = st.builds(
 )
 
 
-@given(works, links, st.booleans())
-def test_one_rank_takes_as_long_as_it_takes_alone(work: Work, link: Link, overlap: bool) -> None:
-    assert step(work, 1, link, overlap=overlap) == pytest.approx(work.seconds)
-
-
-@given(works, st.integers(1, 5000), st.booleans())
-def test_sending_over_an_infinitely_fast_link_costs_nothing(work: Work, ranks: int, overlap: bool) -> None:
-    assert step(work, ranks, Link(math.inf), overlap=overlap) == pytest.approx(work.seconds)
-
-
 def test_a_ring_sends_nearly_twice_the_bytes() -> None:
     assert all_reduce(1e9, 2, Link(1e9)) == pytest.approx(1.0)
     assert all_reduce(1e9, 4, Link(1e9)) == pytest.approx(1.5)
     assert all_reduce(1e9, 10**6, Link(1e9)) == pytest.approx(2.0, abs=1e-5)
     assert all_reduce(0, 5, Link(1e9, latency=1e-3)) == pytest.approx(8e-3)
-
-
-def test_without_overlap_everything_is_sent_after_the_backward_pass() -> None:
-    sending = 10 * all_reduce(10e6, 8, LINK)
-    assert step(WORK, 8, LINK, overlap=False) == pytest.approx(WORK.seconds + sending)
-
-
-def test_with_full_overlap_only_the_last_bucket_shows() -> None:
-    fast = Link(bandwidth=1e10, latency=1e-5)
-    assert all_reduce(10e6, 8, fast) < 0.01  # a bucket is sent before the next is there
-    assert step(WORK, 8, fast) == pytest.approx(WORK.seconds + all_reduce(10e6, 8, fast))
 
 
 def test_where_sending_takes_longer_than_the_backward_pass_the_link_is_never_idle() -> None:
@@ -70,47 +46,11 @@ def test_where_sending_takes_longer_than_the_backward_pass_the_link_is_never_idl
     assert step(WORK, 8, LINK) == pytest.approx(WORK.forward + first + sending + WORK.optimizer)
 
 
-def test_one_bucket_has_nothing_to_overlap_with() -> None:
-    work = replace(WORK, buckets=evenly(100e6, 1e12, WORK.backward))
-    assert len(work.buckets) == 1
-    assert step(work, 8, LINK) == pytest.approx(step(work, 8, LINK, overlap=False))
-
-
 @given(works, links, st.integers(1, 5000))
 def test_overlap_never_costs_and_never_saves_more_than_there_is(work: Work, link: Link, ranks: int) -> None:
     overlapped, flat = step(work, ranks, link), step(work, ranks, link, overlap=False)
     assert work.seconds <= overlapped * (1 + 1e-9)
     assert overlapped <= flat * (1 + 1e-9)
-
-
-@given(works, links, st.integers(1, 5000))
-def test_where_sending_takes_the_core_overlap_saves_nothing(work: Work, link: Link, ranks: int) -> None:
-    link = replace(link, busy=1.0)
-    assert step(work, ranks, link) == pytest.approx(step(work, ranks, link, overlap=False))
-
-
-@given(works, links, st.booleans())
-def test_more_ranks_are_never_more_efficient(work: Work, link: Link, overlap: bool) -> None:
-    found = [efficiency(work, ranks, link, overlap=overlap) for ranks in (1, 2, 3, 8, 100, 1024)]
-    assert found[0] == pytest.approx(1.0)
-    assert all(later <= earlier * (1 + 1e-9) for earlier, later in pairwise(found))
-
-
-@given(works, links, st.integers(2, 5000), st.booleans())
-def test_a_better_link_is_never_slower(work: Work, link: Link, ranks: int, overlap: bool) -> None:
-    before = step(work, ranks, link, overlap=overlap)
-    for better in (
-        replace(link, bandwidth=2 * link.bandwidth),
-        replace(link, latency=link.latency / 2),
-        replace(link, busy=link.busy / 2),
-    ):
-        assert step(work, ranks, better, overlap=overlap) <= before * (1 + 1e-9)
-
-
-def test_evenly_spread_gradients_add_up_and_end_with_the_backward_pass() -> None:
-    found = evenly(25e6, 10e6, 0.1)
-    assert [bucket.size for bucket in found] == pytest.approx([10e6, 10e6, 5e6])
-    assert [bucket.ready for bucket in found] == pytest.approx([0.04, 0.08, 0.1])
 
 
 @pytest.mark.parametrize("cap", [0, 1, 4_000, 4_001, 100_000, 10**9])

@@ -44,7 +44,6 @@ def bucket(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 @pytest.fixture(params=["folder", "memory", "s3"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A directory that does not exist yet."""
     if request.param == "folder":
         return str(tmp_path / "run")
     if request.param == "memory":
@@ -77,31 +76,32 @@ def test_what_was_written_is_read_and_the_last_is_the_one_to_go_on_from(url: str
     assert_whole(store, manifest)
 
 
-@pytest.mark.parametrize("damage", [lambda old: old[:-9], lambda old: old[:-5] + b"\xff" + old[-4:], lambda _: b""])
-@pytest.mark.parametrize("name", ["rank-00000.safetensors", "rank-00000.pt", "manifest.json"])
-def test_of_a_damaged_checkpoint_the_one_before_is_used(name: str, damage: Callable[[bytes], bytes], url: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("rank-00000.safetensors", lambda old: old[:-5] + b"\xff" + old[-4:]),
+        ("rank-00000.pt", lambda old: old[:-9]),
+        ("rank-00000.pt", None),
+        ("manifest.json", lambda _: b""),
+        ("manifest.json", None),
+    ],
+)
+def test_of_a_damaged_checkpoint_the_one_before_is_used(
+    name: str, damage: Callable[[bytes], bytes] | None, url: str
+) -> None:
     store = CheckpointStore(url)
     for step in (1, 2):
         write(store, step)
     path = f"step-000000002/{name}"
-    store.directory.put(path, damage(store.directory.read(path)))
+    if damage:
+        store.directory.put(path, damage(store.directory.read(path)))
+    else:
+        store.directory.remove(path)
     manifest, (problem,) = store.usable()
     assert manifest is not None
     assert manifest.step == 1
     assert name in str(problem)
     assert_whole(store, manifest)
-
-
-@pytest.mark.parametrize("name", ["rank-00000.safetensors", "rank-00000.pt", "manifest.json"])
-def test_of_a_checkpoint_that_lacks_a_file_the_one_before_is_used(name: str, url: str) -> None:
-    store = CheckpointStore(url)
-    for step in (1, 2):
-        write(store, step)
-    store.directory.remove(f"step-000000002/{name}")
-    manifest, (problem,) = store.usable()
-    assert manifest is not None
-    assert manifest.step == 1
-    assert name in str(problem)
 
 
 def test_what_is_not_kept_is_removed_and_so_is_what_was_never_finished(url: str) -> None:
@@ -142,9 +142,7 @@ def test_one_fit_has_a_directory_until_it_gives_it_back(url: str) -> None:
     CheckpointStore(url, "b2").claim("other")
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"[]", b'{"owner": "x"}', b'{"owner": "x", "attempt": "", "host": "", "time": []}']
-)
+@pytest.mark.parametrize("content", [b"", b'{"owner": "x", "attempt": "", "host": "", "time": []}'])
 def test_a_claim_that_cannot_be_read_has_no_force(content: bytes, url: str) -> None:
     store = CheckpointStore(url)
     store.directory.put("claim.json", content)
@@ -224,12 +222,6 @@ def test_a_training_that_was_killed_goes_on_to_the_same_bits_from_an_object_stor
     assert store.steps() == [3 * STEPS, 3 * STEPS - 3]  # the last two are kept, and nothing else is left
     assert len(store.directory.names()) == 3
     assert store.finished
-
-
-def test_two_jobs_cannot_write_into_one_prefix_of_an_object_store(bucket: str, environment: dict[str, str]) -> None:
-    CheckpointStore(f"{bucket}/checkpoints").claim("somebody else")
-    with pytest.raises(PersistenceError, match=f"{bucket}/checkpoints is being written by another fit"):
-        train_on(parts(2), job_for(bucket), environment=environment)
 
 
 def upload(url: str, environment: dict[str, str]) -> None:

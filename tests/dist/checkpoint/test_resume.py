@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +44,6 @@ class Spoils(Callback):
 
 
 def wave(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
-    """A schedule whose rates are NumPy's numbers."""
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 + 0.5 * np.cos(step))
 
 
@@ -119,7 +117,6 @@ def test_the_weights_are_the_same_to_the_last_bit(strategy: str, ranks: int, tmp
 
 @pytest.fixture(scope="module")
 def on_one_rank(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The weights of a training that was not killed, and what else came of it."""
     return train_on(parts(1), job_for(tmp_path_factory.mktemp("calm"), module=Tower))
 
 
@@ -200,15 +197,6 @@ def test_the_checkpoint_of_the_best_validation_is_kept_over_a_restart(tmp_path: 
     assert steps == [5 * STEPS, best * STEPS]
 
 
-def test_a_parameter_that_had_no_gradient_before_the_kill_goes_on_without_a_state(tmp_path: Path) -> None:
-    (tmp_path / "calm").mkdir()
-    config = {"module": Spare, "unused_parameters": True}
-    expected, _ = train_on(parts(2), job_for(tmp_path / "calm", **config))
-    killed(job_for(tmp_path, Counts(tmp_path, rank=1, step=STEPS + 3), **config), 2)
-    found, _ = train_on(parts(2), job_for(tmp_path, **config))
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
-
-
 def test_numbers_of_numpy_in_schedules_and_callbacks_are_gone_on_with(tmp_path: Path) -> None:
     (tmp_path / "calm").mkdir()
 
@@ -230,43 +218,31 @@ def test_what_no_checkpoint_can_hold_is_refused_before_the_first_step(tmp_path: 
     assert not CheckpointStore(str(tmp_path / "checkpoints")).steps()
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
-def test_numbers_that_an_optimizer_keeps_for_a_parameter_are_those_of_the_rank_that_steps_it(
-    strategy: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("module", "optimizer", "config"),
+    [
+        (Drifting, None, {"strategy_params": {"forward_sync_buffers": False}}),
+        (Drifting, None, {"strategy": "zero2"}),
+        (Tower, None, {"strategy_params": {"comm_hook": "powerSGD", "powersgd_start_step": 4}}),
+        (Spare, None, {"unused_parameters": True}),  # a parameter without a state
+        (Lookup, "SparseAdam", {}),
+        (Tower, Damped, {"strategy": "zero1"}),
+    ],
+)
+def test_what_each_rank_or_optimizer_has_for_itself_is_gone_on_with(
+    module: type, optimizer: Any, config: dict[str, Any], tmp_path: Path
 ) -> None:
     (tmp_path / "calm").mkdir()
 
     def job(folder: Path, callback: Callback | None = None) -> TrainJob:
-        made = job_for(folder, callback, module=Tower, strategy=strategy)
-        return replace(made, recipe=replace(made.recipe, optimizer=Damped, optimizer_params={}))
+        made = job_for(folder, callback, module=module, **config)
+        own = {"optimizer": optimizer, "optimizer_params": {}} if optimizer else {}
+        return replace(made, recipe=replace(made.recipe, **own))
 
     expected, _ = train_on(parts(2), job(tmp_path / "calm"))
-    killed(job(tmp_path, Counts(tmp_path, rank=1, step=STEPS + 3)), 2)
+    killed(job(tmp_path, Counts(tmp_path, rank=1, step=STEPS + 5)), 2)
     found, _ = train_on(parts(2), job(tmp_path))
     assert all(torch.equal(found[name], value) for name, value in expected.items())
-
-
-@pytest.mark.parametrize(
-    ("module", "config"),
-    [
-        (Drifting, {"strategy_params": {"forward_sync_buffers": False}}),
-        (Drifting, {"strategy": "zero2"}),
-        (Tower, {"strategy_params": {"comm_hook": "powerSGD", "powersgd_start_step": 4}}),
-    ],
-)
-def test_what_each_rank_has_for_itself_is_gone_on_with(module: type, config: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "calm").mkdir()
-    expected, _ = train_on(parts(2), job_for(tmp_path / "calm", module=module, **config))
-    killed(job_for(tmp_path, Counts(tmp_path, rank=1, step=STEPS + 5), module=module, **config), 2)
-    found, _ = train_on(parts(2), job_for(tmp_path, module=module, **config))
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
-
-
-def test_power_sgd_goes_on_with_other_matrices(tmp_path: Path) -> None:
-    params = {"comm_hook": "powerSGD", "powersgd_start_step": 4}
-    killed(job_for(tmp_path, Counts(tmp_path, rank=1, step=STEPS + 5), module=Tower, strategy_params=params), 2)
-    _, metas = train_on(parts(2), job_for(tmp_path, module=Tower, strategy_params={**params, "powersgd_rank": 2}))
-    assert all(math.isfinite(record["loss"]) for record in metas[0]["history"])
 
 
 def test_power_sgd_begins_at_the_same_step_with_and_without_checkpoints(tmp_path: Path) -> None:
@@ -274,19 +250,6 @@ def test_power_sgd_begins_at_the_same_step_with_and_without_checkpoints(tmp_path
     found, _ = train_on(parts(2), job)
     expected, _ = train_on(parts(2), replace(job, checkpoint=None))
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
-
-
-def test_sparse_adam_goes_on(tmp_path: Path) -> None:
-    (tmp_path / "calm").mkdir()
-
-    def job(folder: Path, callback: Callback | None = None) -> TrainJob:
-        made = job_for(folder, callback, module=Lookup)
-        return replace(made, recipe=replace(made.recipe, optimizer="SparseAdam", optimizer_params={}))
-
-    expected, _ = train_on(parts(2), job(tmp_path / "calm"))
-    killed(job(tmp_path, Counts(tmp_path, rank=1, step=STEPS + 3)), 2)
-    found, _ = train_on(parts(2), job(tmp_path))
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def test_a_module_that_the_checkpoint_does_not_hold_is_refused(tmp_path: Path) -> None:
@@ -305,7 +268,6 @@ def test_a_training_that_has_ended_is_not_gone_on_with(tmp_path: Path) -> None:
 
 
 def lasting(epochs: int, folder: Path, callback: Callback | None = None, **recipe: Any) -> TrainJob:
-    """A training at a constant rate, unless the recipe says otherwise, that is known by its number of epochs."""
     made = job_for(folder, callback, epochs=epochs)
     assert made.checkpoint is not None
     constant: dict[str, Any] = {"scheduler": None, "scheduler_params": {}, **recipe}
@@ -369,14 +331,6 @@ def test_a_training_goes_on_from_before_contents_were_told_and_says_that_initial
         warnings = [warning["text"] for warning in server.new_warnings(2)]
     assert all(rank.result is not None for rank in ended)
     assert [text for text in warnings if "other initial weights" in text]
-
-
-def test_two_fits_cannot_write_into_one_directory(tmp_path: Path) -> None:
-    job = job_for(tmp_path)
-    assert job.checkpoint is not None
-    CheckpointStore(job.checkpoint.directory).claim("somebody else")
-    with pytest.raises(PersistenceError, match="is being written by another fit"):
-        train_on(parts(2), job)
 
 
 def test_a_damaged_checkpoint_is_left_out_with_a_warning(tmp_path: Path) -> None:

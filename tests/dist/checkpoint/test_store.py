@@ -87,8 +87,8 @@ def same(found: bytes, expected: bytes) -> None:
     ("strategy", "writers", "readers"),
     [
         # Where the weights are whole in every rank, and where they are divided as under zero3: one way up and one down.
-        *((strategy, *ranks) for strategy in ("ddp", "zero1", "zero2") for ranks in ((1, 3), (3, 2))),
-        *(("zero3", *ranks) for ranks in ((1, 3), (2, 2), (3, 2), (4, 1))),
+        *((strategy, 3, 2) for strategy in ("ddp", "zero1", "zero2")),
+        *(("zero3", *ranks) for ranks in ((1, 3), (3, 2), (4, 1))),
     ],
 )
 def test_what_some_ranks_wrote_any_number_of_ranks_goes_on_from(
@@ -119,26 +119,6 @@ def test_a_rank_fetches_what_it_needs_and_no_more(tmp_path: Path) -> None:
     with store.local(manifest, lambda name, *_: name == "optimizer.1") as directory:
         assert 4_000_000 <= Counted.read - before < 4_010_000
         assert torch.equal(read_tensors(directory, 1, "optimizer.")["1"], torch.full((1_000_000,), 2.0))
-
-
-@pytest.fixture
-def written(tmp_path: Path) -> CheckpointStore:
-    """Three checkpoints of one rank, at steps 1, 2 and 3."""
-    store = CheckpointStore(str(tmp_path))
-    for step in (1, 2, 3):
-        share = snapshot({"module.x": torch.full((1000,), float(step))}, {"step": step}, lambda _: True)
-        files = store.write_share(step, 0, share)
-        store.write_manifest(Manifest(step=step, epoch=0, step_in_epoch=step, world_size=1, job={}, files=files))
-    return store
-
-
-def test_a_manifest_cannot_name_files_outside_its_directory(written: CheckpointStore, tmp_path: Path) -> None:
-    path = tmp_path / "step-000000003" / "manifest.json"
-    values = json.loads(path.read_text())["manifest"]
-    values["files"]["../../rank-00000.pt"] = values["files"]["rank-00000.pt"]
-    written.write_manifest(Manifest(**values))
-    with pytest.raises(PersistenceError, match="names files that no rank writes"):
-        written.read_manifest(3)
 
 
 def test_an_unknown_file_system_is_refused() -> None:

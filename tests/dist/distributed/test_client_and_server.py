@@ -21,7 +21,7 @@ from sparktorch.base.world import World
 from sparktorch.distributed.client import Cancelled, Client, PeerFailure
 from sparktorch.distributed.monitor import Timeouts
 from sparktorch.distributed.server import ControlServer
-from sparktorch.distributed.store import SealedStore, connect
+from sparktorch.distributed.store import SealedStore
 from sparktorch.errors import ColumnError, RankError, RankLostError, RankStalledError
 from tests.support.ranks import HOST, cause_of_death, control_server, watch
 
@@ -42,7 +42,6 @@ class Answered(SealedStore):
 
 @pytest.fixture
 def clients(server: ControlServer) -> list[Client]:
-    """The ends of three ranks."""
     meeting = server.rendezvous
 
     def opened(*, timeout: timedelta = timedelta(seconds=60)) -> dist.Store:
@@ -53,11 +52,6 @@ def clients(server: ControlServer) -> list[Client]:
 
 
 def in_threads(calls: list[Callable[[], Any]]) -> list[Future[Any]]:
-    """Runs all the calls at once and returns when every one has ended.
-
-    Raises:
-        TimeoutError: One of them has not.
-    """
     futures: list[Future[Any]] = [Future() for _ in calls]
 
     def settle(future: Future[Any], call: Callable[[], Any]) -> None:
@@ -82,20 +76,6 @@ def test_the_driver_hears_of_every_epoch_exactly_once(server: ControlServer, cli
         clients[0].epoch_done(number, {"epoch": number})
     assert [record["epoch"] for record in server.new_epochs()] == [2, 3, 4]
     assert server.new_epochs() == []
-
-
-def test_progress_is_what_was_said_last(server: ControlServer, clients: list[Client]) -> None:
-    assert server.progress() is None
-    clients[0].progress(epoch=1, step=1, loss=2.0)
-    clients[0].progress(epoch=1, step=2, loss=float("nan"))
-    record = server.progress()
-    assert record is not None
-    assert (record["step"], str(record["loss"])) == (2, "nan")
-
-
-def test_the_ranks_exchange_one_value_each(clients: list[Client]) -> None:
-    values = in_threads([partial(client.agree, "shard", {"rows": 10 + i}) for i, client in enumerate(clients)])
-    assert [value.result() for value in values] == [[{"rows": 10}, {"rows": 11}, {"rows": 12}]] * 3
 
 
 def test_a_cancelled_fit_reaches_ranks_that_wait_for_others(server: ControlServer, clients: list[Client]) -> None:
@@ -186,7 +166,6 @@ def test_a_dead_rank_is_one_that_arrived_reported_nothing_and_beats_no_more(
 
 
 def relate(client: Client, server: ControlServer, rank: int, **changes: Any) -> None:
-    """Has a rank beat, and say some things otherwise than they are."""
     beat = server.beats(rank + 1)[rank]
     assert beat is not None
     client.store.set(f"beat/{rank}", json.dumps({**beat, **changes}))
@@ -268,19 +247,6 @@ def test_counters_that_a_stranger_moves_and_values_that_he_forges_hold_nobody_up
     assert failure.where["rank"] == 1
 
 
-def test_another_attempt_sees_nothing_and_disturbs_nothing(server: ControlServer, clients: list[Client]) -> None:
-    clients[0].progress(epoch=1)
-    meeting = server.rendezvous
-    earlier = Client(partial(connect, meeting.host, meeting.port, "an earlier attempt"), World())
-    assert not earlier.store.check(["progress"])
-    earlier.progress(epoch=7)
-    earlier.epoch_done(1, {})
-    earlier.fail(ValueError("too late"))
-    assert server.progress() == {"epoch": 1}
-    assert server.new_epochs() == []
-    assert server.first_failure() == (None, False)
-
-
 def test_the_store_listens_on_the_one_address_it_was_bound_to() -> None:
     with control_server() as server:
         port = server.rendezvous.port
@@ -289,19 +255,6 @@ def test_the_store_listens_on_the_one_address_it_was_bound_to() -> None:
             socket.create_connection(("127.0.0.2", port), timeout=5)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((HOST, port), timeout=5)
-
-
-def test_two_attempts_side_by_side_have_ports_and_prefixes_of_their_own() -> None:
-    with control_server() as one, control_server() as other:
-        assert one.rendezvous.port != other.rendezvous.port
-        assert one.rendezvous.prefix != other.rendezvous.prefix
-
-
-def test_a_store_that_is_gone_is_an_error_within_the_timeout() -> None:
-    with control_server() as server:
-        port = server.rendezvous.port
-    with pytest.raises(dist.DistError):
-        connect(HOST, port, "any", timeout=timedelta(seconds=1))
 
 
 def test_a_rank_that_is_not_heard_of_any_more_is_given_up(clients: list[Client]) -> None:
@@ -313,17 +266,6 @@ def test_a_rank_that_is_not_heard_of_any_more_is_given_up(clients: list[Client])
         (given_up,) = in_threads([partial(clients[0].collect, "saved", patience=1.5)])
     with pytest.raises(PeerFailure, match=r"rank 2 has not been heard of for 2 s"):
         given_up.result()
-
-
-def test_the_driver_hears_of_every_warning_exactly_once(server: ControlServer, clients: list[Client]) -> None:
-    assert server.new_warnings(3) == []
-    clients[1].warn("the disk is full")
-    clients[2].warn("so is mine")
-    assert [(warning["rank"], warning["text"]) for warning in server.new_warnings(3)] == [
-        (1, "the disk is full"),
-        (2, "so is mine"),
-    ]
-    assert server.new_warnings(3) == []
 
 
 def test_work_and_printed_lines_are_progress_of_code_that_reports_none(
@@ -345,24 +287,6 @@ def test_work_and_printed_lines_are_progress_of_code_that_reports_none(
         assert moves_after(spin) == 1
         assert moves_after(lambda: print("still here")) == 1
         assert moves_after(lambda: time.sleep(0.2)) == 0
-
-
-def test_work_is_progress_in_a_phase_that_reports_none_and_in_no_other(
-    server: ControlServer, clients: list[Client]
-) -> None:
-    def moves() -> int:
-        clients[0].beat(clients[0].store)
-        found = server.beats(3)[0]
-        assert found is not None
-        return int(found["moves"])
-
-    with clients[0].working("building the module"):
-        begun = moves()
-        spin()
-        assert moves() == begun + 1
-        assert server.beats(3)[0]["phase"] == "building the module"  # type: ignore[index]
-    spin()
-    assert moves() == begun + 1
 
 
 def spin() -> None:

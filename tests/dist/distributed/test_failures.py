@@ -11,11 +11,11 @@ import pytest
 from sparktorch.base.config import TrainConfig
 from sparktorch.data.columns import KEY, LABEL, VALIDATION, WEIGHT
 from sparktorch.distributed.root_cause import RootCause
-from sparktorch.errors import ColumnError, ConfigError, ModuleError, RankError, RankLostError
+from sparktorch.errors import ColumnError, ConfigError, RankError, RankLostError
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker import TrainJob
 from tests.support.frames import Table
-from tests.support.nets import DiesAt, FailsAt, Mlp, mean_cross_entropy
+from tests.support.nets import DiesAt, FailsAt, Mlp
 from tests.support.ranks import cause_of_death, control_server, run_ranks, watch
 
 ROWS = 400
@@ -56,7 +56,7 @@ def test_a_bad_row_is_an_error_with_rank_and_column_before_training_begins(
     assert message in failure.what
 
 
-@pytest.mark.parametrize(("rank", "step"), [(1, 1), (0, 7), (2, 13)])
+@pytest.mark.parametrize(("rank", "step"), [(0, 1), (2, 13)])
 def test_an_exception_in_forward_is_told_with_rank_epoch_step_and_traceback(rank: int, step: int) -> None:
     parts = Table.random(ROWS, classes=3).parts(3)
     job = job_for(parts[0], module=FailsAt, module_params={"rank": rank, "step": step})
@@ -95,7 +95,7 @@ def test_a_rank_that_fails_before_its_first_step_says_that_it_was_building_the_m
     assert failure.what == "ArithmeticError while building the module: planted in modules"
 
 
-@pytest.mark.parametrize("step", [1, 3, 13])
+@pytest.mark.parametrize("step", [1, 13])
 def test_a_rank_that_is_killed_is_named_by_where_its_heart_stopped(step: int) -> None:
     parts = Table.random(ROWS, classes=3).parts(2)
     job = job_for(parts[0], module=DiesAt, module_params={"rank": 1, "step": step})
@@ -108,17 +108,6 @@ def test_a_rank_that_is_killed_is_named_by_where_its_heart_stopped(step: int) ->
     assert type(dead) is RankLostError
     assert (dead.where["rank"], dead.where["host"]) == (1, "host-1")
     assert "died while" in dead.what
-
-
-def test_a_loss_that_does_not_fit_the_rows_is_told_from_the_ranks_too() -> None:
-    table = Table.random(ROWS, classes=3, weighted=True)
-    job = job_for(table, loss=mean_cross_entropy)
-    with control_server() as server:
-        run_ranks(server, [part.batches() for part in table.parts(2)], job)
-        failure, primary = server.first_failure()
-    assert type(failure) is ModuleError
-    assert primary
-    assert "rows cannot be weighted" in failure.what
 
 
 def test_no_rows_to_train_on_is_an_error_and_no_division_by_zero() -> None:
@@ -166,37 +155,20 @@ def test_a_session_that_was_stopped_is_told_where_pyspark_fails_once_more() -> N
         assert "the Spark session was stopped during the fit" in str(RootCause(watch(server, 2)).of(again))
 
 
-@pytest.mark.parametrize("who", ["part of cancelled job group mine", "as part of cancellation of all jobs"])
-def test_a_job_that_somebody_cancelled_is_told_so_with_what_spark_says(who: str) -> None:
-    message = f"[SPARK_JOB_CANCELLED] Job 4 cancelled {who} SQLSTATE: XXKDA\n\tat org.apache.spark.scheduler"
-    with control_server() as server:
-        found = RootCause(watch(server, 2)).of(RuntimeError(message))
-    assert found.what == f"the fit's Spark job was cancelled: {who}"
-    assert not found.trace
-
-
-@pytest.mark.parametrize("before", ["", "pyarrow.lib.ArrowInvalid: no schema\n\nDuring it, another one occurred:\n"])
-def test_rows_that_broke_off_are_told_so_where_nothing_else_is_known(before: str) -> None:
-    raised = (
-        "Traceback (most recent call last):\n  File\nsparktorch.spark.launch.rank_task.StreamBrokenError: no schema\n"
-    )
-    with control_server() as server:
-        found = str(
-            RootCause(watch(server, 2)).of(RuntimeError(f"Traceback (most recent call last):\n{before}{raised}"))
-        )
-    assert "the rows that Spark sends to a rank broke off: no schema" in found
+_BROKEN = "Traceback (most recent call last):\n  File\nsparktorch.spark.launch.rank_task.StreamBrokenError: no schema\n"
 
 
 @pytest.mark.parametrize(
     ("message", "said"),
     [
+        (_BROKEN, "the rows that Spark sends to a rank broke off: no schema"),
+        ("Job 4 cancelled part of cancelled job group mine SQLSTATE: XX", "job was cancelled: part of cancelled job"),
         ("[Errno 111] Connection refused", "the driver's JVM has ended during the job"),
         ("java.lang.OutOfMemoryError: Java heap space", "Spark's JVM has no memory left"),
         ("TaskResultLost (result lost from block manager)", "Spark has lost what a rank returned"),
     ],
 )
-def test_a_jvm_that_could_not_hold_the_model_is_named_with_what_helps(message: str, said: str) -> None:
+def test_what_ended_the_job_is_found_in_what_spark_says(message: str, said: str) -> None:
     with control_server() as server:
         found = str(RootCause(watch(server, 2)).of(RuntimeError(message)))
     assert said in found
-    assert "with modelDir, workers write a fit's model themselves" in found

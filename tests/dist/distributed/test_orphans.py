@@ -44,7 +44,6 @@ def hang(rendezvous: Rendezvous, pipe: Connection, said: Path) -> None:
 
 @pytest.fixture
 def driver_and_rank(tmp_path: Path) -> tuple[BaseProcess, BaseProcess]:
-    """A driver and a rank of a pool that hangs in a task, in processes of their own."""
     ours, theirs = SPAWN.Pipe()
     driver = SPAWN.Process(target=drive, args=(theirs,), daemon=True)
     driver.start()

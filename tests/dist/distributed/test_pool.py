@@ -30,7 +30,6 @@ def server() -> Iterator[ControlServer]:
 
 @pytest.fixture
 def clients(server: ControlServer) -> list[Client]:
-    """The ends of two ranks."""
     meeting = server.rendezvous
     opened = partial(connect, meeting.host, meeting.port, token=meeting.prefix)
     return [Client(opened, World(rank=rank, world_size=2, host=f"host-{rank}")) for rank in range(2)]

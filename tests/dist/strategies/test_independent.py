@@ -11,19 +11,13 @@ import torch
 from sparktorch.base.config import TrainConfig
 from sparktorch.data.columns import VALIDATION
 from sparktorch.train.recipe.recipe import Recipe
-from sparktorch.worker import TrainJob
 from tests.support.frames import Table
 from tests.support.nets import Score
-from tests.support.ranks import control_server, load_state, run_ranks, train_on
+from tests.support.ranks import control_server, load_state, run_ranks, train_job, train_on
 
 TABLE = Table.random(301, validated=True, weighted=True)
 CONFIG: dict[str, Any] = {"task": "regression", "batch_size": 32, "epochs": 3, "seed": 5}
-JOB = TrainJob(
-    columns=TABLE.columns,
-    recipe=Recipe(module=Score, learning_rate=1e-2),
-    config=TrainConfig(strategy="independent", **CONFIG),
-    max_imbalance=None,
-)
+JOB = train_job(TABLE, Recipe(module=Score, learning_rate=1e-2), TrainConfig(strategy="independent", **CONFIG))
 
 
 @pytest.mark.parametrize("more", [{}, {"patience": 1, "best_mode": "max"}])

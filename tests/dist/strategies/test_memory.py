@@ -30,23 +30,19 @@ class Deep(nn.Sequential):
 
 
 def _most() -> int:
-    """Returns the most bytes that this process has taken."""
     return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
 
 
 def _resident() -> int:
-    """Returns how many bytes this process has, and forgets the most that it had."""
     Path("/proc/self/clear_refs").write_text("5")
     return _most()
 
 
 def _mapped() -> int:
-    """Returns how many bytes of memory this process has been given, again and again."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt * resource.getpagesize()
 
 
 def _grown(world: World, strategy: str, options: dict[str, Any], on_host: int, count: Callable[[], int]) -> int:
-    """Returns by how much a count grows from the fourth step to the tenth."""
     config = TrainConfig(strategy=strategy, strategy_params={"min_parameters": WIDTH, **options})
     shared = build_strategy(config, replace(world, local_size=on_host))
     plain = Recipe(module=Deep).build_module(0)
@@ -79,7 +75,6 @@ def test_steps_are_given_little_memory_anew_on_a_host_with_room(strategy: str, o
 
 
 def _grown_by(world: World, strategy: str, options: dict[str, Any]) -> float:
-    """Returns by how many times the model a rank has grown at most, from before the model was divided."""
     torch.set_num_threads(1)
     config = TrainConfig(strategy=strategy, strategy_params={"min_parameters": WIDTH, **options})
     shared, recipe = build_strategy(config, world), Recipe(module=Deep, optimizer="AdamW")

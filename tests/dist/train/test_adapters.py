@@ -12,18 +12,17 @@ import pytest
 import torch
 
 from sparktorch.base.config import CheckpointConfig, TrainConfig
-from sparktorch.base.state_dict import pack_state, unpack_state
+from sparktorch.base.state_dict import pack_state
 from sparktorch.data.columns import KEY, LABEL, Columns, TensorSpec, input_name
 from sparktorch.errors import ModuleError, PersistenceError
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.train.callbacks import Callback, FitContext
 from sparktorch.train.recipe.dry_run import OutputSpec
-from sparktorch.train.recipe.frozen_base import load_weights
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker import TrainJob
 from tests.support.adapters import LENGTH, WORDS, Adapted, adapted, save_base
 from tests.support.frames import Table
-from tests.support.ranks import control_server, preload, run_ranks, train_on
+from tests.support.ranks import control_server, preload, run_ranks, train_job, train_on
 from tests.support.resume import Counts
 
 preload("tests.support.adapters")
@@ -36,7 +35,6 @@ RANKS, STEPS = 2, 4
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {},
     "zero1": {"strategy": "zero1"},
-    "zero2": {"strategy": "zero2"},
     "zero3": {"strategy": "zero3", "strategy_params": {"min_parameters": 1000}},
     "localSGD": {"strategy": "localSGD", "strategy_params": {"period": 2}},
 }
@@ -70,20 +68,19 @@ def job_for(
     module: Any, params: dict[str, Any], callback: Callback | None = None, folder: Path | None = None, **config: Any
 ) -> TrainJob:
     values: dict[str, Any] = {"batch_size": 30, "epochs": 3, "seed": 5, **config}
-    return TrainJob(
-        columns=TABLE.columns,
-        recipe=Recipe(
+    return train_job(
+        TABLE,
+        Recipe(
             module=module,
             module_params=params,
             loss="CrossEntropyLoss",
             learning_rate=0.02,
             callbacks=[callback] if callback else [],
         ),
-        config=TrainConfig(task="classification", **values),
+        TrainConfig(task="classification", **values),
         checkpoint=None
         if folder is None
         else CheckpointConfig(directory=f"{folder}/checkpoints", unit="step", interval=1, owner="me"),
-        max_imbalance=None,
     )
 
 
@@ -142,7 +139,7 @@ def test_the_adapters_alone_come_back_and_score_merged_as_they_do_unmerged(strat
     torch.testing.assert_close(scores(merged), unmerged, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_a_training_that_was_killed_goes_on_to_the_same_bits_from_checkpoints_of_adapters(
     strategy: str, folder: str, tmp_path: Path
 ) -> None:
@@ -228,10 +225,3 @@ class Thaws(Callback):
 def test_a_base_that_a_callback_changes_is_an_error_and_not_a_wrong_result(folder: str) -> None:
     with pytest.raises(ModuleError, match="frozen under the adapters when the training began have changed"):
         train_on(parts(1), job_for(adapted, {"folder": folder}, Thaws()))
-
-
-def test_weights_that_lack_more_than_the_base_are_refused(folder: str) -> None:
-    state, _ = train_on(parts(1), job_for(adapted, {"folder": folder}, epochs=1))
-    lacking = {name: value for name, value in unpack_state(pack_state(state)).items() if "layer.1" not in name}
-    with pytest.raises(ModuleError, match="not those that its adapters were trained on"):
-        load_weights(adapted(folder), lacking)

@@ -16,16 +16,15 @@ from sparktorch.worker import TrainJob
 from tests.support.callbacks import NoCompiler
 from tests.support.frames import Table
 from tests.support.parts import NormalisedScore
-from tests.support.ranks import train_on
+from tests.support.ranks import train_job, train_on
 
 pytestmark = pytest.mark.landing
 
 TABLE = Table.random(100, validated=True)
-JOB = TrainJob(
-    columns=TABLE.columns,
-    recipe=Recipe(module=NormalisedScore, optimizer="SGD", learning_rate=0.05),
-    config=TrainConfig(task="regression", batch_size=32, epochs=2, seed=7, sync_batch_norm=True),
-    max_imbalance=None,
+JOB = train_job(
+    TABLE,
+    Recipe(module=NormalisedScore, optimizer="SGD", learning_rate=0.05),
+    TrainConfig(task="regression", batch_size=32, epochs=2, seed=7, sync_batch_norm=True),
 )
 
 

@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-import datetime
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from sparktorch.base.config import TrainConfig
 from sparktorch.train.numerics.ema import MovingAverage
 from sparktorch.train.recipe.recipe import Recipe
-from sparktorch.worker import TrainJob
 from tests.support.frames import Table
 from tests.support.parts import Steps
-from tests.support.ranks import train_on
+from tests.support.ranks import train_job, train_on
 from tests.support.reference import Part, global_batches, validation_rows
 
 DECAY = 0.9
 TABLE = Table.random(403, weighted=True, validated=True)
-JOB = TrainJob(
-    columns=TABLE.columns,
-    recipe=Recipe(module=Steps, optimizer="SGD", optimizer_params={"momentum": 0.9}, learning_rate=0.05),
-    config=TrainConfig(task="regression", batch_size=64, epochs=3, seed=11, ema_decay=DECAY),
-    max_imbalance=None,
+JOB = train_job(
+    TABLE,
+    Recipe(module=Steps, optimizer="SGD", optimizer_params={"momentum": 0.9}, learning_rate=0.05),
+    TrainConfig(task="regression", batch_size=64, epochs=3, seed=11, ema_decay=DECAY),
 )
 
 STRATEGIES: dict[str, dict[str, int]] = {
@@ -49,7 +41,6 @@ def loss_of(module: nn.Module, part: Part) -> torch.Tensor:
 
 
 def by_torch() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[float]]:
-    """Returns the last weights, the averages, and the validation losses of the averages by epoch."""
     torch.manual_seed(JOB.config.seed)
     module = Steps()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
@@ -66,8 +57,7 @@ def by_torch() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[f
     return module.state_dict(), averaged.module.state_dict(), losses
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 1), *((name, 3) for name in STRATEGIES)])
 def test_the_average_is_validated_and_returned_while_the_weights_train_on(strategy: str, ranks: int) -> None:
     last, averages, losses = by_torch()
     assert not torch.allclose(last["layers.0.weight"], averages["layers.0.weight"], atol=1e-3)
@@ -79,11 +69,10 @@ def test_the_average_is_validated_and_returned_while_the_weights_train_on(strate
     assert [record["val_loss"] for record in metas[0]["history"]] == pytest.approx(losses, abs=1e-5)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_early_stopping_keeps_the_average_of_the_best_validation(ranks: int) -> None:
+def test_early_stopping_keeps_the_average_of_the_best_validation() -> None:
     config = replace(JOB.config, epochs=40, patience=2, ema_decay=0.5)
     job = replace(JOB, recipe=replace(JOB.recipe, learning_rate=0.4), config=config)
-    state, metas = train_on([part.batches() for part in TABLE.parts(ranks)], job)
+    state, metas = train_on([part.batches() for part in TABLE.parts(2)], job)
     losses = [record["val_loss"] for record in metas[0]["history"]]
     assert len(losses) == losses.index(min(losses)) + 1 + 2 < 40
     module = Steps().eval()
@@ -111,25 +100,3 @@ def test_an_average_goes_on_from_where_it_was() -> None:
         with average.swapped_in():
             assert part.weight.tolist() == [pytest.approx([DECAY * (DECAY + 0.2) + 0.3] * 2)]
         assert part.weight.tolist() == [[3.0, 3.0]]
-
-
-@pytest.fixture
-def mesh() -> Iterator[Any]:
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=datetime.timedelta(seconds=60))
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
-
-
-def test_parameters_that_are_divided_among_ranks_are_averaged_in_their_parts(mesh: Any) -> None:
-    whole = torch.arange(6.0).view(3, 2)
-    parameter = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]))
-    average = MovingAverage([parameter], DECAY)
-    average.update()
-    with torch.no_grad():
-        parameter.mul_(2)
-    average.update()
-    with average.swapped_in():
-        assert isinstance(parameter, DTensor)
-        torch.testing.assert_close(parameter.full_tensor(), whole * (DECAY + 0.2))
-    torch.testing.assert_close(parameter.full_tensor(), whole * 2)

@@ -18,16 +18,14 @@ from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker import TrainJob
 from tests.support.frames import WIDTH, Table
 from tests.support.nets import Logarithm, Mlp, Normalised, Score, Seen, Spare, mean_cross_entropy
-from tests.support.ranks import train_on
+from tests.support.ranks import train_job, train_on
 
 ROWS, BATCH, EPOCHS, SEED = 1_001, 64, 3, 11
 TOLERANCE = {"atol": 1e-5, "rtol": 0.0}
 
 CASES = {
-    "classification": Table.random(ROWS, classes=3),
     "classification with weights": Table.random(ROWS, classes=3, weighted=True),
     "regression": Table.random(ROWS),
-    "regression with weights": Table.random(ROWS, weighted=True),
     "validated classification with weights": Table.random(ROWS, classes=3, weighted=True, validated=True),
     "validated regression": Table.random(ROWS, validated=True),
 }
@@ -42,16 +40,10 @@ def job_for(table: Table, **config: Any) -> TrainJob:
         learning_rate=3e-3,
     )
     values: dict[str, Any] = {"batch_size": BATCH, "epochs": EPOCHS, "seed": SEED, **config}
-    return TrainJob(
-        columns=table.columns,
-        recipe=recipe,
-        config=TrainConfig(task="classification" if classes else "regression", **values),
-        max_imbalance=None,
-    )
+    return train_job(table, recipe, TrainConfig(task="classification" if classes else "regression", **values))
 
 
 def losses_of(module: nn.Module, table: Table) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns output, loss and weight of every row, with nothing but torch."""
     output = module(torch.from_numpy(table.arrays["x0"]))
     label = torch.from_numpy(table.arrays[LABEL])
     if table.columns.classes:
@@ -63,7 +55,6 @@ def losses_of(module: nn.Module, table: Table) -> tuple[torch.Tensor, torch.Tens
 
 
 def plain_training(table: Table, job: TrainJob) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
-    """Trains in this process on the global batches; returns the weights and the metrics per epoch."""
     config = job.config
     held_out = table.arrays.get(VALIDATION, np.zeros(len(table), bool))
     rows, validation = table.take(~held_out).by_key(), table.take(held_out)
@@ -102,7 +93,7 @@ def assert_same_weights(found: dict[str, torch.Tensor], expected: dict[str, torc
     torch.testing.assert_close(found, expected, **TOLERANCE)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("case", CASES)
 def test_any_number_of_ranks_trains_what_one_plain_loop_trains(case: str, ranks: int, plain: dict[str, Any]) -> None:
     table = CASES[case].shuffled(seed=ranks)  # the rows arrive in another order each time
@@ -143,11 +134,9 @@ def test_a_module_that_one_process_trains_is_trained_by_several(module: type[nn.
         pytest.param(40, 1_000, 2, id="a batch larger than the data"),
     ],
 )
-@pytest.mark.parametrize("weighted", [False, True])
-def test_odd_sizes_train_the_same(rows: int, batch: int, ranks: int, weighted: bool) -> None:
-    table = Table.random(rows, weighted=weighted)
-    if weighted:
-        table = table.with_values(WEIGHT, [1.5])  # the first row's weight is zero otherwise
+def test_odd_sizes_train_the_same(rows: int, batch: int, ranks: int) -> None:
+    # The first row's weight is zero otherwise.
+    table = Table.random(rows, weighted=True).with_values(WEIGHT, [1.5])
     job = job_for(table, batch_size=batch)
     state, metas = train_on([part.batches() for part in table.parts(ranks)], job)
     assert_same_weights(state, plain_training(table, job)[0])
@@ -170,38 +159,17 @@ def test_a_repeated_run_gives_the_same_weights_and_history_to_the_last_bit() -> 
     assert [{**r, **times} for r in metas[0]["history"]] == [{**r, **times} for r in again[0]["history"]]
 
 
-def test_another_seed_gives_other_weights() -> None:
-    table = CASES["regression"]
-    partitions = [table.batches()]
-    job = job_for(table, epochs=1)
-    other = replace(job, config=replace(job.config, seed=SEED + 1))
-    first, second = (train_on(partitions, j)[0] for j in (job, other))
-    assert not any(torch.equal(first[name], second[name]) for name in first)
-
-
-def test_rank_0_alone_reports_what_holds_for_all() -> None:
-    table = CASES["validated regression"]
-    metas = train_on([part.batches() for part in table.parts(2)], job_for(table, epochs=1))[1]
-    one = train_on([table.batches()], job_for(table, epochs=1))[1][0]
-    assert metas[0]["fingerprint"] == one["fingerprint"]
-    assert sum(meta["rows"] for meta in metas) == one["rows"] == int((~table.arrays[VALIDATION]).sum())
-    assert sum(meta["validation_rows"] for meta in metas) == int(table.arrays[VALIDATION].sum())
-    assert not {"history", "fingerprint"} & metas[1].keys()
-
-
 def test_ranks_train_the_rows_that_are_written_here(tmp_path: Path) -> None:
-    """Eleven rows, batches of four, seed 7: what a change of the sampling would change for everybody."""
     rows = 11
     random = Table.random(rows)
     x = np.zeros((rows, WIDTH), np.float32)
     x[:, 0] = np.arange(rows)
     keys = (np.arange(rows, dtype=np.uint64) * np.uint64(2**64 // rows)).view(np.int64)
     table = replace(random, arrays={**random.arrays, input_name(0): x, KEY: keys})
-    job = TrainJob(
-        columns=table.columns,
-        recipe=Recipe(module=Seen, module_params={"folder": str(tmp_path)}),
-        config=TrainConfig(task="regression", batch_size=4, epochs=2, seed=7),
-        max_imbalance=None,
+    job = train_job(
+        table,
+        Recipe(module=Seen, module_params={"folder": str(tmp_path)}),
+        TrainConfig(task="regression", batch_size=4, epochs=2, seed=7),
     )
     train_on([part.batches() for part in table.parts(2)], job)
     files = [path.read_text().splitlines() for path in sorted(tmp_path.iterdir())]

@@ -17,7 +17,7 @@ from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker import TrainJob
 from tests.support.frames import Table
 from tests.support.parts import Convolved, NormalisedImages, NormalisedScore, OwnNorm
-from tests.support.ranks import train_on
+from tests.support.ranks import train_job, train_on
 from tests.support.reference import global_batches
 
 TABLE = Table.random(203, weighted=True)
@@ -25,11 +25,8 @@ TABLE = Table.random(203, weighted=True)
 
 def job_for(module: Any, **config: Any) -> TrainJob:
     values: dict[str, Any] = {"batch_size": 41, "epochs": 3, "seed": 7, "sync_batch_norm": True, **config}
-    return TrainJob(
-        columns=TABLE.columns,
-        recipe=Recipe(module=module, optimizer="SGD", learning_rate=0.05),
-        config=TrainConfig(task="regression", **values),
-        max_imbalance=None,
+    return train_job(
+        TABLE, Recipe(module=module, optimizer="SGD", learning_rate=0.05), TrainConfig(task="regression", **values)
     )
 
 
@@ -54,17 +51,12 @@ def check(job: TrainJob, table: Table, partitions: list[Any]) -> None:
         torch.testing.assert_close(state[name], expected[name], atol=1e-5, rtol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("module", [NormalisedScore, NormalisedImages])
+@pytest.mark.parametrize(
+    ("module", "ranks", "strategy"),
+    [(NormalisedScore, 1, "ddp"), (NormalisedScore, 3, "zero1"), (NormalisedImages, 3, "zero3")],
+)
 def test_statistics_are_those_of_the_rows_of_all_ranks(module: type[nn.Module], ranks: int, strategy: str) -> None:
     check(job_for(module, strategy=strategy), TABLE, [part.batches() for part in TABLE.parts(ranks)])
-
-
-@pytest.mark.parametrize("module", [NormalisedScore, NormalisedImages])
-def test_a_rank_without_rows_adds_nothing_to_the_statistics(module: type[nn.Module]) -> None:
-    for partitions in ([TABLE.batches(), []], [[], *[part.batches() for part in TABLE.parts(2)]]):
-        check(job_for(module, epochs=1), TABLE, partitions)
 
 
 def test_small_batches_leave_a_rank_without_rows_in_every_step() -> None:
@@ -108,9 +100,8 @@ def test_only_training_looks_at_other_ranks() -> None:
     assert type(module.norm) is nn.BatchNorm2d
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_channels_last_lays_out_images_and_weights_and_changes_nothing_else(ranks: int) -> None:
-    partitions = [part.batches() for part in TABLE.parts(ranks)]
+def test_channels_last_lays_out_images_and_weights_and_changes_nothing_else() -> None:
+    partitions = [part.batches() for part in TABLE.parts(2)]
     state, _ = train_on(partitions, job_for(Convolved, channels_last=True))
     strides = state.pop("strides").tolist()
     torch.testing.assert_close(state, plain(Convolved, TABLE, job_for(Convolved).config), atol=1e-5, rtol=0)

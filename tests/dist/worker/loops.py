@@ -19,7 +19,7 @@ from sparktorch import RunContext
 from tests.support.nets import Noisy, Score
 
 __all__ = [
-    *("batches", "by_hand", "drawing", "left_early", "mean_of_gradients", "optimizer_bytes"),
+    *("batches", "by_hand", "drawing", "left_early", "mean_of_gradients"),
     *("reduced_by_hand", "resumable", "sums", "two_modules", "wrapped"),
 ]
 
@@ -127,17 +127,6 @@ def left_early(context: RunContext) -> list[list[int]]:
     return [first, *([batch.step for batch in context.loader(epoch)] for epoch in (0, 0, 1))]
 
 
-def optimizer_bytes(context: RunContext) -> int:
-    """The bytes of a rank's optimizer state after a step."""
-    net: Any = nn.Sequential(nn.Linear(5, 64), nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 1))
-    net, optimizer = context.wrap(net, optimizer_of(net))
-    batch = next(iter(context.loader(0)))
-    batch.mean(net(batch.inputs[0]).squeeze(1)).backward()
-    optimizer.step()
-    inner = getattr(optimizer, "optim", optimizer)
-    return sum(value.nbytes for state in inner.state.values() for value in state.values())
-
-
 def reduced_by_hand(context: RunContext) -> dict[str, Any]:
     """Uses the process group by hand, and returns a part of a large tensor."""
     total = torch.ones(1)
@@ -185,14 +174,11 @@ def sums(context: RunContext, what: str) -> Any:
     wrong: dict[str, Callable[[], Any]] = {
         "sharded": lambda: context.save({"weight": next(iter(context.wrap(net).parameters()))}),
         "value": lambda: context.save({"net": net}),
-        "module": lambda: context.save(net),  # type: ignore[arg-type]
         "report": lambda: context.report(loss="low"),
         "epoch": lambda: context.report(epoch=1),
-        "name": lambda: context.report(**{"a!": 1}),
         "alone": lambda: context.wrap(net),
         "exit": lambda: sys.exit(3),
         "early": lambda: None if context.rank == 0 else context.barrier(),
-        "loader": lambda: next(iter(context.loader(0))) if context.rank == 0 else context.barrier(),
         "saves": lambda: (context.rank == 0 and context.save({}), next(iter(context.loader(0)))),
         "state": lambda: context.state_dict(net),
         "result": threading.Lock,

@@ -13,12 +13,11 @@ from sparktorch.base.config import CheckpointConfig, StorageConfig, TrainConfig
 from sparktorch.data.columns import VALIDATION
 from sparktorch.errors import SparkTorchError
 from sparktorch.train.recipe.recipe import Recipe
-from sparktorch.worker import FunctionJob, TrainJob
+from sparktorch.worker import FunctionJob
 from tests.dist.worker import loops
 from tests.support.frames import Table
 from tests.support.nets import Score
-from tests.support.parts import NormalisedScore
-from tests.support.ranks import control_server, run_on, run_ranks, train_on
+from tests.support.ranks import control_server, run_on, run_ranks, train_job, train_on
 from tests.support.reference import global_batches
 
 WEIGHTED, PLAIN = Table.random(203, weighted=True, validated=True), Table.random(203)
@@ -40,13 +39,7 @@ def job(table: Table, function: Callable[..., Any], *arguments: Any, **more: Any
 
 def trained(table: Table, ranks: int = 1, module: Any = Score, **config: Any) -> dict[str, torch.Tensor]:
     recipe = Recipe(module=module, optimizer_params={"weight_decay": 0.05}, learning_rate=3e-3)
-    job = TrainJob(
-        columns=table.columns,
-        recipe=recipe,
-        config=TrainConfig(**CONFIG, **config),
-        max_imbalance=None,
-        placeholder=table.batches()[0].slice(0, 1),
-    )
+    job = train_job(table, recipe, TrainConfig(**CONFIG, **config), placeholder=table.batches()[0].slice(0, 1))
     return train_on([part.batches() for part in table.parts(ranks)], job)[0]
 
 
@@ -54,8 +47,9 @@ def close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], ato
     torch.testing.assert_close(found, expected, atol=atol, rtol=0)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("function", [loops.wrapped, loops.by_hand])
+@pytest.mark.parametrize(
+    ("function", "ranks"), [(loops.wrapped, 1), (loops.wrapped, 3), (loops.by_hand, 1), (loops.by_hand, 3)]
+)
 def test_a_loop_with_three_changed_lines_ends_with_the_weights_of_the_estimator(
     function: Callable[..., Any], ranks: int
 ) -> None:
@@ -79,13 +73,6 @@ def test_a_wrapped_loop_trains_as_the_estimator_does_under_each_strategy(strateg
     config: dict[str, Any] = {"strategy": strategy, "strategy_params": options.get(strategy, {})}
     parts = [part.batches() for part in WEIGHTED.parts(2)]
     close(run_on(parts, job(WEIGHTED, loops.wrapped, config=config))[0], trained(WEIGHTED, 2, **config))
-
-
-def test_modules_that_normalise_take_steps_in_which_a_rank_has_one_row() -> None:
-    table = Table.random(9)
-    parts = [table.take(slice(0, 8)).batches(), table.take(slice(8, None)).batches()]
-    found = run_on(parts, job(table, loops.wrapped, NormalisedScore))[0]
-    assert all(value.isfinite().all() for value in found.values())
 
 
 @pytest.mark.parametrize("kind", ["memory", "disk"])
@@ -114,13 +101,6 @@ def test_a_loader_that_is_left_early_begins_anew() -> None:
     for found in run_on([part.batches() for part in PLAIN.parts(2)], job(PLAIN, loops.left_early)):
         assert found[0][:3] == [0, 1, 2]
         assert found[1:] == [steps] * 3
-
-
-def test_zero1_divides_the_state_of_the_optimizer_that_a_loop_has_built() -> None:
-    parts = [part.batches() for part in PLAIN.parts(2)]
-    whole = run_on(parts, job(PLAIN, loops.optimizer_bytes))
-    divided = run_on(parts, job(PLAIN, loops.optimizer_bytes, config={"strategy": "zero1"}))
-    assert max(divided) < 0.7 * whole[0]
 
 
 def checkpointed(folder: Path, *arguments: Any, owner: str = "me", restart: int = 0) -> FunctionJob:
@@ -189,15 +169,12 @@ def test_a_save_before_an_error_counts(tmp_path: Path) -> None:
     [
         ("sharded", "state holds a sharded tensor, which no single rank can save"),
         ("value", r"no checkpoint can hold state\['net'\], a torch.nn.modules.linear.Linear"),
-        ("module", "save got a Linear, and takes a dict"),
         ("report", "report\\(loss=...\\) got a str"),
         ("epoch", "report\\(epoch=...\\): no metric can be called that"),
-        ("name", "report\\(a!=...\\): no metric can be called that"),
         ("state", "Linear is no module that wrap returned"),
         ("alone", "strategy 'localSGD' works in the optimizer's steps, and wrap got none"),
         ("exit", "the function raised SystemExit: 3"),
         ("early", "the ranks are not at the same point: return after 0 saves in rank 0; barrier in rank 1"),
-        ("loader", "the ranks are not at the same point: loader after 0 saves in rank 0; barrier in rank 1"),
         (
             "saves",
             "the ranks are not at the same point: loader after 1 saves in rank 0; loader after 0 saves in rank 1",

@@ -45,14 +45,7 @@ def rows(spark: SparkSession) -> DataFrame:
 
 
 def fit(data: DataFrame, weights: str, gate: list[Any] | None = None, **params: Any) -> dict[str, Any]:
-    """Trains on two ranks, with Params over those given here; returns what came out, ready for JSON.
-
-    Args:
-        data: As `rows` makes it.
-        weights: Path under which the trained weights are saved, as an array.
-        gate: Folder and step of a `Gate`.
-        params: Of the estimator.
-    """
+    """Trains on two ranks, with Params over those given here; returns what came out, ready for JSON."""
     started = time.monotonic()
     fixed = {
         "module": Score,

@@ -109,13 +109,7 @@ def on_held_rows(
 
 
 def main(fits: int, rest: float, folder: Path) -> dict[str, Any]:
-    """Fits.
-
-    Args:
-        fits: How many one after another.
-        rest: Seconds to wait before what is held is counted: pools of the JVM let go of idle threads.
-        folder: For notes.
-    """
+    """Fits."""
     spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
     x = np.random.default_rng(0).normal(size=(200, 5))
     data = spark.createDataFrame(pd.DataFrame({"features": list(x), "label": x.sum(1)}))

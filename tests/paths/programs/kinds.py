@@ -33,16 +33,7 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of input columns.
-
-    Attributes:
-        types: Their names and types.
-        row: Their values in the row of a number.
-        tensors: What the module should get for the rows of some numbers.
-        params: Of the estimator.
-        width: Of the module's input.
-        classes: Whether it is a classifier that is fitted.
-    """
+    """One kind of input columns."""
 
     types: dict[str, T.DataType]
     row: Callable[[int], Values]

@@ -13,7 +13,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from sparktorch import TorchRegressionModel, TorchRegressor
-from sparktorch.errors import ColumnError, ConfigError
+from sparktorch.errors import ColumnError
 from tests.spark.columns import Flat
 from tests.spark.scored import sorted_rows
 
@@ -30,7 +30,6 @@ def pixels() -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def images(spark: SparkSession, pixels: np.ndarray, tmp_path_factory: pytest.TempPathFactory) -> DataFrame:
-    """PNG files as Spark's sources read them, beside their numbers: `by_hand` is what they should become."""
     folder = tmp_path_factory.mktemp("images")
     for number, image in enumerate(pixels):
         Image.fromarray(image).save(folder / f"{number:02}.png")
@@ -58,7 +57,6 @@ def fit(data: DataFrame, column: str, **params: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def by_hand(images: DataFrame) -> TorchRegressionModel:
-    """The model fitted on the numbers."""
     model: TorchRegressionModel = fit(images, "by_hand")
     return model
 
@@ -86,24 +84,6 @@ def test_images_train_and_score_as_the_numbers_they_hold(
     ]
     np.testing.assert_allclose(scores[0], scores[2], atol=1e-4)
     np.testing.assert_allclose(scores[1], scores[2], atol=1e-4)
-
-
-def test_images_come_in_the_shape_and_dtype_asked_for(images: DataFrame) -> None:
-    asked: dict[str, Any] = {"inputShapes": {"file": [2, 10, 3]}, "inputDtypes": {"file": "uint8"}}
-    model = fit(images, "file", expects=["uint8 4"], **asked)
-    assert model.trained.inputs[0].shape == (2, 10, 3)
-
-
-def test_a_broken_image_is_named_before_training(images: DataFrame) -> None:
-    broken = images.withColumn("content", F.expr("if(id = 7, binary('broken'), content)"))
-    with pytest.raises(ColumnError, match="a row of column 'content' is no image that can be decoded"):
-        fit(broken, "content", inputLayouts={"content": "image"}, numWorkers=2)
-
-
-@pytest.mark.parametrize("shape", [[4, 5], [5, 5, 5]])
-def test_a_shape_that_no_image_has_is_refused(images: DataFrame, shape: list[int]) -> None:
-    with pytest.raises(ConfigError, match="channels, height, width"):
-        fit(images, "file", inputShapes={"file": shape})
 
 
 def test_files_that_sparks_image_source_cannot_read_are_nulls(

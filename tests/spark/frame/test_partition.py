@@ -14,8 +14,7 @@ from sparktorch.spark.frame.partition import split
 from sparktorch.spark.frame.prepare import prepare
 
 
-@pytest.mark.parametrize("parts", [1, 2, 3, 7])
-@pytest.mark.parametrize("by_hash", [False, True])
+@pytest.mark.parametrize(("parts", "by_hash"), [(1, False), (3, False), (7, True)])
 def test_rows_go_where_their_key_says(
     frame: DataFrame, parts: int, by_hash: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -51,13 +50,3 @@ def test_without_a_key_of_its_contents_a_row_has_one_of_what_ranks_make_no_diges
     first, second, third = keys("a", "ids") or []
     assert first == second != third
     assert len(set(keys("a", key="y") or [])) == 2
-
-
-def test_every_numeric_type_becomes_a_tensor(spark: SparkSession) -> None:
-    kinds = ["tinyint", "smallint", "int", "bigint", "float", "double", "decimal(9,2)", "boolean"]
-    row = spark.range(1).select(
-        *[F.lit(1).cast(kind).alias(f"c{i}") for i, kind in enumerate(kinds)], F.lit(2.5).alias("y")
-    )
-    found = prepare(row, "regression", inputs=[f"c{i}" for i in range(len(kinds))], label="y")
-    assert [spec.dtype for spec in found.columns.inputs] == ["int64"] * 4 + ["float32"] * 4
-    assert [found.sample.column(spec.name)[0].as_py() for spec in found.columns.inputs] == [1] * 8

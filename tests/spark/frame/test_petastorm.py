@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import pickle
 import shutil
-import subprocess
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 from pyspark.errors import PythonException
 from pyspark.sql import SparkSession
-from pyspark.sql import functions as F
 
-from sparktorch import TorchRegressor, read_petastorm
+from sparktorch import read_petastorm
 from sparktorch.errors import ConfigError, DatasetError
 from sparktorch.spark.petastorm import _through_executor, _through_hadoop
-from tests.spark.modules import MLP
-from tests.spark.scored import sorted_rows
 from tests.support.petastorm import FIELDS, ROWS, STORED, Kind, pickled, row
 
 PATH = str(STORED)
@@ -32,7 +25,6 @@ def copied(tmp_path: Path) -> Path:
 
 
 def rewrite_schema(folder: Path, schema: bytes) -> None:
-    """Replaces the pickled schema of a data set."""
     file = folder / "_common_metadata"
     found = pq.read_schema(file)
     pq.write_metadata(found.with_metadata({b"dataset-toolkit.unischema.v1": schema}), file)
@@ -58,19 +50,6 @@ def test_all_rows_are_read_as_they_were_written(spark: SparkSession) -> None:
                 assert value == (want.tolist() if isinstance(want, (np.ndarray, np.generic)) else want), field.name
 
 
-def test_flat_columns_and_undecoded_ones(spark: SparkSession) -> None:
-    frame = read_petastorm(
-        spark, PATH, columns=["colour", "photo", "id"], layout="flat", undecoded=["colour"], where=F.col("part") == "b"
-    )
-    assert frame.columns == ["id", "colour", "photo", "photo_shape"]  # in the order of the schema
-    found = frame.orderBy("id").collect()
-    assert [values["id"] for values in found] == [1, 3, 5, 7]
-    assert all(values["colour"].startswith(b"\x89PNG") for values in found)
-    assert found[0]["photo_shape"] == [7, 9, 3]
-    assert len(found[0]["photo"]) == 7 * 9 * 3
-    assert found[1]["photo"] is found[1]["photo_shape"] is None
-
-
 def test_what_is_not_asked_for_is_neither_read_nor_decoded(spark: SparkSession, tmp_path: Path) -> None:
     folder = copied(tmp_path)
     for file in folder.rglob("*.parquet"):
@@ -93,19 +72,6 @@ def test_folders_names_stay_what_the_schema_says_they_are(spark: SparkSession, t
     assert {values["part"] for values in found} == {"007", "008"}  # Spark alone would say 7 and 8
 
 
-def test_a_planted_payload_is_refused_before_any_data_is_read(spark: SparkSession, tmp_path: Path) -> None:
-    class Payload:
-        def __reduce__(self) -> Any:
-            return subprocess.call, (["touch", str(canary)],)
-
-    canary = tmp_path / "canary"
-    folder = copied(tmp_path)
-    rewrite_schema(folder, pickle.dumps(Payload()))
-    with pytest.raises(DatasetError, match=r"asks for 'subprocess\.call', which is no part of a schema: refused"):
-        read_petastorm(spark, str(folder))
-    assert not canary.exists()
-
-
 def test_a_task_reads_the_schema_where_the_driver_cannot(spark: SparkSession) -> None:
     file = f"{PATH}/_common_metadata"
     assert _through_executor(spark, file) == _through_hadoop(spark, file) == Path(file).read_bytes()
@@ -126,24 +92,3 @@ def test_it_is_refused_on_the_driver(spark: SparkSession, tmp_path: Path) -> Non
     with pytest.raises(DatasetError, match=r"the schema has a field 'ghost' that the files of .* have not"):
         read_petastorm(spark, str(folder))
     assert read_petastorm(spark, str(folder), columns=["id"]).count() == ROWS
-
-
-def test_what_was_read_trains_a_model(spark: SparkSession) -> None:
-    frame = read_petastorm(spark, PATH, columns=["matrix", "id"], layout="flat").withColumn(
-        "y", F.col("id").cast("float")
-    )
-    model = TorchRegressor(
-        module=MLP,
-        moduleParams={"inputs": 6, "outputs": 1},
-        inputCols=["matrix"],
-        labelCol="y",
-        epochs=2,
-        numWorkers=2,
-        batchSize=4,
-        progress=False,
-    ).fit(frame)
-    assert model.summary.rows == ROWS
-    scores = sorted_rows(model.transform(frame), "id")
-    with torch.no_grad():
-        plain = model.module(torch.from_numpy(np.stack([row(number)["matrix"].reshape(-1) for number in range(ROWS)])))
-    np.testing.assert_allclose([score["prediction"] for score in scores], plain.reshape(-1).numpy(), rtol=1e-5)

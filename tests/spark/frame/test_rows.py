@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from pyspark.ml.functions import array_to_vector
-from pyspark.mllib.linalg import Vectors as OldVectors
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
@@ -18,8 +17,6 @@ from sparktorch.spark.frame.prepare import Frame, prepare
 from sparktorch.spark.scoring_udf import without_invalid
 from tests.support.sessions import settings
 
-IMAGE = "named_struct('height', 1, 'width', 1, 'nChannels', 1, 'data', binary('a'))"
-
 
 def framed(data: DataFrame, *inputs: str, **options: Any) -> Frame:
     return prepare(data, "generic", inputs=inputs, label=None, options=InputOptions(**options))
@@ -29,22 +26,12 @@ def framed(data: DataFrame, *inputs: str, **options: Any) -> Frame:
     ("column", "as_what", "says"),
     [
         ("'cat'", "label", ["cast(x as double)", "StringIndexer(inputCol='x', outputCol='x_index').fit(df)"]),
-        ("'1.5'", "target", ["cast(x as double)"]),
         ("1", "validation", ["must be boolean, but is int", "cast(x as boolean)"]),
         ("'1'", "weight", ["must be a number, but is string", "cast(x as double)"]),
         ("'1.5'", "input", ["as a CSV file", "cast(x as double), or as bigint", "StringIndexer", "preprocess"]),
-        ("array('1')", "target", ["cast(x as array<double>)"]),
         ("array('1')", "input", ["cast(x as array<double>)", "preprocess"]),
-        ("array(current_date())", "input", ["preprocess", "transform(x, x -> ...)"]),
-        ("current_date()", "input", ["datediff(x, earlier)", "preprocess"]),
         ("current_timestamp()", "input", ["timestampdiff", "inputDtypes={'x': 'float64'}", "128 s", "preprocess"]),
-        ("interval '1 2' day to hour", "input", ["cast(cast(x as interval second) as decimal(18, 6))"]),
         ("named_struct('a', 1)", "input", ["x.field", "preprocess"]),
-        (
-            "named_struct('height', 1, 'width', 1, 'nChannels', 1, 'data', binary('a'))",
-            "target",
-            ["number or an array"],
-        ),
     ],
 )
 def test_a_first_error_says_what_to_write_instead(
@@ -62,12 +49,6 @@ def test_a_first_error_says_what_to_write_instead(
         prepare(data, **roles[as_what])
     for text in says:
         assert text in str(caught.value)
-
-
-def test_vectors_of_mllib_are_named_with_their_conversion(spark: SparkSession) -> None:
-    data = spark.createDataFrame([(OldVectors.dense([1.0]),)], ["x"])
-    with pytest.raises(ColumnError, match=r"MLUtils.convertVectorColumnsToML\(df, 'x'\)"):
-        framed(data, "x")
 
 
 @pytest.mark.parametrize(
@@ -158,17 +139,6 @@ def test_a_timestamp_among_the_columns_of_a_callable_is_shown_as_ranks_get_it(sp
     assert sample.column("x0").cast("int64").to_pylist() == [86_400_500_000]
     assert str(sample.column("x1")[0].as_py()["u"][0]) == "1970-01-01 00:00:01"
     assert str(sample.column("x2")[0].as_py()) == "2024-01-02 03:04:05"
-
-
-def test_the_first_row_is_none_that_is_dropped_for_what_its_bytes_or_fields_hold(spark: SparkSession) -> None:
-    data = spark.createDataFrame(
-        [(b"\x00\x00\xc0\x7f", (1.0,)), (b"\x00\x00\x80\x3f", (None,)), (b"\x00\x00\x00\x40", (2.0,))],
-        "x binary, s struct<v:double>",
-    ).coalesce(1)
-    raw = {"layouts": {"x": "raw"}, "dtypes": {"x": "float32"}}
-    assert framed(data, "x", drop=True, **raw).sample.column("x0")[0].as_py() == b"\x00\x00\x80\x3f"
-    frame = framed(data, "x", "s", drop=True, as_they_are=True, **raw)
-    assert frame.sample.column("x1")[0].as_py() == {"v": 2.0}
 
 
 def test_wide_tables_are_checked_without_overflowing_the_stack_of_the_jvm(spark: SparkSession) -> None:

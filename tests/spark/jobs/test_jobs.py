@@ -14,7 +14,6 @@ from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
 from sparktorch.cli.job_file import DataSection, read_job
-from sparktorch.errors import ConfigError
 from sparktorch.tracking import log_model
 from tests.support.mlflow import QUIET
 from tests.support.programs import ROOT
@@ -26,12 +25,6 @@ pytestmark = QUIET
 def jobs_on_the_path(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "jobs"))
     spark.sparkContext.addPyFile(str(ROOT / "jobs" / "models.py"))  # as --py-files does
-
-
-def test_the_digits_job_is_valid() -> None:
-    job = read_job(ROOT / "conf" / "digits.yaml")
-    assert job.estimator.build().getNumWorkers() == 2
-    assert job.tracking.uri == "sqlite:///out/mlflow.db"
 
 
 @pytest.mark.landing
@@ -64,27 +57,8 @@ def test_without_a_share_to_hold_out_columns_may_be_of_any_type(spark: SparkSess
     assert (training.count(), held_out.collect()) == (3, [])
 
 
-def test_a_mistyped_key_is_refused_by_name(tmp_path: Path) -> None:
-    text = (ROOT / "conf" / "digits.yaml").read_text()
-    file = tmp_path / "job.yaml"
-    file.write_text(text.replace("batchSize:", "batchsize:"))
-    with pytest.raises(ConfigError, match=r"unknown key estimator\.params\.batchsize(.|\n)*'batchSize'"):
-        read_job(file)
-
-
-@pytest.mark.parametrize("key", ["unknown", "no mapping"])
-def test_what_is_scored_is_checked_as_the_rest_is(tmp_path: Path, key: str) -> None:
-    values = yaml.safe_load((ROOT / "conf" / "digits.yaml").read_text())
-    values["score"] |= {"data": {"path": "in", "pth": 1}} if key == "unknown" else {"data": "in"}
-    file = tmp_path / "job.yaml"
-    file.write_text(yaml.safe_dump(values))
-    with pytest.raises(ConfigError, match=r"score\.data"):
-        read_job(file)
-
-
 @pytest.fixture
 def job_file(spark: SparkSession, store: mlflow.MlflowClient, tmp_path: Path) -> Path:
-    """A job whose model is registered, and which scores JSON files under `in`."""
     values = yaml.safe_load((ROOT / "conf" / "diabetes.yaml").read_text())
     values["tracking"] = {"uri": mlflow.get_tracking_uri(), "experiment": "tests", "model": "diabetes"}
     values["score"] = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +42,6 @@ def test_large_values_travel_beside_the_tasks_in_pieces_and_small_ones_with_them
         assert (sent.inline is None) == (pieces > 0)
         assert len(sent.pieces) == pieces
         assert [row["size"] for row in sizes(spark, sent).collect()] == [size, size]
-
-
-def test_threads_that_send_one_value_send_it_once(spark: SparkSession) -> None:
-    value = Value(2 << 20)
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda _: send(spark, value), range(8)))
-    assert all(sent is found[0] for sent in found)
 
 
 def test_a_value_lives_as_long_as_the_frames_that_load_it_and_no_longer(spark: SparkSession) -> None:

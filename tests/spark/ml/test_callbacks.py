@@ -10,8 +10,7 @@ from sklearn.metrics import f1_score
 from torch import nn
 
 from sparktorch import TorchClassifier
-from sparktorch.errors import ConfigError, RankError
-from tests.support.callbacks import Adds, Diary, FailsIn
+from tests.support.callbacks import Adds, Diary
 
 
 def classifier(**params: object) -> TorchClassifier:
@@ -46,13 +45,3 @@ def test_hooks_run_in_every_worker_and_on_the_driver(digits: DataFrame, tmp_path
     assert history[-1]["val_f1"] == pytest.approx(
         f1_score(scored["label"], scored["prediction"], average="macro"), abs=1e-6
     )
-
-
-def test_a_callback_that_fails_in_a_worker_fails_the_fit_by_name(digits: DataFrame) -> None:
-    with pytest.raises(RankError, match=r"FailsIn\.on_step_end raised ArithmeticError: planted in a callback"):
-        classifier(callbacks=[FailsIn("all")]).fit(digits)
-
-
-def test_an_unknown_metric_costs_no_job(digits: DataFrame) -> None:
-    with pytest.raises(ConfigError, match="metric 'MulticlassF1Scores' is unknown"):
-        classifier(metrics={"f1": "MulticlassF1Scores"}).fit(digits)

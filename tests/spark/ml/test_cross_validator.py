@@ -70,7 +70,6 @@ def equal(one: Any, other: Any) -> bool:
 
 
 def halves(frame: DataFrame, seed: int = 7) -> list[DataFrame]:
-    """The training rows of each of two folds, as Spark draws them."""
     drawn = frame.select("*", F.rand(seed).alias("draw"))
     return [drawn.where(~((F.col("draw") >= i / 2) & (F.col("draw") < (i + 1) / 2))).drop("draw") for i in range(2)]
 
@@ -89,7 +88,6 @@ CASES: dict[str, tuple[Any, dict[str, Any], Any]] = {
 
 @pytest.fixture(scope="module")
 def rows(frame: DataFrame) -> Iterator[DataFrame]:
-    """The rows of `frame` with two classes in `two`, marks in `mark`, and folds in `fold`."""
     two = (F.col("label") > 0).cast("int").alias("two")
     place = F.abs(F.xxhash64("target"))
     data = frame.select("*", two, (place % 7 == 0).alias("mark"), (place % 3).cast("int").alias("fold")).cache()
@@ -99,7 +97,6 @@ def rows(frame: DataFrame) -> Iterator[DataFrame]:
 
 @pytest.fixture
 def one_pass(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """Fails a test whose search did not go in one pass."""
     with caplog.at_level(logging.INFO, logger="sparktorch"):
         yield
     assert "one by one" not in caplog.text
@@ -215,7 +212,6 @@ def test_folds_that_are_none_are_refused(rows: DataFrame) -> None:
 
 
 def counted(frame: DataFrame, file: Path) -> DataFrame:
-    """The same rows, whose reading is written down: a line for each."""
 
     def read(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for batch in batches:
@@ -336,15 +332,3 @@ def test_a_stage_within_a_stage_is_fitted_with_what_a_map_sets(frame: DataFrame)
     )
     assert ours.avgMetrics == pytest.approx(stock.avgMetrics, abs=1e-6)
     assert stock.avgMetrics[0] != stock.avgMetrics[1]
-
-
-def test_the_error_of_an_evaluator_is_that_of_the_search(frame: DataFrame) -> None:
-    with pytest.raises(ValueError, match="no metric today"):
-        search(TorchCrossValidator, regressor(), Broken(labelCol="target")).fit(frame)
-
-
-class Broken(RegressionEvaluator):
-    """Fails whenever it evaluates."""
-
-    def _evaluate(self, dataset: DataFrame) -> float:
-        raise ValueError("no metric today")

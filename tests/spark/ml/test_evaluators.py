@@ -48,7 +48,6 @@ def estimator(kind: Any, **params: Any) -> Any:
 
 
 def scored(fitted: Any, rows: DataFrame) -> tuple[DataFrame, dict[str, np.ndarray]]:
-    """Returns the scored rows, for Spark, and their columns, for scikit-learn."""
     data = fitted.transform(rows).cache()
     columns = data.drop("features").toPandas()
     return data, {name: np.stack([np.asarray(v) for v in columns[name]]) for name in columns}

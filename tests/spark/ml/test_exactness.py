@@ -20,7 +20,6 @@ BATCH, EPOCHS, SEED = 64, 3, 11
 
 
 def plain_torch_loop(frame: DataFrame, kind: str, weighted: bool) -> dict[str, torch.Tensor]:
-    """One process, no Spark in the loop, no code of the package but the keys and the plan."""
     wire = prepare(
         frame,
         "classification" if kind == "label" else "regression",
@@ -56,15 +55,12 @@ def expected(frame: DataFrame):  # type: ignore[no-untyped-def]
     return cache(lambda kind, weighted: plain_torch_loop(frame, kind, weighted))
 
 
-OTHERS = [(1, 4, "label", True), (2, 1, "label", True), (3, 4, "label", True), (3, 1, "target", True)]
-
-
 @pytest.mark.parametrize(
     ("workers", "partitions", "kind", "weighted"),
     [
         (2, 57, "target", True),
         (3, 57, "label", False),
-        *(pytest.param(*each, marks=pytest.mark.newest) for each in OTHERS),
+        pytest.param(1, 4, "label", True, marks=pytest.mark.newest),
     ],
 )
 def test_a_fit_equals_the_plain_loop(  # type: ignore[no-untyped-def]

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from pyspark.ml.evaluation import RegressionEvaluator
-from pyspark.ml.tuning import CrossValidator, TrainValidationSplit
+from pyspark.ml.tuning import CrossValidator
 from pyspark.sql import DataFrame, SparkSession
 
 from sparktorch import TorchRegressor
-from sparktorch.errors import ColumnError, ConfigError, ModuleError, SparkTorchError
+from sparktorch.errors import ConfigError, ModuleError, SparkTorchError
 from tests.spark.ml.test_prepare import ROWS, regressor, same
 from tests.support.faults import Fault
 from tests.support.waiting import until
@@ -36,7 +36,6 @@ def rates(estimator: TorchRegressor, *values: float) -> list[dict[Any, Any]]:
 
 
 def within(seconds: float, call: Callable[[], Any]) -> Any:
-    """Calls a function in a thread, which a deadlock would not end."""
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(call()), daemon=True)
     thread.start()
@@ -79,19 +78,6 @@ def test_nothing_runs_until_the_first_model_is_asked_for(witness: Witness) -> No
         next(models)
 
 
-def test_threads_may_take_the_models(frame: DataFrame) -> None:
-    estimator = regressor()
-    models = estimator.fitMultiple(frame, rates(estimator, *(0.1 / n for n in range(1, 5))))
-    found: list[tuple[int, Any]] = []
-    threads = [threading.Thread(target=lambda: found.extend(models)) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert sorted(index for index, _ in found) == list(range(4))
-    assert all(same(model, estimator.fit(frame, {estimator.learningRate: 0.1 / (n + 1)})) for n, model in found)
-
-
 def test_a_setting_that_fails_is_told_in_its_turn_and_the_others_are_trained(frame: DataFrame) -> None:
     estimator = regressor(optimizer="SGD")
     models = estimator.fitMultiple(frame, rates(estimator, 0.1, 1e30, 0.01))
@@ -99,14 +85,6 @@ def test_a_setting_that_fails_is_told_in_its_turn_and_the_others_are_trained(fra
     with pytest.raises(ModuleError, match=r"loss is (nan|inf)"):
         next(models)
     assert next(models)[0] == 2
-
-
-def test_rows_that_cannot_be_trained_on_are_told_with_their_column(frame: DataFrame) -> None:
-    estimator = regressor()
-    holed = frame.selectExpr("features", "IF(hash(target) % 100 = 7, NULL, target) AS target")
-    for of in (estimator.fit, lambda rows: list(estimator.fitMultiple(rows, rates(estimator, 0.1, 0.01)))):
-        with pytest.raises(ColumnError, match=r"column 'target' has \d+ rows with null values"):
-            of(holed)
 
 
 def test_rows_that_cannot_be_held_are_read_for_each_setting(witness: Witness) -> None:
@@ -117,18 +95,6 @@ def test_rows_that_cannot_be_held_are_read_for_each_setting(witness: Witness) ->
     assert "val_loss" not in models[1].summary.history[0]
     assert same(models[0], models[2])
     assert same(models[1], models[3])
-
-
-def test_an_error_beside_the_fits_is_told_in_all_their_turns(frame: DataFrame, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> None:
-        raise OSError("no more threads")
-
-    estimator = regressor()
-    models = estimator.fitMultiple(frame, rates(estimator, 0.1, 0.01))
-    monkeypatch.setattr("sparktorch.ml.fit.multiple.rows_of", broken)
-    for _ in range(2):
-        with pytest.raises(OSError, match="no more threads"):
-            next(models)
 
 
 def test_models_that_nobody_can_take_are_not_trained(spark: SparkSession, frame: DataFrame, tmp_path: Path) -> None:
@@ -178,12 +144,11 @@ def test_models_that_nobody_takes_fill_no_more_than_a_limit(
     assert len(list(models)) == 2
 
 
-@pytest.mark.parametrize("parallelism", [1, 3])
-def test_cross_validation_that_scores_with_slots_that_train_ends(frame: DataFrame, parallelism: int) -> None:
-    estimator = regressor(numWorkers=3)  # all slots of the session
+def test_cross_validation_that_scores_with_slots_that_train_ends(frame: DataFrame) -> None:
+    estimator, parallelism = regressor(numWorkers=3), 3  # all slots of the session
     tool = CrossValidator(
         estimator=estimator,
-        estimatorParamMaps=rates(estimator, 1e-5, 0.1, 0.01)[: max(2, parallelism)],
+        estimatorParamMaps=rates(estimator, 1e-5, 0.1, 0.01),
         evaluator=RegressionEvaluator(labelCol="target"),
         numFolds=2,
         parallelism=parallelism,
@@ -194,21 +159,7 @@ def test_cross_validation_that_scores_with_slots_that_train_ends(frame: DataFram
     assert model.avgMetrics[1] < model.avgMetrics[0]
     assert same(model.bestModel, estimator.fit(frame, {estimator.learningRate: 0.1}))
     assert len(model.subModels) == 2
-    assert len(model.subModels[0]) == max(2, parallelism)
-
-
-def test_train_validation_split_reads_once(witness: Witness) -> None:
-    estimator = regressor()
-    tool = TrainValidationSplit(
-        estimator=estimator,
-        estimatorParamMaps=rates(estimator, 0.1, 0.01),
-        evaluator=RegressionEvaluator(labelCol="target"),
-        trainRatio=0.7,
-        seed=1,
-    )
-    model = tool.fit(witness.rows.cache())
-    assert model.validationMetrics[0] < model.validationMetrics[1]
-    assert witness.count() == ROWS
+    assert len(model.subModels[0]) == 3
 
 
 def test_what_cannot_work_is_refused_before_any_job(witness: Witness, tmp_path: Path) -> None:

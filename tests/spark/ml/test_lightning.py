@@ -14,7 +14,7 @@ from mlflow import MlflowClient
 from pyspark.sql import DataFrame
 from torch import nn
 
-from sparktorch import TorchClassifier, TorchRegressionModel, TorchRegressor
+from sparktorch import TorchRegressionModel, TorchRegressor
 from sparktorch.errors import ConfigError, ModuleError, RankError
 from tests.support.mlflow import QUIET
 
@@ -71,43 +71,7 @@ def test_a_fitted_module_scores_is_saved_and_goes_on(frame: DataFrame, store: Ml
     assert further.summary.history[0]["loss"] < history[1]["loss"]
 
 
-def test_a_class_without_an_import_path_is_fitted_and_saved_as_a_graph(frame: DataFrame, tmp_path: Path) -> None:
-    here = type("Here", (OfThisFile,), {"__module__": "__main__"})
-    frame = frame.coalesce(1)
-    model = TorchClassifier(module=here, epochs=2, **{**QUICK, "labelCol": "label"}).fit(frame)
-    assert model.evaluate(frame).accuracy > 0.6
-    model.save(str(tmp_path / "model"))
-    loaded = type(model).load(str(tmp_path / "model"))
-    rows = [m.transform(frame).select("probability").collect() for m in (model, loaded)]
-    np.testing.assert_allclose(*[[row[0].toArray() for row in of] for of in rows], rtol=1e-5)
-
-
-class WithLoader(LitMinimal):
-    def train_dataloader(self) -> Any:
-        return []
-
-
-class Manual(LitMinimal):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-
-class TwoOptimizers(LitMinimal):
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.layers, self.head)]
-
-
-class Skipping(LitMinimal):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return None
-
-
 REFUSED: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
-    "loader": (ModuleError, "WithLoader overrides train_dataloader, which a fit does not call", {"module": WithLoader}),
-    "manual": (ModuleError, "Manual sets automatic_optimization = False", {"module": Manual}),
-    "optimizers": (ModuleError, "TwoOptimizers returned 2 optimizers, and a fit has one", {"module": TwoOptimizers}),
-    "skipping": (ModuleError, "training_step of Skipping returned None", {"module": Skipping}),
     "validation": (
         ModuleError,
         "OfThisFile has no validation_step",

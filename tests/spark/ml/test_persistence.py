@@ -32,7 +32,6 @@ QUICK = {"batchSize": 128, "progress": False, "epochs": 1}
 
 
 def weights_of(fitted: PipelineModel) -> bytes:
-    """The weights of the last stage."""
     model: Any = fitted.stages[-1]
     weights: bytes = model.trained.weights
     return weights
@@ -96,17 +95,6 @@ def test_what_lies_on_disk_is_spark_metadata_and_safetensors_and_is_not_replaced
         model.save(str(tmp_path / "model"))
 
 
-def test_a_pipeline_with_a_model_round_trips(frame: DataFrame, tmp_path: Path) -> None:
-    pipeline = Pipeline(stages=[TorchRegressor(module=MLP, labelCol="target", **QUICK)])
-    model = pipeline.fit(frame)
-    model.save(str(tmp_path / "fitted"))
-    loaded = PipelineModel.load(str(tmp_path / "fitted"))
-    assert sorted_rows(loaded.transform(frame)) == sorted_rows(model.transform(frame))
-    pipeline.save(str(tmp_path / "plan"))
-    again = Pipeline.load(str(tmp_path / "plan")).fit(frame)
-    assert weights_of(again) == weights_of(model)
-
-
 def test_an_estimator_round_trips_with_classes_as_import_paths(spark: SparkSession, tmp_path: Path) -> None:
     estimator = TorchRegressor(module=MLP, moduleParams={"hidden": 4}, optimizer=torch.optim.SGD, microBatchSize="auto")
     estimator.save(str(tmp_path / "estimator"))
@@ -116,42 +104,6 @@ def test_an_estimator_round_trips_with_classes_as_import_paths(spark: SparkSessi
     assert loaded.extractParamMap() == estimator.extractParamMap()
     with pytest.raises(PersistenceError, match=r"holds a sparktorch.ml.regression.TorchRegressor"):
         TorchClassifier.load(str(tmp_path / "estimator"))
-
-
-@pytest.mark.newest
-def test_a_module_without_import_path_is_saved_as_its_graph(frame: DataFrame, tmp_path: Path) -> None:
-    class Local(MLP):
-        pass
-
-    path = str(tmp_path / "model")
-    model = TorchRegressor(module=Local, labelCol="target", **QUICK).fit(frame)
-    model.save(path)
-    loaded = TorchRegressionModel.load(path)
-    expected = sorted_rows(model.transform(frame))
-    assert sorted_rows(loaded.transform(frame)) == expected
-    loaded.save(str(tmp_path / "again"))
-    again = TorchRegressionModel.load(str(tmp_path / "again"))
-    assert sorted_rows(again.transform(frame)) == expected
-
-
-@pytest.mark.newest
-def test_a_module_with_neither_path_nor_graph_is_pickled_when_both_sides_say_so(
-    frame: DataFrame, tmp_path: Path
-) -> None:
-    class Branching(MLP):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out = super().forward(x)
-            return out if out.sum() > 0 else out * 2
-
-    path = str(tmp_path / "model")
-    model = TorchRegressor(module=Branching, labelCol="target", **QUICK).fit(frame)
-    with pytest.raises(PersistenceError, match=r"Branching has no import path .* torch.export cannot capture"):
-        model.save(path)
-    model.write().option("allowPickle", "true").overwrite().save(path)
-    with pytest.raises(PersistenceError, match="loading a pickle runs whatever is in it"):
-        TorchRegressionModel.load(path)
-    loaded = TorchRegressionModel.read().option("allowPickle", "true").load(path)
-    assert sorted_rows(loaded.transform(frame)) == sorted_rows(model.transform(frame))
 
 
 def test_a_pipeline_and_its_model_are_pickled_where_the_session_says_so(
@@ -198,21 +150,7 @@ def test_a_model_is_written_and_read_in_batches(
     assert loaded.predict(row) == model.predict(row)
 
 
-def test_a_path_that_exists_is_kept_unless_it_is_to_be_overwritten_and_deleted_then(
-    frame: DataFrame, tmp_path: Path
-) -> None:
-    estimator = TorchRegressor(module=MLP, labelCol="target")
-    path = tmp_path / "mine"
-    path.mkdir()
-    (path / "notes.txt").write_text("mine")
-    with pytest.raises(PersistenceError, match="mine already exists"):
-        estimator.save(str(path))
-    assert (path / "notes.txt").exists()
-    estimator.write().overwrite().save(str(path))
-    assert sorted(each.name for each in path.iterdir()) == ["metadata"]
-
-
-def test_tuples_nan_and_defaults_come_back_without_pickles(frame: DataFrame, tmp_path: Path) -> None:
+def test_tuples_nan_and_defaults_come_back_without_pickles(spark: SparkSession, tmp_path: Path) -> None:
     params = {"moduleParams": {"kernel_size": (3, 3), "sizes": [(1, (2,))]}, "fillValue": math.nan}
     estimator = TorchRegressor(module=MLP, labelCol="target", **params)
     estimator._setDefault(predictionCol="p")
@@ -221,10 +159,6 @@ def test_tuples_nan_and_defaults_come_back_without_pickles(frame: DataFrame, tmp
     assert loaded.getModuleParams() == params["moduleParams"]
     assert math.isnan(loaded.getFillValue())
     assert loaded.getPredictionCol() == "p"
-    model = TorchRegressor(module=MLP, labelCol="target", **QUICK).fit(frame)
-    model._setDefault(predictionCol="p")
-    model.save(str(tmp_path / "model"))
-    assert TorchRegressionModel.load(str(tmp_path / "model")).getPredictionCol() == "p"
 
 
 @pytest.mark.newest
@@ -259,8 +193,3 @@ def test_an_instance_trains_from_its_own_weights_and_stays_as_it_was(frame: Data
         TorchRegressor.load(str(tmp_path / "estimator"))
     loaded = TorchRegressor.read().option("allowPickle", "true").load(str(tmp_path / "estimator"))
     assert torch.equal(loaded.getModule()[0].weight, instance[0].weight)
-
-
-def test_a_model_made_by_hand_says_where_models_come_from(frame: DataFrame) -> None:
-    with pytest.raises(ConfigError, match="holds no module"):
-        TorchRegressionModel().transform(frame)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -34,7 +33,6 @@ COLUMNAR = "spark.sql.execution.arrow.pythonUDF.columnarInput.enabled"
 
 @pytest.fixture(autouse=True)
 def columnar(spark: SparkSession) -> None:
-    """As Spark has it: an SQL function of an earlier test's has turned it off."""
     spark.conf.unset(COLUMNAR)
 
 
@@ -57,21 +55,6 @@ def test_transform_is_lazy_and_runs_the_udf_once(frame: DataFrame, model: TorchC
     assert plan.count("ArrowEvalPython") + plan.count("BatchEvalPython") == 1
     pruned = model.transform(frame).select("label")._jdf.queryExecution().optimizedPlan().toString()
     assert "EvalPython" not in pruned
-
-
-def test_scores_do_not_depend_on_batches_or_partitions(frame: DataFrame, model: TorchClassificationModel) -> None:
-    def scores(data: DataFrame, batch: int) -> Any:
-        scored = model.copy().setPredictBatchSize(batch).transform(data).toPandas().sort_values("target")
-        return np.stack([vector.toArray() for vector in scored["rawPrediction"]])
-
-    np.testing.assert_allclose(scores(frame, 7), scores(frame.repartition(9), 8192), atol=1e-6)
-
-
-def test_empty_frames_and_partitions_score_to_nothing(
-    spark: SparkSession, frame: DataFrame, model: TorchClassificationModel
-) -> None:
-    assert model.transform(frame.where("label > 9")).collect() == []
-    assert len(model.transform(frame.limit(2).repartition(5)).collect()) == 2
 
 
 def test_rows_that_cannot_be_scored_name_their_column(frame: DataFrame, model: TorchClassificationModel) -> None:
@@ -113,13 +96,6 @@ def test_rows_with_nulls_are_kept_with_null_results_on_request(
     assert 20 < nulls < 800
 
 
-def test_a_row_of_another_shape_is_an_error_in_any_case(frame: DataFrame, model: TorchClassificationModel) -> None:
-    short = frame.withColumn("features", F.expr("if(target > 4, slice(features, 1, 3), features)"))
-    for policy in ("error", "keep"):
-        with pytest.raises(Exception, match=r"rows of column 'features' do not hold 5 values; the first has 3"):
-            model.copy().setHandleInvalid(policy).transform(short).toPandas()
-
-
 def test_bytes_of_numbers_that_are_nan_or_infinite_are_skipped_and_not_scored(spark: SparkSession) -> None:
     module = torch.nn.Linear(2, 1)
     trained = TrainedModule(
@@ -140,14 +116,6 @@ def test_bytes_of_numbers_that_are_nan_or_infinite_are_skipped_and_not_scored(sp
     assert scored == pytest.approx({i: module(torch.from_numpy(numbers[i])).item() for i in (0, 3)}, rel=1e-5)
 
 
-@pytest.mark.parametrize("params", [{"handleInvalid": "drop"}, {"predictPrecision": "int8"}, {"device": "tpu"}])
-def test_params_out_of_range_are_refused_before_a_job(
-    frame: DataFrame, model: TorchClassificationModel, params: dict[str, str]
-) -> None:
-    with pytest.raises(ConfigError, match=next(iter(params))):
-        model.copy()._set(**params).transform(frame)
-
-
 @pytest.mark.newest
 def test_precision_and_compilation_change_the_scores_by_their_rounding_alone(
     frame: DataFrame, model: TorchClassificationModel
@@ -162,16 +130,6 @@ def test_precision_and_compilation_change_the_scores_by_their_rounding_alone(
     assert 1e-5 < np.abs(half - exact).max() < 0.1
     compiled = scores(model.copy().setPredictCompile(True))
     np.testing.assert_allclose(compiled, exact, atol=1e-5)
-
-
-@pytest.mark.newest
-def test_large_weights_score_alike(frame: DataFrame, model: TorchClassificationModel) -> None:
-    wide = TorchClassifier(module=MLP, moduleParams={"outputs": 3, "hidden": 40_000}, progress=False).fit(frame)
-    assert len(wide.trained.weights) > 1 << 20
-    scored = wide.transform(frame.limit(100)).toPandas()
-    with torch.inference_mode():
-        expected = wide.module(torch.from_numpy(np.stack(scored["features"].tolist()))).numpy()
-    np.testing.assert_allclose(np.stack([v.toArray() for v in scored["rawPrediction"]]), expected, atol=1e-5)
 
 
 def test_small_batches_are_joined_and_large_ones_cut_evenly() -> None:
@@ -285,7 +243,6 @@ def test_filters_and_pruning_reach_the_source(
 
 @pytest.fixture(scope="module")
 def vectors(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> dict[str, DataFrame]:
-    """50 rows in Parquet, plain, partitioned, as a table and as a view, with vectors used and not used."""
     path = str(tmp_path_factory.mktemp("vectors"))
     rows = spark.range(50).select(
         "id",
@@ -306,25 +263,7 @@ def vectors(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> di
     }
 
 
-ACTIONS: dict[str, Callable[[DataFrame, str], Any]] = {
-    "limit": lambda scored, _: scored.limit(50).collect(),
-    "toPandas": lambda scored, _: scored.toPandas().to_dict("records"),
-    "sort": lambda scored, _: scored.orderBy("prediction", "id").collect(),
-    "filter": lambda scored, _: scored.where("prediction >= 0").collect(),
-    "write": lambda scored, path: (scored.write.parquet(path), scored.sparkSession.read.parquet(path).collect())[1],
-}
-
-
-@pytest.mark.parametrize("action", ACTIONS)
-def test_files_with_vectors_are_scored_whatever_is_done_with_the_scores(
-    model: TorchClassificationModel, vectors: dict[str, DataFrame], action: str, tmp_path: Path
-) -> None:
-    rows = ACTIONS[action](model.transform(vectors["plain"]), str(tmp_path / "scored"))
-    assert sorted(row["id"] for row in rows) == list(range(50))
-    assert len({row["probability"] for row in rows}) == 1
-
-
-@pytest.mark.parametrize("source", ["plain", "partitioned", "table", "view"])
+@pytest.mark.parametrize("source", ["partitioned", "table"])
 def test_files_with_vectors_are_scored_however_they_are_read(
     model: TorchClassificationModel, vectors: dict[str, DataFrame], source: str
 ) -> None:
@@ -348,16 +287,6 @@ def test_what_has_no_arrow_type_may_stand_beside_the_columns_that_are_scored(
     assert len(scored.where("sum > 0").collect()) == 49
 
 
-def test_sql_calls_the_model_on_vectors_in_files(
-    spark: SparkSession, model: TorchClassificationModel, vectors: dict[str, DataFrame]
-) -> None:
-    vectors["plain"].createOrReplaceTempView("vectors_in_files")
-    expected = {row["id"]: row["prediction"] for row in model.transform(vectors["plain"]).collect()}
-    model.registerUDF("score_files")
-    found = spark.sql("select id, features, score_files(features) as prediction from vectors_in_files").collect()
-    assert {row["id"]: row["prediction"] for row in found} == expected
-
-
 def test_a_setting_of_the_users_stays_when_the_model_becomes_an_sql_function(
     spark: SparkSession, model: TorchClassificationModel, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -370,12 +299,6 @@ def test_a_setting_of_the_users_stays_when_the_model_becomes_an_sql_function(
     model.registerUDF("score_there", spark=third)
     assert (setting(third, COLUMNAR), setting(spark, COLUMNAR)) == (default and "false", default)
     assert [COLUMNAR in record.getMessage() for record in caplog.records] == ([True] if default else [])
-
-
-def test_filters_reach_files_with_vectors(model: TorchClassificationModel, vectors: dict[str, DataFrame]) -> None:
-    scored = model.transform(vectors["plain"]).where("id = 3")
-    assert "EqualTo(id,3)" in scored._jdf.queryExecution().toString()
-    assert len(scored.collect()) == 1
 
 
 @pytest.mark.newest
@@ -405,14 +328,6 @@ def test_a_stream_is_scored_and_goes_on_where_it_stopped(
     columns = ["target", "prediction", "probability"]
     found = sorted_rows(spark.read.parquet(sink).select(columns))
     assert found == sorted_rows(model.transform(frame).select(columns))
-
-
-@pytest.mark.newest
-def test_another_column_can_be_scored(frame: DataFrame, model: TorchClassificationModel) -> None:
-    renamed = frame.withColumnRenamed("features", "x")
-    expected = sorted_rows(model.transform(frame).select("target", "prediction"))
-    found = model.copy().setFeaturesCol("x").transform(renamed)
-    assert sorted_rows(found.select("target", "prediction")) == expected
 
 
 @pytest.mark.newest

@@ -19,15 +19,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-import yaml
 from mlflow.models.model import ModelInfo
 from mlflow.types.schema import Array, DataType, Object, Property
 from pyspark.sql import DataFrame, SparkSession
 
 import sparktorch
 from sparktorch import TorchClassificationModel, TorchClassifier, TorchEstimator, TorchRegressor
-from sparktorch.errors import ConfigError, PersistenceError
-from sparktorch.model.export import Program
 from sparktorch.tracking import load_model, log_model, save_model
 from tests.spark.modules import MLP, TwoInputs
 from tests.spark.scored import sorted_rows
@@ -67,59 +64,6 @@ def test_a_logged_model_loads_as_spark_model_and_as_pyfunc(
     )
 
 
-def test_a_module_of_this_session_is_logged_as_its_graph(store: mlflow.MlflowClient, frame: DataFrame) -> None:
-    class Local(MLP):
-        pass
-
-    model = classifier(module=Local).fit(frame)
-    with mlflow.start_run():
-        info = log_model(model)
-    loaded = load_model(info.model_uri)
-    assert isinstance(loaded.trained.source, Program)
-    assert sorted_rows(loaded.transform(frame)) == sorted_rows(model.transform(frame))
-    with pytest.raises(ConfigError, match="that of evaluation mode"):
-        classifier(module=loaded, moduleParams={}).fit(frame)
-
-
-def test_code_that_can_only_be_pickled_is_logged_and_loaded_on_request(
-    store: mlflow.MlflowClient, frame: DataFrame, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Branching(MLP):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            scores = super().forward(x)
-            return scores if scores.sum() > 0 else scores * 2
-
-    model = classifier(module=Branching).fit(frame)
-    with pytest.raises(PersistenceError, match="allow_pickle=True"):
-        save_model(model, str(tmp_path / "refused"))
-    with mlflow.start_run():
-        info = log_model(model, allow_pickle=True)
-    assert "pytorch" not in info.flavors
-    with pytest.raises(PersistenceError, match="loading a pickle"):
-        load_model(info.model_uri)
-    assert load_model(info.model_uri, allow_pickle=True).uid == model.uid
-    with pytest.raises(PersistenceError, match="loading a pickle"):
-        mlflow.pyfunc.load_model(info.model_uri)
-    monkeypatch.setenv("MLFLOW_ALLOW_PICKLE_DESERIALIZATION", "true")
-    assert len(mlflow.pyfunc.load_model(info.model_uri).predict({"features": np.zeros((3, 5), np.float32)})) == 3
-
-
-def test_code_beside_the_module_travels_with_the_model(
-    store: mlflow.MlflowClient, frame: DataFrame, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "users_net.py").write_text("from tests.spark.modules import MLP\n\nclass Net(MLP):\n    pass\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    # Executors would get the file with --py-files; here the driver alone is looked at.
-    from users_net import Net
-
-    model = classifier(module=MLP).fit(frame)
-    model._trained = model.trained.__class__(**{**vars(model.trained), "source": Net})
-    with mlflow.start_run():
-        info = log_model(model)
-    files = [item.path for item in store.list_logged_model_artifacts(info.model_id, "code")]
-    assert files == ["code/users_net.py"]
-
-
 @pytest.fixture(scope="module")
 def logged(store: mlflow.MlflowClient, frame: DataFrame) -> tuple[TorchClassificationModel, ModelInfo]:
     model = classifier(module=Mlp).fit(frame)  # of a module file that can be imported without pyspark
@@ -152,19 +96,6 @@ def test_the_logged_model_says_what_it_takes_and_needs(logged: tuple[TorchClassi
     assert not any(line.startswith("pyspark") for line in needed)
 
 
-def test_what_is_said_of_a_model_as_it_is_logged_is_said_of_it(
-    logged: tuple[TorchClassificationModel, ModelInfo],
-) -> None:
-    signature = mlflow.models.infer_signature(pd.DataFrame({"features": [1.0]}), pd.DataFrame({"prediction": [1.0]}))
-    conda = {"name": "mine", "dependencies": ["python=3.11", {"pip": ["b-library==2.0"]}]}
-    given: dict[str, Any] = {"metadata": {"team": "tests"}, "signature": signature, "conda_env": conda}
-    with mlflow.start_run():
-        info = log_model(logged[0], pytorch=False, **given)
-    assert (info.metadata, info.signature) == (given["metadata"], signature)
-    environment = Path(mlflow.artifacts.download_artifacts(info.model_uri), "conda.yaml")
-    assert yaml.safe_load(environment.read_text())["name"] == "mine"
-
-
 def test_a_generic_model_keeps_the_types_of_its_scalars(store: mlflow.MlflowClient, frame: DataFrame) -> None:
     estimator = TorchEstimator(
         module=TwoInputs,
@@ -187,7 +118,6 @@ def test_a_generic_model_keeps_the_types_of_its_scalars(store: mlflow.MlflowClie
 
 
 def shelves(columns: dict[str, Any], *, epoch: int | None, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """Makes three numbers of a struct and a list of structs."""
     box, books, note = columns["box"], columns["books"], columns["note"]
     pages = [sum(book["pages"] for book in row) for row in books.to_pylist()]
     width = box.field("my-width").to_numpy(zero_copy_only=False)
@@ -245,7 +175,6 @@ def test_mlflows_own_udf_scores_alike(
 
 @pytest.fixture
 def without_spark(tmp_path: Path) -> dict[str, str]:
-    """The variables of a Python that has every package of this one but pyspark, and of a PATH without Java."""
     site = tmp_path / "site"
     site.mkdir()
     for entry in Path(sysconfig.get_path("purelib")).iterdir():
@@ -290,7 +219,6 @@ print(json.dumps(frame["prediction"].tolist()))
 
 @contextmanager
 def serving(path: str, log: Path) -> Iterator[str]:
-    """Runs `mlflow models serve` on loopback until the block ends; yields its address."""
     port = free_port()
     command = ["-m", "mlflow", "models", "serve", "-m", path, "-p", str(port), "-h", "127.0.0.1", "--env-manager=local"]
     with log.open("w") as out:

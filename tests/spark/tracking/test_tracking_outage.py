@@ -31,7 +31,6 @@ Away = Literal["refuse", "stall"]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[int]:
-    """The port of an MLflow server; it starts while the session and a first fit do."""
     directory, port = tmp_path_factory.mktemp("server"), free_port()
     command = (
         f"{sys.executable} -m mlflow server --host 127.0.0.1 --port {port} --workers 1 "
@@ -51,7 +50,6 @@ def server(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
 
 @pytest.fixture
 def proxy(server: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    """Stands in front of the server; MLflow is told the proxy's port."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "")  # MLflow sets it too
     before, proxy = mlflow.get_tracking_uri(), Proxy(server)
     mlflow.set_tracking_uri(f"http://127.0.0.1:{proxy.port}")
@@ -61,13 +59,11 @@ def proxy(server: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
 
 
 def fit(frame: DataFrame, name: str | None) -> TrainingSummary:
-    """Fits, logged to a run of that name, or not logged at all."""
     where = {"mlflowExperiment": "outage", "mlflowRunName": name} if name else {}
     return TorchClassifier(module=Slow, epochs=6, batchSize=128, progress=False, **where).fit(frame).summary
 
 
 def logged(server: int, name: str) -> list[Run]:
-    """The finished runs of that name, asked past the proxy."""
     client = mlflow.MlflowClient(f"http://127.0.0.1:{server}")
     experiment = client.get_experiment_by_name("outage")
     found = client.search_runs([experiment.experiment_id]) if experiment else []
@@ -89,14 +85,12 @@ def check_complete(server: int, name: str, summary: TrainingSummary) -> None:
 
 @pytest.fixture(scope="module")
 def warm(frame: DataFrame) -> DataFrame:
-    """The rows, after a fit: the first one is slow for reasons of its own."""
     fit(frame, None)
     return frame
 
 
 @pytest.fixture(scope="module")
 def unlogged(warm: DataFrame) -> tuple[TrainingSummary, float]:
-    """What a fit that nobody logs comes to, and the seconds that it takes."""
     started = time.monotonic()
     summary = fit(warm, None)
     return summary, time.monotonic() - started
@@ -128,23 +122,15 @@ def test_a_fit_ends_without_mlflow_and_its_log_follows(
     check_complete(server, away, summary)
 
 
-@pytest.mark.parametrize("away", ["refuse", "stall"])
-def test_an_outage_in_the_middle_of_a_fit_loses_nothing(
-    server: int, proxy: Proxy, frame: DataFrame, caplog: pytest.LogCaptureFixture, away: Away
-) -> None:
+def test_an_outage_in_the_middle_of_a_fit_loses_nothing(server: int, proxy: Proxy, frame: DataFrame) -> None:
     proxy.set("pass")
-    name = f"middle-{away}"
+    name = "middle"
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(fit, frame, name)
         until(lambda: proxy.taken > 5, seconds=60, what="something is logged")
         before = proxy.taken
-        proxy.set(away)
-        # Where nobody listens, only the one who is refused can tell.
-        until(
-            lambda: proxy.taken > before or f"{proxy.port}" in caplog.text,
-            seconds=60,
-            what="something is logged, or warned of",
-        )
+        proxy.set("stall")
+        until(lambda: proxy.taken > before, seconds=60, what="something is logged")
         proxy.set("pass")
         summary = running.result()
     until(lambda: logged(server, name), seconds=60, what="the run is logged")

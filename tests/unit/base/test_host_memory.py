@@ -30,7 +30,6 @@ def test_a_process_may_take_what_its_machine_has_and_its_address_space_holds() -
 
 
 def grouped(kinds: str, limits: tuple[str, ...], use: str, cache: str, root: Path) -> None:
-    """Makes three control groups, each in another: the first has no limit, and the kernel's cache counts as free."""
     for folder, limit, taken, cached in (
         (root, "max", 900, 0),
         (root / "o", "1000", 900, 250),

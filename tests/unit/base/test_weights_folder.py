@@ -39,14 +39,6 @@ def test_tensors_are_mapped_and_not_read(folder: Path) -> None:
     assert "model-1.safetensors" in Path("/proc/self/maps").read_text()
 
 
-def test_a_name_is_looked_up_without_its_file(folder: Path) -> None:
-    (folder / "model-2.safetensors").unlink()
-    weights = WeightsFolder(str(folder))
-    assert ("part2" in weights, "part3" in weights) == (True, False)
-    with pytest.raises(PersistenceError, match="with all its files"):
-        weights["part2"]
-
-
 def test_a_single_file_needs_no_index(tmp_path: Path) -> None:
     assert not is_weights_folder(str(tmp_path))
     save_file({"one": torch.ones(1)}, tmp_path / "model.safetensors")
@@ -88,8 +80,3 @@ def test_a_file_that_cannot_be_deleted_is_named(folder: Path) -> None:
     (folder / "model-2.safetensors").mkdir()
     with pytest.raises(PersistenceError, match=r"cannot be deleted: .*model-2.safetensors"):
         WeightsFolder(str(folder), "mine").delete()
-
-
-def test_a_folder_of_nothing_else_is_gone_once_it_is_deleted(folder: Path) -> None:
-    WeightsFolder(str(folder), "mine").delete()
-    assert not folder.exists()

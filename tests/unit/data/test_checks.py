@@ -9,9 +9,9 @@ import pyarrow as pa
 import pytest
 
 from sparktorch.data.columns import Columns, TensorSpec
-from sparktorch.data.convert.checks import RowFilter, non_finite_mask, null_mask, refuse_lengths
+from sparktorch.data.convert.checks import RowFilter, non_finite_mask, null_mask
 from sparktorch.data.convert.sql_types import arrow_type
-from sparktorch.data.convert.tensors import held, packed, to_numpy, vector_rows
+from sparktorch.data.convert.tensors import held, packed, to_numpy
 from sparktorch.errors import ColumnError
 
 NAN, INF = float("nan"), float("inf")
@@ -87,13 +87,6 @@ def test_what_an_integer_dtype_cannot_hold_is_null_in_vectors_too() -> None:
     assert held(pa.array([{"a": 1}]), spec(dtype="int8")).to_pylist() == [{"a": 1}]
 
 
-def test_the_row_of_a_null_in_a_sparse_vector_is_named() -> None:
-    rows = [{"size": 4, "indices": [1], "values": [value]} for value in (1.0, 2.0, 3.0, None)]
-    with pytest.raises(ColumnError, match="has 1 null values") as caught:
-        vector_rows(pa.array(rows), spec(kind="vector", shape=(4,)), first_row=10)
-    assert caught.value.where["row"] == 13
-
-
 def test_a_number_that_does_not_fit_is_refused_or_filled_and_never_wraps() -> None:
     column = held(pa.array([1.0, NAN]), spec(dtype="int64"))
     with pytest.raises(ColumnError, match="null values") as caught:
@@ -117,25 +110,6 @@ def test_a_number_that_does_not_fit_is_refused_or_filled_and_never_wraps() -> No
 def test_a_callable_gets_numbers_of_the_type_of_the_fit(values: list[object], sql: str, expected: list[object]) -> None:
     found = held(pa.array(values), TensorSpec(name="x0", column="x", dtype="", kind="any", sql=sql))
     assert (found.type, found.to_pylist()) == (arrow_type(sql), expected)
-
-
-def test_the_hint_for_a_label_names_no_layouts() -> None:
-    for name, says in (("y", "every label"), ("x0", "inputLayouts={'x': 'padded'}")):
-        with pytest.raises(ColumnError) as caught:
-            refuse_lengths(np.array([2, 3]), spec(name=name, shape=(2,)), 2, 0)
-        assert says in caught.value.hint
-        assert ("inputLayouts" in caught.value.hint) == (name == "x0")
-
-
-def test_rows_with_nulls_in_structs_are_dropped_or_counted() -> None:
-    column = pa.array([{"a": 1, "b": None}, {"a": 1, "b": 2}], pa.struct({"a": pa.int32(), "b": pa.int32()}))
-    batch = pa.record_batch([column], names=["x0"])
-    asked = spec(kind="any", sql="struct<a:int,b:int>")
-    assert RowFilter(Columns(inputs=(asked,), drop_nulls=True)).rows_of(batch, first_row=0).num_rows == 1
-    screen = RowFilter(Columns(inputs=(asked,)))
-    screen.rows_of(batch, first_row=0)
-    with pytest.raises(ColumnError, match="1 rows with null values"):
-        screen.close()
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from sparktorch.base.world import World
-from sparktorch.data.columns import Columns, TensorSpec, input_name, places_of, plain_names
+from sparktorch.data.columns import TensorSpec, places_of, plain_names
 
 SCALAR = TensorSpec(name="x0", column="age", dtype="int64")
 IMAGE = TensorSpec(name="x1", column="pixels", dtype="float32", shape=(3, 8, 8))
@@ -24,18 +23,6 @@ def test_a_spec_says_what_a_column_becomes(spec: TensorSpec, width: int, describ
     assert spec.width == width
     assert spec.describe() == described
     assert TensorSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
-
-
-def test_every_column_that_becomes_a_tensor_is_listed_in_order() -> None:
-    label, weight = TensorSpec(name="y", column="l", dtype="float32"), TensorSpec(name="w", column="w", dtype="float32")
-    assert Columns(inputs=(SCALAR, IMAGE), validation="held_out").tensors == (SCALAR, IMAGE)
-    assert Columns(inputs=(SCALAR,), label=label, weight=weight).tensors == (SCALAR, label, weight)
-    assert [input_name(i) for i in range(3)] == ["x0", "x1", "x2"]
-
-
-def test_a_world_knows_its_main_rank() -> None:
-    assert World().is_main
-    assert not World(rank=1, world_size=2).is_main
 
 
 def test_packed_columns_are_found_between_others_among_the_columns_of_the_user() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,8 +14,7 @@ from PIL import Image
 
 from sparktorch.data.columns import TensorSpec
 from sparktorch.data.fields.images import Images, black_image
-from sparktorch.data.runs import Runs
-from sparktorch.data.storage import InMemory, OnDisk
+from sparktorch.data.storage import InMemory
 from sparktorch.errors import ColumnError, ConfigError
 
 HEIGHT, WIDTH = 5, 7
@@ -153,16 +151,6 @@ def test_without_pillow_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(ConfigError, match="Pillow, which is not installed") as caught:
         Images(spec_of(), InMemory()).append(pa.array([b"x"], pa.binary()))
     assert "[images]" in caught.value.hint
-
-
-def test_images_are_read_from_disk_in_runs(tmp_path: os.PathLike[str]) -> None:
-    storage = OnDisk(tmp_path)
-    field = Images(spec_of(), storage)
-    for pixels in PIXELS:
-        field.append(pa.array([encoded(pixels)], pa.binary()))
-    some = field.read(Runs.of(np.array([2, 3, 0])))
-    assert np.array_equal(some.take(torch.tensor([2, 0, 1]))[0].numpy(), PIXELS[[0, 2, 3]])
-    storage.close()
 
 
 def test_a_rank_without_rows_stands_in_with_black() -> None:

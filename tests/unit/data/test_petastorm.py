@@ -6,8 +6,6 @@ import io
 import os
 import pickle
 import pickletools
-import sys
-import zipfile
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,7 @@ from PIL import Image
 from sparktorch.data.columns import LABEL, Columns, TensorSpec
 from sparktorch.data.petastorm.decoder import Decoder, reader_batches, schema_in
 from sparktorch.data.petastorm.unischema import UnischemaField, read_unischema
-from sparktorch.errors import ColumnError, ConfigError, DatasetError
+from sparktorch.errors import ColumnError, DatasetError
 from tests.support.petastorm import FIELDS, ROWS, STORED, Kind, pickled, row
 
 METADATA = (STORED / "_common_metadata").read_bytes()
@@ -108,13 +106,6 @@ def test_other_names_of_a_type_are_known(dtype: str, name: str) -> None:
     assert read_unischema(pickled([Kind("a", dtype)]))[0].dtype == name
 
 
-def test_a_type_may_be_a_dtype() -> None:
-    code = b"cnumpy\ndtype\nX\x02\x00\x00\x00f4\x89\x88\x87R"
-    schema = pickled([Kind("a", np.float32)])
-    assert schema.count(b"cnumpy\nfloat32\n") == 1
-    assert read_unischema(schema.replace(b"cnumpy\nfloat32\n", code))[0].dtype == "float32"
-
-
 class Payload:
     """Pickles as a call."""
 
@@ -142,14 +133,10 @@ CANARY = "canary-of-petastorm"
 ATTACKS = {
     "os.system": lambda path: body(Payload(os.system, f"touch {path}")),
     "builtins.eval": lambda path: body(Payload(eval, f"open({path!r}, 'w')")),
-    "builtins.exec": lambda path: body(Payload(exec, f"open({path!r}, 'w')")),
     "builtins.getattr": lambda _: body(Payload(getattr, "", "join")),
-    "io.open": lambda path: body(Payload(open, path, "w")),
     "numpy.load": lambda path: f"cnumpy\nload\n(S'{path}'\nNI01\ntR".encode(),
-    "numpy.f2py.compile": lambda path: f"cnumpy.f2py\ncompile\n(S'{path}'\ntR".encode(),
     "petastorm.unischema.os.system": lambda path: f"cpetastorm.unischema\nos.system\n(S'touch {path}'\ntR".encode(),
     "petastorm.codecs.BytesIO": lambda _: b"cpetastorm.codecs\nBytesIO\n)R",
-    "pyspark.cloudpickle.loads": lambda _: b"cpyspark.cloudpickle\nloads\n(S'.'\ntR",
     "subprocess.Popen, by instance": lambda path: f"(S'touch'\nS'{path}'\nisubprocess\nPopen\n".encode(),
     "mine.Codec": lambda _: b"cmine\nCodec\n)\x81",
     # Classes that are admitted, called in ways that no schema does.
@@ -173,7 +160,7 @@ def test_a_schema_that_asks_for_anything_else_is_refused_and_runs_nothing(attack
     assert not canary.exists()
 
 
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("protocol", [0, 2, pickle.HIGHEST_PROTOCOL])
 def test_a_call_in_place_of_a_schema_is_refused_by_name(protocol: int, tmp_path: Path) -> None:
     canary = tmp_path / CANARY
     with pytest.raises(DatasetError, match=rf"asks for '{os.system.__module__}.system', .* nothing was run"):
@@ -194,11 +181,6 @@ def test_the_attacks_of_these_tests_do_work_where_pickles_are_believed(tmp_path:
 def test_what_is_no_schema_is_refused(content: bytes) -> None:
     with pytest.raises(DatasetError, match="the pickled schema cannot be read"):
         read_unischema(content)
-
-
-def test_images_of_other_formats_are_refused() -> None:
-    with pytest.raises(DatasetError, match="images of field 'a' are of the format 'tiff'"):
-        read_unischema(pickled([Kind("a", np.uint8, (2, 2), "CompressedImageCodec('tiff')")]))
 
 
 def test_a_footer_without_a_schema_is_refused(tmp_path: Path) -> None:
@@ -251,15 +233,6 @@ def test_flat_columns_hold_the_same_values_with_their_shapes() -> None:
             assert np.array(values[encoded.name]).reshape(shape).tolist() == value
 
 
-def test_the_types_are_those_that_are_promised() -> None:
-    for layout in ("nested", "flat"):
-        decoder = Decoder(encoded=ENCODED, layout=layout)  # type: ignore[arg-type]
-        table = pa.Table.from_batches(decoder(stored()))
-        for encoded in ENCODED:
-            for name, kind in decoder.columns(encoded).items():
-                assert table.schema.field(name).type == kind
-
-
 @given(
     hnp.arrays(
         st.sampled_from(["?", "i1", "<i2", ">i4", "<i8", "u1", "<u2", ">u4", "<f4", ">f8"]),
@@ -293,13 +266,6 @@ def test_nulls_slices_and_unequal_rows_stay_where_they_belong(save: Any) -> None
     assert decode(of, None, None)["x"].to_pylist() == [None, None]
 
 
-def test_a_large_binary_column_is_read_alike() -> None:
-    blobs = [npy(np.array([1, 2], np.float32)), None, npy(np.array([3, 4], np.float32))]
-    batch = pa.RecordBatch.from_pydict({"x": pa.array(blobs, pa.large_binary())})
-    found = pa.Table.from_batches(Decoder(encoded=(field(),))([batch.slice(1)]))
-    assert found["x"].to_pylist() == [None, [3, 4]]
-
-
 def test_arrays_without_dimensions_are_scalars() -> None:
     table = decode(field(shape=()), npy(np.float32(1)), None, npy(np.float32(2)))
     assert table.schema.field("x").type == pa.float32()
@@ -313,13 +279,6 @@ def test_strings_of_any_width_are_decoded() -> None:
     assert decode(field(dtype="bytes", shape=(2,)), *map(npy, raw))["x"].to_pylist() == [r.tolist() for r in raw]
 
 
-def test_large_rows_come_in_several_batches_and_small_ones_in_few() -> None:
-    blobs = [npy(np.zeros((64, 64), np.float32))] * 100  # 16 KB of values a row
-    decoder = Decoder(encoded=(field(shape=(None, None)),), batch_bytes=200_000)
-    assert [batch.num_rows for batch in decoder([batch_of(*blobs)])] == [64, 12, 12, 12]
-    assert [batch.num_rows for batch in Decoder(encoded=(field(),))([batch_of(*[GOOD] * 5000)])] == [64, 4936]
-
-
 GOOD = npy(np.zeros(2, np.float32))
 OBJECTS = npy(np.array([Payload(os.system, f"touch {CANARY}")], object), allow_pickle=True)
 GREY = np.zeros((2, 3), np.uint8)
@@ -331,22 +290,14 @@ NOISE = image(np.random.default_rng(0).integers(0, 256, (32, 32), np.uint8))
     [
         (field(), b"", "it is no .npy file"),
         (field(), GOOD[:-1], "its 7 bytes do not make shape (2,)"),
-        (field(), GOOD + b"\0" * 4, "its 12 bytes do not make shape (2,)"),
         (field(), GOOD[:40], "EOF: reading array header"),
-        (field(), npy(np.zeros(3, np.float32)), "it is float32 of shape (3,)"),
         (field(), npy(np.zeros((2, 1), np.float32)), "it is float32 of shape (2, 1)"),
         (field(), npy(np.zeros(2)), "it is float64 of shape (2,)"),
         (field(shape=(None,)), OBJECTS, "it is object of shape (1,)"),
         (field("compressed"), npz(np.zeros(2, np.float32))[:-5], "BadZipFile"),
         (field("compressed"), npz(np.zeros(2, np.float64)), "it is float64 of shape (2,)"),
-        (field("compressed"), GOOD, "BadZipFile"),
         (field("image", "uint8", (2, 3), "PNG"), b"no image", "it is no PNG image"),
         (field("image", "uint8", (2, 3), "PNG"), image(np.zeros((2, 4), np.uint8)), "it is uint8 of shape (2, 4)"),
-        (
-            field("image", "uint8", (2, 3), "PNG"),
-            image(np.zeros((2, 3, 3), np.uint8)),
-            "it is uint8 of shape (2, 3, 3)",
-        ),
         (field("image", "uint8", (2, 3), "PNG"), image(GREY, "JPEG"), "it is no PNG image"),
         (field("image", "uint8", (32, 32), "PNG"), NOISE[:-100], "OSError"),
         (field("image", "uint8", (2, 3), "PNG"), image(GREY.astype(np.uint16)), "it is uint16 of shape (2, 3)"),
@@ -361,21 +312,6 @@ def test_a_value_that_is_broken_or_not_what_the_schema_says_is_named(
     assert message in caught.value.what
     assert caught.value.where == {"column": "x", "row_of_partition": 1}
     assert not Path(CANARY).exists()
-
-
-def test_the_row_is_counted_over_the_batches() -> None:
-    batches = [batch_of(*[GOOD] * 100), batch_of(None, GOOD, GOOD[:-1])]
-    with pytest.raises(ColumnError) as caught:
-        list(Decoder(encoded=(field(),))(batches))
-    assert caught.value.where["row_of_partition"] == 102
-
-
-def test_an_archive_without_the_array_is_refused() -> None:
-    stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w") as archive:
-        archive.writestr("other.npy", GOOD)
-    with pytest.raises(ColumnError, match=r"no item named 'arr\.npy'"):
-        decode(field("compressed"), stream.getvalue())
 
 
 def test_numbers_that_spark_has_no_type_for_are_refused() -> None:
@@ -399,13 +335,6 @@ def test_a_field_that_cannot_be_decoded_is_refused_without_a_row(of: UnischemaFi
         Decoder(encoded=(of,)).check()
     assert message in caught.value.what
     assert caught.value.where == ({"field": "x"})
-
-
-def test_without_pillow_images_are_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    blob = image(GREY)
-    monkeypatch.setitem(sys.modules, "PIL.Image", None)
-    with pytest.raises(ConfigError, match="Pillow, which is not installed"):
-        decode(field("image", "uint8", (2, 3), "PNG"), blob)
 
 
 # Petastorm's own readers, as batches for the worker

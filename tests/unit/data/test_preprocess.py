@@ -27,7 +27,6 @@ from sparktorch.errors import ColumnError, ConfigError, ModuleError, Persistence
 from sparktorch.model.scorer import Scorer
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.train.recipe.dry_run import ArgumentSpec, OutputSpec
-from tests.support.programs import run_python
 from tests.support.text import Bag, lengths, noisy
 
 TEXT = TensorSpec(name="x0", column="text", dtype="float32", kind="any", sql="string")
@@ -76,23 +75,6 @@ def test_columns_of_any_type_come_back_as_they_are(kind: str, data: st.DataObjec
     (again,) = disk.read(Runs.of(index)).take(torch.arange(len(index)))
     storage.close()
     assert pa.array(again, arrow).to_pylist() == expected if plain else again.equals(back)
-
-
-def test_text_is_taken_without_temporaries_of_many_times_its_size(tmp_path: Path) -> None:
-    script = (
-        "import resource, pyarrow as pa, torch\n"
-        "from sparktorch.data.fields.arrow import ArrowColumn\n"
-        "from sparktorch.data.columns import TensorSpec\n"
-        "from sparktorch.data.storage import InMemory\n"
-        "column = ArrowColumn(TensorSpec(name='x0', column='t', dtype='float32', kind='any'), InMemory())\n"
-        "column.append(pa.array(['w' * 1_000] * 20_000))\n"
-        "column.finish()\n"
-        "column.take(torch.arange(10))\n"
-        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "column.take(torch.arange(20_000))\n"
-        "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / 20e6)\n"
-    )
-    assert float(run_python(tmp_path, "-c", script)) < 4  # times the text
 
 
 @pytest.mark.slow
@@ -174,13 +156,6 @@ def test_a_model_scores_by_the_names_that_it_was_trained_with(tmp_path: Path) ->
     other = replace(loaded, preprocess=returns({"y": torch.ones(1, 2)}))
     with pytest.raises(ModuleError, match="returned 'y', and 'x' for the first row"):
         Scorer(other).score([pa.array(["a"])])
-
-
-@pytest.mark.parametrize("kind", [pa.decimal128(9, 2), pa.map_(pa.string(), pa.int32()), pa.null()])
-def test_what_cannot_be_kept_is_refused(kind: pa.DataType) -> None:
-    column = pa.array([None], pa.struct({"a": kind}))
-    with pytest.raises(ColumnError, match=r"column 'text' holds .*, which cannot be kept as it is"):
-        ArrowColumn(replace(TEXT, fill=0), InMemory()).append(column)
 
 
 @pytest.mark.parametrize("wrong", [len, print, 7, lambda columns: columns, lambda columns, epoch: 1, partial(len)])
@@ -267,7 +242,3 @@ def test_a_path_to_something_else_is_not_called(tmp_path: Path) -> None:
     form.write_text(form.read_text().replace("tests.support.text:lengths", "os:system"))
     with pytest.raises(ConfigError, match="does not take the epoch"):
         TrainedModule.load(tmp_path)
-
-
-def test_a_moment_has_a_seed_that_torch_takes() -> None:
-    Preprocess(noisy, ["text"])([(pa.array(["a"]),)], 1, StepContext(0, 2**63 - 1))

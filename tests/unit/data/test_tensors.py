@@ -33,15 +33,11 @@ def lists(*rows: Any, kind: pa.DataType | None = None) -> pa.Array:
     [
         (pa.array([1, 2], pa.float32()), SCALAR, np.array([1, 2], np.float32)),
         (pa.array([1, 2], pa.int16()), SCALAR, np.array([1, 2], np.float32)),
-        (pa.array([], pa.float32()), SCALAR, np.empty(0, np.float32)),
         (pa.array([True, False]), SCALAR, np.array([1, 0], np.float32)),
-        (lists([1, 2], [3, 4]), PAIR, np.array([[1, 2], [3, 4]], np.float32)),
         (lists([1, 2], [3, 4], kind=pa.float64()), PAIR, np.array([[1, 2], [3, 4]], np.float32)),
         (pa.array([[1, 2]], pa.large_list(pa.float32())), PAIR, np.array([[1, 2]], np.float32)),
         (lists(), PAIR, np.empty((0, 2), np.float32)),
-        (lists([0, 0], [1, 2], [3, 4], [5, 6]).slice(1, 2), PAIR, np.array([[1, 2], [3, 4]], np.float32)),
         (lists([9], [1, 2], None).slice(1, 1), PAIR, np.array([[1, 2]], np.float32)),
-        (lists([None, 9], [1, 2]).slice(1), PAIR, np.array([[1, 2]], np.float32)),
         (pa.array([9, 1, None], pa.float32()).slice(1, 1), SCALAR, np.array([1], np.float32)),
         (lists([1, 2], [3, 4]).slice(2), PAIR, np.empty((0, 2), np.float32)),
     ],
@@ -70,13 +66,6 @@ def test_dense_and_sparse_vectors_mix_in_a_column_and_in_a_slice_of_it() -> None
     assert np.array_equal(to_numpy(column, PAIR), expected)
     assert np.array_equal(to_numpy(column.slice(1, 3), PAIR), expected[1:4])
     assert np.array_equal(to_numpy(column.take(pa.array([1, 4])), PAIR), expected[[1, 4]])
-
-
-def test_a_vector_of_another_size_is_refused_by_row() -> None:
-    for wrong, size in (({**SPARSE, "size": 3}, 3), ({"type": 1, "values": [1.0]}, 1)):
-        with pytest.raises(ColumnError, match=f"do not hold 2 values; the first has {size}") as caught:
-            to_numpy(vectors(SPARSE, wrong), PAIR, first_row=10)
-        assert caught.value.where["row"] == 11
 
 
 @pytest.mark.parametrize(
@@ -117,11 +106,6 @@ def test_nan_and_infinity_are_refused_with_the_number_of_rows(bad: float, shape:
         check_finite(values, SCALAR)
 
 
-def test_opposite_infinities_do_not_cancel_out() -> None:
-    with pytest.raises(ColumnError, match="2 rows"):
-        check_finite(np.array([np.inf, 1, -np.inf], np.float32), SCALAR)
-
-
 @pytest.mark.parametrize(
     "values",
     [np.full(4, np.finfo(np.float64).max), np.array([2**63 - 1] * 4), np.empty((0, 3), np.float32)],
@@ -131,15 +115,7 @@ def test_finite_values_pass_whatever_their_sum(values: np.ndarray) -> None:
     check_finite(values, SCALAR)
 
 
-def test_classes_become_integers() -> None:
-    labels = check_labels(np.array([0.0, 2.0, 1.0]), CLASSES)
-    assert labels.dtype == np.int64
-    assert labels.tolist() == [0, 2, 1]
-
-
-@pytest.mark.parametrize(
-    ("label", "shown"), [(3, "3"), (-1, "-1"), (1.5, "1.5"), (-0.25, "-0.25"), (1e9, "1e+09"), (1e300, "1e+300")]
-)
+@pytest.mark.parametrize(("label", "shown"), [(3, "3"), (-0.25, "-0.25"), (1e300, "1e+300")])
 def test_labels_that_are_no_classes_are_refused_with_an_example(label: float, shown: str) -> None:
     with pytest.raises(ColumnError) as caught:
         check_labels(np.array([0.0, label, 1.0]), CLASSES)
@@ -179,11 +155,6 @@ def test_a_nan_label_is_refused(columns: Columns) -> None:
         check_labels(np.array([0.0, np.nan], np.float64), columns)
 
 
-def test_numbers_pass_as_labels() -> None:
-    labels = np.array([-1.5, 7e5], np.float32)
-    assert check_labels(labels, NUMBERS) is labels
-
-
 def test_weights_are_zero_or_more() -> None:
     check_weights(np.array([0, 0.5, 3], np.float32), SCALAR)
     with pytest.raises(ColumnError, match="2 weights in column 'age' are negative"):
@@ -210,6 +181,6 @@ def test_arrays_of_any_shape_survive_the_way_to_arrow_and_back(values: np.ndarra
         assert np.array_equal(back, values)
 
 
-def test_a_transposed_array_keeps_its_values_on_the_way_to_arrow() -> None:
-    values = np.arange(6).reshape(2, 3).T
-    assert to_arrow(values).to_pylist() == values.tolist()
+def test_opposite_infinities_do_not_cancel_out() -> None:
+    with pytest.raises(ColumnError, match="2 rows"):
+        check_finite(np.array([np.inf, 1, -np.inf], np.float32), SCALAR)

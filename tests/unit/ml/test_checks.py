@@ -26,10 +26,8 @@ def check(estimator: Any, outputs: int = 1) -> None:
     [
         (TorchClassifier(), ColumnError, "already has a column 'prediction'"),
         (TorchRegressor(predictionCol="Features"), ColumnError, "already has a column 'Features'"),
-        (TorchEstimator(), ColumnError, "already has a column 'prediction'"),
         (TorchEstimator(outputCols=["a", "features"]), ColumnError, "already has a column 'features'"),
         (TorchEstimator(outputCols=["a", "a"]), ConfigError, "two output columns are called 'a'"),
-        (TorchClassifier(predictionCol="probability"), ConfigError, "two output columns are called 'probability'"),
         (TorchClassifier(predictionCol="Probability"), ConfigError, "'probability' and 'Probability', which to Spark"),
     ],
 )

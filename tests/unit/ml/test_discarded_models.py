@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 
-from sparktorch import TorchCrossValidator, TorchTuner
 from sparktorch.base.config import TrainConfig
 from sparktorch.ml.tuning import cross_validator, search, tuner
-from sparktorch.ml.tuning.search import Found, Goal, Search
+from sparktorch.ml.tuning.search import Goal, Search
 from tests.support.mlflow import QUIET
 
 optuna = pytest.importorskip("optuna")
@@ -53,7 +51,6 @@ class Estimator(SimpleNamespace):
 
 @pytest.fixture
 def discarded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What is discarded."""
     found: list[Any] = []
     monkeypatch.setattr(search, "applied", lambda estimator, values: estimator)
     monkeypatch.setattr(search, "inheriting", lambda spark, target: target)
@@ -118,59 +115,3 @@ def test_a_trial_that_ends_after_its_search_leaves_no_model(discarded: list[Any]
     found._run(late, Group())  # type: ignore[arg-type]
     assert found.best is None
     assert [model.loss for model in discarded] == [1.0]
-
-
-def test_a_trial_of_which_the_study_cannot_be_told_leaves_no_model(
-    discarded: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def tell(*_: Any, **__: Any) -> None:
-        raise OSError("no space left")
-
-    found = searching(3.0)
-    monkeypatch.setattr(found._study, "tell", tell)
-    with pytest.raises(OSError, match="no space"):
-        run(found)
-    assert [model.loss for model in discarded] == [3.0]
-
-
-@pytest.mark.parametrize("fails", [True, False])
-def test_the_best_of_this_run_stays_until_that_of_an_earlier_one_is_fitted_again(
-    fails: bool, discarded: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fit(dataset: Any) -> Any:
-        assert discarded == []
-        if fails:
-            raise ArithmeticError("planted")
-        return SimpleNamespace(summary=SimpleNamespace(history=[{"loss": 1.0}]))
-
-    monkeypatch.setattr(tuner, "applied", lambda base, values: SimpleNamespace(fit=fit))
-    study = optuna.create_study()
-    for value in (1.0, 2.0):
-        study.tell(study.ask(), value)
-    best = Found(number=1, value=2.0, values={}, model="of this run")
-    goal = Goal(metric="loss", minimize=True, trials=2, timeout=None)
-    given: Any = (MagicMock(), MagicMock(), MagicMock(), study, SimpleNamespace(best=best), goal)
-    with pytest.raises(ArithmeticError) if fails else nullcontext():
-        TorchTuner._result(MagicMock(), *given)
-    assert discarded == ([] if fails else ["of this run"])
-
-
-@pytest.mark.parametrize("collects", [True, False])
-@pytest.mark.parametrize("fails", [True, False])
-def test_models_of_folds_are_deleted_unless_they_are_returned(
-    fails: bool, collects: bool, discarded: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows, metrics = MagicMock(), MagicMock()
-    models = [MagicMock(name=f"model {number}") for number in range(3)]
-    rows.fit.side_effect = models
-    metrics.all.return_value = [[1.0], [1.0]]
-    if fails:
-        rows.score.side_effect = [MagicMock(), ArithmeticError("planted")]
-    monkeypatch.setattr(cross_validator, "with_folds", MagicMock())
-    monkeypatch.setattr(cross_validator, "results_for", lambda *_: {})
-    for name, made in (("FoldedRows", rows), ("Metrics", metrics)):
-        monkeypatch.setattr(cross_validator, name, lambda *_, made=made, **__: nullcontext(made))
-    validator = TorchCrossValidator(evaluator=MagicMock(), numFolds=2, collectSubModels=collects)
-    with pytest.raises(ArithmeticError) if fails else nullcontext():
-        validator._fit_in_one_pass([MagicMock()], [{}], MagicMock(), ())
-    assert discarded == ([] if collects and not fails else models[:2] if not collects else models[1::-1])

@@ -70,7 +70,6 @@ def caller() -> str:
 
 @pytest.fixture
 def heard(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the one listener has heard; two others do not want to or cannot."""
     monkeypatch.setattr(Diary, "heard", [])
     nobody = SimpleNamespace(listener_for=lambda fit: None, caller=lambda: None)
     monkeypatch.setitem(sys.modules, "nobody", cast(ModuleType, nobody))
@@ -114,21 +113,6 @@ def test_the_bar_follows_rank_0_and_is_full_at_the_end(heard: list[str], capsys:
     shown = capsys.readouterr().err
     assert "30/30" in shown
     assert "epoch 3/3, loss 0.3333, 10,000 samples/s" in shown
-
-
-def test_the_bar_can_be_left_out(heard: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with FitReport(FIT, rows_per_step=8, show=False) as report:
-        report.progress(RECORD)
-        report.finished(TorchClassificationModel(), SUMMARY)
-    assert capsys.readouterr().err == ""
-
-
-def test_a_listener_hears_of_every_place_once(heard: list[str]) -> None:
-    with FitReport(FIT, rows_per_step=8, show=False) as report:
-        report.progress(RECORD)
-        report.progress({**RECORD, "loss": float("nan")})
-        report.progress({**RECORD, "step": 5})
-    assert heard == ["step 4", "step 5"]
 
 
 def test_callbacks_hear_on_the_driver_until_they_fail(

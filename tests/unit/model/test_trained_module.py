@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import pickle
 from collections.abc import Callable
@@ -36,7 +35,6 @@ SCALES = TensorSpec(name="x1", column="scale", dtype="float32")
 
 
 def trained(source: Any, task: Task = "generic", params: dict[str, Any] | None = None, seed: int = 0) -> TrainedModule:
-    """A module as it comes out of training, two inputs for the pairs."""
     torch.manual_seed(seed)
     module = source if isinstance(source, nn.Module) else source(**(params or {}))
     inputs = (FEATURES, SCALES) if isinstance(module, Pair | NamedPair) else (FEATURES,)
@@ -54,13 +52,6 @@ def trained(source: Any, task: Task = "generic", params: dict[str, Any] | None =
 
 def arrays_for(inputs: tuple[TensorSpec, ...]) -> list[np.ndarray]:
     return [X, SCALE][: len(inputs)]
-
-
-def local_module() -> nn.Module:
-    class Local(Mlp):
-        pass
-
-    return Local()
 
 
 def branching_module() -> nn.Module:
@@ -244,22 +235,13 @@ def test_tied_and_integer_weights_survive(tmp_path: Path) -> None:
     assert all(torch.equal(found[n], expected[n]) and found[n].dtype == expected[n].dtype for n in expected)
 
 
-def test_a_built_module_is_a_fresh_copy_in_evaluation_mode() -> None:
-    model = trained(nn.Sequential(nn.Linear(5, 2), nn.Dropout(0.5)))
-    first, second = model.build(), model.build()
-    assert not first.training
-    with torch.no_grad():
-        next(first.parameters()).zero_()
-    assert next(second.parameters()).any()
-
-
 def score(source: Any, task: Task, **options: Any) -> dict[str, np.ndarray]:
     model = trained(source, task)
     return Scorer(model, **options).score([to_arrow(array) for array in arrays_for(model.inputs)])
 
 
-@pytest.mark.parametrize("batch_size", [1, 7, 50, 8192])
-@pytest.mark.parametrize(("source", "task"), [(Mlp, "classification"), (Score, "regression"), (NamedPair, "generic")])
+@pytest.mark.parametrize("batch_size", [1, 7])
+@pytest.mark.parametrize(("source", "task"), [(Mlp, "classification"), (NamedPair, "generic")])
 def test_scores_do_not_depend_on_the_batches(source: Any, task: Task, batch_size: int) -> None:
     whole, parts = score(source, task), score(source, task, batch_size=batch_size)
     assert whole.keys() == parts.keys()
@@ -299,38 +281,6 @@ def test_two_scores_are_centred_which_changes_neither_probabilities_nor_predicti
     assert np.array_equal(result["prediction"], logits.argmax(1))
 
 
-@pytest.mark.parametrize(("source", "shape"), [(Score, (50,)), (Logit, (50,)), (Mlp, (50, 3))])
-def test_a_regressor_gives_a_number_or_a_row_of_numbers(source: Any, shape: tuple[int, ...]) -> None:
-    result = score(source, "regression")
-    assert list(result) == ["prediction"]
-    assert (result["prediction"].shape, result["prediction"].dtype.name) == (shape, "float64")
-
-
-@pytest.mark.parametrize(
-    ("source", "shapes"),
-    [
-        (Mlp, {"prediction": (50, 3)}),
-        (Pair, {"0": (50, 2), "1": (50,)}),
-        (NamedPair, {"left": (50, 2), "total": (50,)}),
-    ],
-)
-def test_any_other_module_gives_its_outputs_by_name(source: Any, shapes: dict[str, tuple[int, ...]]) -> None:
-    assert {name: array.shape for name, array in score(source, "generic").items()} == shapes
-
-
-@pytest.mark.parametrize(("source", "task"), [(Mlp, "classification"), (Score, "regression"), (Pair, "generic")])
-def test_no_rows_give_no_rows(source: Any, task: Task) -> None:
-    model = trained(source, task)
-    result = Scorer(model).score([to_arrow(array[:0]) for array in arrays_for(model.inputs)])
-    full = score(source, task)
-    assert {n: a.shape for n, a in result.items()} == {n: (0, *a.shape[1:]) for n, a in full.items()}
-
-
-def test_rows_of_another_shape_are_refused() -> None:
-    with pytest.raises(ColumnError, match="50 rows of column 'features' do not hold 5 values"):
-        Scorer(trained(Mlp)).score([to_arrow(X[:, :4])])
-
-
 @pytest.mark.parametrize(
     ("columns", "says"),
     [
@@ -352,21 +302,6 @@ def test_a_row_whose_scores_are_nan_is_of_no_class(thresholds: list[float] | Non
     assert np.flatnonzero(np.isnan(found)).tolist() == [1]
 
 
-@functools.lru_cache
-def table(size: int) -> torch.Tensor:
-    return torch.arange(float(size))
-
-
-class Tabled(Score):
-    """Takes a tensor out of a cache."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("table", table(3), persistent=False)
-
-
-def test_parts_without_values_leave_none_in_caches() -> None:
-    model = trained(Tabled)
-    table.cache_clear()
-    assert any(isinstance(part, nn.Linear) for part in model.parts())
-    assert not table(3).is_meta
+def test_rows_of_another_shape_are_refused() -> None:
+    with pytest.raises(ColumnError, match="50 rows of column 'features' do not hold 5 values"):
+        Scorer(trained(Mlp)).score([to_arrow(X[:, :4])])

@@ -25,7 +25,6 @@ from sparktorch.tracking import async_logger
 from sparktorch.tracking import run_metadata as facts
 from sparktorch.tracking.async_logger import Outbox, Sample
 from sparktorch.tracking.runs import Target
-from sparktorch.tracking.system import SystemMetrics
 from tests.support.mlflow import QUIET
 from tests.support.waiting import until
 
@@ -106,7 +105,7 @@ def test_a_metric_that_mlflow_refuses_takes_no_other_with_it(caplog: pytest.LogC
     assert ["top@5" in record.getMessage() for record in caplog.records] == [True]
 
 
-@pytest.mark.parametrize(("status", "attempts"), [(403, 1), (404, 1), (413, 1), (409, 1), (429, 3), (408, 3), (503, 3)])
+@pytest.mark.parametrize(("status", "attempts"), [(403, 1), (429, 3), (408, 3), (503, 3)])
 def test_an_answer_that_would_repeat_is_not_asked_for_again(
     status: int, attempts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,16 +181,6 @@ def test_the_queue_of_an_outage_keeps_what_is_no_metric_and_the_latest_metrics(
     assert "only the latest 10 are kept" in warning
 
 
-def test_a_fit_that_is_over_before_mlflow_is_there_measures_nothing_and_leaves_no_thread() -> None:
-    found: list[Any] = []
-    system = SystemMetrics(None, lambda values, step: found.append(values))
-    system.finish()
-    system.start()
-    name = "sparktorch-system-metrics"
-    until(lambda: name not in {t.name for t in threading.enumerate()}, seconds=5, what="the thread has ended")
-    assert not found
-
-
 def test_the_data_set_knows_columns_of_every_type() -> None:
     dtypes = get_args(DType)
     tensors = [TensorSpec(name=f"x{i}", column=f"c{i}", dtype=dtype) for i, dtype in enumerate(dtypes)]
@@ -220,14 +209,6 @@ def test_what_fails_in_passing_is_tried_again_with_one_warning(caplog: pytest.Lo
     assert [record.getMessage() for record in caplog.records] == [
         "MLflow at memory cannot be reached (ConnectionError: reset): the fit goes on, its log follows later"
     ]
-
-
-def test_without_a_run_everything_is_dropped() -> None:
-    client = Client()
-    box = outbox(client, run_id=None)
-    box.metrics(samples(3))
-    assert box.close()
-    assert client.heard == []
 
 
 def test_a_run_that_cannot_be_made_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:

@@ -27,8 +27,6 @@ def _groups(net: nn.Module) -> list[dict[str, Any]]:
     [
         lambda net: torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.2),
         lambda net: torch.optim.SGD(_groups(net), lr=0.1, momentum=0.9, nesterov=True),
-        lambda net: torch.optim.Adam(_groups(net), betas=(0.5, 0.6)),
-        lambda net: torch.optim.RMSprop(net.parameters(), foreach=False),
         lambda net: torch.optim.Adagrad(net.parameters(), lr=torch.tensor(0.1)),
     ],
 )

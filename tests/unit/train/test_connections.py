@@ -16,7 +16,6 @@ TOKEN = bytes(range(16))
 
 @pytest.fixture
 def ends() -> tuple[Connection, Connection]:
-    """Both ends of a line."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         calling = _call(f"127.0.0.1 {listener.getsockname()[1]} {TOKEN.hex()}", rank=3)
         answering = _accept(listener, TOKEN, 1)

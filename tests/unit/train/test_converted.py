@@ -14,14 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sparktorch.errors import ModuleError, SparkTorchError
-from sparktorch.train.recipe.converted import log_differences
 from sparktorch.train.recipe.dry_run import dry_run
 from sparktorch.train.recipe.pretrained import opened, rebuildable
 from sparktorch.train.recipe.recipe import Recipe
 
 transformers = pytest.importorskip("transformers")
 
-from tests.support.tiny_transformers import LENGTH, bert, dinov2, gpt2, llama, llava, mixtral, vit  # noqa: E402
+from tests.support.tiny_transformers import bert, dinov2, gpt2, llama, llava, mixtral, vit  # noqa: E402
 
 CLASSIFIER = {"architectures": ["BertForSequenceClassification"]}
 HEAD = {"classifier.weight", "classifier.bias"}
@@ -40,7 +39,6 @@ def recipe(folder: str, in_place: bool, **params: Any) -> Recipe:
 
 
 def check_same(folder: str, new: set[str] = frozenset(), **params: Any) -> dict[str, torch.Tensor]:  # type: ignore[assignment]
-    """Compares what is read part by part with what `from_pretrained` returns, but for what is new."""
     found, expected = (recipe(folder, in_place, **params).build_module(5).state_dict() for in_place in (True, False))
     assert found.keys() == expected.keys()
     assert {name for name, value in expected.items() if not torch.equal(found[name], value)} == new
@@ -84,16 +82,6 @@ def test_a_folder_and_its_configuration_make_a_model_in_float32_whatever_dtype_t
     recipes = [recipe(str(tmp_path), True), Recipe(**opened(read, {}, seed=5) or {})]
     recipes.append(Recipe(**rebuildable(model.float()) or {}))
     assert [kinds(each.build_module(5)) for each in recipes] == [{torch.float32}] * 3
-
-
-@pytest.mark.parametrize("in_place", [True, False])
-def test_an_entry_that_transformers_takes_out_of_a_configuration_is_there_whenever_a_model_is_made(
-    in_place: bool, tmp_path: Path
-) -> None:
-    read = recipe(saved(tmp_path, bert()), in_place, gradient_checkpointing=True)
-    fresh = Recipe(**opened(bert(), {"gradient_checkpointing": True}, seed=0) or {})
-    for model in (read.build_module(0), read.build_module(1), fresh.build_module(0)):
-        assert any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
 
 
 def test_models_compute_attention_and_experts_as_a_configuration_or_moduleparams_say(tmp_path: Path) -> None:
@@ -140,25 +128,8 @@ def test_what_is_wrong_with_a_folder_is_said_of_the_param_that_names_it(
     assert "fitted again" not in caught.value.hint
 
 
-@pytest.mark.parametrize("in_place", [True, False])
-def test_a_link_that_leads_nowhere_is_passed_over_in_a_folder(in_place: bool, tmp_path: Path) -> None:
-    folder = saved(tmp_path, bert())
-    (tmp_path / "notes").symlink_to(tmp_path / "gone")
-    recipe(folder, in_place).build_module(0)
-
-
 def kinds(module: torch.nn.Module) -> set[torch.dtype]:
     return {parameter.dtype for parameter in module.parameters()}
-
-
-def test_a_rule_that_leads_to_no_parameter_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers import conversion_mapping
-    from transformers.core_model_loading import WeightRenaming
-
-    folder = saved(tmp_path, llama())
-    known: Any = conversion_mapping._checkpoint_conversion_mapping_cache
-    monkeypatch.setitem(known, "llama", [WeightRenaming(r"^lm_head\.", "elsewhere.")])
-    check_same(folder)
 
 
 def test_old_names_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
@@ -207,26 +178,6 @@ def test_tied_weights_of_which_the_folder_has_two_values_are_refused(in_place: b
     parted: Any = recipe(folder, in_place, tie_word_embeddings=False).build_module(0)
     assert torch.equal(parted.lm_head.weight, embedding + 1)
     assert torch.equal(parted.model.embed_tokens.weight, embedding)
-
-
-def test_a_folder_without_a_tensor_of_an_expert_is_refused(tmp_path: Path) -> None:
-    file = Path(saved(tmp_path, mixtral()), "model.safetensors")
-    tensors = load_file(file)
-    del tensors["model.layers.0.block_sparse_moe.experts.1.w3.weight"]
-    save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(ModuleError, match=r"lacks tensors of 'model.layers.0.mlp.experts.gate_up_proj'"):
-        recipe(str(tmp_path), True).build_module(0)
-
-
-def test_what_transformers_passes_over_in_a_folder_is_not_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    file = Path(saved(tmp_path, bert()), "model.safetensors")
-    more = {"bert.embeddings.position_ids": torch.zeros(1, LENGTH), "bert.more": torch.zeros(1)}
-    save_file({**load_file(file), **more}, file, metadata={"format": "pt"})
-    with caplog.at_level(logging.WARNING):
-        log_differences(recipe(str(tmp_path), True).build_deferred(0))
-    assert [record.getMessage() for record in caplog.records] == ["in the folder, and not in the model: bert.more"]
 
 
 def test_weights_that_are_not_those_of_the_model_are_refused(tmp_path: Path) -> None:

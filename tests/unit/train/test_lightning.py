@@ -79,7 +79,6 @@ def test_a_function_that_returns_one_is_refused() -> None:
 
 
 def returning(make: Any) -> Any:
-    """A module whose `configure_optimizers` returns what a function makes of an optimizer."""
     kind = type("Own", (LitMinimal,), {"configure_optimizers": lambda self: make(SGD(self.parameters(), lr=0.1))})
     return configured(kind())
 

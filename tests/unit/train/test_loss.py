@@ -15,7 +15,7 @@ from sparktorch.base.config import Task
 from sparktorch.errors import ModuleError
 from sparktorch.train.recipe.loss import Loss, check_mean, step_scales
 from sparktorch.train.recipe.recipe import Recipe
-from sparktorch.train.recipe.task import align, autocast, classes_in, correct
+from sparktorch.train.recipe.task import align, autocast, correct
 
 OUTPUT = torch.tensor([1.0, 2.0, 4.0])
 LABEL = torch.tensor([1.0, 1.0, 1.0])
@@ -43,14 +43,10 @@ class OwnMean(nn.Module):
 
 PER_ROW: list[Any] = [
     "MSELoss",
-    "torch.nn:MSELoss",
-    nn.MSELoss,
     squares,
     OwnLoss,
-    OwnLoss(),
     nn.MSELoss(),
     nn.MSELoss(reduction="none"),
-    nn.functional.mse_loss,
     "torch.nn.functional:mse_loss",
 ]
 SCALAR: list[Any] = [mean_square, OwnMean, OwnMean()]
@@ -72,27 +68,15 @@ def test_a_mean_counts_for_its_rows_and_takes_no_weights(loss: Any) -> None:
     assert float(built(OUTPUT, LABEL, torch.zeros(3))) == 0, "stand-in rows weigh nothing"
 
 
-def test_weights_of_labels_may_be_a_list() -> None:
-    output, label, weights = torch.randn(4, 2), torch.ones(4, 2), [2.0, 3.0]
-    losses = Loss("BCEWithLogitsLoss", {"pos_weight": weights}).per_row(output, label)
-    expected = nn.functional.binary_cross_entropy_with_logits(
-        output, label, reduction="none", pos_weight=torch.tensor(weights)
-    )
-    assert torch.equal(losses, expected)
-
-
 @pytest.mark.parametrize(
     ("losses", "refused"),
     [
         ((2.0, 2.0, 1.0, 2.5), False),  # one row and two
         ((2.0, 2.0, 1.0, 2.501), False),  # rounding
-        ((1e-4, 1e-4, 1e-4, 1e-4), False),
         ((0.0, 0.0, 0.0, 1e-7), False),  # of terms that cancel
         ((2.0, 2.1, 1.0, 2.0), False),  # random
         ((math.nan, math.nan, 1.0, 2.0), False),
-        ((math.inf, math.inf, 1.0, 2.0), False),
         ((2.0, 2.0, 1.0, 2.4), True),
-        ((6.0, 6.0, 1.0, 5.0), True),
         ((2.0, 2.0, 2.0, math.nan), True),  # of rows that do not count
     ],
 )
@@ -101,23 +85,6 @@ def test_a_loss_is_a_mean_if_it_is_that_of_its_parts_but_for_rounding(losses: An
     with pytest.raises(ModuleError, match="is no mean over rows") if refused else nullcontext():
         check_mean(found, (1, 2), what="it", param="loss")
     check_mean([loss.expand(3) for loss in found], (1, 2), what="it", param="loss")
-
-
-def test_several_values_a_row_are_averaged() -> None:
-    output, label = torch.arange(6.0).reshape(3, 2), torch.zeros(3, 2)
-    rows = (output**2).mean(1)
-    for loss in ("MSELoss", squares):
-        assert float(Loss(loss, {})(output, label, None)) == pytest.approx(float(rows.sum()))
-        assert float(Loss(loss, {})(output, label, WEIGHT)) == pytest.approx(float((rows * WEIGHT).sum()))
-
-
-def test_without_labels_the_loss_sees_the_output_alone() -> None:
-    assert float(Loss(lambda output: output**2, {})(OUTPUT, None, None)) == 21
-
-
-def test_the_rows_of_a_tuple_or_mapping_are_those_of_its_first_tensor() -> None:
-    for output in ((OUTPUT, None), {"a": OUTPUT}, {"a": (OUTPUT,)}):
-        assert float(Loss(lambda output: torch.tensor(2.0), {})(output, None, None)) == 6
 
 
 def test_parameters_reach_the_loss_class() -> None:
@@ -141,11 +108,8 @@ def test_a_weight_per_class_is_refused_because_its_sum_over_the_batch_is_not_kno
     ("loss", "params", "message", "hint"),
     [
         ("CrossEntropy", {}, "loss 'CrossEntropy' is unknown", "did you mean 'CrossEntropyLoss'?"),
-        ("mseloss", {}, "loss 'mseloss' is unknown", "did you mean 'MSELoss'?"),
-        ("Linear", {}, "loss 'Linear' is unknown", ""),
         (None, {}, "loss must be a name or a callable, got None", ""),
         ("MSELoss", {"reduction": "sum"}, "loss MSELoss with reduction 'sum' would make", "that of the mean"),
-        (nn.MSELoss(reduction="sum"), {}, "loss MSELoss with reduction 'sum' would make", "that of the mean"),
         ("MSELoss", {"betta": 1}, "loss MSELoss cannot be built", "reduction"),
         (squares, {"beta": 1}, "lossParams are given, but loss is not a class", ""),
     ],
@@ -179,15 +143,6 @@ def test_a_loss_that_was_given_as_an_instance_is_left_as_it_was() -> None:
     assert given.reduction == "mean"
 
 
-def test_a_mean_that_was_asked_for_is_the_default() -> None:
-    assert float(Loss("MSELoss", {"reduction": "mean"})(OUTPUT, LABEL, WEIGHT)) == (ROWS * WEIGHT).sum()
-
-
-def test_a_loss_with_other_rows_than_the_output_is_refused() -> None:
-    with pytest.raises(ModuleError, match=r"returned shape \(2,\) for 3 rows"):
-        Loss(lambda output, label: output[:2], {})(OUTPUT, LABEL, None)
-
-
 @pytest.mark.parametrize(
     ("task", "output", "label", "shape", "dtype"),
     [
@@ -207,17 +162,6 @@ def test_outputs_and_labels_meet_in_the_shapes_that_losses_expect(
     found, aligned = align(task, torch.zeros(output), label)
     assert aligned is not None
     assert (tuple(found.shape), aligned.dtype, aligned.shape) == (shape, dtype, label.shape)
-
-
-def test_what_is_no_tensor_or_has_no_label_is_left_alone() -> None:
-    pair = (OUTPUT, LABEL)
-    assert align("regression", pair, LABEL) == (pair, LABEL)
-    assert align("regression", OUTPUT, None) == (OUTPUT, None)
-
-
-@pytest.mark.parametrize(("shape", "classes"), [((), 2), ((1,), 2), ((2,), 2), ((10,), 10)])
-def test_classes_are_counted_from_the_shape_of_a_row(shape: tuple[int, ...], classes: int) -> None:
-    assert classes_in(shape) == classes
 
 
 def test_a_guess_is_the_best_score_or_the_sign_of_the_one() -> None:
@@ -241,3 +185,20 @@ def test_the_factors_of_all_steps_are_exact_and_take_eight_bytes_each() -> None:
     weights = torch.tensor([3.0, 0.0, 0.1, 1e-300], dtype=torch.float64)
     assert step_scales(weights, 3).tolist() == [3 / 3.0, 0.0, 3 / 0.1, 3 / 1e-300]
     assert step_scales(torch.ones(10**5, dtype=torch.float64), 3).nbytes == 8 * 10**5
+
+
+def test_weights_of_labels_may_be_a_list() -> None:
+    output, label, weights = torch.randn(4, 2), torch.ones(4, 2), [2.0, 3.0]
+    losses = Loss("BCEWithLogitsLoss", {"pos_weight": weights}).per_row(output, label)
+    expected = nn.functional.binary_cross_entropy_with_logits(
+        output, label, reduction="none", pos_weight=torch.tensor(weights)
+    )
+    assert torch.equal(losses, expected)
+
+
+def test_several_values_a_row_are_averaged() -> None:
+    output, label = torch.arange(6.0).reshape(3, 2), torch.zeros(3, 2)
+    rows = (output**2).mean(1)
+    for loss in ("MSELoss", squares):
+        assert float(Loss(loss, {})(output, label, None)) == pytest.approx(float(rows.sum()))
+        assert float(Loss(loss, {})(output, label, WEIGHT)) == pytest.approx(float((rows * WEIGHT).sum()))

@@ -51,12 +51,6 @@ def test_freezing_changes_no_weight_and_not_the_users_own_instance() -> None:
     assert torch.equal(built.get_parameter("layers.0.weight"), given.get_parameter("layers.0.weight"))
 
 
-def test_what_the_module_has_frozen_is_trained_where_a_pattern_says_so() -> None:
-    given = Mlp().requires_grad_(False)
-    built = Recipe(module=given, freeze=["!*.bias"]).build_module(0)
-    assert {name for name, parameter in built.named_parameters() if parameter.requires_grad} == set(BIASES)
-
-
 def test_what_peft_keeps_of_a_part_that_it_copied_stays_frozen() -> None:
     class Copied(nn.Module):
         def __init__(self) -> None:
@@ -79,7 +73,6 @@ def test_a_tensor_with_two_names_is_frozen_by_either() -> None:
     [
         (["layer.0.*"], "freeze: 'layer.0.*' matches no parameter", "layers.0.*"),
         (["*", "!layers.2.wieght"], "freeze: 'layers.2.wieght' matches no parameter", "layers.2.weight"),
-        (["Qq"], "freeze: 'Qq' matches no parameter", "layers.0.weight, layers.0.bias, layers.2.weight"),
         (["*"], "freeze leaves no parameter to train", "'!layers.2.bias'"),
     ],
 )
@@ -109,11 +102,6 @@ def test_the_first_group_that_matches_holds_and_the_rest_comes_first() -> None:
     assert names_in(Tied(), [{"params": "outer.*"}]) == [["last.weight", "last.bias"], ["inner.weight"]]
 
 
-def test_frozen_parameters_are_in_no_group() -> None:
-    module = Recipe(module=Mlp, freeze=["layers.0.*"]).build_module(0)
-    assert names_in(module, [{"params": "*.bias"}]) == [["layers.2.weight"], ["layers.2.bias"]]
-
-
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD", torch.optim.RMSprop])
 def test_each_group_has_its_own_options_and_the_defaults_for_the_rest(optimizer: Any) -> None:
     recipe = Recipe(
@@ -128,15 +116,10 @@ def test_each_group_has_its_own_options_and_the_defaults_for_the_rest(optimizer:
     assert [len(g["params"]) for g in groups] == [1, 2, 1]
 
 
-def own_sgd(parameters: Any, lr: float) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=lr, momentum=0.5)
-
-
 @pytest.mark.parametrize(
     ("optimizer", "groups", "message", "hint"),
     [
         ("AdamW", [{"lr": 1}], "parameterGroups[0] has no 'params'", "glob pattern"),
-        ("AdamW", [{"params": 3}], "parameterGroups[0]['params'] is 3", "glob pattern"),
         ("AdamW", [{"params": "*.biass"}], "parameterGroups: '*.biass' matches no parameter", "nearest names"),
         ("AdamW", [{"params": "*"}, {"params": "*.bias"}], "parameterGroups[1] is left without a parameter", "earlier"),
         (
@@ -144,18 +127,6 @@ def own_sgd(parameters: Any, lr: float) -> torch.optim.Optimizer:
             [{"params": "*.bias", "weight_deacy": 0}],
             "parameterGroups[0] does not suit optimizer AdamW: AdamW.__init__() got an unexpected keyword argument",
             "weight_decay",
-        ),
-        (
-            "SGD",
-            [{"params": "*.weight"}, {"params": "*.bias", "lr": -1.0}],
-            "parameterGroups[1] does not suit optimizer SGD: Invalid learning rate: -1.0",
-            "momentum",
-        ),
-        (
-            own_sgd,
-            [{"params": "*.bias", "betas": (0, 0)}],
-            "parameterGroups[0] does not suit optimizer own_sgd: unknown option 'betas'",
-            "lr: 'float'",
         ),
     ],
 )
@@ -170,13 +141,12 @@ def test_groups_that_cannot_work_are_refused_on_the_driver(
     assert caught.value.where == {"param": "parameterGroups"}
 
 
-def test_a_factory_gets_the_groups_and_its_optimizer_says_what_they_may_hold() -> None:
-    recipe = Recipe(module=Mlp, optimizer=own_sgd, parameter_groups=[{"params": "*.bias", "momentum": 0.0}])
-    module = recipe.build_module(0)
-    recipe.check_optimizer(module)
-    assert [g["momentum"] for g in recipe.build_optimizer(module).param_groups] == [0.5, 0.0]
-
-
 def test_an_optimizer_that_computes_the_loss_itself_is_refused_on_the_driver() -> None:
     with pytest.raises(ConfigError, match="LBFGS computes the loss several times"):
         dry_run(Recipe(module=Mlp, optimizer="LBFGS"), "generic", 0, {"x": torch.ones(2, 5)}, torch.ones(2, 3))
+
+
+def test_what_the_module_has_frozen_is_trained_where_a_pattern_says_so() -> None:
+    given = Mlp().requires_grad_(False)
+    built = Recipe(module=given, freeze=["!*.bias"]).build_module(0)
+    assert {name for name, parameter in built.named_parameters() if parameter.requires_grad} == set(BIASES)

@@ -20,7 +20,6 @@ PATIENT = TrainConfig(patience=3)
 
 
 def in_epoch(ranks: int, taken: int) -> list[Progress]:
-    """The progress of ranks that have taken some steps of their second epoch, each over rows of its own."""
     found = []
     for rank in range(ranks):
         progress = Progress(STEPS, PATIENT, CPU)
@@ -37,7 +36,6 @@ def in_epoch(ranks: int, taken: int) -> list[Progress]:
 
 
 def resumed(before: list[Progress], ranks: int) -> list[Progress]:
-    """The progress of other ranks that go on from there."""
     states = [progress.state() for progress in before]
     found = [Progress(STEPS, PATIENT, CPU) for _ in range(ranks)]
     for rank, progress in enumerate(found):
@@ -50,9 +48,9 @@ def record(ranks: list[Progress]) -> dict[str, Any]:
     return ranks[-1].record(sums, WEIGHTS, 4.0, len(ranks), number=2, learning_rate=0.1)
 
 
-@pytest.mark.parametrize("taken", [2, 5, STEPS])
-@pytest.mark.parametrize("after", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("before", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("taken", [2, STEPS])
+@pytest.mark.parametrize("after", [1, 3, 7])
+@pytest.mark.parametrize("before", [1, 3, 7])
 def test_the_record_of_the_epoch_is_that_of_the_ranks_that_began_it(before: int, after: int, taken: int) -> None:
     began = in_epoch(before, taken)
     goes_on = resumed(began, after)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
@@ -42,8 +41,6 @@ def test_an_import_path_gives_the_object(path: str, expected: Any) -> None:
     ("path", "message"),
     [
         ("torch.nn.Linear", "'torch.nn.Linear' is not an import path"),
-        (":Mlp", "':Mlp' is not an import path"),
-        ("torch:", "'torch:' is not an import path"),
         ("no_such_module:Net", "cannot import 'no_such_module:Net'"),
         ("torch.nn:Linaer", "cannot import 'torch.nn:Linaer'"),
     ],
@@ -70,12 +67,10 @@ def local_class() -> type:
         (Mlp(), None),
         (lambda: Mlp(), None),
         (local_class(), None),
-        (functools.partial(Mlp, 5), None),
-        (Mlp().forward, None),
         (type("Mlp", (Mlp,), {"__module__": Mlp.__module__}), None),
         (type("Mlp", (Mlp,), {"__module__": "__main__"}), None),
     ],
-    ids=["class", "factory", "of torch", "module", "lambda", "local", "partial", "method", "namesake", "of main"],
+    ids=["class", "factory", "of torch", "module", "lambda", "local", "namesake", "of main"],
 )
 def test_only_what_can_be_imported_again_has_a_path(value: Any, path: str | None) -> None:
     assert import_path(value) == path
@@ -87,14 +82,6 @@ def test_the_same_seed_gives_the_same_weights_and_another_seed_others(module: An
     assert same(recipe.build_module(7), recipe.build_module(7))
     assert not same(recipe.build_module(7), recipe.build_module(8))
     assert state_of(recipe.build_module(7))[-1].shape == (4,)
-
-
-def test_building_a_module_does_not_disturb_the_callers_random_numbers() -> None:
-    torch.manual_seed(1)
-    expected = torch.rand(3)
-    torch.manual_seed(1)
-    Recipe(module=Mlp).build_module(99)
-    assert torch.equal(torch.rand(3), expected)
 
 
 def test_an_instance_is_copied_and_keeps_its_weights() -> None:
@@ -169,17 +156,6 @@ def test_sgd_with_momentum_takes_a_gradient_that_comes_in_a_later_step() -> None
     assert len(optimizer.state) == 4
 
 
-def test_frozen_parameters_are_left_out() -> None:
-    module = Mlp()
-    module.layers[0].requires_grad_(False)
-    groups = build_optimizer("AdamW", module).param_groups
-    assert [id(p) for p in groups[0]["params"]] == [id(p) for p in module.layers[2].parameters()]
-
-
-def test_parameters_without_a_fused_kernel_get_none() -> None:
-    assert build_optimizer("AdamW", nets.Complex()).param_groups[0]["fused"] is None
-
-
 @pytest.mark.parametrize("name", ["SGD", "Adagrad"])
 def test_sparse_gradients_train_as_they_do_in_plain_torch(name: str) -> None:
     embedding = nn.Embedding(4, 2, sparse=True)
@@ -195,11 +171,9 @@ def test_sparse_gradients_train_as_they_do_in_plain_torch(name: str) -> None:
     ("name", "params", "message", "hint"),
     [
         ("AdmW", {}, "optimizer 'AdmW' is unknown", "did you mean 'AdamW'?"),
-        ("adamw", {}, "optimizer 'adamw' is unknown", "did you mean 'AdamW'?"),
         ("Optimizer", {}, "optimizer 'Optimizer' is unknown", "valid names: ASGD, Adadelta"),
         (3, {}, "optimizer must be a name or a callable, got 3", ""),
         ("AdamW", {"weight_deacy": 1}, "optimizer AdamW cannot be built", "weight_decay: "),
-        ("AdamW", {"weight_decay": -1}, "optimizer AdamW cannot be built: Invalid weight_decay", "weight_decay: "),
     ],
 )
 def test_an_optimizer_that_cannot_be_built_is_refused(

@@ -53,16 +53,3 @@ def test_a_full_device_halves_its_micro_batches_until_they_cannot_be_divided() -
         assert not split.fits(9, full=True)
         sizes.append((split.size, split.parts[9]))
     assert sizes == [(4, 3), (2, 4)]
-
-
-def test_a_smaller_size_is_tried_anew() -> None:
-    split = split_of()
-    planned(split, ROWS)
-    assert not split.fits(6, full=True)
-    assert steps(split.tried)[-4:] == [6, 7, 8, 9]
-
-
-def test_a_pass_whose_result_is_not_used_takes_the_fewest_rows() -> None:
-    assert split_of(min_rows=2).least(9) == 4
-    assert Split(TrainConfig(micro_batch_size=4), WORLD, steps=1, min_rows=1, together=False).least(9) == 3
-    assert Split(TrainConfig(), WORLD, steps=1, min_rows=1, together=False).least(9) == 1
