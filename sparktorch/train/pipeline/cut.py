@@ -109,8 +109,8 @@ class Cut:
                 if id(tensor) not in kept:
                     setattr(part, name, None)  # nn.RNNBase has them in a list, too
             if part in outside:
-                for name, tensor in list(part.named_buffers(recurse=False, remove_duplicate=False)):
-                    if id(tensor) not in kept:
+                for name, buffer in list(part.named_buffers(recurse=False, remove_duplicate=False)):
+                    if id(buffer) not in kept:
                         setattr(part, name, None)
                 vars(part).update({name: None for name, value in vars(part).items() if isinstance(value, torch.Tensor)})
 
@@ -170,38 +170,35 @@ def _balanced(units: Units, stages: int, places: Sequence[int]) -> list[int]:
 
 def _named(units: Units, split: Sequence[str], stages: int, places: Sequence[int]) -> list[int]:
     """Returns the units that begin with the named layers."""
+
+    def refused(says: str, hint: str) -> ConfigError:
+        return ConfigError(f"strategyParams.split names {says}", hint=hint, param=_PARAM)
+
     if len(split) != stages - 1:
-        raise ConfigError(
-            f"strategyParams.split names {len(split)} layers, and {stages} stages begin with {stages - 1}",
-            hint="name the layer that each stage begins with, but for the first",
-            param=_PARAM,
+        raise refused(
+            f"{len(split)} layers, and {stages} stages begin with {stages - 1}",
+            "name the layer that each stage begins with, but for the first",
         )
     modules = dict(units.module.named_modules(remove_duplicate=False))
     known = {part: name for name, part in reversed(modules.items())}
-    begins: dict[str, int] = {}
+    begins: dict[nn.Module, int] = {}
     for place, parts in reversed(list(enumerate(units.parts))):
-        for part in parts:
-            for each in [part] if part in known else part.modules():  # of a module that `stages` has made, its parts
-                begins |= {name: place for name, other in modules.items() if other is each}
+        for part in parts:  # of one that `stages` has made, its parts
+            begins |= dict.fromkeys([part] if part in known else part.modules(), place)
     found = [0]
     for name in split:
-        if name not in begins:
-            raise ConfigError(
-                f"strategyParams.split names {name!r}, and no unit of {type(units.module).__name__} begins with it",
-                hint=f"units are {', '.join(known.get(unit[0], type(unit[0]).__name__) for unit in units.parts)}",
-                param=_PARAM,
+        place = begins.get(modules[name], -1) if name in modules else -1
+        if place < 0:
+            shown = ", ".join(known.get(unit[0], type(unit[0]).__name__) for unit in units.parts)
+            raise refused(
+                f"{name!r}, and no unit of {type(units.module).__name__} begins with it", f"units are {shown}"
             )
-        place = begins[name]
-        if place <= found[-1] or place not in places:
-            raise ConfigError(
-                f"a stage would begin with {name!r}, "
-                + (
-                    "between a layer that tensor divides by 'colwise' and its 'rowwise' partner"
-                    if place > found[-1]
-                    else "which is no later unit than that before"
-                ),
-                hint="name layers in strategyParams.split in the order of the forward pass, with pairs in one stage",
-                param=_PARAM,
+        if place <= found[-1]:
+            raise refused(f"{name!r}, which is no later unit than that before", "keep the order of the forward pass")
+        if place not in places:
+            raise refused(
+                f"{name!r}, between a layer that tensor divides by 'colwise' and its 'rowwise' partner",
+                "keep pairs in one stage",
             )
         found.append(place)
     return found

@@ -62,9 +62,8 @@ class Pipe(nn.Module):
         cut: Cut,
         group: dist.ProcessGroup,
         device: torch.device,
+        how: tuple[str, int],
         *,
-        schedule: str,
-        micro_batches: int,
         copies: bool,
     ) -> None:
         """Takes the module, this rank's stages in ascending order, and how they run.
@@ -75,14 +74,13 @@ class Pipe(nn.Module):
             cut: How the module was cut.
             group: The ranks of the stages.
             device: This rank's device.
-            schedule: As in `MeshOptions.schedule`.
-            micro_batches: Number of micro-batches.
+            how: The schedule, as in `MeshOptions`, and the number of micro-batches.
             copies: Whether other groups have the same stages, or other shards of them.
         """
         super().__init__()
         self.module, self.stages, self.cut = module, nn.ModuleList(stages), cut
         self._own, self._group, self._device, self._copies = list(stages), group, device, copies
-        self._schedule, self._micro_batches = schedule, micro_batches
+        self._schedule, self._micro_batches = how
         self._numbers = range(group.rank(), len(stages) * group.size(), group.size())
         self._prepared: dict[Any, _Prepared] = {}
         self._loss: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
@@ -284,8 +282,8 @@ class Pipe(nn.Module):
 
         stages = []
         for number, own in zip(self._numbers, self._own, strict=True):
-            ends = {"input_args": tuple(passed[number - 1] if number else ()), "output_args": tuple(passed[number])}
-            stages.append(Timed(own, number, len(passed), self._device, group=self._group, **ends))
+            received, sent = tuple(passed[number - 1] if number else ()), tuple(passed[number])
+            stages.append(Timed(own, number, len(passed), self._device, received, sent, group=self._group))
         many = len(stages) > 1
         kind: Any = ScheduleInterleaved1F1B if many else Schedule1F1B if self._schedule == "1f1b" else ScheduleGPipe
         loss = loss_of if training else None
@@ -295,6 +293,11 @@ class Pipe(nn.Module):
 @contextmanager
 def _accumulating(stages: nn.Module, *, fresh: bool) -> Iterator[None]:
     """Context in which a schedule adds to gradients; on its first run, torch's clears those of sharded parameters."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for part in stages.modules() if fresh else ():
+        if isinstance(part, FSDPModule):
+            part.reshard()  # shards have the gradients, and `_tried` has gathered them
     held = [(p, p.grad) for p in stages.parameters() if p.grad is not None] if fresh else []
     for parameter, _ in held:
         parameter.grad = None

@@ -237,7 +237,7 @@ class _Within:
         made = bare(owner)
         if isinstance(owner, _STACKS):
             made.layers = nn.ModuleList(now[layer] for layer in owner.layers if layer in now)
-            made.norm = now.get(owner.norm)
+            made.norm = None if owner.norm is None else now.get(owner.norm)
             return made
         for name, buffer in owner.named_buffers(recurse=False):
             made.register_buffer(name, buffer)

@@ -134,9 +134,9 @@ class MicroLosses:
             return None if tensor is None else tensor[first:last]
 
         whole = self._batch
-        kept = {"label": part(whole.label), "weight": part(whole.weight), "loss_weight": part(whole.loss_weight)}
         inputs = tuple(tensor[first:last] for tensor in whole.inputs)
-        rows: Batch = replace(whole, inputs=inputs, rows=last - first, **kept)
+        rows = replace(whole, inputs=inputs, rows=last - first, label=part(whole.label), weight=part(whole.weight))
+        rows = replace(rows, loss_weight=part(whole.loss_weight))
         found, sums = self._step(stand_in(self._module, instead), rows)
         for name, (value, count) in sums.items():
             before = self.metrics.get(name, (0.0, 0.0))

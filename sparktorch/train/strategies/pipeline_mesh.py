@@ -107,20 +107,13 @@ class PipelineMesh(Mesh):
         for part, name, other, same in aliases:
             setattr(part, name, getattr(other, same))
         self.materialise(module)  # the buffers of no stage
-        for part in module.modules():
+        for part in {*module.modules(), *(below for stage in stages for below in stage.modules())}:
             for name, buffer in list(part.named_buffers(recurse=False)):
                 setattr(part, name, buffer.to(self._device))
         self._whole = cut.outline
-        self._pipe = Pipe(
-            module,
-            stages,
-            cut,
-            group,
-            self._device,
-            schedule=options.schedule,
-            micro_batches=options.count,
-            copies=self._sharing.size() < self._world.world_size,
-        )
+        copies = self._sharing.size() < self._world.world_size
+        how = options.schedule, options.count
+        self._pipe = Pipe(module, stages, cut, group, self._device, how, copies=copies)
         self._exchange = share_rows(self._pipe, self._sharing, self._device)
         return self._pipe
 
@@ -147,15 +140,8 @@ class PipelineMesh(Mesh):
         given = replace(own, values=values)
         # A rank without rows has weights of zero for its placeholders, and others may have none.
         weight, loss_weight = (each if self._exchange.flags & bit else None for bit, each in enumerate(weights, 1))
-        every = replace(
-            batch,
-            inputs=tuple(inputs),
-            label=label,
-            weight=weight,
-            loss_weight=loss_weight,
-            lengths={},  # these two are known of this rank's own rows only
-            tokens=None,
-        )
+        every = replace(batch, inputs=tuple(inputs), label=label, weight=weight, loss_weight=loss_weight)
+        every = replace(every, lengths={}, tokens=None)  # which are known of this rank's own rows only
         losses = MicroLosses(step, module.module, every, given, compare=not self._compared_step)
         self._compared_step = True
         try:
