@@ -36,7 +36,7 @@ ALLOWED = {
         "DDP orders its buckets anew after its first backward pass, as one rank has seen them",
     ),
     "_TOLERANCE * largest:": (1, "outputs of ranks that share layers are compared once"),
-    "all(torch.equal(a.nan_to_num()": (
+    "all(torch.equal(a[first:last].nan_to_num()": (
         8,
         "what a training step calls a pipeline with is compared once, in the last stage",
     ),

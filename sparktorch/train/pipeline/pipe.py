@@ -218,7 +218,8 @@ class Pipe(nn.Module):
         mode = training, self.module.training, torch.is_autocast_enabled(self._device.type), given.form
         key = (*mode, *((tensor.shape, tensor.dtype) for tensor in inputs.values()))
         if key not in self._prepared:
-            passed, returned = self._tried({name: tensor[:size] for name, tensor in inputs.items()}, training=training)
+            first = {name: tensor[:size].clone() for name, tensor in inputs.items()}  # a module may change its inputs
+            passed, returned = self._tried(first, training=training)
             check_rows(passed[-1], size)
             schedule, stages = self._scheduled(passed, training=training)
             self._prepared[key] = _Prepared(schedule, stages, passed, returned)
