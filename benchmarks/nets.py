@@ -24,6 +24,10 @@ class Mlp(nn.Module):
         out: torch.Tensor = self.layers(x).squeeze(-1)
         return out
 
+    def stages(self) -> list[nn.Module]:
+        """Returns the layers, and what makes `(rows,)` of the last one's output."""
+        return [*self.layers, nn.Flatten(0)]
+
 
 class Encoder(nn.Module):
     """Four of `torch.nn`'s encoder layers of 256 over 64 positions; one number a row, shape `(rows,)`."""

@@ -23,11 +23,14 @@ from sparktorch.base.batch import Batch
 from sparktorch.base.config import Precision, TrainConfig
 from sparktorch.base.world import World
 from sparktorch.errors import ConfigError, SparkTorchError
+from sparktorch.train.arguments import Arguments
 from sparktorch.train.checkpoint.tensors import create_optimizer_state, own_optimizer
 from sparktorch.train.engine import Engine
+from sparktorch.train.flops import flop_counter
 from sparktorch.train.measured import kept, kept_around, operations
 from sparktorch.train.needs import Need, Plan
-from sparktorch.train.pipeline.setup import staged
+from sparktorch.train.pipeline.cut import Cut
+from sparktorch.train.recipe.huggingface import arguments
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.fsdp import ShardingOptions, units
 from sparktorch.train.strategies.mesh_options import MeshOptions
@@ -270,14 +273,32 @@ class _Measured:
             The parameters of one; the bytes of a row that are passed on; and the operations of one, relative to those
             of equal stages.
         """
-        found = staged(self._module, options.stages, options.split, self._first, styles=styles)
+        cut = Cut(self._module, options.stages, options.split, styles)
         of_ranks: list[dict[nn.Parameter, int]] = [{} for _ in range(options.stages // options.stages_per_rank)]
         for name, parameter in self._parameters.items():
-            of_ranks[found.stage(name) % len(of_ranks)][parameter] = sizes[parameter]
+            of_ranks[cut.stage_of[name] % len(of_ranks)][parameter] = sizes[parameter]
         most = max(of_ranks, key=lambda kept: sum(kept.values()))
-        work = [sum(found.work[rank :: len(of_ranks)]) for rank in range(len(of_ranks))]
+        of_stages, passed = self._passed(cut)
+        work = [sum(of_stages[rank :: len(of_ranks)]) for rank in range(len(of_ranks))]
         slowest = max(work) * len(work) / sum(work) if any(work) else 1.0
-        return most, found.passed // self._first.rows, slowest
+        return most, passed // self._first.rows, slowest
+
+    @torch.no_grad()
+    def _passed(self, cut: Cut) -> tuple[list[int], int]:
+        """Returns the operations of each stage, and the most bytes that one passes on, for the first rows."""
+        args, kwargs = arguments(self._first, self._module)
+        kwargs.pop("labels", None)
+        given = Arguments.of(args, kwargs)
+        values: Sequence[torch.Tensor] = ()
+        work, passed = [], 0
+        for number in range(len(cut.starts)):
+            stage = cut.stage(number)
+            stage.given = given
+            passed = max(passed, sum(value.nbytes for value in values))
+            with torch.random.fork_rng(devices=[]), flop_counter() as counter:
+                values = stage(*values, **{str(place): tensor for place, tensor in enumerate(given.tensors)})
+            work.append(counter.get_total_flops())
+        return work, passed
 
     def _units(self, options: ShardingOptions) -> list[list[nn.Parameter]]:
         """Returns the parameters that are gathered together: those in no unit first, then those of each unit."""

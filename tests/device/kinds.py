@@ -17,6 +17,7 @@ from torch import nn
 from sparktorch.data.columns import KEY, LABEL, VALIDATION, WEIGHT, Columns, TensorSpec, input_name
 from sparktorch.data.preprocess import Preprocess
 from sparktorch.data.sampling.plan import rank_of_key
+from tests.support.nets import Unit
 
 __all__ = ["KINDS", "ROWS", "Kind", "Net"]
 
@@ -41,6 +42,9 @@ class Net(nn.Module):
         x = self._features(*inputs)
         out: torch.Tensor = self.layers(x).squeeze(-1)
         return out
+
+    def stages(self) -> list[nn.Module]:
+        return [Unit(self._features, *([] if self.table is None else [self.table])), *self.layers, nn.Flatten(0)]
 
     def _features(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         if self._kind == "text":

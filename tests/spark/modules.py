@@ -28,6 +28,9 @@ class MLP(nn.Module):
         out: torch.Tensor = self.body(x)
         return out
 
+    def stages(self) -> list[nn.Module]:
+        return list(self.body)
+
 
 class DigitsCNN(nn.Module):
     """A convolution over 8x8 pixels, ten scores."""

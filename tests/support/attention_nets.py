@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
+
+from tests.support.nets import Unit
 
 __all__ = ["Encoder", "Sequences", "Translator"]
 
@@ -27,6 +31,22 @@ class Encoder(nn.Module):
             found = found.masked_fill(padding[:, :, None], 0)
         out: torch.Tensor = self.last(found.mean(1)).squeeze(-1)
         return out
+
+    def stages(self) -> list[nn.Module]:
+        def enter(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            positions = self.first(x).unflatten(1, (4, -1))
+            return positions, torch.arange(4, device=x.device) >= 3 + ((x[:, :1] > 0) | (not self.padded))
+
+        def deeper(layer: nn.Module) -> nn.Module:
+            return Unit(lambda found, padding: (layer(found, src_key_padding_mask=mask_of(padding)), padding), layer)
+
+        def mask_of(padding: torch.Tensor) -> torch.Tensor | None:
+            return padding if self.padded else None
+
+        def last(found: torch.Tensor, padding: torch.Tensor) -> Any:
+            return self.last(found.masked_fill(padding[:, :, None], 0).mean(1)).squeeze(-1)
+
+        return [Unit(enter, self.first), *map(deeper, self.encoder.layers), Unit(last, self.last)]
 
 
 class Translator(nn.Module):

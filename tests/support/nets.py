@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ __all__ = [
     "Sized",
     "Spare",
     "Tower",
+    "Unit",
     "Unsteady",
     "Watched",
     "mean_cross_entropy",
@@ -64,6 +66,9 @@ class Mlp(nn.Module):
         out: torch.Tensor = self.layers(x)
         return out
 
+    def stages(self) -> list[nn.Module]:
+        return list(self.layers)
+
 
 class Score(Mlp):
     """One number a row, shape `(rows,)`."""
@@ -73,6 +78,9 @@ class Score(Mlp):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x).squeeze(-1)
+
+    def stages(self) -> list[nn.Module]:
+        return [*super().stages(), nn.Flatten(0)]
 
 
 class Logit(Mlp):
@@ -441,6 +449,14 @@ class Tower(nn.Module):
         out: torch.Tensor = self.last(x).squeeze(-1)
         return out
 
+    def stages(self) -> list[nn.Module]:
+        def middle(x: torch.Tensor, frozen: torch.Tensor) -> torch.Tensor:
+            return self.tied_again(torch.tanh(self.tied(x))) * frozen.mean() + self.shift
+
+        blocks = [Unit(lambda x, block=block: x + block(x), block) for block in self.blocks]
+        both = Unit(middle, self.tied, self.tied_again, frozen=self.frozen)
+        return [self.first, *blocks, both, nn.Sequential(self.last, nn.Flatten(0))]
+
 
 class Paired(nn.Module):
     """Pairs of layers that tensor parallelism divides, and a norm and a buffer that it does not; one number a row."""
@@ -455,6 +471,23 @@ class Paired(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.second(torch.tanh(self.norm(self.first(x)))).squeeze(-1) + self.shift
         return out
+
+    def stages(self) -> list[nn.Module]:
+        shifted = Unit(lambda x: x.squeeze(-1) + self.shift)
+        return [*self.first, nn.Sequential(self.norm, nn.Tanh()), *self.second, shifted]
+
+
+class Unit(nn.Module):
+    """A unit of a pipeline that calls a function, which computes with some modules."""
+
+    def __init__(self, function: Callable[..., Any], *parts: nn.Module, **parameters: nn.Parameter) -> None:
+        super().__init__()
+        self.parts, self.function = nn.ModuleList(parts), function
+        for name, parameter in parameters.items():
+            self.register_parameter(name, parameter)
+
+    def forward(self, *values: torch.Tensor) -> Any:
+        return self.function(*values, **dict(self.named_parameters(recurse=False)))
 
 
 class Chain(nn.Module):
@@ -476,6 +509,20 @@ class Chain(nn.Module):
             out = out + mask * torch.tanh(layer(out))
         result: torch.Tensor = self.out(out + first if self.skips else out).squeeze(-1)
         return result
+
+    def stages(self) -> list[nn.Module]:
+        def enter(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            out = self.enter(x) * scale
+            return out, out if self.skips else torch.zeros(len(x)), (x.abs() < 2).float().mean(1, keepdim=True)
+
+        def deeper(layer: nn.Module) -> Unit:
+            return Unit(lambda out, first, mask: (out + mask * torch.tanh(layer(out)), first, mask), layer)
+
+        def last(out: torch.Tensor, first: torch.Tensor, mask: torch.Tensor) -> Any:
+            return self.out(out + first if self.skips else out).squeeze(-1)
+
+        layers = map(deeper, self.layers)
+        return [Unit(enter, self.enter, scale=self.scale), *layers, Unit(last, self.out, self.unused)]
 
 
 class Bags(nn.Module):

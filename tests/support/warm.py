@@ -16,11 +16,8 @@ import torch.distributed.pipelining
 import torch.distributed.tensor.debug
 from torch import nn
 
-from sparktorch.train.pipeline.layers import call_of_layer
-
 # The first optimizer of a process imports a thousand modules, and the first operator a hundred.
 torch.optim.AdamW([nn.Parameter(torch.zeros(1))], fused=True)
-call_of_layer()
 
 # A fork would copy their memory when the collector looks at them, as it does after each of Spark's tasks.
 gc.freeze()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,15 +13,16 @@ from torch._subclasses import FakeTensor
 from torch.utils import _pytree as pytree
 
 from sparktorch.base.batch import Batch
+from sparktorch.base.quiet import quiet
 from sparktorch.errors import ModuleError
+from sparktorch.train.arguments import Arguments
 from sparktorch.train.numerics.determinism import generators_state, untouched_generators
-from sparktorch.train.pipeline.arguments import Arguments
-from sparktorch.train.pipeline.recording import Twin
 from sparktorch.train.recipe.huggingface import arguments, without_caches
 
 __all__ = ["check_shapes", "check_values", "check_width"]
 
 _PARAM = "strategyParams"
+_FAKES = "torch._subclasses.fake_tensor"  # logs the tracebacks of errors, which are raised, too
 
 
 def check_width(name: str, size: int, part: Any, inputs: Any) -> None:
@@ -57,7 +58,7 @@ def check_shapes(module: nn.Module, styles: Mapping[str, str], size: int, batch:
     """
     given, trial = _given(module, batch), _Trial(size)
     try:
-        whole, parts = (Twin(module, torch.device("cpu")) for _ in range(2))  # what one call keeps is none of the other
+        whole, parts = (_Outline(module) for _ in range(2))  # what one call keeps is none of the other
         whole.call(given.call, given.tensors)
         trial.watch(parts.module, styles)
     except Exception:
@@ -109,6 +110,35 @@ def check_values(module: nn.Module, styles: Mapping[str, str], size: int, batch:
                 "'colwise_gather_output', or leave both whole",
                 param=_PARAM,
             )
+
+
+class _Outline:
+    """A copy of a module that has shapes and no values, and takes no memory."""
+
+    def __init__(self, module: nn.Module) -> None:
+        from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+
+        plain = [value for part in module.modules() for value in vars(part).values() if isinstance(value, FakeTensor)]
+        held = [*module.parameters(), *module.buffers(), *plain]
+        fakes = [tensor for tensor in held if isinstance(tensor, FakeTensor)]
+        self._mode = fakes[0].fake_mode if fakes else FakeTensorMode(allow_non_fake_inputs=True)
+        known: dict[int, Any] = {}
+        for tensor in held:
+            fake = self._fake(tensor)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            known[id(tensor)] = nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_parameter else fake
+        with unset_fake_temporarily():
+            self.module: nn.Module = without_caches(copy.deepcopy(module, known))
+
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        with self._mode:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+    def call(self, run: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Any:
+        """Calls the module, the first argument of `run`, in training mode, with tensors of these shapes."""
+        self.module.train()
+        with torch.random.fork_rng(devices=[]), quiet(_FAKES), self._mode, torch.no_grad():
+            return run(self.module, *map(self._fake, tensors))
 
 
 def _fails(place: str, size: int, cut: dict[str, None], error: Exception) -> ModuleError:

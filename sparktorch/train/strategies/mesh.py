@@ -173,7 +173,7 @@ class Mesh(Zero3[MeshOptions]):
         if not (self.exchanges_rows and batch.pads):
             return batch
         longest = torch.tensor([batch.inputs[place].shape[1] for place in batch.pads])
-        dist.all_reduce(longest, dist.ReduceOp.MAX, group=self._sharing)
+        dist.all_reduce(longest, dist.ReduceOp.MAX, group=None if self.runs_passes else self._sharing)
         return batch.padded(dict(zip(batch.pads, longest.tolist(), strict=True)))
 
     @classmethod

@@ -6,7 +6,7 @@ Huang et al. 2019, GPipe (https://arxiv.org/abs/1811.06965). How a module become
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -20,14 +20,14 @@ from sparktorch.base.batch import Batch
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.devices import seed
 from sparktorch.distributed.process_group import subgroup, sum_over_ranks
-from sparktorch.errors import ConfigError, nearest
+from sparktorch.train.arguments import Arguments
 from sparktorch.train.checkpoint.tensors import OPTIMIZER
 from sparktorch.train.dtensor import part_of, unadvised
-from sparktorch.train.pipeline.kept import Changes
+from sparktorch.train.pipeline.checks import check_equal, check_inputs, check_parts, check_settings
+from sparktorch.train.pipeline.cut import Cut
 from sparktorch.train.pipeline.pipe import Pipe
-from sparktorch.train.pipeline.programs import Stage
-from sparktorch.train.pipeline.setup import check_each_row, check_pipeline, check_stages, first_of_all, leave, staged
-from sparktorch.train.pipeline.step import MicroLosses, StandIn, arguments_of, check_step
+from sparktorch.train.pipeline.step import MicroLosses, arguments_of, check_step, stand_in
+from sparktorch.train.recipe.huggingface import arguments
 from sparktorch.train.recipe.loss import Sums
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.base import Step
@@ -38,56 +38,40 @@ from sparktorch.train.strategies.row_exchange import share_rows
 
 __all__ = ["PipelineMesh"]
 
-_MOST_ROWS, _RANKS = "pipeline_rows", "pipeline_ranks"
-_FLAGS = 2  # bits of an exchange of rows that say which weights there are
-
 
 class PipelineMesh(Mesh):
     """A mesh with the dimension `pipeline`: the engine's module is a `Pipe`; a rank has parameters of some stages."""
 
     runs_passes = True
     _pipe: Pipe
-    _changes: Changes
 
     @classmethod
     def check(cls, config: TrainConfig, recipe: Recipe, options: MeshOptions) -> None:
         """Refuses what other meshes do, and settings that stages do not support."""
-        check_pipeline(config, recipe)
-        if options.param_dtype is not None:
-            raise ConfigError(
-                f"strategyParams.param_dtype is {options.param_dtype!r}, and stages of a pipeline pass on values "
-                "in the dtypes of the module",
-                hint="set precision='bf16', which leaves parameters as they are, or leave it out",
-                param="strategyParams",
-            )
+        check_settings(config, recipe, options)
         super().check(config, recipe, options)
 
     @classmethod
     def check_module(cls, options: MeshOptions, recipe: Recipe, module: nn.Module, workers: int) -> None:
-        """Refuses what other meshes do, and modules that are no stages."""
-        check_stages(module)
+        """Refuses what other meshes do, and modules that no pipeline trains as one process does."""
+        check_parts(module)
         super().check_module(options, recipe, module, workers)
 
     @classmethod
     def check_call(cls, options: MeshOptions, recipe: Recipe, module: nn.Module, batch: Batch) -> None:
-        """Refuses modules that cannot be cut into stages, and steps that need more than the output of all."""
+        """Refuses modules that are not the composition of their stages, and steps that need more than the output."""
         cls._check_layers(options, module, batch)
-        found = staged(module, options.stages, options.split, batch, styles=cls._styles_of(module, options))
-        check_each_row(module, batch)
+        check_inputs(batch)
+        cut = Cut(module, options.stages, options.split, cls._styles_of(module, options))
         step = recipe.build_training_step()
-        if step is not None:
-            check_step(step, module, batch)
-        layers = nn.ModuleList(module.get_submodule(name) for name in found.layers)
-        called = {type(part).__name__ for part in layers.modules()}
-        for name in options.wrap_classes:
-            if name not in called:
-                raise ConfigError(
-                    f"strategyParams.wrap_classes names {name!r}, and strategyParams.pipeline divides parts of that "
-                    "class themselves",
-                    hint=nearest(name, called),
-                    param="strategyParams",
-                )
-        check_checkpointing(options, f"{type(module).__name__} in stages", units(layers, options))
+        given = None if step is None else check_step(step, module, batch)
+        if given is None:
+            args, kwargs = arguments(batch, module)
+            kwargs.pop("labels", None)  # with which a model of transformers computes a loss, too
+            given = Arguments.of(args, kwargs)
+        check_equal(cut, given, module)
+        parts = nn.ModuleList(cut.stage(number) for number in range(options.stages))
+        check_checkpointing(options, f"{type(module).__name__} in stages", units(parts, options))
 
     @property
     def exchanges_rows(self) -> bool:
@@ -107,50 +91,31 @@ class PipelineMesh(Mesh):
 
     def prepare(self, module: nn.Module) -> Pipe:
         """Leaves this rank the parameters of its stages, and divides these."""
-        assert self.example is not None
         options = self._options
         styles = self._styles(module)
-        found = staged(module, options.stages, options.split, self.example(), self._device, styles)
-        stage_of = first_of_all(found.stage_of)  # batches of other shapes might be cut elsewhere
+        cut = Cut(module, options.stages, options.split, styles)
         group = part_of(self._ranks, "pipeline").get_group()
-        own = range(group.rank(), options.stages_per_rank * group.size(), group.size())
-        here, others = ([name for name, at in stage_of.items() if (at in own) == mine] for mine in (True, False))
-        leave(module, here, others, found.read)
+        own = range(group.rank(), options.stages, group.size())
+        stages = [cut.stage(number) for number in own]
+        aliases = cut.aliases(stages)
+        cut.keep(own)
         self._divide_layers(module, styles)
-        stages = [Stage(module, [name for name in stage_of if stage_of[name] == number]) for number in own]
         for stage in stages:
             present = {type(part).__name__ for part in stage.modules()}
             classes = [name for name in options.wrap_classes if name in present]
             self._divided(stage, replace(options, wrap_classes=classes))
-            stage.give_back()
-        self.materialise(module)  # the buffers between layers
-        for part in module.modules():
-            held = [(name, buffer) for name, buffer in part._buffers.items() if buffer is not None]
-            part._buffers.update((name, buffer.to(self._device)) for name, buffer in held)
-        self._whole = found.twin.module
-        self._pipe = Pipe(
-            module,
-            stages,
-            found.twin,
-            found.layers,
-            stage_of,
-            group,
-            self._device,
-            schedule=options.schedule,
-            micro_batches=options.count,
-        )
-        self._changes = Changes(module, found.layers)
-        self._pipe.register_forward_pre_hook(lambda *_: self._tell())
+        for part, name, other, same in aliases:
+            setattr(part, name, getattr(other, same))
+        self.materialise(module)  # the buffers of no stage
+        for part in {*module.modules(), *(below for stage in stages for below in stage.modules())}:
+            for name, buffer in list(part.named_buffers(recurse=False)):
+                setattr(part, name, buffer.to(self._device))
+        self._whole = cut.outline
+        copies = self._sharing.size() < self._world.world_size
+        how = options.schedule, options.count
+        self._pipe = Pipe(module, stages, cut, group, self._device, how, copies=copies)
         self._exchange = share_rows(self._pipe, self._sharing, self._device)
-        self._pipe.register_forward_pre_hook(lambda *_: self._check_told())
         return self._pipe
-
-    def _tell(self, flags: int = 0) -> None:
-        """Tells the other ranks of flags, of what the module keeps and of the last recording, in the next exchange."""
-        self._exchange.flags = flags | self._changes.bits(self._pipe.recorded) << _FLAGS
-
-    def _check_told(self) -> None:
-        self._changes.check(self._exchange.flags >> _FLAGS)
 
     def unwrap(self, module: nn.Module) -> nn.Module:
         """Returns the user's module, of which this rank has some parameters only."""
@@ -158,7 +123,7 @@ class PipelineMesh(Mesh):
 
     def shown(self, module: nn.Module) -> nn.Module:
         """Returns what stands for the pipeline: it has the methods of the user's module, and no parts."""
-        return StandIn(self.unwrap(module), module.__call__)
+        return stand_in(self.unwrap(module), module.__call__)
 
     def run_pass(
         self, module: nn.Module, batch: Batch, step: Step, scale: float, autocast: AbstractContextManager[Any]
@@ -168,23 +133,15 @@ class PipelineMesh(Mesh):
         own = arguments_of(step, module.module, batch)
         ones = torch.ones(len(batch.inputs[0]), device=self._device)
         weights = [ones if each is None else each for each in (batch.weight, batch.loss_weight)]
-        self._tell((batch.weight is not None) + 2 * (batch.loss_weight is not None))
+        self._exchange.flags = (batch.weight is not None) + 2 * (batch.loss_weight is not None)
         sent = (own.values, list(batch.inputs), batch.label, weights)
         (values, inputs, label, weights), _ = self._exchange.before(module, sent, {})
-        self._check_told()
         seed(torch.initial_seed() + self._stage, self._device)  # stages drop other activations; tensor ranks the same
         given = replace(own, values=values)
         # A rank without rows has weights of zero for its placeholders, and others may have none.
         weight, loss_weight = (each if self._exchange.flags & bit else None for bit, each in enumerate(weights, 1))
-        every = replace(
-            batch,
-            inputs=tuple(inputs),
-            label=label,
-            weight=weight,
-            loss_weight=loss_weight,
-            lengths={},  # these two are known of this rank's own rows only
-            tokens=None,
-        )
+        every = replace(batch, inputs=tuple(inputs), label=label, weight=weight, loss_weight=loss_weight)
+        every = replace(every, lengths={}, tokens=None)  # which are known of this rank's own rows only
         losses = MicroLosses(step, module.module, every, given, compare=not self._compared_step)
         self._compared_step = True
         try:
@@ -192,20 +149,6 @@ class PipelineMesh(Mesh):
         finally:
             self._exchange.restore()
         return total / self._sharing.size(), losses.metrics
-
-    def own_state(self) -> dict[str, torch.Tensor]:
-        """Returns the most rows of a pass so far, to which others are padded, and how many ranks had them together."""
-        found = {_MOST_ROWS: self._pipe.most_rows, _RANKS: self._sharing.size()}
-        return super().own_state() | {name: torch.tensor(number) for name, number in found.items()}
-
-    def load_own_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Restores it, if as many ranks have rows together; is a collective."""
-        super().load_own_state(state)
-        if _MOST_ROWS in state:
-            same = _RANKS in state and int(state[_RANKS]) == self._sharing.size()
-            most = state[_MOST_ROWS].to(self._device) * same
-            dist.all_reduce(most, dist.ReduceOp.MAX, group=self._sharing)  # on another mesh, they may have had others
-            self._pipe.most_rows = int(most)
 
     def metrics(self) -> dict[str, float]:
         """Returns the share of the time that ranks of a pipeline were idle, and that of equal stages by formula."""
@@ -225,14 +168,15 @@ class PipelineMesh(Mesh):
 
     def saves(self, name: str) -> bool:
         """Returns whether this rank saves an unsharded tensor; of a stage, a rank of that stage does."""
-        if name.startswith(OPTIMIZER) or name.partition(".")[2] in self._pipe.own_names:
+        if name.startswith(OPTIMIZER) or name.partition(".")[2] in self._pipe.cut.stage_of:
             others = (part_of(self._ranks, name) for name in ("data", "shard", "tensor"))
             return all(part.get_local_rank() == 0 for part in others)
         return super().saves(name)
 
     def common_buffers(self, module: nn.Module) -> Iterable[torch.Tensor]:
         """Returns the buffers that all ranks have; those of a stage's layers, no forward pass changes."""
-        return self._pipe.common_buffers
+        stage_of, named = self._pipe.cut.stage_of, self._pipe.module.named_buffers(remove_duplicate=False)
+        return [buffer for name, buffer in named if name not in stage_of]
 
     def shares(self, module: nn.Module, *, copy: bool = False) -> dict[str, torch.Tensor]:
         """Returns this rank's shards of its stages, by name."""

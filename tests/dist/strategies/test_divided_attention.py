@@ -67,7 +67,7 @@ def test_ranks_with_some_heads_train_what_one_plain_loop_trains(case: str) -> No
 
 @pytest.mark.landing
 def test_stages_of_a_pipeline_have_some_heads_of_their_layers() -> None:
-    module = partial(Encoder, padded=False)  # a pipeline takes no mask whose values decide what is computed
+    module = Encoder
     job = heads_job(module, {"pipeline": 2, "tensor": 2, "micro_batches": 2}, **FEW_STEPS)
     state, metas = train_on([part.batches() for part in TABLE.parts(4)], job)
     expected, loss = descended(module, FEW_STEPS)

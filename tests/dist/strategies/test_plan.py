@@ -21,7 +21,7 @@ from sparktorch.train.checkpoint.tensors import own_optimizer
 from sparktorch.train.dtensor import local
 from sparktorch.train.flops import flop_counter
 from sparktorch.train.needs import Need, Plan
-from sparktorch.train.pipeline.setup import staged
+from sparktorch.train.pipeline.cut import Cut
 from sparktorch.train.plan import plan
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.registry import build_strategy, check_module
@@ -399,7 +399,7 @@ def test_a_module_that_needs_values_is_planned_with_values(module: Any) -> None:
 
 
 class Thirds(nn.Sequential):
-    """Three pairs of layers; stages with equal work would part the second pair."""
+    """Three pairs of layers; equal stages would part the second pair."""
 
     def __init__(self) -> None:
         super().__init__(*(nn.Sequential(nn.Linear(5, 16), nn.GELU(), nn.Linear(16, 5)) for _ in range(3)))
@@ -411,7 +411,7 @@ def of_stages(split: list[str], plan: dict[str, str]) -> dict[str, int]:
     config = TrainConfig(task="regression", strategy="mesh", strategy_params=options)
     module = Thirds()
     check_module(config, Recipe(module=Thirds, loss="MSELoss"), 4, module, first)
-    return staged(module, 2, split, first, styles=check_plan(module, plan, 2)).stage_of
+    return Cut(module, 2, split, check_plan(module, plan, 2)).stage_of
 
 
 class Upwards(nn.Module):
@@ -425,45 +425,14 @@ class Upwards(nn.Module):
         return x + self.down(self.up(x).relu())
 
 
-class Crossed(nn.Module):
-    """Two pairs of layers, of which both outputs are divided at a time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a1, self.b1, self.a2, self.b2 = nn.Linear(5, 16), nn.Linear(5, 16), nn.Linear(16, 5), nn.Linear(16, 5)
-        self.last = nn.Linear(5, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        a, b = self.a1(x).relu(), self.b1(x).relu()
-        return self.last(self.a2(a) + self.b2(b))
-
-
-class TwiceNamed(nn.Module):
-    """Calls its layers by other names than those that they have first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, 5))
-        self.first, self.second, self.last = self.net[0], self.net[2], nn.Linear(5, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.second(self.first(x).relu()))
-
-
 def stages_of(module: nn.Module, plan: dict[str, str], split: list[str]) -> dict[str, int]:
-    styles = check_plan(module, plan, 2, staged=True)
-    return staged(module, 2, split, Batch((torch.ones(2, 5),), None, None, 2), styles=styles).stage_of
+    return Cut(module, 2, split, check_plan(module, plan, 2, staged=True)).stage_of
 
 
-def test_stages_begin_where_no_value_is_divided_in_the_order_in_which_layers_are_called() -> None:
+def test_pairs_within_a_unit_let_a_stage_begin_behind_it() -> None:
     upwards, plan = nn.Sequential(*(Upwards() for _ in range(4))), {"*.down": "rowwise", "*.up": "colwise"}
-    assert stages_of(upwards, plan, []) == stages_of(upwards, plan, ["2"]) == {"0": 0, "1": 0, "2": 1, "3": 1}
-    plan = {"?1": "colwise", "?2": "rowwise"}
-    assert stages_of(Crossed(), plan, []) == stages_of(Crossed(), plan, ["last"])
-    with pytest.raises(ConfigError, match="a stage would begin with 'b2', behind 'b1', of whose output"):
-        stages_of(Crossed(), plan, ["b2"])
-    assert stages_of(TwiceNamed(), {}, []) == {"first": 0, "second": 0, "last": 1}
-    with pytest.raises(ConfigError, match=r"makes 2 stages, and layers that .* divides leave fewer"):
+    assert stages_of(upwards, plan, []) == stages_of(upwards, plan, ["2"])
+    with pytest.raises(ConfigError, match="makes 2 stages, and Sequential has 1 units"):
         stages_of(nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 5)), {}, [])
 
 
@@ -478,10 +447,10 @@ def test_checkpointing_that_no_stage_can_do_is_refused() -> None:
 
 @pytest.mark.parametrize("plan", [{}, {"*.2": "rowwise", "*.0": "colwise"}], ids=["known pairs", "a plan"])
 def test_no_stage_begins_between_a_divided_output_and_the_layer_that_takes_it(plan: dict[str, str]) -> None:
-    cut = staged(Thirds(), 2, [], Batch((torch.ones(2, 5),), None, None, 2)).stage_of
-    assert cut["1.0"] != cut["1.2"]  # without `tensor`
+    cut = Cut(Thirds(), 2, []).stage_of
+    assert cut["1.0.weight"] != cut["1.2.weight"]  # without `tensor`
     found = of_stages([], plan)
-    assert all(found[f"{pair}.0"] == found[f"{pair}.2"] for pair in range(3))
+    assert all(found[f"{pair}.0.weight"] == found[f"{pair}.2.weight"] for pair in range(3))
     assert set(found.values()) == {0, 1}
-    with pytest.raises(ConfigError, match=r"a stage would begin with '1\.2', behind '1\.0', of whose output"):
+    with pytest.raises(ConfigError, match=r"names '1\.2', between a layer that tensor divides"):
         of_stages(["1.2"], plan)

@@ -45,6 +45,20 @@ class Deep(nn.Module):
         found: torch.Tensor = self.last(x).squeeze(-1)
         return found
 
+    def stages(self) -> list[nn.Module]:
+        return [self.first, *map(Added, self.layers), nn.Sequential(self.last, nn.Flatten(0))]
+
+
+class Added(nn.Module):
+    """Adds a little of what a layer returns to its input."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 0.1 * torch.tanh(self.layer(x))
+
 
 def _enter(groups: list[str], folder: Path) -> None:
     """Enters the first control group that no process has entered, unless this one is in a group."""

@@ -1,363 +1,218 @@
-"""Stages one after another compute what their module does, wherever it is cut: outputs, gradients, and no others."""
+"""What a module's units are, where it is cut, and that its stages compute what it computes."""
 
 from __future__ import annotations
 
-import functools
-import gc
-import weakref
-from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-from torch.utils import _pytree as pytree
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, GemmaConfig
 
-from sparktorch.base.batch import Batch
-from sparktorch.base.deferred import deferred
-from sparktorch.base.tape import is_fake
-from sparktorch.errors import ModuleError, SparkTorchError
-from sparktorch.train.pipeline.kept import attributes
-from sparktorch.train.pipeline.pipe import Pipe
-from sparktorch.train.pipeline.programs import Stage, programs
-from sparktorch.train.pipeline.recording import Twin
-from sparktorch.train.pipeline.setup import check_each_row, leave, staged
-from sparktorch.train.pipeline.stages import cut, layers_of
-from sparktorch.train.pipeline.step import check_step
-from tests.support.nets import Chain, Paired
-from tests.support.staged_nets import (
-    Adding,
-    Attending,
-    Clamping,
-    Detouring,
-    Doubling,
-    Filling,
-    Keeping,
-    Sharing,
-    Shifting,
-    Ticking,
-    Winding,
-    in_place,
-    normed,
+from sparktorch.errors import ConfigError, ModuleError
+from sparktorch.train.arguments import Arguments
+from sparktorch.train.pipeline.checks import check_equal
+from sparktorch.train.pipeline.cut import Cut
+from tests.support.nets import Chain, Paired, Unit
+from tests.support.staged_nets import Keeping, normed
+from tests.support.tiny_transformers import llama, mixtral, qwen
+
+ROWS = Arguments.of((torch.randn(2, 5, generator=torch.Generator().manual_seed(0)),), {})
+TOKENS = torch.tensor([[3, 4, 5, 6, 0], [7, 8, 9, 3, 4]])
+TEXT = Arguments.of((), {"input_ids": TOKENS, "attention_mask": TOKENS.sign()})
+
+
+def stack(kind: Any = nn.TransformerEncoderLayer, whole: Any = nn.TransformerEncoder) -> nn.Module:
+    made: nn.Module = whole(kind(8, 2, 12, dropout=0.3, batch_first=True), 3, nn.LayerNorm(8))
+    return made
+
+
+def gemma() -> GemmaConfig:
+    """Of a model that multiplies what its table returns."""
+    values = {**llama(num_hidden_layers=3).to_dict(), "tie_word_embeddings": False}
+    del values["model_type"], values["architectures"]
+    return GemmaConfig(**values)
+
+
+POSITIONS = Arguments.of(
+    (torch.randn(2, 5, 8),), {"src_key_padding_mask": torch.arange(5).expand(2, 5) >= torch.tensor([[3], [5]])}
 )
-
-Module = Callable[[], nn.Module]
-
-
-def stages_of(module: nn.Module, split: list[str], x: torch.Tensor) -> list[Stage]:
-    """The stages of a module that begins its second and later ones with these layers, in one process."""
-    count = len(split) + 1
-    twin = Twin(module, torch.device("cpu"))
-    layers = layers_of(twin.module, count, split)
-    recording = twin.record(layers, lambda whole, value: whole(value), [x], training=True)
-    placed = cut(recording, twin.module, count, split)
-    stages = [Stage(module, [name for name, own in placed.items() if own == stage]) for stage in range(count)]
-    for stage, program in zip(stages, programs(recording, placed, count), strict=True):
-        stage.program = program
-    return stages
-
-
-def backward(outputs: list[torch.Tensor]) -> None:
-    sum(output.square().sum() for output in outputs if output.requires_grad).backward()  # type: ignore[union-attr]
-
-
-def pass_through(stages: list[Stage], x: torch.Tensor) -> list[torch.Tensor]:
-    """Runs forward and backward as a schedule does: what crosses is cut off, and its gradient sent back.
-
-    A schedule receives into the same tensors each time, and cuts its inputs into micro-batches.
-    """
-    before = x.clone()
-    sent: list[tuple[torch.Tensor, ...]] = []
-    received: list[list[torch.Tensor]] = [[]]
-    for stage in stages:
-        sent.append(stage(*received[-1], input_0=x))
-        received.append([value.detach().requires_grad_(value.requires_grad) for value in sent[-1]])
-    assert torch.equal(x, before)
-    for values, copies in zip(sent, received[1:], strict=True):
-        assert [value.requires_grad for value in values] == [copy.requires_grad for copy in copies]
-        assert all(torch.equal(value, copy) for value, copy in zip(values, copies, strict=True))
-    backward(list(sent[-1]))
-    for values, copies in zip(sent[-2::-1], received[-2:0:-1], strict=True):
-        pairs = [(value, copy.grad) for value, copy in zip(values, copies, strict=True) if value.requires_grad]
-        assert all(gradient is not None for _, gradient in pairs)
-        torch.autograd.backward([value for value, _ in pairs], [gradient for _, gradient in pairs])
-    return list(sent[-1])
-
-
-def cuts_of(make: Module) -> list[list[str]]:
-    """One cut before each layer but the first, and two cuts."""
-    module = make()
-    names = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)][1:]
-    return [[name] for name in names] + [[names[0], names[-1]]]
-
-
-class Again(nn.Module):
-    """Calls a layer several times."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter, self.again, self.last, self.head = (nn.Linear(*shape) for shape in ((5, 8), (8, 8), (8, 8), (8, 1)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.enter(x)
-        for _ in range(4):
-            x = torch.tanh(self.again(x))
-        found: torch.Tensor = self.head(torch.tanh(self.last(x))).squeeze(-1)
-        return found
-
-
-def test_a_layer_that_is_called_again_is_cut_around() -> None:
-    for count in (2, 3):
-        twin = Twin(Again(), torch.device("cpu"))
-        layers = layers_of(twin.module, count)
-        recording = twin.record(layers, lambda whole, value: whole(value), [torch.ones(2, 5)], training=True)
-        placed = cut(recording, twin.module, count)
-        assert set(placed.values()) == set(range(count))
-
-
-def test_a_module_without_values_is_cut_like_one_with_them() -> None:
-    rows = Batch((torch.ones(2, 5),), None, None, 2)
-    expected, built = staged(Keeping(), 2, [], rows), deferred(Keeping, exact=False)
-    found = [staged(built.module, 2, [], rows)]
-    with built.mode:  # as in a dry run
-        found.append(staged(built.module, 2, [], Batch((built.mode.from_tensor(torch.ones(2, 5)),), None, None, 2)))
-    for each in found:
-        assert (each.stage_of, each.read) == (expected.stage_of, expected.read)
-    assert all(map(is_fake, built.module.parameters()))
-    twin = Twin(built.module, torch.device("cuda"))  # where a rank computes, not where its module was built
-    assert {tensor.device.type for tensor in twin.module.state_dict().values()} == {"cuda"}
-
-
-CHANGING = [Ticking, Shifting, Adding, Detouring, Filling, Clamping]
+BOTH = Arguments.of((torch.randn(2, 5, 8), torch.randn(2, 3, 8)), {})
 
 
 @pytest.mark.parametrize(
-    "make", [Chain, Paired, Doubling, Winding, Attending, Sharing, Keeping, in_place, normed, *CHANGING]
+    ("make", "given", "stages"),
+    [
+        (normed, ROWS, 3),
+        (partial(Paired, dropout=0.5), ROWS, 4),
+        (partial(Chain, skips=True, dropout=0.5), ROWS, 4),
+        (Keeping, ROWS, 2),
+        (stack, POSITIONS, 3),
+        (partial(stack, nn.TransformerDecoderLayer, nn.TransformerDecoder), BOTH, 2),
+        (partial(AutoModelForCausalLM.from_config, llama(num_hidden_layers=3)), TEXT, 4),
+        (partial(AutoModelForSequenceClassification.from_config, llama()), TEXT, 2),
+        (partial(AutoModel.from_config, qwen()), TEXT, 2),
+        (partial(AutoModelForCausalLM.from_config, mixtral()), TEXT, 3),
+        (partial(AutoModelForCausalLM.from_config, gemma()), TEXT, 3),
+    ],
 )
-def test_stages_compute_what_the_module_does_wherever_it_is_cut(make: Module) -> None:
-    tried = 0
-    for split in cuts_of(make):
-        torch.manual_seed(0)
-        whole, x = make(), torch.randn(6, 5)
-        torch.manual_seed(0)
-        parted = make()
-        try:
-            stages = stages_of(parted, split, x)
-        except SparkTorchError:
-            continue  # it cannot be cut there: a parameter is in several stages, or nothing to train in one
-        tried += 1
-        expected = [value for value in pytree.tree_leaves(whole(x.clone())) if isinstance(value, torch.Tensor)]
-        backward(expected)
-        found = pass_through(stages, x)
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
-        gradients = {name: parameter.grad for name, parameter in whole.named_parameters()}
-        for name, parameter in parted.named_parameters():
-            assert (parameter.grad is None) == (gradients[name] is None), (split, name)
-            if parameter.grad is not None:
-                torch.testing.assert_close(parameter.grad, gradients[name], atol=1e-3, rtol=1e-2)
-    assert tried if make not in CHANGING else tried == len(cuts_of(make))
+def test_stages_compute_what_the_module_computes(make: Any, given: Arguments, stages: int) -> None:
+    module = make()
+    modes = [part.training for part in module.modules()]
+    cut = Cut(module, stages, [])
+    check_equal(cut, given, module)
+    assert {*cut.stage_of.values()} == {*range(stages)}
+    assert [part.training for part in module.modules()] == modes
+    assert all(parameter.grad is None for parameter in module.parameters())
 
 
-_steps: dict[int, torch.Tensor] = {}
+def test_a_rank_keeps_the_tensors_of_its_stages() -> None:
+    module = AutoModelForCausalLM.from_config(llama(num_hidden_layers=3))
+    cut = Cut(module, 4, [])
+    cut.keep([1, 3])
+    assert {name for name, _ in module.named_parameters()} == {
+        n for n, stage in cut.stage_of.items() if stage in (1, 3)
+    }
+    assert cut.outline.state.keys() == AutoModelForCausalLM.from_config(llama(num_hidden_layers=3)).state_dict().keys()
+    assert cut.stage_of["lm_head.weight"] == cut.stage_of["model.norm.weight"] == 3
 
 
-@functools.cache
-def steps_of(count: int) -> torch.Tensor:
-    return torch.arange(count).float()
+def linear(*widths: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(one, other, bias=False) for one, other in pairwise(widths)))
 
 
-def kept_steps_of(count: int) -> torch.Tensor:
-    return _steps.setdefault(count, torch.arange(count).float())
+@pytest.mark.parametrize(
+    ("module", "stages", "split", "starts"),
+    [
+        (linear(2, 8, 8, 8, 8), 2, [], [0, 2]),
+        (linear(2, 8, 8, 8, 8), 3, [], [0, 2, 3]),
+        (nn.Sequential(linear(4, 4), nn.Tanh(), linear(4, 4, 4), nn.Tanh()), 3, [], [0, 2, 3]),
+        (linear(2, 8, 8, 8, 8), 2, ["1"], [0, 1]),
+        (nn.Sequential(linear(4, 4), nn.Tanh(), linear(4, 4, 4), nn.Tanh()), 3, ["1", "2.1"], [0, 1, 3]),
+        (Chain(), 3, ["layers.1", "out"], [0, 2, 4]),
+    ],
+)
+def test_the_largest_stage_has_as_few_parameters_as_can_be_or_split_says_where_stages_begin(
+    module: nn.Module, stages: int, split: list[str], starts: list[int]
+) -> None:
+    assert Cut(module, stages, split).starts == starts
 
 
-class Stepping(nn.Linear):
-    """Adds numbers from outside the module."""
+class Tied(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(5, 5), nn.Linear(5, 5))
+        self[1].weight = self[0].weight
 
-    def __init__(self, numbers: Callable[[int], torch.Tensor]) -> None:
-        super().__init__(5, 5)
-        self.numbers = numbers
+
+class Unlike(Paired):
+    def stages(self) -> list[nn.Module]:
+        return [self.first, self.norm, self.second, nn.Flatten(0)]
+
+
+class Otherwise(Paired):
+    """Its stages return the same, with other gradients."""
+
+    def stages(self) -> list[nn.Module]:
+        first, *others = super().stages()
+        return [first, Unit(lambda x: x.detach() * 2 - x), Unit(lambda x: x - x.detach() + x.detach()), *others]
+
+
+class Evaluated(Paired):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1 if self.training else 2)
+
+
+class Centring(Paired):
+    def stages(self) -> list[nn.Module]:
+        return [Unit(lambda x: x - x.mean(0)), *super().stages()]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) + self.numbers(5)
+        return super().forward(x - x.mean(0))
 
 
-@pytest.fixture
-def no_steps() -> Any:
-    yield
-    _steps.clear()
-    steps_of.cache_clear()
-    gc.unfreeze()
-
-
-@pytest.mark.usefixtures("no_steps")
-def test_what_a_recording_leaves_in_caches_has_no_layer() -> None:
-    x = torch.randn(6, 5)
-    for numbers in (steps_of, kept_steps_of):
-        module = nn.Sequential(nn.Linear(5, 5), Stepping(numbers), nn.Linear(5, 1))
-        stages_of(module, ["1"], x)
-        gc.freeze()  # as a worker does before its second training
-        stages = stages_of(module, ["1"], x)
-        if numbers is steps_of:
-            (found,) = pass_through(stages, x)
-            assert torch.equal(found, module(x))
-        else:
-            with pytest.raises(ModuleError, match="layer '1' computes with a tensor without values"), torch.no_grad():
-                stages[1](x, input_0=x)
-
-
-class Placing(nn.Module):
-    """Adds a frozen parameter between its layers."""
+class Counting(Paired):
+    seen: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
-        self.enter, self.out = nn.Linear(5, 5), nn.Linear(5, 1)
-        self.place = nn.Parameter(torch.zeros(5), requires_grad=False)
+        self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.out(self.enter(x) + self.place)
+        self.seen += len(x)
+        return super().forward(x)
+
+
+class Averaging(Paired):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).mean()
+
+
+class Without(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.stages = nn.Linear(5, 1), nn.ModuleList([nn.Linear(1, 1)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.stages[0](self.one(x))
         return found
 
 
-def test_a_parameter_between_layers_that_begins_to_train_is_refused() -> None:
-    module, x = Placing(), torch.ones(2, 5)
-    stages = stages_of(module, ["out"], x)
-    pass_through(stages, x)
-    module.place.requires_grad_()
-    with pytest.raises(ModuleError, match="parameter 'place' requires gradients, and did not when"):
-        pass_through(stages, x)
+class Partly(Paired):
+    def stages(self) -> list[nn.Module]:
+        return super().stages()[:-2]
 
 
-def test_a_layer_that_begins_to_have_gradients_is_refused() -> None:
-    module = nn.Sequential(nn.Linear(5, 5).requires_grad_(False), nn.Linear(5, 5), nn.Linear(5, 1))
-    stages, x = stages_of(module, ["2"], torch.ones(2, 5)), torch.ones(2, 5)
-    pass_through(stages, x)
-    module[0].requires_grad_()
-    with pytest.raises(ModuleError, match="what layer '0' returns requires gradients, and did not when"):
-        pass_through(stages, x)
-    with torch.no_grad():
-        stages[0](input_0=x)
+class Failing(Paired):
+    def stages(self) -> list[nn.Module]:
+        return [*self.second, *self.first, self.norm]
 
 
-class Placed(nn.Linear):
-    """Says where it is and of which dtype, as models of transformers do, and returns nothing besides its scores."""
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.parameters()).device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return next(self.parameters()).dtype
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
-        return super().forward(x), x[:, :0]
+class Listless(Paired):
+    def stages(self) -> list[nn.Module]:
+        return []
 
 
-def test_what_training_steps_and_outputs_may_have_is_not_refused() -> None:
-    module, batch = Placed(5, 1), Batch((torch.ones(2, 5),), None, None, 2)
-
-    def step(module: nn.Module, batch: Batch) -> torch.Tensor:
-        scores, nothing = module(batch.inputs[0].to(module.device, module.dtype))
-        loss: torch.Tensor = scores.mean() + nothing.sum()
-        return loss
-
-    check_step(step, module, batch)
-    check_each_row(module, batch)
-
-
-class Halving(nn.Linear):
-    """Changes its input in place."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x.mul_(0.5)
-        return super().forward(x).squeeze(-1)
-
-
-def test_a_module_that_changes_its_input_in_place_is_checked_with_the_values_that_it_gets() -> None:
-    module, batch = Halving(5, 1), Batch((torch.ones(2, 5),), torch.ones(2), None, 2)
-
-    def step(module: nn.Module, batch: Batch) -> torch.Tensor:
-        loss: torch.Tensor = module(batch.inputs[0] * 2).mean()
-        return loss
-
-    check_step(step, module, batch)
-    check_each_row(module, batch)
-    assert torch.equal(batch.inputs[0], torch.ones(2, 5))
+@pytest.mark.parametrize(
+    ("module", "says"),
+    [
+        (Without, r"(?s)Without cannot be cut into stages.*has no method stages\(\).*def stages\(self\)"),
+        (Listless, r"(?s)stages\(\) of Listless returns no list of modules.*def stages\(self\)"),
+        (Partly, r"(?s)'second.3.weight' is in none of the stages.*def stages\(self\)"),
+        (Tied, "'0.weight' is in stages 0 and 1"),
+        (Unlike, r"(?s)compute something else than it: other outputs or gradients.*def stages\(self\)"),
+        (Otherwise, "other outputs or gradients"),
+        (Evaluated, "or in evaluation something else"),
+        (Centring, "computes another output of a row beside another one"),
+        (Counting, "changes buffer 'seen'"),
+        (Averaging, r"returns a tensor of shape \(\) for 2 rows"),
+        (Failing, r"(?s)the stages of Failing, one after another, fail: RuntimeError.*def stages\(self\)"),
+    ],
+)
+def test_a_module_that_is_not_the_composition_of_its_stages_is_refused(module: Any, says: str) -> None:
+    made = module()
+    with pytest.raises(ModuleError, match=says):
+        check_equal(Cut(made, 2, []), ROWS, made)
 
 
-class Optioned(Chain):
-    """Computes with numbers in a dict, some of them beside a tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.options: dict[str, Any] = {"scale": 1.0, "steps": [1, (torch.ones(1), 1)]}
-        self.options |= {"all": self.options, "words": {str(number): number for number in range(2000)}}
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        number, (_, power) = self.options["steps"]
-        return super().forward(x) * (self.options["scale"] * number) ** power
-
-
-def test_numbers_in_lists_and_dicts_of_a_module_are_those_of_its_recording() -> None:
-    module = Optioned()
-    twin = Twin(module, torch.device("cpu"))
-    tensor = twin.module.options["steps"][1][0]  # type: ignore[index]
-    before = attributes(module, [])
-    for change in ({"scale": 3.0}, {"new": {"a": (1, "b")}}, {"steps": [2, (torch.ones(1), 2)]}):
-        module.options |= change
-        twin.record(
-            layers_of(twin.module, 2),
-            lambda whole, x: whole(x),
-            [torch.ones(2, 5)],
-            training=True,
-            attributes_of=module,
-        )
-        now = attributes(module, [])
-        assert len(now) < 100
-        assert (now != before, attributes(twin.module, [])) == (True, now)
-        before = now
-    assert twin.module.options["steps"][1][0] is tensor  # type: ignore[index]
+@pytest.mark.parametrize(
+    ("stages", "split", "says"),
+    [
+        (9, [], "makes 9 stages, and Paired has 5 units with parameters"),
+        (2, ["layers.7"], r"(?s)names 'layers.7', and no unit of Paired begins with it.*first.0"),
+        (2, ["first", "norm"], "names 2 layers, and 2 stages begin with 1"),
+        (3, ["norm", "first.2"], "names 'first.2', which is no later unit"),
+        (2, ["first.0"], "no later unit"),
+    ],
+)
+def test_options_that_do_not_fit_the_units_are_refused(stages: int, split: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        Cut(Paired(), stages, split)
 
 
-def test_a_stage_holds_nothing_of_the_layers_of_others() -> None:
-    module = nn.ModuleDict({"own": nn.LSTM(2, 3), "other": nn.LSTM(3, 4)})
-    own, other = (weakref.WeakSet(module[name].parameters()) for name in ("own", "other"))
-    leave(module, ["own"], ["other"], [])
-    assert (len(own), len(other)) == (4, 0)
-
-
-class Scaled(nn.Linear):
-    """Has a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__(5, 5)
-        self.register_buffer("factor", torch.ones(()))
-
-
-class Framed(nn.Module):
-    """Has a buffer besides those of its blocks' parts."""
-
-    shift: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("shift", torch.ones(()))
-        self.blocks = nn.Sequential(*(nn.Sequential(Scaled(), nn.Linear(5, 5)) for _ in range(2)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.blocks(x + self.shift)
-        return found
-
-
-def test_buffers_of_parts_whose_activations_are_computed_again_are_those_of_their_stage() -> None:
-    module = Framed()
-    found = staged(module, 2, ["blocks.1"], Batch((torch.ones(2, 5),), None, None, 2))
-    apply_activation_checkpointing(module, check_fn=lambda part: isinstance(part, Scaled))
-    alone: Any = None  # no process group
-    pipe = Pipe(
-        *(module, [], found.twin, found.layers, found.stage_of, alone, torch.device("cpu")),
-        schedule="1f1b",
-        micro_batches=1,
-    )
-    assert [id(buffer) for buffer in pipe.common_buffers] == [id(module.shift)]
+def test_stages_all_have_a_parameter_to_train() -> None:
+    module = Paired()
+    module.first.requires_grad_(False)
+    with pytest.raises(ModuleError, match="stage 0 of the pipeline has no parameter to train"):
+        Cut(module, 2, ["norm"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,10 +50,15 @@ class Arguments:
         """All but the tensors, as text."""
         return repr(([None if i in self.places else value for i, value in enumerate(self.values)], self.spec))
 
-    def call(self, module: nn.Module, *tensors: torch.Tensor) -> Any:
-        """Calls a module with other tensors in place of these."""
+    def filled(self, tensors: Iterable[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the positional and named arguments with other tensors in place of these."""
         values = list(self.values)
         for place, tensor in zip(self.places, tensors, strict=True):
             values[place] = tensor
         args, kwargs = pytree.tree_unflatten(values, self.spec)
+        return args, kwargs
+
+    def call(self, module: nn.Module, *tensors: torch.Tensor) -> Any:
+        """Calls a module with other tensors in place of these."""
+        args, kwargs = self.filled(tensors)
         return module(*args, **kwargs)

@@ -1,0 +1,204 @@
+"""Which units of a module are in which stage, and what a rank keeps of the module."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cache
+from itertools import accumulate, pairwise
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparktorch.errors import ConfigError, ModuleError
+from sparktorch.train.pipeline.stage import HOW, Stage, Units, units_of
+
+__all__ = ["Cut", "Outline"]
+
+_PARAM = "strategyParams"
+
+
+class Outline(nn.Module):
+    """Names, shapes and dtypes of a module's tensors, without values."""
+
+    def __init__(self, module: nn.Module) -> None:
+        """Takes them of a module."""
+        super().__init__()
+        like = {
+            id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in module.parameters()
+        }  # tied ones stay tied
+        self._named = [(name, like[id(p)]) for name, p in module.named_parameters(remove_duplicate=False)]
+        self.state = {name: torch.empty_like(t, device="meta") for name, t in module.state_dict().items()}
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the parameters by all of their names."""
+        yield from self._named
+
+
+class Cut:
+    """A module in stages.
+
+    Attributes:
+        starts: The unit that each stage begins with.
+        stage_of: The stage of each parameter and buffer that a stage has, by all of its names.
+        outline: The tensors of the whole module.
+    """
+
+    def __init__(
+        self, module: nn.Module, stages: int, split: Sequence[str], styles: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        """Cuts a module.
+
+        Args:
+            module: The module.
+            stages: Number of stages.
+            split: Names of the layers that stages begin with, but for the first; empty for a balance of parameters.
+            styles: How `tensor` divides layers, by their names.
+
+        Raises:
+            ConfigError: The options do not fit the module.
+            ModuleError: The module cannot be cut.
+        """
+        self.units: Units = units_of(module)
+        self._module = module
+        places = _places(self.units, styles)
+        self.starts = _named(self.units, split, stages, places) if split else _balanced(self.units, stages, places)
+        self.outline = Outline(module)
+        owners: dict[int, int] = {}
+        for stage, part in self._parts():
+            for tensor in (*part.parameters(), *part.buffers()):
+                other = owners.setdefault(id(tensor), stage)
+                if other != stage and isinstance(tensor, nn.Parameter):
+                    name = next(name for name, each in module.named_parameters() if each is tensor)
+                    raise ModuleError(
+                        f"parameter {name!r} is in stages {other} and {stage} of the pipeline",
+                        hint="untie it, name other layers in strategyParams.split, or use strategyParams.shard",
+                        param=_PARAM,
+                    )
+        named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+        self.stage_of = {name: owners[id(tensor)] for name, tensor in named if id(tensor) in owners}
+        for name, _ in module.named_parameters():
+            if name not in self.stage_of:
+                raise ModuleError(f"parameter {name!r} is in none of the stages", hint=HOW, param="module")
+        trained = {self.stage_of[name] for name, p in module.named_parameters() if p.requires_grad}
+        for stage in set(range(stages)) - trained if trained else ():
+            raise ModuleError(
+                f"stage {stage} of the pipeline has no parameter to train",
+                hint="name other layers in strategyParams.split, make fewer stages, or use strategyParams.shard",
+                param=_PARAM,
+            )
+
+    def _parts(self) -> Iterator[tuple[int, nn.Module]]:
+        """Yields the modules of all units, and the stage of each."""
+        for stage, (first, last) in enumerate(pairwise([*self.starts, len(self.units.parts)])):
+            yield from ((stage, part) for unit in self.units.parts[first:last] for part in unit)
+
+    def stage(self, number: int) -> Stage:
+        """Returns a stage."""
+        first, last = [*self.starts, len(self.units.parts)][number : number + 2]
+        return self.units.stage(first, last)
+
+    def keep(self, own: Collection[int]) -> None:
+        """Leaves the module the tensors of these stages, and those of none."""
+        inside = {below for stage, part in self._parts() if stage in own for below in part.modules()}
+        outside = {below for _, part in self._parts() for below in part.modules()} - inside
+        kept = {id(t) for part in inside for t in (*part.parameters(), *part.buffers())}
+        for part in self._module.modules():
+            for name, tensor in list(part.named_parameters(recurse=False, remove_duplicate=False)):
+                if id(tensor) not in kept:
+                    setattr(part, name, None)  # nn.RNNBase has them in a list, too
+            if part in outside:
+                for name, buffer in list(part.named_buffers(recurse=False, remove_duplicate=False)):
+                    if id(buffer) not in kept:
+                        setattr(part, name, None)
+                vars(part).update({name: None for name, value in vars(part).items() if isinstance(value, torch.Tensor)})
+
+    def aliases(self, stages: Sequence[Stage]) -> list[tuple[nn.Module, str, nn.Module, str]]:
+        """Returns where the module has parameters of stages outside of their modules, and where these have them."""
+        inside = [part for stage in stages for part in stage.modules()]
+        places = {id(p): (part, name) for part in inside for name, p in part.named_parameters(recurse=False)}
+        outside = (part for part in self._module.modules() if part not in {*inside})
+        return [
+            (part, name, *places[id(p)])
+            for part in outside
+            for name, p in part.named_parameters(recurse=False, remove_duplicate=False)
+            if id(p) in places
+        ]
+
+
+def _places(units: Units, styles: Mapping[str, str]) -> list[int]:
+    """Returns the units that a stage may begin with: not between a "colwise" layer and its "rowwise" partner."""
+    style_of = {units.module.get_submodule(name): style for name, style in styles.items()}
+    found, opened = [], False
+    for place, parts in enumerate(units.parts):
+        if place and not opened:
+            found.append(place)
+        inside = {below for part in parts for below in part.modules()}
+        styles_here = {style for part, style in style_of.items() if part in inside} & {"colwise", "rowwise"}
+        opened = styles_here == {"colwise"} if styles_here else opened
+    return found
+
+
+def _balanced(units: Units, stages: int, places: Sequence[int]) -> list[int]:
+    """Returns where stages begin so that the largest has as few parameters as can be."""
+    sizes = [sum(p.numel() for part in unit for p in part.parameters()) for unit in units.parts]
+    sums = [0, *accumulate(sizes)]
+    places = [place for place in places if sizes[place]]
+
+    @cache
+    def best(end: int, count: int) -> tuple[int, tuple[int, ...]]:
+        if count == 1:
+            return sums[end], (0,)
+        found = []
+        for place in places:
+            if place < end and sums[place]:
+                most, starts = best(place, count - 1)
+                found.append((max(most, sums[end] - sums[place]), (*starts, place)))
+        return min(found, default=(sums[-1] + 1, ()))
+
+    most, starts = best(len(sizes), stages)
+    if most > sums[-1]:
+        raise ConfigError(
+            f"strategyParams.pipeline makes {stages} stages, and {type(units.module).__name__} has "
+            f"{len(places) + 1} units with parameters that one can begin with",
+            hint="make fewer stages, or return smaller modules from stages()",
+            param=_PARAM,
+        )
+    return list(starts)
+
+
+def _named(units: Units, split: Sequence[str], stages: int, places: Sequence[int]) -> list[int]:
+    """Returns the units that begin with the named layers."""
+
+    def refused(says: str, hint: str) -> ConfigError:
+        return ConfigError(f"strategyParams.split names {says}", hint=hint, param=_PARAM)
+
+    if len(split) != stages - 1:
+        raise refused(
+            f"{len(split)} layers, and {stages} stages begin with {stages - 1}",
+            "name the layer that each stage begins with, but for the first",
+        )
+    modules = dict(units.module.named_modules(remove_duplicate=False))
+    known = {part: name for name, part in reversed(modules.items())}
+    begins: dict[nn.Module, int] = {}
+    for place, parts in reversed(list(enumerate(units.parts))):
+        for part in parts:  # of one that `stages` has made, its parts
+            begins |= dict.fromkeys([part] if part in known else part.modules(), place)
+    found = [0]
+    for name in split:
+        place = begins.get(modules[name], -1) if name in modules else -1
+        if place < 0:
+            shown = ", ".join(known.get(unit[0], type(unit[0]).__name__) for unit in units.parts)
+            raise refused(
+                f"{name!r}, and no unit of {type(units.module).__name__} begins with it", f"units are {shown}"
+            )
+        if place <= found[-1]:
+            raise refused(f"{name!r}, which is no later unit than that before", "keep the order of the forward pass")
+        if place not in places:
+            raise refused(
+                f"{name!r}, between a layer that tensor divides by 'colwise' and its 'rowwise' partner",
+                "keep pairs in one stage",
+            )
+        found.append(place)
+    return found
