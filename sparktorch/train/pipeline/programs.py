@@ -10,7 +10,6 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 
-from sparktorch.base.tape import is_fake
 from sparktorch.errors import ModuleError
 from sparktorch.train.pipeline.in_place import needs_gradient
 from sparktorch.train.pipeline.layers import Call, Modes
@@ -264,7 +263,7 @@ class Stage(nn.Module):
 
 def _check_result(call: Call, found: Sequence[torch.Tensor]) -> None:
     """Refuses what a layer has returned without values, or with gradients that nobody would pass on."""
-    if any(map(is_fake, found)):
+    if any(value.is_meta or hasattr(value, "fake_mode") for value in found):
         raise ModuleError(
             f"layer {call.layer!r} computes with a tensor without values: it keeps some outside the module, from when "
             "its forward pass was recorded",

@@ -20,7 +20,6 @@ from torch import fx, nn
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.utils import _pytree as pytree
 
-from sparktorch.base.caches import keeping_no_fakes
 from sparktorch.base.quiet import quiet
 from sparktorch.errors import ModuleError, SparkTorchError, line_of_user
 from sparktorch.train.pipeline.in_place import Gradients, mark_memory, mark_used
@@ -103,7 +102,8 @@ class Twin:
         from torch._subclasses import FakeTensor, FakeTensorMode
         from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-        kept = [value for part in module.modules() for value in vars(part).values() if isinstance(value, FakeTensor)]
+        plain = (each for part in module.modules() for each in vars(part).values() if isinstance(each, torch.Tensor))
+        kept = [each for each in plain if each.is_meta or isinstance(each, FakeTensor)]
         held = [*module.parameters(), *module.buffers(), *kept]
         fakes = [tensor for tensor in held if isinstance(tensor, FakeTensor)]
         self.mode = fakes[0].fake_mode if fakes else FakeTensorMode(allow_non_fake_inputs=True)
@@ -168,7 +168,6 @@ class Twin:
         untouched = torch.random.fork_rng(devices=[])  # dropout draws numbers, also those without values
         try:
             with (
-                keeping_no_fakes(),
                 untouched,
                 quiet(_FAKES),
                 self.mode,
@@ -312,9 +311,7 @@ def _way_out(error: BaseException) -> str:
         package, owner = frame.f_globals.get("__name__", ""), frame.f_locals.get("self")
         if package.startswith("transformers.") and type(owner).__name__.endswith("Experts"):
             return "set experts_implementation='batched_mm' where the model is made"
-    from sparktorch.base.deferred import needs_values  # imports a part of torch's compiler
-
-    if needs_values(error):
+    if "data-dependent" in str(error) or "aten._local_scalar_dense" in str(error):
         return (
             "above its layers it may not depend on values of tensors: compute both paths, as by torch.where, for all "
             "ranks must call the same layers"

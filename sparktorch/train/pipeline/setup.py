@@ -135,7 +135,7 @@ def check_each_row(module: nn.Module, batch: Batch) -> None:
     args, kwargs = arguments(batch, module)
     kwargs.pop("labels", None)
     given = Arguments.of(args, kwargs)
-    if any(isinstance(tensor, FakeTensor) for tensor in (*module.parameters(), *given.tensors)):
+    if any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in (*module.parameters(), *given.tensors)):
         return
     alone = [tensor[:1] for tensor in given.tensors]
     both = [torch.cat([tensor, _another(tensor)]) for tensor in alone]
