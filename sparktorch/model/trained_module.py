@@ -128,10 +128,8 @@ class TrainedModule:
             return []
         if isinstance(self.source, nn.Module):
             return list(self.source.modules())
-        from sparktorch.base.caches import keeping_no_fakes  # imports a part of torch's compiler
-
         try:
-            with keeping_no_fakes(), torch.device("meta"):
+            with torch.device("meta"):
                 return list(self._recipe().build_module(self.seed).modules())
         except SparkTorchError:  # its constructor looks at values, or reads files
             return list(self.build().modules())

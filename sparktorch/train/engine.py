@@ -6,13 +6,14 @@ import logging
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from sparktorch.base.batch import Batch, micro_batches, padding
 from sparktorch.base.config import TrainConfig
+from sparktorch.base.deferred import Deferred
 from sparktorch.base.devices import let_go
 from sparktorch.base.world import World
 from sparktorch.errors import ModuleError
@@ -31,9 +32,6 @@ from sparktorch.train.recipe.task import align, autocast, prediction, rows_of
 from sparktorch.train.split import Split
 from sparktorch.train.strategies.base import Strategy
 from sparktorch.train.strategies.registry import build_strategy
-
-if TYPE_CHECKING:
-    from sparktorch.base.deferred import Deferred
 
 __all__ = ["Engine"]
 

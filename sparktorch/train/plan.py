@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from sparktorch.base.batch import Batch
 from sparktorch.base.config import Precision, TrainConfig
@@ -129,12 +130,20 @@ class _Measured:
         # fp16 is as large as bf16, and not every CPU has it.
         precision: Precision = "bf16" if config.precision in ("bf16", "fp16") else "fp32"
         alone = replace(
-            config, strategy="ddp", strategy_params={}, compile=False, micro_batch_size=None, precision=precision
+            config,
+            strategy="ddp",
+            strategy_params={},
+            compile=False,
+            micro_batch_size=None,
+            precision=precision,
+            model_folder=None,
         )
         self._first = first
         self._inputs = sum(tensor.nbytes for tensor in first.tensors) // first.rows
+        shapes = replace(recipe, initial=recipe.packed)  # what is in a folder is not read
         try:
-            self._measure(Engine(recipe, alone, World(), steps=1, built=recipe.build_deferred(0, exact=False)), first)
+            with FakeTensorMode(allow_non_fake_inputs=True):  # not on "meta", where nothing is cast as by autocast
+                self._measure(Engine(shapes, alone, World(), steps=1), first)
         except Exception as error:  # many: torch has no shapes of what an operator returns, or asks for a value
             _log.debug("%s is measured with values: %s", recipe.module, error)
             self._measure(Engine(recipe, alone, World(), steps=1), first)

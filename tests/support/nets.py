@@ -441,6 +441,10 @@ class Tower(nn.Module):
         self.frozen = nn.Parameter(torch.full((7,), 0.5), requires_grad=False)
         self.register_buffer("shift", torch.tensor(0.25))
 
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.frozen, 0.5)
+        nn.init.constant_(self.shift, 0.25)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
         for block in self.blocks:
@@ -467,6 +471,9 @@ class Paired(nn.Module):
         self.norm = nn.LayerNorm(6)
         self.second = nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Dropout(dropout), nn.Linear(12, 1))
         self.register_buffer("shift", torch.tensor(0.25))
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.shift, 0.25)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.second(torch.tanh(self.norm(self.first(x)))).squeeze(-1) + self.shift

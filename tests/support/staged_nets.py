@@ -20,9 +20,16 @@ class _Scaled(nn.Linear):
 
     def __init__(self) -> None:
         super().__init__(1, 1)
-        self.register_buffer("factor", 1 + torch.rand(1))
-        self.register_buffer("shift", torch.rand(1), persistent=False)
-        self.plain = torch.rand(1)
+        self.register_buffer("factor", torch.empty(1))
+        self.register_buffer("shift", torch.empty(1), persistent=False)
+        self.plain = torch.empty(1)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if hasattr(self, "plain"):  # not yet where the layer is made
+            for made, value in ((self.factor, 1.4), (self.shift, 0.3), (self.plain, 0.7)):
+                nn.init.constant_(made, value)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * self.factor + self.shift * self.plain
@@ -38,6 +45,10 @@ class Keeping(Paired):
         self.out = _Scaled()
         self.head.weight = self.out.weight
         self.aliases = nn.ModuleDict({"out": self.out})
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        nn.init.constant_(self.gain, 1.1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = super().forward(x * self.gain)

@@ -72,8 +72,6 @@ def plan_of(
     bandwidth: float | None,
 ) -> Plan:
     """Returns the plan of an estimator's training; see `TorchEstimatorBase.plan`."""
-    from sparktorch.base.caches import keeping_no_fakes  # imports a part of torch's compiler
-
     check_figures(memory, speed, bandwidth)
     if estimator.isSet("modelDir") and not estimator.isSet("strategy"):  # which a plan is asked for
         estimator = estimator.copy({estimator.getParam("strategy"): "zero3"})
@@ -93,13 +91,12 @@ def plan_of(
     if label is not None and trial.classes is not None:
         label = torch.zeros_like(label, dtype=torch.int64)
     batch = Batch(tuple(inputs.values()), label, weight, 2, weight, names=names)
-    with keeping_no_fakes():
-        return plan(
-            request.recipe,
-            config,
-            estimator.getNumWorkers(),
-            batch,
-            memory=None if memory is None else int(float(memory) * 10**6),
-            speed=None if speed is None else float(speed) * 10**9,
-            bandwidth=None if bandwidth is None else float(bandwidth) * 10**6,
-        )
+    return plan(
+        request.recipe,
+        config,
+        estimator.getNumWorkers(),
+        batch,
+        memory=None if memory is None else int(float(memory) * 10**6),
+        speed=None if speed is None else float(speed) * 10**9,
+        bandwidth=None if bandwidth is None else float(bandwidth) * 10**6,
+    )

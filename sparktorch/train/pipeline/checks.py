@@ -114,7 +114,7 @@ def is_fake(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether a tensor has no values."""
     from torch._subclasses import FakeTensor
 
-    return any(isinstance(tensor, FakeTensor) for tensor in tensors)
+    return any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors)
 
 
 def check_equal(cut: Cut, given: Arguments, module: nn.Module) -> None:

@@ -14,17 +14,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
+from sparktorch.base.deferred import Deferred
 from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.errors import ModuleError, SparkTorchError
 from sparktorch.train.recipe.pretrained import config_in, untied
-
-if TYPE_CHECKING:
-    from sparktorch.base.deferred import Deferred
 
 __all__ = ["ConvertedWeights", "converted", "log_differences"]
 
@@ -203,14 +201,13 @@ def converted(model: nn.Module, saved: WeightsFolder) -> ConvertedWeights:
     Raises:
         ModuleError: They are not those of the model.
     """
-    from sparktorch.base.deferred import deferred  # imports a part of torch's compiler
-
     config: Any = copy.deepcopy(model.config)
     labels = config_in(saved.path).num_labels
     if labels == config.num_labels:
         return ConvertedWeights(model, saved)
     config.num_labels = labels
-    other = deferred(lambda: type(model)(config), exact=False).module
+    with torch.device("meta"):
+        other = type(model)(config)
     return ConvertedWeights(model, saved, {name: tensor.shape for name, tensor in other.state_dict().items()})
 
 

@@ -145,30 +145,25 @@ def dry_run(
         ConfigError: Name patterns or options in `freeze` or `parameter_groups` do not fit the module or optimizer, or
             options of the strategy do not fit the module.
     """
+    device = device if values else "meta"
     tried = partial(_tried, recipe, task, names=names, weighted=weighted, device=device, check=check)
     tried = partial(tried, values=values, clips=clips)
     if values:
         return tried(_with_values(recipe.build_module(seed)).to(device), inputs, label)
-    from sparktorch.base.caches import keeping_no_fakes
-    from sparktorch.base.deferred import needs_values  # imports a part of torch's compiler
-
-    with keeping_no_fakes():
-        built = recipe.build_deferred(seed, exact=False)
-        log_differences(built)
-        if jagged := [name for name, tensor in inputs.items() if tensor.is_nested]:
-            raise ModuleError(
-                f"{jagged[0]} is jagged, which has no shape to try alone", hint=_WITH_VALUES, param="modelDir"
-            )
-        with built.mode:
-            inputs = {name: built.mode.from_tensor(tensor) for name, tensor in inputs.items()}
-            try:
-                found = tried(
-                    _with_values(built.module), inputs, None if label is None else built.mode.from_tensor(label)
-                )
-            except ModuleError as error:
-                if not needs_values(error.__cause__):
-                    raise
-                raise ModuleError(error.what, hint=_WITH_VALUES, **error.where) from error
+    built = recipe.build_deferred(seed)
+    log_differences(built)
+    if jagged := [name for name, tensor in inputs.items() if tensor.is_nested]:
+        raise ModuleError(
+            f"{jagged[0]} is jagged, which has no shape to try alone", hint=_WITH_VALUES, param="modelDir"
+        )
+    try:
+        with torch.device("meta"):
+            found = tried(built.module, inputs, label)
+    except ModuleError as error:
+        if "meta" not in str(error.__cause__):
+            raise
+        raise ModuleError(error.what, hint=_WITH_VALUES, **error.where) from error
+    built.check_reset()
     return replace(found, aligned=_plain(found.aligned))
 
 

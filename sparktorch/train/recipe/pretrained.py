@@ -137,11 +137,9 @@ def rebuildable(module: Any) -> dict[str, Any] | None:
     """
     if not is_model(module) or import_path(type(module)) is None:
         return None
-    from sparktorch.base.caches import keeping_no_fakes  # imports a part of torch's compiler
-
     config = _of_dtype(copy.deepcopy(module.config), module.dtype)
     try:
-        with keeping_no_fakes(), torch.device("meta"):
+        with torch.device("meta"):
             again = type(module)(copy.deepcopy(config))
     except Exception:
         return None

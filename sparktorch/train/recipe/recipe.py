@@ -6,12 +6,13 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
+from sparktorch.base.deferred import Deferred, deferred
 from sparktorch.base.imports import SHIPPING_HINT, load_object
 from sparktorch.base.state_dict import unpack_state
 from sparktorch.base.weights_folder import WeightsFolder
@@ -24,9 +25,6 @@ from sparktorch.train.recipe.lookup import look_up, name_of, parameters_of, sign
 from sparktorch.train.recipe.loss import Loss, TrainingStep
 from sparktorch.train.recipe.own_training import OwnTraining
 from sparktorch.train.recipe.parameter_groups import freeze, group
-
-if TYPE_CHECKING:
-    from sparktorch.base.deferred import Deferred
 
 __all__ = ["ModuleSource", "Recipe", "called"]
 
@@ -102,23 +100,17 @@ class Recipe:
         freeze(module, self.freeze)
         return module
 
-    def build_deferred(self, seed: int, *, exact: bool = True) -> Deferred:
-        """Builds the module without values: parts of it get the values of `build_module` when they are made real.
-
-        Args:
-            seed: Seed of the initial weights.
-            exact: As for `deferred`: without it, initial weights would be others.
+    def build_deferred(self, seed: int) -> Deferred:
+        """Builds the module without values, whose parts get others than by `build_module`, but for saved ones.
 
         Raises:
             ModuleError: As `build_module`; or the initial weights have other names or shapes.
             ConfigError: As `build_module`.
         """
-        from sparktorch.base.deferred import deferred  # imports a part of torch's compiler
-
         found: list[Deferred] = []
 
         def build(make: Callable[[], nn.Module]) -> nn.Module:
-            found.append(deferred(make, self._saved_of if self.initial else None, exact=exact))
+            found.append(deferred(make, self._saved_of if self.initial else None, seed=self.module_seed(seed)))
             return found[0].module
 
         module = self._make_module(seed, build)
@@ -157,7 +149,9 @@ class Recipe:
                 raise
             except Exception as error:
                 more = (
-                    "" if build is called else "; with modelDir, it must not look into tensors or read them from files"
+                    ""
+                    if build is called
+                    else "; with modelDir, only what is made by NumPy or device='cpu' has values there"
                 )
                 raise ModuleError(
                     f"module {name_of(factory)} cannot be built: {type(error).__name__}: {error}",

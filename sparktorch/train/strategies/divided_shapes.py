@@ -91,7 +91,7 @@ def check_values(module: nn.Module, styles: Mapping[str, str], size: int, batch:
         ModuleError: A rank computes something else.
     """
     given = _given(module, batch)
-    if any(isinstance(tensor, FakeTensor) for tensor in (*module.parameters(), *given.tensors)):
+    if any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in (*module.parameters(), *given.tensors)):
         return
     comparison = _Comparison(module, styles, size)
     try:

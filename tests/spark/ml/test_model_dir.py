@@ -26,7 +26,7 @@ from sparktorch import (
 from sparktorch.base.weights_folder import INDEX, WeightsFolder
 from sparktorch.errors import ConfigError, ModuleError, PersistenceError, RankError
 from sparktorch.train.callbacks import FitContext
-from tests.spark.modules import MLP
+from tests.spark.modules import MLP, Fixed
 from tests.spark.scored import sorted_rows
 from tests.support.mlflow import QUIET
 from tests.support.tiny_transformers import LENGTH, llama
@@ -37,7 +37,7 @@ SHARDS: dict[str, Any] = {"strategy": "zero3", "strategyParams": {"min_parameter
 
 asked = partial(
     TorchClassifier,
-    module=MLP,
+    module=Fixed,
     moduleParams={"outputs": 3},
     epochs=2,
     batchSize=100,
@@ -163,7 +163,7 @@ class Adapted(nn.Module):
         return found
 
 
-class Looks(MLP):
+class Looks(Fixed):
     """Looks at the values of its input."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -178,7 +178,7 @@ class Looks(MLP):
         ({"modelDir": f"{__file__}/within"}, ConfigError, r"cannot be a folder: '.*test_model_dir.py' is a file"),
         ({"module": MLP(5, 3), "moduleParams": {}}, ConfigError, "module is an instance"),
         ({"module": Adapted, "moduleParams": {}}, ModuleError, "the module has adapters"),
-        ({"module": Looks}, ModuleError, r"(?s)test_model_dir.py:\d+, 'return.*Data.*dryRun='worker' tries values"),
+        ({"module": Looks}, ModuleError, r"(?s)test_model_dir.py:\d+, 'return.*meta.*dryRun='worker' tries values"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 from torch import nn
@@ -12,27 +10,6 @@ from sparktorch.errors import ModuleError
 from sparktorch.train.recipe.dry_run import dry_run
 from sparktorch.train.recipe.recipe import Recipe
 from tests.support.nets import Score
-
-
-@functools.lru_cache
-def factors(size: int) -> tuple[torch.Tensor, ...]:
-    return (torch.ones(size),)
-
-
-@functools.cache
-def moments(size: int) -> torch.Tensor:
-    return torch.zeros(size)
-
-
-class Remembering(Score):
-    """Takes tensors from caches of functions: one when it is made, another when it is called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("factors", factors(5)[0], persistent=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x * self.factors + moments(5))
 
 
 def test_it_finds_what_the_trial_with_values_finds() -> None:
@@ -49,12 +26,29 @@ def test_jagged_rows_are_tried_with_values_only() -> None:
         dry_run(Recipe(module=nn.Identity), "generic", 0, {"column 'x'": jagged}, None, values=False)
 
 
-def test_it_leaves_no_tensors_without_values_in_the_caches_of_functions() -> None:
-    recipe = Recipe(module=Remembering, optimizer="SGD")
-    x, label = torch.ones(2, 5), torch.ones(2)
-    for _ in range(2):
-        dry_run(recipe, "regression", 0, {"x": x}, label, values=False)
-        assert (factors.cache_info().currsize, moments.cache_info().currsize) == (0, 0)
-    expected = recipe.build_module(0)(x).detach().numpy()
-    dry_run(recipe, "regression", 0, {"x": x}, label, values=False)
-    assert (recipe.build_module(0)(x).detach().numpy() == expected).all()
+class Looks(Score):
+    """Looks at its values when it is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates = [rate.item() for rate in torch.linspace(0, 0.3, 4)]
+
+
+class Waves(Score):
+    """Computes a buffer when it is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("waves", torch.arange(5.0).sin())
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        (Looks, r"Looks cannot be built: .*meta tensors(.*\n)+.*made by NumPy or device='cpu' has values"),
+        (Waves, r"'waves' has no value: no reset_parameters.*\n.*reset_parameters\(\) of Waves"),
+    ],
+)
+def test_what_constructors_compute_is_refused(module: type[nn.Module], said: str) -> None:
+    with pytest.raises(ModuleError, match=said):
+        dry_run(Recipe(module=module), "regression", 0, {"x": torch.ones(2, 5)}, torch.ones(2), values=False)
