@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,12 +13,15 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from sparktorch.base.batch import Batch
+from sparktorch.train.arguments import Arguments
 from sparktorch.train.engine import Engine
 from sparktorch.train.flops import flop_counter
+from sparktorch.train.pipeline.cut import Cut
+from sparktorch.train.recipe.huggingface import arguments
 from sparktorch.train.strategies.sequence_parallel import outermost
 from sparktorch.train.strategies.tensor_parallel import DIVIDED
 
-__all__ = ["kept", "kept_around", "operations"]
+__all__ = ["kept", "kept_around", "of_stages", "operations"]
 
 
 def operations(engine: Engine, batch: Batch) -> Counter[str]:
@@ -206,3 +209,21 @@ def _nbytes(tensor: torch.Tensor) -> int:
 def _storage(tensor: torch.Tensor) -> int | None:
     """Returns the address of a tensor's storage; `None` if it has not one."""
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
+
+
+@torch.no_grad()
+def of_stages(cut: Cut, module: nn.Module, first: Batch) -> tuple[list[int], int]:
+    """Returns the operations of each stage of a pipeline, and the most bytes that one passes on, for a few rows."""
+    args, kwargs = arguments(first, module)
+    kwargs.pop("labels", None)
+    given = Arguments.of(args, kwargs)
+    values: Sequence[torch.Tensor] = ()
+    work, passed = [], 0
+    for number in range(len(cut.starts)):
+        stage = cut.stage(number)
+        stage.given = given
+        passed = max(passed, sum(value.nbytes for value in values))
+        with torch.random.fork_rng(devices=[]), flop_counter() as counter:
+            values = stage(*values, **{str(place): tensor for place, tensor in enumerate(given.tensors)})
+        work.append(counter.get_total_flops())
+    return work, passed

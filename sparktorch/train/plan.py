@@ -24,14 +24,11 @@ from sparktorch.base.batch import Batch
 from sparktorch.base.config import Precision, TrainConfig
 from sparktorch.base.world import World
 from sparktorch.errors import ConfigError, SparkTorchError
-from sparktorch.train.arguments import Arguments
 from sparktorch.train.checkpoint.tensors import create_optimizer_state, own_optimizer
 from sparktorch.train.engine import Engine
-from sparktorch.train.flops import flop_counter
-from sparktorch.train.measured import kept, kept_around, operations
+from sparktorch.train.measured import kept, kept_around, of_stages, operations
 from sparktorch.train.needs import Need, Plan
 from sparktorch.train.pipeline.cut import Cut
-from sparktorch.train.recipe.huggingface import arguments
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.fsdp import ShardingOptions, units
 from sparktorch.train.strategies.mesh_options import MeshOptions
@@ -287,27 +284,10 @@ class _Measured:
         for name, parameter in self._parameters.items():
             of_ranks[cut.stage_of[name] % len(of_ranks)][parameter] = sizes[parameter]
         most = max(of_ranks, key=lambda kept: sum(kept.values()))
-        of_stages, passed = self._passed(cut)
-        work = [sum(of_stages[rank :: len(of_ranks)]) for rank in range(len(of_ranks))]
+        work_of, passed = of_stages(cut, self._module, self._first)
+        work = [sum(work_of[rank :: len(of_ranks)]) for rank in range(len(of_ranks))]
         slowest = max(work) * len(work) / sum(work) if any(work) else 1.0
         return most, passed // self._first.rows, slowest
-
-    @torch.no_grad()
-    def _passed(self, cut: Cut) -> tuple[list[int], int]:
-        """Returns the operations of each stage, and the most bytes that one passes on, for the first rows."""
-        args, kwargs = arguments(self._first, self._module)
-        kwargs.pop("labels", None)
-        given = Arguments.of(args, kwargs)
-        values: Sequence[torch.Tensor] = ()
-        work, passed = [], 0
-        for number in range(len(cut.starts)):
-            stage = cut.stage(number)
-            stage.given = given
-            passed = max(passed, sum(value.nbytes for value in values))
-            with torch.random.fork_rng(devices=[]), flop_counter() as counter:
-                values = stage(*values, **{str(place): tensor for place, tensor in enumerate(given.tensors)})
-            work.append(counter.get_total_flops())
-        return work, passed
 
     def _units(self, options: ShardingOptions) -> list[list[nn.Parameter]]:
         """Returns the parameters that are gathered together: those in no unit first, then those of each unit."""

@@ -122,14 +122,6 @@ def check_equal(cut: Cut, given: Arguments, module: nn.Module) -> None:
 
     In evaluation, the module gets two rows together, and the stages one after another. Of tensors without values,
     shapes are compared.
-
-    Args:
-        cut: The stages.
-        given: What the module is called with.
-        module: The module, with all of its tensors.
-
-    Raises:
-        ModuleError: They differ.
     """
     modes = {part: part.training for part in module.modules()}
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}

@@ -37,29 +37,12 @@ class Outline(nn.Module):
 
 
 class Cut:
-    """A module in stages.
-
-    Attributes:
-        starts: The unit that each stage begins with.
-        stage_of: The stage of each parameter and buffer that a stage has, by all of its names.
-        outline: The tensors of the whole module.
-    """
+    """A module in stages: the unit that each starts with, and the stage of each parameter and buffer, by name."""
 
     def __init__(
         self, module: nn.Module, stages: int, split: Sequence[str], styles: Mapping[str, str] = MappingProxyType({})
     ) -> None:
-        """Cuts a module.
-
-        Args:
-            module: The module.
-            stages: Number of stages.
-            split: Names of the layers that stages begin with, but for the first; empty for a balance of parameters.
-            styles: How `tensor` divides layers, by their names.
-
-        Raises:
-            ConfigError: The options do not fit the module.
-            ModuleError: The module cannot be cut.
-        """
+        """Cuts a module."""
         self.units: Units = units_of(module)
         self._module = module
         places = _places(self.units, styles)

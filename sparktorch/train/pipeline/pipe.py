@@ -48,11 +48,6 @@ class Pipe(nn.Module):
 
     All ranks of the group have the same rows. A forward pass without gradients returns the output in every rank; with
     gradients, `train_rows` runs forward and backward.
-
-    Attributes:
-        module: The user's module, of which this rank has the tensors of its stages.
-        stages: This rank's stages.
-        cut: How it was cut.
     """
 
     def __init__(
@@ -66,17 +61,7 @@ class Pipe(nn.Module):
         *,
         copies: bool,
     ) -> None:
-        """Takes the module, this rank's stages in ascending order, and how they run.
-
-        Args:
-            module: The user's module.
-            stages: This rank's stages.
-            cut: How the module was cut.
-            group: The ranks of the stages.
-            device: This rank's device.
-            how: The schedule, as in `MeshOptions`, and the number of micro-batches.
-            copies: Whether other groups have the same stages, or other shards of them.
-        """
+        """Takes the module, this rank's stages in ascending order, and how they run."""
         super().__init__()
         self.module, self.stages, self.cut = module, nn.ModuleList(stages), cut
         self._own, self._group, self._device, self._copies = list(stages), group, device, copies

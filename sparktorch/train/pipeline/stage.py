@@ -80,11 +80,7 @@ class Stage(nn.Module):
         self.autocast: AbstractContextManager[Any] = nullcontext()
 
     def forward(self, *received: torch.Tensor, **inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Computes with what the stage before has returned, and with the module's inputs.
-
-        Raises:
-            ModuleError: It returns something of another kind than before.
-        """
+        """Computes with what the stage before has returned, and with the module's inputs."""
         args, kwargs = self.given.filled(inputs.values())
         # What a stage receives is a leaf, or a view of FSDP's, which nothing may change in place.
         values = [value.clone() if value.requires_grad else value for value in received]
@@ -119,11 +115,7 @@ def _shown(values: Sequence[torch.Tensor]) -> str:
 
 
 def units_of(module: Any) -> Units:
-    """Returns the units of a module.
-
-    Raises:
-        ModuleError: None are known of it.
-    """
+    """Returns the units of a module."""
     if callable(getattr(type(module), "stages", None)):
         found = list(module.stages())
         if found and all(isinstance(part, nn.Module) for part in found):
@@ -167,12 +159,7 @@ def _chained(stage: Stage, received: Sequence[torch.Tensor], args: Sequence[Any]
 
 
 def bare(module: Any, forward: Callable[..., Any] | None = None) -> Any:
-    """Returns a copy of a module with its attributes and methods, but without its tensors, parts and hooks.
-
-    Args:
-        module: The module.
-        forward: What is called instead of its `forward`; `None` for that of its class.
-    """
+    """Returns a copy of a module with its attributes and methods, but without its tensors, parts and hooks."""
     made = object.__new__(type(module))
     nn.Module.__init__(made)
     vars(made).update({name: value for name, value in vars(module).items() if name not in vars(made)})

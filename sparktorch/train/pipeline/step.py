@@ -44,11 +44,7 @@ class _Called(BaseException):
 
 
 def arguments_of(step: Step, module: nn.Module, batch: Batch) -> Arguments:
-    """Returns what a training step calls the module with.
-
-    Raises:
-        ModuleError: It does not call it.
-    """
+    """Returns what a training step calls the module with."""
     found: list[Arguments] = []
 
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -72,9 +68,6 @@ def check_step(step: Step, module: nn.Module, batch: Batch) -> Arguments | None:
 
     Returns:
         What it calls the module with.
-
-    Raises:
-        ModuleError: The step needs more than one output of each row.
     """
     device = batch.inputs[0].device
     try:
@@ -100,11 +93,7 @@ def check_step(step: Step, module: nn.Module, batch: Batch) -> Arguments | None:
 
 
 class MicroLosses:
-    """Runs a training step for the micro-batches of a pipeline, whose outputs the module has returned.
-
-    Attributes:
-        metrics: The sums of the step's metrics so far, and of their weights.
-    """
+    """Runs a training step for the micro-batches of a pipeline, whose outputs the module has returned."""
 
     def __init__(self, step: Step, module: nn.Module, batch: Batch, given: Arguments, *, compare: bool) -> None:
         """Takes a step, the user's module, all rows, and what the step calls the module with for them.

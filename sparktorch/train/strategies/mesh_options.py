@@ -34,7 +34,7 @@ class MeshOptions(ShardingOptions):
         pipeline: Number of ranks that have the module's layers one after another, and pass micro-batches on; `None` for
             1.
         stages_per_rank: Number of stages of each of these ranks; with more than 1, the schedule is interleaved.
-        split: Names of the layers that stages begin with, but for the first; empty for stages with equal work.
+        split: Names of the layers that stages begin with, but for the first; empty for a balance of parameters.
         micro_batches: Number of micro-batches into which the rows of these ranks are divided; `None` for 4 times
             `pipeline`.
         schedule: "1f1b" runs the backward pass of a micro-batch as soon as it can; "gpipe" runs all forward passes
