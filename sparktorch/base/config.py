@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
@@ -31,7 +32,7 @@ Invalid = Literal["error", "keep", "skip"]
 
 INITIAL_WEIGHTS = "initialWeights"  # in `CheckpointConfig.job`: a training may resume with others, as it has its own
 
-_SMALLER_IS_BETTER = ("loss", "error", "mae", "mse", "rmse", "mape")
+_SMALLER_IS_BETTER = ("loss", "error", "mae", "mse", "rmse", "mape", "perplexity", "nll", "wer", "cer", "brier")
 _PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 _TASKS = ("classification", "regression", "generic")
 
@@ -299,8 +300,8 @@ def one_of(param: str, value: str, valid: tuple[str, ...]) -> None:
 
 
 def smaller_is_better(metric: str) -> bool:
-    """Whether smaller values of a metric are better, by its name."""
-    return metric.lower().endswith(_SMALLER_IS_BETTER)
+    """Whether smaller values of a metric are better, by its name; of `val_mse_0` or `val_loss_epoch`, too."""
+    return re.sub(r"(_epoch|_step|_\d+)+$", "", metric.lower()).endswith(_SMALLER_IS_BETTER)
 
 
 def to_dict(config: Any) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparktorch.base.host_memory import trim
 from sparktorch.base.state_dict import extra_states
@@ -163,9 +164,26 @@ def deferred(
     seed: int = 0,
 ) -> Deferred:
     """Calls a module's factory on the device "meta"; `saved` may be a function of the module."""
-    with torch.device("meta"):
+    with torch.device("meta"), _Copies() as copies:  # type: ignore[no-untyped-call]
         module = make()
+    if copies.lost and not hasattr(module, "_init_weights"):  # which sets again what such models copy
+        raise ModuleError(
+            f"the constructor of {type(module).__qualname__} copies values into tensors, as load_state_dict does, "
+            "and is called without values",
+            hint="set them in reset_parameters(), give a folder of weights as module, or leave modelDir out",
+            param="module",
+        )
     return Deferred(module, saved(module) if callable(saved) else saved, seed=seed)
+
+
+class _Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes whether values are copied into tensors without values, where they are lost."""
+
+    lost = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.lost |= func is torch.ops.aten.copy_.default and args[0].is_meta and not args[1].is_meta
+        return func(*args, **(kwargs or {}))
 
 
 def _copied(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:

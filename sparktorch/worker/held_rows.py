@@ -114,7 +114,9 @@ class HeldRows:
         if group.alone:
             meta["epochs"] = outcome.history
             judged = [group.config.judged(found) for found, _ in improvements(outcome.history, group.config)]
-            best = _best(client.agree("outcome", {"loss": judged[-1] if judged else outcome.history[-1]["loss"]}))
+            validated = any(group.config.judged(record) is not None for record in outcome.history)
+            judged = judged or [math.inf if validated else outcome.history[-1]["loss"]]  # NaN is never better
+            best = _best(client.agree("outcome", {"loss": judged[-1]}))
         if self.world.rank != best:
             return RankResult(meta)
         meta |= {"history": outcome.history, "confusion": outcome.confusion}

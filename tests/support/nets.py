@@ -357,14 +357,15 @@ class Branched(Score):
 class Routed(Score):
     """Has two experts of one size, of which each rank's rows use one, after some passes in training."""
 
-    def __init__(self, after: int = 0) -> None:
+    def __init__(self, after: int = 0, mixes: bool = False) -> None:
         super().__init__()
+        self.mixes = mixes
         self.experts = nn.ModuleList(nn.Linear(5, 1) for _ in range(2))
         self.after = after
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.after -= torch.is_grad_enabled()
-        expert = dist.get_rank() % 2 if self.after < 0 else 0
+        expert = dist.get_rank() % 2 if self.after < 0 else self.after % 2 * self.mixes
         found: torch.Tensor = super().forward(x) + self.experts[expert](x).squeeze(-1)
         return found
 

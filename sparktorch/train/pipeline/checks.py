@@ -121,12 +121,17 @@ def check_equal(cut: Cut, given: Arguments, module: nn.Module) -> None:
     """Compares the stages, one after another, with the module: outputs and gradients, under one seed.
 
     In evaluation, the module gets two rows together, and the stages one after another. Of tensors without values,
-    shapes are compared.
+    shapes are compared. Trained tensors that are zero, as of a head, would hide what is before them: they have other
+    values meanwhile.
     """
     modes = {part: part.training for part in module.modules()}
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
     comparison = _Comparison(cut, given, module)
+    zeros = [p for p in module.parameters() if not comparison.fake and p.requires_grad and not p.any()]
     try:
+        with torch.no_grad(), untouched_generators(given.tensors[0].device):
+            for parameter in zeros:
+                parameter.uniform_(-0.1, 0.1)
         comparison.train(before)
         if not comparison.fake:
             comparison.evaluate()
@@ -135,6 +140,9 @@ def check_equal(cut: Cut, given: Arguments, module: nn.Module) -> None:
             part.training = mode
         for name, buffer in module.named_buffers():
             buffer.copy_(before[name])
+        with torch.no_grad():
+            for parameter in zeros:
+                parameter.zero_()
 
 
 class _Comparison:

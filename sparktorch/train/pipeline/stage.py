@@ -144,8 +144,9 @@ def units_of(module: Any) -> Units:
 
 
 def _flat(module: nn.Module) -> list[nn.Module]:
-    """Returns the parts of a sequence, and those of sequences within it."""
-    return [each for part in module.children() for each in (_flat(part) if type(part) is nn.Sequential else [part])]
+    """Returns the parts of a sequence, and those of sequences within it; one that is there twice, twice."""
+    parts = [part for part in module._modules.values() if part is not None]
+    return [each for part in parts for each in (_flat(part) if type(part) is nn.Sequential else [part])]
 
 
 def _chained(stage: Stage, received: Sequence[torch.Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

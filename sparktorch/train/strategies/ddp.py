@@ -85,6 +85,7 @@ class DDP(Strategy[DDPOptions]):
         self._trained: dict[nn.Parameter, str] = {}
         self._sparse: set[nn.Parameter] = set()
         self._before: dict[nn.Parameter, tuple[torch.Tensor, int]] = {}  # gradients, and their versions
+        self._sends: bool | None = None  # whether DDP's next pass sends buffers, after one without rows
 
     @classmethod
     def check(cls, config: TrainConfig, recipe: Recipe, options: DDPOptions) -> None:
@@ -195,8 +196,8 @@ class DDP(Strategy[DDPOptions]):
             return
         with module.no_sync(), _sending_buffers(module) if last else nullcontext():
             yield
-        if last:
-            module.require_forward_param_sync = False  # `reduce` calls DDP once more
+        if last:  # `reduce` calls DDP once more
+            self._sends, module.require_forward_param_sync = module.require_forward_param_sync, False
         # What the last pass of a step does not reach still has the gradients of those before.
         if not (self.in_users_loop or self.searches or self._options.static_graph):
             self._before = {p: (p.grad, p.grad._version) for p in self._trained if p.grad is not None}
@@ -223,6 +224,9 @@ class DDP(Strategy[DDPOptions]):
         if isinstance(module, DistributedDataParallel):
             missing = [parameter for parameter in self._trained if parameter.grad is None]
             self._pass_nothing(module).backward()  # type: ignore[no-untyped-call]
+            if self._sends is not None:
+                module.require_forward_param_sync = self._sends
+                self._sends = None
             self._settle(missing, rows=rows)
 
     def after_backward(self, module: nn.Module, *, rows: bool) -> None:
@@ -320,7 +324,7 @@ def _sending_buffers(module: DistributedDataParallel) -> Iterator[None]:
     """Context in which every forward pass but the first sends buffers, as one does whose gradients are reduced."""
 
     def again(*_: Any) -> None:
-        module.require_forward_param_sync = True
+        module.require_forward_param_sync = torch.is_grad_enabled()  # as torch sets it where gradients are reduced
 
     with module.register_forward_hook(again):
         yield

@@ -175,7 +175,7 @@ class Zero3(Strategy[S]):
             self._spare_memory(module, parts, policy)
         names = {part: name for name, part in module.named_modules()}
         groups = [self.mesh.get_group(axis) for axis in range(self.mesh.ndim) if self.mesh.size(axis) > 1]
-        if not (self.in_users_loop or self.runs_passes or self._config.compile):
+        if groups and not (self.in_users_loop or self.runs_passes or self._config.compile):
             self._calls = SameCalls(groups if is_host(self._device) else [])  # a step waits for no accelerator
         for part in [*parts, module]:
             self.materialise(part)

@@ -182,10 +182,14 @@ def test_a_layer_that_some_steps_or_ranks_use_is_named_where_parameters_are_shar
         train_on([part.batches() for part in TABLE.parts(3)], job, seconds=60)
 
 
-@pytest.mark.parametrize("after", [0, 3], ids=["in the first step", "in a later step"])
-def test_experts_of_one_size_that_ranks_call_apart_are_named_where_parameters_are_sharded(after: int) -> None:
+@pytest.mark.parametrize("kinds", [1, 2])
+@pytest.mark.parametrize("after", [0, 4], ids=["in the first step", "in a later step"])
+def test_experts_of_one_size_that_ranks_call_apart_are_named_where_parameters_are_sharded(
+    after: int, kinds: int
+) -> None:
     params = {"strategy": "zero3", "strategy_params": {"min_parameters": 6}}
-    job = job_for(recipe={"module": partial(Routed, after)}, accumulation_steps=1, batch_size=2, **params)
+    rows: dict[str, Any] = {"accumulation_steps": kinds, "batch_size": 2 * kinds}
+    job = job_for(recipe={"module": partial(Routed, after, mixes=kinds > 1)}, **rows, **params)
     with pytest.raises(ModuleError, match=r"calls? 'experts\.\d' where (another rank|the first step) does"):
         train_on([part.batches() for part in TABLE.parts(2)], job, seconds=60)
 

@@ -152,6 +152,17 @@ def test_what_neither_saved_values_nor_methods_reach_is_refused(make: Callable[[
     made(partial(Computed, but=0))
 
 
+def test_values_that_a_constructor_copies_into_a_layer_are_refused() -> None:
+    def loads() -> nn.Module:
+        made = nn.Linear(2, 2)
+        with torch.no_grad():
+            made.weight.copy_(torch.from_numpy(np.ones((2, 2), np.float32)))
+        return made
+
+    with pytest.raises(ModuleError, match="copies values into tensors"):
+        deferred(loads)
+
+
 def test_saved_values_take_the_place_of_all_others() -> None:
     saved = {name: torch.full_like(value, 7) for name, value in Every().state_dict().items() if name != "table.weight"}
     built: Any = deferred(Every, saved)

@@ -103,7 +103,9 @@ def test_what_is_no_space_is_refused(given: Any, what: str) -> None:
 
 
 def test_names_say_whether_smaller_is_better() -> None:
-    assert {direction_of(name, None) for name in ("loss", "val_loss", "val_mae", "val_RMSE")} == {"minimize"}
+    assert {
+        direction_of(name, None) for name in ("loss", "val_mae", "val_RMSE", "val_mse_0", "val_loss_epoch", "val_nll")
+    } == {"minimize"}
     assert {direction_of(name, None) for name in ("val_accuracy", "val_f1", "rows_per_second")} == {"maximize"}
     assert direction_of("val_loss", "maximize") == "maximize"
 

@@ -111,6 +111,15 @@ class Unlike(Paired):
         return [self.first, self.norm, self.second, nn.Flatten(0)]
 
 
+class Zeroed(Unlike):
+    """Its output is zero whatever is before its head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.second.parameters():
+            nn.init.zeros_(parameter)
+
+
 class Otherwise(Paired):
     """Its stages return the same, with other gradients."""
 
@@ -182,6 +191,7 @@ class Listless(Paired):
         (Partly, r"(?s)'second.3.weight' is in none of the stages.*def stages\(self\)"),
         (Tied, "'0.weight' is in stages 0 and 1"),
         (Unlike, r"(?s)compute something else than it: other outputs or gradients.*def stages\(self\)"),
+        (Zeroed, "compute something else than it"),
         (Otherwise, "other outputs or gradients"),
         (Evaluated, "or in evaluation something else"),
         (Centring, "computes another output of a row beside another one"),
