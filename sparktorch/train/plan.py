@@ -140,7 +140,8 @@ class _Measured:
         shapes = replace(recipe, initial=recipe.packed)  # what is in a folder is not read
         try:
             with FakeTensorMode(allow_non_fake_inputs=True):  # not on "meta", where nothing is cast as by autocast
-                self._measure(Engine(shapes, alone, World(), steps=1), first)
+                engine = Engine(shapes, alone, World(), steps=1)
+            self._measure(engine, first)
         except Exception as error:  # many: torch has no shapes of what an operator returns, or asks for a value
             _log.debug("%s is measured with values: %s", recipe.module, error)
             self._measure(Engine(recipe, alone, World(), steps=1), first)

@@ -30,7 +30,7 @@ from sparktorch.train.strategies.fsdp import ShardingOptions, units
 from sparktorch.train.strategies.registry import check_module, check_strategy
 from sparktorch.worker import TrainJob
 from tests.support.frames import Table
-from tests.support.nets import Branched, Parted, Rotated, Routed, Score, Tower
+from tests.support.nets import Branched, Parted, Rotated, Routed, Score, Tower, Unit
 from tests.support.ranks import train_job, train_on
 from tests.support.reference import Part, global_batches, validation_rows
 
@@ -412,6 +412,9 @@ class Tempered(Tower):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * self.temperature
+
+    def stages(self) -> list[nn.Module]:
+        return [*super().stages(), Unit(lambda x, by: x * by, by=self.temperature)]
 
 
 @pytest.mark.parametrize(
