@@ -153,6 +153,7 @@ def test_a_model_that_ranks_write_is_that_of_cpus(options: dict[str, Any], strat
     parted = replace(job, config=replace(job.config, model_folder=str(tmp_path / "model")))
     if "cpu_offload" in options:
         job = replace(job, config=replace(job.config, strategy_params={"min_parameters": 1}))
+    job = replace(job, config=replace(job.config, model_folder=str(tmp_path / "of_cpus")))  # the same initial values
     expected, _ = trained(job, ranks=2, device="cpu")
     state, _ = trained(parted, ranks=2)
     close(state, expected)

@@ -17,7 +17,6 @@ from torch import nn
 
 from sparktorch.base.config import Task
 from sparktorch.base.state_dict import pack_state
-from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.data.columns import TensorSpec
 from sparktorch.data.convert.tensors import to_arrow
 from sparktorch.errors import ColumnError, PersistenceError, SparkTorchError
@@ -122,16 +121,8 @@ def test_a_saved_module_predicts_the_same_to_the_last_bit(
     assert all(np.array_equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("in_folder", [False, True])
-def test_what_a_module_draws_besides_its_weights_is_drawn_again_with_the_seed_of_its_training(
-    in_folder: bool, tmp_path: Path
-) -> None:
+def test_what_a_module_draws_besides_its_weights_is_drawn_again_with_the_seed_of_its_training(tmp_path: Path) -> None:
     before = replace(trained(Fourier, seed=5), seed=5)
-    if in_folder:
-        weights = tmp_path / "weights"
-        weights.mkdir()
-        (weights / "model.safetensors").write_bytes(before.weights)
-        before = replace(before, weights=WeightsFolder(str(weights)))
     torch.manual_seed(5)
     with torch.no_grad():
         wanted = Fourier()(torch.from_numpy(X)).numpy()
