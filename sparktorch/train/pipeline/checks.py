@@ -121,13 +121,13 @@ def check_equal(cut: Cut, given: Arguments, module: nn.Module) -> None:
     """Compares the stages, one after another, with the module: outputs and gradients, under one seed.
 
     In evaluation, the module gets two rows together, and the stages one after another. Of tensors without values,
-    shapes are compared. Trained tensors that are zero, as of a head, would hide what is before them: they have other
+    shapes are compared. Parameters that are zero, as of a head, would hide what is before them: they have other
     values meanwhile.
     """
     modes = {part: part.training for part in module.modules()}
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
     comparison = _Comparison(cut, given, module)
-    zeros = [p for p in module.parameters() if not comparison.fake and p.requires_grad and not p.any()]
+    zeros = [] if comparison.fake else [p for p in module.parameters() if p.is_floating_point() and not p.any()]
     try:
         with torch.no_grad(), untouched_generators(given.tensors[0].device):
             for parameter in zeros:
