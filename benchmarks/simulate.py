@@ -6,8 +6,7 @@ and which share of it keeps the processor busy. From these the model predicts th
 takes, probe and steps in turn. Nothing is fitted to the steps.
 
 For the published points of data parallel, models, batches and links are what the publications state; `PUBLISHED` names
-sources, and what had to be assumed. Each is predicted with all the overlap there can be, and with none. Divided models
-are predicted by what `estimator.plan` computes: `benchmarks.divided`.
+sources, and what had to be assumed. Each is predicted with all the overlap there can be, and with none.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
-from benchmarks import divided
 from benchmarks.common import arguments, machine, printed, report, workspace
 from benchmarks.ranks import Place, Ranks, arrays_of
 from benchmarks.ring import Gradient, Link, Work, buckets, efficiency, evenly, step
@@ -238,7 +236,6 @@ def main() -> None:
     parts = {
         "here": printed(lambda: show_here(here)),
         "published": printed(show_published),
-        "divided": printed(divided.show),
     }
     further, table = printed(lambda: show_further(here))
     tables = {name: text for name, (_, text) in parts.items()} | {"further": table}

@@ -1,7 +1,7 @@
 """Says what each strategy would take of a worker, for the training of a job file.
 
-Prints the table of `estimator.plan(df)`: memory, bytes sent in a step, and its time. It reads the first row, and trains
-nothing. The job file's modules must be on the Python path.
+Prints the table of `estimator.plan(df)`: memory, and bytes sent in a step. It reads the first row, and trains nothing.
+The job file's modules must be on the Python path.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from pyspark.errors import PySparkException
 from sparktorch.cli.job_file import read_job
 from sparktorch.cli.session import NoSessionError, add_session_arguments, count, figure, session
 from sparktorch.errors import SparkTorchError
-from sparktorch.ml.fit.plan import check_figures
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -34,24 +33,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="number of workers (default: numWorkers of the job file)",
     )
     parser.add_argument("--memory", type=figure, metavar="MB", help="what a worker has, to say which strategies fit")
-    parser.add_argument(
-        "--speed", type=figure, metavar="GFLOPS", help="what a worker reaches in training, for the time of a step"
-    )
-    parser.add_argument("--bandwidth", type=figure, metavar="MB/S", help="what a worker sends a second, for the same")
 
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command; returns 0 if a strategy is possible and fits, 1 if none does, 2 if there is no plan."""
     try:
-        given = {name: getattr(options, name) for name in ("memory", "speed", "bandwidth")}
-        check_figures(**given)
         job = read_job(options.job)
         estimator = job.estimator.build()
         if options.workers is not None:
             estimator.set(estimator.getParam("numWorkers"), options.workers)
         with session(options, "sparktorch plan", quiet=True) as spark:
             training, _ = job.data.split(job.data.load(spark))
-            found = estimator.plan(training, **given)  # type: ignore[attr-defined]  # which all have
+            found = estimator.plan(training, memory=options.memory)  # type: ignore[attr-defined]  # which all have
     except NoSessionError as error:
         print(f"{error.finding.found}\n  -> {error.finding.advice}", file=sys.stderr)
         return 2

@@ -33,7 +33,7 @@ from sparktorch.ml.summary import TrainingSummary
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.frame.prepare import Frame
 from sparktorch.spark.rdd import dataframe_of
-from sparktorch.train.needs import Plan
+from sparktorch.train.plan import Plan
 from sparktorch.train.recipe.dry_run import DryRunResult
 
 if TYPE_CHECKING:
@@ -135,10 +135,8 @@ class TorchEstimatorBase(Estimator[M], EstimatorParams, MLReadable[Any], MLWrita
         dataset: DataFrame,
         *,
         memory: float | None = None,
-        speed: float | None = None,
-        bandwidth: float | None = None,
     ) -> Plan:
-        """Returns what each strategy takes of a worker: memory, bytes sent in a step, and time. Print it for a table.
+        """Returns what each strategy takes of a worker: memory, and bytes sent in a step. Print it for a table.
 
         It trains nothing: it reads the first row, and needs as much memory on the driver as a training with one worker
         and a few rows.
@@ -146,15 +144,12 @@ class TorchEstimatorBase(Estimator[M], EstimatorParams, MLReadable[Any], MLWrita
         Args:
             dataset: The rows to train on.
             memory: MB that a worker has: those of its device or, on CPUs, its share of the host's.
-            speed: Billions of floating-point operations a second that a worker reaches in training, a third to a half
-                of what a GPU's data sheet says; with `bandwidth`, the plan says how long a step takes.
-            bandwidth: MB a second that a worker sends.
 
         Raises:
-            ConfigError: A Param is invalid, or only one of `speed` and `bandwidth` is given.
+            ConfigError: A Param is invalid, or `memory` is no positive number.
             ModuleError: The module cannot be built, or does not fit the columns.
         """
-        return plan_of(self.completed(), self._task, _checked(dataset, "plan"), memory, speed, bandwidth)
+        return plan_of(self.completed(), self._task, _checked(dataset, "plan"), memory)
 
     def fitMultiple(self, dataset: DataFrame | PreparedData, paramMaps: Sequence[ParamMap]) -> Iterator[tuple[int, M]]:
         """Trains a model for each of several settings of Params, and yields each with its index once it is trained.

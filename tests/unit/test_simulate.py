@@ -10,8 +10,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import common, divided
-from benchmarks.common import ROOT
+from benchmarks import common
 from benchmarks.ring import Gradient, Link, Work, all_reduce, buckets, evenly, step
 
 LINK = Link(bandwidth=1e9, latency=1e-5)
@@ -63,16 +62,6 @@ def test_buckets_are_those_of_torch(cap: int) -> None:
     assert buckets(gradients, cap) == tuple(
         Gradient(float(indices[-1]), sum(tensors[i].nbytes for i in indices)) for indices in expected
     )
-
-
-@pytest.mark.landing
-def test_the_documentation_shows_what_the_plan_predicts_of_published_figures() -> None:
-    found = divided.figures()
-    page = (ROOT / "docs" / "benchmarks.md").read_text()
-    assert [str(figure) for figure in found if str(figure) not in page] == []
-    errors = [figure.error for figure in found]
-    said = f"it errs by {min(errors):.0%} to +{max(errors):.0%}".replace("%", " %")
-    assert said in (ROOT / "docs" / "training.md").read_text()
 
 
 def test_a_sample_whose_process_aborts_at_its_end_is_measured_again_and_counted(tmp_path: Path) -> None:

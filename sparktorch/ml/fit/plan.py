@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from numbers import Real
 from typing import TYPE_CHECKING
@@ -17,62 +16,23 @@ from sparktorch.ml.fit.inputs import naming_params
 from sparktorch.ml.fit.translate import translate
 from sparktorch.ml.params.mixins import EstimatorParams
 from sparktorch.spark.frame.prepare import prepare
-from sparktorch.train.needs import Plan
-from sparktorch.train.plan import plan
+from sparktorch.train.plan import Plan, plan
 from sparktorch.train.recipe.dry_run import dry_run
 from sparktorch.train.strategies.registry import check_device
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-__all__ = ["check_figures", "plan_of"]
+__all__ = ["plan_of"]
 
 
-_UNITS = {
-    "memory": "MB, such as 8000 for 8 GB",
-    "speed": "billions of operations a second, such as 100_000 for 100 TFLOPS",
-    "bandwidth": "MB a second, such as 20_000 for 20 GB/s",
-}
-
-
-def check_figures(memory: float | None, speed: float | None, bandwidth: float | None) -> None:
-    """Checks what a user says of a worker.
-
-    Raises:
-        ConfigError: A figure is no positive number, or only one of `speed` and `bandwidth` is given.
-    """
-    for name, value in (("memory", memory), ("speed", speed), ("bandwidth", bandwidth)):
-        if value is not None and not _is_figure(value):
-            raise ConfigError(f"{name} is {value!r}, and must be a number", hint=f"of {_UNITS[name]}", param=name)
-        if value is not None:
-            above(name, value, 0)
-    if (speed is None) != (bandwidth is None):
-        raise ConfigError(
-            f"{'bandwidth' if speed is None else 'speed'} is given without {'speed' if speed is None else 'bandwidth'}",
-            hint="give both, for the time of a step, or neither",
-        )
-
-
-def _is_figure(value: object) -> bool:
-    """Whether a value is a number, of NumPy or not, that is finite in the units of the plan."""
-    if not isinstance(value, Real) or isinstance(value, bool):
-        return False
-    try:
-        return math.isfinite(float(value) * 10**9)
-    except OverflowError:  # of an int
-        return False
-
-
-def plan_of(
-    estimator: EstimatorParams,
-    task: Task,
-    dataset: DataFrame,
-    memory: float | None,
-    speed: float | None,
-    bandwidth: float | None,
-) -> Plan:
+def plan_of(estimator: EstimatorParams, task: Task, dataset: DataFrame, memory: float | None) -> Plan:
     """Returns the plan of an estimator's training; see `TorchEstimatorBase.plan`."""
-    check_figures(memory, speed, bandwidth)
+    if memory is not None:
+        if not isinstance(memory, Real):
+            hint = "of MB, such as 8000 for 8 GB"
+            raise ConfigError(f"memory is {memory!r}, and must be a number", hint=hint, param="memory")
+        above("memory", float(memory), 0)
     if estimator.isSet("modelDir") and not estimator.isSet("strategy"):  # which a plan is asked for
         estimator = estimator.copy({estimator.getParam("strategy"): "zero3"})
     request = translate(estimator, task)
@@ -91,12 +51,5 @@ def plan_of(
     if label is not None and trial.classes is not None:
         label = torch.zeros_like(label, dtype=torch.int64)
     batch = Batch(tuple(inputs.values()), label, weight, 2, weight, names=names)
-    return plan(
-        request.recipe,
-        config,
-        estimator.getNumWorkers(),
-        batch,
-        memory=None if memory is None else int(float(memory) * 10**6),
-        speed=None if speed is None else float(speed) * 10**9,
-        bandwidth=None if bandwidth is None else float(bandwidth) * 10**6,
-    )
+    most = None if memory is None else int(float(memory) * 10**6)
+    return plan(request.recipe, config, estimator.getNumWorkers(), batch, memory=most)

@@ -19,10 +19,8 @@ from sparktorch.base.world import World
 from sparktorch.errors import ConfigError
 from sparktorch.train.checkpoint.tensors import own_optimizer
 from sparktorch.train.dtensor import local
-from sparktorch.train.flops import flop_counter
-from sparktorch.train.needs import Need, Plan
 from sparktorch.train.pipeline.cut import Cut
-from sparktorch.train.plan import plan
+from sparktorch.train.plan import Need, Plan, plan
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.registry import build_strategy, check_module
 from sparktorch.train.strategies.tensor_parallel import check_plan
@@ -198,7 +196,10 @@ def test_activations_are_as_many_as_torch_finds_at_the_peak_of_a_step(
     first = Batch((torch.ones(2, 100),), torch.ones(2, 1), None, 2, names=("x",))
     config = TrainConfig(task="regression", batch_size=2 * rows, precision=precision)
     need = of_zero3(recipe, first, config, wrap_classes=classes, activation_checkpointing=bool(classes))
-    assert need.activations - features.nbytes - label.nbytes == pytest.approx(found, rel=0.1)
+    # Of parts within parts, the plan counts both the input and the output of the outer one, at the same time.
+    assert need.activations - features.nbytes - label.nbytes == pytest.approx(
+        found, rel=0.15 if kind is Nested else 0.1
+    )
 
 
 DIVIDED = {
@@ -295,20 +296,6 @@ def test_each_micro_batch_in_flight_has_weights_as_autocast_has_them() -> None:
         assert in_flight * weights < need.activations < in_flight * weights + rows
 
 
-@pytest.mark.parametrize(
-    ("module", "operations"),
-    [
-        (nn.LSTM(4, 5, batch_first=True), 2 * 3 * (20 * 4 + 20 * 5)),
-        (nn.MultiheadAttention(4, 2, batch_first=True, bias=False), 2 * 3 * 4 * 4 * 4 + 2 * 2 * 3 * 3 * 4),
-    ],
-)
-def test_operations_of_attention_and_of_recurrent_layers_are_counted(module: nn.Module, operations: int) -> None:
-    x = torch.ones(1, 3, 4)
-    with flop_counter() as counter:
-        module(x) if isinstance(module, nn.LSTM) else module(x, x, x, need_weights=False)
-    assert counter.get_total_flops() == operations
-
-
 def test_a_plan_of_sparse_inputs_is_refused() -> None:
     first = Batch((torch.eye(2).to_sparse(),), torch.ones(2), None, 2, names=("x",))
     with pytest.raises(ConfigError, match=r"input 'x' is of layout torch\.sparse_coo, and a plan is made of rows"):
@@ -345,30 +332,6 @@ def test_a_pipeline_whose_workers_write_the_model_is_planned() -> None:
     (staged,) = (need for need in needs if "pipeline" in need.options)
     assert not staged.refused
     assert [need.strategy for need in needs if "modelDir is set" in need.refused] == ["ddp", "zero1"]
-
-
-def test_a_step_takes_what_its_operations_its_bubble_and_what_is_sent_take() -> None:
-    first = Batch((torch.ones(2, 5),), torch.ones(2), None, 2, names=("x",))
-    config = TrainConfig(task="regression", batch_size=64, accumulation_steps=2)
-    table = plan(Recipe(module=Paired), config, 4, first, speed=1e6, bandwidth=1e5)
-    found = {(need.strategy, *need.options.items()): need for need in table.needs}
-    one = 2 * (5 * 8 + 8 * 6 + 6 * 12 + 12 * 1)  # a row's forward pass
-    whole = 3 * 16 * one
-    staged, divided = found["mesh", ("pipeline", 2)], found["mesh", ("tensor", 2)]
-    assert found["ddp",].operations == whole
-    assert staged.operations == pytest.approx(2 * 3 * 16 * 2 * (5 * 8 + 8 * 6), abs=1)  # of the first of two stages
-    assert divided.operations == whole  # two workers compute halves of all layers for the rows of both
-    assert staged.bubble == 1 / 9
-    for need in found.values():
-        assert table.seconds(need) == pytest.approx(need.operations / 1e6 / (1 - need.bubble) + need.sent / 1e5)
-    sent = 4 * sum(p.numel() for p in Paired().parameters()) * 3 / 4
-    assert found["zero3",].sent == pytest.approx((2 * 2 + 1) * sent, abs=3)  # gathered twice in each of two passes
-    line = next(line for line in str(table).splitlines() if line.startswith("ddp"))
-    assert line.endswith(f"{1000 * table.seconds(found['ddp',]):.1f} ms")
-    faster = str(plan(Recipe(module=Paired), config, 1, first, speed=1e9, bandwidth=1e8))
-    assert faster.splitlines()[0] == "211 parameters, 1 worker, 32 rows of each at a time"
-    assert "0.066 ms" in faster
-    assert plan(Recipe(module=Paired), config, 4, first).seconds(found["ddp",]) is None
 
 
 def test_a_model_that_no_process_could_build_is_planned() -> None:

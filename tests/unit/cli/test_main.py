@@ -13,7 +13,7 @@ import pytest
 from sparktorch.cli.main import main
 from sparktorch.cli.table import print_table
 from sparktorch.spark.checks.findings import Finding
-from sparktorch.train.needs import Need, Plan
+from sparktorch.train.plan import Need, Plan
 from tests.support.proxy import free_port
 
 
@@ -67,14 +67,6 @@ def test_a_server_that_is_not_there_is_a_finding(capsys: pytest.CaptureFixture[s
     shown = capsys.readouterr().out
     assert f"Spark {pyspark.__version__}, {url}" in shown
     assert "Connection refused" in " ".join(shown.split())
-
-
-def test_figures_that_do_not_fit_together_are_told_before_a_session_starts(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr("sparktorch.cli.plan.session")
-    assert main(["plan", "conf/digits.yaml", "--speed", "100"]) == 2
-    assert "speed is given without bandwidth" in capsys.readouterr().err
 
 
 def test_a_plan_in_which_nothing_fits_says_so(
