@@ -49,7 +49,7 @@ _ENDS: dict[str, tuple[str, ...]] = {
     "rowwise": ("out",),
     "colwise": ("in",),
     "colwise_gather_output": ("in", "out"),
-    OWN_ROWS: ("in", "out"),
+    OWN_ROWS: ("in",),
     HEADS: ("in", "out"),
 }
 
@@ -280,8 +280,10 @@ class _Measured:
         sent += _reduced(own, data)
         together = tensor * pipeline  # workers with the same rows
         sent += self._share * together * (_gathered(self._inputs, together) + 2 * passed)
-        ends = [f"{name}:{end}" for name, style in styles.items() for end in _ENDS.get(style, ())]
-        sent += self._share * tensor * _reduced(sum(self._kept[end] for end in ends), tensor)
+        exchanged = sum(self._kept[f"{name}:{end}"] for name, style in styles.items() for end in _ENDS.get(style, ()))
+        # Own rows of an output go from one worker to another, instead of being summed up or gathered for all.
+        exchanged += sum(self._kept[f"{name}:out"] // tensor for name, style in styles.items() if style == OWN_ROWS)
+        sent += self._share * tensor * _reduced(exchanged, tensor)
         # Until the last pass of a step has reduced them, a worker has whole gradients.
         whole = bool(gathered) and (self._passes > 1 or pipeline > 1)
         state = sum(int(self._state.get(p, 0) * kept[p] / max(p.nbytes, 1)) for p in kept if p.requires_grad)
