@@ -8,9 +8,9 @@ import linecache
 import re
 import sysconfig
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 __all__ = [
     "JVM_MEMORY_HINT",
@@ -24,12 +24,14 @@ __all__ = [
     "RankError",
     "RankLostError",
     "RankStalledError",
+    "Refusal",
     "SparkTorchError",
     "UnusedParameterError",
     "failure_in",
     "line_of_user",
     "nearest",
     "redacted",
+    "refuse",
     "told",
 ]
 
@@ -97,6 +99,33 @@ class SparkTorchError(Exception):
 
 class ConfigError(SparkTorchError, ValueError):
     """A Param or a configuration key has a value that cannot work."""
+
+
+class Refusal(NamedTuple):
+    """A row of a table of settings that are refused.
+
+    Attributes:
+        param: The Param to blame.
+        when: Whether the settings, its argument, are refused.
+        what: What is wrong, a template of `str.format` in which `p` is the settings.
+        hint: What to do about it, such a template, too.
+    """
+
+    param: str
+    when: Callable[[Any], object]
+    what: str
+    hint: str = ""
+
+
+def refuse(table: Iterable[Refusal], settings: Any) -> None:
+    """Refuses settings by the first row of a table that says so.
+
+    Raises:
+        ConfigError: A row refuses them; names its Param.
+    """
+    for row in table:
+        if row.when(settings):
+            raise ConfigError(row.what.format(p=settings), hint=row.hint.format(p=settings), param=row.param)
 
 
 class ColumnError(SparkTorchError, ValueError):

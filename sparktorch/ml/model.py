@@ -20,6 +20,7 @@ from sparktorch.errors import ConfigError, PersistenceError, nearest
 from sparktorch.ml.fit.checks import check_outputs, check_scoring
 from sparktorch.ml.fit.inputs import input_names, naming_params
 from sparktorch.ml.fit.prepared_data import make_room
+from sparktorch.ml.fit.values import Values
 from sparktorch.ml.params.mixins import GenericModelParams, ModelParams
 from sparktorch.ml.persistence import ModelReader, ModelWriter
 from sparktorch.ml.scoring.column_metadata import numeric
@@ -183,7 +184,7 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
         Raises:
             ConfigError: A Param is out of range.
         """
-        check_scoring(self)
+        check_scoring(Values(self))
         return Scoring(
             batch_size=self.getPredictBatchSize(),
             device=self.getDevice(),

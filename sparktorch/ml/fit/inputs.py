@@ -8,7 +8,6 @@ from typing import Any
 
 from pyspark import cloudpickle
 
-from sparktorch.base.config import one_of
 from sparktorch.base.imports import load_object
 from sparktorch.data.columns import InputOptions
 from sparktorch.data.preprocess import check_signature
@@ -58,17 +57,8 @@ def check_ships(value: Any, name: str, *, param: str, hint: str) -> None:
 
 
 def input_options(params: EstimatorParams) -> InputOptions:
-    """Translates the Params of input columns.
-
-    Raises:
-        ConfigError: A Param is out of range.
-    """
+    """Translates the Params of input columns."""
     policy = params.getNullPolicy()
-    one_of("nullPolicy", policy, ("error", "drop", "fill"))
-    if params.isSet("fillValue") and policy != "fill":
-        raise ConfigError(
-            f"fillValue is set, and nullPolicy is {policy!r}", hint="set nullPolicy='fill'", param="fillValue"
-        )
     return InputOptions(
         shapes={name: tuple(shape) for name, shape in params.getInputShapes().items()},
         layouts=params.getInputLayouts(),
@@ -83,19 +73,8 @@ def input_options(params: EstimatorParams) -> InputOptions:
 
 
 def input_names(instance: Any) -> list[str]:
-    """Returns the input columns: `inputCols` where it is set, else `featuresCol`.
-
-    Raises:
-        ConfigError: Both are set, or `inputCols` is empty.
-    """
-    if not instance.isSet("inputCols"):
-        return [instance.getFeaturesCol()]
-    if instance.isSet("featuresCol"):
-        raise ConfigError("featuresCol and inputCols are both set", hint="set one of them", param="inputCols")
-    names: list[str] = instance.getInputCols()
-    if not names:
-        raise ConfigError("inputCols is empty", param="inputCols")
-    return names
+    """Returns the input columns: `inputCols` where it is set, else `featuresCol`."""
+    return list(instance.getInputCols()) if instance.isSet("inputCols") else [instance.getFeaturesCol()]
 
 
 @contextmanager

@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from sparktorch.base.config import TrainConfig
-from sparktorch.errors import ConfigError
+from sparktorch.errors import Refusal, refuse
 from sparktorch.ml.fit.values import Values
-from sparktorch.ml.params.mixins import EstimatorParams
-from sparktorch.train.lightning import LightningRecipe, check_class, is_lightning, without_trainer
+from sparktorch.train.lightning import LightningRecipe, check_class, without_trainer
 from sparktorch.train.metrics import has_metric
-from sparktorch.train.strategies.registry import strategy_for
 
-__all__ = ["brings_its_training", "check_lightning", "lightning_recipe"]
+__all__ = ["check_lightning", "lightning_recipe"]
 
 _BROUGHT = {
     "loss": "training_step returns it",
@@ -29,44 +27,34 @@ _BROUGHT = {
     "referenceBatchSize": "scale the learning rate in configure_optimizers",
 }
 
+_REFUSED = (
+    *(
+        Refusal(
+            name,
+            lambda p, name=name: p.is_set(name),  # type: ignore[misc]
+            f"{name} is set, and the module is a LightningModule, which brings its own",
+            f"leave it out: {why}",
+        )
+        for name, why in _BROUGHT.items()
+    ),
+    Refusal(
+        "microBatchSize",
+        lambda p: p["microBatchSize"] == "auto",
+        "microBatchSize is 'auto', which may repeat a step, and with it the hooks of a LightningModule",
+        "set microBatchSize to a number, or set accumulationSteps",
+    ),
+)
 
-def brings_its_training(module: Any) -> bool:
-    """Returns whether the Param `module` is a LightningModule, or a model that was fitted with one."""
-    return is_lightning(_source(module))
 
-
-def _source(module: Any) -> Any:
-    return getattr(getattr(module, "trained", None), "source", module)
-
-
-def check_lightning(estimator: EstimatorParams, p: Values) -> None:
+def check_lightning(p: Values) -> None:
     """Checks a LightningModule, and that no Param names what it brings.
 
     Raises:
         ConfigError: A Param is set that contradicts it; names the Param.
         ModuleError: It has methods that a fit cannot honour, or lacks some; names the method.
     """
-    source = _source(p["module"])
-    for name, hint in _BROUGHT.items():
-        if estimator.hasParam(name) and estimator.isSet(name):
-            raise ConfigError(
-                f"{name} is set, and the module is a LightningModule, which brings its own",
-                hint=f"leave it out: {hint}",
-                param=name,
-            )
-    if p["microBatchSize"] == "auto":
-        raise ConfigError(
-            "microBatchSize is 'auto', which may repeat a step, and with it the hooks of a LightningModule",
-            hint="set microBatchSize to a number, or set accumulationSteps",
-            param="microBatchSize",
-        )
-    check_class(source, validated=_validates(p))
-
-
-def _validates(p: Values) -> bool:
-    """Whether there are validation rows, marked or chosen by the strategy."""
-    strategy, options = strategy_for(p["strategy"], p["strategyParams"])
-    return p["validationIndicatorCol"] is not None or strategy.makes_validation(options)
+    refuse(_REFUSED, p)
+    check_class(p.source, validated=p.validated)
 
 
 def lightning_recipe(p: Values, module: dict[str, Any], fields: dict[str, Any], config: TrainConfig) -> LightningRecipe:
@@ -85,6 +73,6 @@ def lightning_recipe(p: Values, module: dict[str, Any], fields: dict[str, Any], 
         loss=None,
         epochs=p["epochs"],
         accumulation=p["accumulationSteps"],
-        validates=_validates(p),
+        validates=p.validated,
         needs_metric=None if has_metric(config.best_metric, config.task, p["metrics"]) else config.needs_metric,
     )

@@ -12,11 +12,12 @@ from typing import Any, Literal
 
 from sparktorch.base.config import CheckpointConfig, StorageConfig, Task, TrainConfig
 from sparktorch.distributed.monitor import Timeouts
-from sparktorch.errors import ConfigError
-from sparktorch.ml.fit.checks import check_best_metric, check_job, check_model_folder, check_params, check_restarts
+from sparktorch.errors import ConfigError, refuse
+from sparktorch.ml.fit.checks import check_best_metric, check_job, check_params, check_restarts
 from sparktorch.ml.fit.identity import described
 from sparktorch.ml.fit.inputs import input_names, input_options, preprocess_of
-from sparktorch.ml.fit.lightning import brings_its_training, lightning_recipe
+from sparktorch.ml.fit.lightning import lightning_recipe
+from sparktorch.ml.fit.refusals import MODEL_FOLDER
 from sparktorch.ml.fit.values import Values
 from sparktorch.ml.params.declare import ParamSpec
 from sparktorch.ml.params.mixins import EstimatorParams, RunParams
@@ -83,16 +84,16 @@ def translate(estimator: EstimatorParams, task: Task) -> Request:
     """
     estimator = estimator.completed()  # type: ignore[attr-defined]  # what all estimators have
     p = Values(estimator)
-    check_params(estimator, p)
+    check_params(p)
     job = _job(estimator, p, task, _EVERY, **({} if p["modelDir"] is None else {"modelDir": "set"}))
     request = Request(recipe=_recipe(p, job["config"]), dry_run=p["dryRun"], **job)
     check_best_metric(request.config, request.recipe)
     check_strategy(request.config, request.recipe)
     check_workers(request.config, p["numWorkers"])
-    check_restarts(p, request.config)
+    check_restarts(p)
     if p["modelDir"] is None:
         return request
-    check_model_folder(p, request.recipe)
+    refuse(MODEL_FOLDER, p)
     return replace(request, config=replace(request.config, model_folder=_new_folder(p["modelDir"])))
 
 
@@ -114,12 +115,12 @@ def translate_run(params: RunParams, function: Any) -> JobRequest:
         ConfigError: A Param is out of range.
     """
     p = Values(params)
-    check_job(params, p)
+    check_job(p)
     named = repr(function) if isinstance(function, str) else name_of(function)  # its code decides itself what resumes
     request = JobRequest(**_job(params, p, "generic", {spec.name: spec for spec in RUN}, function=named))
     check_loop(request.config)
     check_workers(request.config, p["numWorkers"])
-    check_restarts(p, request.config)
+    check_restarts(p)
     return request
 
 
@@ -133,7 +134,7 @@ def _job(params: Any, p: Values, task: Task, table: Mapping[str, ParamSpec], **k
         "checkpoint": _checkpoint(p, table, known),
         "columns": {
             "inputs": input_names(params),
-            "label": _label(params, p),
+            "label": p["labelCols"] or p["labelCol"] or None,
             "weight": p["weightCol"],
             "validation": p["validationIndicatorCol"],
             "key": p["idCol"],
@@ -157,16 +158,6 @@ def _fields(p: Values, configuration: str, table: Mapping[str, ParamSpec] = _EVE
     named = ((spec.field.partition("."), p[name]) for name, spec in table.items())
     found = {field: value for (of, _, field), value in named if of == configuration}
     return {field: tuple(value) if isinstance(value, list) else value for field, value in found.items()}
-
-
-def _label(estimator: Any, p: Values) -> str | list[str] | None:
-    if p["labelCols"] is None:
-        return p["labelCol"] or None
-    if estimator.isSet("labelCol"):
-        raise ConfigError("labelCol and labelCols are both set", hint="set one of them", param="labelCols")
-    if not p["labelCols"]:
-        raise ConfigError("labelCols is empty", hint="for no label at all, set labelCol=''", param="labelCols")
-    return list(p["labelCols"])
 
 
 def _checkpoint(p: Values, table: Mapping[str, ParamSpec], known: Mapping[str, str]) -> CheckpointConfig | None:
@@ -200,7 +191,7 @@ def _shuffle_block(p: Values) -> int:
 
 def _recipe(p: Values, config: TrainConfig) -> Recipe:
     module, fields = _module(p), _fields(p, "recipe", _EVERY)
-    if brings_its_training(p["module"]):
+    if p.brings_its_training:
         return lightning_recipe(p, module, fields, config)
     return Recipe(**{**module, **fields, **_loss(p)})
 

@@ -1,10 +1,19 @@
-"""The values of an estimator's Params by name."""
+"""The values of Params by name, and what follows from several of them."""
 
 from __future__ import annotations
 
+import os
+from functools import cached_property
+from pathlib import PurePath
 from typing import Any
 
 from pyspark.ml.param import Params
+from torch import nn
+
+from sparktorch.base.imports import load_object
+from sparktorch.train.lightning import is_lightning
+from sparktorch.train.strategies.base import Strategy
+from sparktorch.train.strategies.registry import resumable, strategy_for, strategy_type
 
 __all__ = ["Values"]
 
@@ -12,9 +21,77 @@ __all__ = ["Values"]
 class Values:
     """Param values by name; `None` if the Param does not exist, or has neither value nor default."""
 
+    resumable = property(lambda self: resumable())  # the strategies, as text
+
     def __init__(self, instance: Params) -> None:
         self._instance = instance
 
     def __getitem__(self, name: str) -> Any:
         instance = self._instance
         return instance.getOrDefault(name) if instance.hasParam(name) and instance.isDefined(name) else None
+
+    def is_set(self, name: str) -> bool:
+        """Whether a Param exists and was set by the user."""
+        return bool(self._instance.hasParam(name) and self._instance.isSet(name))
+
+    @property
+    def source(self) -> Any:
+        """What makes the module; of a fitted model, what made its module."""
+        return getattr(getattr(self["module"], "trained", None), "source", self["module"])
+
+    @property
+    def brings_its_training(self) -> bool:
+        """Whether the module is a LightningModule, or a model that was fitted with one."""
+        return is_lightning(self.source)
+
+    @property
+    def is_instance(self) -> bool:
+        """Whether the module is one that this process holds."""
+        return isinstance(self.source, nn.Module)
+
+    @property
+    def file_in_the_way(self) -> str | None:
+        """The file that stands where `modelDir` or a folder above it should."""
+        wanted = PurePath(self["modelDir"])
+        return next((str(path) for path in (wanted, *wanted.parents) if os.path.isfile(path)), None)
+
+    @property
+    def strategy(self) -> type[Strategy[Any]]:
+        """The class of the strategy."""
+        return strategy_type(self["strategy"])
+
+    @cached_property
+    def makes_validation(self) -> bool:
+        """Whether the strategy chooses the validation rows."""
+        strategy, options = strategy_for(self["strategy"], self["strategyParams"])
+        return strategy.makes_validation(options)
+
+    @property
+    def validated(self) -> bool:
+        """Whether there are validation rows, marked or chosen by the strategy."""
+        return self["validationIndicatorCol"] is not None or self.makes_validation
+
+    @property
+    def sharing(self) -> int:
+        """Number of workers that share a batch."""
+        return 1 if self.strategy.own_batches else int(self["numWorkers"])
+
+    @property
+    def share(self) -> float:
+        """Rows of a worker in a batch."""
+        return float(self["batchSize"] / self.sharing)
+
+    @property
+    def needs_validation(self) -> str | None:
+        """The Param of early stopping that asks for validation rows."""
+        if self["earlyStoppingPatience"] is not None:
+            return "earlyStoppingPatience"
+        return None if self["earlyStoppingMetric"] == "val_loss" else "earlyStoppingMetric"
+
+    @property
+    def follows_loss(self) -> bool:
+        """Whether the schedule looks at the loss of validation rows."""
+        scheduler = self["scheduler"]
+        if isinstance(scheduler, str) and ":" in scheduler:
+            scheduler = load_object(scheduler)
+        return bool(getattr(scheduler, "__name__", scheduler) == "ReduceLROnPlateau")
