@@ -18,8 +18,8 @@ from sparktorch.train.engine import Engine
 from sparktorch.train.flops import flop_counter
 from sparktorch.train.pipeline.cut import Cut
 from sparktorch.train.recipe.huggingface import arguments
-from sparktorch.train.strategies.sequence_parallel import outermost
-from sparktorch.train.strategies.tensor_parallel import DIVIDED
+from sparktorch.train.tensor_parallel.sequence import outermost
+from sparktorch.train.tensor_parallel.styles import DIVIDED
 
 __all__ = ["kept", "kept_around", "of_stages", "operations"]
 

@@ -38,8 +38,8 @@ from sparktorch.train.strategies.registry import (
     check_workers,
     strategy_for,
 )
-from sparktorch.train.strategies.sequence_parallel import is_below, outermost
-from sparktorch.train.strategies.tensor_parallel import HEADS, OWN_ROWS, SUMMED, check_plan
+from sparktorch.train.tensor_parallel.sequence import is_below, outermost
+from sparktorch.train.tensor_parallel.styles import HEADS, OWN_ROWS, SUMMED, check_plan
 
 __all__ = ["plan", "reduced"]
 
