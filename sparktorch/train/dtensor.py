@@ -23,7 +23,6 @@ __all__ = [
     "PIPELINE",
     "TENSOR",
     "divide_gradients",
-    "divided_like",
     "first_copy",
     "gradients_by_copies",
     "local",
@@ -31,6 +30,7 @@ __all__ = [
     "mesh_of_training",
     "packed_placement",
     "part_of",
+    "sharded_like",
     "step_apart",
     "unadvised",
     "undivided",
@@ -43,7 +43,7 @@ TENSOR = "tensor"  # the dimension along which they have parts of layers
 _trainings = itertools.count()
 
 
-def divided_like(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+def sharded_like(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Returns this rank's shard as a `DTensor` sharded like `parameter`, or as it is if that is not sharded."""
     if not hasattr(parameter, "to_local"):
         return part

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from sparktorch.base.batch import Batch
 from sparktorch.train.engine import Engine
-from sparktorch.train.strategies.tensor_parallel import DIVIDED
+from sparktorch.train.tensor_parallel.styles import DIVIDED
 
 __all__ = ["Kept"]
 

@@ -34,8 +34,8 @@ from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.fsdp import units
 from sparktorch.train.strategies.mesh_options import MeshOptions
 from sparktorch.train.strategies.registry import check_module, check_strategy, check_workers, strategy_for
-from sparktorch.train.strategies.sequence_parallel import is_below, outermost
-from sparktorch.train.strategies.tensor_parallel import HEADS, OWN_ROWS, SUMMED, check_plan
+from sparktorch.train.tensor_parallel.sequence import is_below, outermost
+from sparktorch.train.tensor_parallel.styles import HEADS, OWN_ROWS, SUMMED, check_plan
 
 __all__ = ["Need", "Plan", "plan"]
 

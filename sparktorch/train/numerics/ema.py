@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from sparktorch.train.dtensor import divided_like, local
+from sparktorch.train.dtensor import local, sharded_like
 
 __all__ = ["MovingAverage"]
 
@@ -52,7 +52,7 @@ class MovingAverage:
         """
         self._averages = self._averages or [weight.clone() for weight in self._weights()]
         pairs = zip(self._parameters, self._averages, strict=True)
-        return {names[parameter]: divided_like(average, parameter) for parameter, average in pairs}
+        return {names[parameter]: sharded_like(average, parameter) for parameter, average in pairs}
 
     def _weights(self) -> list[torch.Tensor]:
         # Sharded parameters are DTensors; the average is computed on this rank's shards.

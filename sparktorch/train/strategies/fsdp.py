@@ -8,72 +8,43 @@ parameter along its first axis.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from sparktorch.base.config import TrainConfig, at_least, one_of
+from sparktorch.base.config import TrainConfig
 from sparktorch.base.devices import download, is_host
 from sparktorch.base.host_memory import available_bytes, given_back
 from sparktorch.distributed.process_group import attach
-from sparktorch.errors import ConfigError, ModuleError, nearest
+from sparktorch.errors import ConfigError
 from sparktorch.train.dtensor import local, unviewed, whole
 from sparktorch.train.recipe.huggingface import without_caches
 from sparktorch.train.recipe.recipe import Recipe
+from sparktorch.train.sharding.same_calls import SameCalls
+from sparktorch.train.sharding.same_parameters import SameParameters
+from sparktorch.train.sharding.units import (
+    DTYPES,
+    ShardingOptions,
+    check_checkpointing,
+    check_optimizer,
+    check_parameters,
+    units,
+)
 from sparktorch.train.strategies.base import Strategy
-from sparktorch.train.strategies.reduce_scatter import SameCalls, SameParameters
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-__all__ = ["ShardingOptions", "Zero2", "Zero3", "check_checkpointing", "check_optimizer", "units"]
+__all__ = ["ShardingOptions", "Zero2", "Zero3", "units"]
 
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 S = TypeVar("S", bound="ShardingOptions")
 
 _LEAST_BYTES = 1 << 20  # of a block of host memory that is worth giving back
 _KEPT = 16  # times the model: more than what a rank was seen to grow by, but for activations, if it keeps freed blocks
-
-_OF_WHOLE_PARAMETERS = {"Adafactor", "Muon", "Rprop"}
-
-# They have no forward pass that could gather parameters.
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardingOptions:
-    """Options of `zero2` and `zero3`; see `torch.distributed.fsdp.fully_shard`.
-
-    Attributes:
-        min_parameters: A submodule with at least this many parameters is a unit: its parameters are gathered, and its
-            gradients reduced, separately. The rest belongs to the unit of the whole module.
-        wrap_classes: Class names of the submodules that are units, such as a transformer's layers; replaces
-            `min_parameters`.
-        activation_checkpointing: Whether units recompute their activations in backward instead of keeping them.
-        param_dtype: Dtype in which parameters are gathered and used; `None` keeps their own.
-        reduce_dtype: Dtype in which gradients are reduced; `None` takes that of the parameters.
-        cpu_offload: Whether a GPU rank keeps its shards of parameters, gradients and optimizer state in host memory.
-    """
-
-    min_parameters: int = 1_000_000
-    wrap_classes: list[str] = field(default_factory=list)
-    activation_checkpointing: bool = False
-    param_dtype: Literal["fp32", "fp16", "bf16"] | None = None
-    reduce_dtype: Literal["fp32", "fp16", "bf16"] | None = None
-    cpu_offload: bool = False
-
-    def __post_init__(self) -> None:
-        at_least("strategyParams.min_parameters", self.min_parameters, 1)
-        for name in ("param_dtype", "reduce_dtype"):
-            value = getattr(self, name)
-            if value is not None:
-                one_of(f"strategyParams.{name}", value, tuple(_DTYPES))
 
 
 class Zero3(Strategy[S]):
@@ -115,7 +86,7 @@ class Zero3(Strategy[S]):
         found = units(module, options)
         check_checkpointing(options, type(module).__name__, found)
         if cls.shards(options, workers):
-            _check_parameters(module, found)
+            check_parameters(module, found)
             check_optimizer(recipe, module)
 
     @classmethod
@@ -169,7 +140,7 @@ class Zero3(Strategy[S]):
 
         self.check_device(self._options, self._device.type)
         policy = MixedPrecisionPolicy(
-            param_dtype=_DTYPES.get(options.param_dtype or ""), reduce_dtype=_DTYPES.get(options.reduce_dtype or "")
+            param_dtype=DTYPES.get(options.param_dtype or ""), reduce_dtype=DTYPES.get(options.reduce_dtype or "")
         )
         if is_host(self._device):
             self._spare_memory(module, parts, policy)
@@ -294,128 +265,7 @@ class Zero3(Strategy[S]):
                 part.reshard()
 
 
-def check_optimizer(recipe: Recipe, module: nn.Module) -> None:
-    """Refuses optimizers that compute with whole parameters, where ranks have parts of them.
-
-    Raises:
-        ConfigError: It is one.
-    """
-    if recipe.steps_itself:
-        return
-    optimizer = recipe.optimizer_call(module)[0]
-    if isinstance(optimizer, type) and {kind.__name__ for kind in optimizer.__mro__} & _OF_WHOLE_PARAMETERS:
-        raise ConfigError(
-            f"optimizer {optimizer.__name__} computes with whole parameters, which this strategy divides",
-            hint="choose another one, such as 'AdamW', or strategy='zero1'",
-            param="optimizer",
-        )
-
-
-def _check_parameters(module: nn.Module, parts: Sequence[nn.Module]) -> None:
-    """Refuses parameters that torch's `fully_shard` cannot divide.
-
-    Args:
-        module: The module.
-        parts: Its units, inner ones first.
-
-    Raises:
-        ModuleError: A parameter is a scalar, or not contiguous; the trained ones of a unit have several dtypes; or a
-            table has sparse gradients, or rows that are changed in a forward pass.
-    """
-    scalars = [name for name, parameter in module.named_parameters() if not parameter.dim()]
-    if scalars:
-        raise _not_divided(f"parameter {scalars[0]!r} is a scalar", "make it a tensor of shape (1,)")
-    strided = [name for name, parameter in module.named_parameters() if not parameter.is_contiguous()]
-    if strided:
-        raise _not_divided(f"parameter {strided[0]!r} is not contiguous", "leave its memory format as it is made")
-    for name, part in module.named_modules():
-        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and (part.sparse or part.max_norm is not None):
-            what = "sparse gradients" if part.sparse else "max_norm, which changes rows in a forward pass,"
-            raise _not_divided(f"{name or 'the module'} has {what}", "leave sparse and max_norm out")
-    taken: set[nn.Parameter] = set()
-    for part in [*parts, module]:
-        own = {name: p for name, p in part.named_parameters() if p.requires_grad and p not in taken}
-        taken |= set(own.values())
-        names = {p.dtype: name for name, p in own.items()}
-        if len(names) > 1:
-            (one, first), (other, second), *_ = names.items()
-            raise _not_divided(
-                f"{first!r} is of {one} and {second!r} of {other}, in one {type(part).__name__}",
-                "make them of one dtype, or name parts of one dtype in strategyParams.wrap_classes",
-            )
-
-
-def _not_divided(what: str, instead: str) -> ModuleError:
-    return ModuleError(
-        f"{what}: torch's fully_shard divides contiguous parameters of one dtype along their first axis",
-        hint=f"{instead}, or use strategy='zero1' or 'ddp'",
-        param="module",
-    )
-
-
 class Zero2(Zero3[ShardingOptions]):
     """Parameters are gathered once per step, and kept from forward to backward."""
 
     _reshard_after_forward = False
-
-
-def check_checkpointing(options: ShardingOptions, where: str, found: Sequence[nn.Module]) -> None:
-    """Refuses `activation_checkpointing` where no part would compute its activations again.
-
-    Args:
-        options: The options.
-        where: What the parts are of, for the message.
-        found: The units.
-
-    Raises:
-        ConfigError: It is set, and there are no units.
-    """
-    if options.activation_checkpointing and not found:
-        least = f"of min_parameters={options.min_parameters} or more"
-        raise ConfigError(
-            f"strategyParams.activation_checkpointing is set, and {where} has no part "
-            f"{'of wrap_classes' if options.wrap_classes else least} that could compute its activations again",
-            hint="set min_parameters lower, or name the classes of layers in wrap_classes; or leave it out",
-            param="strategyParams",
-        )
-
-
-def units(module: nn.Module, options: ShardingOptions) -> list[nn.Module]:
-    """Returns the submodules that are units, inner ones first.
-
-    Raises:
-        ModuleError: The module has no submodule of a class in `wrap_classes`.
-    """
-    owners = Counter(p for part in module.modules() for p in part.parameters(recurse=False))
-    found: list[nn.Module] = []
-    if options.wrap_classes:
-        present = {type(part).__name__ for part in module.modules()}
-        for name in options.wrap_classes:
-            if name not in present:
-                raise ModuleError(
-                    f"the module has no part of class {name!r}", hint=nearest(name, present), param="strategyParams"
-                )
-    _visit(module, module, options, owners, found)
-    return found
-
-
-def _visit(
-    part: nn.Module, module: nn.Module, options: ShardingOptions, owners: Counter[nn.Parameter], found: list[nn.Module]
-) -> tuple[int, bool]:
-    """Appends the units of a part of the module; returns its number of parameters in no unit, and whether any is tied.
-
-    A function in `units` that calls itself would be a reference cycle, which keeps the whole parameters in device
-    memory until the garbage collector finds it.
-    """
-    at_once = isinstance(part, nn.MultiheadAttention)  # it reads the weights of its parts without calling them
-    own = list(part.parameters(recurse=at_once))
-    count, tied = sum(p.numel() for p in own), any(owners[p] > 1 for p in own)
-    for child in () if at_once else part.children():
-        below, tied_below = _visit(child, module, options, owners, found)
-        count, tied = count + below, tied or tied_below
-    chosen = type(part).__name__ in options.wrap_classes if options.wrap_classes else count >= options.min_parameters
-    # Tied parameters must be gathered with all submodules that share them: with the whole module.
-    if chosen and count and not tied and part is not module and not isinstance(part, _CONTAINERS):
-        found.append(part)
-        count = 0
-    return count, tied

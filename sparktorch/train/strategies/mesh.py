@@ -3,7 +3,7 @@
 `data` x `shard` is hybrid sharding: the model is divided within groups of ranks, and each group has a copy of it. Zhao
 et al. 2023, PyTorch FSDP (https://arxiv.org/abs/2304.11277), section 3.2.2. A group that lies on one host gathers
 parameters without the network between hosts, which carries 1/`shard` of the gradients then. `tensor` divides layers:
-`tensor_parallel.py`. `pipeline` has layers one after another on several ranks: `pipeline_mesh.py`.
+`train/tensor_parallel`. `pipeline` has layers one after another on several ranks: `pipeline_mesh.py`.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ from sparktorch.train.dtensor import (
 )
 from sparktorch.train.recipe.huggingface import MODEL_LOSS, gets_row_labels
 from sparktorch.train.recipe.recipe import Recipe
-from sparktorch.train.strategies.divided_shapes import check_shapes, check_values
-from sparktorch.train.strategies.fsdp import Zero3, check_optimizer
+from sparktorch.train.sharding.units import check_optimizer
+from sparktorch.train.strategies.fsdp import Zero3
 from sparktorch.train.strategies.mesh_options import MeshOptions, Sizes
-from sparktorch.train.strategies.row_exchange import RowExchange, share_rows
-from sparktorch.train.strategies.tensor_parallel import (
+from sparktorch.train.tensor_parallel.row_exchange import RowExchange, share_rows
+from sparktorch.train.tensor_parallel.sharded_shapes import check_shapes, check_values
+from sparktorch.train.tensor_parallel.styles import (
     OWN_ROWS,
     SUMMED,
     check_gradients,

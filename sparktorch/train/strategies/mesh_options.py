@@ -7,8 +7,8 @@ from typing import Literal, NamedTuple
 
 from sparktorch.base.config import at_least, one_of
 from sparktorch.errors import ConfigError
-from sparktorch.train.strategies.fsdp import ShardingOptions
-from sparktorch.train.strategies.tensor_parallel import OWN_ROWS, STYLES
+from sparktorch.train.sharding.units import ShardingOptions
+from sparktorch.train.tensor_parallel.styles import OWN_ROWS, STYLES
 
 __all__ = ["MeshOptions", "Sizes"]
 

@@ -30,11 +30,11 @@ from sparktorch.train.pipeline.step import MicroLosses, arguments_of, check_step
 from sparktorch.train.recipe.huggingface import arguments
 from sparktorch.train.recipe.loss import Sums
 from sparktorch.train.recipe.recipe import Recipe
+from sparktorch.train.sharding.units import check_checkpointing, units
 from sparktorch.train.strategies.base import Step
-from sparktorch.train.strategies.fsdp import check_checkpointing, units
 from sparktorch.train.strategies.mesh import Mesh
 from sparktorch.train.strategies.mesh_options import MeshOptions
-from sparktorch.train.strategies.row_exchange import share_rows
+from sparktorch.train.tensor_parallel.row_exchange import share_rows
 
 __all__ = ["PipelineMesh"]
 

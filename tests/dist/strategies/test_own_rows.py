@@ -22,7 +22,7 @@ from sparktorch.train.plan import plan
 from sparktorch.train.recipe.pretrained import opened
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.registry import build_strategy, check_module
-from sparktorch.train.strategies.tensor_parallel import check_plan
+from sparktorch.train.tensor_parallel.styles import check_plan
 from tests.dist.strategies.test_strategies import TABLE, job_for, plain
 from tests.support.ranks import in_group, train_on
 from tests.support.tiny_transformers import llama

@@ -23,7 +23,7 @@ from sparktorch.train.pipeline.cut import Cut
 from sparktorch.train.plan import Need, Plan, plan
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.registry import build_strategy, check_module
-from sparktorch.train.strategies.tensor_parallel import check_plan
+from sparktorch.train.tensor_parallel.styles import check_plan
 from tests.support.attention_nets import Encoder
 from tests.support.nets import Paired, Tower
 from tests.support.ranks import in_group

@@ -28,7 +28,7 @@ from sparktorch.train.dtensor import TENSOR, local, mesh_of_training, whole
 from sparktorch.train.plan import plan
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.registry import check_module, check_strategy
-from sparktorch.train.strategies.tensor_parallel import SUMMED, check_plan, divide
+from sparktorch.train.tensor_parallel.styles import SUMMED, check_plan, divide
 from sparktorch.worker import TrainJob
 from tests.dist.strategies.test_strategies import FEW_STEPS, TABLE, Weights, job_for, plain
 from tests.support.attention_nets import Encoder, Sequences, Translator

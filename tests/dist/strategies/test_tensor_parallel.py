@@ -25,7 +25,7 @@ from sparktorch.train.dtensor import TENSOR, local, mesh_of_training, step_apart
 from sparktorch.train.recipe.pretrained import opened
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.registry import build_strategy, check_module, check_strategy
-from sparktorch.train.strategies.tensor_parallel import check_plan, divide
+from sparktorch.train.tensor_parallel.styles import check_plan, divide
 from sparktorch.worker import TrainJob
 from tests.dist.strategies.test_strategies import CONTRARY, FEW_STEPS, PARTED, TABLE, Weights, job_for, plain
 from tests.dist.train import test_huggingface as texts

@@ -23,7 +23,7 @@ from sparktorch.train.dtensor import TENSOR, local, local_parts, mesh_of_trainin
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.mesh import Mesh, MeshOptions
 from sparktorch.train.strategies.registry import check_module
-from sparktorch.train.strategies.tensor_parallel import check_plan, divide
+from sparktorch.train.tensor_parallel.styles import check_plan, divide
 from sparktorch.worker import TrainJob
 from tests.dist.strategies.test_strategies import FEW_STEPS, TABLE, job_for, plain
 from tests.support.attention_nets import Encoder, Translator

@@ -1,8 +1,8 @@
 """Tensor parallelism: each rank of a group has a part of every divided layer, and all compute on the same rows.
 
 Shoeybi et al. 2019, Megatron-LM (https://arxiv.org/abs/1909.08053), section 3. Torch's `parallelize_module` divides the
-layers, `nn.Linear` and `nn.Embedding`; `divided_attention.py` divides `nn.MultiheadAttention`, and
-`sequence_parallel.py` what is between layers.
+layers, `nn.Linear` and `nn.Embedding`; `sharded_attention.py` divides `nn.MultiheadAttention`, and
+`sequence.py` what is between layers.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torch.nn import functional as F
 
 from sparktorch.errors import ConfigError, ModuleError, nearest
 from sparktorch.train.dtensor import local, undivided, unviewed
-from sparktorch.train.strategies import divided_attention
-from sparktorch.train.strategies.divided_attention import PROJECTION, divide_heads
-from sparktorch.train.strategies.divided_shapes import check_width
-from sparktorch.train.strategies.gathered_linear import POSITIONS, ColwiseLinear
-from sparktorch.train.strategies.sequence_parallel import LAYERS, divide_sequence, linear_layers, norms_of
+from sparktorch.train.tensor_parallel import sharded_attention
+from sparktorch.train.tensor_parallel.gathered_linear import POSITIONS, ColwiseLinear
+from sparktorch.train.tensor_parallel.sequence import LAYERS, divide_sequence, linear_layers, norms_of
+from sparktorch.train.tensor_parallel.sharded_attention import PROJECTION, divide_heads
+from sparktorch.train.tensor_parallel.sharded_shapes import check_width
 
 __all__ = [
     "DIVIDED",
@@ -359,7 +359,7 @@ def _obstacle(module: nn.Module, name: str, style: str, size: int) -> str:
         return "" if list(part.parameters(recurse=False)) else "which has no parameters of its own"
     if style == HEADS:
         tied = any(_tied(module, below) for below in part.modules())
-        return _TIED if tied else divided_attention.obstacle(part, size)
+        return _TIED if tied else sharded_attention.obstacle(part, size)
     kind = f"{type(part).__module__}.{type(part).__qualname__}"
     if type(part) not in _LINEAR:  # a subclass may compute something else
         return f"a {kind}, and only nn.Linear and nn.Embedding themselves can be divided by {style!r}"

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 
 from sparktorch.errors import ConfigError, ModuleError
 from sparktorch.train.dtensor import unviewed
-from sparktorch.train.strategies.divided_attention import drawn_apart
-from sparktorch.train.strategies.gathered_linear import POSITIONS, as_part, is_part
+from sparktorch.train.tensor_parallel.gathered_linear import POSITIONS, as_part, is_part
+from sparktorch.train.tensor_parallel.sharded_attention import drawn_apart
 
 __all__ = ["LAYERS", "STACKS", "divide_sequence", "is_below", "linear_layers", "norms_of", "outermost"]
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from sparktorch.base.devices import is_host, seed
 from sparktorch.errors import ModuleError
 from sparktorch.train.dtensor import packed_placement
-from sparktorch.train.strategies.gathered_linear import is_part, linear_of_all
+from sparktorch.train.tensor_parallel.gathered_linear import is_part, linear_of_all
 
 __all__ = ["PROJECTION", "divide_heads", "drawn_apart", "obstacle"]
 
