@@ -10,46 +10,44 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from sparktorch.base.batch import Batch
-from sparktorch.base.config import TrainConfig
-from sparktorch.errors import ConfigError, ModuleError, line_of_user
+from sparktorch.errors import ModuleError, Refusal, line_of_user
 from sparktorch.train.arguments import Arguments
 from sparktorch.train.numerics.determinism import untouched_generators
 from sparktorch.train.pipeline.cut import Cut
 from sparktorch.train.pipeline.stage import HOW
-from sparktorch.train.recipe.recipe import Recipe
 
-__all__ = ["check_equal", "check_inputs", "check_parts", "check_rows", "check_settings", "is_fake"]
+__all__ = ["SETTINGS", "check_equal", "check_inputs", "check_parts", "check_rows", "is_fake"]
 
 _TOLERANCE = 1e-4
 _SHARD = "use strategyParams.shard instead of pipeline"
 
-# What is refused: where it applies, what the message says, and what to do.
-_SETTINGS: Sequence[tuple[Callable[[TrainConfig, Recipe, Any], object], str, str, str]] = (
-    (
-        lambda config, recipe, options: recipe.steps_itself,
+SETTINGS = (
+    Refusal(
+        "module",
+        lambda job: job.recipe.steps_itself,
         "a LightningModule computes in steps of its own, whose passes a pipeline cannot run",
         f"pass its network as module, with a loss, or {_SHARD}",
-        "module",
     ),
-    (
-        lambda config, recipe, options: config.compile,
+    Refusal(
+        "compile",
+        lambda job: job.config.compile,
         "compile is set, and strategyParams.pipeline calls the stages of the module, not the module",
         "leave compile out",
-        "compile",
     ),
-    (
-        lambda config, recipe, options: config.precision == "fp16",
+    Refusal(
+        "precision",
+        lambda job: job.config.precision == "fp16",
         "precision 'fp16' scales the loss, and strategyParams.pipeline divides the gradients",
         "set precision='bf16'",
-        "precision",
     ),
-    (
-        lambda config, recipe, options: options.param_dtype,
+    Refusal(
+        "strategyParams",
+        lambda job: job.options.param_dtype,
         "strategyParams.param_dtype is set, and stages of a pipeline pass on values in the dtypes of the module",
         "set precision='bf16', which leaves parameters as they are, or leave it out",
-        "strategyParams",
     ),
 )
+# Of parts of the module: where it applies, what the message says, and what to do.
 _PARTS: Sequence[tuple[Callable[[Any], object], str, str]] = (
     (lambda part: hasattr(part, "peft_config"), "has adapters, which a pipeline does not cut", _SHARD),
     (
@@ -68,13 +66,6 @@ _PARTS: Sequence[tuple[Callable[[Any], object], str, str]] = (
         f"keep it in a buffer, or {_SHARD}",
     ),
 )
-
-
-def check_settings(config: TrainConfig, recipe: Recipe, options: Any) -> None:
-    """Refuses settings that a pipeline does not support with a `ConfigError`."""
-    for applies, says, hint, param in _SETTINGS:
-        if applies(config, recipe, options):
-            raise ConfigError(says, hint=hint, param=param)
 
 
 def check_parts(module: nn.Module) -> None:

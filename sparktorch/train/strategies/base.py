@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -18,17 +19,58 @@ from sparktorch.base.config import TrainConfig
 from sparktorch.base.devices import download
 from sparktorch.base.imports import load_object
 from sparktorch.base.world import World
-from sparktorch.errors import ConfigError
+from sparktorch.errors import Refusal
 from sparktorch.train.dtensor import mesh_of_training
 from sparktorch.train.recipe.loss import Sums
 from sparktorch.train.recipe.recipe import Recipe
 
-__all__ = ["Step", "Strategy", "require_optimizer_class"]
+__all__ = ["Job", "Step", "Strategy", "needs_optimizer_class"]
 
 _DATA = "data"  # the mesh's dimension along which ranks hold different samples
 
 Step = Callable[[nn.Module, Batch], tuple[torch.Tensor, Sums]]
 O = TypeVar("O")  # noqa: E741 - the options of a strategy
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a strategy may refuse before a job.
+
+    Attributes:
+        config: How it trains.
+        recipe: What is trained; `None` in a loop of the user's own.
+        options: The options of the strategy.
+        kind: The class of the strategy.
+    """
+
+    config: TrainConfig
+    recipe: Recipe | None
+    options: Any
+    kind: type[Strategy[Any]]
+
+    @property
+    def in_micro_batches(self) -> bool:
+        """Whether a step may take several passes."""
+        return self.config.accumulation_steps > 1 or self.config.micro_batch_size is not None
+
+    @property
+    def optimizer(self) -> str | type | None:
+        """The optimizer's name or class; `None` of a function that makes it."""
+        assert self.recipe is not None
+        optimizer = self.recipe.optimizer
+        if isinstance(optimizer, str) and ":" in optimizer:
+            optimizer = load_object(optimizer)
+        return optimizer if isinstance(optimizer, str | type) else None
+
+
+def needs_optimizer_class(each: str) -> Refusal:
+    """Returns the refusal of functions that make an optimizer, by a strategy that builds one for `each`."""
+    return Refusal(
+        "optimizer",
+        lambda job: job.optimizer is None,
+        f"strategy {{p.config.strategy!r}} builds an optimizer for each {each}, and optimizer is no class",
+        "name a class in torch.optim, or pass the class itself with optimizerParams",
+    )
 
 
 class Strategy(ABC, Generic[O]):
@@ -55,6 +97,7 @@ class Strategy(ABC, Generic[O]):
             and none can fail alone.
         waits_for_device: Whether each step waits for the device anyway, so that each rank can check its losses at once.
         warm_up_passes: Passes that warm up the reducer, after which it sums gradients in their final order.
+        refusals: What it refuses of a `Job`, besides what its bases do.
         resumable: Whether a checkpoint can hold all of its state.
         own_batches: Whether each rank trains a model of its own, on batches of its own.
         runs_passes: Whether the strategy runs forward and backward passes itself, in `run_pass`.
@@ -65,6 +108,14 @@ class Strategy(ABC, Generic[O]):
     """
 
     options_type: ClassVar[type[Any]]
+    refusals: ClassVar[tuple[Refusal, ...]] = (
+        Refusal(
+            "modelDir",
+            lambda job: job.config.model_folder and not job.kind.divides_parameters,
+            "modelDir is set, and under strategy {p.config.strategy!r} each worker holds the whole model",
+            "set strategy='zero3', or 'mesh'; or leave modelDir out",
+        ),
+    )
     collective_forward: ClassVar[bool] = False
     waits_for_device: ClassVar[bool] = False
     warm_up_passes: ClassVar[int] = 0
@@ -77,14 +128,6 @@ class Strategy(ABC, Generic[O]):
     def makes_validation(cls, options: O) -> bool:
         """Whether the strategy chooses the validation rows itself."""
         return False
-
-    @classmethod
-    def check(cls, config: TrainConfig, recipe: Recipe, options: O) -> None:
-        """Refuses, on the driver, settings that this strategy does not support.
-
-        Raises:
-            ConfigError: A setting is not supported; names the Params.
-        """
 
     @classmethod
     def check_workers(cls, options: O, workers: int) -> None:
@@ -342,26 +385,3 @@ class Strategy(ABC, Generic[O]):
             several names is there under the first. A rank of a pipeline has those of its stages only.
         """
         raise NotImplementedError
-
-
-def require_optimizer_class(config: TrainConfig, recipe: Recipe, each: str) -> str | type:
-    """Returns the optimizer's name or class, for a strategy that builds several optimizers.
-
-    Args:
-        config: Names the strategy.
-        recipe: Names the optimizer.
-        each: What each optimizer is built for, for the message.
-
-    Raises:
-        ConfigError: The optimizer is a factory, not a class.
-    """
-    optimizer = recipe.optimizer
-    if isinstance(optimizer, str) and ":" in optimizer:
-        optimizer = load_object(optimizer)
-    if isinstance(optimizer, str | type):
-        return optimizer
-    raise ConfigError(
-        f"strategy {config.strategy!r} builds an optimizer for each {each}, and optimizer is no class",
-        hint="name a class in torch.optim, or pass the class itself with optimizerParams",
-        param="optimizer",
-    )

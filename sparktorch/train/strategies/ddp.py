@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from sparktorch.base.config import TrainConfig, at_least, one_of
 from sparktorch.base.devices import backend_of
 from sparktorch.base.world import World
-from sparktorch.errors import ConfigError, ModuleError, UnusedParameterError
-from sparktorch.train.recipe.recipe import Recipe, makes_sparse_gradients
+from sparktorch.errors import ConfigError, ModuleError, Refusal, UnusedParameterError
+from sparktorch.train.recipe.recipe import makes_sparse_gradients
 from sparktorch.train.strategies.base import Strategy
 
 __all__ = ["DDP", "DDPOptions"]
@@ -73,6 +73,14 @@ class DDP(Strategy[DDPOptions]):
     """
 
     options_type = DDPOptions
+    refusals = (
+        Refusal(  # torch records the graph in the first backward pass, which must reduce gradients
+            "strategyParams",
+            lambda job: job.options.static_graph and job.in_micro_batches,
+            "strategyParams.static_graph does not go together with micro-batches",
+            "leave out static_graph, or accumulationSteps and microBatchSize",
+        ),
+    )
     warm_up_passes = 2  # buckets are rebuilt after the first backward (pytorch#35137)
 
     _compression: Any = None  # PowerSGD's state
@@ -86,16 +94,6 @@ class DDP(Strategy[DDPOptions]):
         self._sparse: set[nn.Parameter] = set()
         self._before: dict[nn.Parameter, tuple[torch.Tensor, int]] = {}  # gradients, and their versions
         self._sends: bool | None = None  # whether DDP's next pass sends buffers, after one without rows
-
-    @classmethod
-    def check(cls, config: TrainConfig, recipe: Recipe, options: DDPOptions) -> None:
-        """Refuses a static graph with micro-batches: torch records the graph in the first backward, which must sync."""
-        if options.static_graph and (config.accumulation_steps > 1 or config.micro_batch_size is not None):
-            raise ConfigError(
-                "strategyParams.static_graph does not go together with micro-batches",
-                hint="leave out static_graph, or accumulationSteps and microBatchSize",
-                param="strategyParams",
-            )
 
     def prepare(self, module: nn.Module) -> nn.Module:
         """Wraps the module, and broadcasts rank 0's initial parameters and buffers."""

@@ -16,11 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sparktorch.base.config import TrainConfig
 from sparktorch.base.devices import download, is_host
 from sparktorch.base.host_memory import available_bytes, given_back
 from sparktorch.distributed.process_group import attach
-from sparktorch.errors import ConfigError
+from sparktorch.errors import ConfigError, Refusal
 from sparktorch.train.dtensor import local, unviewed, whole
 from sparktorch.train.recipe.huggingface import without_caches
 from sparktorch.train.recipe.recipe import Recipe
@@ -53,32 +52,30 @@ class Zero3(Strategy[S]):
     options_type: ClassVar[type[Any]] = ShardingOptions
     collective_forward = True
     divides_parameters = True
+    refusals: ClassVar[tuple[Refusal, ...]] = (
+        Refusal(
+            "channelsLast",
+            lambda job: job.config.channels_last,
+            "channelsLast lays out weights in a way that strategy {p.config.strategy!r} cannot divide",
+            "leave it out, or use strategy='zero1'",
+        ),
+        Refusal(
+            "microBatchSize",
+            lambda job: job.config.micro_batch_size == "auto",
+            "microBatchSize is 'auto', and under strategy {p.config.strategy!r} workers wait within a step for one "
+            "that has no memory for it",
+            "set microBatchSize to a number, or use strategy='zero1' or 'ddp'",
+        ),
+        Refusal(  # its scaler sees this rank's shards only
+            "precision",
+            lambda job: job.config.precision == "fp16",
+            "precision 'fp16' scales the loss, and strategy {p.config.strategy!r} divides the gradients",
+            "set precision='bf16', or strategyParams={{'param_dtype': 'bf16', 'reduce_dtype': 'fp32'}}",
+        ),
+    )
     _reshard_after_forward = True
     _calls: SameCalls | None = None  # of units, unless the loop is a user's
     _bytes = 0  # of the parameters that have been wrapped, as wide as they are gathered or reduced
-
-    @classmethod
-    def check(cls, config: TrainConfig, recipe: Recipe, options: S) -> None:
-        """Refuses fp16, whose scaler sees this rank's shards only, channels-last weights, and "auto" micro-batches."""
-        if config.channels_last:
-            raise ConfigError(
-                f"channelsLast lays out weights in a way that strategy {config.strategy!r} cannot divide",
-                hint="leave it out, or use strategy='zero1'",
-                param="channelsLast",
-            )
-        if config.micro_batch_size == "auto":
-            raise ConfigError(
-                f"microBatchSize is 'auto', and under strategy {config.strategy!r} workers wait within a step for one "
-                "that has no memory for it",
-                hint="set microBatchSize to a number, or use strategy='zero1' or 'ddp'",
-                param="microBatchSize",
-            )
-        if config.precision == "fp16":
-            raise ConfigError(
-                f"precision 'fp16' scales the loss, and strategy {config.strategy!r} divides the gradients",
-                hint="set precision='bf16', or strategyParams={'param_dtype': 'bf16', 'reduce_dtype': 'fp32'}",
-                param="precision",
-            )
 
     @classmethod
     def check_module(cls, options: S, recipe: Recipe, module: nn.Module, workers: int) -> None:

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from sparktorch.base.config import TrainConfig
-from sparktorch.errors import ConfigError
-from sparktorch.train.recipe.recipe import Recipe
+from sparktorch.errors import Refusal
 from sparktorch.train.strategies.base import Strategy
 
 __all__ = ["Independent", "IndependentOptions"]
@@ -32,21 +30,19 @@ class Independent(Strategy[IndependentOptions]):
     resumable = False
     own_batches = True
     options_type = IndependentOptions
+    refusals = (
+        Refusal(
+            "syncBatchNorm",
+            lambda job: job.config.sync_batch_norm,
+            "strategy 'independent' trains a model for each worker, and syncBatchNorm joins them",
+            "leave it out",
+        ),
+    )
 
     @classmethod
     def makes_validation(cls, options: IndependentOptions) -> bool:
         """Whether each rank validates on its own part of the rows."""
         return options.folds
-
-    @classmethod
-    def check(cls, config: TrainConfig, recipe: Recipe, options: IndependentOptions) -> None:
-        """Refuses batch normalisation over ranks that train different models."""
-        if config.sync_batch_norm:
-            raise ConfigError(
-                "strategy 'independent' trains a model for each worker, and syncBatchNorm joins them",
-                hint="leave it out",
-                param="syncBatchNorm",
-            )
 
     def prepare(self, module: nn.Module) -> nn.Module:
         """Returns the module on the rank's device, unwrapped."""

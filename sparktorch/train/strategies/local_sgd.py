@@ -18,8 +18,7 @@ from torch import nn
 from sparktorch.base.config import TrainConfig, at_least
 from sparktorch.base.devices import download
 from sparktorch.base.world import World
-from sparktorch.errors import ConfigError
-from sparktorch.train.recipe.recipe import Recipe
+from sparktorch.errors import Refusal
 from sparktorch.train.strategies.base import Strategy
 
 __all__ = ["LocalSGD", "LocalSGDOptions"]
@@ -51,16 +50,14 @@ class LocalSGD(Strategy[LocalSGDOptions]):
 
     resumable = False
     options_type = LocalSGDOptions
-
-    @classmethod
-    def check(cls, config: TrainConfig, recipe: Recipe, options: LocalSGDOptions) -> None:
-        """Refuses settings that make the ranks wait for each other in every step."""
-        if config.sync_batch_norm:
-            raise ConfigError(
-                "strategy 'localSGD' lets each worker train by itself, and syncBatchNorm joins them in every step",
-                hint="leave syncBatchNorm out",
-                param="syncBatchNorm",
-            )
+    refusals = (
+        Refusal(
+            "syncBatchNorm",
+            lambda job: job.config.sync_batch_norm,
+            "strategy 'localSGD' lets each worker train by itself, and syncBatchNorm joins them in every step",
+            "leave syncBatchNorm out",
+        ),
+    )
 
     def __init__(self, config: TrainConfig, world: World, options: LocalSGDOptions) -> None:
         """Takes the configuration, the rank's world, and the options."""

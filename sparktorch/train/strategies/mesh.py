@@ -12,6 +12,7 @@ import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -19,10 +20,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from sparktorch.base.batch import Batch
-from sparktorch.base.config import TrainConfig
 from sparktorch.base.devices import is_host
 from sparktorch.distributed.process_group import subgroup
-from sparktorch.errors import ConfigError
+from sparktorch.errors import ConfigError, Refusal
 from sparktorch.train.dtensor import (
     divide_gradients,
     gradients_by_copies,
@@ -59,28 +59,25 @@ class Mesh(Zero3[MeshOptions]):
     """As `zero3` within each group of `shard` ranks; between groups, gradients are averaged."""
 
     options_type = MeshOptions
+    refusals: ClassVar[tuple[Refusal, ...]] = (
+        Refusal(
+            "compile",
+            lambda job: job.options.sequence and job.config.compile,
+            "compile does not compile layers between which strategyParams.sequence divides sequences",
+            "leave compile or sequence out",
+        ),
+        Refusal(
+            "strategyParams",
+            lambda job: (job.options.tensor or 1) > 1 and job.recipe.steps_itself,
+            "a LightningModule computes in steps of its own, in which ranks that share layers cannot exchange rows",
+            "pass its network as module, with a loss, or use strategyParams.shard instead of tensor",
+        ),
+    )
     _summed: Sequence[nn.Module] = ()
     _compared = False
     _compared_step = False
     _exchange: RowExchange
     _whole: nn.Module | None = None  # has the shapes of all parameters where this rank has those of some layers only
-
-    @classmethod
-    def check(cls, config: TrainConfig, recipe: Recipe, options: MeshOptions) -> None:
-        """Refuses what `zero3` does and, with `tensor`, modules that train themselves."""
-        super().check(config, recipe, options)
-        if options.sequence and config.compile:
-            raise ConfigError(
-                "compile does not compile layers between which strategyParams.sequence divides sequences",
-                hint="leave compile or sequence out",
-                param="compile",
-            )
-        if (options.tensor or 1) > 1 and recipe.steps_itself:
-            raise ConfigError(
-                "a LightningModule computes in steps of its own, in which ranks that share layers cannot exchange rows",
-                hint="pass its network as module, with a loss, or use strategyParams.shard instead of tensor",
-                param="strategyParams",
-            )
 
     @classmethod
     def check_workers(cls, options: MeshOptions, workers: int) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from sparktorch.base.config import at_least, one_of
-from sparktorch.errors import ConfigError
+from sparktorch.errors import ConfigError, Refusal, refuse
 from sparktorch.train.sharding.units import ShardingOptions
 from sparktorch.train.tensor_parallel.styles import OWN_ROWS, STYLES
 
@@ -62,96 +62,30 @@ class MeshOptions(ShardingOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = self._given()
-        if self.sequence:
-            self._check_sequence()
-        if not given:
-            raise ConfigError(
-                "strategy 'mesh' has no dimension",
-                hint="strategyParams={'shard': n} divides the model among n workers, as many as a host has GPUs",
-                param="strategyParams",
-            )
-        for name, value in given.items():
+        for name, value in self._given().items():
             at_least(f"strategyParams.{name}", value, 1)
-        if self.plan and (self.tensor or 1) == 1:
-            raise ConfigError(
-                "strategyParams has a plan for dividing layers, and no tensor ranks",
-                hint="set strategyParams.tensor to the number of workers that share a layer",
-                param="strategyParams",
-            )
         for pattern, style in self.plan.items():
             one_of(f"strategyParams.plan[{pattern!r}]", style, STYLES)
-        if not self.sequence and not self.recompute_allgather:
-            raise ConfigError(
-                "strategyParams.recompute_allgather keeps what strategyParams.sequence gathers, which is not set",
-                hint="set sequence to True, too, or leave recompute_allgather out",
-                param="strategyParams",
-            )
         one_of("strategyParams.schedule", self.schedule, ("1f1b", "gpipe"))
-        self._check_pipeline()
-
-    def _check_sequence(self) -> None:
-        if (self.tensor or 1) == 1:
-            raise ConfigError(
-                "strategyParams.sequence divides sequences between divided layers, and there are no tensor ranks",
-                hint="set strategyParams.tensor to the number of workers that share a layer",
-                param="strategyParams",
-            )
-        for name in ("pipeline", "plan"):
-            if getattr(self, name) not in (None, 1, {}):
-                raise ConfigError(
-                    f"strategyParams.sequence does not work with strategyParams.{name}",
-                    hint=f"leave sequence or {name} out",
-                    param="strategyParams",
-                )
-
-    def _check_pipeline(self) -> None:
         at_least("strategyParams.stages_per_rank", self.stages_per_rank, 1)
         if self.micro_batches is not None:
             at_least("strategyParams.micro_batches", self.micro_batches, 1)
-        ranks = self.pipeline or 1
-        if ranks == 1 and (self.split or self.micro_batches or self.stages_per_rank > 1):
-            raise ConfigError(
-                "strategyParams has options of a pipeline, and no pipeline ranks",
-                hint="set strategyParams.pipeline to the number of workers that have the layers one after another",
-                param="strategyParams",
-            )
-        if ranks > 1 and OWN_ROWS in self.plan.values():
-            raise ConfigError(
-                f"strategyParams.plan has {OWN_ROWS!r}, and the last stage of a pipeline computes the loss of all rows",
-                hint="use 'colwise_gather_output' there",
-                param="strategyParams",
-            )
-        if self.stages_per_rank > 1 and self.schedule == "gpipe":
-            raise ConfigError(
-                "strategyParams.schedule is 'gpipe', and several stages of a rank take turns by '1f1b'",
-                hint="leave schedule or stages_per_rank out",
-                param="strategyParams",
-            )
-        count = self.count
-        if ranks > 1 and count < ranks and (self.schedule == "1f1b" or self.stages_per_rank > 1):
-            raise ConfigError(
-                f"strategyParams.micro_batches is {count}, and schedule '1f1b' keeps {ranks} ranks busy with at least "
-                f"{ranks}",
-                hint="set it to more, or schedule to 'gpipe'",
-                param="strategyParams",
-            )
-        if self.stages_per_rank > 1 and count % (count // ranks):
-            raise ConfigError(
-                f"strategyParams.micro_batches is {count}, and {ranks} ranks with several stages take turns",
-                hint=f"set it to a multiple of {ranks}",
-                param="strategyParams",
-            )
+        refuse(_REFUSALS, self)
+
+    @property
+    def stacked(self) -> int:
+        """Number of ranks that have the layers one after another."""
+        return self.pipeline or 1
 
     @property
     def stages(self) -> int:
         """Number of stages of a pipeline."""
-        return (self.pipeline or 1) * self.stages_per_rank
+        return self.stacked * self.stages_per_rank
 
     @property
     def count(self) -> int:
         """Number of micro-batches in a pipeline."""
-        return self.micro_batches or 4 * (self.pipeline or 1)
+        return self.micro_batches or 4 * self.stacked
 
     @property
     def bubble(self) -> float:
@@ -159,7 +93,7 @@ class MeshOptions(ShardingOptions):
 
         Narayanan et al. 2021 (https://arxiv.org/abs/2104.04473), section 2.2.
         """
-        wait = ((self.pipeline or 1) - 1) / self.stages_per_rank
+        wait = (self.stacked - 1) / self.stages_per_rank
         return wait / (self.count + wait)
 
     def sizes(self, workers: int) -> Sizes:
@@ -168,7 +102,7 @@ class MeshOptions(ShardingOptions):
         Raises:
             ConfigError: They do not multiply to the number of workers.
         """
-        tensor, pipeline = self.tensor or 1, self.pipeline or 1
+        tensor, pipeline = self.tensor or 1, self.stacked
         left = workers // (tensor * pipeline)
         data = self.data or left // (self.shard or 1)
         shard = self.shard or left // data if data else 0
@@ -185,3 +119,73 @@ class MeshOptions(ShardingOptions):
     def _given(self) -> dict[str, int]:
         """Returns the dimensions that are set."""
         return {name: value for name in Sizes._fields if (value := getattr(self, name)) is not None}
+
+
+_TENSOR = "set strategyParams.tensor to the number of workers that share a layer"
+
+_REFUSALS = (
+    *(
+        Refusal(
+            "strategyParams",
+            lambda p, name=name: p.sequence and getattr(p, name) not in (None, 1, {}),  # type: ignore[misc]
+            f"strategyParams.sequence does not work with strategyParams.{name}",
+            f"leave sequence or {name} out",
+        )
+        for name in ("pipeline", "plan")
+    ),
+    Refusal(
+        "strategyParams",
+        lambda p: p.sequence and (p.tensor or 1) == 1,
+        "strategyParams.sequence divides sequences between divided layers, and there are no tensor ranks",
+        _TENSOR,
+    ),
+    Refusal(
+        "strategyParams",
+        lambda p: not p._given(),
+        "strategy 'mesh' has no dimension",
+        "strategyParams={{'shard': n}} divides the model among n workers, as many as a host has GPUs",
+    ),
+    Refusal(
+        "strategyParams",
+        lambda p: p.plan and (p.tensor or 1) == 1,
+        "strategyParams has a plan for dividing layers, and no tensor ranks",
+        _TENSOR,
+    ),
+    Refusal(
+        "strategyParams",
+        lambda p: not p.sequence and not p.recompute_allgather,
+        "strategyParams.recompute_allgather keeps what strategyParams.sequence gathers, which is not set",
+        "set sequence to True, too, or leave recompute_allgather out",
+    ),
+    Refusal(
+        "strategyParams",
+        lambda p: p.stacked == 1 and (p.split or p.micro_batches or p.stages_per_rank > 1),
+        "strategyParams has options of a pipeline, and no pipeline ranks",
+        "set strategyParams.pipeline to the number of workers that have the layers one after another",
+    ),
+    Refusal(
+        "strategyParams",
+        lambda p: p.stacked > 1 and OWN_ROWS in p.plan.values(),
+        f"strategyParams.plan has {OWN_ROWS!r}, and the last stage of a pipeline computes the loss of all rows",
+        "use 'colwise_gather_output' there",
+    ),
+    Refusal(
+        "strategyParams",
+        lambda p: p.stages_per_rank > 1 and p.schedule == "gpipe",
+        "strategyParams.schedule is 'gpipe', and several stages of a rank take turns by '1f1b'",
+        "leave schedule or stages_per_rank out",
+    ),
+    Refusal(
+        "strategyParams",
+        lambda p: p.stacked > 1 and p.count < p.stacked and (p.schedule == "1f1b" or p.stages_per_rank > 1),
+        "strategyParams.micro_batches is {p.count}, and schedule '1f1b' keeps {p.stacked} ranks busy with at least "
+        "{p.stacked}",
+        "set it to more, or schedule to 'gpipe'",
+    ),
+    Refusal(
+        "strategyParams",
+        lambda p: p.stages_per_rank > 1 and p.count % (p.count // p.stacked),
+        "strategyParams.micro_batches is {p.count}, and {p.stacked} ranks with several stages take turns",
+        "set it to a multiple of {p.stacked}",
+    ),
+)

@@ -17,13 +17,12 @@ import torch.distributed as dist
 from torch import nn
 
 from sparktorch.base.batch import Batch
-from sparktorch.base.config import TrainConfig
 from sparktorch.base.devices import seed
 from sparktorch.distributed.process_group import subgroup, sum_over_ranks
 from sparktorch.train.arguments import Arguments
 from sparktorch.train.checkpoint.tensors import OPTIMIZER
 from sparktorch.train.dtensor import part_of, unadvised
-from sparktorch.train.pipeline.checks import check_equal, check_inputs, check_parts, check_settings
+from sparktorch.train.pipeline.checks import SETTINGS, check_equal, check_inputs, check_parts
 from sparktorch.train.pipeline.cut import Cut
 from sparktorch.train.pipeline.pipe import Pipe
 from sparktorch.train.pipeline.step import MicroLosses, arguments_of, check_step, stand_in
@@ -43,13 +42,8 @@ class PipelineMesh(Mesh):
     """A mesh with the dimension `pipeline`: the engine's module is a `Pipe`; a rank has parameters of some stages."""
 
     runs_passes = True
+    refusals = SETTINGS
     _pipe: Pipe
-
-    @classmethod
-    def check(cls, config: TrainConfig, recipe: Recipe, options: MeshOptions) -> None:
-        """Refuses what other meshes do, and settings that stages do not support."""
-        check_settings(config, recipe, options)
-        super().check(config, recipe, options)
 
     @classmethod
     def check_module(cls, options: MeshOptions, recipe: Recipe, module: nn.Module, workers: int) -> None:

@@ -1,6 +1,6 @@
 """The strategies by name. To add one, add a file beside this one and an entry here."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields
 from typing import Any
@@ -13,9 +13,9 @@ from sparktorch.base.batch import Batch
 from sparktorch.base.config import TrainConfig, from_dict, one_of
 from sparktorch.base.state_dict import check_returned
 from sparktorch.base.world import World
-from sparktorch.errors import ConfigError, ModuleError
+from sparktorch.errors import ConfigError, ModuleError, Refusal, refuse
 from sparktorch.train.recipe.recipe import Recipe
-from sparktorch.train.strategies.base import Strategy
+from sparktorch.train.strategies.base import Job, Strategy
 from sparktorch.train.strategies.ddp import DDP
 from sparktorch.train.strategies.fsdp import Zero2, Zero3
 from sparktorch.train.strategies.independent import Independent
@@ -110,13 +110,13 @@ def check_strategy(config: TrainConfig, recipe: Recipe) -> None:
         ConfigError: An option or setting is refused; names the Params.
     """
     kind, options = strategy_for(config.strategy, config.strategy_params)
-    if config.model_folder and not kind.divides_parameters:
-        raise ConfigError(
-            f"modelDir is set, and under strategy {config.strategy!r} each worker holds the whole model",
-            hint="set strategy='zero3', or 'mesh'; or leave modelDir out",
-            param="modelDir",
-        )
-    kind.check(config, recipe, options)
+    refuse(_refusals(kind), Job(config, recipe, options, kind))
+
+
+def _refusals(kind: type[Strategy[Any]]) -> Iterator[Refusal]:
+    """Yields what a strategy and its bases refuse."""
+    for each in kind.__mro__:
+        yield from vars(each).get("refusals", ())
 
 
 def check_workers(config: TrainConfig, workers: int) -> None:
@@ -145,19 +145,24 @@ def check_loop(config: TrainConfig) -> None:
     Raises:
         ConfigError: They do not.
     """
-    kind = strategy_for(config.strategy, config.strategy_params)[0]
-    if kind.own_batches:
-        raise ConfigError(
-            f"strategy {config.strategy!r} trains a model in each worker, and a function has a loop of its own",
-            hint="leave strategy out, and do not wrap the module: then each worker trains its own",
-            param="strategy",
-        )
-    if kind.runs_passes:
-        raise ConfigError(
-            "strategyParams.pipeline runs forward and backward passes itself, which a loop of your own does too",
-            hint="use strategyParams.shard, or fit an estimator",
-            param="strategyParams",
-        )
+    kind, options = strategy_for(config.strategy, config.strategy_params)
+    refuse(_IN_OWN_LOOP, Job(config, None, options, kind))
+
+
+_IN_OWN_LOOP = (
+    Refusal(
+        "strategy",
+        lambda job: job.kind.own_batches,
+        "strategy {p.config.strategy!r} trains a model in each worker, and a function has a loop of its own",
+        "leave strategy out, and do not wrap the module: then each worker trains its own",
+    ),
+    Refusal(
+        "strategyParams",
+        lambda job: job.kind.runs_passes,
+        "strategyParams.pipeline runs forward and backward passes itself, which a loop of your own does too",
+        "use strategyParams.shard, or fit an estimator",
+    ),
+)
 
 
 def check_module(config: TrainConfig, recipe: Recipe, workers: int, module: nn.Module, batch: Batch) -> None:

@@ -9,11 +9,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from sparktorch.base.config import TrainConfig
 from sparktorch.base.devices import is_host
 from sparktorch.train.recipe.recipe import Recipe
-from sparktorch.train.strategies.base import require_optimizer_class
-from sparktorch.train.strategies.ddp import DDP, DDPOptions
+from sparktorch.train.strategies.base import needs_optimizer_class
+from sparktorch.train.strategies.ddp import DDP
 
 __all__ = ["Zero1"]
 
@@ -21,11 +20,7 @@ __all__ = ["Zero1"]
 class Zero1(DDP):
     """`ZeroRedundancyOptimizer` over `DistributedDataParallel`: each rank updates its share and broadcasts it."""
 
-    @classmethod
-    def check(cls, config: TrainConfig, recipe: Recipe, options: DDPOptions) -> None:
-        """Refuses factories of optimizers: `ZeroRedundancyOptimizer` takes a class."""
-        super().check(config, recipe, options)
-        require_optimizer_class(config, recipe, "worker's share")
+    refusals = (needs_optimizer_class("worker's share"),)
 
     def optimizer(self, recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer:
         """Builds the optimizer of this rank's share of the trainable parameters; a single rank's has all of them."""

@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sparktorch.base.config import TrainConfig, at_least
+from sparktorch.base.config import at_least
 from sparktorch.base.devices import is_host, wait_for
 from sparktorch.base.world import World
 from sparktorch.distributed.process_group import attach, sum_over_ranks
-from sparktorch.errors import ConfigError
+from sparktorch.errors import Refusal
 from sparktorch.train.recipe.recipe import Recipe
-from sparktorch.train.strategies.base import Strategy, require_optimizer_class
+from sparktorch.train.strategies.base import Job, Strategy, needs_optimizer_class
 from sparktorch.train.strategies.parameter_server.connections import Connection, connect
 from sparktorch.train.strategies.parameter_server.server import Message, ParameterShare, assign, read_numbers
 
@@ -53,6 +53,16 @@ class ParameterServerOptions:
             at_least("strategyParams.servers", self.servers, 1)
 
 
+def _asks(param: str, when: Callable[[Job], object], reason: str, *, hint: str = "use another strategy") -> Refusal:
+    """Returns the refusal of a setting that needs all ranks in step."""
+    return Refusal(
+        param.split()[0], when, f"{param} does not go together with strategy 'parameterServer': {reason}", hint
+    )
+
+
+_IN_STEP = "use another strategy, or strategyParams={{'staleness': 0}}"
+
+
 class ParameterServer(Strategy[ParameterServerOptions]):
     """Ranks push gradients to servers, which hold parameters and optimizer, and pull the parameters.
 
@@ -64,33 +74,44 @@ class ParameterServer(Strategy[ParameterServerOptions]):
     resumable = False
     waits_for_device = True
     options_type = ParameterServerOptions
+    refusals = (
+        needs_optimizer_class("server"),
+        Refusal(
+            "optimizer",
+            lambda job: job.optimizer in ("SparseAdam", torch.optim.SparseAdam),
+            "strategy 'parameterServer' sends dense gradients, and SparseAdam takes no such",
+            "use Adam, or strategy='ddp'",
+        ),
+        _asks(
+            "precision 'fp16'",
+            lambda job: job.config.precision == "fp16",
+            "a worker skips a step whose gradient overflows",
+        ),
+        _asks(
+            "nonFiniteLoss 'skip'",
+            lambda job: job.config.non_finite == "skip",
+            "workers leave out the same steps",
+        ),
+        _asks(
+            "syncBatchNorm",
+            lambda job: job.config.sync_batch_norm,
+            "workers wait for each other in every forward pass",
+        ),
+        _asks(
+            "deterministic",
+            lambda job: job.config.deterministic and job.options.staleness != 0,
+            "updates come in another order each time",
+            hint=_IN_STEP,
+        ),
+        _asks(
+            "emaDecay",
+            lambda job: job.config.ema_decay is not None and job.options.staleness != 0,
+            "each worker sees other weights",
+            hint=_IN_STEP,
+        ),
+    )
 
     _exchange: _Exchange | None = None
-
-    @classmethod
-    def check(cls, config: TrainConfig, recipe: Recipe, options: ParameterServerOptions) -> None:
-        """Refuses settings that need all ranks in step; with staleness 0, some of them are supported."""
-        optimizer = require_optimizer_class(config, recipe, "server")
-        if optimizer in ("SparseAdam", torch.optim.SparseAdam):
-            raise ConfigError(
-                "strategy 'parameterServer' sends dense gradients, and SparseAdam takes no such",
-                hint="use Adam, or strategy='ddp'",
-                param="optimizer",
-            )
-        for param, found, reason in (
-            ("precision 'fp16'", config.precision == "fp16", "a worker skips a step whose gradient overflows"),
-            ("nonFiniteLoss 'skip'", config.non_finite == "skip", "workers leave out the same steps"),
-            ("syncBatchNorm", config.sync_batch_norm, "workers wait for each other in every forward pass"),
-        ):
-            if found:
-                _refuse(param, reason, hint="use another strategy")
-        if options.staleness != 0:
-            for param, found, reason in (
-                ("deterministic", config.deterministic, "updates come in another order each time"),
-                ("emaDecay", config.ema_decay is not None, "each worker sees other weights"),
-            ):
-                if found:
-                    _refuse(param, reason, hint="use another strategy, or strategyParams={'staleness': 0}")
 
     def reduces_apart(self, *, rows: bool) -> bool:
         """A rank without rows pushes no gradients."""
@@ -155,12 +176,6 @@ class ParameterServer(Strategy[ParameterServerOptions]):
         counts[0], counts[1], counts[2 + self._world.rank] = sum(stale), len(stale), max(stale, default=0)
         total, pushes, *most = sum_over_ranks(counts, self._world).tolist()
         return {"staleness_mean": total / max(pushes, 1), "staleness_max": max(most)}
-
-
-def _refuse(what: str, reason: str, *, hint: str) -> None:
-    raise ConfigError(
-        f"{what} does not go together with strategy 'parameterServer': {reason}", hint=hint, param=what.split()[0]
-    )
 
 
 class _Pushing(torch.optim.Optimizer):
