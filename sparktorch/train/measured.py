@@ -16,8 +16,8 @@ from sparktorch.base.batch import Batch
 from sparktorch.train.arguments import Arguments
 from sparktorch.train.engine import Engine
 from sparktorch.train.flops import flop_counter
+from sparktorch.train.huggingface.models import arguments
 from sparktorch.train.pipeline.cut import Cut
-from sparktorch.train.recipe.huggingface import arguments
 from sparktorch.train.strategies.sequence_parallel import outermost
 from sparktorch.train.strategies.tensor_parallel import DIVIDED
 

@@ -20,6 +20,7 @@ from torch import nn
 from sparktorch.base.batch import Batch
 from sparktorch.base.world import World
 from sparktorch.errors import ModuleError
+from sparktorch.train.huggingface.models import model_loss
 from sparktorch.train.recipe.lookup import look_up, name_of, parameters_of, signature_of
 
 __all__ = [
@@ -201,6 +202,16 @@ class TrainingStep:
             return value * count, count
         what = f"metric {name!r} of {self.what}"
         return weigh(_without_filler(value, batch), batch.rows, batch.weight, what=what, param=self.param), count
+
+
+class ModelLossStep(TrainingStep):
+    """`model_loss` as training step, which no Param names."""
+
+    param, rowwise = "loss", "set loss, such as 'CrossEntropyLoss', or trainingStep: the rows have weights"
+
+    def __init__(self) -> None:
+        super().__init__(model_loss)
+        self.what = "the model's own loss"
 
 
 def _without_filler(values: torch.Tensor, batch: Batch) -> torch.Tensor:

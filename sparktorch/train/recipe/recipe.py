@@ -18,11 +18,11 @@ from sparktorch.base.state_dict import unpack_state
 from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.base.world import World
 from sparktorch.errors import ConfigError, ModuleError, SparkTorchError
-from sparktorch.train.recipe.converted import ConvertedWeights, converted
+from sparktorch.train.huggingface.models import MODEL_LOSS, is_model, with_config
+from sparktorch.train.huggingface.weights import ConvertedWeights
 from sparktorch.train.recipe.frozen_base import lacks_base, load_weights, seed_of
-from sparktorch.train.recipe.huggingface import MODEL_LOSS, ModelLossStep, is_model, with_config
 from sparktorch.train.recipe.lookup import look_up, name_of, parameters_of, signature_of
-from sparktorch.train.recipe.loss import Loss, TrainingStep
+from sparktorch.train.recipe.loss import Loss, ModelLossStep, TrainingStep
 from sparktorch.train.recipe.own_training import OwnTraining
 from sparktorch.train.recipe.parameter_groups import freeze, group
 
@@ -127,7 +127,7 @@ class Recipe:
             return unpack_state(self.initial)
         if self.initial.token or not is_model(module):  # of a training, which writes the names that the module has
             return self.initial
-        return converted(module, self.initial)
+        return ConvertedWeights(module, self.initial)
 
     def _make_module(self, seed: int, build: Callable[[Callable[[], nn.Module]], nn.Module] = called) -> nn.Module:
         """Makes the module, and lets `build` call the factory, if it is made by one."""

@@ -24,7 +24,7 @@ from sparktorch.base.host_memory import available_bytes, given_back
 from sparktorch.distributed.process_group import attach
 from sparktorch.errors import ConfigError, ModuleError, nearest
 from sparktorch.train.dtensor import local, unviewed, whole
-from sparktorch.train.recipe.huggingface import without_caches
+from sparktorch.train.huggingface.models import without_caches
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.base import Strategy
 from sparktorch.train.strategies.reduce_scatter import SameCalls, SameParameters
