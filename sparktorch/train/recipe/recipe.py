@@ -223,11 +223,8 @@ class Recipe:
         """Builds the optimizer over the module's trainable parameters.
 
         It uses torch's fused kernel if the optimizer has one, the user has not chosen another, and the
-        parameters and gradients permit it: no complex parameters, no sparse gradients.
-
-        Args:
-            module: The module.
-            whole: The module with all of its parameters, if `module` has some of them only.
+        parameters and gradients permit it: no complex parameters, no sparse gradients. `whole` has all parameters, if
+        `module` has some of them only.
 
         Raises:
             ModuleError: The optimizer is unknown or does not take its parameters.
@@ -279,11 +276,7 @@ class Recipe:
                 )
 
     def try_sparse(self, module: nn.Module, *, clips: bool) -> None:
-        """Takes a step with gradients that are there, if some are sparse, in the dry run.
-
-        Args:
-            module: The module, whose parameters change.
-            clips: Whether gradients will be clipped.
+        """Takes a step with gradients that are there, if some are sparse, in the dry run: parameters change.
 
         Raises:
             ModuleError: The optimizer does not take them.
@@ -306,11 +299,7 @@ class Recipe:
             ) from error
 
     def build_scheduler(self, optimizer: torch.optim.Optimizer, steps: int) -> Any:
-        """Builds the scheduler; returns `None` if the recipe has none.
-
-        Args:
-            optimizer: The optimizer whose learning rates it sets.
-            steps: Number of scheduler steps in the training, the default of its `T_max` or `total_steps`.
+        """Builds the scheduler, whose default `T_max` or `total_steps` is `steps`; `None` if the recipe has none.
 
         Raises:
             ModuleError: The scheduler is unknown or does not take its parameters.
