@@ -7,8 +7,16 @@ from typing import Any
 
 from sparktorch.errors import ModuleError, nearest
 
-__all__ = ["SHIPPING_HINT", "import_path", "load_object"]
+__all__ = ["MOVED", "SHIPPING_HINT", "import_path", "load_object"]
 
+# Modules by the names that saved models and estimators of earlier versions have for them.
+MOVED = {
+    "sparktorch.artifact": "sparktorch.model.trained_module",
+    "sparktorch.config": "sparktorch.base.config",
+    "sparktorch.data.pretrained": "sparktorch.train.huggingface.preprocess",
+    "sparktorch.program": "sparktorch.model.export",
+    "sparktorch.train.dryrun": "sparktorch.train.recipe.dry_run",
+}
 
 SHIPPING_HINT = (
     "it holds something that stays in this process (a lock, a file, a session): make that inside the "
@@ -27,7 +35,7 @@ def load_object(path: str) -> Any:
         raise ModuleError(f"{path!r} is not an import path", hint="write it as 'package.module:Name'")
     part, found = "", None
     try:
-        found = importlib.import_module(name)
+        found = importlib.import_module(MOVED.get(name, name))
         for part in attribute.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:

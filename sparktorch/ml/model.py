@@ -26,7 +26,6 @@ from sparktorch.ml.persistence import ModelReader, ModelWriter
 from sparktorch.ml.scoring.column_metadata import numeric
 from sparktorch.ml.scoring.single_row import score_row
 from sparktorch.ml.summary import TrainingSummary
-from sparktorch.model.pretrained import save_pretrained
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.frame.encoding import input_columns
@@ -40,6 +39,8 @@ from sparktorch.spark.scoring_udf import (
     take_rows_in_sql,
     without_invalid,
 )
+from sparktorch.train.huggingface.folder import written
+from sparktorch.train.huggingface.preprocess import FromFolder
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -236,7 +237,9 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
         Raises:
             PersistenceError: The module is no model of transformers.
         """
-        save_pretrained(self.trained, folder)
+        trained = self.trained
+        beside = trained.preprocess.load() if isinstance(trained.preprocess, FromFolder) else None
+        written(trained.build(), folder, trained.labels, beside)
 
     def deleteWeights(self) -> None:
         """Deletes the folder under `modelDir` that has the weights, which the model and its saved copies then lack.

@@ -27,7 +27,7 @@ from pyspark.ml.wrapper import JavaWrapper
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
-from sparktorch.base.imports import import_path, load_object
+from sparktorch.base.imports import MOVED, import_path, load_object
 from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.errors import PersistenceError
 from sparktorch.ml.params.mixins import ModelParams
@@ -35,7 +35,7 @@ from sparktorch.ml.summary import TrainingSummary
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.compat import frame_of, ml_session
 from sparktorch.spark.session import is_connect, switched_on
-from sparktorch.train.recipe.huggingface import is_config
+from sparktorch.train.huggingface.models import is_config
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -49,12 +49,6 @@ _FOR_ALL = "spark.sparktorch.allowPickle"
 _PART_BYTES = 16 << 20
 _BATCH_BYTES = 128 << 20
 _PICKLED = "params.pkl"
-_MOVED = {
-    "sparktorch.artifact": "sparktorch.model.trained_module",
-    "sparktorch.config": "sparktorch.base.config",
-    "sparktorch.program": "sparktorch.model.export",
-    "sparktorch.train.dryrun": "sparktorch.train.recipe.dry_run",
-}
 
 
 class _Writer(MLWriter):
@@ -370,8 +364,8 @@ def _unpickled(content: bytes) -> Any:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Finds classes that have moved since 0.1.0."""
+    """Finds classes that have moved."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         """Returns what a pickle names."""
-        return super().find_class(_MOVED.get(module_name, module_name), global_name)
+        return super().find_class(MOVED.get(module_name, module_name), global_name)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from sparktorch.base.config import at_least
-from sparktorch.data.pretrained import FromFolder, Pixels, Tokens
+from sparktorch.base.optional import transformers
 from sparktorch.errors import ConfigError, ModuleError
 from sparktorch.ml.classification import TorchClassificationModel, TorchClassifier
 from sparktorch.ml.fit.prepared_data import Source
@@ -19,15 +19,25 @@ from sparktorch.ml.params.mixins import (
     TextClassifierParams,
 )
 from sparktorch.model.trained_module import TrainedModule
-from sparktorch.train.recipe.huggingface import arguments_of
-from sparktorch.train.recipe.pretrained import classifier_in, config_in
+from sparktorch.train.huggingface.folder import classifier_in, config_in
+from sparktorch.train.huggingface.models import names_of_arguments
+from sparktorch.train.huggingface.preprocess import FromFolder, Pixels, Tokens
 
 __all__ = ["ImageClassificationModel", "ImageClassifier", "TextClassificationModel", "TextClassifier"]
 
 _REPLACED = ("module", "moduleParams", "preprocess", "inputCols")
 
 
-class _FromFolderModel(TorchClassificationModel):
+class _OneColumn:
+    """Has `textCol` or `imageCol` in place of `featuresCol`."""
+
+    def getFeaturesCol(self) -> str:
+        """Gets the value of `textCol`, or of `imageCol`."""
+        name: str = self.getOrDefault("textCol" if self.hasParam("textCol") else "imageCol")  # type: ignore[attr-defined]
+        return name
+
+
+class _FromFolderModel(_OneColumn, TorchClassificationModel):
     """A classifier that reads its tokenizer or image processor from `modelFolder`."""
 
     @property
@@ -39,7 +49,7 @@ class _FromFolderModel(TorchClassificationModel):
         return replace(found, preprocess=replace(found.preprocess, folder=folder))
 
 
-class _FromFolderClassifier(TorchClassifier):
+class _FromFolderClassifier(_OneColumn, TorchClassifier):
     """What both classifiers share."""
 
     _auto: str
@@ -54,7 +64,8 @@ class _FromFolderClassifier(TorchClassifier):
             ConfigError: `modelFolder` is not set, or a Param is set that it replaces.
             ModuleError: There is no such folder, or no model in it.
         """
-        given = [name for name in _REPLACED if self.isSet(name) and not self._follows(name)]
+        again = self.isSet("preprocess") and isinstance(self.getPreprocess(), FromFolder)
+        given = [name for name in _REPLACED if self.isSet(name) and (name == "inputCols" or not again)]
         if given:
             raise ConfigError(
                 f"{given[0]} is set, which {type(self).__name__} finds in modelFolder",
@@ -68,30 +79,16 @@ class _FromFolderClassifier(TorchClassifier):
         if classes is not None:
             at_least("numLabels", classes, 2)
         params = classifier_in(folder, self._auto, classes)
-        that = self.copy()
-        that._set(modelFolder=folder, module=folder, preprocess=self._preprocess_of(folder, params))
-        return that._set(moduleParams=params)
-
-    def _follows(self, name: str) -> bool:
-        """Whether `completed` has set a Param."""
-        return self.isSet("preprocess") and isinstance(self.getPreprocess(), FromFolder) and name != "inputCols"
+        made = self._preprocess_of(folder, params)
+        return self.copy()._set(modelFolder=folder, module=folder, moduleParams=params, preprocess=made)
 
     def _preprocess_of(self, folder: str, params: dict[str, Any]) -> FromFolder:
-        """Returns the preprocess of a folder, to whose configuration it may add entries.
-
-        Raises:
-            ModuleError: The folder does not hold it.
-            ConfigError: A Param does not suit it.
-        """
+        """Returns the preprocess of a folder, to whose configuration it may add entries."""
         raise NotImplementedError
 
 
 class TextClassificationModel(_FromFolderModel, TextClassificationModelParams):
     """A classifier fitted by `TextClassifier`: `textCol` in, what `TorchClassificationModel` adds out."""
-
-    def getFeaturesCol(self) -> str:
-        """Gets the value of `textCol`."""
-        return self.getTextCol()
 
 
 class TextClassifier(_FromFolderClassifier, TextClassifierParams):
@@ -107,14 +104,11 @@ class TextClassifier(_FromFolderClassifier, TextClassifierParams):
     _model_class = TextClassificationModel
     _auto = "AutoModelForSequenceClassification"
 
-    def getFeaturesCol(self) -> str:
-        """Gets the value of `textCol`."""
-        return self.getTextCol()
-
     def _preprocess_of(self, folder: str, params: dict[str, Any]) -> FromFolder:
         length, config = self.getMaxLength(), config_in(folder)
+        model = getattr(transformers(), params["architectures"][0])
         at_least("maxLength", length, 1)
-        tokens = Tokens(folder, max_length=length, arguments=arguments_of(params["architectures"][0]))
+        tokens = Tokens(folder, max_length=length, arguments=names_of_arguments(model))
         tokenizer = tokens.load()
         if tokenizer.pad_token_id is None:
             raise ModuleError(
@@ -144,10 +138,6 @@ class TextClassifier(_FromFolderClassifier, TextClassifierParams):
 class ImageClassificationModel(_FromFolderModel, ImageClassificationModelParams):
     """A classifier fitted by `ImageClassifier`: `imageCol` in, what `TorchClassificationModel` adds out."""
 
-    def getFeaturesCol(self) -> str:
-        """Gets the value of `imageCol`."""
-        return self.getImageCol()
-
 
 class ImageClassifier(_FromFolderClassifier, ImageClassifierParams):
     """Trains a classifier of image files from a local folder with a model and an image processor of Hugging Face's.
@@ -162,11 +152,6 @@ class ImageClassifier(_FromFolderClassifier, ImageClassifierParams):
     _model_class = ImageClassificationModel
     _auto = "AutoModelForImageClassification"
 
-    def getFeaturesCol(self) -> str:
-        """Gets the value of `imageCol`."""
-        return self.getImageCol()
-
     def _preprocess_of(self, folder: str, params: dict[str, Any]) -> FromFolder:
-        pixels = Pixels(folder)
-        pixels.load()
-        return pixels
+        Pixels(folder).load()
+        return Pixels(folder)

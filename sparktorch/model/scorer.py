@@ -25,9 +25,9 @@ from sparktorch.data.preprocess import Preprocess
 from sparktorch.data.storage import InMemory
 from sparktorch.errors import ColumnError
 from sparktorch.model.trained_module import TrainedModule
+from sparktorch.train.huggingface.models import call
 from sparktorch.train.numerics.determinism import tf32_allowed
 from sparktorch.train.numerics.torch_errors import is_out_of_memory
-from sparktorch.train.recipe.huggingface import call
 from sparktorch.train.recipe.task import align, autocast, check_rows, classes_in, prediction
 
 __all__ = ["Scorer", "first_batch_size"]

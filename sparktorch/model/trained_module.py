@@ -28,15 +28,15 @@ from sparktorch.base.state_dict import pack_state, unpack_state
 from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.data.columns import TensorSpec
 from sparktorch.data.preprocess import Function, check_signature
-from sparktorch.data.pretrained import FromFolder
 from sparktorch.errors import PersistenceError, SparkTorchError
 from sparktorch.model.bundled_code import check_code, fingerprints
 from sparktorch.model.export import ExportError, Program, check_archive, export_program
+from sparktorch.train.huggingface.folder import rebuildable
+from sparktorch.train.huggingface.models import model_in
+from sparktorch.train.huggingface.preprocess import FromFolder
 from sparktorch.train.lightning import recipe_type
 from sparktorch.train.recipe.dry_run import ArgumentSpec, OutputSpec
 from sparktorch.train.recipe.frozen_base import load_weights, seed_of
-from sparktorch.train.recipe.huggingface import model_in
-from sparktorch.train.recipe.pretrained import rebuildable
 from sparktorch.train.recipe.recipe import ModuleSource, Recipe
 
 __all__ = ["FORMAT_VERSION", "TrainedModule"]

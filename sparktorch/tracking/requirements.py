@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import sparktorch
-from sparktorch.data.pretrained import FromFolder
 from sparktorch.errors import SparkTorchError
 from sparktorch.model.trained_module import TrainedModule
+from sparktorch.train.huggingface.preprocess import FromFolder
 
 __all__ = ["is_installed", "module_of", "requirements"]
 

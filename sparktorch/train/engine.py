@@ -18,13 +18,13 @@ from sparktorch.base.devices import let_go
 from sparktorch.base.world import World
 from sparktorch.errors import ModuleError
 from sparktorch.train.dtensor import whole
+from sparktorch.train.huggingface.models import call, model_in
 from sparktorch.train.numerics.channels_last import channels_last
 from sparktorch.train.numerics.determinism import generators_state, set_generators_state, untouched_generators
 from sparktorch.train.numerics.non_finite import LossWatch, all_finite
 from sparktorch.train.numerics.sync_batchnorm import Presence, has_batch_norm, synchronise
 from sparktorch.train.numerics.torch_errors import is_out_of_memory
 from sparktorch.train.recipe.frozen_base import FrozenBase
-from sparktorch.train.recipe.huggingface import call, model_in
 from sparktorch.train.recipe.loss import Loss, Means, Sums, TrainingStep, full_precision
 from sparktorch.train.recipe.lr_schedule import Schedule
 from sparktorch.train.recipe.recipe import Recipe

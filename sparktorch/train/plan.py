@@ -27,9 +27,9 @@ from sparktorch.errors import ConfigError, SparkTorchError
 from sparktorch.train.arguments import Arguments
 from sparktorch.train.checkpoint.tensors import create_optimizer_state, own_optimizer
 from sparktorch.train.engine import Engine
+from sparktorch.train.huggingface.models import arguments
 from sparktorch.train.kept import Kept
 from sparktorch.train.pipeline.cut import Cut
-from sparktorch.train.recipe.huggingface import arguments
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.fsdp import units
 from sparktorch.train.strategies.mesh_options import MeshOptions

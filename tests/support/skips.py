@@ -22,7 +22,7 @@ MAY_SKIP = {
     "measured by tests/dist/train/test_model_folder.py",
     "tests/unit/ml/test_discarded_models.py": "wants Optuna, which the older stack of Petastorm is set up without",
     "tests/unit/ml/test_space.py": "wants Optuna, which the older stack of Petastorm is set up without",
-    "tests/unit/train/test_converted.py": "wants transformers, which the older stack of Petastorm is set up without",
+    "tests/unit/train/test_huggingface.py": "wants transformers, which the older stack of Petastorm is set up without",
     "tests/unit/train/test_lightning.py": "wants Lightning, which the older stack of Petastorm is set up without",
     "tests/unit/data/test_storage.py": "looks into /proc, which Linux alone has",
 }

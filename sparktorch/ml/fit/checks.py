@@ -16,8 +16,8 @@ from sparktorch.ml.fit.values import Values
 from sparktorch.ml.params.mixins import EstimatorParams
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.train.callbacks import check_callback
+from sparktorch.train.huggingface.models import MODEL_LOSS, has_own_loss
 from sparktorch.train.metrics import has_metric
-from sparktorch.train.recipe.huggingface import MODEL_LOSS, has_own_loss
 from sparktorch.train.recipe.recipe import Recipe
 
 __all__ = [

@@ -58,14 +58,7 @@ def check_lightning(p: Values) -> None:
 
 
 def lightning_recipe(p: Values, module: dict[str, Any], fields: dict[str, Any], config: TrainConfig) -> LightningRecipe:
-    """Returns the recipe of a fit.
-
-    Args:
-        p: The Params.
-        module: The fields of the recipe that the Param `module` gives.
-        fields: Those that other Params give.
-        config: How it is trained.
-    """
+    """Returns the recipe of a fit, of what the Param `module` and other Params give as fields of it."""
     return LightningRecipe(
         **{**module, "module": without_trainer(module["module"])},
         **fields,

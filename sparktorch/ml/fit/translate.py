@@ -26,9 +26,9 @@ from sparktorch.model.export import Program
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.launch.barrier_job import Launch
 from sparktorch.train.checkpoint.store import CheckpointStore
-from sparktorch.train.recipe.huggingface import MODEL_LOSS
+from sparktorch.train.huggingface.folder import opened
+from sparktorch.train.huggingface.models import MODEL_LOSS
 from sparktorch.train.recipe.lookup import name_of
-from sparktorch.train.recipe.pretrained import opened
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.registry import check_loop, check_strategy, check_workers
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -41,44 +41,28 @@ def check_logged(name: str, reduce_fx: Any, where: str) -> str:
     return reduce
 
 
-def number_of(value: Any, where: str, *, needed: bool) -> torch.Tensor | None:
-    """Returns a logged value as a tensor of one element; if none is needed, `None` for `None`.
+def number_of(value: Any, where: str) -> torch.Tensor:
+    """Returns a logged value as a tensor of one element.
 
     Raises:
         ModuleError: It is no number.
     """
-    if value is None and not needed:
-        return None
-    if not isinstance(value, torch.Tensor | int | float):
-        raise ModuleError(
-            f"{where}: the value is a {type(value).__name__}",
-            hint="log a number, a tensor of one element, or a torchmetrics metric that is the module's attribute",
-        )
-    number = torch.as_tensor(value)
-    if number.numel() != 1:
-        raise ModuleError(f"{where}: the value has shape {tuple(number.shape)}", hint="log its mean()")
-    return number
+    if isinstance(value, torch.Tensor | int | float) and (number := torch.as_tensor(value)).numel() == 1:
+        return number
+    shape = f" of the shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
+    hint = "log a number, a tensor of one element, or a torchmetrics metric that is the module's attribute"
+    raise ModuleError(f"{where}: the value is a {type(value).__name__}{shape}", hint=hint)
 
 
 @dataclass
 class _Logged:
-    """The values of one name.
+    """The values of one name, reduced for the last step that has one, and for the epoch."""
 
-    Attributes:
-        reduce: How values are reduced, a key of `_REDUCTIONS`.
-        on_step: Whether the value of the last step is reported.
-        on_epoch: Whether that of the epoch is.
-        metric: Path of the torchmetrics metric in the module that has the epoch's value; empty for numbers.
-        step: Number of the last step with a value.
-        last: Reduced values of that step.
-        epoch: Reduced values of the epoch; `None` before the first.
-    """
-
-    reduce: str
+    reduce: str  # a key of `_REDUCTIONS`
     on_step: bool
     on_epoch: bool
-    metric: str
     step: int
+    metric: str = ""  # path of the torchmetrics metric that has the epoch's value
     last: Pair | None = None
     epoch: Pair | None = None
 
@@ -96,10 +80,8 @@ class _Logged:
 
     def plain(self) -> dict[str, Any]:
         """Returns its fields as plain values."""
-        pairs = {"last": self.last, "epoch": self.epoch}
-        return asdict(self) | {
-            name: None if pair is None else (float(pair[0]), float(pair[1])) for name, pair in pairs.items()
-        }
+        last, epoch = (None if pair is None else (float(pair[0]), float(pair[1])) for pair in (self.last, self.epoch))
+        return asdict(replace(self, last=last, epoch=epoch))
 
     def _both(self, one: Pair | None, other: Pair | None) -> Pair | None:
         if one is None or other is None:
@@ -108,11 +90,7 @@ class _Logged:
 
 
 class Logs(Means):
-    """Logged values by name. They stay on the device until the ranks exchange them.
-
-    Attributes:
-        metrics: Paths of the metrics that any rank has logged, known from `over_ranks` on.
-    """
+    """Logged values by name. They stay on the device until the ranks exchange them, and know all ranks' metrics."""
 
     def __init__(self, computed: Callable[[str], float]) -> None:
         """Takes a function that computes the value of a metric, given its path; it is a collective."""
@@ -121,24 +99,10 @@ class Logs(Means):
         self._logged: dict[str, _Logged] = {}
         self.metrics: set[str] = set()
 
-    def log(
-        self,
-        name: str,
-        value: torch.Tensor | None,
-        weight: int,
-        *,
-        reduce: str,
-        on_step: bool,
-        on_epoch: bool,
-        step: int,
-        metric: str = "",
-    ) -> None:
-        """Adds a value; `None` only notes the name of a metric."""
-        pair = None
-        if value is not None:
-            wide = value.double()
-            pair = (wide * weight if reduce == "mean" else wide, weight)
-        self._add(name, _Logged(reduce, on_step, on_epoch, metric, step, pair, None if metric else pair))
+    def log(self, name: str, value: torch.Tensor | None, weight: int, *, reduce: str, **how: Any) -> None:
+        """Adds a value, `how` as the fields of `_Logged`; `None` only notes the name of a metric."""
+        pair = None if value is None else (value.double() * (weight if reduce == "mean" else 1), weight)
+        self._add(name, _Logged(reduce, **how, last=pair, epoch=None if how.get("metric") else pair))
 
     @property
     def logged_metrics(self) -> set[str]:
@@ -173,15 +137,9 @@ class Logs(Means):
             both = logged.on_step and logged.on_epoch
             if logged.on_step and logged.last is not None and (both or name not in _OF_EPOCH):
                 found[f"{name}_step" if both else name] = logged.value(logged.last)
-            if not logged.on_epoch:
-                continue
-            if logged.metric:
-                value = self._computed(logged.metric)
-            elif logged.epoch is not None:
-                value = logged.value(logged.epoch)
-            else:
-                continue
-            found |= {name: value, f"{name}_epoch": value} if both else {name: value}
+            if logged.on_epoch and (logged.metric or logged.epoch is not None):
+                value = self._computed(logged.metric) if logged.metric else logged.value(logged.epoch or (0, 0))
+                found |= {name: value, f"{name}_epoch": value} if both else {name: value}
         return found
 
     def _add(self, name: str, logged: _Logged) -> None:

@@ -17,11 +17,7 @@ __all__ = ["Metrics"]
 
 
 class Metrics:
-    """The metrics in a module, by their paths; none if torchmetrics has not been imported.
-
-    Attributes:
-        collections: The collections of them, which group metrics by the values that they see first.
-    """
+    """The metrics in a module, by their paths, and collections of them; none if torchmetrics has not been imported."""
 
     def __init__(self, module: nn.Module, device: str) -> None:
         """Finds the metrics, and lets them reduce their states over ranks of which some may have no rows."""
@@ -66,17 +62,13 @@ class Metrics:
         before = self.state_dict() if kept else {}
         yield
         # As in the other ranks, a value that is computed stays so, and one that an update has removed is gone.
-        computed = {path: self._found[path]._computed for path in before}
-        self.load_state_dict(before)
-        for path, value in computed.items():
-            self._found[path]._computed = value
+        self.put_back({path: (state, self._found[path]._computed) for path, state in before.items()})
 
     def set_aside(self, paths: Iterable[str]) -> dict[str, Any]:
         """Resets metrics; returns what `put_back` takes."""
-        before, found = self.state_dict(), dict[str, Any]()
-        for path in paths:
-            found[path] = before[path], self._found[path]._computed
-            self._found[path].reset()
+        before = self.state_dict()
+        found = {path: (before[path], self._found[path]._computed) for path in paths}
+        self.reset(found)
         return found
 
     def put_back(self, aside: Mapping[str, Any]) -> None:

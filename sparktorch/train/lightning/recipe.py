@@ -13,6 +13,7 @@ from sparktorch.base.world import World
 from sparktorch.errors import ModuleError, SparkTorchError
 from sparktorch.train.lightning.optimizers import Configured
 from sparktorch.train.lightning.recognise import check_instance, is_lightning, overrides
+from sparktorch.train.lightning.trainer import TrainerView
 from sparktorch.train.lightning.training import LightningTraining, training_of
 from sparktorch.train.recipe.built_optimizer import recipe_of
 from sparktorch.train.recipe.recipe import Recipe, called
@@ -27,28 +28,16 @@ def recipe_type(source: Any) -> type[Recipe]:
 
 @dataclass(frozen=True, kw_only=True)
 class LightningRecipe(Recipe):
-    """What is trained, with a LightningModule; the fields of loss, optimizer and scheduler are not used.
-
-    Attributes:
-        epochs: Number of epochs.
-        accumulation: Number of micro-batches of a step.
-        validates: Whether there are validation rows.
-        needs_metric: The metric that its validations must give; `None` if nothing looks at one.
-        stage: The argument of the module's `setup`.
-    """
+    """What is trained, with a LightningModule; the fields of loss, optimizer and scheduler are not used."""
 
     epochs: int = 1
-    accumulation: int = 1
-    validates: bool = False
-    needs_metric: str | None = None
-    stage: str = "predict"
+    accumulation: int = 1  # micro-batches of a step
+    validates: bool = False  # whether there are validation rows
+    needs_metric: str | None = None  # which its validations must give
+    stage: str = "predict"  # the argument of the module's `setup`
 
     def _make_module(self, seed: int, build: Callable[[Callable[[], nn.Module]], nn.Module] = called) -> nn.Module:
-        """Builds the module; calls `setup` and `configure_model`, which may make layers.
-
-        Raises:
-            ModuleError: The module optimizes by itself, or one of these methods fails.
-        """
+        """Builds the module; calls `setup` and `configure_model`, which may make layers."""
         module: Any = super()._make_module(seed, build)
         check_instance(module)
         with torch.random.fork_rng(devices=()):
@@ -57,11 +46,11 @@ class LightningRecipe(Recipe):
                 module.setup(self.stage)
                 module.configure_model()
             except Exception as error:
-                raise ModuleError(
-                    f"setup or configure_model of {type(module).__qualname__} failed: {type(error).__name__}: {error}",
-                    hint="they are called before there is a self.trainer, in a process without data loaders",
-                    param="module",
-                ) from error
+                what = (
+                    f"setup or configure_model of {type(module).__qualname__} failed: {type(error).__name__}: {error}"
+                )
+                hint = "they are called before there is a self.trainer, in a process without data loaders"
+                raise ModuleError(what, hint=hint, param="module") from error
         return module  # type: ignore[no-any-return]
 
     @property
@@ -71,15 +60,8 @@ class LightningRecipe(Recipe):
 
     def build_own(self, module: nn.Module, world: World, steps: int) -> LightningTraining:
         """Attaches the training to the module."""
-        return LightningTraining(
-            module,
-            world,
-            epochs=self.epochs,
-            steps=steps,
-            accumulation=self.accumulation,
-            validates=self.validates,
-            needs_metric=self.needs_metric,
-        )
+        trainer = TrainerView(world, epochs=self.epochs, steps=steps, accumulation=self.accumulation)
+        return LightningTraining(module, world, trainer, validates=self.validates, needs_metric=self.needs_metric)
 
     def build_optimizer(self, module: nn.Module, whole: nn.Module | None = None) -> torch.optim.Optimizer:
         """Returns the optimizer that the module builds."""
@@ -93,15 +75,11 @@ class LightningRecipe(Recipe):
         """
         if not overrides(module, "setup"):
             return
-        scored = replace(self, stage="predict")._make_module(0).state_dict()
-        trained = module.state_dict()
-        both = sorted(trained.keys() | scored.keys())
-        shapes = [
-            (name, *(state[name].shape if name in state else None for state in (trained, scored))) for name in both
-        ]
-        if differs := [name for name, one, other in shapes if one != other]:
+        states = module.state_dict(), replace(self, stage="predict")._make_module(0).state_dict()
+        trained, scored = ({(name, each.shape) for name, each in state.items()} for state in states)
+        if differs := sorted(trained ^ scored):
             raise ModuleError(
-                f"setup('fit') and setup('predict') of {type(module).__qualname__} make another {differs[0]}",
+                f"setup('fit') and setup('predict') of {type(module).__qualname__} make another {differs[0][0]}",
                 hint="make weights and buffers in every stage, or in __init__: the fitted model is set up to predict",
                 param="module",
             )
@@ -118,11 +96,8 @@ class LightningRecipe(Recipe):
         except SparkTorchError:
             raise
         except Exception as error:
-            raise ModuleError(
-                f"{where} failed: {type(error).__name__}: {error}",
-                hint="on the driver, self.trainer tells of 100 steps in an epoch",
-                param="module",
-            ) from error
+            hint = "on the driver, self.trainer tells of 100 steps in an epoch"
+            raise ModuleError(f"{where} failed: {type(error).__name__}: {error}", hint=hint, param="module") from error
         own = {parameter for group in made.optimizer.param_groups for parameter in group["params"]}
         if not own <= set(module.parameters()):
             raise ModuleError(f"{where} has parameters that are not the module's", param="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from typing import Any
 
 from torch import nn
@@ -11,14 +10,15 @@ from torch import nn
 from sparktorch.base.imports import load_object
 from sparktorch.errors import ModuleError
 
-__all__ = ["check_class", "check_instance", "is_lightning", "overrides", "parts", "without_trainer"]
+__all__ = ["base_of", "check_class", "check_instance", "is_lightning", "overrides", "parts", "without_trainer"]
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
-_ROWS = "rows come from the DataFrame: prepare them there, or with preprocess"
-_OLD = "Lightning 2 does not call it either: use on_{}_epoch_end"
 _UPDATE = "on_before_zero_grad and on_before_optimizer_step are called"
-_CALLS = "leave it out: sparktorch sets the module's modes and gradients itself"
+_LOADERS = ("prepare_data", "train_dataloader", "val_dataloader")
+_TRANSFERS = ("transfer_batch_to_device", "on_before_batch_transfer", "on_after_batch_transfer")
+_MODES = ("on_validation_model_eval", "on_validation_model_train", "on_validation_model_zero_grad")
+_OLD = ("training_step_end", "training_epoch_end", "validation_step_end", "validation_epoch_end")
 _REFUSED = {
     "optimizer_step": _UPDATE,
     "optimizer_zero_grad": _UPDATE,
@@ -27,19 +27,15 @@ _REFUSED = {
     "backward": "the gradient is that of the loss that training_step returns",
     "configure_callbacks": "pass sparktorch.Callback instances as callbacks",
     "configure_sharded_model": "use configure_model",
-    "prepare_data": _ROWS,
-    "train_dataloader": _ROWS,
-    "val_dataloader": _ROWS,
-    "transfer_batch_to_device": _ROWS,
-    "on_before_batch_transfer": _ROWS,
-    "on_after_batch_transfer": _ROWS,
-    "on_validation_model_eval": _CALLS,
-    "on_validation_model_train": _CALLS,
-    "on_validation_model_zero_grad": _CALLS,
-    "training_step_end": _OLD.format("train"),
-    "training_epoch_end": _OLD.format("train"),
-    "validation_step_end": _OLD.format("validation"),
-    "validation_epoch_end": _OLD.format("validation"),
+    **dict.fromkeys((*_LOADERS, *_TRANSFERS), "rows come from the DataFrame: prepare them there, or with preprocess"),
+    **dict.fromkeys(_MODES, "leave it out: sparktorch sets the module's modes and gradients itself"),
+    **dict.fromkeys(_OLD, "Lightning 2 does not call it either: use on_train_epoch_end or on_validation_epoch_end"),
+}
+_NEEDED = {
+    "training_step": "it returns the loss",
+    "configure_optimizers": "it returns the optimizer",
+    "validation_step": "validationIndicatorCol marks rows for it: write it, or leave the Param out",
+    "forward": "the fitted model scores with it: predict_step is not called",
 }
 
 
@@ -50,10 +46,10 @@ def is_lightning(source: Any) -> bool:
             source = load_object(source)
         except ModuleError:  # only the ranks may have it
             return False
-    return _base(source if isinstance(source, type) else type(source)) is not None
+    return base_of(source if isinstance(source, type) else type(source)) is not None
 
 
-def _base(kind: type) -> type | None:
+def base_of(kind: type) -> type | None:
     """Returns the LightningModule that a class inherits from, or `None`."""
     for base in kind.__mro__:
         home = base.__module__
@@ -64,23 +60,19 @@ def _base(kind: type) -> type | None:
 
 def parts(module: nn.Module) -> list[nn.Module]:
     """Returns the LightningModules in a module, itself first."""
-    return [part for part in module.modules() if _base(type(part)) is not None]
+    return [part for part in module.modules() if base_of(type(part)) is not None]
 
 
 def overrides(source: Any, name: str) -> bool:
     """Returns whether a LightningModule's class, or the instance itself, has its own version of a method."""
     kind = source if isinstance(source, type) else type(source)
-    base = _base(kind)
+    base = base_of(kind)
     own = not isinstance(source, type) and name in vars(source)
     return own or getattr(kind, name, None) is not getattr(base, name, None)
 
 
 def check_class(source: Any, *, validated: bool) -> None:
-    """Refuses methods that a fit would not call, and those that it lacks.
-
-    Args:
-        source: Import path, class or instance of a LightningModule.
-        validated: Whether there are validation rows.
+    """Refuses methods that a fit would not call, and the lack of those that it does, for validation rows too.
 
     Raises:
         ModuleError: A method is refused, or missing; names it.
@@ -89,29 +81,11 @@ def check_class(source: Any, *, validated: bool) -> None:
     kind: Any = source if isinstance(source, type) else type(source)
     for name, hint in _REFUSED.items():
         if overrides(source, name):
-            raise ModuleError(
-                f"{kind.__qualname__} overrides {name}, which a fit does not call", hint=hint, param="module"
-            )
-    needs = {"training_step": "it returns the loss", "configure_optimizers": "it returns the optimizer"}
-    if validated:
-        needs["validation_step"] = "validationIndicatorCol marks rows for it: write it, or leave the Param out"
-    for name, hint in needs.items():
-        if not overrides(source, name):
+            what = f"{kind.__qualname__} overrides {name}, which a fit does not call"
+            raise ModuleError(what, hint=hint, param="module")
+    for name, hint in _NEEDED.items():
+        if not overrides(source, name) and (validated or name != "validation_step"):
             raise ModuleError(f"{kind.__qualname__} has no {name}", hint=hint, param="module")
-    if not overrides(source, "forward"):
-        raise ModuleError(
-            f"{kind.__qualname__} has no forward, with which the fitted model scores",
-            hint="predict_step is not called: move what it computes into forward(*inputs)",
-            param="module",
-        )
-    taken = inspect.signature(kind.training_step).parameters
-    for argument in ("dataloader_iter", "optimizer_idx"):
-        if argument in taken:
-            raise ModuleError(
-                f"training_step of {kind.__qualname__} takes {argument}, which a fit does not have",
-                hint="write training_step(self, batch, batch_idx)",
-                param="module",
-            )
 
 
 def check_instance(module: Any) -> None:

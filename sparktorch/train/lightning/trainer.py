@@ -19,19 +19,7 @@ _KNOWN = (
 
 
 class TrainerView:
-    """A view of the training for a LightningModule; only `should_stop` may be set.
-
-    Attributes:
-        current_epoch: Number of the epoch, from 0.
-        global_step: Steps of the optimizer so far.
-        max_epochs: `epochs`.
-        num_training_batches: Batches of an epoch, micro-batches of `accumulationSteps` counted.
-        estimated_stepping_batches: Steps of the whole training.
-        optimizers: The optimizer, in a list.
-        lr_scheduler_configs: The schedulers, as `scheduler`, `interval`, `frequency` and `monitor`.
-        callback_metrics: Latest values of what was logged and recorded, as tensors.
-        should_stop: Set it to end the training after this epoch.
-    """
+    """A view of the training for a LightningModule, with the Trainer's names; only `should_stop` may be set."""
 
     max_steps = -1
     sanity_checking = testing = predicting = fast_dev_run = barebones = False

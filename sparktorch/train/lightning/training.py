@@ -13,14 +13,12 @@ from torch import nn
 from sparktorch.base.batch import Batch
 from sparktorch.base.world import World
 from sparktorch.errors import ModuleError, nearest
-from sparktorch.train.lightning.attributes import unchanged
+from sparktorch.train.lightning.attributes import Saved, unchanged
 from sparktorch.train.lightning.logs import Logs, check_logged, number_of
 from sparktorch.train.lightning.metrics import Metrics
-from sparktorch.train.lightning.optimizers import Configured, LightningSchedule, configured
+from sparktorch.train.lightning.optimizers import Configured, LightningSchedule, Trained, configured
 from sparktorch.train.lightning.recognise import overrides, parts
-from sparktorch.train.lightning.saved import Saved
-from sparktorch.train.lightning.step import Call, LightningStep, arguments_of, called, check_not_left_out, loss_of
-from sparktorch.train.lightning.trained import Trained
+from sparktorch.train.lightning.step import Call, LightningStep, arguments_of, called, loss_of
 from sparktorch.train.lightning.trainer import TrainerView
 from sparktorch.train.metrics import quiet
 from sparktorch.train.recipe.loss import TrainingStep
@@ -35,45 +33,20 @@ def training_of(module: nn.Module) -> LightningTraining:
 
 
 class LightningTraining(OwnTraining):
-    """One rank's training of a LightningModule, which sees it as `self.trainer`, `self.log` and `self.optimizers`.
-
-    Attributes:
-        name: Name of the module's class.
-        trainer: The view that is `self.trainer`.
-    """
+    """One rank's training of a LightningModule, which sees it as `self.trainer`, `self.log` and `self.optimizers`."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        world: World,
-        *,
-        epochs: int,
-        steps: int,
-        accumulation: int,
-        validates: bool,
-        needs_metric: str | None,
+        self, module: nn.Module, world: World, trainer: TrainerView, *, validates: bool, needs_metric: str | None
     ) -> None:
-        """Attaches the training to the module and to the LightningModules in it.
-
-        Args:
-            module: The module, before a strategy has wrapped it.
-            world: This rank's place.
-            epochs: Number of epochs.
-            steps: Number of steps in an epoch.
-            accumulation: Number of micro-batches of a step.
-            validates: Whether there are validation rows.
-            needs_metric: The metric that they must give; `None` if there is none.
-        """
+        """Attaches the training to a module that no strategy has wrapped, and to the LightningModules in it."""
         self._module: Any = module
         self.sees_gradients = overrides(module, "on_before_optimizer_step")
         self.name, self._world = type(module).__qualname__, world
         self._validates, self._needs_metric = validates, needs_metric
-        self.trainer = TrainerView(world, epochs=epochs, steps=steps, accumulation=accumulation)
-        lightning = parts(module)
-        for part in lightning:
-            vars(part).update(_trainer=self.trainer, log=self.log, optimizers=self._optimizers)
+        self.trainer, self._parts = trainer, parts(module)
+        for part in self._parts:
+            vars(part).update(_trainer=trainer, log=self.log, optimizers=self._optimizers)
         self._metrics = Metrics(module, world.device)
-        self._parts = lightning
         self._aside: dict[str, Any] = {}  # states of metrics of the training, in a validation
         self._logs = self._training_logs = self._early = Logs(self._metrics.compute)
         self._muted = False  # whether logged values are dropped
@@ -85,8 +58,7 @@ class LightningTraining(OwnTraining):
         self._last: tuple[dict[str, Any], Batch, int] | None = None  # for on_train_batch_end
         self._began = False
         self._evaluating: list[nn.Module] = []
-        self._trained = Trained(module)
-        self._saved = Saved(module, self.trainer)
+        self._trained, self._saved = Trained(module), Saved(module, trainer)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LightningTraining:
         return self  # a copy of the module belongs to the same training
@@ -105,7 +77,7 @@ class LightningTraining(OwnTraining):
 
     def training_step(self, within: Within) -> TrainingStep:
         """Returns the step that calls the module's `training_step`, and its `validation_step`."""
-        return LightningStep(self.name, self.train, self.validate, self.new_logs, within)
+        return LightningStep(self, within)
 
     def schedule(self, optimizer: torch.optim.Optimizer) -> LightningSchedule:
         """Returns the schedule of the module's schedulers."""
@@ -145,21 +117,17 @@ class LightningTraining(OwnTraining):
         on_epoch = not self._within_step if on_epoch is None else on_epoch
         if not (on_step or on_epoch):
             raise ModuleError(f"{where} with on_step=False and on_epoch=False logs nothing", hint="set one of them")
-        path = self._metrics.path_of(value)
-        number = number_of(getattr(value, "_forward_cache", None) if path else value, where, needed=not path)
-        dropped = self._muted or (rank_zero_only and not self._world.is_main)
-        if dropped and not path:
-            return
-        self._logs.log(
-            name,
-            None if dropped or number is None else number.detach().reshape(()).to(self._world.device),
-            self._rows if batch_size is None else batch_size,
-            reduce=reduce,
-            on_step=on_step,
-            on_epoch=on_epoch,
-            step=self.trainer.global_step,
-            metric=path,
-        )
+        path, number = self._metrics.path_of(value), None
+        if path:
+            value = getattr(value, "_forward_cache", None)  # there is none after `update`
+        if not path or value is not None:
+            number = number_of(value, where).detach().reshape(()).to(self._world.device)
+        if self._muted or (rank_zero_only and not self._world.is_main):
+            number = None
+        if path or number is not None:
+            rows, step = self._rows if batch_size is None else batch_size, self.trainer.global_step
+            how = {"on_step": on_step, "on_epoch": on_epoch, "step": step, "metric": path}
+            self._logs.log(name, number, rows, reduce=reduce, **how)
 
     def new_logs(self, prefix: str) -> Logs:
         """Returns an empty collection, into which values are logged from now on."""
@@ -179,19 +147,17 @@ class LightningTraining(OwnTraining):
                 self._rehearsing = False
 
     def train(self, call: Call, batch: Batch) -> torch.Tensor:
-        """Calls the module's `training_step`, and the hooks around it; returns its loss.
-
-        Args:
-            call: Calls a function within the module's forward pass.
-            batch: A batch or micro-batch; if it has placeholder rows only, what is logged does not count.
-        """
+        """Calls the module's `training_step`, within its forward pass, and the hooks around it; returns its loss."""
         self._end_batch()
         module, index, arguments = self._module, self._batch_index, arguments_of(batch)
         step = partial(called, module.training_step, arguments, index)
         with self._logging(batch):
             if self._rehearsing:
                 return loss_of(call(step), self.name)
-            check_not_left_out(module.on_train_batch_start(arguments, index), self.name)
+            if module.on_train_batch_start(arguments, index) == -1:
+                what = f"on_train_batch_start of {self.name} returned -1, which would end the epoch in this rank only"
+                hint = "set self.trainer.should_stop = True, which ends the training after the epoch"
+                raise ModuleError(what, hint=hint, param="module")
             loss = loss_of(output := call(step), self.name)
             module.on_before_backward(loss)
         more = {key: value for key, value in output.items() if key != "loss"} if isinstance(output, Mapping) else {}
@@ -270,8 +236,8 @@ class LightningTraining(OwnTraining):
         self._module.eval()
         self.trainer.training, self.trainer.validating = False, True
         self._validation_index, self._aside = 0, self._metrics.set_aside(self._training_logs.logged_metrics)
-        self._hook("on_validation_start")
-        self._hook("on_validation_epoch_start")
+        for hook in ("on_validation_start", "on_validation_epoch_start"):
+            self._hook(hook)
 
     def end_validation_rows(self) -> None:
         """Calls `on_validation_epoch_end`."""
@@ -308,11 +274,7 @@ class LightningTraining(OwnTraining):
         self._module.teardown("fit")
 
     def try_validation(self, batch: Batch) -> None:
-        """Validates on the first row, if the training will validate.
-
-        Raises:
-            ModuleError: The module fails, cannot weigh rows that have weights, or lacks the metric to stop early by.
-        """
+        """Validates on the first row, if the training will validate; the metric to stop early by must be logged."""
         if not self._validates:
             return
         step = self.training_step(lambda _, function: function())
@@ -327,18 +289,12 @@ class LightningTraining(OwnTraining):
         except ModuleError:
             raise
         except Exception as error:
-            raise ModuleError(
-                f"validation_step of {self.name} failed on the first row: {type(error).__name__}: {error}",
-                hint="it gets (*inputs, label), as training_step does",
-                param="module",
-            ) from error
-        name = self._needs_metric
-        if name is not None and name not in found:
-            raise ModuleError(
-                f"earlyStoppingMetric is {name!r}, which {self.name} does not log",
-                hint=f"log it in validation_step; {nearest(name, found)}",
-                param="earlyStoppingMetric",
-            )
+            what = f"validation_step of {self.name} failed on the first row: {type(error).__name__}: {error}"
+            raise ModuleError(what, hint="it gets (*inputs, label), as training_step does", param="module") from error
+        if (name := self._needs_metric) is not None and name not in found:
+            what = f"earlyStoppingMetric is {name!r}, which {self.name} does not log"
+            hint = f"log it in validation_step; {nearest(name, found)}"
+            raise ModuleError(what, hint=hint, param="earlyStoppingMetric")
 
     def state_dict(self) -> dict[str, Any]:
         """Returns counters, metrics, what the module saves, and its plain attributes that the training has changed."""

@@ -22,11 +22,7 @@ _KERNELS = ("foreach", "fused")  # `None` leaves the choice to torch
 def recipe_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> Recipe:
     """Returns a recipe with the class, options and parameter groups of an optimizer of a module's parameters.
 
-    Call it before a strategy prepares the module, which may replace its parameters.
-
-    Args:
-        module: The module.
-        optimizer: Built over its parameters, before its first step.
+    Call it before a strategy prepares the module, which may replace its parameters, and before the first step.
 
     Raises:
         ModuleError: The optimizer has state already, or parameters that are not the module's; or it lacks a trainable

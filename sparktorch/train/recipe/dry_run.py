@@ -18,13 +18,13 @@ from sparktorch.base.config import Task
 from sparktorch.base.state_dict import check_state
 from sparktorch.base.world import World
 from sparktorch.errors import ModuleError, SparkTorchError, line_of_user
+from sparktorch.train.huggingface.models import MODEL_LOSS, call, check_model_loss
+from sparktorch.train.huggingface.weights import log_differences
 from sparktorch.train.metrics import try_metrics
-from sparktorch.train.recipe.converted import log_differences
 from sparktorch.train.recipe.hints import hints_for
-from sparktorch.train.recipe.huggingface import MODEL_LOSS, call, check_model_loss
 from sparktorch.train.recipe.loss import Loss, TrainingStep, check_mean
 from sparktorch.train.recipe.recipe import Recipe
-from sparktorch.train.recipe.task import align, check_rows, classes_in, prediction, rows_of
+from sparktorch.train.recipe.task import align, check_rows, classes_in, each_tensor, prediction, rows_of
 
 __all__ = ["ArgumentSpec", "DryRunResult", "OutputSpec", "describe_outputs", "dry_run"]
 
@@ -37,12 +37,7 @@ _STEPS = 100  # of an epoch, as far as the dry run knows
 
 @dataclass(frozen=True)
 class OutputSpec:
-    """One tensor that `forward` returns.
-
-    Attributes:
-        name: Its key if `forward` returns a mapping, its index if a tuple, empty if one tensor.
-        shape: One row's shape.
-    """
+    """One tensor that `forward` returns: its key or index, empty if it is alone, and the shape of one row."""
 
     name: str
     shape: tuple[int, ...]
@@ -50,19 +45,12 @@ class OutputSpec:
 
 @dataclass(frozen=True)
 class ArgumentSpec:
-    """One tensor that `forward` gets.
+    """One tensor that `forward` gets."""
 
-    Attributes:
-        name: Label for messages, such as `column 'x'`.
-        dtype: Its dtype.
-        shape: One row's shape; if rows differ, that of the first, and empty for jagged tensors.
-        layout: Its layout, "strided", "sparse_csr" or "jagged".
-    """
-
-    name: str
+    name: str  # for messages, such as `column 'x'`
     dtype: str
-    shape: tuple[int, ...]
-    layout: str = "strided"
+    shape: tuple[int, ...]  # of one row; if rows differ, of the first, and empty for jagged tensors
+    layout: str = "strided"  # or "sparse_csr" or "jagged"
 
 
 @dataclass(frozen=True)
@@ -92,20 +80,18 @@ class DryRunResult:
     def packed(self) -> tuple[dict[str, Any], bytes]:
         """Returns the result without metrics as JSON-ready values, and output and label as `torch.save` bytes."""
         content = io.BytesIO()
-        torch.save(_on_host(self.aligned), content)
+        torch.save(each_tensor(lambda tensor: tensor.detach().cpu(), self.aligned), content)
         return asdict(replace(self, aligned=(None, None), metrics={})), content.getvalue()
 
     @classmethod
     def unpacked(cls, meta: Mapping[str, Any], content: bytes) -> DryRunResult:
         """Rebuilds a result from `packed`; unpickles only tensors in plain containers."""
+        plain = {name: meta[name] for name in ("classes", "unused_parameters", "ignored", "state_bytes")}
         return cls(
             outputs=tuple(OutputSpec(found["name"], tuple(found["shape"])) for found in meta["outputs"]),
-            classes=meta["classes"],
-            unused_parameters=meta["unused_parameters"],
-            ignored=meta["ignored"],
-            state_bytes=meta["state_bytes"],
             aligned=torch.load(io.BytesIO(content), weights_only=True),
             arguments=tuple(ArgumentSpec(**{**found, "shape": tuple(found["shape"])}) for found in meta["arguments"]),
+            **plain,
         )
 
 
@@ -164,7 +150,7 @@ def dry_run(
             raise
         raise ModuleError(error.what, hint=_WITH_VALUES, **error.where) from error
     built.check_reset()
-    return replace(found, aligned=_plain(found.aligned))
+    return replace(found, aligned=each_tensor(_ones, found.aligned))
 
 
 def _tried(
@@ -244,11 +230,7 @@ def _tried(
 
 
 def _with_values(module: nn.Module) -> nn.Module:
-    """Returns a module that has no tensors on the device "meta".
-
-    Raises:
-        ModuleError: It has.
-    """
+    """Returns a module, none of whose tensors may be on the device "meta"."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.device.type == "meta":
             raise ModuleError(
@@ -269,22 +251,9 @@ def complete(trial: DryRunResult, metrics: Mapping[str, Any], task: Task) -> Dry
     return replace(trial, metrics=tried, aligned=(None, None))
 
 
-def _on_host(value: Any) -> Any:
-    """Returns tensors, also those in tuples, lists and mappings, detached and on the CPU."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu()
-    if isinstance(value, Mapping):
-        return {name: _on_host(item) for name, item in value.items()}
-    return tuple(map(_on_host, value)) if isinstance(value, tuple | list) else value
-
-
-def _plain(value: Any) -> Any:
-    """Returns tensors of ones, or of zeros where they are integers, in place of those without values, for metrics."""
-    if isinstance(value, torch.Tensor):
-        return torch.full(value.shape, 1 if value.is_floating_point() else 0, dtype=value.dtype)
-    if isinstance(value, Mapping):
-        return {name: _plain(item) for name, item in value.items()}
-    return tuple(map(_plain, value)) if isinstance(value, tuple | list) else value
+def _ones(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns ones, or zeros where a tensor without values is of integers, for metrics."""
+    return torch.full(tensor.shape, 1 if tensor.is_floating_point() else 0, dtype=tensor.dtype)
 
 
 def _argument(name: str, tensor: torch.Tensor) -> ArgumentSpec:

@@ -11,12 +11,7 @@ __all__ = ["hints_for"]
 
 
 def hints_for(error: Exception, inputs: Mapping[str, torch.Tensor]) -> str:
-    """Returns lines about other options of the input columns, for a module that has failed on them.
-
-    Args:
-        error: What the module raised.
-        inputs: Its arguments, by label for messages, such as `column 'x'`.
-    """
+    """Returns lines about other options of the input columns, for a module that has failed on them."""
     return _together(inputs) + _other_dtype(error, inputs)
 
 

@@ -13,14 +13,7 @@ __all__ = ["look_up", "name_of", "parameters_of", "signature_of"]
 
 
 def look_up(value: Any, namespace: Any, base: type, what: str, *, suffix: str = "") -> Any:
-    """Resolves the name of a class in a torch namespace or an import path; returns a callable as it is.
-
-    Args:
-        value: Name, import path or callable.
-        namespace: The torch module to search.
-        base: Base class of the valid classes.
-        what: The Param, for messages.
-        suffix: End of the valid names.
+    """Resolves an import path, or the name of a subclass of `base` in a torch module; returns a callable as it is.
 
     Raises:
         ModuleError: The name is unknown, or the value is neither a name nor a callable.

@@ -20,7 +20,9 @@ from torch import nn
 from sparktorch.base.batch import Batch
 from sparktorch.base.world import World
 from sparktorch.errors import ModuleError
+from sparktorch.train.huggingface.models import model_loss
 from sparktorch.train.recipe.lookup import look_up, name_of, parameters_of, signature_of
+from sparktorch.train.recipe.task import each_tensor
 
 __all__ = [
     *("Loss", "Means", "Sums", "TrainingStep"),
@@ -53,11 +55,7 @@ def mean_of(total: float, weight: float) -> float:
 
 def full_precision(output: Any) -> Any:
     """Returns what a module returned under autocast in float32, for the loss."""
-    if isinstance(output, torch.Tensor):
-        return output.float() if output.is_floating_point() else output
-    if isinstance(output, Mapping):
-        return {name: full_precision(tensor) for name, tensor in output.items()}
-    return tuple(full_precision(tensor) for tensor in output)
+    return each_tensor(lambda tensor: tensor.float() if tensor.is_floating_point() else tensor, output)
 
 
 def weigh(
@@ -65,58 +63,36 @@ def weigh(
 ) -> torch.Tensor:
     """Returns the weighted sum of the rows' losses, a scalar tensor.
 
-    Args:
-        losses: Shape `(rows, ...)`, or a scalar: their mean.
-        rows: Number of rows.
-        weight: float32 weights of shape `(rows,)`, or `None` for ones.
-        what: The function that computed the losses, for messages.
-        param: The Param that named it.
-        rowwise: What to do if it should return a loss per row.
+    Losses have the shape `(rows, ...)`, or are a scalar, their mean; weights are float32 of shape `(rows,)`. Messages
+    name the function that computed the losses, its Param, and what to do if it should return a loss per row.
 
     Raises:
         ModuleError: They are neither a scalar nor a value per row, or a scalar where rows have weights.
     """
-    if not isinstance(losses, torch.Tensor):
-        raise ModuleError(
-            f"{what} returned {type(losses).__name__}, which is no tensor",
-            hint="return one loss per row, shape (rows,), or their mean",
-            param=param,
+    tensor = isinstance(losses, torch.Tensor)
+    if not tensor or (losses.dim() and len(losses) != rows):
+        found = (
+            f"shape {tuple(losses.shape)} for {rows} rows" if tensor else f"{type(losses).__name__}, which is no tensor"
         )
+        hint = "return one loss per row, shape (rows,), or their mean"
+        raise ModuleError(f"{what} returned {found}", hint=hint, param=param)
     if losses.dim() == 0:
-        if weight is None:
-            return losses * rows
-        if weight.any():
-            raise ModuleError(
-                f"{what} returns one number for the batch, so rows cannot be weighted",
-                hint=rowwise,
-                param=param,
-            )
-        stand_in: torch.Tensor = losses * 0
-        return stand_in
-    if losses.shape[0] != rows:
-        raise ModuleError(
-            f"{what} returned shape {tuple(losses.shape)} for {rows} rows",
-            hint="return one loss per row, shape (rows,), or their mean",
-            param=param,
-        )
-    of_rows = losses.flatten(1).mean(1) if losses.dim() > 1 else losses
+        if weight is not None and weight.any():
+            what = f"{what} returns one number for the batch, so rows cannot be weighted"
+            raise ModuleError(what, hint=rowwise, param=param)
+        total: torch.Tensor = losses * (rows if weight is None else 0)
+        return total
+    of_rows: torch.Tensor = losses.flatten(1).mean(1) if losses.dim() > 1 else losses
     return of_rows.sum() if weight is None else (of_rows * weight).sum()
 
 
 def check_mean(
     losses: Sequence[Any], rows: Sequence[int], *, what: str, param: str, rowwise: str = _ROWWISE, rough: bool = False
 ) -> None:
-    """Compares a loss that is one number with the mean of those of parts of its rows.
+    """Compares a loss that is one number with the mean of those of parts of its rows, of which `rows` has the sizes.
 
-    A loss that is not finite, or another one for the same rows, is not compared.
-
-    Args:
-        losses: What the function returned for all rows, again for all rows, and for each part.
-        rows: The number of rows of each part.
-        what: The function that computed the losses, for messages.
-        param: The Param that named it.
-        rowwise: What to do if it should return a loss per row.
-        rough: Whether the module computes in half precision.
+    Losses are those of all rows, again of all rows, and of each part, `rough` in half precision. A loss that is not
+    finite, or another one for the same rows, is not compared. Messages are as for `weigh`.
 
     Raises:
         ModuleError: They differ by more than rounding explains.
@@ -201,6 +177,16 @@ class TrainingStep:
             return value * count, count
         what = f"metric {name!r} of {self.what}"
         return weigh(_without_filler(value, batch), batch.rows, batch.weight, what=what, param=self.param), count
+
+
+class ModelLossStep(TrainingStep):
+    """`model_loss` as training step, which no Param names."""
+
+    param, rowwise = "loss", "set loss, such as 'CrossEntropyLoss', or trainingStep: the rows have weights"
+
+    def __init__(self) -> None:
+        super().__init__(model_loss)
+        self.what = "the model's own loss"
 
 
 def _without_filler(values: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -335,17 +321,7 @@ class Loss:
         return self
 
     def __call__(self, output: Any, label: torch.Tensor | None, weight: torch.Tensor | None) -> torch.Tensor:
-        """Returns the weighted sum of the rows' losses, a scalar tensor.
-
-        Args:
-            output: What the module returned.
-            label: The labels, shape `(rows, ...)`.
-            weight: float32 weights of shape `(rows,)`, or `None` for ones.
-
-        Raises:
-            ModuleError: The loss returned neither a scalar nor a value per row, or a scalar where
-                rows have weights.
-        """
+        """Returns the weighted sum of the rows' losses, a scalar tensor; raises as `weigh`."""
         losses = self.per_row(output, label)
         return weigh(losses, _rows(output), weight, what=f"loss {self.name}", param="loss")
 

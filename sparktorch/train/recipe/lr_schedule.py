@@ -27,14 +27,7 @@ class Schedule:
     """
 
     def __init__(self, recipe: Recipe, config: TrainConfig, optimizer: torch.optim.Optimizer, steps: int) -> None:
-        """Builds the scheduler.
-
-        Args:
-            recipe: Names the scheduler.
-            config: Says when it steps.
-            optimizer: The optimizer whose learning rates it sets.
-            steps: Number of steps in an epoch.
-        """
+        """Builds the scheduler that the recipe names; `steps` is the number of steps in an epoch."""
         self._optimizer = optimizer
         self._by_step = config.schedule_interval == "step"
         scaling = 1.0
@@ -81,12 +74,7 @@ class Schedule:
             self._scheduler.step()
 
     def epoch_done(self, record: Mapping[str, Any], *, validated: bool) -> None:
-        """Steps a per-epoch scheduler. `ReduceLROnPlateau` sees validation losses only, or training losses only.
-
-        Args:
-            record: Record of the epoch.
-            validated: Whether there are validation rows; an epoch without a validation then has no loss for it.
-        """
+        """Steps a per-epoch scheduler. `ReduceLROnPlateau` sees losses of validations only, if there are any."""
         if self._scheduler is None or self._by_step:
             return
         if isinstance(self._scheduler, ReduceLROnPlateau):

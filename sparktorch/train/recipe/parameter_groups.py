@@ -18,9 +18,7 @@ __all__ = ["freeze", "group"]
 def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
     """Freezes the parameters whose names match, and unfreezes others; later patterns override earlier ones.
 
-    Args:
-        module: The module to change in place.
-        patterns: Globs, in which `*` matches dots too; `!pattern` unfreezes, also what the module itself has frozen.
+    Patterns are globs, in which `*` matches dots too; `!pattern` unfreezes, also what the module itself has frozen.
 
     Raises:
         ConfigError: A pattern matches no parameter, or no parameter is left to train.
@@ -55,11 +53,8 @@ def group(
 ) -> list[dict[str, Any]]:
     """Returns the module's trainable parameters as an optimizer's groups; those without a group come first.
 
-    Args:
-        module: The module that has the parameters.
-        groups: Options of the optimizer, with a glob or a list of globs under "params". A parameter
-            belongs to the first group that matches its name.
-        whole: The module with all of its parameters, if `module` has some of them only; then groups may be empty.
+    A parameter belongs to the first group with a glob under "params" that matches its name. If `whole` is the module
+    with all of the parameters, of which this one has some, groups may be empty.
 
     Raises:
         ConfigError: A group has no patterns, a pattern matches no parameter, or a group is left without parameters.

@@ -18,11 +18,11 @@ from sparktorch.base.state_dict import unpack_state
 from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.base.world import World
 from sparktorch.errors import ConfigError, ModuleError, SparkTorchError
-from sparktorch.train.recipe.converted import ConvertedWeights, converted
+from sparktorch.train.huggingface.models import MODEL_LOSS, is_model, with_config
+from sparktorch.train.huggingface.weights import ConvertedWeights
 from sparktorch.train.recipe.frozen_base import lacks_base, load_weights, seed_of
-from sparktorch.train.recipe.huggingface import MODEL_LOSS, ModelLossStep, is_model, with_config
 from sparktorch.train.recipe.lookup import look_up, name_of, parameters_of, signature_of
-from sparktorch.train.recipe.loss import Loss, TrainingStep
+from sparktorch.train.recipe.loss import Loss, ModelLossStep, TrainingStep
 from sparktorch.train.recipe.own_training import OwnTraining
 from sparktorch.train.recipe.parameter_groups import freeze, group
 
@@ -127,7 +127,7 @@ class Recipe:
             return unpack_state(self.initial)
         if self.initial.token or not is_model(module):  # of a training, which writes the names that the module has
             return self.initial
-        return converted(module, self.initial)
+        return ConvertedWeights(module, self.initial)
 
     def _make_module(self, seed: int, build: Callable[[Callable[[], nn.Module]], nn.Module] = called) -> nn.Module:
         """Makes the module, and lets `build` call the factory, if it is made by one."""
@@ -223,11 +223,8 @@ class Recipe:
         """Builds the optimizer over the module's trainable parameters.
 
         It uses torch's fused kernel if the optimizer has one, the user has not chosen another, and the
-        parameters and gradients permit it: no complex parameters, no sparse gradients.
-
-        Args:
-            module: The module.
-            whole: The module with all of its parameters, if `module` has some of them only.
+        parameters and gradients permit it: no complex parameters, no sparse gradients. `whole` has all parameters, if
+        `module` has some of them only.
 
         Raises:
             ModuleError: The optimizer is unknown or does not take its parameters.
@@ -279,11 +276,7 @@ class Recipe:
                 )
 
     def try_sparse(self, module: nn.Module, *, clips: bool) -> None:
-        """Takes a step with gradients that are there, if some are sparse, in the dry run.
-
-        Args:
-            module: The module, whose parameters change.
-            clips: Whether gradients will be clipped.
+        """Takes a step with gradients that are there, if some are sparse, in the dry run: parameters change.
 
         Raises:
             ModuleError: The optimizer does not take them.
@@ -306,11 +299,7 @@ class Recipe:
             ) from error
 
     def build_scheduler(self, optimizer: torch.optim.Optimizer, steps: int) -> Any:
-        """Builds the scheduler; returns `None` if the recipe has none.
-
-        Args:
-            optimizer: The optimizer whose learning rates it sets.
-            steps: Number of scheduler steps in the training, the default of its `T_max` or `total_steps`.
+        """Builds the scheduler, whose default `T_max` or `total_steps` is `steps`; `None` if the recipe has none.
 
         Raises:
             ModuleError: The scheduler is unknown or does not take its parameters.

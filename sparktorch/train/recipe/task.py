@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -11,7 +11,9 @@ import torch
 from sparktorch.base.config import Precision, Task
 from sparktorch.errors import ModuleError
 
-__all__ = ["align", "autocast", "check_rows", "classes_in", "correct", "predicted", "prediction", "rows_of"]
+__all__ = [
+    *("align", "autocast", "check_rows", "classes_in", "correct", "each_tensor", "predicted", "prediction", "rows_of"),
+]
 
 
 def align(task: Task, output: Any, label: torch.Tensor | None) -> tuple[Any, torch.Tensor | None]:
@@ -19,12 +21,8 @@ def align(task: Task, output: Any, label: torch.Tensor | None) -> tuple[Any, tor
 
     A trailing axis of one is dropped where the label has none: torch's element-wise losses would
     broadcast `(rows, 1)` against `(rows,)` to `(rows, rows)` without an error. One score per row is
-    a two-class problem, whose losses need labels of the score's dtype.
-
-    Args:
-        task: What the labels mean.
-        output: What the module returned.
-        label: int64 classes or float values of shape `(rows, ...)`.
+    a two-class problem, whose losses need labels of the score's dtype. Labels are int64 classes, or float values, of
+    shape `(rows, ...)`.
 
     Raises:
         ModuleError: The output has no axis of rows.
@@ -100,8 +98,13 @@ def correct(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
 
 def rows_of(output: Any, start: int, end: int) -> Any:
     """Returns the rows from `start` to `end` of what a module returned: a tensor, or a mapping or tuple of tensors."""
-    if isinstance(output, torch.Tensor):
-        return output[start:end]
-    if isinstance(output, Mapping):
-        return {name: tensor[start:end] for name, tensor in output.items()}
-    return tuple(tensor[start:end] for tensor in output)
+    return each_tensor(lambda tensor: tensor[start:end], output)
+
+
+def each_tensor(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Returns what a function makes of a tensor, or of those in mappings, tuples and lists; anything else as it is."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {name: each_tensor(function, item) for name, item in value.items()}
+    return tuple(each_tensor(function, item) for item in value) if isinstance(value, tuple | list) else value

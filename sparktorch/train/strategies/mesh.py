@@ -33,7 +33,7 @@ from sparktorch.train.dtensor import (
     unadvised,
     undivided,
 )
-from sparktorch.train.recipe.huggingface import MODEL_LOSS, gets_row_labels
+from sparktorch.train.huggingface.models import MODEL_LOSS, gets_row_labels
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.sharding.units import check_optimizer
 from sparktorch.train.strategies.fsdp import Zero3

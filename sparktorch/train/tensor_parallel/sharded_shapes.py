@@ -16,8 +16,8 @@ from sparktorch.base.batch import Batch
 from sparktorch.base.quiet import quiet
 from sparktorch.errors import ModuleError
 from sparktorch.train.arguments import Arguments
+from sparktorch.train.huggingface.models import arguments, without_caches
 from sparktorch.train.numerics.determinism import generators_state, untouched_generators
-from sparktorch.train.recipe.huggingface import arguments, without_caches
 
 __all__ = ["check_shapes", "check_values", "check_width"]
 

@@ -13,8 +13,8 @@ from transformers import BertForSequenceClassification, GPT2LMHeadModel
 from sparktorch.base.config import TrainConfig
 from sparktorch.data.columns import KEY, LABEL, Columns, TensorSpec
 from sparktorch.data.preprocess import Preprocess
-from sparktorch.train.recipe.huggingface import MODEL_LOSS
-from sparktorch.train.recipe.pretrained import opened
+from sparktorch.train.huggingface.folder import opened
+from sparktorch.train.huggingface.models import MODEL_LOSS
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker import TrainJob
 from tests.support.frames import Table

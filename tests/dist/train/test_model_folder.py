@@ -27,7 +27,7 @@ from sparktorch.errors import PersistenceError
 from sparktorch.train import model_folder
 from sparktorch.train.dtensor import local
 from sparktorch.train.engine import Engine
-from sparktorch.train.recipe.pretrained import opened
+from sparktorch.train.huggingface.folder import opened
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.weights import Weights
 from sparktorch.worker import TrainJob

@@ -24,6 +24,7 @@ from sparktorch.model.export import Program
 from sparktorch.model.scorer import Scorer
 from sparktorch.model.trained_module import FORMAT_VERSION, TrainedModule
 from sparktorch.tracking.pyfunc import PyFuncModel
+from sparktorch.train.huggingface.preprocess import Tokens
 from sparktorch.train.recipe.dry_run import describe_outputs
 from tests.support.nets import Fourier, Logit, Mlp, NamedPair, Pair, Score
 
@@ -193,6 +194,15 @@ def test_a_planted_import_path_calls_nothing_but_a_module(tmp_path: Path) -> Non
     with pytest.raises(SparkTorchError):
         TrainedModule.load(tmp_path).build()
     assert not witness.exists()
+
+
+def test_a_tokenizer_is_found_under_the_name_that_its_module_had_when_the_model_was_saved(tmp_path: Path) -> None:
+    tokens = Tokens(folder="/models/bert", max_length=8)
+    replace(trained(Mlp), preprocess=tokens).save(tmp_path)
+    form = json.loads((tmp_path / "module.json").read_text())
+    form["preprocess"]["path"] = "sparktorch.data.pretrained:Tokens"
+    (tmp_path / "module.json").write_text(json.dumps(form))
+    assert type(TrainedModule.load(tmp_path).preprocess) is Tokens
 
 
 def test_parameters_that_are_no_json_leave_the_graph(tmp_path: Path) -> None:

@@ -26,11 +26,11 @@ from torch import nn
 from sparktorch import TorchClassificationModel
 from sparktorch.base.state_dict import pack_state
 from sparktorch.data.columns import TensorSpec
-from sparktorch.data.pretrained import Pixels, Tokens
 from sparktorch.errors import ColumnError, PersistenceError
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.tracking.pyfunc import PyFuncModel
 from sparktorch.tracking.requirements import requirements
+from sparktorch.train.huggingface.preprocess import Pixels, Tokens
 from sparktorch.train.recipe.dry_run import describe_outputs
 from tests.support.mlflow import QUIET
 from tests.support.nets import Mlp

@@ -18,9 +18,8 @@ from sparktorch.errors import ModuleError
 from sparktorch.train.lightning import LightningRecipe, check_class, is_lightning
 from sparktorch.train.lightning.attributes import unchanged
 from sparktorch.train.lightning.logs import Logs
-from sparktorch.train.lightning.optimizers import configured
+from sparktorch.train.lightning.optimizers import Trained, configured
 from sparktorch.train.lightning.recognise import _REFUSED
-from sparktorch.train.lightning.trained import Trained
 from sparktorch.train.lightning.trainer import TrainerView
 from sparktorch.train.recipe.dry_run import dry_run
 from sparktorch.train.recipe.recipe import Recipe
@@ -98,23 +97,26 @@ def test_every_form_of_optimizer_and_schedulers_is_read() -> None:
 
 
 FORMS: dict[str, tuple[Any, str]] = {
-    "nothing": (lambda it: None, "returned NoneType"),
-    "a class": (lambda it: SGD, "returned type"),
+    "nothing": (lambda it: None, "Unknown configuration for model optimizers"),
     "two": (lambda it: [it, it], "returned 2 optimizers, and a fit has one"),
     "several passes": (lambda it: torch.optim.LBFGS(it.param_groups[0]["params"]), "returned LBFGS"),
-    "another's": (lambda it: ([it], [StepLR(SGD([torch.ones(1)]), 1)]), "a scheduler of another optimizer"),
-    "a key": (lambda it: {"optimizer": it, "frequency": 2}, "a dict with frequency"),
-    "an interval": (lambda it: ([it], [{"scheduler": StepLR(it, 1), "interval": "day"}]), "interval of StepLR"),
-    "a frequency": (lambda it: ([it], [{"scheduler": StepLR(it, 1), "frequency": 0}]), "frequency of StepLR"),
-    "no monitor": (lambda it: ([it], [ReduceLROnPlateau(it)]), "names no 'monitor' for ReduceLROnPlateau"),
+    "another's": (lambda it: ([it], [StepLR(SGD([torch.ones(1)]), 1)]), "an optimizer that wasn't returned"),
+    "an interval": (lambda it: ([it], [{"scheduler": StepLR(it, 1), "interval": "day"}]), '"interval" key'),
+    "no monitor": (lambda it: ([it], [ReduceLROnPlateau(it)]), "must include a monitor"),
+    "by step": (
+        lambda it: ([it], [{"scheduler": ReduceLROnPlateau(it), "monitor": "val_loss", "interval": "step"}]),
+        "looks at its metric after each step",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", FORMS)
 def test_forms_that_a_fit_cannot_use_are_refused(case: str) -> None:
     make, message = FORMS[case]
-    with pytest.raises(ModuleError, match=message):
-        returning(make)
+    kind = type("Own", (LitMinimal,), {"configure_optimizers": lambda self: make(SGD(self.parameters(), lr=0.1))})
+    recipe = LightningRecipe(module=kind, loss=None, stage="fit")
+    with pytest.raises(ModuleError, match=rf"(?s)configure_optimizers of Own .*{message}"):
+        dry_run(recipe, "generic", 0, {"x": torch.ones(2, 5)}, torch.ones(2))
 
 
 def test_the_view_of_the_trainer_names_what_it_has() -> None:

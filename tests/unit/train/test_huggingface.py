@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sparktorch.errors import ModuleError, SparkTorchError
+from sparktorch.train.huggingface.folder import opened, rebuildable
 from sparktorch.train.recipe.dry_run import dry_run
-from sparktorch.train.recipe.pretrained import opened, rebuildable
 from sparktorch.train.recipe.recipe import Recipe
 
 transformers = pytest.importorskip("transformers")

@@ -13,11 +13,9 @@ from typing import Any, ClassVar
 import pyarrow as pa
 import torch
 
-from sparktorch.base.folders import stamp
 from sparktorch.base.optional import pillow, transformers
 from sparktorch.errors import ModuleError
-
-_SETTINGS = {"tokenizer_config.json"}
+from sparktorch.train.huggingface.folder import stamp
 
 __all__ = ["FromFolder", "Pixels", "Tokens"]
 
@@ -79,14 +77,10 @@ class Tokens(FromFolder):
     auto: ClassVar[str] = "AutoTokenizer"
 
     def load(self) -> Any:
-        """Returns the tokenizer in the folder.
-
-        Raises:
-            ModuleError: The folder does not hold it: of a folder without its files, transformers makes one that knows
-                no words.
-        """
+        """Returns the tokenizer; a folder without its files is refused, of which transformers makes an empty one."""
         tokenizer = super().load()
-        files = {"tokenizer.json", *tokenizer.vocab_files_names.values()} if tokenizer.vocab_files_names else _SETTINGS
+        words = tokenizer.vocab_files_names
+        files = {"tokenizer.json", *words.values()} if words else {"tokenizer_config.json"}
         if not any((Path(self.folder) / file).is_file() for file in files):
             raise ModuleError(
                 f"{self.folder} holds no tokenizer: there is none of {', '.join(sorted(files))}",

@@ -1,0 +1,1 @@
+"""Models of transformers from folders and configurations, called by name; their losses, weights and tokenizers."""
