@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import reduce
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -42,6 +42,7 @@ __all__ = [
 ]
 
 Collect = Callable[[], list[Row]]
+R = TypeVar("R")
 Batches = Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]
 
 _BEFORE_4_0 = __version__.startswith("3.")
@@ -87,10 +88,10 @@ def on_barrier(data: DataFrame | RDD[Any], function: Batches, schema: str, profi
     return data.mapInArrow(function, schema, barrier=True, **resources).collect
 
 
-def inheriting(spark: SparkSession, target: Callable[[], None]) -> Callable[[], None]:
+def inheriting(spark: SparkSession, target: Callable[[], R]) -> Callable[[], R]:
     """Returns a thread target that inherits the caller's job group, pool and tags."""
     wrap: Any = inheritable_thread_target
-    found: Callable[[], None] = wrap(target) if _BEFORE_4_0 else wrap(spark)(target)
+    found: Callable[[], R] = wrap(target) if _BEFORE_4_0 else wrap(spark)(target)
     return found
 
 

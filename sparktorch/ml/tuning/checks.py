@@ -5,21 +5,58 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
+from pyspark.ml import Pipeline
+from pyspark.ml.tuning import CrossValidator
+from pyspark.ml.util import MetaAlgorithmReadWrite
 from pyspark.sql import SparkSession
 
 from sparktorch.base.config import above, at_least, one_of, smaller_is_better
 from sparktorch.base.optional import optuna
-from sparktorch.errors import ConfigError, SparkTorchError
+from sparktorch.errors import ConfigError, SparkTorchError, nearest
+from sparktorch.ml.estimator import TorchEstimatorBase
 from sparktorch.ml.fit.holdable import rows_of
 from sparktorch.ml.fit.translate import Request, translate
-from sparktorch.ml.tuning.space import Space, applied
+from sparktorch.ml.tuning.space import Space, applied, quiet
 from sparktorch.spark.checks.findings import refuse
 from sparktorch.spark.checks.preflight import enough_slots
 from sparktorch.spark.launch.gpus import gpu_profile
 
-__all__ = ["check_numbers", "direction_of", "groups_of", "open_study", "valid_one"]
+__all__ = ["check_folds", "check_numbers", "direction_of", "groups_of", "open_study", "valid_one"]
 
 _METRIC = "sparktorch.metric"
+
+
+def check_folds(search: CrossValidator) -> None:
+    """Refuses a cross-validation that cannot work.
+
+    Raises:
+        ConfigError: It has no estimator, evaluator or param maps, too few folds, a Param of no stage, or checkpoints.
+    """
+    for name in ("estimator", "evaluator", "estimatorParamMaps"):
+        if not search.isDefined(name) or search.getOrDefault(name) is None:
+            raise ConfigError(f"{name} is not set", hint=f"set {name}", param=name)
+    estimator: Any = search.getEstimator()
+    maps, folds = search.getEstimatorParamMaps(), search.getNumFolds()
+    if not maps:
+        raise ConfigError("estimatorParamMaps is empty", hint="[{}] fits it as it is", param="estimatorParamMaps")
+    if folds < 2:
+        hint = "set 2 or more"
+        raise ConfigError(f"numFolds is {folds}, which leaves no rows to train on", hint=hint, param="numFolds")
+    nested = MetaAlgorithmReadWrite.getAllNestedStages(estimator)
+    known, names = {stage.uid for stage in nested}, [param.name for stage in nested for param in stage.params]
+    for param in (param for params in maps for param in params):
+        name, parent = getattr(param, "name", str(param)), getattr(param, "parent", "a str")
+        if parent not in known:
+            raise ConfigError(
+                f"a param map sets {name!r} of {parent}, which is no stage of the estimator",
+                hint=f"build the grid with the Params of this estimator; {nearest(name, names)}",
+                param=name,
+            )
+    stages: list[Any] = estimator.getStages() if isinstance(estimator, Pipeline) else [estimator]
+    for stage in stages:
+        for params in maps if isinstance(stage, TorchEstimatorBase) else ():
+            if translate(stage.copy(params), stage._task).checkpoint is not None:
+                _refuse_checkpoints()
 
 
 def check_numbers(trials: int, timeout: float | None, workers: int, parallelism: int | None) -> None:
@@ -28,10 +65,8 @@ def check_numbers(trials: int, timeout: float | None, workers: int, parallelism:
     Raises:
         ConfigError: One of them is out of range.
     """
-    for name, value in (("trials", trials), ("workersPerTrial", workers), ("parallelism", parallelism)):
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int):
+    for name, value in (("trials", trials), ("workersPerTrial", workers), ("parallelism", parallelism or 1)):
+        if not isinstance(value, int):
             raise ConfigError(f"{name} must be a whole number, got {value!r}", param=name)
         at_least(name, value, 1)
     if timeout is not None:
@@ -57,32 +92,26 @@ def valid_one(base: Any, space: Space, metric: str) -> tuple[Any, Request]:
         ConfigError: None passes; trials would need other rows, or share a checkpointDir; or the metric is of validation
             rows, and there are none.
     """
-    _check_checkpoints(base, space)
-    samples = list(space.samples())
-    chosen, request = _first_valid(base, [{}, *samples, _joined(samples)])
+    if base.isDefined("checkpointDir") and base.getOrDefault("checkpointDir") is not None:
+        _refuse_checkpoints()
+    found: list[tuple[Any, Request]] = []
+    drawn: list[dict[str, Any]] = []
+    for values in ({}, *space.samples()):
+        if "checkpointDir" in values:
+            _refuse_checkpoints()
+        with suppress(SparkTorchError, TypeError):  # a trial that draws it fails, with this cause
+            found.append((estimator := applied(base, values), translate(estimator, base._task)))
+            drawn.append(values)
+    for values, (_, request) in zip(drawn, found, strict=True):
+        _check_rows(found[0][1], request, values)
+    estimator, request = found[0] if found else (base, translate(base, base._task))  # raises what is wrong with it
     if metric.startswith("val_") and request.columns["validation"] is None:
         raise ConfigError(
             f"the metric {metric!r} is one of validation rows, and there are none",
             hint="mark some with validationIndicatorCol, or search for another metric, such as 'loss'",
             param="metric",
         )
-    needs = rows_of(request)
-    for values in samples:
-        try:
-            other = rows_of(translate(applied(base, {**chosen, **values}), base._task))
-        except (SparkTorchError, TypeError):
-            continue  # the trial that draws it fails, with this cause
-        differing = [name for name, value in other.items() if value != needs[name]]
-        if differing:
-            name = next(iter(values)) if len(values) == 1 else differing[0]
-            raise ConfigError(
-                f"{name!r} in the space gives trials other rows: they differ in {', '.join(differing)}",
-                hint="workersPerTrial says how many workers a trial has"
-                if name == "numWorkers"
-                else "ranks read their rows once for all trials; search in two, one for each",
-                param=name,
-            )
-    return applied(base, chosen), request
+    return estimator, request
 
 
 def groups_of(spark: SparkSession, request: Request, workers: int, parallelism: int | None, left: int) -> int:
@@ -98,29 +127,20 @@ def groups_of(spark: SparkSession, request: Request, workers: int, parallelism: 
     Raises:
         ConfigError: There are too few slots.
     """
-    launch = request.launch
-    needed = workers * (parallelism or 1)
+    launch, needed = request.launch, workers * (parallelism or 1)
     profile = gpu_profile(spark, launch.device, workers)
     finding, found = enough_slots(
         spark, needed, profile, all_of_them=parallelism is None, longest=launch.patience.start
     )
-    if found is None:
-        return min(parallelism or 1, left)
-    if found <= 0:
+    if found is not None and found <= 0:
         refuse([finding])
-    if found < workers:
+    if found is not None and found < needed:
+        name, fit = ("workersPerTrial", found) if found < workers else ("parallelism", found // workers)
+        asked = f"{workers}" if found < workers else f"{parallelism} with {workers} workers a trial"
         raise ConfigError(
-            f"workersPerTrial is {workers}, and the cluster has {found} slots",
-            hint=f"set it to {found} or less",
-            param="workersPerTrial",
+            f"{name} is {asked}, and the cluster has {found} slots", hint=f"set it to {fit} or less", param=name
         )
-    if found < needed:
-        raise ConfigError(
-            f"parallelism is {parallelism} with {workers} workers a trial, and the cluster has {found} slots",
-            hint=f"set it to {found // workers} or less",
-            param="parallelism",
-        )
-    return min(parallelism or found // workers, left)
+    return min(parallelism or (found or workers) // workers, left)
 
 
 def open_study(
@@ -149,25 +169,13 @@ def open_study(
         sampler = module.samplers.TPESampler(seed=estimator.getSeed())
     if not isinstance(sampler, module.samplers.BaseSampler):
         raise ConfigError(f"sampler is {sampler!r}", hint="it is one of optuna.samplers, or None", param="sampler")
-    before = module.logging.get_verbosity()
-    module.logging.set_verbosity(module.logging.WARNING)  # it tells of every study that it creates
-    try:
-        study = module.create_study(
-            storage=storage,
-            sampler=sampler,
-            pruner=_pruner(estimator, space, pruner),
-            study_name=name,
-            direction=direction,
-            load_if_exists=True,
-        )
-    except SparkTorchError:
-        raise
-    except Exception as error:
-        raise ConfigError(
-            f"the storage {storage!r} cannot be opened: {error}", hint="a file is sqlite:///name.db", param="storage"
-        ) from error
-    finally:
-        module.logging.set_verbosity(before)
+    pruner, given = _pruner(estimator, space, pruner), {"study_name": name, "direction": direction}
+    with quiet():
+        try:
+            study = module.create_study(storage=storage, sampler=sampler, pruner=pruner, load_if_exists=True, **given)
+        except Exception as error:
+            what, hint = f"the storage {storage!r} cannot be opened: {error}", "a file is sqlite:///name.db"
+            raise ConfigError(what, hint=hint, param="storage") from error
     _check_study(study, space, metric, direction)
     study.set_user_attr(_METRIC, metric)
     return study
@@ -190,58 +198,50 @@ def _pruner(estimator: Any, space: Space, given: Any) -> Any:
 
 
 def _check_study(study: Any, space: Space, metric: str, direction: str) -> None:
-    """Refuses to go on with a study of something else."""
+    """Refuses to go on with a study of another metric, direction or space."""
     known, directions = study.user_attrs.get(_METRIC, metric), [one.name.lower() for one in study.directions]
+    given = f"the study {study.study_name!r} in the storage"
     if known != metric or directions != [direction]:
         raise ConfigError(
-            f"the study {study.study_name!r} in the storage is to {' and '.join(directions)} {known!r}, and this "
-            f"search to {direction} {metric!r}",
+            f"{given} is to {' and '.join(directions)} {known!r}, and this search to {direction} {metric!r}",
             hint="give another studyName",
             param="studyName",
         )
-    check = optuna().distributions.check_distribution_compatibility
-    for trial in study.get_trials(deepcopy=False):
-        complete = trial.state.name == "COMPLETE"
-        if complete and space.distributions and space.distributions.keys() != trial.distributions.keys():
-            raise ConfigError(
-                f"the study {study.study_name!r} in the storage chose {sorted(trial.distributions)}, and this space "
-                f"{sorted(space.distributions)}",
-                hint="give the same space, or another studyName",
-                param="studyName",
-            )
-        for name in space.distributions.keys() & trial.distributions.keys():
-            _check_same(check, study.study_name, name, trial.distributions[name], space.distributions[name])
+    for trial in study.get_trials(deepcopy=False) if space.distributions else ():
+        for name in space.distributions.keys() | trial.distributions.keys():
+            before, now = trial.distributions.get(name), space.distributions.get(name)
+            try:
+                if before is None or now is None:
+                    if trial.state.name == "COMPLETE":
+                        raise ValueError(f"it was {before}, and is {now}")
+                else:
+                    optuna().distributions.check_distribution_compatibility(before, now)
+            except ValueError as error:
+                raise ConfigError(
+                    f"{given} chose {name!r} from another space: {error}",
+                    hint="give the same space, or another studyName",
+                    param=name,
+                ) from error
 
 
-def _check_same(check: Any, study: str, name: str, before: Any, now: Any) -> None:
-    try:
-        check(before, now)
-    except ValueError as error:
+def _check_rows(first: Request, other: Request, values: dict[str, Any]) -> None:
+    """Refuses a space whose trials need other rows than the first one."""
+    needs, others = rows_of(first), rows_of(other)
+    differing = next((name for name in needs if needs[name] != others[name]), None)
+    if differing is not None:
+        name = next((name for name in values if name in differing), differing)
         raise ConfigError(
-            f"the study {study!r} in the storage chose {name!r} from another space: {error}",
-            hint="give the same choices, or another studyName",
+            f"{name!r} in the space gives trials other rows: they differ in {differing}",
+            hint="workersPerTrial says how many workers a trial has"
+            if name == "numWorkers"
+            else "ranks read their rows once for all trials; search in two, one for each",
             param=name,
-        ) from error
-
-
-def _check_checkpoints(base: Any, space: Space) -> None:
-    if "checkpointDir" in space.distributions or (
-        base.isDefined("checkpointDir") and base.getOrDefault("checkpointDir") is not None
-    ):
-        raise ConfigError(
-            "checkpointDir is set, and each trial is a training of its own",
-            hint="leave it out; a search goes on from its storage",
-            param="checkpointDir",
         )
 
 
-def _first_valid(base: Any, candidates: list[dict[str, Any]]) -> tuple[dict[str, Any], Request]:
-    for values in candidates:
-        with suppress(SparkTorchError, TypeError):
-            return values, translate(applied(base, values), base._task)
-    return {}, translate(base, base._task)  # raises what is wrong with the estimator
-
-
-def _joined(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the first value of every name."""
-    return {name: value for values in reversed(samples) for name, value in values.items()}
+def _refuse_checkpoints() -> None:
+    raise ConfigError(
+        "checkpointDir is set, and each training of a search is one of its own",
+        hint="leave it unset; the search of a TorchTuner goes on from its storage",
+        param="checkpointDir",
+    )

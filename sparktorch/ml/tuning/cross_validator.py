@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 from pyspark.errors import AnalysisException
@@ -17,16 +16,13 @@ from pyspark.sql import DataFrame
 from sparktorch.ml.estimator import TorchEstimatorBase
 from sparktorch.ml.fit.holdable import can_hold, rows_of
 from sparktorch.ml.fit.translate import translate
-from sparktorch.ml.tuning.discard import discard
-from sparktorch.ml.tuning.folded_rows import FoldedRows, NotInOnePass, with_folds
+from sparktorch.ml.tuning.checks import check_folds
+from sparktorch.ml.tuning.folded_rows import FoldedRows, NotInOnePass
 from sparktorch.ml.tuning.metrics import Metrics, carried_columns, results_for, weight_of
 from sparktorch.ml.tuning.pipeline import PrefixFittedOnce
-from sparktorch.ml.tuning.refusals import check_search
+from sparktorch.ml.tuning.tuned_model import discard
 from sparktorch.spark.compat import ml_session
 from sparktorch.spark.rdd import dataframe_of
-
-if TYPE_CHECKING:
-    from pyspark.ml._typing import ParamMap
 
 __all__ = ["TorchCrossValidator"]
 
@@ -64,56 +60,30 @@ class TorchCrossValidator(CrossValidator):
     """
 
     def _fit(self, dataset: DataFrame) -> CrossValidatorModel:
-        check_search(self)
+        check_folds(self)
         dataset = dataframe_of(dataset, "fit")
-        estimator, maps = self.getEstimator(), self.getEstimatorParamMaps()
-        if isinstance(estimator, Pipeline):
-            once = PrefixFittedOnce.of(estimator, maps)
-            if isinstance(once, PrefixFittedOnce):
-                return self._fit_pipeline(once, dataset)
-            _LOG.info("each param map is fitted alone: %s", once)
-            return super()._fit(dataset)
-        if not isinstance(estimator, TorchEstimatorBase):
-            _LOG.info("folds are read one by one: %s is no estimator of this package", type(estimator).__name__)
-            return super()._fit(dataset)
-        copies = [estimator.copy(params) for params in maps]
-        carried = self._carried(copies, dataset)
-        if not isinstance(carried, str):
-            try:
-                return self._fit_in_one_pass(copies, maps, dataset, carried)
-            except NotInOnePass as reason:
-                carried = str(reason)
-            except AnalysisException as error:  # an evaluator that reads more than its Params name
-                if "UNRESOLVED_COLUMN" not in str(error):
-                    raise
-                carried = "the evaluator reads columns that its Params do not name"
-        _LOG.info("folds are read one by one: %s", carried)
+        in_pipeline = isinstance(self.getEstimator(), Pipeline)
+        try:
+            return self._fit_pipeline(dataset) if in_pipeline else self._in_one_pass(dataset)
+        except NotInOnePass as reason:
+            why = str(reason)
+        except AnalysisException as error:
+            if in_pipeline or "UNRESOLVED_COLUMN" not in str(error):
+                raise
+            why = "the evaluator reads columns that its Params do not name"
+        _LOG.info("folds are read one by one: %s", why)
         return super()._fit(dataset)
 
-    def _carried(self, estimators: Sequence[Any], dataset: DataFrame) -> tuple[str, ...] | str:
-        """Returns the columns that the evaluator reads beside the predictions; or why one pass is impossible."""
-        requests = [translate(estimator, estimator._task) for estimator in estimators]
-        first = requests[0]
-        if any(rows_of(request) != rows_of(first) for request in requests):
-            return "the param maps need different rows"
-        if not can_hold(first, dataset.sparkSession):
-            return "ranks cannot hold rows"
-        if first.storage.kind != "memory":
-            return "storage is not 'memory'"
-        return carried_columns(self.getEvaluator(), dataset, list(estimators))
-
-    def _fit_in_one_pass(
-        self, estimators: Sequence[Any], maps: Sequence[ParamMap], dataset: DataFrame, carried: Sequence[str]
-    ) -> CrossValidatorModel:
-        evaluator, folds, column = self.getEvaluator(), self.getNumFolds(), self.getFoldCol()
-        name = f"{self.uid}_fold".replace(".", "_")
-        data = with_folds(dataset, name, folds=folds, seed=self.getSeed(), column=column)
+    def _in_one_pass(self, dataset: DataFrame) -> CrossValidatorModel:
+        """Trains and scores all folds and param maps on rows that ranks hold."""
+        evaluator, folds, maps = self.getEvaluator(), self.getNumFolds(), self.getEstimatorParamMaps()
+        estimators = [self.getEstimator().copy(params) for params in maps]
+        carried = self._carried(estimators, dataset)
         models: list[list[Any]] = [[None] * len(maps) for _ in range(folds)]
-        drawn, count, weight = not column, folds * len(maps) + 1, weight_of(evaluator, carried)
-        held: dict[str, Any] = {"fold": name, "folds": folds, "drawn": drawn, "carried": carried, "weight": weight}
+        count, weight = folds * len(maps) + 1, weight_of(evaluator, carried)
         with (
-            Metrics(evaluator, dataset.sparkSession, parallelism=self.getParallelism(), weight=weight) as metrics,
-            FoldedRows(estimators[0], data, **held) as rows,
+            FoldedRows(self, estimators[0], dataset, carried=carried, weight=weight) as rows,
+            Metrics(evaluator, rows, parallelism=self.getParallelism(), weight=weight) as metrics,
             ExitStack() as unreturned,
         ):
             for fold in range(folds):
@@ -124,22 +94,41 @@ class TorchCrossValidator(CrossValidator):
                     with ExitStack() as scored_once:
                         (unreturned if self.getCollectSubModels() else scored_once).callback(discard, model)
                         shown = model.copy(maps[index])
-                        scored = rows.score(shown, fold, results_for(evaluator, shown))
-                        metrics.add(rows, fold, index, shown, scored)
-            found = metrics.all(rows, folds, len(maps))
-            means, deviations = self._gen_avg_and_std_metrics(found)
+                        metrics.add(fold, index, shown, rows.score(shown, fold, results_for(evaluator, shown)))
+            means, deviations = self._gen_avg_and_std_metrics(metrics.all(folds, len(maps)))
             best = int(np.argmax(means) if evaluator.isLargerBetter() else np.argmin(means))
             model = rows.fit(estimators[best], without=None, title=f"fit {count} of {count}")
             unreturned.pop_all()
         kept = cast("list[list[Model]]", models) if self.getCollectSubModels() else None
         return self._copyValues(CrossValidatorModel(model, means, kept, deviations))
 
-    def _fit_pipeline(self, once: PrefixFittedOnce, dataset: DataFrame) -> CrossValidatorModel:
+    def _carried(self, estimators: list[Any], dataset: DataFrame) -> tuple[str, ...]:
+        """Returns the columns that the evaluator reads beside the predictions.
+
+        Raises:
+            NotInOnePass: One pass is impossible.
+        """
+        if not isinstance(self.getEstimator(), TorchEstimatorBase):
+            raise NotInOnePass(f"{type(self.getEstimator()).__name__} is no estimator of this package")
+        requests = [translate(estimator, estimator._task) for estimator in estimators]
+        if any(rows_of(request) != rows_of(requests[0]) for request in requests):
+            raise NotInOnePass("the param maps need different rows")
+        if not can_hold(requests[0], dataset.sparkSession):
+            raise NotInOnePass("ranks cannot hold rows")
+        if requests[0].storage.kind != "memory":
+            raise NotInOnePass("storage is not 'memory'")
+        return carried_columns(self.getEvaluator(), dataset, estimators)
+
+    def _fit_pipeline(self, dataset: DataFrame) -> CrossValidatorModel:
         """Lets Spark's `CrossValidator` fit a pipeline whose first stages are fitted once per fold."""
+        pipeline: Any = self.getEstimator()
+        ours = [place for place, stage in enumerate(pipeline.getStages()) if isinstance(stage, TorchEstimatorBase)]
+        if not ours:
+            raise NotInOnePass("the pipeline has no estimator of this package")
         inner = CrossValidator.copy(self)
-        inner._set(estimator=once)
+        inner._set(estimator=PrefixFittedOnce(pipeline, ours[0]))
         model = CrossValidator._fit(inner, dataset)
-        model._set(estimator=self.getEstimator())
+        model._set(estimator=pipeline)
         return model
 
     @classmethod

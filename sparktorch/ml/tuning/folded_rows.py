@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import pyarrow as pa
-from pyspark.sql import Column, DataFrame
+from pyspark.ml.tuning import CrossValidator
+from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
@@ -22,10 +24,9 @@ from sparktorch.ml.model import TorchModelBase
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.frame.prepare import Frame
 from sparktorch.spark.launch.rank_pool import Results
-from sparktorch.spark.session import slots, switched_on
 from sparktorch.worker import TrainJob, score_fold
 
-__all__ = ["MOST_BYTES", "FoldedRows", "NotInOnePass", "with_folds"]
+__all__ = ["MOST_BYTES", "FoldedRows", "NotInOnePass"]
 
 MOST_BYTES = 1 << 30  # of a fold's scores that come to the driver
 _IDLE_SECONDS = 600.0
@@ -43,67 +44,32 @@ class NotInOnePass(Exception):
     expected = True
 
 
-def with_folds(dataset: DataFrame, name: str, *, folds: int, seed: int, column: str) -> DataFrame:
-    """Adds an int column with the fold of each row: that of Spark's `CrossValidator`.
-
-    Args:
-        dataset: The user's rows.
-        name: Name of the column to add.
-        folds: Number of folds.
-        seed: Seed of Spark's `rand`.
-        column: The user's column of folds; "" to draw them.
-    """
-    if column:
-        names = ColumnNames.of(dataset)
-        if not isinstance(names.type_of(column), T.NumericType):
-            kind = names.type_of(column).simpleString()
-            raise ColumnError(f"foldCol {column!r} must be a number, but is {kind}", column=column)
-        value = names.column(column)
-        whole = F.when(value == F.floor(value), value.cast("int")).otherwise(F.lit(_IN_NO_FOLD))
-        inside = (F.lit(0) <= value) & (value < F.lit(folds))
-        return dataset.select("*", F.when(inside, whole).otherwise(F.lit(_OUT_OF_RANGE)).alias(name))
-    drawn = dataset.select("*", F.rand(seed).alias(name))
-    return drawn.withColumn(name, _fold_of(F.col(name), folds))
-
-
-def _fold_of(draw: Column, folds: int) -> Column:
-    """Returns the fold of a row by its draw; the limits are those of Spark's code, to the last bit."""
-    share = 1.0 / folds
-    found: Any = F
-    for fold in range(folds):
-        found = found.when((draw >= fold * share) & (draw < (fold + 1) * share), F.lit(fold))
-    fold_of: Column = found.otherwise(F.lit(_IN_NO_FOLD))
-    return fold_of
-
-
 class FoldedRows(PreparedData):
     """Rows that ranks hold, with the fold of each."""
 
     def __init__(
         self,
+        validator: CrossValidator,
         estimator: Any,
         dataset: DataFrame,
         *,
-        fold: str,
-        folds: int,
-        drawn: bool,
         carried: Sequence[str],
         weight: str | None,
     ) -> None:
         """Reads nothing yet.
 
         Args:
+            validator: Says what the folds are.
             estimator: The rows that it needs are read.
-            dataset: The user's rows and their folds.
-            fold: Name of the column with the folds.
-            folds: Number of folds.
-            drawn: Whether the folds were drawn, rather than given by the user.
+            dataset: The user's rows.
             carried: Numeric columns that evaluators need.
             weight: The column by whose sums equal scores are sent as one; `None` if each is sent.
         """
-        super().__init__(estimator, estimator._task, dataset, idle_timeout=_IDLE_SECONDS)
-        self._more_columns = {"fold": fold, "carried": carried}
-        self._carried, self._folds, self._drawn, self._weight = carried, folds, drawn, weight
+        self._carried, self._folds, self._column = carried, validator.getNumFolds(), validator.getFoldCol()
+        self._weight, name = weight, f"{validator.uid}_fold".replace(".", "_")
+        data = _with_folds(dataset, name, self._folds, validator.getSeed(), self._column)
+        super().__init__(estimator, estimator._task, data, idle_timeout=_IDLE_SECONDS)
+        self._more_columns = {"fold": name, "carried": carried}
         self._task_of: Callable[..., Any] | None = None  # scores in place of a training
         self._last: tuple[Frame, TrainJob, Request, FitReport] | None = None
 
@@ -138,9 +104,7 @@ class FoldedRows(PreparedData):
         """
         given, weight = model._scoring(), self._weight
         scoring = {name: getattr(given, name) for name in ("batch_size", "precision", "compiled", "thresholds")}
-        weighs = (
-            None if weight is None else carried_name(self._carried.index(weight)) if weight in self._carried else ""
-        )
+        weighs = weight and (carried_name(self._carried.index(weight)) if weight in self._carried else "")
         task = partial(score_fold, fold=fold, trained=model.trained, results=list(results), scoring=scoring)
         with self._lock:
             assert self._last is not None
@@ -152,12 +116,10 @@ class FoldedRows(PreparedData):
             finally:
                 self._task_of = None
         if any(meta["beyond"] for meta, _ in found):
-            raise _too_many()
+            raise NotInOnePass(f"the scores of a fold take more than {MOST_BYTES >> 20:,} MiB")
         tables = [pa.ipc.open_stream(io.BytesIO(payload)).read_all() for _, payload in found if payload]
-        names = [*self._carried, *results.values()]
-        if weight is not None:
-            names = [*(name for name in names if name != weight), weight]
-        return pa.concat_tables(tables).rename_columns(names)
+        names = [name for name in (*self._carried, *results.values()) if name != weight]
+        return pa.concat_tables(tables).rename_columns(names if weight is None else [*names, weight])
 
     def _run(self, job: TrainJob, report: FitReport) -> Results:
         if self._task_of is None:
@@ -165,21 +127,11 @@ class FoldedRows(PreparedData):
         assert self._pool is not None
         return self._pool.run(self._task_of)
 
-    @property
-    def leaves_slots(self) -> bool:
-        """Whether other jobs may find a slot while the ranks hold theirs."""
-        spark, pool = self.dataset.sparkSession, self._pool
-        count = slots(spark)
-        if pool is None or count is None or switched_on(spark, "spark.dynamicAllocation.enabled"):
-            return True
-        return count > len(pool.facts)
-
     def _look_at(self, facts: list[dict[str, Any]], read_with: TrainJob) -> None:
-        sizes: dict[int, int] = {}
+        sizes = Counter[int]()
         for fact in facts:
-            for fold, rows in fact["folds"].items():
-                sizes[int(fold)] = sizes.get(int(fold), 0) + rows
-        if sizes.get(_OUT_OF_RANGE):
+            sizes.update({int(fold): rows for fold, rows in fact["folds"].items()})
+        if sizes[_OUT_OF_RANGE]:
             raise ColumnError(
                 f"Fold number must be in range [0, {self._folds}), which it is not in {sizes[_OUT_OF_RANGE]} rows",
                 hint="set numFolds, or correct the column that foldCol names",
@@ -188,22 +140,27 @@ class FoldedRows(PreparedData):
             raise NotInOnePass("the rows are on disk")
         if any(fact["dropped"] or fact["nulls"] for fact in facts):
             raise NotInOnePass("rows have nulls, NaN or infinity")
-        total = sum(sizes.values())
         for fold in range(self._folds):
-            rows = sizes.get(fold, 0)
-            if not self._drawn and rows in (0, total):  # as Spark's CrossValidator says it
-                raise ValueError(f"The {'training' if rows else 'validation'} data at fold {fold} is empty.")
-            if not rows:
+            if self._column and sizes[fold] in (0, sizes.total()):  # as Spark's CrossValidator says it
+                raise ValueError(f"The {'training' if sizes[fold] else 'validation'} data at fold {fold} is empty.")
+            if not sizes[fold]:
                 raise NotInOnePass(f"fold {fold} is empty")
-        self._check_size(max(sizes.values(), default=0))
         if read_with.by_place or any(fact["uneven_folds"] for fact in facts):
             raise NotInOnePass("equal rows are split by their position")
 
-    def _check_size(self, rows: int) -> None:
-        """Refuses a fold whose scores are too large even if each is one number."""
-        if self._weight is None and 8 * (len(self._carried) + 1) * rows > MOST_BYTES:
-            raise _too_many()
 
-
-def _too_many() -> NotInOnePass:
-    return NotInOnePass(f"the scores of a fold take more than {MOST_BYTES >> 20:,} MiB")
+def _with_folds(dataset: DataFrame, name: str, folds: int, seed: int, column: str) -> DataFrame:
+    """Adds an int column with the fold of each row, that of Spark's `CrossValidator`: the user's, or a drawn one."""
+    if column:
+        names = ColumnNames.of(dataset)
+        if not isinstance(names.type_of(column), T.NumericType):
+            kind = names.type_of(column).simpleString()
+            raise ColumnError(f"foldCol {column!r} must be a number, but is {kind}", column=column)
+        value = names.column(column)
+        whole = F.when(value == F.floor(value), value.cast("int")).otherwise(F.lit(_IN_NO_FOLD))
+        inside = (F.lit(0) <= value) & (value < F.lit(folds))
+        return dataset.select("*", F.when(inside, whole).otherwise(F.lit(_OUT_OF_RANGE)).alias(name))
+    draw, share, found = F.col(name), 1.0 / folds, F.lit(_IN_NO_FOLD)
+    for fold in range(folds):  # with the limits of Spark's code, to the last bit
+        found = F.when((draw >= fold * share) & (draw < (fold + 1) * share), F.lit(fold)).otherwise(found)
+    return dataset.select("*", F.rand(seed).alias(name)).withColumn(name, found)

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from threading import Semaphore, Thread
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
 from pyspark.ml.evaluation import Evaluator, MulticlassClassificationEvaluator
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
-from sparktorch.errors import ColumnError, nearest
 from sparktorch.ml.model import TorchModelBase
-from sparktorch.ml.tuning.folded_rows import MOST_BYTES, FoldedRows
+from sparktorch.ml.tuning.folded_rows import MOST_BYTES, FoldedRows, NotInOnePass
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.compat import frame_of_rows, inheriting, to_vector
+from sparktorch.spark.session import slots
 
 __all__ = ["Metrics", "carried_columns", "results_for", "weight_of"]
 
@@ -27,31 +27,23 @@ _PATIENCE = 30.0  # seconds without a metric, after which the ranks free their s
 _OUTPUTS = ("predictionCol", "probabilityCol", "rawPredictionCol")
 
 
-def carried_columns(evaluator: Evaluator, dataset: DataFrame, estimators: list[Any]) -> tuple[str, ...] | str:
-    """Returns the numeric columns of the dataset that an evaluator reads; or why they are not all that it needs."""
-    read = _columns_of(evaluator)
-    made = [_outputs_of(estimator) for estimator in estimators]
-    if not any(name in outputs for name in read for outputs in made):
-        return f"{type(evaluator).__name__} names no output column of the model"
-    names, carried = ColumnNames.of(dataset), []
-    if any(names.called(name) for outputs in made for name in outputs if name):
-        return "the DataFrame already has an output column of the model"  # which `transform` refuses
-    for name in read:
-        if all(name in outputs for outputs in made):
-            continue
-        named = [param.name for param in evaluator.params if _names(evaluator, param, name)]
-        if named and not names.called(name) and not any(name in outputs for outputs in made):
-            raise ColumnError(
-                f"the evaluator's {named[0]} is {name!r}, which neither the DataFrame nor the model has",
-                hint=nearest(name, [*dataset.columns, *made[0]]),
-                column=name,
-            )
-        if any(name in outputs for outputs in made) or not names.called(name):
-            return f"the evaluator reads {name!r}, which not every model makes"
-        if not isinstance(names.type_of(name), T.NumericType):
-            return f"the evaluator reads {name!r}, which is no number"
-        carried.append(name)
-    return tuple(dict.fromkeys(carried))
+def carried_columns(evaluator: Evaluator, dataset: DataFrame, estimators: list[Any]) -> tuple[str, ...]:
+    """Returns the numeric columns of the dataset that an evaluator reads.
+
+    Raises:
+        NotInOnePass: They, and the outputs of the models, are not all that it needs.
+    """
+    read, names = _columns_of(evaluator), ColumnNames.of(dataset)
+    made = [{one.getOrDefault(name) for name in _OUTPUTS if one.hasParam(name)} - {""} for one in estimators]
+    if any(names.called(name) for name in set().union(*made)):
+        raise NotInOnePass("the DataFrame already has an output column of the model")  # which `transform` refuses
+    if made and not any(outputs.intersection(read) for outputs in made):
+        raise NotInOnePass(f"{type(evaluator).__name__} names no output column of the model")
+    carried = [name for name in dict.fromkeys(read) if any(name not in outputs for outputs in made)]
+    for name in carried:
+        if not names.called(name) or not isinstance(names.type_of(name), T.NumericType):
+            raise NotInOnePass(f"the evaluator reads {name!r}, which is no number, and not every model makes it")
+    return tuple(carried)
 
 
 def results_for(evaluator: Evaluator, model: TorchModelBase) -> dict[str, str]:
@@ -78,67 +70,51 @@ def _counts(evaluator: Evaluator) -> bool:
 class Metrics:
     """Metrics, computed in threads: their Spark jobs may have to wait for the slots of the ranks."""
 
-    def __init__(self, evaluator: Evaluator, spark: SparkSession, *, parallelism: int, weight: str | None) -> None:
-        """Sets the evaluator, the most metrics that are computed at a time, and what `weight_of` says."""
-        self._evaluator, self._spark = evaluator, spark
+    def __init__(self, evaluator: Evaluator, rows: FoldedRows, *, parallelism: int, weight: str | None) -> None:
+        """Sets the evaluator, who holds the rows, the most metrics at a time, and what `weight_of` says."""
+        self._rows, self._evaluator = rows, evaluator
         if weight is not None:
             self._evaluator = evaluator.copy({evaluator.getParam("weightCol"): weight})
-        self._turns = Semaphore(parallelism)
+        self._pool = ThreadPoolExecutor(parallelism, "sparktorch-metrics")
         self._found: dict[tuple[int, int], Future[float]] = {}
         self._bytes: dict[Future[float], int] = {}
-        self._threads: list[Thread] = []
-        self._over = False
 
     def __enter__(self) -> Metrics:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._over = True
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def add(self, rows: FoldedRows, fold: int, index: int, model: TorchModelBase, table: pa.Table) -> None:
+    def add(self, fold: int, index: int, model: TorchModelBase, table: pa.Table) -> None:
         """Begins to compute a metric of scored rows; raises the error of an earlier one. Waits if many are left."""
-        for earlier in self._found.values():
-            if earlier.done():
-                earlier.result()
-        future: Future[float] = Future()
-        self._found[fold, index] = future
         kinds, outputs = model._fields()
         columns = [_column(name, outputs.get(name), kinds, model) for name in table.column_names]
+        compute = partial(self._evaluate, table, columns)
+        future = self._found[fold, index] = self._pool.submit(inheriting(self._rows.dataset.sparkSession, compute))
         self._bytes[future] = table.nbytes
-        frame: list[Any] = [table]
-        del table, model  # the thread may wait for long
+        self._settle(MOST_BYTES)
 
-        def compute() -> None:
-            with self._turns:
-                if self._over:  # interrupted, or failed
-                    return
-                try:
-                    data = frame_of_rows(self._spark, frame.pop())
-                    future.set_result(self._evaluator.evaluate(data.select(*columns)))
-                except BaseException as error:
-                    future.set_exception(error)
-
-        thread = Thread(target=inheriting(self._spark, compute), name="sparktorch-metrics", daemon=True)
-        self._threads.append(thread)
-        thread.start()
-        self._settle(rows, MOST_BYTES)
-
-    def all(self, rows: FoldedRows, folds: int, models: int) -> list[list[float]]:
+    def all(self, folds: int, models: int) -> list[list[float]]:
         """Waits for the metrics, by fold and model; frees the slots of the ranks if there are no others."""
-        self._settle(rows, -1)
-        for thread in self._threads:
-            thread.join()
+        self._settle(-1)
         return [[self._found[fold, index].result() for index in range(models)] for fold in range(folds)]
 
-    def _settle(self, rows: FoldedRows, most: int) -> None:
+    def _evaluate(self, table: pa.Table, columns: Sequence[Any]) -> float:
+        return self._evaluator.evaluate(frame_of_rows(self._rows.dataset.sparkSession, table).select(*columns))
+
+    def _settle(self, most: int) -> None:
         """Waits until the scores of missing metrics take at most that many bytes, or, below 0, until there are none."""
-        patience: float | None = _PATIENCE if rows.leaves_slots else 0.0
-        while (left := [one for one in self._bytes if not one.done()]) and sum(self._bytes[one] for one in left) > most:
-            if not wait(left, timeout=patience, return_when=FIRST_COMPLETED).done:
-                _LOG.info(
-                    "the evaluator's jobs find no slot: the ranks free theirs, and read the rows again afterwards"
-                )
-                rows.let_go()
+        count = slots(self._rows.dataset.sparkSession)
+        patience: float | None = _PATIENCE if count is None or count > self._rows.slots_held else 0.0
+        while True:
+            for done in [future for future in self._bytes if future.done()]:
+                del self._bytes[done]
+                done.result()
+            if sum(self._bytes.values()) <= most or not self._bytes:
+                return
+            if not wait(self._bytes, timeout=patience, return_when=FIRST_COMPLETED).done:
+                _LOG.info("the evaluator's jobs find no slot: the ranks free theirs, and read the rows again later")
+                self._rows.let_go()
                 patience = None
 
 
@@ -152,17 +128,6 @@ def _column(name: str, field: str | None, kinds: Mapping[str, str], model: Torch
 
 def _columns_of(evaluator: Evaluator) -> list[str]:
     """Returns the columns that an evaluator's Params name."""
-    named = [param for param in evaluator.params if param.name.endswith("Col") and evaluator.isDefined(param)]
-    names = [
-        evaluator.getOrDefault(param) for param in named if param.name != "probabilityCol" or not _counts(evaluator)
-    ]
-    return [name for name in names if name]
-
-
-def _names(evaluator: Evaluator, param: Any, name: str) -> bool:
-    """Whether the user has set a Param of the evaluator to the name of that column."""
-    return param.name.endswith("Col") and evaluator.isSet(param) and evaluator.getOrDefault(param) == name
-
-
-def _outputs_of(estimator: Any) -> list[str]:
-    return [estimator.getOrDefault(name) for name in _OUTPUTS if estimator.hasParam(name)]
+    unread = "probabilityCol" if _counts(evaluator) else ""
+    named = [param for param in evaluator.params if param.name.endswith("Col") and param.name != unread]
+    return [name for param in named if evaluator.isDefined(param) and (name := evaluator.getOrDefault(param))]

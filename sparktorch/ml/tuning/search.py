@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import threading
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from copy import copy
+from functools import partial
 from typing import Any
 
 from pyspark.sql import SparkSession
@@ -15,60 +15,24 @@ from tqdm.auto import tqdm
 
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.optional import optuna
-from sparktorch.errors import ConfigError, SparkTorchError, nearest
+from sparktorch.errors import ConfigError, nearest
 from sparktorch.ml.fit.prepared_data import PreparedData
 from sparktorch.ml.fit.translate import config_of
-from sparktorch.ml.tuning.discard import discard
-from sparktorch.ml.tuning.space import Space, applied
+from sparktorch.ml.tuning.space import Space, applied, quiet
+from sparktorch.ml.tuning.tuned_model import CAUSE, EPOCHS, TorchTunerModel, discard
 from sparktorch.spark.compat import inheriting
 from sparktorch.train.validation import improvements
 
-__all__ = ["CAUSE", "EPOCHS", "Found", "Goal", "Search", "better", "value_of"]
-
-CAUSE, EPOCHS = "sparktorch.cause", "sparktorch.epochs"  # user attributes of trials
+__all__ = ["Search", "value_of"]
 
 _LOG = logging.getLogger(__name__)
 _HOPELESS = 5  # failures without a success, or two for each group if there are many
 _LONGEST_CAUSE = 2000
-_WAIT_SECONDS = 0.1
+_LOOK_SECONDS = 0.1  # in which an interrupt that sends no signal is noticed
 _END_SECONDS = 20.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Goal:
-    """What a search is for.
-
-    Attributes:
-        metric: Name in the records of epochs.
-        minimize: Whether smaller is better.
-        trials: Number of trials of the study, those of earlier runs included.
-        timeout: Seconds after which no trial begins.
-    """
-
-    metric: str
-    minimize: bool
-    trials: int
-    timeout: float | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Found:
-    """A completed trial.
-
-    Attributes:
-        number: Its number in the study.
-        value: Its value of the metric.
-        values: What it set, by name.
-        model: Its model.
-    """
-
-    number: int
-    value: float
-    values: dict[str, Any]
-    model: Any
-
-
-class _Verdicts:
+class _Judge:
     """Reports each epoch of a trial, and says whether the training ends there.
 
     Attributes:
@@ -77,177 +41,147 @@ class _Verdicts:
         unknown: The names in a record that lacks the metric.
     """
 
-    def __init__(self, trial: Any, metric: str, epochs: int, lock: Any, *, varies: bool) -> None:
-        self.epochs, self.pruned = 0, False
-        self._lock, self._reported, self._varies = lock, False, varies
-        self._trial, self._metric, self._last = trial, metric, epochs
-        self.unknown: list[str] | None = None
+    def __init__(self, trial: Any, metric: str, estimator: Any) -> None:
+        self.epochs, self.pruned, self.unknown = 0, False, list[str]()
+        self._trial, self._metric, self._last, self._reported = trial, metric, estimator.getEpochs(), False
+        self._varies = bool(estimator.getOrDefault("callbacks"))  # which may add numbers to some records only
 
     def __call__(self, record: dict[str, Any]) -> bool:
         if record["epoch"] <= self.epochs:  # a restarted training repeats some
             return False
         self.epochs = record["epoch"]
         value = record.get(self._metric)
-        if not isinstance(value, int | float):
-            unvalidated = self._metric.startswith("val_") and "val_loss" not in record
-            if unvalidated or self._reported or (self._varies and self.epochs < self._last):
-                return False  # a later record may have it
-            self.unknown = [name for name, number in record.items() if isinstance(number, int | float)]
-            return True
-        self._reported = True
-        with self._lock:  # pruners are not made for several threads
+        if isinstance(value, int | float):
+            self._reported = True
             self._trial.report(value, self.epochs)
             self.pruned = self.epochs < self._last and self._trial.should_prune()
-        return self.pruned
+            return self.pruned
+        unvalidated = self._metric.startswith("val_") and "val_loss" not in record
+        if unvalidated or self._reported or (self._varies and self.epochs < self._last):
+            return False  # a later record may have it
+        self.unknown = [name for name, number in record.items() if isinstance(number, int | float)]
+        return True
 
 
 class Search:
     """The trials of one search.
 
     Attributes:
-        best: The best trial that this search has completed.
+        metric: Name in the records of epochs.
+        left: Number of trials that may still begin.
+        models: What this search has trained by the number of the trial: the best of the study, if it is one of these.
     """
 
-    def __init__(self, estimator: Any, space: Space, study: Any, goal: Goal, *, named: bool) -> None:
+    _bar: tqdm[Any]
+
+    def __init__(self, estimator: Any, space: Space, study: Any, *, metric: str, trials: int, named: bool) -> None:
         """Begins nothing yet.
 
         Args:
             estimator: Is copied for each trial.
             space: What trials set.
             study: The study.
-            goal: The metric and the budget.
+            metric: Its name.
+            trials: Number of trials of the study, those of earlier runs included.
             named: Whether each trial is logged in a run of its own, and gives it a name.
         """
-        self.best: Found | None = None
-        self._estimator, self._space, self._study, self._goal, self._named = estimator, space, study, goal, named
+        self._estimator, self._space, self._study = estimator, space, study
+        self.metric, self._trials, self._named = metric, trials, named
         earlier = study.get_trials(deepcopy=False)
-        finished = sum(trial.state.is_finished() for trial in earlier)
-        self._completed = any(trial.state.name == "COMPLETE" for trial in earlier)  # in an earlier run
-        self.left = max(0, goal.trials - finished)
-        self._lock = threading.RLock()
-        self._stopped = False
-        self._fatal: BaseException | None = None
-        self._cause: Exception | None = None
-        self._ended = self._failed = 0
+        self.left = max(0, trials - sum(trial.state.is_finished() for trial in earlier))
+        self._known = any(trial.state.name == "COMPLETE" for trial in earlier)
+        self.models: dict[int, TorchTunerModel] = {}
+        self._best: int | None = None
+        self._lock = threading.Lock()
         self._hopeless = _HOPELESS
-        self._deadline = math.inf
-        self._bar: tqdm[Any] | None = None
+        self._causes: list[Exception] = []
+        self._ended = 0
+        self._fatal: Exception | None = None
+        self._stopped = False
 
-    def run(self, groups: list[PreparedData], spark: SparkSession, *, show: bool) -> None:
+    def run(self, groups: list[PreparedData], spark: SparkSession, *, timeout: float | None, show: bool) -> None:
         """Runs trials until the budget is used up.
 
         Args:
             groups: The rows, one for each trial that runs at a time; all are closed in the end.
             spark: The session.
+            timeout: Seconds after which no trial begins.
             show: Whether to show the progress.
 
         Raises:
             SparkTorchError: All trials have failed: the first cause; or no record of an epoch has the metric.
             KeyboardInterrupt: Raised again after all trials were cancelled.
         """
-        self._begin(show=show)
+        shown: dict[str, Any] = {"total": self._trials, "initial": self._trials - self.left, "disable": not show}
         self._hopeless = max(_HOPELESS, 2 * len(groups))
-        ends: list[threading.Event] = []
-        try:
-            for group in groups:
-                ends.append(end := threading.Event())
-                target = inheriting(spark, self._worker(group, end))
-                threading.Thread(target=target, name="sparktorch-search", daemon=True).start()
-            for end in ends:
-                while not end.wait(_WAIT_SECONDS):  # unlike `join`, it survives an interrupt (bpo-45274)
-                    pass
-        except BaseException:  # an interrupt
-            self._stopped = True
-            for group in groups:
-                threading.Thread(target=group.cancel, name="sparktorch-cancel", daemon=True).start()
-            deadline = time.monotonic() + _END_SECONDS
-            for end in ends:
-                end.wait(max(0.0, deadline - time.monotonic()))
-            raise
-        finally:
-            self._end()
-        if self._fatal is not None:
-            raise self._fatal
-        if self._cause is not None and self._failed == self._ended and not self._completed:
-            raise self._cause
+        pool = ThreadPoolExecutor(len(groups), "sparktorch-search")
+        running: set[Future[None]] = set()
+        self._bar = tqdm(**shown, desc="search", unit="trial", dynamic_ncols=True, position=0)
+        with quiet(), self._bar:
+            self.left -= len(groups)  # each begins with one
+            try:
+                for group in groups:
+                    running.add(pool.submit(inheriting(spark, partial(self._work, group, timeout))))
+                while running:
+                    done, running = wait(running, _LOOK_SECONDS, FIRST_EXCEPTION)
+                    for ended in done:
+                        ended.result()
+            except BaseException:  # an interrupt, or what ends the search
+                self._stopped = True
+                for group in groups:
+                    threading.Thread(target=group.cancel, name="sparktorch-cancel", daemon=True).start()
+                wait(running, _END_SECONDS)
+                for model in self.models.values():
+                    discard(model.bestModel)
+                self.models.clear()
+                raise
+            finally:
+                pool.shutdown(wait=not self._stopped)
+        if self._causes and len(self._causes) == self._ended and not self._known:
+            raise self._causes[0]
 
-    def _end(self) -> None:
-        """Closes the bar, and deletes the best model if `run` raises; trials that end later do not become the best."""
-        if self._bar is not None:
-            self._bar.close()
-        if not self._stopped:
-            return
-        with self._lock:
-            best, self.best = self.best, None
-        if best is not None:
-            discard(best.model)
-
-    def _begin(self, *, show: bool) -> None:
-        total, timeout = self._goal.trials, self._goal.timeout
-        if timeout is not None:
-            self._deadline = time.monotonic() + timeout
-        if show:
-            self._bar = tqdm(
-                total=total, initial=total - self.left, desc="search", unit="trial", dynamic_ncols=True, position=0
+    def _work(self, group: PreparedData, timeout: float | None) -> None:
+        """Lets Optuna run trials on a group; its loop ends when no trial is left, or the sampler knows no other."""
+        group.bar_stays = group.gives_way = False
+        study = copy(self._study)  # `stop` ends the loop of this copy
+        with group:
+            study.optimize(
+                partial(self._trial, group), timeout=timeout, catch=(Exception,), callbacks=[self._after_trial]
             )
 
-    def _worker(self, group: PreparedData, end: threading.Event) -> Callable[[], None]:
-        def work() -> None:
-            try:
-                group.bar_stays = group.gives_way = False
-                with group:
-                    while (trial := self._next()) is not None:
-                        self._run(trial, group)
-            except BaseException as error:  # handed to the thread that waits
-                self._stop(error)
-            finally:
-                end.set()
-
-        return work
-
-    def _next(self) -> Any:
-        """Returns the next trial, `None` if there is none."""
-        with self._lock:
-            if self._stopped or not self.left or time.monotonic() >= self._deadline:
-                return None
-            self.left -= 1
-            before = len(self._study.get_trials(deepcopy=False))
-            try:
-                return self._space.ask(self._study)
-            except Exception as error:
-                for trial in self._study.get_trials(deepcopy=False)[before:]:  # Optuna has noted the trial already
-                    self._study.tell(trial.number, state=optuna().trial.TrialState.FAIL)
-                hint = "does it suit the space?"
-                raise ConfigError(f"the sampler failed: {error}", hint=hint, param="sampler") from error
-
-    def _run(self, trial: Any, group: PreparedData) -> None:
-        module, goal = optuna(), self._goal
+    def _trial(self, group: PreparedData, trial: Any) -> float:
+        """Trains a trial; returns its value of the metric."""
         group.title = f"trial {trial.number}"
-        verdicts = unneeded = None  # a model that nothing returns
+        judge = unneeded = None
         try:
-            with self._lock:  # samplers and the functions of users are not made for several threads
+            with self._lock:  # the functions of users are not made for several threads
                 values = self._space.values(trial)
             estimator = self._for_trial(values, trial.number)
-            varies = bool(estimator.getOrDefault("callbacks"))  # which may add numbers to some records only
-            verdicts = _Verdicts(trial, goal.metric, estimator.getEpochs(), self._lock, varies=varies)
-            model = unneeded = estimator._fit_on(group, verdicts)
-            if verdicts.unknown is not None:
-                raise _unknown_metric(goal.metric, verdicts.unknown)
-            value = value_of(model.summary.history, goal.metric, config_of(estimator))
-            if not verdicts.pruned and (value is None or math.isnan(value)):
-                raise ConfigError(f"{goal.metric} is {'in no record of an epoch' if value is None else value}")
-        except module.TrialPruned:
-            self._tell(trial, "PRUNED", verdicts)
+            judge = _Judge(trial, self.metric, estimator)
+            model = unneeded = estimator._fit_on(group, judge)
+            if judge.unknown:
+                what = f"the records of epochs have no metric {self.metric!r}"
+                self._fatal = ConfigError(what, hint=nearest(self.metric, judge.unknown), param="metric")
+                raise self._fatal
+            if judge.pruned:
+                raise optuna().TrialPruned
+            value = value_of(model.summary.history, self.metric, config_of(estimator))
+            if value is None or math.isnan(value):
+                raise ConfigError(f"{self.metric} is {'in no record of an epoch' if value is None else value}")
+            self.models[trial.number] = TorchTunerModel(model, values, self._study)
+            unneeded = None
+            return value
+        except optuna().TrialPruned:
+            raise
         except Exception as error:
-            self._fail(trial, error, verdicts)
-        else:
-            if verdicts.pruned:
-                self._tell(trial, "PRUNED", verdicts)
-            else:
-                assert value is not None
-                found = Found(number=trial.number, value=value, values=values, model=model)
-                unneeded = self._tell(trial, "COMPLETE", verdicts, found)
+            cause = f"{type(error).__name__}: {getattr(error, 'what', error)}"[:_LONGEST_CAUSE]
+            if not self._stopped:
+                _LOG.warning("trial %d failed: %s", trial.number, cause)
+            trial.set_user_attr(CAUSE, "the search was interrupted" if self._stopped else cause)
+            self._causes.append(error)
+            raise
         finally:
+            trial.set_user_attr(EPOCHS, 0 if judge is None else judge.epochs)
             if unneeded is not None:
                 discard(unneeded)
 
@@ -258,59 +192,26 @@ class Search:
             estimator.setParams(mlflowRunName=f"{name}, trial {number}" if name else f"trial {number}")
         return estimator
 
-    def _fail(self, trial: Any, error: Exception, verdicts: _Verdicts | None) -> None:
+    def _after_trial(self, study: Any, trial: Any) -> None:
+        """Keeps the model if it is the best so far, and says whether another trial begins on this group."""
         with self._lock:
-            if self._stopped and self._fatal is None:
-                trial.set_user_attr(CAUSE, "the search was interrupted")
-            else:
-                trial.set_user_attr(CAUSE, _described(error)[:_LONGEST_CAUSE])
-                _LOG.warning("trial %d failed: %s", trial.number, _described(error))
-            self._failed += 1
-            self._cause = self._cause or error
-            self._tell(trial, "FAIL", verdicts)
-            if verdicts is not None and verdicts.unknown is not None:
-                self._stop(error)
-            elif self._failed == self._ended >= self._hopeless and not self._stopped:
-                _LOG.error("the first %d trials have all failed: the search ends", self._ended)
-                self._stop(self._cause)
-
-    def _tell(self, trial: Any, state: str, verdicts: _Verdicts | None, found: Found | None = None) -> Any:
-        """Tells the study how a trial ended; returns the model to be deleted: its own, or the best before it."""
-        lost = None
-        with self._lock:
-            trial.set_user_attr(EPOCHS, 0 if verdicts is None else verdicts.epochs)
-            value = None if found is None else found.value
-            self._told(trial.number, lambda: self._study.tell(trial, value, state=optuna().trial.TrialState[state]))
+            unneeded: int | None = trial.number
+            if trial.number in self.models and not self._stopped and study.best_trial.number == trial.number:
+                unneeded, self._best = self._best, trial.number
+                self._bar.set_postfix_str(f"best {self.metric} {trial.value:.4g}", refresh=False)
+            model = None if unneeded is None else self.models.pop(unneeded, None)
+            self._bar.update()
             self._ended += 1
-            if found is not None:
-                ahead = self.best is None or better(found, self.best, minimize=self._goal.minimize)
-                lost, self.best = (self.best, found) if ahead and not self._stopped else (found, self.best)
-            if self._bar is not None:
-                if self.best is not None:
-                    self._bar.set_postfix_str(f"best {self._goal.metric} {self.best.value:.4g}", refresh=False)
-                self._bar.update()
-        return None if lost is None else lost.model  # files are not deleted under the lock
-
-    def _told(self, number: int, tell: Callable[[], Any]) -> None:
-        """Tells the study; a sampler that has tried everything stops it, which Optuna allows in its own loop only."""
-        try:
-            tell()
-        except RuntimeError:
-            if not self._study.get_trials(deepcopy=False)[number].state.is_finished():
-                raise
-            self.left = 0
-
-    def _stop(self, error: BaseException) -> None:
-        with self._lock:
-            self._stopped = True
-            self._fatal = self._fatal or error
-
-
-def better(one: Any, other: Any, *, minimize: bool) -> bool:
-    """Whether a trial is better than another; of two equal ones, the first is."""
-    if one.value == other.value:
-        return bool(one.number < other.number)
-    return bool((one.value < other.value) == minimize)
+            if len(self._causes) == self._ended >= self._hopeless:
+                self._fatal = self._causes[0]
+            if self.left and not self._stopped:
+                self.left -= 1
+            else:
+                study.stop()
+        if model is not None:  # files are not deleted under the lock
+            discard(model.bestModel)
+        if self._fatal is not None and not self._stopped:
+            raise self._fatal
 
 
 def value_of(history: list[dict[str, Any]], metric: str, config: TrainConfig) -> float | None:
@@ -325,15 +226,3 @@ def value_of(history: list[dict[str, Any]], metric: str, config: TrainConfig) ->
     if config.patience is not None:
         known = [{**record, **found} for found, record in improvements(history, config) if metric in record] or known
     return float(known[-1][metric]) if known else None
-
-
-def _described(error: Exception) -> str:
-    """Returns an error in a line or two, without traces."""
-    if not isinstance(error, SparkTorchError):
-        return f"{type(error).__name__}: {error}"
-    place = ", ".join(f"{name}={value}" for name, value in error.where.items())
-    return f"{type(error).__name__}: {error.what}{f' [{place}]' if place else ''}"
-
-
-def _unknown_metric(metric: str, names: list[str]) -> ConfigError:
-    return ConfigError(f"the records of epochs have no metric {metric!r}", hint=nearest(metric, names), param="metric")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from sparktorch.base.optional import optuna
@@ -10,7 +11,7 @@ from sparktorch.errors import ConfigError
 from sparktorch.ml.fit.checks import check_param_names
 from sparktorch.ml.params.mixins import EstimatorParams
 
-__all__ = ["Space", "applied", "check_names"]
+__all__ = ["Space", "applied", "quiet"]
 
 _SIMPLE = (bool, int, float, str, type(None))  # what Optuna keeps in a storage
 _PROBES = 20
@@ -20,6 +21,9 @@ class Space:
     """What trials choose from: a dict by name of Param, or a function that asks the trial itself.
 
     A name is that of a Param, or of an entry in a dict Param: "moduleParams.hidden".
+
+    Attributes:
+        distributions: Optuna's distributions by name; empty if a function makes the values.
     """
 
     def __init__(
@@ -35,9 +39,9 @@ class Space:
             ConfigError: It is empty, a name is no Param, or a value is neither a distribution nor a list.
         """
         self._estimator = estimator
-        self._function = given if callable(given) else None
-        self._distributions: dict[str, Any] = {}
+        self._function = given if callable(given) else self._choose
         self._choices: dict[str, dict[str, Any]] = {}  # by name and label, those that Optuna cannot keep
+        self.distributions: dict[str, Any] = {}
         if callable(given):
             return
         if not isinstance(given, Mapping) or not given:
@@ -47,18 +51,8 @@ class Space:
                 "'batchSize': [32, 64]}, or a function (trial) -> dict",
                 param="space",
             )
-        check_names(estimator, given)
-        for name, value in given.items():
-            self._distributions[name] = self._distribution(name, value)
-
-    @property
-    def distributions(self) -> dict[str, Any]:
-        """Optuna's distributions by name; empty if a function makes the values."""
-        return self._distributions
-
-    def ask(self, study: Any) -> Any:
-        """Returns a study's next trial."""
-        return study.ask(self._distributions or None)
+        _check_names(estimator, given)
+        self.distributions = {name: self._distribution(name, value) for name, value in given.items()}
 
     def values(self, trial: Any) -> dict[str, Any]:
         """Returns what a trial sets, by name.
@@ -69,12 +63,9 @@ class Space:
         Raises:
             ConfigError: The function returned no dict, or a name that is no Param.
         """
-        if self._function is None:
-            chosen = {name: trial.params[name] for name in self._distributions}
-            return {name: self._choices.get(name, {}).get(value, value) for name, value in chosen.items()}
-        module = optuna()
-        if isinstance(trial, module.trial.FrozenTrial):
-            trial = module.trial.FixedTrial(trial.params, number=trial.number)
+        trials = optuna().trial
+        if isinstance(trial, trials.FrozenTrial) and not self.distributions:
+            trial = trials.FixedTrial(trial.params, number=trial.number)
         values = self._function(trial)
         if not isinstance(values, Mapping) or not values:
             raise ConfigError(
@@ -82,32 +73,25 @@ class Space:
                 hint="it returns the trial's values by name of Param, at least one",
                 param="space",
             )
-        check_names(self._estimator, values)
+        _check_names(self._estimator, values)
         return dict(values)
 
     def samples(self) -> Iterator[dict[str, Any]]:
-        """Yields values to check before any trial: the ends of every distribution and all choices, one name at a time.
-
-        A function is called with a few trials that no study keeps.
-        """
-        if self._function is None:
-            for name, distribution in self._distributions.items():
-                for value in _ends(distribution):
-                    yield {name: self._choices.get(name, {}).get(value, value)}
-            return
+        """Yields the values of some trials that no study keeps, to be checked before any that counts."""
         module = optuna()
-        before = module.logging.get_verbosity()
-        module.logging.set_verbosity(module.logging.WARNING)
-        try:
+        with quiet():
             study = module.create_study(sampler=module.samplers.RandomSampler(seed=0))
-        finally:
-            module.logging.set_verbosity(before)
         for _ in range(_PROBES):
-            try:
-                values = self.values(study.ask())
-            except module.TrialPruned:
-                continue
-            yield values
+            with suppress(module.TrialPruned):
+                yield self.values(study.ask())
+
+    def _choose(self, trial: Any) -> dict[str, Any]:
+        known = trial.params  # of a finished one, whose values may be out of this space
+        chosen = {
+            name: known[name] if name in known else _suggested(trial, name, one)
+            for name, one in self.distributions.items()
+        }
+        return {name: self._choices.get(name, {}).get(value, value) for name, value in chosen.items()}
 
     def _distribution(self, name: str, value: Any) -> Any:
         distributions = optuna().distributions
@@ -129,19 +113,6 @@ class Space:
         return distributions.CategoricalDistribution(labels)
 
 
-def check_names(estimator: EstimatorParams, names: Iterable[str]) -> None:
-    """Refuses names that are neither Params nor entries in dict Params.
-
-    Raises:
-        ConfigError: A name is unknown; the hint suggests the nearest Param.
-    """
-    for name in names:
-        param, dot, _ = str(name).partition(".")
-        check_param_names(estimator, [param])
-        if dot and not isinstance(_value(estimator, param), dict):
-            raise ConfigError(f"{name!r} in the space: {param} is no dict", hint=f"call it {param!r}", param=param)
-
-
 def applied(estimator: Any, values: Mapping[str, Any]) -> Any:
     """Returns a copy of an estimator with values by name.
 
@@ -157,14 +128,36 @@ def applied(estimator: Any, values: Mapping[str, Any]) -> Any:
     return that
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps Optuna from printing lines of its own about every study and trial."""
+    logging = optuna().logging
+    before = logging.get_verbosity()
+    logging.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def _check_names(estimator: EstimatorParams, names: Iterable[str]) -> None:
+    """Refuses names that are neither Params nor entries in dict Params; the hint suggests the nearest Param."""
+    for name in names:
+        param, dot, _ = str(name).partition(".")
+        check_param_names(estimator, [param])
+        if dot and not isinstance(_value(estimator, param), dict):
+            raise ConfigError(f"{name!r} in the space: {param} is no dict", hint=f"call it {param!r}", param=param)
+
+
 def _value(estimator: EstimatorParams, param: str) -> Any:
     return estimator.getOrDefault(param) if estimator.isDefined(param) else None
 
 
-def _ends(distribution: Any) -> list[Any]:
-    if hasattr(distribution, "choices"):
-        return list(distribution.choices)
-    return [distribution.low, distribution.high]
+def _suggested(trial: Any, name: str, one: Any) -> Any:
+    if hasattr(one, "choices"):
+        return trial.suggest_categorical(name, one.choices)
+    suggest = trial.suggest_int if isinstance(one, optuna().distributions.IntDistribution) else trial.suggest_float
+    return suggest(name, one.low, one.high, step=one.step, log=one.log)
 
 
 def _label(choice: Any) -> str:

@@ -1,8 +1,10 @@
-"""What a search has found: the best model, and a table and plots of the trials."""
+"""What a search has found: the best model, and a table and plots of the trials; and what becomes of other models."""
 
 from __future__ import annotations
 
+import logging
 import warnings
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -11,15 +13,19 @@ from pyspark.ml.util import MLWritable, MLWriter
 from pyspark.sql import DataFrame
 
 from sparktorch.base.optional import optuna
-from sparktorch.errors import ConfigError
-from sparktorch.ml.tuning.search import CAUSE, EPOCHS
+from sparktorch.base.weights_folder import WeightsFolder
+from sparktorch.errors import PersistenceError
 
 if TYPE_CHECKING:
     from pyspark.ml._typing import ParamMap
 
     from sparktorch.ml.model import TorchModelBase
 
-__all__ = ["TorchTunerModel"]
+__all__ = ["CAUSE", "EPOCHS", "TorchTunerModel", "discard"]
+
+CAUSE, EPOCHS = "sparktorch.cause", "sparktorch.epochs"  # user attributes of trials
+
+_LOG = logging.getLogger(__name__)
 
 
 class TorchTunerModel(Model, MLWritable):
@@ -48,24 +54,15 @@ class TorchTunerModel(Model, MLWritable):
         """A row for each trial of the study.
 
         `number`, `state` (COMPLETE, PRUNED, FAIL; RUNNING for those of a driver that runs, or has died), `value` of the
-        metric, for a pruned trial that of its last epoch, `duration`, `epochs` trained, `params_NAME`, and the `cause`
+        metric, for a pruned trial that of its last epoch, `duration`, `params_NAME`, `epochs` trained, and the `cause`
         of a failure.
         """
+        table: pd.DataFrame = self.study.trials_dataframe(("number", "state", "value", "duration", "params"))
         trials = self.study.get_trials(deepcopy=False)
-        names = dict.fromkeys(name for trial in trials for name in trial.params)
-        rows = [
-            {
-                "number": trial.number,
-                "state": trial.state.name,
-                "value": trial.value,
-                "duration": trial.duration,
-                "epochs": trial.user_attrs.get(EPOCHS, 0),
-                **{f"params_{name}": trial.params.get(name) for name in names},
-                "cause": trial.user_attrs.get(CAUSE, ""),
-            }
-            for trial in trials
-        ]
-        return pd.DataFrame(rows)
+        return table.assign(
+            epochs=[trial.user_attrs.get(EPOCHS, 0) for trial in trials],
+            cause=[trial.user_attrs.get(CAUSE, "") for trial in trials],
+        )
 
     def plotHistory(self) -> Any:
         """Plots the value of every trial, and the best so far; returns matplotlib's axes."""
@@ -86,22 +83,25 @@ class TorchTunerModel(Model, MLWritable):
     def evaluate(self, dataset: DataFrame) -> Any:
         """Evaluates the best model; see its own `evaluate`."""
         model: Any = self.bestModel
-        if not hasattr(model, "evaluate"):
-            raise ConfigError(f"a {type(model).__name__} has no evaluate", hint="transform, and use an evaluator")
         return model.evaluate(dataset)
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
         return self.bestModel.transform(dataset)
 
     def _plot(self, name: str) -> Any:
-        module = optuna()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", module.exceptions.ExperimentalWarning)
-            try:
-                import optuna.visualization.matplotlib as plots
+            warnings.simplefilter("ignore", optuna().exceptions.ExperimentalWarning)
+            return getattr(import_module("optuna.visualization.matplotlib"), name)(self.study)
 
-                return getattr(plots, name)(self.study)
-            except ImportError as error:
-                raise ConfigError(
-                    "plots are drawn by matplotlib, which is not installed", hint="pip install matplotlib"
-                ) from error
+
+def discard(model: TorchModelBase) -> None:
+    """Deletes the folder of a model that a search does not return, if it was fitted with `modelDir`.
+
+    What MLflow logs keeps its own.
+    """
+    if not isinstance(model.trained.weights, WeightsFolder) or hasattr(model, "_mlflow_logged"):
+        return
+    try:
+        model.deleteWeights()
+    except PersistenceError as error:
+        _LOG.warning("a model that the search does not return stays: %s", error)

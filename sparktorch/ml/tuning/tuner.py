@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pyspark.ml import Estimator
@@ -16,10 +15,9 @@ from sparktorch.ml.estimator import TorchEstimatorBase
 from sparktorch.ml.fit.listeners import callers
 from sparktorch.ml.fit.translate import config_of
 from sparktorch.ml.tuning.checks import check_numbers, direction_of, groups_of, open_study, valid_one
-from sparktorch.ml.tuning.discard import discard
-from sparktorch.ml.tuning.search import Goal, Search, better, value_of
+from sparktorch.ml.tuning.search import Search, value_of
 from sparktorch.ml.tuning.space import Space, applied
-from sparktorch.ml.tuning.tuned_model import TorchTunerModel
+from sparktorch.ml.tuning.tuned_model import TorchTunerModel, discard
 
 if TYPE_CHECKING:
     from pyspark.ml._typing import ParamMap
@@ -129,56 +127,42 @@ class TorchTuner(Estimator[TorchTunerModel]):
         reference, request = valid_one(base, space, metric)
         first = reference.prepare(dataset)
         dataset = first.dataset  # that of an RDD
-        groups = groups_of(dataset.sparkSession, request, workers, self.parallelism, self.trials)
-        study = open_study(
-            base,
-            space,
-            metric,
-            direction=direction,
-            sampler=self.sampler,
-            pruner=self.pruner,
-            storage=self.storage,
-            name=self.studyName,
-        )
-        goal = Goal(metric=metric, minimize=direction == "minimize", trials=self.trials, timeout=self.timeout)
-        search = Search(base, space, study, goal, named=bool(callers()) or base.isSet("mlflowExperiment"))
-        prepare = partial(reference.prepare, dataset)
-        prepared = [first, *(prepare() for _ in range(min(groups, search.left) - 1))]
+        spark = dataset.sparkSession
+        groups = groups_of(spark, request, workers, self.parallelism, self.trials)
+        given = {"sampler": self.sampler, "pruner": self.pruner, "storage": self.storage, "name": self.studyName}
+        study = open_study(base, space, metric, direction=direction, **given)
+        named = bool(callers()) or base.isSet("mlflowExperiment")
+        search = Search(base, space, study, metric=metric, trials=self.trials, named=named)
         if search.left:
+            prepared = [first, *(reference.prepare(dataset) for _ in range(min(groups, search.left) - 1))]
             _LOG.info("%s %s: %d trials, %d at a time", direction, metric, search.left, len(prepared))
-            search.run(prepared, dataset.sparkSession, show=base.getProgress())
-        return self._result(dataset, base, space, study, search, goal)
+            search.run(prepared, spark, timeout=self.timeout, show=base.getProgress())
+        return self._result(dataset, base, space, study, search)
 
-    def _result(
-        self, dataset: DataFrame, base: Any, space: Space, study: Any, search: Search, goal: Goal
-    ) -> TorchTunerModel:
+    def _result(self, dataset: DataFrame, base: Any, space: Space, study: Any, search: Search) -> TorchTunerModel:
         """Returns the best trial's model; fits it again if an earlier run of the study has found it.
 
         Raises:
             ConfigError: No trial was completed.
         """
-        done = [trial for trial in study.get_trials(deepcopy=False) if trial.state.name == "COMPLETE"]
-        if not done:
+        if all(trial.state.name != "COMPLETE" for trial in study.get_trials(deepcopy=False)):
             raise ConfigError(
                 f"none of the {len(study.trials)} trials was completed",
                 hint="give a larger timeout, or a pruner that lets some trials end",
             )
-        best = done[0]
-        for trial in done[1:]:
-            best = trial if better(trial, best, minimize=goal.minimize) else best
-        found = search.best
-        if found is not None and found.number == best.number:
-            return TorchTunerModel(found.model, found.values, study)
+        best = study.best_trial
+        if best.number in search.models:
+            return search.models[best.number]
         _LOG.info("trial %d of an earlier run is the best: its Params are fitted again", best.number)
         values = space.values(best)
         estimator = applied(base, values)
         model = estimator.fit(dataset)
-        if found is not None:
-            discard(found.model)  # only now: should the fit fail, it is the best that there is
-        value = value_of(model.summary.history, goal.metric, config_of(estimator))
+        for other in search.models.values():  # only now: should the fit fail, they are the best that there is
+            discard(other.bestModel)
+        value = value_of(model.summary.history, search.metric, config_of(estimator))
         if value != best.value:
             _LOG.warning(
                 "trial %d had %s %s, and now has %s: the estimator has other Params than then, or other rows",
-                *(best.number, goal.metric, best.value, value),
+                *(best.number, search.metric, best.value, value),
             )
         return TorchTunerModel(model, values, study)

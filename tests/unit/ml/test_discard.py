@@ -12,7 +12,7 @@ import torch
 from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.base.world import World
 from sparktorch.ml.model import TorchModelBase
-from sparktorch.ml.tuning.discard import discard
+from sparktorch.ml.tuning.tuned_model import discard
 from sparktorch.train.model_folder import ModelFolder
 
 

@@ -11,8 +11,8 @@ from unittest.mock import MagicMock
 import pytest
 
 from sparktorch.base.config import TrainConfig
-from sparktorch.ml.tuning import cross_validator, search, tuner
-from sparktorch.ml.tuning.search import Goal, Search
+from sparktorch.ml.tuning import search
+from sparktorch.ml.tuning.search import Search
 from tests.support.mlflow import QUIET
 
 optuna = pytest.importorskip("optuna")
@@ -43,7 +43,7 @@ class Estimator(SimpleNamespace):
     def getOrDefault(self, name: str) -> Any:  # noqa: N802
         return None
 
-    def _fit_on(self, group: Group, verdicts: Any) -> Any:
+    def _fit_on(self, group: Group, judge: Any) -> Any:
         found = self.losses.pop(0)
         loss = found() if callable(found) else found
         return SimpleNamespace(summary=SimpleNamespace(history=[{"epoch": 1, "loss": loss}]), loss=loss)
@@ -54,21 +54,23 @@ def discarded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
     monkeypatch.setattr(search, "applied", lambda estimator, values: estimator)
     monkeypatch.setattr(search, "inheriting", lambda spark, target: target)
-    for module in (search, tuner):
-        monkeypatch.setattr(module, "config_of", lambda estimator: TrainConfig())
-    for module in (search, tuner, cross_validator):
-        monkeypatch.setattr(module, "discard", found.append)
+    monkeypatch.setattr(search, "config_of", lambda estimator: TrainConfig())
+    monkeypatch.setattr(search, "discard", found.append)
     return found
 
 
 def searching(*losses: float | Callable[[], float]) -> Search:
-    goal = Goal(metric="loss", minimize=True, trials=len(losses), timeout=None)
-    space: Any = SimpleNamespace(values=lambda trial: {}, ask=lambda study: study.ask())
-    return Search(Estimator(losses=list(losses)), space, optuna.create_study(), goal, named=False)
+    space: Any = SimpleNamespace(values=lambda trial: {})
+    estimator = Estimator(losses=list(losses))
+    return Search(estimator, space, optuna.create_study(), metric="loss", trials=len(losses), named=False)
 
 
 def run(found: Search) -> None:
-    found.run([Group()], MagicMock(), show=False)  # type: ignore[list-item]
+    found.run([Group()], MagicMock(), timeout=None, show=False)  # type: ignore[list-item]
+
+
+def interrupted() -> float:
+    raise KeyboardInterrupt
 
 
 def test_a_search_keeps_the_best_model_and_deletes_the_others_without_its_lock(
@@ -88,30 +90,23 @@ def test_a_search_keeps_the_best_model_and_deletes_the_others_without_its_lock(
     monkeypatch.setattr(search, "discard", discard)
     found = searching(3.0, 1.0, 2.0)
     run(found)
-    assert found.best is not None
-    assert found.best.model.loss == 1.0
+    (best,) = found.models.values()
+    assert best.bestModel.loss == 1.0  # type: ignore[attr-defined]
     assert [model.loss for model in discarded] == [3.0, 2.0]
 
 
 def test_a_search_that_ends_by_an_error_deletes_the_best_model(discarded: list[Any]) -> None:
-    def interrupted() -> float:
-        raise KeyboardInterrupt
-
     found = searching(3.0, interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(found)
-    assert found.best is None
+    assert found.models == {}
     assert [model.loss for model in discarded] == [3.0]
 
 
 def test_a_trial_that_ends_after_its_search_leaves_no_model(discarded: list[Any]) -> None:
-    def interrupted() -> float:
-        raise KeyboardInterrupt
-
     found = searching(interrupted, 1.0)
-    late = found._study.ask()
     with pytest.raises(KeyboardInterrupt):
         run(found)
-    found._run(late, Group())  # type: ignore[arg-type]
-    assert found.best is None
+    found._work(Group(), None)  # type: ignore[arg-type]
+    assert found.models == {}
     assert [model.loss for model in discarded] == [1.0]
