@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 import torch.distributed as dist
@@ -33,18 +33,16 @@ from sparktorch.train.dtensor import (
     unadvised,
     undivided,
 )
-from sparktorch.train.recipe.huggingface import MODEL_LOSS, gets_row_labels
+from sparktorch.train.recipe.huggingface import MODEL_LOSS, arguments, gets_row_labels, without_caches
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.sharding.units import check_optimizer
 from sparktorch.train.strategies.fsdp import Zero3
 from sparktorch.train.strategies.mesh_options import MeshOptions, Sizes
-from sparktorch.train.tensor_parallel.row_exchange import RowExchange, share_rows
-from sparktorch.train.tensor_parallel.sharded_shapes import check_shapes, check_values
+from sparktorch.train.tensor_parallel.comparison import Comparison
+from sparktorch.train.tensor_parallel.row_exchange import RowExchange, check_parts_within
 from sparktorch.train.tensor_parallel.styles import (
     OWN_ROWS,
     SUMMED,
-    check_gradients,
-    check_parts_within,
     check_plan,
     divide,
     left_whole,
@@ -60,9 +58,7 @@ class Mesh(Zero3[MeshOptions]):
 
     options_type = MeshOptions
     _summed: Sequence[nn.Module] = ()
-    _compared = False
     _compared_step = False
-    _exchange: RowExchange
     _whole: nn.Module | None = None  # has the shapes of all parameters where this rank has those of some layers only
 
     @classmethod
@@ -115,19 +111,10 @@ class Mesh(Zero3[MeshOptions]):
 
     @classmethod
     def check_call(cls, options: MeshOptions, recipe: Recipe, module: nn.Module, batch: Batch) -> None:
-        """Refuses plans whose layers do not fit each other, and steps that compute with parts of the module."""
-        cls._check_layers(options, module, batch)
+        """Refuses training steps that compute with parts of the module."""
         step = recipe.build_training_step()
         if step is not None and (options.tensor or 1) > 1:
             check_parts_within(step, module, batch)
-
-    @staticmethod
-    def _check_layers(options: MeshOptions, module: nn.Module, batch: Batch) -> None:
-        """Refuses plans whose layers do not fit each other."""
-        if options.plan:
-            size, styles = options.tensor or 1, check_plan(module, options.plan, options.tensor or 1)
-            check_shapes(module, styles, size, batch)
-            check_values(module, styles, size, batch)
 
     @cached_property
     def _sizes(self) -> Sizes:
@@ -199,10 +186,21 @@ class Mesh(Zero3[MeshOptions]):
     def prepare(self, module: nn.Module) -> nn.Module:
         """Divides layers, and shards what is left of each rank's parameters, in place."""
         if self.exchanges_rows:
+            exchange = RowExchange(self._sharing, self._device)
+            comparison = self._undivided(module, exchange)
             found = self._divide_layers(module, self._styles(module))
-            divided = {name: part for style in found.keys() - {OWN_ROWS, SUMMED} for name, part in found[style].items()}
-            self._exchange = share_rows(module, self._sharing, self._device, found.get(OWN_ROWS), divided)
+            exchange.attach(module, found.get(OWN_ROWS, {}).values())
+            if comparison is not None:
+                comparison.check(module.to(self._device), partial(self._complete, module))
         return super().prepare(module)
+
+    def _undivided(self, module: nn.Module, exchange: RowExchange) -> Comparison | None:
+        """Returns what the undivided module computes of a few rows; `None` if it has no values or no rows are known."""
+        if self.example is None or any(parameter.is_meta for parameter in module.parameters()):
+            return None
+        args, kwargs = arguments(self.together(self.example()).slice(0, 2), module)
+        kwargs.pop("labels", None)  # with which a model of transformers computes a loss, too
+        return Comparison(without_caches(module), args, kwargs, exchange)
 
     def _styles(self, module: nn.Module) -> dict[str, str]:
         """Returns the style of each layer that is divided, and warns of those that could be but for their sizes."""
@@ -251,19 +249,17 @@ class Mesh(Zero3[MeshOptions]):
         return bool(self._summed)
 
     def before_step(self, module: nn.Module) -> None:
-        """Sums the gradients that ranks which share layers have computed in parts; compares the others, once."""
-        if self._sizes.tensor == 1:
-            return
-        if not self.wraps:
-            divide_gradients(module)
+        """Completes the gradients of divided layers, and those that ranks which share them have computed in parts."""
+        if self._sizes.tensor > 1:
+            self._complete(module)
+
+    def _complete(self, module: nn.Module) -> None:
+        divide_gradients(module)
         group = part_of(self._ranks, "tensor").get_group()
         for part in self._summed:
             for parameter in part.parameters(recurse=False):
                 if parameter.grad is not None:
                     dist.all_reduce(local(parameter.grad), group=group)
-        if not self._compared:
-            self._compared = True
-            check_gradients(module, group)
 
     @contextmanager
     def evaluating(self, module: nn.Module) -> Iterator[nn.Module]:

@@ -34,7 +34,7 @@ from sparktorch.train.sharding.units import check_checkpointing, units
 from sparktorch.train.strategies.base import Step
 from sparktorch.train.strategies.mesh import Mesh
 from sparktorch.train.strategies.mesh_options import MeshOptions
-from sparktorch.train.tensor_parallel.row_exchange import share_rows
+from sparktorch.train.tensor_parallel.row_exchange import RowExchange
 
 __all__ = ["PipelineMesh"]
 
@@ -44,6 +44,7 @@ class PipelineMesh(Mesh):
 
     runs_passes = True
     _pipe: Pipe
+    _exchange: RowExchange
 
     @classmethod
     def check(cls, config: TrainConfig, recipe: Recipe, options: MeshOptions) -> None:
@@ -60,7 +61,6 @@ class PipelineMesh(Mesh):
     @classmethod
     def check_call(cls, options: MeshOptions, recipe: Recipe, module: nn.Module, batch: Batch) -> None:
         """Refuses modules that are not the composition of their stages, and steps that need more than the output."""
-        cls._check_layers(options, module, batch)
         check_inputs(batch)
         cut = Cut(module, options.stages, options.split, cls._styles_of(module, options))
         step = recipe.build_training_step()
@@ -114,7 +114,8 @@ class PipelineMesh(Mesh):
         copies = self._sharing.size() < self._world.world_size
         how = options.schedule, options.count
         self._pipe = Pipe(module, stages, cut, group, self._device, how, copies=copies)
-        self._exchange = share_rows(self._pipe, self._sharing, self._device)
+        self._exchange = RowExchange(self._sharing, self._device)
+        self._exchange.attach(self._pipe)
         return self._pipe
 
     def unwrap(self, module: nn.Module) -> nn.Module:

@@ -9,25 +9,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from fnmatch import fnmatchcase
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from sparktorch.errors import ConfigError, ModuleError, nearest
-from sparktorch.train.dtensor import local, undivided, unviewed
+from sparktorch.train.dtensor import local, unviewed
 from sparktorch.train.tensor_parallel import sharded_attention
 from sparktorch.train.tensor_parallel.gathered_linear import POSITIONS, ColwiseLinear
-from sparktorch.train.tensor_parallel.sequence import LAYERS, divide_sequence, linear_layers, norms_of
+from sparktorch.train.tensor_parallel.sequence import LAYERS, linear_layers, norms_of, shard_sequence
 from sparktorch.train.tensor_parallel.sharded_attention import PROJECTION, divide_heads
-from sparktorch.train.tensor_parallel.sharded_shapes import check_width
 
 __all__ = [
     "DIVIDED",
@@ -35,8 +31,6 @@ __all__ = [
     "OWN_ROWS",
     "STYLES",
     "SUMMED",
-    "check_gradients",
-    "check_parts_within",
     "check_plan",
     "divide",
     "left_whole",
@@ -104,7 +98,7 @@ def divide(
                 recompute_allgather=recompute_allgather,
             )
     if sequence:
-        divide_sequence(module, mesh)
+        shard_sequence(module, mesh)
     for name in styles.keys() - {name for name, kind in styles.items() if kind in (SUMMED, HEADS)}:
         if isinstance(part := parts[name], nn.Embedding):
             part.register_forward_pre_hook(_check_index)
@@ -128,8 +122,6 @@ def _divide(
         divide_heads(part, mesh, recompute_allgather=recompute_allgather)
         return
     if kind == "rowwise":
-        if isinstance(part, nn.Linear):  # before torch's hook, which takes any input for a part
-            part.register_forward_pre_hook(partial(check_width, name, mesh.size()))
         style: ParallelStyle = RowwiseParallel(
             input_layouts=Replicate() if isinstance(part, nn.Embedding) else None,
             output_layouts=Shard(POSITIONS) if by_positions else None,
@@ -148,81 +140,6 @@ def _check_index(part: Any, inputs: Any) -> None:
     index = local(inputs[0])
     known: Any = ((index >= 0) & (index < part.num_embeddings)).all()
     torch._assert_async(known, f"an index is not one of the {part.num_embeddings} rows of an nn.Embedding")
-
-
-@torch.no_grad()
-def check_gradients(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Checks that ranks which share layers have the same gradients of what is not divided.
-
-    Raises:
-        ModuleError: They have not; in all ranks.
-    """
-    names, far, sizes = [], [], []
-    for name, parameter in module.named_parameters():
-        if parameter.grad is None or not undivided(parameter, "tensor"):
-            continue
-        own = local(parameter.grad).float()
-        mean = own.clone()
-        dist.all_reduce(mean, group=group)
-        mean /= group.size()
-        names.append(name)
-        far.append((own - mean).norm())
-        sizes.append(mean.norm())
-    if not names:
-        return
-    distances, norms = torch.stack(far), torch.stack(sizes)
-    dist.all_reduce(distances, dist.ReduceOp.MAX, group=group)
-    wrong = distances > _TOLERANCE * norms + 1e-5 * norms.max()
-    if wrong.any():
-        name = names[int(wrong.nonzero()[0])]
-        raise ModuleError(
-            f"the gradient of {name!r} differs between ranks that share layers: it is used with a divided output",
-            hint=f"add {name.rpartition('.')[0]!r}: {SUMMED!r} to strategyParams.plan, or gather the output before it",
-            param=_PARAM,
-        )
-
-
-def check_parts_within(step: Callable[[nn.Module, Any], Any], module: nn.Module, batch: Any) -> None:
-    """Refuses, in the dry run, a training step that computes parts of the module outside of its forward pass.
-
-    Ranks exchange their rows before the forward pass: what is computed elsewhere has this rank's rows only. A step that
-    fails anyway is left to the dry run, which says why.
-
-    Args:
-        step: The training step.
-        module: The module.
-        batch: A few rows.
-
-    Raises:
-        ModuleError: It does.
-    """
-    within, outside = [0], list[str]()
-
-    def enter(*_: Any) -> None:
-        within[0] += 1
-
-    def leave(*_: Any) -> None:
-        within[0] -= 1
-
-    def seen(name: str, *_: Any) -> None:
-        outside.extend([] if within[0] else [name])
-
-    hooks = [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
-    hooks += [part.register_forward_pre_hook(partial(seen, name)) for name, part in module.named_modules() if name]
-    try:
-        with torch.random.fork_rng(devices=()), suppress(Exception):
-            step(module, batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    if outside:
-        raise ModuleError(
-            f"the training step computes {outside[0]!r} outside of a call of the module, before which ranks that share "
-            "layers exchange their rows",
-            hint="call the module in trainingStep, with an argument that says what it returns if there are several "
-            "things, or use strategyParams.shard instead of tensor",
-            param="trainingStep",
-        )
 
 
 def check_plan(
