@@ -44,8 +44,8 @@ from sparktorch.train.tensor_parallel.styles import (
     OWN_ROWS,
     SUMMED,
     check_plan,
-    divide,
     left_whole,
+    shard_layers,
 )
 
 __all__ = ["Mesh", "MeshOptions"]
@@ -219,7 +219,7 @@ class Mesh(Zero3[MeshOptions]):
         if styles:
             own, mesh = {name: styles[name] for name in held}, part_of(self._ranks, "tensor")
             options = self._options
-            divide(
+            shard_layers(
                 module,
                 mesh,
                 own,

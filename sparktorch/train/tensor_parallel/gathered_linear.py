@@ -113,7 +113,7 @@ class ColwiseLinear(nn.Linear):
     recompute_allgather: bool
 
     @classmethod
-    def divide(cls, part: nn.Linear, mesh: DeviceMesh, *, recompute_allgather: bool) -> None:
+    def shard(cls, part: nn.Linear, mesh: DeviceMesh, *, recompute_allgather: bool) -> None:
         """Leaves a rank its outputs, in place; the parameters are the same in every rank before."""
         from torch.distributed.tensor import Shard, distribute_tensor
 

@@ -197,7 +197,7 @@ def test_logits_of_a_language_model_are_those_of_own_rows_but_in_a_pipeline(stag
     ("part", "options", "says"),
     [
         (nn.Linear(5, 7), {}, r"\(7, 5\) weights are not divisible by 2 under 'colwise_own_rows'"),
-        (nn.Embedding(8, 4), {}, "only nn.Linear can be divided by 'colwise_own_rows'"),
+        (nn.Embedding(8, 4), {}, "'colwise_own_rows' divides only nn.Linear"),
         (nn.Linear(5, 8), {"pipeline": 2}, "the last stage of a pipeline computes the loss of all rows"),
     ],
 )

@@ -28,7 +28,7 @@ from sparktorch.train.dtensor import TENSOR, local, mesh_of_training, whole
 from sparktorch.train.plan import plan
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.registry import check_module, check_strategy
-from sparktorch.train.tensor_parallel.styles import SUMMED, check_plan, divide
+from sparktorch.train.tensor_parallel.styles import SUMMED, check_plan, shard_layers
 from sparktorch.worker import TrainJob
 from tests.dist.strategies.test_strategies import FEW_STEPS, TABLE, Weights, job_for, plain
 from tests.support.attention_nets import Encoder, Sequences, Translator
@@ -149,7 +149,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 def divide_by_plan(module: nn.Module, mesh: DeviceMesh, *, sequence: bool = True, again: bool = True) -> dict[str, str]:
     """Divides the layers that are known to belong together; returns their styles."""
     styles = check_plan(module, {}, mesh.size(), sequence=sequence)
-    divide(module, mesh, styles, lambda part: None, sequence=sequence, recompute_allgather=again)
+    shard_layers(module, mesh, styles, lambda part: None, sequence=sequence, recompute_allgather=again)
     return styles
 
 

@@ -25,7 +25,7 @@ from sparktorch.train.dtensor import TENSOR, local, mesh_of_training, step_apart
 from sparktorch.train.recipe.pretrained import opened
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.registry import build_strategy, check_module, check_strategy
-from sparktorch.train.tensor_parallel.styles import check_plan, divide
+from sparktorch.train.tensor_parallel.styles import check_plan, shard_layers
 from sparktorch.worker import TrainJob
 from tests.dist.strategies.test_strategies import CONTRARY, FEW_STEPS, PARTED, TABLE, Weights, job_for, plain
 from tests.dist.train import test_huggingface as texts
@@ -174,7 +174,7 @@ def under_other_names(world: World) -> bool:
     module, x = TwoNames(), torch.ones(3, 5)
     expected = module(x)
     mesh = mesh_of_training([group], "cpu", torch.arange(2), [TENSOR])
-    divide(module, mesh, check_plan(module, {}, 2), lambda part: None)
+    shard_layers(module, mesh, check_plan(module, {}, 2), lambda part: None)
     return hasattr(module.fc1.weight, "device_mesh") and torch.allclose(module(x), expected)
 
 
@@ -216,7 +216,7 @@ class Summed(nn.Module):
         ),
         (Tower, {"tensor": 3, "plan": {"tied": "colwise"}}, ConfigError, "whose weights are tied"),
         (Tower, {"tensor": 3}, ConfigError, "no layers that are known"),
-        (partial(nn.LSTM, 5, 4), {"tensor": 2}, ConfigError, r"(?s)LSTM has no nn.Linear.*strategyParams.shard"),
+        (partial(nn.LSTM, 5, 4), {"tensor": 2}, ConfigError, r"(?s)LSTM has no layers that.*strategyParams.shard"),
         (Normalised, {"tensor": 2}, ModuleError, "1 is batch normalisation"),
         (Paired, {"shard": 2, "plan": {"first.0": "colwise"}}, ConfigError, "no tensor ranks"),
         (Paired, {"tensor": 2, "plan": {"first.0": "columns"}}, ConfigError, "first.0"),
@@ -481,8 +481,8 @@ def test_an_index_beyond_a_divided_table_is_refused() -> None:
     [
         (nn.Embedding(8, 4, max_norm=1.0), "with max_norm or scale_grad_by_freq"),
         (nn.Embedding(8, 4, sparse=True), "part has sparse gradients"),
-        (nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), "only nn.Linear and nn.Embedding themselves"),
-        (nn.MultiheadAttention(4, 2).out_proj, "only nn.Linear and nn.Embedding themselves"),
+        (nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), "divides only nn.Linear and nn.Embedding"),
+        (nn.MultiheadAttention(4, 2).out_proj, "divides only nn.Linear and nn.Embedding"),
     ],
 )
 def test_layers_that_compute_in_their_own_way_are_refused(part: nn.Module, says: str) -> None:
@@ -521,7 +521,7 @@ def stepped(world: World) -> dict[str, Any]:
     mesh = mesh_of_training([dist.group.WORLD], "cpu", torch.arange(2), ["tensor"])
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     before = [parameter.detach().clone() for parameter in module.parameters()]
-    divide(module, mesh, {"0": "colwise", "1": "rowwise"}, lambda part: None)
+    shard_layers(module, mesh, {"0": "colwise", "1": "rowwise"}, lambda part: None)
     last = list(module[2].parameters())
     Plain(nn.Linear(1, 1).parameters())  # torch hooks into the steps of a class when it is first made
     optimizer: Any = Counting([{"params": [*module[:2].parameters(), last[0]]}, {"params": last[1:], "rate": 1.0}])
