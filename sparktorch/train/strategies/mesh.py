@@ -12,6 +12,7 @@ import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -187,20 +188,20 @@ class Mesh(Zero3[MeshOptions]):
         """Divides layers, and shards what is left of each rank's parameters, in place."""
         if self.exchanges_rows:
             exchange = RowExchange(self._sharing, self._device)
-            comparison = self._undivided(module, exchange)
-            found = self._divide_layers(module, self._styles(module))
-            exchange.attach(module, found.get(OWN_ROWS, {}).values())
+            rows = self._few_rows(module)
+            comparison = Comparison(module, *rows, self._sharing, exchange) if rows else None
+            exchange.attach(module, self._divide_layers(module, self._styles(module)))
             if comparison is not None:
                 comparison.check(module.to(self._device), partial(self._complete, module))
         return super().prepare(module)
 
-    def _undivided(self, module: nn.Module, exchange: RowExchange) -> Comparison | None:
-        """Returns what the undivided module computes of a few rows; `None` if it has no values or no rows are known."""
-        if self.example is None or any(parameter.is_meta for parameter in module.parameters()):
+    def _few_rows(self, module: nn.Module) -> tuple[Any, Any] | None:
+        """Returns what a module is called with for a few rows; `None` if it has no values, or no rows are known."""
+        if self._sizes.tensor == 1 or self.example is None or any(p.is_meta for p in module.parameters()):
             return None
-        args, kwargs = arguments(self.together(self.example()).slice(0, 2), module)
+        args, kwargs = arguments(self.together(self.example()).slice(0, 2), without_caches(module))
         kwargs.pop("labels", None)  # with which a model of transformers computes a loss, too
-        return Comparison(without_caches(module), args, kwargs, exchange)
+        return args, kwargs
 
     def _styles(self, module: nn.Module) -> dict[str, str]:
         """Returns the style of each layer that is divided, and warns of those that could be but for their sizes."""
@@ -212,26 +213,15 @@ class Mesh(Zero3[MeshOptions]):
             _log.warning("strategyParams.tensor is %d: %r, %s, stays whole%s", size, *whole[0], others)
         return self._styles_of(module, self._options)
 
-    def _divide_layers(self, module: nn.Module, styles: Mapping[str, str]) -> dict[str, dict[str, nn.Module]]:
-        """Divides those layers that this rank has, in place; returns those of each style, by their names."""
+    def _divide_layers(self, module: nn.Module, styles: Mapping[str, str]) -> list[nn.Module]:
+        """Divides those layers that this rank has, in place; returns those whose columns are exchanged for rows."""
         parts = {name: module.get_submodule(name) for name in styles}
-        held = {name: part for name, part in parts.items() if next(part.parameters(), None) is not None}
-        if styles:
-            own, mesh = {name: styles[name] for name in held}, part_of(self._ranks, "tensor")
-            options = self._options
-            shard_layers(
-                module,
-                mesh,
-                own,
-                self.materialise,
-                sequence=options.sequence,
-                recompute_allgather=options.recompute_allgather,
-            )
-        found: dict[str, dict[str, nn.Module]] = {}
-        for name, part in held.items():
-            found.setdefault(styles[name], {})[name] = part
-        self._summed = list(found.get(SUMMED, {}).values())
-        return found
+        own = {name: style for name, style in styles.items() if next(parts[name].parameters(), None) is not None}
+        if own:
+            ways = {"sequence": self._options.sequence, "recompute_allgather": self._options.recompute_allgather}
+            shard_layers(module, part_of(self._ranks, "tensor"), own, self.materialise, **ways)
+        self._summed = [parts[name] for name, style in own.items() if style == SUMMED]
+        return [parts[name] for name, style in own.items() if style == OWN_ROWS]
 
     def optimizer(self, recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer:
         """Builds the optimizer of this rank's shards, which may lie on several meshes, or beside plain tensors."""

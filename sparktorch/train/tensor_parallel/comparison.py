@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from sparktorch.train.dtensor import TENSOR, local, undivided
 from sparktorch.train.numerics.determinism import seed_all, untouched_generators
 from sparktorch.train.tensor_parallel.row_exchange import RowExchange
 
-__all__ = ["Comparison"]
+__all__ = ["Comparison", "in_evaluation"]
 
 _TOLERANCE = 1e-2  # of the largest number: wrong plans make differences of its own size
 
@@ -28,16 +29,19 @@ class Comparison:
     head, would hide what is before them: they have other values until the comparison is made.
     """
 
-    def __init__(self, module: nn.Module, args: Any, kwargs: Any, exchange: RowExchange) -> None:
+    def __init__(
+        self, module: nn.Module, args: Any, kwargs: Any, group: dist.ProcessGroup, exchange: RowExchange | None = None
+    ) -> None:
         """Calls the undivided module, on the host, with the rows of all ranks that will share its layers.
 
         Args:
             module: The module, with the same parameters in every rank.
-            args: Its positional arguments, with a few rows of this rank.
+            args: Its positional arguments, with a few rows.
             kwargs: Its named arguments.
-            exchange: Exchanges rows with the other ranks.
+            group: The ranks that will share its layers.
+            exchange: Exchanges rows with them, if each rank has rows of its own, and not all the same.
         """
-        self._args, self._kwargs, self._exchange = args, kwargs, exchange
+        self._args, self._kwargs, self._group, self._exchange = args, kwargs, group, exchange
         floats = {name: p for name, p in module.named_parameters() if p.is_floating_point()}
         self._tolerance = max([_TOLERANCE, *(8 * torch.finfo(p.dtype).eps for p in floats.values())])
         self._zeros = [name for name, p in floats.items() if not p.any()]
@@ -52,12 +56,13 @@ class Comparison:
             parameter.grad = None  # no rank has all gradients at once
 
         def of_all_rows() -> Any:
-            every = exchange.before(module, args, kwargs)
+            every = (args, kwargs) if exchange is None else exchange.before(module, args, kwargs)
             try:
                 args_of_all, kwargs_of_all = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, every)
                 return module(*args_of_all, **kwargs_of_all)
             finally:
-                exchange.restore()
+                if exchange is not None:
+                    exchange.restore()
 
         hooks = [
             p.register_post_accumulate_grad_hook(partial(keep, name))  # type: ignore[no-untyped-call]  # torch's
@@ -72,7 +77,7 @@ class Comparison:
         """Calls the module, whose layers are divided now, and which exchanges rows itself.
 
         Args:
-            module: The module, on this rank's device.
+            module: The module, on the device of its arguments.
             complete: Completes the gradients of this rank.
 
         Raises:
@@ -85,12 +90,13 @@ class Comparison:
             raise
         except Exception as error:
             raise _differs(module, f"fails: {type(error).__name__}: {error}") from error
-        expected = [self._exchange.own(output) for output in self._outputs]
+        own = self._exchange.own if self._exchange is not None else torch.Tensor.detach
+        expected = [own(output) for output in self._outputs]
         if len(outputs) != len(expected) or not all(map(self._close, outputs, expected)):
             raise _differs(module, "returns something else than the undivided one")
         norms = {n: torch.linalg.vector_norm(local(p.grad)) for n, p in module.named_parameters() if p.grad is not None}
         squares = torch.stack([norms[name].float().square() for name in sorted(norms)])
-        dist.all_reduce(squares, group=self._exchange.group)  # of parts; others have no need of it
+        dist.all_reduce(squares, group=self._group)  # of parts; others have no need of it
         total = dict(zip(sorted(norms), squares.sqrt().tolist(), strict=True))
         largest = max(map(float, self._norms.values()), default=0.0)
         with torch.no_grad():
@@ -119,24 +125,31 @@ def _differs(module: nn.Module, what: str) -> ModuleError:
     )
 
 
-def _passed(module: nn.Module, call: Callable[[], Any]) -> list[torch.Tensor]:
-    """Runs forward and backward in evaluation, under one seed; returns the outputs, on the host."""
+@contextmanager
+def in_evaluation(module: nn.Module) -> Iterator[None]:
+    """Context of a call in evaluation, under one seed, after which modes, buffers and generators are as before."""
     modes = {part: part.training for part in module.modules()}
     buffers = {buffer: buffer.clone() for buffer in module.buffers()}
-    device = next(module.parameters()).device
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
     module.eval()
     try:
-        with untouched_generators(device), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
+        with untouched_generators(device), torch.compiler.set_stance("force_eager"):
             seed_all(0)
-            leaves = [leaf for leaf in pytree.tree_leaves(call()) if isinstance(leaf, torch.Tensor)]
-            outputs = [leaf for leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
-            losses = [output.abs().float().square().sum() for output in outputs if output.requires_grad]
-            if losses:
-                torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
+            yield
     finally:
         for part, mode in modes.items():
             part.training = mode
         with torch.no_grad():
             for buffer, before in buffers.items():
                 buffer.copy_(before)
+
+
+def _passed(module: nn.Module, call: Callable[[], Any]) -> list[torch.Tensor]:
+    """Runs forward and backward; returns the outputs, on the host."""
+    with in_evaluation(module), torch.enable_grad():
+        leaves = [leaf for leaf in pytree.tree_leaves(call()) if isinstance(leaf, torch.Tensor)]
+        outputs = [leaf for leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
+        losses = [output.abs().float().square().sum() for output in outputs if output.requires_grad]
+        if losses:
+            torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
     return [output.detach().cpu() for output in outputs]

@@ -36,13 +36,12 @@ class RowExchange:
     takes its own rows of the output. All else, from sampling to losses, is each rank's own.
 
     Attributes:
-        group: The ranks that compute on the same rows.
         flags: Bits that this rank tells the others in the next exchange; after it, those that any rank has set.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """Takes the ranks that compute on the same rows, and this rank's device."""
-        self.group, self._device = group, device
+        self._group, self._device = group, device
         self._counts: list[int] = []
         self._pass = ExitStack()  # ends with the pass
         self._own_only = False  # whether a layer has returned this rank's rows only, in this pass
@@ -72,7 +71,7 @@ class RowExchange:
         given, self._own_only = Arguments.of(args, kwargs), False
         number = self._meet(given, type(module).__name__)
         # A step may pass on tensors of the host.
-        every = [_AllRows.apply(own.to(self._device), self.group, self._counts) for own in given.tensors]  # type: ignore[no-untyped-call]
+        every = [_AllRows.apply(own.to(self._device), self._group, self._counts) for own in given.tensors]  # type: ignore[no-untyped-call]
         self._pass.enter_context(untouched_generators(self._device))
         seed(number, self._device)
         random.seed(number)
@@ -97,7 +96,7 @@ class RowExchange:
                 param=_PARAM,
             )
         self._own_only = True
-        found: torch.Tensor = _Columns.apply(output, self.group, self._counts)  # type: ignore[no-untyped-call]
+        found: torch.Tensor = _Columns.apply(output, self._group, self._counts)  # type: ignore[no-untyped-call]
         return found
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -107,7 +106,7 @@ class RowExchange:
             ModuleError: The output has not a row for each row.
         """
         found, spec = pytree.tree_flatten(output)
-        total, own = sum(self._counts), self._counts[self.group.rank()]
+        total, own = sum(self._counts), self._counts[self._group.rank()]
         rows = (total, own) if self._own_only else (total,)
         for leaf in found:
             of_rows = isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and len(leaf) in rows
@@ -122,14 +121,14 @@ class RowExchange:
                 )
         places = [i for i, leaf in enumerate(found) if isinstance(leaf, torch.Tensor) and len(leaf) == total]
         if places:
-            taken = _OwnRows.apply(self.group, self._counts, *(found[i] for i in places))  # type: ignore[no-untyped-call]
+            taken = _OwnRows.apply(self._group, self._counts, *(found[i] for i in places))  # type: ignore[no-untyped-call]
             for i, part in zip(places, taken, strict=True):
                 found[i] = part
         return pytree.tree_unflatten(found, spec)
 
     def own(self, output: torch.Tensor) -> torch.Tensor:
         """Returns this rank's rows of an output of all rows."""
-        return _own(output, self.group.rank(), self._counts)
+        return _own(output, self._group.rank(), self._counts)
 
     def restore(self, *_: Any) -> None:
         """Ends a pass: gives the rank its own generators back, also after an exception."""
@@ -141,8 +140,8 @@ class RowExchange:
         fits = dense and len({len(tensor) for tensor in given.tensors}) == 1
         rows, signature = (given.rows, _signature(given)) if fits else (0, -1)
         own = torch.tensor([rows, signature, int(torch.randint(2**31, ())), self.flags])
-        met = [torch.empty_like(own) for _ in range(self.group.size())]
-        dist.all_gather(met, own, group=self.group)
+        met = [torch.empty_like(own) for _ in range(self._group.size())]
+        dist.all_gather(met, own, group=self._group)
         self._counts, signatures, seeds, flags = torch.stack(met).T.tolist()
         if -1 in signatures:
             raise ModuleError(

@@ -18,7 +18,6 @@ from torch.nn import functional as F
 
 from sparktorch.base.devices import is_host, seed
 from sparktorch.errors import ModuleError
-from sparktorch.train.dtensor import packed_placement
 from sparktorch.train.tensor_parallel.gathered_linear import is_part, linear_of_all
 
 __all__ = ["PROJECTION", "drawn_apart", "shard_heads"]
@@ -40,9 +39,11 @@ def shard_heads(part: nn.MultiheadAttention, mesh: DeviceMesh, *, recompute_allg
     """
     from torch.distributed.tensor import DTensor, Shard
 
+    from sparktorch.train.packed import Packed
+
     rank, ranks = mesh.get_local_rank(), mesh.size()
     for name, parameter in list(part.named_parameters(recurse=False)):
-        blocks, placement = (3, packed_placement(3, mesh)) if name in _PACKED else (1, Shard(0))
+        blocks, placement = (3, Packed.of(3, mesh)) if name in _PACKED else (1, Shard(0))
         by_rank = parameter.detach().view(blocks, ranks, -1, *parameter.shape[1:])
         own = by_rank[:, rank].flatten(0, 1).clone()
         shape, stride = parameter.shape, parameter.stride()

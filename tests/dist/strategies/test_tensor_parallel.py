@@ -390,6 +390,14 @@ def test_a_plan_that_computes_something_else_is_refused_before_the_first_step(
         train_on([part.batches() for part in TABLE.parts(2)], job)
 
 
+def test_a_plan_that_computes_something_else_in_a_stage_is_refused_before_the_first_step() -> None:
+    module = nn.Sequential(nn.Linear(5, 8), nn.Softmax(-1), nn.Linear(8, 4), nn.Linear(4, 1), nn.Flatten(0))
+    params = {"tensor": 2, "pipeline": 2, "split": ["3"], "plan": {"0": "colwise", "2": "rowwise"}}
+    job = job_for(recipe={"module": module}, strategy="mesh", strategy_params=params, accumulation_steps=1)
+    with pytest.raises(ModuleError, match="Stage, with its layers divided, returns something else"):
+        train_on([part.batches() for part in TABLE.parts(4)], job)
+
+
 def test_attention_is_gathered_as_a_whole_under_zero3() -> None:
     recipe = {"module": InPlace, **STEEP}
     job = job_for(recipe=recipe, strategy="zero3", strategy_params={"min_parameters": 10}, **FEW_STEPS)
