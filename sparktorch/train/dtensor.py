@@ -28,7 +28,6 @@ __all__ = [
     "local",
     "local_parts",
     "mesh_of_training",
-    "packed_placement",
     "part_of",
     "sharded_like",
     "step_apart",
@@ -277,16 +276,6 @@ def local_parts(tensor: torch.Tensor) -> list[tuple[torch.Tensor, list[int]]]:
         found.append((part[start : start + count], [(block * ranks + rank) * height + below, *offset[1:]]))
         first += count
     return found
-
-
-def packed_placement(blocks: int, mesh: DeviceMesh) -> Any:
-    """Returns the placement along `TENSOR` of a packed tensor: each rank has a part of each of its blocks of rows.
-
-    The weights of queries, keys and values are such blocks of one parameter. `whole` and `local_parts` know it.
-    """
-    from sparktorch.train.packed import Packed
-
-    return Packed.of(blocks, mesh)
 
 
 def _in_order_of_ranks(tensor: torch.Tensor) -> tuple[Any, int, int]:

@@ -35,14 +35,12 @@ ALLOWED = {
         2,
         "DDP orders its buckets anew after its first backward pass, as one rank has seen them",
     ),
-    "_TOLERANCE * largest:": (1, "outputs of ranks that share layers are compared once"),
     "all(torch.equal(a[first:last].nan_to_num()": (
         8,
         "what a training step calls a pipeline with is compared once, in the last stage",
     ),
     "prepared.schedule.step(target=places": (2, "stages of a pipeline meet before their first pass"),
     "dist.broadcast_object_list(told": (8, "and tell each other the shapes that they pass on, once for each"),
-    "if wrong.any():": (1, "and their gradients"),
     "counters.losses.sum().item()": (None, "before a validation within an epoch, so that its time is its own"),
     "backward()  # type": (None, "a simulated device's buckets come back from Gloo as the CPU's; NCCL's stay there"),
 }

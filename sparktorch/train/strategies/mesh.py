@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
-from typing import ClassVar
+from functools import cached_property, partial
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -33,21 +33,19 @@ from sparktorch.train.dtensor import (
     unadvised,
     undivided,
 )
-from sparktorch.train.huggingface.models import MODEL_LOSS, gets_row_labels
+from sparktorch.train.huggingface.models import MODEL_LOSS, arguments, gets_row_labels, without_caches
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.sharding.units import check_optimizer
 from sparktorch.train.strategies.fsdp import Zero3
 from sparktorch.train.strategies.mesh_options import MeshOptions, Sizes
-from sparktorch.train.tensor_parallel.row_exchange import RowExchange, share_rows
-from sparktorch.train.tensor_parallel.sharded_shapes import check_shapes, check_values
+from sparktorch.train.tensor_parallel.comparison import Comparison
+from sparktorch.train.tensor_parallel.row_exchange import RowExchange, check_parts_within
 from sparktorch.train.tensor_parallel.styles import (
     OWN_ROWS,
     SUMMED,
-    check_gradients,
-    check_parts_within,
     check_plan,
-    divide,
     left_whole,
+    shard_layers,
 )
 
 __all__ = ["Mesh", "MeshOptions"]
@@ -74,9 +72,7 @@ class Mesh(Zero3[MeshOptions]):
         ),
     )
     _summed: Sequence[nn.Module] = ()
-    _compared = False
     _compared_step = False
-    _exchange: RowExchange
     _whole: nn.Module | None = None  # has the shapes of all parameters where this rank has those of some layers only
 
     @classmethod
@@ -112,19 +108,10 @@ class Mesh(Zero3[MeshOptions]):
 
     @classmethod
     def check_call(cls, options: MeshOptions, recipe: Recipe, module: nn.Module, batch: Batch) -> None:
-        """Refuses plans whose layers do not fit each other, and steps that compute with parts of the module."""
-        cls._check_layers(options, module, batch)
+        """Refuses training steps that compute with parts of the module."""
         step = recipe.build_training_step()
         if step is not None and (options.tensor or 1) > 1:
             check_parts_within(step, module, batch)
-
-    @staticmethod
-    def _check_layers(options: MeshOptions, module: nn.Module, batch: Batch) -> None:
-        """Refuses plans whose layers do not fit each other."""
-        if options.plan:
-            size, styles = options.tensor or 1, check_plan(module, options.plan, options.tensor or 1)
-            check_shapes(module, styles, size, batch)
-            check_values(module, styles, size, batch)
 
     @cached_property
     def _sizes(self) -> Sizes:
@@ -196,10 +183,21 @@ class Mesh(Zero3[MeshOptions]):
     def prepare(self, module: nn.Module) -> nn.Module:
         """Divides layers, and shards what is left of each rank's parameters, in place."""
         if self.exchanges_rows:
-            found = self._divide_layers(module, self._styles(module))
-            divided = {name: part for style in found.keys() - {OWN_ROWS, SUMMED} for name, part in found[style].items()}
-            self._exchange = share_rows(module, self._sharing, self._device, found.get(OWN_ROWS), divided)
+            exchange = RowExchange(self._sharing, self._device)
+            rows = self._few_rows(module)
+            comparison = Comparison(module, *rows, self._sharing, exchange) if rows else None
+            exchange.attach(module, self._divide_layers(module, self._styles(module)))
+            if comparison is not None:
+                comparison.check(module.to(self._device), partial(self._complete, module))
         return super().prepare(module)
+
+    def _few_rows(self, module: nn.Module) -> tuple[Any, Any] | None:
+        """Returns what a module is called with for a few rows; `None` if it has no values, or no rows are known."""
+        if self._sizes.tensor == 1 or self.example is None or any(p.is_meta for p in module.parameters()):
+            return None
+        args, kwargs = arguments(self.together(self.example()).slice(0, 2), without_caches(module))
+        kwargs.pop("labels", None)  # with which a model of transformers computes a loss, too
+        return args, kwargs
 
     def _styles(self, module: nn.Module) -> dict[str, str]:
         """Returns the style of each layer that is divided, and warns of those that could be but for their sizes."""
@@ -211,26 +209,15 @@ class Mesh(Zero3[MeshOptions]):
             _log.warning("strategyParams.tensor is %d: %r, %s, stays whole%s", size, *whole[0], others)
         return self._styles_of(module, self._options)
 
-    def _divide_layers(self, module: nn.Module, styles: Mapping[str, str]) -> dict[str, dict[str, nn.Module]]:
-        """Divides those layers that this rank has, in place; returns those of each style, by their names."""
+    def _divide_layers(self, module: nn.Module, styles: Mapping[str, str]) -> list[nn.Module]:
+        """Divides those layers that this rank has, in place; returns those whose columns are exchanged for rows."""
         parts = {name: module.get_submodule(name) for name in styles}
-        held = {name: part for name, part in parts.items() if next(part.parameters(), None) is not None}
-        if styles:
-            own, mesh = {name: styles[name] for name in held}, part_of(self._ranks, "tensor")
-            options = self._options
-            divide(
-                module,
-                mesh,
-                own,
-                self.materialise,
-                sequence=options.sequence,
-                recompute_allgather=options.recompute_allgather,
-            )
-        found: dict[str, dict[str, nn.Module]] = {}
-        for name, part in held.items():
-            found.setdefault(styles[name], {})[name] = part
-        self._summed = list(found.get(SUMMED, {}).values())
-        return found
+        own = {name: style for name, style in styles.items() if next(parts[name].parameters(), None) is not None}
+        if own:
+            ways = {"sequence": self._options.sequence, "recompute_allgather": self._options.recompute_allgather}
+            shard_layers(module, part_of(self._ranks, "tensor"), own, self.materialise, **ways)
+        self._summed = [parts[name] for name, style in own.items() if style == SUMMED]
+        return [parts[name] for name, style in own.items() if style == OWN_ROWS]
 
     def optimizer(self, recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer:
         """Builds the optimizer of this rank's shards, which may lie on several meshes, or beside plain tensors."""
@@ -248,19 +235,17 @@ class Mesh(Zero3[MeshOptions]):
         return bool(self._summed)
 
     def before_step(self, module: nn.Module) -> None:
-        """Sums the gradients that ranks which share layers have computed in parts; compares the others, once."""
-        if self._sizes.tensor == 1:
-            return
-        if not self.wraps:
-            divide_gradients(module)
+        """Completes the gradients of divided layers, and those that ranks which share them have computed in parts."""
+        if self._sizes.tensor > 1:
+            self._complete(module)
+
+    def _complete(self, module: nn.Module) -> None:
+        divide_gradients(module)
         group = part_of(self._ranks, "tensor").get_group()
         for part in self._summed:
             for parameter in part.parameters(recurse=False):
                 if parameter.grad is not None:
                     dist.all_reduce(local(parameter.grad), group=group)
-        if not self._compared:
-            self._compared = True
-            check_gradients(module, group)
 
     @contextmanager
     def evaluating(self, module: nn.Module) -> Iterator[nn.Module]:

@@ -6,10 +6,10 @@ Huang et al. 2019, GPipe (https://arxiv.org/abs/1811.06965). How a module become
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
@@ -26,6 +26,7 @@ from sparktorch.train.huggingface.models import arguments
 from sparktorch.train.pipeline.checks import SETTINGS, check_equal, check_inputs, check_parts
 from sparktorch.train.pipeline.cut import Cut
 from sparktorch.train.pipeline.pipe import Pipe
+from sparktorch.train.pipeline.stage import Stage
 from sparktorch.train.pipeline.step import MicroLosses, arguments_of, check_step, stand_in
 from sparktorch.train.recipe.loss import Sums
 from sparktorch.train.recipe.recipe import Recipe
@@ -33,7 +34,8 @@ from sparktorch.train.sharding.units import check_checkpointing, units
 from sparktorch.train.strategies.base import Step
 from sparktorch.train.strategies.mesh import Mesh
 from sparktorch.train.strategies.mesh_options import MeshOptions
-from sparktorch.train.tensor_parallel.row_exchange import share_rows
+from sparktorch.train.tensor_parallel.comparison import Comparison, in_evaluation
+from sparktorch.train.tensor_parallel.row_exchange import RowExchange
 
 __all__ = ["PipelineMesh"]
 
@@ -44,6 +46,7 @@ class PipelineMesh(Mesh):
     runs_passes = True
     refusals = SETTINGS
     _pipe: Pipe
+    _exchange: RowExchange
 
     @classmethod
     def check_module(cls, options: MeshOptions, recipe: Recipe, module: nn.Module, workers: int) -> None:
@@ -54,7 +57,6 @@ class PipelineMesh(Mesh):
     @classmethod
     def check_call(cls, options: MeshOptions, recipe: Recipe, module: nn.Module, batch: Batch) -> None:
         """Refuses modules that are not the composition of their stages, and steps that need more than the output."""
-        cls._check_layers(options, module, batch)
         check_inputs(batch)
         cut = Cut(module, options.stages, options.split, cls._styles_of(module, options))
         step = recipe.build_training_step()
@@ -92,8 +94,11 @@ class PipelineMesh(Mesh):
         own = range(group.rank(), options.stages, group.size())
         stages = [cut.stage(number) for number in own]
         aliases = cut.aliases(stages)
+        comparisons = self._comparisons(module, cut, dict(zip(own, stages, strict=True)))
         cut.keep(own)
         self._divide_layers(module, styles)
+        for stage, comparison in comparisons.items():
+            comparison.check(stage.to(self._device), partial(self._complete, module))
         for stage in stages:
             present = {type(part).__name__ for part in stage.modules()}
             classes = [name for name in options.wrap_classes if name in present]
@@ -108,8 +113,30 @@ class PipelineMesh(Mesh):
         copies = self._sharing.size() < self._world.world_size
         how = options.schedule, options.count
         self._pipe = Pipe(module, stages, cut, group, self._device, how, copies=copies)
-        self._exchange = share_rows(self._pipe, self._sharing, self._device)
+        self._exchange = RowExchange(self._sharing, self._device)
+        self._exchange.attach(self._pipe)
         return self._pipe
+
+    def _comparisons(self, module: nn.Module, cut: Cut, own: dict[int, Stage]) -> dict[Stage, Comparison]:
+        """Returns what this rank's stages compute of a few rows before their layers are divided, if they will be."""
+        rows = self._few_rows(module)
+        if rows is None:
+            return {}
+        exchange, found = RowExchange(self._sharing, self._device), dict[Stage, Comparison]()
+        given = Arguments.of(*exchange.before(module, *rows))
+        exchange.restore()
+        inputs = {str(place): tensor for place, tensor in enumerate(given.tensors)}
+        passed: Sequence[torch.Tensor] = ()
+        for number in range(self._options.stages):
+            stage = own.get(number) or cut.stage(number)
+            stage.given = given
+            if number in own:
+                found[stage] = Comparison(stage, passed, inputs, part_of(self._ranks, "tensor").get_group())
+            with torch.no_grad(), in_evaluation(stage):
+                of_host = {name: tensor.cpu() for name, tensor in inputs.items()}
+                returned = stage(*(tensor.cpu() for tensor in passed), **of_host)
+            passed = [tensor.to(self._device) for tensor in returned]
+        return found
 
     def unwrap(self, module: nn.Module) -> nn.Module:
         """Returns the user's module, of which this rank has some parameters only."""

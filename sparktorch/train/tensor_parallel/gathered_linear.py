@@ -34,16 +34,9 @@ def as_part(own: torch.Tensor, mesh: DeviceMesh, shape: torch.Size) -> Any:
 def linear_of_all(
     x: Any, weight: torch.Tensor, bias: torch.Tensor | None, *, recompute_allgather: bool
 ) -> torch.Tensor:
-    """Returns a linear function of all positions, of which each rank has some.
+    """Returns this rank's outputs of a linear function, of all positions of a `DTensor` of which each rank has some.
 
-    Args:
-        x: A `DTensor` of shape (rows, positions, features), divided along axis 1.
-        weight: This rank's rows of the weights, of shape (its outputs, features).
-        bias: This rank's part of the bias, or `None`.
-        recompute_allgather: Whether all positions are gathered again backward, instead of being kept.
-
-    Returns:
-        All positions of this rank's outputs.
+    With `recompute_allgather`, positions are gathered again backward, instead of being kept.
     """
     given = (x.to_local(), weight, bias, x.device_mesh, x.shape, recompute_allgather)
     found: torch.Tensor = _LinearOfAll.apply(*given)  # type: ignore[no-untyped-call]  # torch's
@@ -120,7 +113,7 @@ class ColwiseLinear(nn.Linear):
     recompute_allgather: bool
 
     @classmethod
-    def divide(cls, part: nn.Linear, mesh: DeviceMesh, *, recompute_allgather: bool) -> None:
+    def shard(cls, part: nn.Linear, mesh: DeviceMesh, *, recompute_allgather: bool) -> None:
         """Leaves a rank its outputs, in place; the parameters are the same in every rank before."""
         from torch.distributed.tensor import Shard, distribute_tensor
 

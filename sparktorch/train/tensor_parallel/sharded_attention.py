@@ -18,37 +18,16 @@ from torch.nn import functional as F
 
 from sparktorch.base.devices import is_host, seed
 from sparktorch.errors import ModuleError
-from sparktorch.train.dtensor import packed_placement
 from sparktorch.train.tensor_parallel.gathered_linear import is_part, linear_of_all
 
-__all__ = ["PROJECTION", "divide_heads", "drawn_apart", "obstacle"]
+__all__ = ["PROJECTION", "drawn_apart", "shard_heads"]
 
 PROJECTION = "out_proj"  # of an nn.MultiheadAttention, which is divided by "rowwise"
 _PARAM = "strategyParams"
 _PACKED = ("in_proj_weight", "in_proj_bias")  # those of queries, of keys and of values, one behind the other
-_KNOWN = {
-    *(*_PACKED, "q_proj_weight", "k_proj_weight", "v_proj_weight"),
-    *(f"{PROJECTION}.weight", f"{PROJECTION}.bias"),
-}
 
 
-def obstacle(part: nn.Module, size: int) -> str:
-    """Returns why a part cannot be divided by heads among as many ranks; empty if it can."""
-    if type(part) is not nn.MultiheadAttention:  # a subclass may compute something else
-        return (
-            f"a {type(part).__module__}.{type(part).__qualname__}, and only nn.MultiheadAttention itself can be divided"
-            " by 'heads'"
-        )
-    if part.bias_k is not None or part.add_zero_attn:
-        return "with add_bias_kv or add_zero_attn, whose keys and values belong to no input"
-    if {name for name, _ in part.named_parameters()} - _KNOWN or list(part.buffers()):
-        return "which has other parameters or buffers than those of its class"
-    if part.num_heads % size:
-        return f"whose {part.num_heads} heads are not divisible by {size}"
-    return ""
-
-
-def divide_heads(part: nn.MultiheadAttention, mesh: DeviceMesh, *, recompute_allgather: bool) -> None:
+def shard_heads(part: nn.MultiheadAttention, mesh: DeviceMesh, *, recompute_allgather: bool) -> None:
     """Leaves a rank the projections of its heads, in place; `out_proj` is to be divided by "rowwise" besides.
 
     Names and shapes of the parameters stay: `in_proj_weight` is a `DTensor` of shape (3 * embed_dim, embed_dim).
@@ -60,9 +39,11 @@ def divide_heads(part: nn.MultiheadAttention, mesh: DeviceMesh, *, recompute_all
     """
     from torch.distributed.tensor import DTensor, Shard
 
+    from sparktorch.train.packed import Packed
+
     rank, ranks = mesh.get_local_rank(), mesh.size()
     for name, parameter in list(part.named_parameters(recurse=False)):
-        blocks, placement = (3, packed_placement(3, mesh)) if name in _PACKED else (1, Shard(0))
+        blocks, placement = (3, Packed.of(3, mesh)) if name in _PACKED else (1, Shard(0))
         by_rank = parameter.detach().view(blocks, ranks, -1, *parameter.shape[1:])
         own = by_rank[:, rank].flatten(0, 1).clone()
         shape, stride = parameter.shape, parameter.stride()
@@ -112,13 +93,11 @@ class MultiheadAttention(nn.MultiheadAttention):
                 param=_PARAM,
             )
         heads, rank = self.num_heads // self.mesh.size(), self.mesh.get_local_rank()
-
-        def by_head(projected: torch.Tensor) -> torch.Tensor:
-            split = projected.view(*projected.shape[:-1], heads, -1)
-            return split.transpose(1, 2) if self.batch_first else split.permute(1, 2, 0, 3)
-
-        q, k, v = map(by_head, _projected(self, query, key, value))  # (rows, heads, positions, features of a head)
-        mask = _of_keys(key_padding_mask, q.dtype)
+        order = (0, 2, 1, 3) if self.batch_first else (1, 2, 0, 3)  # rows, heads, positions, features of a head
+        projected = _projected(self, query, key, value)
+        q, k, v = (each.view(*each.shape[:-1], heads, -1).permute(order) for each in projected)
+        # A mask of keys, (rows, keys), is one of all heads and queries.
+        mask = None if key_padding_mask is None else _added(key_padding_mask, q.dtype)[:, None, None]
         causal = is_causal and mask is None and not need_weights  # attn_mask is that of `is_causal`, which kernels know
         if attn_mask is not None and not causal:
             own = _added(attn_mask, q.dtype)
@@ -129,8 +108,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         attend: Callable[..., Any] = partial(_weighted if need_weights else _fused, q, k, v, mask, dropout, causal)
         attended, weights = self.apart(attend, rank, q.device) if dropout else attend()
         attended = attended.transpose(1, 2) if self.batch_first else attended.permute(2, 0, 1, 3)
-        projected: torch.Tensor = self.out_proj(attended.flatten(2))
-        return projected, None if weights is None else _of_all_heads(weights, self.mesh, average=average_attn_weights)
+        output: torch.Tensor = self.out_proj(attended.flatten(2))
+        return output, None if weights is None else _of_all_heads(weights, self.mesh, average=average_attn_weights)
 
 
 def _projected(
@@ -154,18 +133,14 @@ def _projected(
             return linear_of_all(x, weight, bias, recompute_allgather=part.recompute_allgather)
         return F.linear(entered[id(x)], weight, bias)
 
-    bias, packed = _own(part.in_proj_bias), _own(part.in_proj_weight)
+    parameters: dict[str, Any] = part._parameters
+    own = {name: parameter.to_local() for name, parameter in parameters.items() if parameter is not None}
+    bias, packed = own.get("in_proj_bias"), own.get("in_proj_weight")
     if packed is not None and query is key is value:
         return list(linear(query, packed, bias).chunk(3, -1))
-    separate = (part.q_proj_weight, part.k_proj_weight, part.v_proj_weight)
-    weights: Any = map(_own, separate) if packed is None else packed.chunk(3)
-    biases: Any = [None] * 3 if bias is None else bias.chunk(3)
+    weights = [own[f"{name}_proj_weight"] for name in "qkv"] if packed is None else packed.chunk(3)
+    biases = [None] * 3 if bias is None else bias.chunk(3)
     return [linear(x, weight, b) for x, weight, b in zip(given, weights, biases, strict=True)]
-
-
-def _own(parameter: Any) -> Any:
-    """Returns this rank's part of a parameter, if there is one; `dtensor.local` cannot be compiled."""
-    return None if parameter is None else parameter.to_local()
 
 
 def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -175,15 +150,8 @@ def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask, -math.inf)
 
 
-def _of_keys(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """Returns what a mask of keys, of shape (rows, keys), adds to the scores of all heads and queries."""
-    return None if mask is None else _added(mask, dtype)[:, None, None]
-
-
-def _fused(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, dropout: float, causal: bool
-) -> tuple[torch.Tensor, None]:
-    return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal), None
+def _fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *how: Any) -> tuple[torch.Tensor, None]:
+    return F.scaled_dot_product_attention(q, k, v, *how), None
 
 
 def _weighted(
@@ -196,10 +164,7 @@ def _weighted(
 
 
 def drawn_apart(function: Callable[[], Any], rank: int, device: torch.device) -> Any:
-    """Calls a function that draws other numbers in each rank: those of its heads.
-
-    Afterwards, the ranks' generators are equal again, as they were before.
-    """
+    """Calls a function that draws other numbers in each rank; afterwards, the ranks' generators are equal again."""
     drawn = int(torch.randint(2**31, ()))
     of_device = [] if is_host(device) else [device]
     with torch.random.fork_rng(of_device, device_type="cuda" if is_host(device) else device.type):

@@ -8,26 +8,21 @@ layers, `nn.Linear` and `nn.Embedding`; `sharded_attention.py` divides `nn.Multi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from sparktorch.errors import ConfigError, ModuleError, nearest
-from sparktorch.train.dtensor import local, undivided, unviewed
-from sparktorch.train.tensor_parallel import sharded_attention
+from sparktorch.train.dtensor import local, unviewed
 from sparktorch.train.tensor_parallel.gathered_linear import POSITIONS, ColwiseLinear
-from sparktorch.train.tensor_parallel.sequence import LAYERS, divide_sequence, linear_layers, norms_of
-from sparktorch.train.tensor_parallel.sharded_attention import PROJECTION, divide_heads
-from sparktorch.train.tensor_parallel.sharded_shapes import check_width
+from sparktorch.train.tensor_parallel.sequence import LAYERS, linear_layers, norms_of, shard_sequence
+from sparktorch.train.tensor_parallel.sharded_attention import PROJECTION, shard_heads
 
 __all__ = [
     "DIVIDED",
@@ -35,11 +30,9 @@ __all__ = [
     "OWN_ROWS",
     "STYLES",
     "SUMMED",
-    "check_gradients",
-    "check_parts_within",
     "check_plan",
-    "divide",
     "left_whole",
+    "shard_layers",
 ]
 
 SUMMED = "sum_gradients"
@@ -62,13 +55,31 @@ _OF_TRANSFORMERS = {
     "colwise_rep": _GATHERED,
     "replicated_with_grad_allreduce": SUMMED,
 }
+# Parts that ranks cannot compute on all their rows together: which, what the message says, and what to do.
+_REFUSED: Sequence[tuple[Callable[[Any], object], str, str]] = (
+    (
+        lambda part: hasattr(part, "peft_config"),
+        "has adapters, and strategyParams.tensor divides none",
+        "divide parameters with strategyParams.shard, or train the model without adapters",
+    ),
+    (
+        lambda part: isinstance(part, nn.modules.batchnorm._BatchNorm),
+        "is batch normalisation, and ranks that share a layer compute on all their rows together",
+        "use nn.GroupNorm or nn.LayerNorm, or leave strategyParams.tensor out",
+    ),
+    (
+        lambda part: isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse,
+        "has sparse gradients, which ranks that share layers do not clip or measure",
+        "leave sparse=True out",
+    ),
+)
 _TIED = "whose weights are tied to those of another part"
 _WITHOUT_PARTNER = ("embedding_rowwise", "colwise_rep", _GATHERED)
 _TOLERANCE = 1e-2  # of gradients that should be equal
 _NUMBERS_OF_HEADS = ("num_attention_heads", "num_key_value_heads")
 
 
-def divide(
+def shard_layers(
     module: nn.Module,
     mesh: DeviceMesh,
     styles: Mapping[str, str],
@@ -90,57 +101,41 @@ def divide(
         sequence: Whether ranks have parts of the sequences between the layers.
         recompute_allgather: Whether a layer that takes all of a sequence gathers it again backward.
     """
-    parts = dict(module.named_modules(remove_duplicate=False))
+    parts: dict[str, Any] = dict(module.named_modules(remove_duplicate=False))
     by_positions = set(linear_layers(module)) if sequence else set()
     for name, kind in styles.items():
-        if kind != SUMMED:
-            materialise(parts[name])
-            _divide(
-                name,
-                parts[name],
-                kind,
-                mesh,
-                by_positions=name in by_positions,
-                recompute_allgather=recompute_allgather,
-            )
-    if sequence:
-        divide_sequence(module, mesh)
-    for name in styles.keys() - {name for name, kind in styles.items() if kind in (SUMMED, HEADS)}:
-        if isinstance(part := parts[name], nn.Embedding):
-            part.register_forward_pre_hook(_check_index)
+        part = parts[name]
+        if kind == SUMMED:
+            continue
+        materialise(part)
+        if kind == HEADS:
+            shard_heads(part, mesh, recompute_allgather=recompute_allgather)
+            continue
+        if kind == "colwise" and name in by_positions:
+            ColwiseLinear.shard(part, mesh, recompute_allgather=recompute_allgather)
+        else:
+            _parallelize(part, kind, mesh, by_positions=name in by_positions)
         part.register_forward_hook(unviewed, with_kwargs=True)
+    if sequence:
+        shard_sequence(module, mesh)
     for part in parts.values():
         if isinstance(part, nn.TransformerEncoder):
             part.use_nested_tensor = False  # it makes nested tensors for kernels that take whole layers
 
 
-def _divide(
-    name: str, part: Any, kind: str, mesh: DeviceMesh, *, by_positions: bool, recompute_allgather: bool
-) -> None:
-    """Divides a layer, in place; `by_positions`, what it takes or returns undivided is divided by positions.
-
-    With `recompute_allgather`, it gathers what it takes so once more backward.
-    """
+def _parallelize(part: nn.Module, kind: str, mesh: DeviceMesh, *, by_positions: bool) -> None:
+    """Divides a layer by torch's styles; `by_positions`, its sum is scattered to ranks by positions."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-    if kind == HEADS:
-        divide_heads(part, mesh, recompute_allgather=recompute_allgather)
-        return
-    if kind == "rowwise":
-        if isinstance(part, nn.Linear):  # before torch's hook, which takes any input for a part
-            part.register_forward_pre_hook(partial(check_width, name, mesh.size()))
-        style: ParallelStyle = RowwiseParallel(
-            input_layouts=Replicate() if isinstance(part, nn.Embedding) else None,
-            output_layouts=Shard(POSITIONS) if by_positions else None,
-            use_local_output=not by_positions,
-        )
-    elif by_positions:
-        ColwiseLinear.divide(part, mesh, recompute_allgather=recompute_allgather)
-        return
-    else:
-        style = ColwiseParallel(output_layouts=Replicate() if kind == _GATHERED else None)
+    style: ParallelStyle = ColwiseParallel(output_layouts=Replicate() if kind == _GATHERED else None)
+    if kind == "rowwise" and by_positions:
+        style = RowwiseParallel(output_layouts=Shard(POSITIONS), use_local_output=False)
+    elif kind == "rowwise":
+        style = RowwiseParallel(input_layouts=Replicate() if isinstance(part, nn.Embedding) else None)
     parallelize_module(part, mesh, style, src_data_rank=None)  # all ranks have the same parameters
+    if isinstance(part, nn.Embedding):
+        part.register_forward_pre_hook(_check_index)
 
 
 def _check_index(part: Any, inputs: Any) -> None:
@@ -148,81 +143,6 @@ def _check_index(part: Any, inputs: Any) -> None:
     index = local(inputs[0])
     known: Any = ((index >= 0) & (index < part.num_embeddings)).all()
     torch._assert_async(known, f"an index is not one of the {part.num_embeddings} rows of an nn.Embedding")
-
-
-@torch.no_grad()
-def check_gradients(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Checks that ranks which share layers have the same gradients of what is not divided.
-
-    Raises:
-        ModuleError: They have not; in all ranks.
-    """
-    names, far, sizes = [], [], []
-    for name, parameter in module.named_parameters():
-        if parameter.grad is None or not undivided(parameter, "tensor"):
-            continue
-        own = local(parameter.grad).float()
-        mean = own.clone()
-        dist.all_reduce(mean, group=group)
-        mean /= group.size()
-        names.append(name)
-        far.append((own - mean).norm())
-        sizes.append(mean.norm())
-    if not names:
-        return
-    distances, norms = torch.stack(far), torch.stack(sizes)
-    dist.all_reduce(distances, dist.ReduceOp.MAX, group=group)
-    wrong = distances > _TOLERANCE * norms + 1e-5 * norms.max()
-    if wrong.any():
-        name = names[int(wrong.nonzero()[0])]
-        raise ModuleError(
-            f"the gradient of {name!r} differs between ranks that share layers: it is used with a divided output",
-            hint=f"add {name.rpartition('.')[0]!r}: {SUMMED!r} to strategyParams.plan, or gather the output before it",
-            param=_PARAM,
-        )
-
-
-def check_parts_within(step: Callable[[nn.Module, Any], Any], module: nn.Module, batch: Any) -> None:
-    """Refuses, in the dry run, a training step that computes parts of the module outside of its forward pass.
-
-    Ranks exchange their rows before the forward pass: what is computed elsewhere has this rank's rows only. A step that
-    fails anyway is left to the dry run, which says why.
-
-    Args:
-        step: The training step.
-        module: The module.
-        batch: A few rows.
-
-    Raises:
-        ModuleError: It does.
-    """
-    within, outside = [0], list[str]()
-
-    def enter(*_: Any) -> None:
-        within[0] += 1
-
-    def leave(*_: Any) -> None:
-        within[0] -= 1
-
-    def seen(name: str, *_: Any) -> None:
-        outside.extend([] if within[0] else [name])
-
-    hooks = [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
-    hooks += [part.register_forward_pre_hook(partial(seen, name)) for name, part in module.named_modules() if name]
-    try:
-        with torch.random.fork_rng(devices=()), suppress(Exception):
-            step(module, batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    if outside:
-        raise ModuleError(
-            f"the training step computes {outside[0]!r} outside of a call of the module, before which ranks that share "
-            "layers exchange their rows",
-            hint="call the module in trainingStep, with an argument that says what it returns if there are several "
-            "things, or use strategyParams.shard instead of tensor",
-            param="trainingStep",
-        )
 
 
 def check_plan(
@@ -244,46 +164,25 @@ def check_plan(
         ConfigError: A pattern matches no layer, or one that cannot be divided; or nothing is known of the module.
         ModuleError: The module has batch normalisation, or embeddings with sparse gradients.
     """
-    if hasattr(module, "peft_config"):
-        raise ConfigError(
-            "strategyParams.tensor divides no module with adapters",
-            hint="divide parameters with strategyParams.shard, or train the model without adapters",
-            param=_PARAM,
-        )
-    _check_parts(module)
+    for name, part in module.named_modules():
+        for applies, says, hint in _REFUSED:
+            if applies(part):
+                raise ModuleError(f"{name or 'the module'} {says}", hint=hint, param=_PARAM)
     found = _matched(module, plan, size) if plan else _own_plan(module, size, staged=staged)
     if found is None:
-        found = {
-            name: style
-            for pair in _known_pairs(module)
-            if _first_obstacle(module, pair, size) is None
-            for name, style in pair
-        }
+        pairs = (pair for pair in _known_pairs(module) if _first_obstacle(module, pair, size) is None)
+        found = {name: style for pair in pairs for name, style in pair}
     found |= {f"{name}.{PROJECTION}": "rowwise" for name, style in found.items() if style == HEADS}
-    if not any(type(part) in DIVIDED for part in module.modules()):
-        raise ConfigError(
-            f"strategyParams.tensor is {size}, and {type(module).__name__} has no nn.Linear and no nn.Embedding, which "
-            "alone are divided",
-            hint="divide parameters with strategyParams.shard, or layers among stages with strategyParams.pipeline",
-            param=_PARAM,
-        )
     if sequence:
-        for name in norms_of(module, found, lambda name, style: _obstacle(module, name, style, size)):
-            if _tied(module, module.get_submodule(name)):
-                raise ConfigError(
-                    f"strategyParams.sequence cannot divide {name!r}, {_TIED}",
-                    hint="give each its own weights, or leave sequence out",
-                    param=_PARAM,
-                )
-            found[name] = SUMMED
+        norms = norms_of(module, found, lambda name, style: _obstacle(module, name, style, size))
+        found |= dict.fromkeys(norms, SUMMED)
     if not found:
         layers = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)][:4]
-        of = f" of {', '.join(map(repr, layers))}, ..." if layers else ""
         raise ConfigError(
             f"strategyParams.tensor is {size}, and {type(module).__name__} has no layers that are known to be divisible"
             f" by {size}",
-            hint=f"name those that belong together{of}, as in {_EXAMPLE}; a model without, as GPT-2, can be divided "
-            "by strategyParams.shard",
+            hint=f"name layers of nn.Linear or nn.Embedding that belong together ({', '.join(layers) or 'it has none'})"
+            f", as in {_EXAMPLE}; a model without, as GPT-2, can be divided by strategyParams.shard",
             param=_PARAM,
         )
     return found
@@ -299,51 +198,24 @@ def left_whole(module: nn.Module, size: int) -> list[tuple[str, str]]:
     return [found for pair in _known_pairs(module) if (found := _first_obstacle(module, pair, size)) is not None]
 
 
-def _check_parts(module: nn.Module) -> None:
-    """Refuses parts that ranks cannot compute on all their rows together.
-
-    Raises:
-        ModuleError: It is batch normalisation, or has sparse gradients.
-    """
-    for name, part in module.named_modules():
-        if isinstance(part, nn.modules.batchnorm._BatchNorm):
-            raise ModuleError(
-                f"{name or 'the module'} is batch normalisation, and ranks that share a layer compute on all their "
-                "rows together",
-                hint="use nn.GroupNorm or nn.LayerNorm, or leave strategyParams.tensor out",
-                param=_PARAM,
-            )
-        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
-            raise ModuleError(
-                f"{name or 'the module'} has sparse gradients, which ranks that share layers do not compare or clip",
-                hint="leave sparse=True out",
-                param=_PARAM,
-            )
-
-
 def _matched(module: nn.Module, plan: Mapping[str, str], size: int) -> dict[str, str]:
     """Returns the style of each layer that matches a pattern; the first that matches decides."""
-    names = [name for name, _ in module.named_modules() if name]
-    parts = dict(module.named_modules())
+    parts = {name: part for name, part in module.named_modules() if name}
     found: dict[str, str] = {}
     for pattern, style in plan.items():
-        matching = [name for name in names if fnmatchcase(name, pattern)]
+        matching = [name for name in parts if fnmatchcase(name, pattern)]
         if not matching:
             raise ConfigError(
                 f"strategyParams.plan: {pattern!r} matches no part of the module",
-                hint=nearest(pattern, [name for name in names if isinstance(parts[name], DIVIDED)]),
+                hint=nearest(pattern, [name for name, part in parts.items() if isinstance(part, DIVIDED)]),
                 param=_PARAM,
             )
-        for name in matching:
-            if name in found:
-                continue
+        for name in (name for name in matching if name not in found):
             reason = _obstacle(module, name, style, size)
             if reason:
                 raise ConfigError(
                     f"strategyParams.plan: {pattern!r} matches {name!r}, {reason}",
-                    hint="make the pattern narrower, or choose another number of ranks for strategyParams.tensor"
-                    if "not divisible" in reason
-                    else "make the pattern narrower",
+                    hint="make the pattern narrower, or choose another number of workers for strategyParams.tensor",
                     param=_PARAM,
                 )
             found[name] = style
@@ -353,28 +225,24 @@ def _matched(module: nn.Module, plan: Mapping[str, str], size: int) -> dict[str,
 def _obstacle(module: nn.Module, name: str, style: str, size: int) -> str:
     """Returns why a layer cannot be divided; empty if it can."""
     part: Any = module.get_submodule(name)
+    if any(_tied(module, below) for below in (part.modules() if style == HEADS else [part])):
+        return _TIED  # gradients would be summed once for each part
     if style == SUMMED:
-        if _tied(module, part):  # they would be summed once for each part
-            return _TIED
         return "" if list(part.parameters(recurse=False)) else "which has no parameters of its own"
+    kinds = {HEADS: (nn.MultiheadAttention,), OWN_ROWS: (nn.Linear,)}.get(style, _LINEAR)
+    if type(part) not in kinds:  # a subclass may compute something else
+        only = " and ".join(f"nn.{kind.__name__}" for kind in kinds)
+        own = f"{type(part).__module__}.{type(part).__qualname__}"
+        return f"a {own}, and {style!r} divides only {only}, no subclass"
     if style == HEADS:
-        tied = any(_tied(module, below) for below in part.modules())
-        return _TIED if tied else sharded_attention.obstacle(part, size)
-    kind = f"{type(part).__module__}.{type(part).__qualname__}"
-    if type(part) not in _LINEAR:  # a subclass may compute something else
-        return f"a {kind}, and only nn.Linear and nn.Embedding themselves can be divided by {style!r}"
-    if style == OWN_ROWS and not isinstance(part, nn.Linear):
-        return f"a {kind}, and only nn.Linear can be divided by {style!r}"
-    if {name for name, _ in part.named_parameters()} - {"weight", "bias"} or list(part.buffers()):
-        return "which has other parameters or buffers than those of its class"
-    if _tied(module, part):
-        return _TIED
+        if part.bias_k is not None or part.add_zero_attn:
+            return "with add_bias_kv or add_zero_attn, whose keys and values belong to no input"
+        return f"whose {part.num_heads} heads are not divisible by {size}" if part.num_heads % size else ""
     if isinstance(part, nn.Embedding) and (part.max_norm is not None or part.scale_grad_by_freq):
         return "with max_norm or scale_grad_by_freq, which a divided table cannot have"
     # An embedding's weight has a row for each entry, that of a linear layer has one for each output.
-    rows, columns = part.weight.shape
-    along = columns if (style == "rowwise") == isinstance(part, nn.Linear) else rows
-    if along % size:
+    along = (style == "rowwise") == isinstance(part, nn.Linear)
+    if part.weight.shape[along] % size:
         return f"whose {tuple(part.weight.shape)} weights are not divisible by {size} under {style!r}"
     return ""
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -67,31 +66,36 @@ class Scores(nn.Module):
         scores = torch.tanh(self.head(x))
         if kind == "aside":
             return self.other(x)
-        if kind == "late":
-            return scores + x[:, :1]
         return {"scores": scores, "all": self.other(x)} if kind == "both" else scores
 
 
 class Behind(nn.Module):
-    """Divided layers behind the scores; as a transformers model, it brings a plan, and computes a loss of labels."""
-
-    _tp_plan: ClassVar[dict[str, str]] = {}
+    """Divided layers behind the scores."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.head, self.up, self.down = nn.Linear(5, 8), nn.Linear(8, 4), nn.Linear(4, 2)
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.head, self.up, self.down = nn.Linear(5, 8), nn.Linear(8, 4), nn.Linear(4, 1)
 
-    def forward(self, x: torch.Tensor, *, kind: str = "plain", labels: torch.Tensor | None = None) -> Any:
-        if kind == "repeated":
-            x = checkpoint(lambda x: self.down(self.up(F.pad(x, (0, 3)))), x, use_reentrant=False)
-            return checkpoint(lambda x: self.head(x).tanh(), F.pad(x, (0, 3)), use_reentrant=False)
-        scores = self.head(x)
-        if labels is not None:
-            return F.cross_entropy(scores, labels)
-        if kind == "attends":
-            return self.attention(*[scores[:, None]] * 3)[0]
-        return self.down(self.up(scores).relu()) if kind == "behind" else scores
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(self.head(x)).relu()).squeeze(-1)
+
+
+def test_divided_layers_behind_own_rows_are_refused_before_the_first_step() -> None:
+    params = {"tensor": 2, "plan": {"head": OWN, "up": "colwise", "down": "rowwise"}}
+    job = job_for(recipe={"module": Behind}, strategy="mesh", strategy_params=params)
+    with pytest.raises(ModuleError, match="Behind, with its layers divided, returns something else"):
+        train_on([part.batches() for part in TABLE.parts(2)], job)
+
+
+class Repeated(nn.Module):
+    """Scores that are computed again backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(5, 8)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return checkpoint(lambda x: self.head(x).tanh(), x, use_reentrant=False)
 
 
 class Largest(TorchDispatchMode):
@@ -135,32 +139,19 @@ def used(world: World) -> dict[str, Any]:
     output.sum().backward()
     found["aside gradient"] = float(whole(own.other.bias.grad))
     outputs = module(mine, kind="both")
-    outputs["all" if world.rank else "scores"].sum().backward()  # each rank uses another one
+    outputs["scores"].sum().backward()
     found["shapes"] = [tuple(outputs[name].shape) for name in ("scores", "all")]
     with pytest.raises(ModuleError, match="for 32 rows"):  # that pass has no rows of this rank only
         module(mine, kind="few")
     for name, arguments, given in (
         ("turned", {"kind": "turned"}, mine),
         ("empty", {}, mine[: 2 * world.rank]),
-        ("late", {"kind": "late"}, mine[:1]),
     ):
         module = build_strategy(config, world).prepare(copy.deepcopy(plain))
         with pytest.raises(ModuleError) as error:
             module(given, **arguments)
         found[name] = str(error.value)
-    plan = {"head": OWN, "up": "colwise", "down": "rowwise", "attention": "heads"}
-    config = job_for(strategy="mesh", strategy_params={"tensor": 2, "plan": plan}).config
-    module = build_strategy(config, world).prepare(Behind())
-    labels = torch.zeros(len(mine), dtype=torch.long)
-    for name, arguments in (
-        ("behind", {"kind": "behind"}),
-        ("attends", {"kind": "attends"}),
-        ("labels", {"labels": labels}),
-    ):
-        with pytest.raises(ModuleError) as error:
-            module(mine, **arguments)
-        found[name] = str(error.value)
-    repeated = module(mine, kind="repeated")  # what was refused is forgotten, also where a pass is computed again
+    repeated = build_strategy(config, world).prepare(Repeated())(mine)
     repeated.sum().backward()
     found["repeated"] = tuple(repeated.shape)
     return found
@@ -173,14 +164,10 @@ def test_a_rank_gets_all_columns_of_its_own_rows_and_never_has_those_of_all_rows
         assert found["gradients"]
         assert found["largest"] <= 4 * max(count * 64, 32 * 32)  # its own rows, or its columns of all rows
         assert found["shapes"] == [(count, 64), (count, 1)]
-        assert "'head' returns a tensor of shape (1, 32, 32) for 32 rows" in found["turned"]
+        assert "layer returns a tensor of shape (1, 32, 32) for 32 rows" in found["turned"]
         assert "of which ranks that share layers have 0, 2" in found["empty"]
-        assert "the output of Scores differs" in found["late"]
         assert found["aside"]
         assert found["aside gradient"] == 32
-        assert "'up' is divided, and computed behind 'head'" in found["behind"]
-        assert "'attention' is divided, and computed behind 'head'" in found["attends"]
-        assert "Behind is called with labels" in found["labels"]
         assert found["repeated"] == (count, 8)
 
 
@@ -210,7 +197,7 @@ def test_logits_of_a_language_model_are_those_of_own_rows_but_in_a_pipeline(stag
     ("part", "options", "says"),
     [
         (nn.Linear(5, 7), {}, r"\(7, 5\) weights are not divisible by 2 under 'colwise_own_rows'"),
-        (nn.Embedding(8, 4), {}, "only nn.Linear can be divided by 'colwise_own_rows'"),
+        (nn.Embedding(8, 4), {}, "'colwise_own_rows' divides only nn.Linear"),
         (nn.Linear(5, 8), {"pipeline": 2}, "the last stage of a pipeline computes the loss of all rows"),
     ],
 )

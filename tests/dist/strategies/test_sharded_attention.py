@@ -23,7 +23,7 @@ from sparktorch.train.dtensor import TENSOR, local, local_parts, mesh_of_trainin
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.mesh import Mesh, MeshOptions
 from sparktorch.train.strategies.registry import check_module
-from sparktorch.train.tensor_parallel.styles import check_plan, divide
+from sparktorch.train.tensor_parallel.styles import check_plan, shard_layers
 from sparktorch.worker import TrainJob
 from tests.dist.strategies.test_strategies import FEW_STEPS, TABLE, job_for, plain
 from tests.support.attention_nets import Encoder, Translator
@@ -135,7 +135,7 @@ def attention(world: World) -> dict[str, Any]:
         plain = nn.ModuleDict({"it": nn.MultiheadAttention(WIDTH, HEADS, **kind)})
         nn.init.normal_(plain["it"].in_proj_bias) if kind.get("bias", True) else None
         divided = copy.deepcopy(plain)
-        divide(divided, mesh, check_plan(divided, {"it": "heads"}, 2), lambda part: None)
+        shard_layers(divided, mesh, check_plan(divided, {"it": "heads"}, 2), lambda part: None)
         shapes = {name: value.shape for name, value in plain.state_dict().items()}
         found[f"{kind} shapes"] = shapes == {name: value.shape for name, value in divided.state_dict().items()}
         for name, arguments in calls_of(ROWS).items():
@@ -161,7 +161,7 @@ def attention(world: World) -> dict[str, Any]:
     nn.init.constant_(large["it"].in_proj_weight, 160 / WIDTH)  # products of queries and keys would be 76800
     x = torch.ones(1, 2, WIDTH, dtype=torch.float16)
     expected = large["it"](x, x, x)
-    divide(large, mesh, check_plan(large, {"it": "heads"}, 2), lambda part: None)
+    shard_layers(large, mesh, check_plan(large, {"it": "heads"}, 2), lambda part: None)
     output = large["it"](x, x, x)
     found["large"] = all(torch.allclose(a, b, rtol=1e-2) for a, b in zip(output, expected, strict=True))
     return found
@@ -180,7 +180,7 @@ def numbers(world: World, compiled: bool = False) -> dict[str, Any]:
     mesh = mesh_of_training([group], "cpu", torch.arange(2), [TENSOR])
     torch.manual_seed(3)
     module = nn.ModuleDict({"it": nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True)})
-    divide(module, mesh, check_plan(module, {"it": "heads"}, mesh.size()), lambda part: None)
+    shard_layers(module, mesh, check_plan(module, {"it": "heads"}, mesh.size()), lambda part: None)
     attend = torch.compile(module["it"], backend="aot_eager") if compiled else module["it"]
     x = torch.ones(1, 8, 4)
     _, weights = attend(x, x, x, average_attn_weights=False)
@@ -256,7 +256,7 @@ def compiled(world: World) -> list[bool]:
     torch.manual_seed(0)
     plain = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
     divided = copy.deepcopy(plain)
-    divide(divided, mesh, check_plan(divided, {}, 2), lambda part: None)
+    shard_layers(divided, mesh, check_plan(divided, {}, 2), lambda part: None)
     assert hasattr(divided.self_attn.in_proj_weight, "device_mesh")
     for module in (plain, torch.compile(divided, backend="aot_eager")):
         module(x).square().sum().backward()
@@ -285,9 +285,9 @@ def test_divided_attention_is_compiled(found_compiled: list[tuple[dict[str, Any]
         (nn.MultiheadAttention(12, 3), "heads", "whose 3 heads are not divisible by 2"),
         (nn.MultiheadAttention(4, 2, add_bias_kv=True), "heads", "with add_bias_kv or add_zero_attn"),
         (nn.MultiheadAttention(4, 2, add_zero_attn=True), "heads", "with add_bias_kv or add_zero_attn"),
-        (nn.MultiheadAttention(4, 2), "colwise", "only nn.Linear and nn.Embedding themselves"),
-        (nn.Linear(4, 4), "heads", "only nn.MultiheadAttention itself can be divided by 'heads'"),
-        (type("Own", (nn.MultiheadAttention,), {})(4, 2), "heads", "only nn.MultiheadAttention itself"),
+        (nn.MultiheadAttention(4, 2), "colwise", "'colwise' divides only nn.Linear and nn.Embedding"),
+        (nn.Linear(4, 4), "heads", "'heads' divides only nn.MultiheadAttention"),
+        (type("Own", (nn.MultiheadAttention,), {})(4, 2), "heads", "'heads' divides only nn.MultiheadAttention"),
     ],
 )
 def test_attention_that_cannot_be_divided_by_heads_is_refused_before_the_job(
@@ -336,7 +336,7 @@ def alone(world: World) -> str:
     assert group is not None
     module = nn.ModuleDict({"it": nn.MultiheadAttention(4, 2)})
     mesh = mesh_of_training([group], "cpu", torch.arange(2), [TENSOR])
-    divide(module, mesh, check_plan(module, {"it": "heads"}, 2), lambda part: None)
+    shard_layers(module, mesh, check_plan(module, {"it": "heads"}, 2), lambda part: None)
     x = torch.ones(5, 4)
     with pytest.raises(ModuleError) as error:
         module["it"](x, x, x)

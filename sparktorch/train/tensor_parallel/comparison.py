@@ -1,0 +1,155 @@
+"""The check of a plan: with its layers divided, a module returns what it returned before, with the same gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from sparktorch.errors import ModuleError
+from sparktorch.train.dtensor import TENSOR, local, undivided
+from sparktorch.train.numerics.determinism import seed_all, untouched_generators
+from sparktorch.train.tensor_parallel.row_exchange import RowExchange
+
+__all__ = ["Comparison", "in_evaluation"]
+
+_TOLERANCE = 1e-2  # of the largest number: wrong plans make differences of its own size
+
+
+class Comparison:
+    """Outputs and gradients of a module on a few rows, before its layers are divided.
+
+    The module is in evaluation, as dropout would draw other numbers for a part. Parameters that are zero, as of a
+    head, would hide what is before them: they have other values until the comparison is made.
+    """
+
+    def __init__(
+        self, module: nn.Module, args: Any, kwargs: Any, group: dist.ProcessGroup, exchange: RowExchange | None = None
+    ) -> None:
+        """Calls the undivided module, on the host, with the rows of all ranks that will share its layers.
+
+        Args:
+            module: The module, with the same parameters in every rank.
+            args: Its positional arguments, with a few rows.
+            kwargs: Its named arguments.
+            group: The ranks that will share its layers.
+            exchange: Exchanges rows with them, if each rank has rows of its own, and not all the same.
+        """
+        self._args, self._kwargs, self._group, self._exchange = args, kwargs, group, exchange
+        floats = {name: p for name, p in module.named_parameters() if p.is_floating_point()}
+        self._tolerance = max([_TOLERANCE, *(8 * torch.finfo(p.dtype).eps for p in floats.values())])
+        self._zeros = [name for name, p in floats.items() if not p.any()]
+        with torch.no_grad(), untouched_generators(torch.device("cpu")):
+            torch.manual_seed(0)
+            for name in self._zeros:
+                floats[name].uniform_(-0.1, 0.1)
+        self._norms: dict[str, torch.Tensor] = {}
+
+        def keep(name: str, parameter: Any) -> None:
+            self._norms[name] = torch.linalg.vector_norm(parameter.grad)
+            parameter.grad = None  # no rank has all gradients at once
+
+        def of_all_rows() -> Any:
+            every = (args, kwargs) if exchange is None else exchange.before(module, args, kwargs)
+            try:
+                args_of_all, kwargs_of_all = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, every)
+                return module(*args_of_all, **kwargs_of_all)
+            finally:
+                if exchange is not None:
+                    exchange.restore()
+
+        hooks = [
+            p.register_post_accumulate_grad_hook(partial(keep, name))  # type: ignore[no-untyped-call]  # torch's
+            for name, p in module.named_parameters()
+            if p.requires_grad
+        ]
+        self._outputs = _passed(module, of_all_rows)
+        for hook in hooks:
+            hook.remove()
+
+    def check(self, module: nn.Module, complete: Callable[[], None]) -> None:
+        """Calls the module, whose layers are divided now, and which exchanges rows itself.
+
+        Args:
+            module: The module, on the device of its arguments.
+            complete: Completes the gradients of this rank.
+
+        Raises:
+            ModuleError: It fails, or returns something else, or its gradients are others.
+        """
+        try:
+            outputs = _passed(module, lambda: module(*self._args, **self._kwargs))
+            complete()
+        except ModuleError:
+            raise
+        except Exception as error:
+            raise _differs(module, f"fails: {type(error).__name__}: {error}") from error
+        own = self._exchange.own if self._exchange is not None else torch.Tensor.detach
+        expected = [own(output) for output in self._outputs]
+        if len(outputs) != len(expected) or not all(map(self._close, outputs, expected)):
+            raise _differs(module, "returns something else than the undivided one")
+        norms = {n: torch.linalg.vector_norm(local(p.grad)) for n, p in module.named_parameters() if p.grad is not None}
+        squares = torch.stack([norms[name].float().square() for name in sorted(norms)])
+        dist.all_reduce(squares, group=self._group)  # of parts; others have no need of it
+        total = dict(zip(sorted(norms), squares.sqrt().tolist(), strict=True))
+        largest = max(map(float, self._norms.values()), default=0.0)
+        with torch.no_grad():
+            for name in self._zeros:
+                local(module.get_parameter(name)).zero_()
+        for name, parameter in module.named_parameters():
+            found = float(norms.get(name, 0.0)) if undivided(parameter, TENSOR) else total.get(name, 0.0)
+            wanted = float(self._norms.get(name, 0.0))
+            parameter.grad = None
+            if abs(found - wanted) > self._tolerance * wanted + 1e-4 * largest:
+                raise _differs(module, f"has another gradient of {name!r} than the undivided one")
+
+    def _close(self, one: torch.Tensor, other: torch.Tensor) -> bool:
+        one, other = one.nan_to_num(), other.nan_to_num()
+        far = (one - other).abs()
+        return one.shape == other.shape and not (far > self._tolerance * other.abs().max()).any()
+
+
+def _differs(module: nn.Module, what: str) -> ModuleError:
+    return ModuleError(
+        f"{type(module).__name__}, with its layers divided, {what}",
+        hint="in strategyParams.plan, a 'rowwise' layer takes what a 'colwise' one returns, and functions between them "
+        "take each number, or each head of a fixed size, by itself; what takes all numbers needs "
+        "'colwise_gather_output', and parameters between divided layers 'sum_gradients'",
+        param="strategyParams",
+    )
+
+
+@contextmanager
+def in_evaluation(module: nn.Module) -> Iterator[None]:
+    """Context of a call in evaluation, under one seed, after which modes, buffers and generators are as before."""
+    modes = {part: part.training for part in module.modules()}
+    buffers = {buffer: buffer.clone() for buffer in module.buffers()}
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    module.eval()
+    try:
+        with untouched_generators(device), torch.compiler.set_stance("force_eager"):
+            seed_all(0)
+            yield
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+        with torch.no_grad():
+            for buffer, before in buffers.items():
+                buffer.copy_(before)
+
+
+def _passed(module: nn.Module, call: Callable[[], Any]) -> list[torch.Tensor]:
+    """Runs forward and backward; returns the outputs, on the host."""
+    with in_evaluation(module), torch.enable_grad():
+        leaves = [leaf for leaf in pytree.tree_leaves(call()) if isinstance(leaf, torch.Tensor)]
+        outputs = [leaf for leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
+        losses = [output.abs().float().square().sum() for output in outputs if output.requires_grad]
+        if losses:
+            torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
+    return [output.detach().cpu() for output in outputs]
