@@ -75,8 +75,6 @@ _REFUSED: Sequence[tuple[Callable[[Any], object], str, str]] = (
 )
 _TIED = "whose weights are tied to those of another part"
 _WITHOUT_PARTNER = ("embedding_rowwise", "colwise_rep", _GATHERED)
-_TOLERANCE = 1e-2  # of gradients that should be equal
-_NUMBERS_OF_HEADS = ("num_attention_heads", "num_key_value_heads")
 
 
 def shard_layers(
@@ -170,8 +168,7 @@ def check_plan(
                 raise ModuleError(f"{name or 'the module'} {says}", hint=hint, param=_PARAM)
     found = _matched(module, plan, size) if plan else _own_plan(module, size, staged=staged)
     if found is None:
-        pairs = (pair for pair in _known_pairs(module) if _first_obstacle(module, pair, size) is None)
-        found = {name: style for pair in pairs for name, style in pair}
+        found, _ = _known(module, size)
     found |= {f"{name}.{PROJECTION}": "rowwise" for name, style in found.items() if style == HEADS}
     if sequence:
         norms = norms_of(module, found, lambda name, style: _obstacle(module, name, style, size))
@@ -189,13 +186,19 @@ def check_plan(
 
 
 def left_whole(module: nn.Module, size: int) -> list[tuple[str, str]]:
-    """Returns the layers that `check_plan` does not divide without a plan, though it knows their kind, and why.
+    """Returns the layers that `check_plan` does not divide without a plan, though it knows their kind, and why."""
+    return [] if _own_plan(module, size, staged=False) is not None else _known(module, size)[1]
 
-    Of layers that belong together, the one that cannot be divided stands for the others.
-    """
-    if _own_plan(module, size, staged=False) is not None:
-        return []
-    return [found for pair in _known_pairs(module) if (found := _first_obstacle(module, pair, size)) is not None]
+
+def _known(module: nn.Module, size: int) -> tuple[dict[str, str], list[tuple[str, str]]]:
+    """Returns the styles of known layers; and of those that cannot be divided together, the first, and why."""
+    found: dict[str, str] = {}
+    whole: list[tuple[str, str]] = []
+    for pair in _known_pairs(module):
+        reasons = [(name, reason) for name, style in pair if (reason := _obstacle(module, name, style, size))]
+        found |= {} if reasons else dict(pair)
+        whole += reasons[:1]
+    return found, whole
 
 
 def _matched(module: nn.Module, plan: Mapping[str, str], size: int) -> dict[str, str]:
@@ -256,7 +259,7 @@ def _own_plan(module: Any, size: int, *, staged: bool) -> dict[str, str] | None:
     if not plan or not isinstance(plan, Mapping):
         return None
     config = module.config
-    for name in _NUMBERS_OF_HEADS:
+    for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, name, size)
         if isinstance(heads, int) and heads % size:
             raise ConfigError(
@@ -287,6 +290,7 @@ def _own_plan(module: Any, size: int, *, staged: bool) -> dict[str, str] | None:
 
 
 def _tied(module: nn.Module, part: nn.Module) -> bool:
+    """Whether another part of a module has a parameter of this one, too."""
     owners = Counter(p for each in module.modules() for p in each.parameters(recurse=False))
     return any(owners[p] > 1 for p in part.parameters(recurse=False))
 
@@ -309,9 +313,3 @@ def _known_pairs(module: nn.Module) -> Iterable[list[tuple[str, str]]]:
                 if name != last and isinstance(child, nn.Linear) and isinstance(after, nn.Linear):
                     last = following
                     yield [(f"{prefix}{name}", "colwise"), (f"{prefix}{following}", "rowwise")]
-
-
-def _first_obstacle(module: nn.Module, layers: list[tuple[str, str]], size: int) -> tuple[str, str] | None:
-    """Returns the first of the layers that cannot be divided, and why; `None` if all can."""
-    reasons = ((name, _obstacle(module, name, style, size)) for name, style in layers)
-    return next(((name, reason) for name, reason in reasons if reason), None)
