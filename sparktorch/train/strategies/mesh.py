@@ -195,7 +195,7 @@ class Mesh(Zero3[MeshOptions]):
         """Returns what a module is called with for a few rows; `None` if it has no values, or no rows are known."""
         if self._sizes.tensor == 1 or self.example is None or any(p.is_meta for p in module.parameters()):
             return None
-        args, kwargs = arguments(self.together(self.example()).slice(0, 2), without_caches(module))
+        args, kwargs = arguments(self.together(self.example().slice(0, 2)), without_caches(module))
         kwargs.pop("labels", None)  # with which a model of transformers computes a loss, too
         return args, kwargs
 
