@@ -49,17 +49,12 @@ def check_lightning(estimator: EstimatorParams, p: Values) -> None:
     source = _source(p["module"])
     for name, hint in _BROUGHT.items():
         if estimator.hasParam(name) and estimator.isSet(name):
-            raise ConfigError(
-                f"{name} is set, and the module is a LightningModule, which brings its own",
-                hint=f"leave it out: {hint}",
-                param=name,
-            )
+            what = f"{name} is set, and the module is a LightningModule, which brings its own"
+            raise ConfigError(what, hint=f"leave it out: {hint}", param=name)
     if p["microBatchSize"] == "auto":
-        raise ConfigError(
-            "microBatchSize is 'auto', which may repeat a step, and with it the hooks of a LightningModule",
-            hint="set microBatchSize to a number, or set accumulationSteps",
-            param="microBatchSize",
-        )
+        what = "microBatchSize is 'auto', which may repeat a step, and with it the hooks of a LightningModule"
+        hint = "set microBatchSize to a number, or set accumulationSteps"
+        raise ConfigError(what, hint=hint, param="microBatchSize")
     check_class(source, validated=_validates(p))
 
 
