@@ -67,11 +67,8 @@ class _FromFolderClassifier(_OneColumn, TorchClassifier):
         again = self.isSet("preprocess") and isinstance(self.getPreprocess(), FromFolder)
         given = [name for name in _REPLACED if self.isSet(name) and (name == "inputCols" or not again)]
         if given:
-            raise ConfigError(
-                f"{given[0]} is set, which {type(self).__name__} finds in modelFolder",
-                hint="leave it out, or use TorchClassifier",
-                param=given[0],
-            )
+            what = f"{given[0]} is set, which {type(self).__name__} finds in modelFolder"
+            raise ConfigError(what, hint="leave it out, or use TorchClassifier", param=given[0])
         if not self.isDefined("modelFolder"):
             raise ConfigError("modelFolder is not set", hint="pass the path of a local folder", param="modelFolder")
         folder = os.path.abspath(str(self.getOrDefault("modelFolder")))
@@ -110,28 +107,22 @@ class TextClassifier(_FromFolderClassifier, TextClassifierParams):
         at_least("maxLength", length, 1)
         tokens = Tokens(folder, max_length=length, arguments=names_of_arguments(model))
         tokenizer = tokens.load()
+        what = ""
         if tokenizer.pad_token_id is None:
-            raise ModuleError(
-                f"the tokenizer in {folder} has no padding token, which rows of several lengths need",
-                hint="set tokenizer.pad_token, such as tokenizer.eos_token, and save it in the folder",
-                param="modelFolder",
-            )
-        if (size := getattr(config, "vocab_size", None)) is not None and len(tokenizer) > size:
-            raise ModuleError(
-                f"the tokenizer in {folder} knows {len(tokenizer)} tokens, and the model {size}",
-                hint="are they of one model? model.resize_token_embeddings(len(tokenizer)) makes room, then save both",
-                param="modelFolder",
-            )
+            what = "has no padding token, which rows of several lengths need"
+            hint = "set tokenizer.pad_token, such as tokenizer.eos_token, and save it in the folder"
+        elif (size := getattr(config, "vocab_size", None)) is not None and len(tokenizer) > size:
+            what = f"knows {len(tokenizer)} tokens, and the model {size}"
+            hint = "are they of one model? model.resize_token_embeddings(len(tokenizer)) makes room, then save both"
+        if what:
+            raise ModuleError(f"the tokenizer in {folder} {what}", hint=hint, param="modelFolder")
         if getattr(config, "pad_token_id", 0) is None:
             params["pad_token_id"] = tokenizer.pad_token_id
         positions = getattr(config, "max_position_embeddings", None)
         most = min(positions, tokenizer.model_max_length) if positions else length
         if length > most:
-            raise ConfigError(
-                f"maxLength is {length}, and the model and its tokenizer take {most} tokens at most",
-                hint=f"set maxLength to {most} or less",
-                param="maxLength",
-            )
+            what = f"maxLength is {length}, and the model and its tokenizer take {most} tokens at most"
+            raise ConfigError(what, hint=f"set maxLength to {most} or less", param="maxLength")
         return tokens
 
 

@@ -28,11 +28,8 @@ _CHOICES = ("attn_implementation", "experts_implementation")  # which a configur
 def opened(module: Any, params: Mapping[str, Any], *, seed: int, in_place: bool = False) -> dict[str, Any] | None:
     """Returns the fields of a `Recipe` for a configuration or a folder; `None` for any other module.
 
-    Args:
-        module: What the user gave.
-        params: Replaces entries of the configuration.
-        seed: Seed of those weights that the folder lacks.
-        in_place: Whether each worker reads the weights in the folder.
+    `params` replace entries of the configuration; `seed` draws the weights that the folder lacks, unless each worker
+    reads it `in_place`.
 
     Raises:
         ModuleError: The folder holds no model, or the configuration does not say of which class.
@@ -108,10 +105,8 @@ def written(module: Any, folder: str, labels: Sequence[str], beside: Any = None)
         PersistenceError: The module is no model of transformers, or the path is that of a file.
     """
     if (model := model_in(module)) is None:
-        raise PersistenceError(
-            f"{type(module).__qualname__} is no model of transformers, and has no save_pretrained",
-            hint="model.save(path) saves any module",
-        )
+        what = f"{type(module).__qualname__} is no model of transformers, and has no save_pretrained"
+        raise PersistenceError(what, hint="model.save(path) saves any module")
     if Path(folder).is_file():
         raise PersistenceError(f"{folder} is a file", hint="name a folder, which is made if it is missing")
     if labels:
@@ -129,15 +124,10 @@ def stamp(folder: str) -> tuple[tuple[str, int], ...]:
 
 
 def untied(folder: str, model: Any, one: str, other: str) -> ModuleError:
-    """Returns the error for a folder that has two values for what its configuration makes one parameter.
-
-    transformers would warn and not tie them; the module that is built of the configuration alone would.
-    """
-    return ModuleError(
-        f"{one!r} and {other!r} in {folder} differ, and are one parameter of {type(model).__qualname__}",
-        hint="set tie_word_embeddings to false, in config.json or moduleParams; or keep one of them in the folder",
-        param="module",
-    )
+    """Returns the error for two values of one parameter, which transformers would not tie, and its module does."""
+    what = f"{one!r} and {other!r} in {folder} differ, and are one parameter of {type(model).__qualname__}"
+    hint = "set tie_word_embeddings to false, in config.json or moduleParams; or keep one of them in the folder"
+    return ModuleError(what, hint=hint, param="module")
 
 
 def _described(kind: type, config: Any, chosen: Any = None) -> dict[str, Any]:
@@ -153,11 +143,8 @@ def _class_of(config: Any) -> Any:
     names = config.architectures or ()
     if names and (kind := getattr(transformers(), names[0], None)) is not None:
         return kind
-    raise ModuleError(
-        f"the {type(config).__qualname__} names {f'{names[0]!r}, unknown' if names else 'no class of models'}",
-        hint="set its architectures, such as ['BertForSequenceClassification']",
-        param="module",
-    )
+    what = f"the {type(config).__qualname__} names {f'{names[0]!r}, unknown' if names else 'no class of models'}"
+    raise ModuleError(what, hint="set its architectures, such as ['BertForSequenceClassification']", param="module")
 
 
 def _changed(config: Any, params: Mapping[str, Any], *, within: bool = False) -> Any:
@@ -168,11 +155,9 @@ def _changed(config: Any, params: Mapping[str, Any], *, within: bool = False) ->
     changed, kind = _of_dtype(copy.deepcopy(config), torch.float32), type(config).__qualname__
     for name, value in params.items():
         if name in _CHOICES and (within or not isinstance(value, str | None)):
-            raise ModuleError(
-                f"{name} of {kind} cannot be {value!r}: one choice holds for the whole model",
-                hint=f"set moduleParams={{{name!r}: 'eager'}} or another of transformers' names",
-                param="moduleParams",
-            )
+            what = f"{name} of {kind} cannot be {value!r}: one choice holds for the whole model"
+            hint = f"set moduleParams={{{name!r}: 'eager'}} or another of transformers' names"
+            raise ModuleError(what, hint=hint, param="moduleParams")
         name = f"_{name}" if name in _CHOICES else name
         if not hasattr(changed, name) and name not in _SILENT:
             hint = nearest(name, {"num_labels", *changed.to_dict()})

@@ -19,20 +19,17 @@ from sparktorch.base.imports import load_object
 from sparktorch.errors import ModuleError
 
 __all__ = [
-    "MODEL_LOSS",
-    "arguments",
-    "call",
-    "check_model_loss",
-    "gets_row_labels",
-    "has_own_loss",
-    "is_config",
-    "is_folder",
-    "is_model",
-    "model_in",
-    "model_loss",
-    "names_of_arguments",
-    "with_config",
-    "without_caches",
+    *(
+        "MODEL_LOSS",
+        "arguments",
+        "call",
+        "check_model_loss",
+        "gets_row_labels",
+        "has_own_loss",
+        "is_config",
+        "is_folder",
+    ),
+    *("is_model", "model_in", "model_loss", "names_of_arguments", "with_config", "without_caches"),
 ]
 
 MODEL_LOSS = f"{__name__}:model_loss"
@@ -135,11 +132,8 @@ def _keywords(kind: Any, names: tuple[str, ...]) -> tuple[str, ...]:
         return names
     if len(names) == 1:  # a column may have any name
         return (getattr(kind, "main_input_name", known[0]),)
-    raise ModuleError(
-        f"forward of {kind.__qualname__} has no argument {unknown[0]!r}",
-        hint=f"name the input columns, or what preprocess returns, as its arguments: {', '.join(known)}",
-        param="module",
-    )
+    hint = f"name the input columns, or what preprocess returns, as its arguments: {', '.join(known)}"
+    raise ModuleError(f"forward of {kind.__qualname__} has no argument {unknown[0]!r}", hint=hint, param="module")
 
 
 def model_loss(module: nn.Module, batch: Batch) -> torch.Tensor:
@@ -182,11 +176,9 @@ def check_model_loss(module: nn.Module, batch: Batch) -> None:
         return
     own, step = float(module(**inputs).loss), float(model_loss(module, batch).mean())
     if math.isfinite(own) and abs(own - step) > 1e-4 * max(1.0, abs(own)):
-        raise ModuleError(
-            f"the loss of {type(module).__qualname__} is no mean over tokens with a label: {own:.6g}, not {step:.6g}",
-            hint="set trainingStep to a function (module, batch) that returns one loss per row",
-            param="loss",
-        )
+        what = f"the loss of {type(module).__qualname__} is no mean over tokens with a label: {own:.6g}, not {step:.6g}"
+        hint = "set trainingStep to a function (module, batch) that returns one loss per row"
+        raise ModuleError(what, hint=hint, param="loss")
 
 
 def _unwrapped(module: Any) -> Any:

@@ -22,17 +22,11 @@ __all__ = ["FromFolder", "Pixels", "Tokens"]
 
 @dataclass(frozen=True)
 class FromFolder:
-    """A `preprocess` of one column, that is sent as a path and read in the process that needs it.
+    """A `preprocess` of one column, that is sent as a path and read in the process that needs it."""
 
-    Attributes:
-        folder: Path of the folder, the same on each machine.
-        auto: The class in transformers that reads it, by name.
-        libraries: What it imports, if it is installed.
-    """
-
-    folder: str
-    auto: ClassVar[str]
-    libraries: ClassVar[tuple[str, ...]] = ("transformers",)
+    folder: str  # the same on each machine
+    auto: ClassVar[str]  # the class in transformers that reads it
+    libraries: ClassVar[tuple[str, ...]] = ("transformers",)  # which it imports
 
     def load(self) -> Any:
         """Returns the tokenizer or image processor in the folder.
@@ -42,11 +36,9 @@ class FromFolder:
             ConfigError: transformers is not installed.
         """
         if not Path(self.folder).is_dir():
-            raise ModuleError(
-                f"there is no folder {self.folder} on {socket.gethostname()}",
-                hint="copy it to this path on each machine, or name one that all of them mount",
-                param="modelFolder",
-            )
+            what = f"there is no folder {self.folder} on {socket.gethostname()}"
+            hint = "copy it to this path on each machine, or name one that all of them mount"
+            raise ModuleError(what, hint=hint, param="modelFolder")
         return _loaded(self.auto, self.folder, stamp(self.folder))
 
 
@@ -55,25 +47,17 @@ def _loaded(auto: str, folder: str, _: tuple[tuple[str, int], ...]) -> Any:
     try:
         return getattr(transformers(), auto).from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, ImportError) as error:
-        raise ModuleError(
-            f"{auto} finds nothing to read in {folder} on {socket.gethostname()}: {error}",
-            hint="save_pretrained(folder) of the tokenizer or image processor writes its files beside the model's",
-            param="modelFolder",
-        ) from error
+        what = f"{auto} finds nothing to read in {folder} on {socket.gethostname()}: {error}"
+        hint = "save_pretrained(folder) of the tokenizer or image processor writes its files beside the model's"
+        raise ModuleError(what, hint=hint, param="modelFolder") from error
 
 
 @dataclass(frozen=True)
 class Tokens(FromFolder):
-    """Tokenizes a column of text, padded to its longest row.
+    """Tokenizes a column of text, padded to its longest row."""
 
-    Attributes:
-        folder: Path of the folder with the tokenizer.
-        max_length: Number of tokens after which a row is cut off.
-        arguments: Names of what the model takes; others are left out. Empty for all.
-    """
-
-    max_length: int
-    arguments: tuple[str, ...] = ()
+    max_length: int  # tokens after which a row is cut off
+    arguments: tuple[str, ...] = ()  # names of what the model takes: others are left out; empty for all
     auto: ClassVar[str] = "AutoTokenizer"
 
     def load(self) -> Any:
@@ -82,11 +66,9 @@ class Tokens(FromFolder):
         words = tokenizer.vocab_files_names
         files = {"tokenizer.json", *words.values()} if words else {"tokenizer_config.json"}
         if not any((Path(self.folder) / file).is_file() for file in files):
-            raise ModuleError(
-                f"{self.folder} holds no tokenizer: there is none of {', '.join(sorted(files))}",
-                hint="tokenizer.save_pretrained(folder) writes its files beside the model's",
-                param="modelFolder",
-            )
+            what = f"{self.folder} holds no tokenizer: there is none of {', '.join(sorted(files))}"
+            hint = "tokenizer.save_pretrained(folder) writes its files beside the model's"
+            raise ModuleError(what, hint=hint, param="modelFolder")
         return tokenizer
 
     def __call__(self, columns: Mapping[str, Any], *, epoch: int | None, generator: Any) -> dict[str, torch.Tensor]:
@@ -110,10 +92,7 @@ class Pixels(FromFolder):
         """Returns what the image processor returns, such as `pixel_values`."""
         ((name, files),) = columns.items()
         if getattr(files, "type", None) not in (pa.binary(), pa.large_binary()):
-            raise ModuleError(
-                f"column {name!r} holds no bytes of image files",
-                hint="name a binary column, such as content of spark.read.format('binaryFile')",
-                param="imageCol",
-            )
+            hint = "name a binary column, such as content of spark.read.format('binaryFile')"
+            raise ModuleError(f"column {name!r} holds no bytes of image files", hint=hint, param="imageCol")
         images = [pillow().open(io.BytesIO(file)).convert("RGB") for file in files.to_pylist()]
         return dict(self.load()(images=images, return_tensors="pt"))

@@ -88,11 +88,9 @@ class LightningSchedule(Schedule):
             if (value := self._trainer.callback_metrics.get(each.monitor or "")) is not None:
                 each.scheduler.step(float(value))
             elif each.strict:
-                raise ModuleError(
-                    f"configure_optimizers monitors {each.monitor!r}, which is not logged",
-                    hint=f"there are {', '.join(self._trainer.callback_metrics)}",
-                    param="module",
-                )
+                what = f"configure_optimizers monitors {each.monitor!r}, which is not logged"
+                hint = f"there are {', '.join(self._trainer.callback_metrics)}"
+                raise ModuleError(what, hint=hint, param="module")
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of the schedulers, with the learning rates, as plain values."""
@@ -120,11 +118,9 @@ class Trained:
             ModuleError: A hook has made parameters trainable, whose gradients the ranks would not share.
         """
         if late := sorted(self._trainable() - self._names):
-            raise ModuleError(
-                f"{type(self._module).__qualname__} has set requires_grad of {late[0]} during the training",
-                hint="set it in __init__, and a rate of 0 in the group of the optimizer that you will train later",
-                param="module",
-            )
+            what = f"{type(self._module).__qualname__} has set requires_grad of {late[0]} during the training"
+            hint = "set it in __init__, and a rate of 0 in the group of the optimizer that you will train later"
+            raise ModuleError(what, hint=hint, param="module")
         used = _ids(*optimizers)
         self._left_out = [each for each in self._module.parameters() if each.requires_grad and id(each) not in used]
 

@@ -78,11 +78,9 @@ class LightningRecipe(Recipe):
         states = module.state_dict(), replace(self, stage="predict")._make_module(0).state_dict()
         trained, scored = ({(name, each.shape) for name, each in state.items()} for state in states)
         if differs := sorted(trained ^ scored):
-            raise ModuleError(
-                f"setup('fit') and setup('predict') of {type(module).__qualname__} make another {differs[0][0]}",
-                hint="make weights and buffers in every stage, or in __init__: the fitted model is set up to predict",
-                param="module",
-            )
+            what = f"setup('fit') and setup('predict') of {type(module).__qualname__} make another {differs[0][0]}"
+            hint = "make weights and buffers in every stage, or in __init__: the fitted model is set up to predict"
+            raise ModuleError(what, hint=hint, param="module")
 
     def check_optimizer(self, module: nn.Module) -> None:
         """Builds optimizer and schedulers.

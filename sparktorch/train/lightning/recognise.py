@@ -89,17 +89,11 @@ def check_class(source: Any, *, validated: bool) -> None:
 
 
 def check_instance(module: Any) -> None:
-    """Refuses manual optimization, which is known of an instance only.
-
-    Raises:
-        ModuleError: The module optimizes by itself.
-    """
+    """Refuses manual optimization, which is known of an instance only."""
     if not module.automatic_optimization:
-        raise ModuleError(
-            f"{type(module).__qualname__} sets automatic_optimization = False, and a fit takes the steps itself",
-            hint="leave it True and return the loss from training_step; sparktorch.run trains with a loop of your own",
-            param="module",
-        )
+        what = f"{type(module).__qualname__} sets automatic_optimization = False, and a fit takes the steps itself"
+        hint = "leave it True and return the loss from training_step; sparktorch.run trains with a loop of your own"
+        raise ModuleError(what, hint=hint, param="module")
 
 
 def without_trainer(module: Any) -> Any:
