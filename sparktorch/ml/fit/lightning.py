@@ -49,23 +49,15 @@ _REFUSED = (
 def check_lightning(p: Values) -> None:
     """Checks a LightningModule, and that no Param names what it brings.
 
-    Raises:
-        ConfigError: A Param is set that contradicts it; names the Param.
-        ModuleError: It has methods that a fit cannot honour, or lacks some; names the method.
+    A `ConfigError` names a Param that contradicts it, a `ModuleError` a method that it lacks or that a fit cannot
+    honour.
     """
     refuse(_REFUSED, p)
     check_class(p.source, validated=p.validated)
 
 
 def lightning_recipe(p: Values, module: dict[str, Any], fields: dict[str, Any], config: TrainConfig) -> LightningRecipe:
-    """Returns the recipe of a fit.
-
-    Args:
-        p: The Params.
-        module: The fields of the recipe that the Param `module` gives.
-        fields: Those that other Params give.
-        config: How it is trained.
-    """
+    """Returns the recipe of a fit, whose fields come from the Param `module` and from the other Params."""
     return LightningRecipe(
         **{**module, "module": without_trainer(module["module"])},
         **fields,
