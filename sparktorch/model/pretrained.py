@@ -17,13 +17,6 @@ def save_pretrained(trained: TrainedModule, folder: str) -> None:
     """Writes configuration, weights and names of classes, and the tokenizer or image processor if it is known.
 
     Of adapters, it writes what `peft` does: their weights and configuration, without the base.
-
-    Args:
-        trained: The trained module.
-        folder: A local path.
-
-    Raises:
-        PersistenceError: The module is no model of transformers, or the path is that of a file.
     """
     module: Any = trained.build()
     if (model := model_in(module)) is None:
